@@ -1,0 +1,1 @@
+"""The ``shrinkpoint`` command line."""

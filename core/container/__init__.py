@@ -1,0 +1,1 @@
+"""The file format of one checkpoint (docs/format.md)."""

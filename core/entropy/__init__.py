@@ -1,0 +1,1 @@
+"""Lossless coders: integer symbols or raw tensor bytes to bytes, and back."""

@@ -1,0 +1,1 @@
+"""Named recipes that turn a training state into coded tensors, and back."""

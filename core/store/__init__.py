@@ -1,0 +1,1 @@
+"""The run store: immutable containers, and manifests whose appearance commits a checkpoint."""

@@ -1,0 +1,41 @@
+"""Options and guards of the whole suite."""
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SUBPACKAGE = {"core": "shrinkpoint", "callbacks": "shrinkpoint.callbacks", "integrations": "shrinkpoint.integrations"}
+
+sys.path.insert(0, str(Path(__file__).parent))  # `from support...` for the tools that several tests share
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--run-slow", action="store_true", help="run the campaigns and matrices that take minutes")
+    parser.addoption("--kills", type=int, default=None, help="how many kills the kill campaigns make")
+
+
+def pytest_configure() -> None:
+    """Stop early when the installed package does not mirror the checkout."""
+    for folder, package in SUBPACKAGE.items():
+        spec = find_spec(package)
+        if spec is None or spec.origin is None:
+            raise pytest.UsageError(f"{package} is not installed: run `pip install -e .`")
+        installed = Path(spec.origin).parent
+        for module in (ROOT / folder).rglob("*.py"):
+            if not (installed / module.relative_to(ROOT / folder)).exists():
+                raise pytest.UsageError(
+                    f"{module.relative_to(ROOT)} is not installed: run `pip install -e .`"
+                    " (a new subpackage must also be listed in pyproject.toml)"
+                )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--run-slow"):
+        return
+    skip = pytest.mark.skip(reason="slow: run with --run-slow")
+    for item in items:
+        if "slow" in item.keywords:
+            item.add_marker(skip)
