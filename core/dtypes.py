@@ -1,0 +1,75 @@
+"""The dtypes that a container can hold: their names in a header, and exact views of tensors as bytes."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from shrinkpoint.errors import CannotRepresentError, FormatError
+
+__all__ = ["DTYPES", "dtype_from_name", "dtype_name", "tensor_from_bytes", "tensor_to_bytes"]
+
+_NAMES = (
+    "bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64",
+    "float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128",
+    "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz",
+)  # fmt: skip
+
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType({name: getattr(torch, name) for name in _NAMES})
+"""Every storable dtype by its name in a header; the names are part of the format."""
+
+_NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The format's name of a dtype.
+
+    Raises:
+        CannotRepresentError: the dtype is not in the format (quantized and packed types).
+    """
+    try:
+        return _NAME_OF[dtype]
+    except KeyError:
+        raise CannotRepresentError(f"dtype {dtype} has no place in the format; store it in another dtype") from None
+
+
+def dtype_from_name(name: str) -> torch.dtype:
+    """The dtype of a name read from a header.
+
+    Raises:
+        FormatError: no such dtype.
+    """
+    try:
+        return DTYPES[name]
+    except (KeyError, TypeError):
+        raise FormatError(f"unknown dtype {name!r} in the header") from None
+
+
+def tensor_to_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """The elements of a host tensor in C order as little-endian bytes, shape (numel * itemsize,).
+
+    The result shares memory with the tensor where it is contiguous already.
+    """
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    if flat.numel() == 0:
+        return np.empty(0, dtype=np.uint8)
+    return flat.view(torch.uint8).numpy()
+
+
+def tensor_from_bytes(data: npt.NDArray[np.uint8], dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """The inverse of `tensor_to_bytes`; the tensor takes over `data` without a copy where that is writable.
+
+    Raises:
+        FormatError: the number of bytes is not that of the dtype and shape.
+    """
+    expected = int(np.prod(shape, dtype=object)) * dtype.itemsize
+    if data.size != expected:
+        raise FormatError(f"a tensor of {dtype} {shape} has {expected} bytes, not {data.size}")
+    if expected == 0:
+        return torch.empty(shape, dtype=dtype)
+    owned = data if data.flags.writeable and data.flags.c_contiguous else np.array(data, copy=True)
+    if owned.ctypes.data % dtype.itemsize:  # torch refuses to view misaligned storage as a wider type
+        owned = np.array(owned, copy=True)
+    return torch.from_numpy(owned).view(dtype).reshape(shape)

@@ -1,0 +1,123 @@
+"""What a scheme and a tensor codec are: the seams between quantization and everything around it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from shrinkpoint.state import TensorSpec, TrainingState
+from shrinkpoint.tree import JSON
+
+__all__ = ["Coded", "Context", "EncodedTensor", "Held", "Planes", "Scheme", "TensorCodec"]
+
+Planes = Mapping[str, npt.NDArray[np.generic]]
+"""A tensor's symbol arrays by name, flat in C order: what the next checkpoint's coder may use as reference."""
+
+
+@dataclass(frozen=True)
+class EncodedTensor:
+    """One tensor as it stands in a container."""
+
+    codec: str
+    """Id of the codec that decodes it."""
+    params: Mapping[str, JSON]
+    """Small side data, kept in the header."""
+    sections: Mapping[str, bytes]
+    """Coded bytes by name, each with its own checksum in the container."""
+    uses_reference: bool = False
+    """Whether decoding needs the same tensor's `Held` of the previous checkpoint."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all sections, in bytes."""
+        return sum(len(section) for section in self.sections.values())
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a reader keeps of one tensor in order to decode the next checkpoint."""
+
+    codec: str
+    params: Mapping[str, JSON]
+    planes: Planes
+
+
+@dataclass(frozen=True)
+class Coded:
+    """What encoding one tensor gives."""
+
+    encoded: EncodedTensor
+    planes: Planes
+    value: torch.Tensor
+    """The reconstruction that a reader will get, by the decoder's own arithmetic (closed loop)."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """What encoder and decoder both know while they work on one tensor."""
+
+    reference: Held | None = None
+    """The same tensor in the previous checkpoint, when dtype and shape are the same; None in a base."""
+    siblings: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Reconstructions, by role, of the tensors of the same parameter that stand earlier in this checkpoint."""
+    threads: int = 1
+
+
+class TensorCodec(Protocol):
+    """A way to store one tensor. Encoders hold their settings; decoding depends on the stored bytes alone.
+
+    The calls come in this order. Writing: ``encode``. Reading: ``decode`` for every checkpoint of the chain, base
+    first, and ``reconstruct`` for the last one only. ``reconstruct(encoded, planes, spec, context)`` must equal the
+    ``value`` that ``encode`` returned, bit for bit.
+    """
+
+    id: ClassVar[str]
+    needs: ClassVar[tuple[str, ...]]
+    """Roles of the sibling tensors that must come before this one."""
+
+    def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
+        """Code a host tensor.
+
+        Raises:
+            CannotRepresentError: the tensor is then stored exactly instead.
+        """
+        ...
+
+    def decode(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> Planes:
+        """The planes of a stored tensor.
+
+        Raises:
+            FormatError: the sections or params are malformed.
+        """
+        ...
+
+    def reconstruct(
+        self, encoded: EncodedTensor, planes: Planes, spec: TensorSpec, context: Context
+    ) -> torch.Tensor:
+        """The tensor that the planes stand for.
+
+        Raises:
+            FormatError: the sections or params are malformed.
+        """
+        ...
+
+
+class Scheme(Protocol):
+    """A named recipe: which codec, with which settings, for which tensor of a state."""
+
+    name: ClassVar[str]
+
+    def codecs(self, state: TrainingState) -> Mapping[str, Callable[[], TensorCodec]]:
+        """For each tensor that is not to be stored exactly, what makes its codec.
+
+        Codecs are made one after another, just before they encode, so that masks and scores of only one tensor
+        are in memory at a time.
+        """
+        ...
+
+    def describe(self) -> JSON:
+        """The scheme's settings for the container's header and the logs."""
+        ...
