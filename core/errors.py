@@ -16,6 +16,7 @@ __all__ = [
     "RunMismatchError",
     "SaveFailedError",
     "ShrinkpointError",
+    "ShrinkpointWarning",
     "StateMismatchError",
     "StoreError",
     "UnsupportedFormatError",
@@ -24,6 +25,10 @@ __all__ = [
 
 class ShrinkpointError(Exception):
     """Base of every error that shrinkpoint raises on purpose."""
+
+
+class ShrinkpointWarning(UserWarning):
+    """Something was skipped or weakened but the work goes on; the message says what, why and what to do."""
 
 
 class ConfigError(ShrinkpointError, ValueError):
