@@ -1,5 +1,6 @@
 """The training state: tensors with roles, beside a tree of plain data (design: "Words")."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -8,10 +9,13 @@ from typing import Any
 import torch
 
 from shrinkpoint.dtypes import dtype_from_name, dtype_name
-from shrinkpoint.errors import FormatError
+from shrinkpoint.errors import CannotRepresentError, FormatError
 from shrinkpoint.tree import JSON, Path, decode_tree, encode_tree, join_path
 
 __all__ = ["Describe", "LayerType", "Role", "Tag", "TensorSpec", "TrainingState", "plain"]
+
+
+_MAX_DIMS = 1024
 
 
 class Role(str, Enum):
@@ -57,10 +61,7 @@ class TensorSpec:
     @property
     def numel(self) -> int:
         """Number of elements."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -89,9 +90,15 @@ class TensorSpec:
             name, shape, parameter = node["name"], node["shape"], node["parameter"]
             if type(name) is not str or not (parameter is None or type(parameter) is str):
                 raise FormatError("a tensor's name and parameter must be strings")
-            if type(shape) is not list or any(type(n) is not int or not 0 <= n < 2**48 for n in shape):
+            if (
+                type(shape) is not list
+                or len(shape) > _MAX_DIMS
+                or any(type(n) is not int or not 0 <= n < 2**48 for n in shape)
+            ):
                 raise FormatError(f"tensor {name!r}: {shape!r} is not a shape")
             tag = Tag(role=Role(node["role"]), layer_type=LayerType(node["layer_type"]), parameter=parameter)
+            if math.prod(n or 1 for n in shape) >= 2**59:  # torch counts bytes in signed 64-bit integers
+                raise FormatError(f"tensor {name!r}: the shape {shape!r} has too many elements")
             return cls(name=name, dtype=dtype_from_name(node["dtype"]), shape=tuple(shape), tag=tag)
         except (KeyError, TypeError, ValueError) as error:
             raise FormatError(f"a tensor's entry in the header is malformed: {error!r}") from error
@@ -136,17 +143,21 @@ class TrainingState:
         names: dict[tuple[object, ...], str] = {}
 
         def put(path: Path, tensor: torch.Tensor) -> str:
-            place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj())
+            view = (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
+            place = (tensor.device, tensor.data_ptr(), *view)
             if tensor.numel() and place in names:  # tied: the same memory read the same way is stored once
                 return names[place]
             name = join_path(path)
             while name in tensors:  # keys 1 and "1" of one dict
                 name += "'"
+            try:
+                dtype_name(tensor.dtype)
+            except CannotRepresentError as error:
+                raise CannotRepresentError(f"tensor {name!r}: {error}") from None
             names[place] = name
             tensors[name] = tensor
             tag = describe(path, tensor)
             specs[name] = TensorSpec(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape), tag=tag)
-            dtype_name(tensor.dtype)
             return name
 
         return cls(encode_tree(state, put), tensors, specs)
@@ -158,7 +169,9 @@ class TrainingState:
             try:
                 return self.tensors[name]
             except KeyError:
-                raise FormatError(f"the tree refers to the tensor {name!r}, which is not in the checkpoint") from None
+                raise FormatError(
+                    f"the tree refers to the tensor {name!r}, which is not in the checkpoint"
+                ) from None
 
         return decode_tree(self.tree, get)
 

@@ -6,6 +6,7 @@ its type (docs/format.md, "The tree"). Tensors are pulled out and leave a refere
 
 import base64
 import math
+import re
 from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -28,12 +29,24 @@ JSON: TypeAlias = Any
 Path: TypeAlias = tuple[str, ...]
 
 _TAG = "$"
-_MAX_DEPTH = 200
+_MAX_DEPTH = 100
+"""Containers within containers; far below what Python's own recursion limit allows on both sides."""
+
+_INT64 = range(-(2**63), 2**63)
+_ARRAYS = frozenset(
+    ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
+     "float16", "float32", "float64", "complex64", "complex128")
+)  # fmt: skip
+_SCALAR = re.compile(
+    r"[<>|](b1|[iu][1248]|f[248]|c8|c16|[mM]8(\[[0-9]{0,9}(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?)"
+)
+"""numpy's array-protocol names of the scalars that have the same meaning on every machine."""
 
 
 def join_path(path: Path) -> str:
     """A tensor's name: its place in the state, parts joined by ``/`` (escaped as in JSON pointers, RFC 6901)."""
-    return "/".join(part.replace("~", "~0").replace("/", "~1") for part in path)
+    name = "/".join(part.replace("~", "~0").replace("/", "~1") for part in path)
+    return name.encode("utf-8", "backslashreplace").decode("utf-8")  # lone surrogates have no UTF-8
 
 
 def encode_tree(value: object, put: Callable[[Path, torch.Tensor], str], path: Path = ()) -> JSON:
@@ -44,6 +57,9 @@ def encode_tree(value: object, put: Callable[[Path, torch.Tensor], str], path: P
             devices and sizes, enums' values, paths, timedeltas, namespaces.
         put: takes a tensor's path and the tensor, and returns the name by which `decode_tree` asks for it.
         path: where `value` stands; for error messages and names.
+
+    Some types come back as their plain kin: subclasses of dict (but OrderedDict), list, tuple (named ones too), set,
+    str, int and float as these; enums as their values; bytearrays as bytes; paths as strings.
 
     Raises:
         CannotRepresentError: an object of another type; the message names its place and type.
@@ -82,7 +98,7 @@ def _encode_tensor(value: torch.Tensor, put: Callable[[Path, torch.Tensor], str]
 
 
 def _encode_mapping(value: Mapping[Any, Any], put: Callable[[Path, torch.Tensor], str], path: Path) -> JSON:
-    plain = all(type(key) is str for key in value) and _TAG not in value
+    plain = all(type(key) is str and _is_unicode(key) for key in value) and _TAG not in value
     kind = "odict" if isinstance(value, OrderedDict) else "dict"
     if plain and kind == "dict":
         return {key: encode_tree(item, put, (*path, key)) for key, item in value.items()}
@@ -100,29 +116,27 @@ def _encode_sequence(value: Any, put: Callable[[Path, torch.Tensor], str], path:
     items = [encode_tree(item, put, (*path, str(index))) for index, item in enumerate(ordered)]
     if isinstance(value, list):
         return items
-    kind = "tuple" if isinstance(value, tuple) else type(value).__name__
+    kind = "tuple" if isinstance(value, tuple) else "set" if isinstance(value, set) else "frozenset"
     return {_TAG: kind, "items": items}
 
 
-def _encode_leaf(value: object, put: Callable[[Path, torch.Tensor], str], path: Path) -> JSON:  # noqa: PLR0911
-    if value is None or isinstance(value, (bool, str)) and not isinstance(value, Enum):
-        return value if value is None or isinstance(value, bool) else str(value)
+def _encode_leaf(value: object, put: Callable[[Path, torch.Tensor], str], path: Path) -> JSON:
+    if value is None or isinstance(value, bool):
+        return value
     if isinstance(value, Enum):
         return encode_tree(value.value, put, path)
-    if isinstance(value, np.ndarray):
-        if value.dtype.hasobject or value.dtype.kind not in "biufc":
-            raise CannotRepresentError(f"{join_path(path)}: numpy arrays of dtype {value.dtype} cannot be stored")
-        return {_TAG: "ndarray", "name": put(path, torch.from_numpy(np.array(value, order="C")))}
-    if isinstance(value, np.generic):
-        return {_TAG: "npscalar", "dtype": value.dtype.str, "data": _to_base64(value.tobytes())}
+    if isinstance(value, str):
+        return _encode_str(value)
+    if isinstance(value, (bytes, bytearray)):
+        return {_TAG: "bytes", "data": _to_base64(bytes(value))}
+    if isinstance(value, (np.ndarray, np.generic)):
+        return _encode_numpy(value, put, path)
     if isinstance(value, int):
-        return int(value)
+        return int(value) if value in _INT64 else {_TAG: "int", "hex": hex(value)}
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {_TAG: "float", "hex": float(value).hex()}
     if isinstance(value, complex):
         return {_TAG: "complex", "hex": [value.real.hex(), value.imag.hex()]}
-    if isinstance(value, (bytes, bytearray)):
-        return {_TAG: "bytes", "data": _to_base64(bytes(value))}
     if isinstance(value, torch.dtype):
         return {_TAG: "dtype", "name": dtype_name(value)}
     if isinstance(value, torch.device):
@@ -139,6 +153,28 @@ def _encode_leaf(value: object, put: Callable[[Path, torch.Tensor], str], path: 
     )
 
 
+def _encode_str(value: str) -> JSON:
+    text = str.__str__(value)  # a subclass may have its own idea of str()
+    if _is_unicode(text):
+        return text
+    return {_TAG: "str", "data": _to_base64(text.encode("utf-8", "surrogatepass"))}
+
+
+def _encode_numpy(value: Any, put: Callable[[Path, torch.Tensor], str], path: Path) -> JSON:
+    dtype = value.dtype
+    if isinstance(value, np.generic):
+        if not _SCALAR.fullmatch(dtype.str):
+            raise CannotRepresentError(f"{join_path(path)}: numpy scalars of dtype {dtype} cannot be stored")
+        return {_TAG: "npscalar", "dtype": dtype.str, "data": _to_base64(value.tobytes())}
+    if dtype.name not in _ARRAYS or isinstance(value, np.ma.MaskedArray):
+        raise CannotRepresentError(
+            f"{join_path(path)}: a numpy {type(value).__name__} of dtype {dtype} cannot be stored"
+        )
+    # In the machine's own byte order: the format's elements are little-endian, whatever the array's were.
+    array = np.array(value, dtype=np.dtype(dtype.name), order="C")
+    return {_TAG: "ndarray", "name": put(path, torch.from_numpy(array))}
+
+
 def decode_tree(node: JSON, get: Callable[[str], torch.Tensor]) -> Any:
     """The inverse of `encode_tree`.
 
@@ -151,12 +187,20 @@ def decode_tree(node: JSON, get: Callable[[str], torch.Tensor]) -> Any:
     """
     try:
         return _decode(node, get, 0)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RuntimeError) as error:
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        IndexError,
+        AttributeError,
+        OverflowError,
+        RuntimeError,
+    ) as error:
         raise FormatError(f"the tree of plain data is malformed: {error!r}") from error
 
 
 def _decode(node: JSON, get: Callable[[str], torch.Tensor], depth: int) -> Any:
-    if depth > _MAX_DEPTH * 2:
+    if depth > 3 * (_MAX_DEPTH + 1):  # a namespace, its dict and a pair of it: three objects for one level
         raise FormatError("the tree of plain data is nested too deeply")
     if isinstance(node, list):
         return [_decode(item, get, depth + 1) for item in node]
@@ -166,9 +210,11 @@ def _decode(node: JSON, get: Callable[[str], torch.Tensor], depth: int) -> Any:
         return {key: _decode(item, get, depth + 1) for key, item in node.items()}
     kind = node[_TAG]
     if kind in _COLLECTIONS:
+        if not isinstance(node["items"], list):
+            raise FormatError(f"the items of a {kind} in the tree of plain data are not a list")
         return _COLLECTIONS[kind]([_decode(item, get, depth + 1) for item in node["items"]])
     if kind == "namespace":
-        return Namespace(**_decode(node["items"], get, depth + 1))
+        return _namespace(_decode(node["items"], get, depth + 1))
     if kind in _TENSORS:
         return _TENSORS[kind](node, get)
     if kind in _LEAVES:
@@ -176,11 +222,30 @@ def _decode(node: JSON, get: Callable[[str], torch.Tensor], depth: int) -> Any:
     raise FormatError(f"the tree of plain data holds the unknown type {kind!r}")
 
 
+def _pairs(items: list[Any]) -> list[tuple[Any, Any]]:
+    if any(not isinstance(item, list) or len(item) != 2 for item in items):
+        raise FormatError("the items of a dict in the tree of plain data are not pairs")
+    return [(key, value) for key, value in items]
+
+
+def _namespace(members: Any) -> Namespace:
+    if not isinstance(members, dict) or any(type(name) is not str for name in members):
+        raise FormatError(
+            "the items of a namespace in the tree of plain data are not a dict with names as keys"
+        )
+    namespace = Namespace()
+    vars(namespace).update(members)  # as keyword arguments, a member named "self" would not pass
+    return namespace
+
+
 def _sparse_coo(node: Mapping[str, JSON], get: Callable[[str], torch.Tensor]) -> torch.Tensor:
-    tensor = torch.sparse_coo_tensor(
-        get(node["indices"]), get(node["values"]), node["size"], check_invariants=True
+    return torch.sparse_coo_tensor(
+        get(node["indices"]),
+        get(node["values"]),
+        node["size"],
+        check_invariants=True,
+        is_coalesced=bool(node["coalesced"]),
     )
-    return tensor._coalesced_(bool(node["coalesced"]))
 
 
 def _sparse_csr(node: Mapping[str, JSON], get: Callable[[str], torch.Tensor]) -> torch.Tensor:
@@ -189,10 +254,14 @@ def _sparse_csr(node: Mapping[str, JSON], get: Callable[[str], torch.Tensor]) ->
 
 
 def _npscalar(node: Mapping[str, JSON]) -> Any:
-    dtype = np.dtype(node["dtype"])
-    if dtype.hasobject or dtype.kind not in "biufcSUmM" or dtype.itemsize > 4096:
-        raise FormatError(f"a numpy scalar of dtype {dtype} is not allowed")
-    return np.frombuffer(_from_base64(node["data"]), dtype=dtype, count=1)[0]
+    if not _SCALAR.fullmatch(node["dtype"]):
+        raise FormatError(f"a numpy scalar of dtype {node['dtype'][:40]!r} is not allowed")
+    (scalar,) = np.frombuffer(_from_base64(node["data"]), dtype=np.dtype(node["dtype"]))
+    return scalar
+
+
+def _is_unicode(text: str) -> bool:
+    return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _to_base64(data: bytes) -> str:
@@ -204,8 +273,8 @@ def _from_base64(text: str) -> bytes:
 
 
 _COLLECTIONS: Mapping[str, Callable[[list[Any]], Any]] = {
-    "dict": lambda items: dict((key, value) for key, value in items),
-    "odict": lambda items: OrderedDict((key, value) for key, value in items),
+    "dict": lambda items: dict(_pairs(items)),
+    "odict": lambda items: OrderedDict(_pairs(items)),
     "tuple": tuple,
     "set": set,
     "frozenset": frozenset,
@@ -219,9 +288,11 @@ _TENSORS: Mapping[str, Callable[[Mapping[str, JSON], Callable[[str], torch.Tenso
 }
 _LEAVES: Mapping[str, Callable[[Mapping[str, JSON]], Any]] = {
     "npscalar": _npscalar,
+    "int": lambda node: int(node["hex"], 16),
     "float": lambda node: float.fromhex(node["hex"]),
     "complex": lambda node: complex(float.fromhex(node["hex"][0]), float.fromhex(node["hex"][1])),
     "bytes": lambda node: _from_base64(node["data"]),
+    "str": lambda node: _from_base64(node["data"]).decode("utf-8", "surrogatepass"),
     "dtype": lambda node: dtype_from_name(node["name"]),
     "device": lambda node: torch.device(node["name"]),
     "timedelta": lambda node: timedelta(*node["parts"]),
