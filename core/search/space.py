@@ -1,0 +1,213 @@
+"""The configurations that a search chooses between, and the order of mildness between them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Final, Literal, TypeAlias
+
+from shrinkpoint.errors import ConfigError
+
+__all__ = ["Configuration", "ConfigurationSpace", "Metric", "Steps"]
+
+Metric: TypeAlias = Literal["magnitude", "sensitivity"]
+Steps: TypeAlias = tuple[int, int, int, int]
+"""Positions on the axes (bins, prune, protect, embedding_bins); a higher position is milder."""
+
+METRICS: Final = ("magnitude", "sensitivity")
+
+
+def _check_bins(field: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 2:
+        raise ConfigError(f"{field}={value!r} must be an int of at least 2: it is a number of centroids")
+
+
+def _check_fraction(field: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+        raise ConfigError(f"{field}={value!r} must be a fraction of the weights, from 0 to below 1")
+
+
+def _check_metric(field: str, value: object) -> None:
+    if value not in METRICS:
+        raise ConfigError(f"{field}={value!r} must be one of {', '.join(METRICS)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Configuration:
+    """One setting of the Inshrinkerator scheme (arXiv 2306.11800, Tables 2 and 9).
+
+    Args:
+        bins: centroids in the codebook of a weight tensor.
+        prune: fraction of the weights of a layer type that are set to zero.
+        protect: fraction of the weights, per score, that are kept outside the codebook.
+        metric: the score by which weights are pruned. Protection uses both, so that without pruning it has no effect.
+        embedding_bins: centroids in the codebook of an embedding tensor.
+
+    Raises:
+        ConfigError: a value is out of its range.
+    """
+
+    bins: int
+    prune: float
+    protect: float
+    metric: Metric
+    embedding_bins: int
+
+    def __post_init__(self) -> None:
+        _check_bins("bins", self.bins)
+        _check_bins("embedding_bins", self.embedding_bins)
+        _check_fraction("prune", self.prune)
+        _check_fraction("protect", self.protect)
+        _check_metric("metric", self.metric)
+
+    def __str__(self) -> str:
+        pruned = f"prune {self.prune:.3g} by {self.metric}" if self.prune else "no pruning"
+        return f"{self.bins} bins, {pruned}, protect {self.protect:.3g}, {self.embedding_bins} embedding bins"
+
+    def to_json(self) -> dict[str, int | float | str]:
+        """The fields as JSON primitives."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @classmethod
+    def from_json(cls, data: object) -> Configuration:
+        """The configuration that :meth:`to_json` wrote; :class:`ConfigError` for anything else."""
+        names = {field.name for field in fields(cls)}
+        if not isinstance(data, Mapping) or set(data) != names:
+            raise ConfigError(
+                f"a configuration must be an object with the fields {sorted(names)}, not {data!r}"
+            )
+        return cls(**data)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigurationSpace:
+    """The grid that a search looks through; the defaults are the paper's tables (arXiv 2306.11800, Tables 2 and 9).
+
+    Every axis is ordered so that quality rises along it. Two configurations that differ only in the metric are one
+    when nothing is pruned, so the grid of :attr:`size` cells holds fewer distinct :attr:`configurations`.
+
+    Args:
+        bins: codebook sizes, ascending.
+        prune: pruned fractions, descending.
+        protect: protected fractions, ascending.
+        embedding_bins: codebook sizes of embeddings, ascending.
+        metrics: the scores to prune by; the first one wins ties.
+
+    Raises:
+        ConfigError: an axis is empty, out of order or holds a value out of range.
+    """
+
+    bins: tuple[int, ...] = (4, 6, 8, 12, 16, 32)
+    prune: tuple[float, ...] = (0.5, 0.4, 0.3, 0.2, 0.1, 0.0)
+    protect: tuple[float, ...] = (0.0005, 0.005, 0.01)
+    embedding_bins: tuple[int, ...] = (16, 32)
+    metrics: tuple[Metric, ...] = ("sensitivity", "magnitude")
+
+    def __post_init__(self) -> None:
+        checks = {
+            "bins": _check_bins,
+            "prune": _check_fraction,
+            "protect": _check_fraction,
+            "embedding_bins": _check_bins,
+            "metrics": _check_metric,
+        }
+        for name, check in checks.items():
+            axis = tuple(getattr(self, name))
+            object.__setattr__(self, name, axis)  # a list read from JSON would make the space unhashable
+            if not axis:
+                raise ConfigError(f"{name}=() must hold at least one value")
+            for value in axis:
+                check(name, value)
+            if len(set(axis)) != len(axis):
+                raise ConfigError(f"{name}={axis} must not repeat a value")
+            if name != "metrics" and axis != tuple(sorted(axis, reverse=name == "prune")):
+                order = "descending" if name == "prune" else "ascending"
+                raise ConfigError(f"{name}={axis} must be {order}, so that quality rises along the axis")
+
+    @property
+    def size(self) -> int:
+        """Cells of the grid: the product of the axes and the metrics."""
+        return len(self.metrics) * math.prod(self.shape)
+
+    @property
+    def shape(self) -> Steps:
+        """Lengths of the axes (bins, prune, protect, embedding_bins)."""
+        return len(self.bins), len(self.prune), len(self.protect), len(self.embedding_bins)
+
+    @property
+    def mildest(self) -> Configuration:
+        """The configuration with the best quality."""
+        return self.at(self.metrics[0], self._last)
+
+    @cached_property
+    def configurations(self) -> tuple[Configuration, ...]:
+        """Every distinct configuration; each one comes after all harsher ones of its metric."""
+        grid = list(itertools.product(*(range(length) for length in self.shape)))
+        return tuple(dict.fromkeys(self.at(metric, steps) for metric in self.metrics for steps in grid))
+
+    def at(self, metric: Metric, steps: tuple[int, ...] | list[int]) -> Configuration:
+        """The configuration at a position; one that prunes nothing always carries the first metric."""
+        bins, prune, protect, embedding_bins = steps
+        return Configuration(
+            bins=self.bins[bins],
+            prune=self.prune[prune],
+            protect=self.protect[protect],
+            metric=metric if self.prune[prune] else self.metrics[0],
+            embedding_bins=self.embedding_bins[embedding_bins],
+        )
+
+    def steps(self, configuration: Configuration) -> Steps:
+        """The position of a configuration; :class:`ConfigError` when it is not of this space."""
+        if configuration not in self:
+            raise ConfigError(f"configuration ({configuration}) is not in the space that is searched: {self}")
+        return (
+            self.bins.index(configuration.bins),
+            self.prune.index(configuration.prune),
+            self.protect.index(configuration.protect),
+            self.embedding_bins.index(configuration.embedding_bins),
+        )
+
+    def __contains__(self, configuration: object) -> bool:
+        return (
+            isinstance(configuration, Configuration)
+            and configuration.bins in self.bins
+            and configuration.prune in self.prune
+            and configuration.protect in self.protect
+            and configuration.embedding_bins in self.embedding_bins
+            and configuration.metric in self.metrics
+        )
+
+    def canonical(self, configuration: Configuration) -> Configuration:
+        """The same configuration under the metric by which :attr:`configurations` lists it."""
+        return self.at(configuration.metric, self.steps(configuration))
+
+    def twins(self, configuration: Configuration) -> tuple[Configuration, ...]:
+        """The configuration under each other metric; none when it prunes nothing."""
+        if not configuration.prune:
+            return ()
+        steps = self.steps(configuration)
+        return tuple(self.at(metric, steps) for metric in self.metrics if metric != configuration.metric)
+
+    def at_least_as_mild(self, mild: Configuration, harsh: Configuration) -> bool:
+        """Whether no setting of ``mild`` is harsher; different metrics compare only where ``mild`` prunes nothing."""
+        if mild.prune and mild.metric != harsh.metric:
+            return False
+        return all(a >= b for a, b in zip(self.steps(mild), self.steps(harsh), strict=True))
+
+    def around(
+        self, centre: Configuration, moves: tuple[int, ...], *, embedding_moves: tuple[int, ...] = (0,)
+    ) -> Iterator[Configuration]:
+        """Configurations at ``centre + moves`` on each axis, ``centre`` among them if ``moves`` holds 0."""
+        steps = self.steps(centre)
+        for offsets in itertools.product(moves, moves, moves, embedding_moves):
+            there = [step + offset for step, offset in zip(steps, offsets, strict=True)]
+            if all(0 <= step < length for step, length in zip(there, self.shape, strict=True)):
+                yield self.at(centre.metric, there)
+
+    @property
+    def _last(self) -> Steps:
+        bins, prune, protect, embedding_bins = self.shape
+        return bins - 1, prune - 1, protect - 1, embedding_bins - 1
