@@ -107,13 +107,22 @@ class SearchDriver:
     Args:
         config: the bound, the space and the budget.
         clock: seconds since any fixed moment; training time is counted from here on.
+        cost_clock: seconds that evaluations have taken from training so far. None where training stands still during
+            :meth:`choose`; needed where it goes on beside it, in another thread.
     """
 
-    def __init__(self, config: SearchConfig, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        config: SearchConfig,
+        clock: Callable[[], float] = time.perf_counter,
+        *,
+        cost_clock: Callable[[], float] | None = None,
+    ) -> None:
         self._config = config
         self._space = config.space
         self._clock = clock
-        self._budget = Budget(config.overhead, clock)
+        self._cost_clock = cost_clock or clock
+        self._budget = Budget(config.overhead, clock, self._cost_clock)
         self._phase: Phase = "exhaustive"
         self._incumbent: Configuration | None = None
         self._search: RunningSearch | None = None
@@ -137,7 +146,7 @@ class SearchDriver:
         self._budget.enter()
         self._saves_since_reprobe += 1
         try:
-            measurements = Measurements(evaluate, self._clock)
+            measurements = Measurements(evaluate, self._cost_clock)
             finished: SearchOutcome | None = None
             configuration, reason = None, "the loss of the true weights is not finite: stored exactly"
             if math.isfinite(measurements.baseline):
@@ -213,7 +222,9 @@ class SearchDriver:
         self._search = None
         self._verified = {c for c in verified if c in self._space}
         self._answers = {c: degradation for c, degradation in answers.items() if c in self._space}
-        self._budget = Budget(self._config.overhead, self._clock, trained=trained, spent=spent)
+        self._budget = Budget(
+            self._config.overhead, self._clock, self._cost_clock, trained=trained, spent=spent
+        )
         self._saves_since_reprobe, self._total_evaluations = since, total
 
     def _advance(self, predict: Predict, measurements: Measurements) -> SearchOutcome | None:
@@ -261,7 +272,7 @@ class SearchDriver:
     def _start_search(self, predict: Predict) -> RunningSearch | None:
         config, incumbent = self._config, self._incumbent
         due = config.reprobe_every > 0 and self._saves_since_reprobe >= config.reprobe_every
-        started = self._clock()
+        started = self._cost_clock()
         if incumbent is None:
             if self._phase == "exact" and not due:
                 return None
@@ -290,7 +301,7 @@ class SearchDriver:
                 noise=config.noise,
             )
             search = RunningSearch("neighbourhood", generator)
-        self._budget.spend(self._clock() - started)
+        self._budget.spend(self._cost_clock() - started)
         return search
 
     def _conclude(self, outcome: SearchOutcome) -> None:

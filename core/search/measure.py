@@ -27,18 +27,18 @@ def relative_rise(loss: float, baseline: float) -> float:
 
 
 class Measurements:
-    """Evaluates configurations on the present weights, each at most once, and times it.
+    """Evaluates configurations on the present weights, each at most once, and keeps what the last one cost.
 
     The loss of the true weights is measured at once.
 
     Args:
         evaluate: measures a loss; expensive.
-        clock: seconds since any fixed moment.
+        cost_clock: seconds taken from training so far.
     """
 
-    def __init__(self, evaluate: Evaluate, clock: Callable[[], float]) -> None:
+    def __init__(self, evaluate: Evaluate, cost_clock: Callable[[], float]) -> None:
         self._evaluate = evaluate
-        self._clock = clock
+        self._cost_clock = cost_clock
         self._degradations: dict[Configuration, float] = {}
         self.last_seconds = 0.0
         self.baseline = self._timed(None)
@@ -57,7 +57,7 @@ class Measurements:
         return self._degradations[configuration]
 
     def _timed(self, configuration: Configuration | None) -> float:
-        started = self._clock()
+        started = self._cost_clock()
         loss = float(self._evaluate(configuration))
-        self.last_seconds = self._clock() - started
+        self.last_seconds = self._cost_clock() - started
         return loss

@@ -127,6 +127,34 @@ def test_every_choice_is_measured_on_its_own_save(seed: int, overhead: float, da
             training.restart()
 
 
+def test_only_what_evaluations_take_from_training_is_charged() -> None:
+    """Beside the training an evaluation lasts 50 s, of which training stands still for 1 s."""
+    now = cost = 0.0
+
+    def evaluate(configuration: Configuration | None) -> float:
+        nonlocal now, cost
+        now += 50.0
+        cost += 1.0
+        return 1.0 if configuration is None else 1.0 + holds_from(TARGET)(configuration)
+
+    driver = SearchDriver(
+        SearchConfig(space=SMALL, overhead=0.02), clock=lambda: now, cost_clock=lambda: cost
+    )
+    saves = 0
+    while True:
+        saves += 1
+        choice = driver.choose(SIZE, evaluate)
+        state = driver.state_dict()
+        assert state["trained"] == now - cost
+        # A search may be charged for what is then stored, which would have had to be measured in any case.
+        assert choice.total_evaluations - saves <= state["spent"] <= choice.total_evaluations  # type: ignore[operator]
+        assert state["spent"] <= 0.02 * state["trained"]  # type: ignore[operator]
+        if choice.outcome is not None:
+            break
+    assert choice.configuration == TARGET
+    assert choice.seconds == 50.0 * (choice.evaluations + 1)
+
+
 def test_falls_to_verified_then_mildest_then_exact() -> None:
     training = Training(holds_from(TARGET), overhead=math.inf)
     training.save()
