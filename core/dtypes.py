@@ -32,7 +32,9 @@ def dtype_name(dtype: torch.dtype) -> str:
     try:
         return _NAME_OF[dtype]
     except KeyError:
-        raise CannotRepresentError(f"dtype {dtype} has no place in the format; store it in another dtype") from None
+        raise CannotRepresentError(
+            f"dtype {dtype} has no place in the format; store it in another dtype"
+        ) from None
 
 
 def dtype_from_name(name: str) -> torch.dtype:
@@ -52,13 +54,16 @@ def tensor_to_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
 
     The result shares memory with the tensor where it is contiguous already.
     """
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    if flat.numel() == 0:
+    dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    if dense.numel() == 0:
         return np.empty(0, dtype=np.uint8)
-    return flat.view(torch.uint8).numpy()
+    # Not reshape(-1): it keeps the odd strides that dimensions of size one may have, and view() refuses those.
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy()
 
 
-def tensor_from_bytes(data: npt.NDArray[np.uint8], dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+def tensor_from_bytes(
+    data: npt.NDArray[np.uint8], dtype: torch.dtype, shape: tuple[int, ...]
+) -> torch.Tensor:
     """The inverse of `tensor_to_bytes`; the tensor takes over `data` without a copy where that is writable.
 
     Raises:
