@@ -1,3 +1,46 @@
 """Checkpoints of PyTorch training runs, 20-100 times smaller, saved without stopping training."""
 
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shrinkpoint.checkpointer import Checkpointer
+    from shrinkpoint.config import SaverConfig
+    from shrinkpoint.errors import ShrinkpointError, ShrinkpointWarning
+    from shrinkpoint.saver import Saver
+    from shrinkpoint.single import load, save
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "Checkpointer",
+    "Saver",
+    "SaverConfig",
+    "ShrinkpointError",
+    "ShrinkpointWarning",
+    "__version__",
+    "load",
+    "save",
+]
+
+_HOME = {
+    "Checkpointer": "checkpointer",
+    "Saver": "saver",
+    "SaverConfig": "config",
+    "ShrinkpointError": "errors",
+    "ShrinkpointWarning": "errors",
+    "load": "single",
+    "save": "single",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # loaded when first used, so that `import shrinkpoint` costs next to nothing beside torch
+    from importlib import import_module
+
+    if name not in _HOME:
+        raise AttributeError(f"module 'shrinkpoint' has no attribute {name!r}")
+    return getattr(import_module(f"shrinkpoint.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

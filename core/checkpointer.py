@@ -1,0 +1,239 @@
+"""Checkpoints for a hand-written PyTorch loop."""
+
+import warnings
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import nn
+
+from shrinkpoint.config import SaverConfig
+from shrinkpoint.errors import ConfigError, ShrinkpointWarning, StateMismatchError
+from shrinkpoint.evaluation import Evaluate
+from shrinkpoint.reports import Accepted, SaveReport
+from shrinkpoint.resume import ResumePolicy, check_policy, require_same_model, resume_from
+from shrinkpoint.rng import capture_rng, restore_rng
+from shrinkpoint.roles import describe_training
+from shrinkpoint.saver import Saver
+from shrinkpoint.swap import swapped_weights
+
+__all__ = ["Checkpointer", "Stateful"]
+
+_FORMAT = "torch-loop"
+
+
+class Stateful(Protocol):
+    """Anything with a state to save and restore: a scheduler, a sampler, a StatefulDataLoader, a scaler."""
+
+    def state_dict(self) -> Any:
+        """The state: nested numbers, strings and tensors."""
+        ...
+
+    def load_state_dict(self, state_dict: Any) -> Any:
+        """Take the state back."""
+        ...
+
+
+class Checkpointer:
+    """Saves and resumes a model, its optimizers and whatever else has a state.
+
+        checkpointer = shrinkpoint.Checkpointer("runs/7", model, optimizer, every=500, scheduler=scheduler)
+        for step in range(checkpointer.resume(), total):
+            ...                            # one training step
+            checkpointer.step(step + 1)    # saves when one is due, in the background
+        checkpointer.close()
+
+    Args:
+        url: the run's prefix: a folder, ``s3://bucket/prefix``, or any URL that fsspec knows.
+        model: the module; of a DataParallel or DDP wrapper give the inner one.
+        optimizer: one or several.
+        every: save after so many calls of `step`; None saves on `save` only.
+        evaluate: the held-out loss of `model` as it stands; makes the search for the smallest configuration possible,
+            and `max_degradation` a measured bound. Called with other weights in place, in eval mode, without gradients.
+        resume: continue from the newest sound checkpoint if there is one (``auto``), never, or refuse to start
+            without one (``must``).
+        config: how to save; or give its fields as keyword arguments.
+        storage_options: passed to fsspec.
+        stateful: further objects by name: ``scheduler=scheduler, sampler=sampler``.
+
+    Raises:
+        ConfigError: an option cannot work.
+        StoreError: the store cannot be written, or holds something foreign. Raised here, before training starts.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | list[torch.optim.Optimizer],
+        *,
+        every: int | None = None,
+        evaluate: Callable[[], float] | None = None,
+        resume: ResumePolicy = "auto",
+        config: SaverConfig | None = None,
+        storage_options: Mapping[str, object] | None = None,
+        **stateful: Any,
+    ) -> None:
+        check_policy(resume)
+        if every is not None and (type(every) is not int or every < 1):
+            raise ConfigError(f"every must be a positive number of steps, or None, not {every!r}")
+        fields = {name: stateful.pop(name) for name in list(stateful) if name in SaverConfig.names()}
+        if fields and config is not None:
+            raise ConfigError(f"give either config= or its fields ({', '.join(fields)}), not both")
+        for name, value in stateful.items():
+            if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+                raise ConfigError(f"{name}= must have state_dict and load_state_dict, and {value!r} has not")
+        self._model = model
+        self._optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+        self._every = every
+        self._loss = evaluate
+        self._policy = resume
+        self._stateful: dict[str, Stateful] = stateful
+        self._last_step: int | None = None
+        self.saver = Saver(url, config or SaverConfig(**fields), storage_options=storage_options)
+        self.saver.check()
+
+    def resume(self) -> int:
+        """Restore the newest sound checkpoint, if the policy allows it.
+
+        Returns:
+            The step to continue from: 0 for a fresh start, otherwise the step that was given to `step` or `save`.
+
+        Raises:
+            NoCheckpointError: the policy is ``must`` and there is none.
+            StateMismatchError: the run is another model's; the message names the tensors.
+            ChainError: there are checkpoints, and none is sound.
+        """
+        newest = self.saver.newest() if self._policy != "never" else None
+        manifest = resume_from(self._policy, newest, self.saver.url)
+        restored = self.saver.restore(manifest) if manifest is not None else None
+        if restored is None:
+            return 0
+        self._load(restored.state.to_object())
+        self._last_step = restored.manifest.step
+        return restored.manifest.step
+
+    def step(self, step: int, *, metrics: Mapping[str, float] | None = None) -> Accepted | None:
+        """To be called after every training step; saves when one is due.
+
+        Args:
+            step: training steps done so far, this one included.
+            metrics: stored with the checkpoint if one is saved.
+
+        Returns:
+            What was accepted; None when no save was due, or one was still being written.
+        """
+        self.saver.poll()
+        before = self._last_step if self._last_step is not None else step - 1
+        self._last_step = step
+        if self._every is None or step // self._every <= before // self._every:
+            return None
+        return self.save(step, metrics=metrics)
+
+    def save(
+        self,
+        step: int,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        exact: bool = False,
+        wait: bool = False,
+    ) -> Accepted | None:
+        """Save now; see `Saver.save`."""
+        describe = describe_training(
+            self._model, self._optimizers, model_path=("model",), optimizers_path=("optimizers",)
+        )
+        return self.saver.save(
+            self._state(step),
+            step=step,
+            describe=describe,
+            metrics=metrics,
+            evaluate=self._evaluate if self._loss is not None else None,
+            exact=exact,
+            wait=wait,
+        )
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait for the save that is under way; see `Saver.flush`."""
+        return self.saver.flush(timeout_s)
+
+    def reports(self) -> list[SaveReport]:
+        """Every save that this process committed, oldest first."""
+        return self.saver.reports()
+
+    def close(self) -> None:
+        """Finish the save that is under way and let go of the store.
+
+        Raises:
+            SaveFailedError: the last saves have failed.
+        """
+        try:
+            self.saver.flush()
+        finally:
+            self.saver.close()
+
+    def __enter__(self) -> "Checkpointer":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> Literal[False]:
+        if error is None:
+            self.close()
+        else:  # a save that is under way is finished, but its evaluations are not worth waiting for
+            self.saver.close()
+        return False
+
+    def _state(self, step: int) -> dict[str, Any]:
+        return {
+            "format": _FORMAT,
+            "step": step,
+            "model": self._model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
+            "stateful": {name: value.state_dict() for name, value in self._stateful.items()},
+            "rng": capture_rng(),
+        }
+
+    def _load(self, state: Any) -> None:
+        if not isinstance(state, dict) or state.get("format") != _FORMAT:
+            raise StateMismatchError(
+                f"{self.saver.url} was written by another framework's callback, not by a Checkpointer: resume it"
+                " there, or take its weights with `shrinkpoint export`"
+            )
+        stored = {
+            name: tuple(value.shape) for name, value in state["model"].items() if torch.is_tensor(value)
+        }
+        live = {
+            name: tuple(value.shape)
+            for name, value in self._model.state_dict().items()
+            if torch.is_tensor(value)
+        }
+        require_same_model(stored, live, self.saver.url)
+        if len(state["optimizers"]) != len(self._optimizers):
+            raise StateMismatchError(
+                f"{self.saver.url} holds {len(state['optimizers'])} optimizers, and this run has"
+                f" {len(self._optimizers)}: build the same ones, or use a fresh URL"
+            )
+        self._model.load_state_dict(state["model"])
+        for optimizer, stored_optimizer in zip(self._optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(stored_optimizer)
+        for name in sorted(state["stateful"].keys() ^ self._stateful.keys()):
+            where = "the checkpoint" if name in self._stateful else "this run"
+            warnings.warn(
+                f"{name!r} is not in {where}: its state is not restored", ShrinkpointWarning, stacklevel=3
+            )
+        for name, value in self._stateful.items():
+            if name in state["stateful"]:
+                value.load_state_dict(state["stateful"][name])
+        restore_rng(state["rng"])
+
+    @property
+    def _evaluate(self) -> Evaluate:
+        loss = self._loss
+        assert loss is not None
+
+        def evaluate(weights: Mapping[str, torch.Tensor]) -> float:
+            with swapped_weights(self._model, weights):
+                return float(loss())
+
+        return evaluate

@@ -1,0 +1,233 @@
+"""States to checkpoints and back: runs a scheme's codecs over the tensors, parameter by parameter, in closed loop."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+
+from shrinkpoint.container.layout import Checkpoint, Entry
+from shrinkpoint.digest import tensor_digest
+from shrinkpoint.errors import CannotRepresentError, ChainError, CorruptionError, FormatError
+from shrinkpoint.schemes.base import Coded, Context, Held, Scheme, TensorCodec
+from shrinkpoint.schemes.exact import ExactCodec
+from shrinkpoint.schemes.registry import codec_for_reading
+from shrinkpoint.state import Role, TensorSpec, TrainingState
+from shrinkpoint.tree import JSON
+
+__all__ = ["Decoded", "EncodedState", "decode_chain", "encode_state"]
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+# Second moments are restored first: they scale the first ones, and both may explain the weights.
+_ORDER = {Role.EXP_AVG_SQ: 0, Role.EXP_AVG: 1, Role.WEIGHT: 2}
+
+
+@dataclass(frozen=True)
+class EncodedState:
+    """A checkpoint ready to be written, and what a reader of it would hold."""
+
+    checkpoint: Checkpoint
+    held: Mapping[str, Held]
+    kept_exactly: Mapping[str, str]
+    """Tensors that the scheme wanted to code but could not, with the reason."""
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """A restored state, and what its reader holds for the next delta."""
+
+    state: TrainingState
+    held: Mapping[str, Held]
+    checkpoint: Checkpoint = field(repr=False)
+
+
+def encode_state(
+    state: TrainingState,
+    scheme: Scheme,
+    *,
+    step: int,
+    reference: Mapping[str, Held] | None,
+    parent: str | None,
+    provenance: JSON = None,
+    threads: int = 1,
+) -> EncodedState:
+    """Code a snapshot.
+
+    Args:
+        state: host tensors that nobody changes meanwhile.
+        scheme: decides which codec takes which tensor.
+        step: the training step that the state belongs to.
+        reference: what a reader holds of the previous checkpoint; None makes a base.
+        parent: digest of the previous checkpoint's state; given exactly when `reference` is.
+        provenance: free JSON for the header: versions, configuration.
+        threads: parameters coded side by side; the bytes do not depend on it.
+    """
+    makers = scheme.codecs(state)
+    groups = _groups(state.specs.values())
+    held_before = reference or {}
+
+    def code(group: Sequence[TensorSpec]) -> list[tuple[Entry, Held, str | None]]:
+        values: dict[str, torch.Tensor] = {}
+        coded = []
+        for spec in group:
+            context = Context(_matching(held_before.get(spec.name), spec), _siblings(values, spec, group))
+            result, why = _encode_one(state.tensors[spec.name], spec, context, makers.get(spec.name))
+            values[spec.name] = result.value
+            entry = Entry(spec, result.encoded, tensor_digest(result.value))
+            coded.append((entry, Held(result.encoded.codec, result.encoded.params, result.planes), why))
+        return coded
+
+    rows = [row for rows in _map(code, groups, threads) for row in rows]
+    checkpoint = Checkpoint(
+        kind="base" if reference is None else "delta",
+        step=step,
+        tree=state.tree,
+        entries=tuple(entry for entry, _, _ in rows),
+        scheme=scheme.describe(),
+        parent=parent,
+        provenance=provenance,
+    )
+    held = {entry.spec.name: held for entry, held, _ in rows}
+    return EncodedState(checkpoint, held, {entry.spec.name: why for entry, _, why in rows if why is not None})
+
+
+def _encode_one(
+    tensor: torch.Tensor, spec: TensorSpec, context: Context, maker: Callable[[], TensorCodec] | None
+) -> tuple[Coded, str | None]:
+    why = None
+    if maker is not None:
+        try:
+            codec = maker()
+            return codec.encode(tensor, spec, _for_codec(context, codec.id)), None
+        except CannotRepresentError as error:
+            why = str(error)
+    return ExactCodec().encode(tensor, spec, _for_codec(context, ExactCodec.id)), why
+
+
+def decode_chain(chain: Iterable[Checkpoint], *, threads: int = 1) -> Decoded:
+    """Restore the last checkpoint of a chain.
+
+    Args:
+        chain: base first, each the predecessor of the next; consumed one at a time.
+        threads: parameters decoded side by side.
+
+    Raises:
+        ChainError: the chain is empty, does not start with a base, or its members do not belong together.
+        CorruptionError: a restored tensor's digest is not the one that was stored.
+        FormatError: sections are malformed.
+    """
+    held: Mapping[str, Held] = {}
+    previous: Checkpoint | None = None
+    for checkpoint in chain:
+        _check_link(checkpoint, previous)
+        if previous is not None:
+            held = _decode_planes(previous, held, threads)
+        previous = checkpoint
+    if previous is None:
+        raise ChainError("the chain is empty")
+    return _decode_last(previous, held, threads)
+
+
+def _check_link(checkpoint: Checkpoint, previous: Checkpoint | None) -> None:
+    if previous is None and checkpoint.kind != "base":
+        raise ChainError(f"the chain starts with the delta of step {checkpoint.step}: its base is missing")
+    if previous is not None and checkpoint.parent != previous.state_digest:
+        raise ChainError(
+            f"the checkpoint of step {checkpoint.step} is a delta against state {checkpoint.parent}, but the one"
+            f" before it in the chain (step {previous.step}) is {previous.state_digest}"
+        )
+
+
+def _decode_planes(checkpoint: Checkpoint, held: Mapping[str, Held], threads: int) -> dict[str, Held]:
+    def decode(entry: Entry) -> tuple[str, Held]:
+        codec, context = _reader(entry, held)
+        planes = codec.decode(entry.encoded, entry.spec, context)
+        return entry.spec.name, Held(entry.encoded.codec, entry.encoded.params, planes)
+
+    return dict(_map(decode, checkpoint.entries, threads))
+
+
+def _decode_last(checkpoint: Checkpoint, held: Mapping[str, Held], threads: int) -> Decoded:
+    entries = {entry.spec.name: entry for entry in checkpoint.entries}
+
+    def decode(group: Sequence[TensorSpec]) -> list[tuple[str, torch.Tensor, Held]]:
+        values: dict[str, torch.Tensor] = {}
+        rows = []
+        for spec in group:
+            entry = entries[spec.name]
+            codec, context = _reader(entry, held, _siblings(values, spec, group))
+            planes = codec.decode(entry.encoded, spec, context)
+            value = codec.reconstruct(entry.encoded, planes, spec, context)
+            if tensor_digest(value) != entry.digest:
+                raise CorruptionError(
+                    f"step {checkpoint.step}: {spec.name} decodes to other values than were stored"
+                    " (a wrong reference, or a fault of this machine's decoder)"
+                )
+            values[spec.name] = value
+            rows.append((spec.name, value, Held(entry.encoded.codec, entry.encoded.params, planes)))
+        return rows
+
+    rows = [
+        row
+        for rows in _map(decode, _groups(entry.spec for entry in checkpoint.entries), threads)
+        for row in rows
+    ]
+    tensors = {name: value for name, value, _ in rows}
+    specs = {name: entries[name].spec for name in tensors}
+    state = TrainingState(checkpoint.tree, tensors, specs)
+    return Decoded(state, {name: held for name, _, held in rows}, checkpoint)
+
+
+def _reader(
+    entry: Entry, held: Mapping[str, Held], siblings: Mapping[str, torch.Tensor] | None = None
+) -> tuple[TensorCodec, Context]:
+    context = Context(_matching(held.get(entry.spec.name), entry.spec), siblings or {})
+    context = _for_codec(context, entry.encoded.codec)
+    if entry.encoded.uses_reference and context.reference is None:
+        raise FormatError(f"{entry.spec.name} needs its predecessor, which the chain before it does not hold")
+    return codec_for_reading(entry.encoded.codec), context
+
+
+def _matching(held: Held | None, spec: TensorSpec) -> Held | None:
+    """The reference, unless the tensor changed its size since: symbols of another shape explain nothing."""
+    per_element = 2 if spec.dtype.is_complex else 1
+    if held is None or any(plane.size != spec.numel * per_element for plane in held.planes.values()):
+        return None
+    return held
+
+
+def _for_codec(context: Context, codec: str) -> Context:
+    if context.reference is not None and context.reference.codec != codec:
+        return Context(None, context.siblings, context.threads)
+    return context
+
+
+def _groups(specs: Iterable[TensorSpec]) -> list[list[TensorSpec]]:
+    """Tensors of one parameter together, in the order in which they are coded; reader and writer agree on it."""
+    groups: dict[str, list[TensorSpec]] = {}
+    for spec in specs:
+        groups.setdefault(spec.tag.parameter or f"/{spec.name}", []).append(spec)
+    return [sorted(group, key=lambda spec: _ORDER.get(spec.tag.role, 3)) for group in groups.values()]
+
+
+def _siblings(
+    values: Mapping[str, torch.Tensor], spec: TensorSpec, group: Sequence[TensorSpec]
+) -> dict[str, torch.Tensor]:
+    """Earlier tensors that stand beside this one in the state: the other moments of the same optimizer."""
+    folder = spec.name.rpartition("/")[0]
+    return {
+        other.tag.role.value: values[other.name]
+        for other in group
+        if other.name in values and other.name.rpartition("/")[0] == folder
+    }
+
+
+def _map(function: Callable[[T], R], items: Iterable[T], threads: int) -> Iterator[R]:
+    if threads <= 1:
+        yield from map(function, items)
+        return
+    with ThreadPoolExecutor(threads, thread_name_prefix="shrinkpoint-code") as pool:
+        yield from pool.map(function, items)

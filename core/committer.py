@@ -1,0 +1,188 @@
+"""Turns snapshots into committed checkpoints, each a base or a delta against the one before: the background half."""
+
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+import shrinkpoint
+from shrinkpoint.coding import EncodedState, encode_state
+from shrinkpoint.config import SaverConfig
+from shrinkpoint.container.writer import write_container
+from shrinkpoint.planner import Measure, Plan, Planner
+from shrinkpoint.reports import SaveReport
+from shrinkpoint.retention import Record, RetentionPolicy
+from shrinkpoint.schemes.base import Held
+from shrinkpoint.snapshot import Snapshot
+from shrinkpoint.state import TensorSpec
+from shrinkpoint.store.manifest import Manifest
+from shrinkpoint.store.run import RunStore, RunWriter
+from shrinkpoint.tree import JSON
+
+__all__ = ["Committer", "Job", "record_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One save, as the training thread hands it over."""
+
+    snapshot: Snapshot
+    step: int
+    metrics: Mapping[str, float]
+    measure: Measure | None
+    gradients: Mapping[str, torch.Tensor] | None
+    exact: bool
+    blocked_s: float
+
+
+@dataclass(frozen=True)
+class _Link:
+    """What the next delta builds on."""
+
+    parent: Manifest
+    held: Mapping[str, Held]
+
+
+class Committer:
+    """Encodes, commits and collects, in this order; remembers the chain that it extends.
+
+    Args:
+        store: where to.
+        config: how.
+        spent_s: seconds that evaluations have taken from training so far.
+    """
+
+    def __init__(self, store: RunStore, config: SaverConfig, spent_s: Callable[[], float]) -> None:
+        self._store = store
+        self._config = config
+        self._spent_s = spent_s
+        self._writer: RunWriter | None = None
+        self._link: _Link | None = None
+        self.planner = Planner(config, spent_s)
+
+    def open(self) -> RunWriter:
+        """The run's writer; taking it makes this process the run's only one.
+
+        Raises:
+            StoreError: the store cannot be written, or holds something foreign.
+        """
+        if self._writer is None:
+            self._writer = self._store.writer()
+        return self._writer
+
+    def close(self) -> None:
+        """Let go of the store."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def adopt(self, parent: Manifest, held: Mapping[str, Held]) -> None:
+        """Continue the chain of a restored checkpoint."""
+        self._link = _Link(parent, held)
+
+    def forget(self) -> None:
+        """Build on nothing: the next checkpoint is a base."""
+        self._link = None
+
+    def commit(self, job: Job) -> SaveReport:
+        """Store one snapshot; on return it is committed.
+
+        Whatever is raised, nothing that was stored before is harmed, and the caller must `forget` the chain: the
+        commit may have happened without our learning of it.
+        """
+        started, spent = time.perf_counter(), self._spent_s()
+        state = job.snapshot.wait()
+        plan = self.planner.plan(state, job.measure, job.gradients, exact=job.exact)
+        link = self._usable_link()
+        encoded = encode_state(
+            state,
+            plan.scheme,
+            step=job.step,
+            reference=link.held if link else None,
+            parent=link.parent.state_digest if link else None,
+            provenance=_provenance(),
+            threads=self._config.encoder_threads,
+        )
+        container = write_container(encoded.checkpoint)
+        encoded_at = time.perf_counter()
+        report = _report(job, plan, encoded, len(container))
+        report = replace(report, search_s=self._spent_s() - spent, encode_s=encoded_at - started)
+        manifest = self.open().commit(
+            container,
+            step=job.step,
+            kind=encoded.checkpoint.kind,
+            parent=link.parent if link else None,
+            state_digest=encoded.checkpoint.state_digest,
+            meta={"save": report.to_json(), "search": self.planner.state_dict()},
+        )
+        self._link = _Link(manifest, encoded.held)
+        self._collect()
+        return replace(report, seq=manifest.seq, write_s=time.perf_counter() - encoded_at)
+
+    def _usable_link(self) -> _Link | None:
+        if self._link is None or len(self._link.parent.chain) >= self._config.key_every:
+            return None
+        return self._link
+
+    def _collect(self) -> None:
+        config = self._config
+        if config.keep_last is None and config.keep_every is None and config.keep_best is None:
+            return
+        policy = RetentionPolicy(
+            keep_last=config.keep_last,
+            keep_every=config.keep_every,
+            keep_best=config.keep_best,
+            mode=config.mode,
+        )
+        records = [record_of(manifest, config.monitor) for manifest in self._store.manifests()]
+        self.open().collect(policy.select(records), grace_s=config.grace_s)
+
+
+def record_of(manifest: Manifest, monitor: str | None) -> Record:
+    """What retention needs to know of a checkpoint."""
+    save = manifest.meta.get("save")
+    metrics = save.get("metrics") if isinstance(save, dict) else None
+    metric = metrics.get(monitor) if isinstance(metrics, dict) and monitor is not None else None
+    return Record(seq=manifest.seq, step=manifest.step, metric=metric)
+
+
+def _report(job: Job, plan: Plan, encoded: EncodedState, size: int) -> SaveReport:
+    entries = encoded.checkpoint.entries
+    return SaveReport(
+        step=job.step,
+        seq=-1,
+        kind=encoded.checkpoint.kind,
+        scheme=plan.scheme.name,
+        configuration=plan.configuration,
+        reason=plan.reason,
+        bytes=size,
+        raw_bytes=sum(entry.spec.nbytes for entry in entries),
+        sections=_by_role([(entry.spec, entry.encoded.nbytes) for entry in entries]),
+        raw_sections=_by_role([(entry.spec, entry.spec.nbytes) for entry in entries]),
+        degradation=plan.degradation,
+        baseline=plan.baseline,
+        evaluations=plan.evaluations,
+        blocked_s=job.blocked_s,
+        search_s=0.0,
+        encode_s=0.0,
+        write_s=0.0,
+        metrics=job.metrics,
+        kept_exactly=encoded.kept_exactly,
+    )
+
+
+def _by_role(sizes: Sequence[tuple[TensorSpec, int]]) -> dict[str, int]:
+    totals: dict[str, int] = {}
+    for spec, size in sizes:
+        totals[spec.tag.role.value] = totals.get(spec.tag.role.value, 0) + size
+    return totals
+
+
+def _provenance() -> JSON:
+    return {
+        "shrinkpoint": shrinkpoint.__version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+    }

@@ -1,0 +1,99 @@
+"""Evaluations that the background worker asks for and the training thread makes, one at a time, between its steps.
+
+Only the training thread may touch the model, and only the worker has the time to build candidate weights. So the
+worker leaves a request and waits; the training thread serves it at the end of a batch. Training is blocked for the
+forward passes alone.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+from shrinkpoint.errors import ShrinkpointError
+
+__all__ = ["Evaluate", "EvaluationDesk", "EvaluationUnavailableError"]
+
+Evaluate = Callable[[Mapping[str, torch.Tensor]], float]
+"""The loss on fixed held-out batches with these weights (host tensors by parameter name) in the model's place."""
+
+
+class EvaluationUnavailableError(ShrinkpointError):
+    """Nobody will serve this request: training is over, or evaluating failed."""
+
+
+class EvaluationDesk:
+    """Hands requests from one worker thread to one training thread."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._request: Mapping[str, torch.Tensor] | None = None
+        self._answer: float | BaseException | None = None
+        self._open = True
+        self.seconds = 0.0
+        """Time that serving has taken from training so far."""
+
+    def measure(self, weights: Mapping[str, torch.Tensor]) -> float:
+        """Called by the worker: wait until the training thread has evaluated `weights`.
+
+        Raises:
+            EvaluationUnavailableError: the desk was closed, or the evaluation raised.
+        """
+        with self._changed:
+            if not self._open:
+                raise EvaluationUnavailableError("no more evaluations: training has ended")
+            self._request, self._answer = weights, None
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._answer is not None or not self._open)
+            answer, self._request, self._answer = self._answer, None, None
+        if isinstance(answer, float):
+            return answer
+        if isinstance(answer, BaseException):
+            raise EvaluationUnavailableError(f"evaluating the model failed: {answer!r}") from answer
+        raise EvaluationUnavailableError("no more evaluations: training has ended")
+
+    def serve(self, evaluate: Evaluate | None) -> float:
+        """Called by the training thread: make the evaluation that is asked for, if any.
+
+        Returns:
+            The seconds that it took; 0.0 when nothing was asked for.
+        """
+        with self._changed:
+            request = self._request if self._answer is None else None
+        if request is None:
+            return 0.0
+        start = time.perf_counter()
+        answer: float | BaseException
+        try:
+            answer = (
+                float(evaluate(request))
+                if evaluate is not None
+                else EvaluationUnavailableError("no evaluation")
+            )
+        except (
+            Exception
+        ) as error:  # a failed evaluation must not end training: the worker stores exactly instead
+            answer = error
+        seconds = time.perf_counter() - start
+        with self._changed:
+            self.seconds += seconds
+            self._answer = answer
+            self._changed.notify_all()
+        return seconds
+
+    def wait_for_request(self, timeout_s: float) -> None:
+        """Called by the training thread while it has nothing else to do."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._request is not None and self._answer is None, timeout_s)
+
+    def close(self) -> None:
+        """Refuse requests from now on, the waiting one too."""
+        with self._changed:
+            self._open = False
+            self._changed.notify_all()
+
+    def reopen(self) -> None:
+        """Take requests again."""
+        with self._changed:
+            self._open = True

@@ -1,0 +1,64 @@
+"""What is told about each save: to the user's logger, the manifest and the command line."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from shrinkpoint.tree import JSON
+
+__all__ = ["Accepted", "SaveReport"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accepted:
+    """A save that has begun: its snapshot is taken, the rest happens in the background."""
+
+    step: int
+    blocked_s: float
+    """Seconds that training waited for the snapshot."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveReport:
+    """A save that was committed."""
+
+    step: int
+    seq: int
+    kind: str
+    """``base`` or ``delta``."""
+    scheme: str
+    configuration: str
+    """What the search chose, in short; why, in `reason`."""
+    reason: str
+    bytes: int
+    """Size of the container."""
+    raw_bytes: int
+    """Size of the state's tensors in memory."""
+    sections: Mapping[str, int]
+    """Bytes of the coded tensors by role."""
+    raw_sections: Mapping[str, int]
+    """Bytes of the tensors in memory by role."""
+    degradation: float | None
+    """Relative rise of the held-out loss at a restore; None where it could not be measured, 0.0 where all is exact."""
+    baseline: float | None
+    """Held-out loss of the true weights."""
+    evaluations: int
+    blocked_s: float
+    """Seconds that training waited for the snapshot."""
+    search_s: float
+    """Seconds that training spent in evaluations for this save."""
+    encode_s: float
+    """Seconds of the background thread from snapshot to container."""
+    write_s: float
+    """Seconds of the background thread from container to commit."""
+    metrics: Mapping[str, float]
+    kept_exactly: Mapping[str, str]
+    """Tensors that the scheme could not represent, with the reason."""
+
+    @property
+    def ratio(self) -> float:
+        """How many times smaller than the tensors in memory."""
+        return self.raw_bytes / self.bytes
+
+    def to_json(self) -> dict[str, JSON]:
+        """The report as it stands in a manifest's ``meta``."""
+        return asdict(self) | {"ratio": self.ratio}

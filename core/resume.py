@@ -1,0 +1,84 @@
+"""The rules by which a run continues itself: the same for every framework."""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, TypeVar, get_args
+
+from shrinkpoint.errors import ConfigError, NoCheckpointError, StateMismatchError
+
+__all__ = ["ResumePolicy", "check_policy", "require_same_model", "resume_from"]
+
+ResumePolicy = Literal["auto", "never", "must"]
+"""Continue from the newest sound checkpoint if there is one; start afresh; or refuse to start without one."""
+
+T = TypeVar("T")
+
+_NAMED = 5
+
+
+def check_policy(policy: str) -> None:
+    """Refuse any other word.
+
+    Raises:
+        ConfigError: not a `ResumePolicy`.
+    """
+    if policy not in get_args(ResumePolicy):
+        raise ConfigError(f"resume={policy!r} must be one of {', '.join(map(repr, get_args(ResumePolicy)))}")
+
+
+def resume_from(policy: ResumePolicy, newest: T | None, url: str) -> T | None:
+    """What to continue from.
+
+    Args:
+        policy: the user's wish.
+        newest: the newest sound checkpoint of the run; None in a prefix that holds none.
+        url: the run, for the message.
+
+    Returns:
+        `newest`, or None to start afresh.
+
+    Raises:
+        NoCheckpointError: `policy` is ``"must"`` and there is none.
+    """
+    if policy == "never":
+        return None
+    if newest is None and policy == "must":
+        raise NoCheckpointError(
+            f"{url} holds no checkpoint, and resume='must' forbids starting afresh: correct the URL, or say resume='auto'"
+        )
+    return newest
+
+
+def require_same_model(
+    stored: Mapping[str, Sequence[int]], live: Mapping[str, Sequence[int]], url: str
+) -> None:
+    """Refuse to continue a run with another model.
+
+    Args:
+        stored: shapes by name of the checkpoint's parameters and buffers.
+        live: the same of the model that is to be trained.
+        url: the run, for the message.
+
+    Raises:
+        StateMismatchError: names or shapes differ; the message says which.
+    """
+    parts = []
+    differ = [name for name in stored if name in live and tuple(stored[name]) != tuple(live[name])]
+    if differ:
+        shapes = [f"{name} is {tuple(live[name])} here and {tuple(stored[name])} there" for name in differ]
+        parts.append(_some("of other shapes", shapes))
+    for label, names in (
+        ("missing in the checkpoint", [name for name in live if name not in stored]),
+        ("unknown to this model", [name for name in stored if name not in live]),
+    ):
+        if names:
+            parts.append(_some(label, names))
+    if parts:
+        raise StateMismatchError(
+            f"{url} holds another model's run. {'; '.join(parts)}. Give this model a URL of its own, or build the"
+            " model that the run was made with"
+        )
+
+
+def _some(label: str, items: list[str]) -> str:
+    more = f" and {len(items) - _NAMED} more" if len(items) > _NAMED else ""
+    return f"Tensors {label}: {', '.join(items[:_NAMED])}{more}"

@@ -1,0 +1,115 @@
+"""Roles and layer types read off a plain ``torch.nn.Module`` and its optimizers."""
+
+import torch
+from torch import nn
+
+from shrinkpoint.state import Describe, LayerType, Path, Role, Tag
+
+__all__ = ["describe_training", "model_tags", "moment_role", "optimizer_parameter_names"]
+
+_CONVOLUTIONS = (nn.modules.conv._ConvNd,)
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+_NORMS = (
+    nn.modules.batchnorm._NormBase,
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.LocalResponseNorm,
+    nn.RMSNorm,
+)
+_ATTENTION_WORDS = ("attn", "attention")
+
+# The moments' names in torch.optim, and what other libraries' Adams call them.
+_MOMENTS = {"exp_avg": Role.EXP_AVG, "exp_avg_sq": Role.EXP_AVG_SQ}
+
+
+def _layer_type(module: nn.Module, name: str) -> LayerType:
+    if isinstance(module, _EMBEDDINGS):
+        return LayerType.EMBEDDING
+    if isinstance(module, _NORMS) or type(module).__name__.endswith("RMSNorm"):
+        return LayerType.NORM
+    if isinstance(module, _CONVOLUTIONS):
+        return LayerType.CONV
+    words = (*name.lower().split("."), type(module).__name__.lower())
+    if isinstance(module, nn.MultiheadAttention) or any(
+        w in word for word in words for w in _ATTENTION_WORDS
+    ):
+        return LayerType.ATTENTION
+    if isinstance(module, (nn.Linear, nn.Bilinear)):
+        return LayerType.LINEAR
+    return LayerType.OTHER
+
+
+def model_tags(module: nn.Module) -> dict[str, Tag]:
+    """The tag of every parameter and buffer, by its name in ``module.state_dict()``.
+
+    A projection inside a module whose name or class says attention counts as attention, as in the layer types of
+    Inshrinkerator (arXiv 2306.11800, section 4.2). A parameter shared by an embedding and a linear head counts as
+    embedding, whichever comes first.
+    """
+    tags: dict[str, Tag] = {}
+    shared: dict[int, str] = {}
+    for prefix, layer in module.named_modules(remove_duplicate=False):
+        layer_type = _layer_type(layer, prefix)
+        for key, parameter in layer.named_parameters(recurse=False):
+            name = f"{prefix}.{key}" if prefix else key
+            first = shared.setdefault(id(parameter), name)
+            if layer_type is LayerType.EMBEDDING and first in tags:
+                tags[first] = Tag(role=Role.WEIGHT, layer_type=layer_type, parameter=first)
+            known = tags[first].layer_type if first in tags else layer_type
+            tags[name] = Tag(role=Role.WEIGHT, layer_type=known, parameter=first)
+        for key, _ in layer.named_buffers(recurse=False):
+            tags[f"{prefix}.{key}" if prefix else key] = Tag(role=Role.BUFFER, layer_type=layer_type)
+    return tags
+
+
+def optimizer_parameter_names(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[int, str | None]:
+    """The parameter's name for each index in ``optimizer.state_dict()["state"]``; None for one not in `module`.
+
+    Groups change the order, so names are found by the parameter's identity, never by counting.
+    """
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {index: names.get(id(parameter)) for index, parameter in enumerate(parameters)}
+
+
+def moment_role(key: str) -> Role:
+    """The role of an optimizer state's entry by its key; `Role.OTHER` for everything but Adam's two moments."""
+    return _MOMENTS.get(key, Role.OTHER)
+
+
+def describe_training(
+    module: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    *,
+    model_path: Path,
+    optimizers_path: Path,
+) -> Describe:
+    """The `Describe` of a state that holds ``module.state_dict()`` and a list of ``optimizer.state_dict()``.
+
+    Args:
+        module: the model whose ``state_dict()`` stands at `model_path`.
+        optimizers: in the order of the list at `optimizers_path`.
+        model_path: where the model's state dict stands in the state, as in ``("state_dict",)``.
+        optimizers_path: where the list of optimizer state dicts stands, as in ``("optimizer_states",)``.
+    """
+    tags = model_tags(module)
+    names = [optimizer_parameter_names(optimizer, module) for optimizer in optimizers]
+    depth = len(optimizers_path)
+
+    def describe(path: Path, tensor: torch.Tensor) -> Tag:
+        if path[: len(model_path)] == model_path:
+            return tags.get(".".join(path[len(model_path) :]), Tag())
+        if path[:depth] == optimizers_path and len(path) == depth + 4 and path[depth + 1] == "state":
+            index, _, parameter, key = path[depth:]
+            name = names[int(index)].get(int(parameter)) if int(index) < len(names) else None
+            weight = tags.get(name) if name is not None else None
+            role = moment_role(key)
+            if weight is not None and role is not Role.OTHER and tensor.shape == _shape(module, name):
+                return Tag(role=role, layer_type=weight.layer_type, parameter=weight.parameter)
+        return Tag()
+
+    return describe
+
+
+def _shape(module: nn.Module, name: str | None) -> torch.Size | None:
+    return module.get_parameter(name).shape if name is not None else None

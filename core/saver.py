@@ -1,0 +1,314 @@
+"""Saves training states beside the training, and restores the newest sound one: what every integration drives.
+
+One save is a snapshot on the training thread, then a job in the background: choose a configuration, encode, commit,
+collect. The job's only claim on the training thread is the forward passes of its evaluations (`Saver.poll`).
+"""
+
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from shrinkpoint.coding import Decoded, decode_chain
+from shrinkpoint.committer import Committer, Job
+from shrinkpoint.config import SaverConfig
+from shrinkpoint.container.reader import read_container
+from shrinkpoint.errors import (
+    ConfigError,
+    CorruptionError,
+    FencedError,
+    NoCheckpointError,
+    SaveFailedError,
+    ShrinkpointError,
+    ShrinkpointWarning,
+)
+from shrinkpoint.evaluation import Evaluate, EvaluationDesk
+from shrinkpoint.reports import Accepted, SaveReport
+from shrinkpoint.snapshot import Snapshotter
+from shrinkpoint.state import Describe, TrainingState, plain
+from shrinkpoint.store.manifest import Manifest
+from shrinkpoint.store.run import RunStore
+from shrinkpoint.worker import Worker
+
+__all__ = ["Restored", "Saver", "SaverConfig", "decode_checkpoint"]
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A checkpoint that was read and verified."""
+
+    manifest: Manifest
+    state: TrainingState
+
+
+def decode_checkpoint(manifest: Manifest, containers: list[bytes], *, threads: int = 1) -> Decoded:
+    """Decode a fetched chain and check it against its manifest.
+
+    Raises:
+        FormatError, ChainError, CorruptionError: the chain is not sound.
+    """
+    decoded = decode_chain((read_container(data) for data in containers), threads=threads)
+    if decoded.checkpoint.state_digest != manifest.state_digest or decoded.checkpoint.step != manifest.step:
+        raise CorruptionError(
+            f"{manifest.chain[-1].key} holds another state than its manifest (commit {manifest.seq}) says"
+        )
+    return decoded
+
+
+class Saver:
+    """Saves states of one run and restores them.
+
+    Args:
+        url: the run's prefix: a folder, ``s3://bucket/prefix``, or any URL that fsspec knows.
+        config: how to save.
+        storage_options: passed to fsspec.
+
+    The constructor does no I/O; `check` does, before training starts. All methods are for one thread, the training's.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        config: SaverConfig | None = None,
+        *,
+        storage_options: Mapping[str, object] | None = None,
+    ) -> None:
+        self.url = url
+        self.config = config or SaverConfig()
+        self.store = RunStore(url, storage_options=storage_options)
+        self.skipped = 0
+        """Saves that were skipped because one was still being written."""
+        self.blocked_s = 0.0
+        """Seconds that training has waited for snapshots and unfinished saves so far."""
+        self._desk = EvaluationDesk()
+        self._committer = Committer(self.store, self.config, lambda: self._desk.seconds)
+        self._snapshotter = Snapshotter()
+        self._worker = Worker("shrinkpoint-save")
+        self._evaluate: Evaluate | None = None
+        self._newest: tuple[Manifest, Decoded] | None = None
+        self._reports: list[SaveReport] = []
+        self._failures = 0
+        self._fatal: ShrinkpointError | None = None
+
+    @property
+    def search_s(self) -> float:
+        """Seconds that training has spent in evaluations so far."""
+        return self._desk.seconds
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is being encoded or written."""
+        return self._worker.busy
+
+    def check(self) -> None:
+        """Make sure, before training starts, that the store can be written and holds nothing foreign.
+
+        Raises:
+            StoreError: the store cannot be reached or written, with the way out.
+            RunMismatchError: the prefix holds something that is not a shrinkpoint run.
+        """
+        self._committer.open()
+
+    # ---- saving
+
+    def save(
+        self,
+        state: object,
+        *,
+        step: int,
+        describe: Describe = plain,
+        metrics: Mapping[str, float] | None = None,
+        evaluate: Evaluate | None = None,
+        gradients: Mapping[str, torch.Tensor] | None = None,
+        exact: bool = False,
+        wait: bool = False,
+    ) -> Accepted | None:
+        """Save a state; returns as soon as it is copied.
+
+        Args:
+            state: what a framework would give to ``torch.save``.
+            step: the training step it belongs to.
+            describe: gives each tensor's role.
+            metrics: stored with the checkpoint; retention by `monitor` reads them.
+            evaluate: the held-out loss with given weights; called by `poll`, `save` and `flush` only, so always on
+                the training thread.
+            gradients: EMA of the gradients by parameter name; None takes Adam's first moments.
+            exact: store this one bit-exactly.
+            wait: return when it is committed.
+
+        Returns:
+            What was accepted; None when a save was still being written and `busy` is ``skip``.
+
+        Raises:
+            SaveFailedError: `max_failures` saves in a row have failed.
+            FencedError: another writer has taken over the run.
+            CannotRepresentError: the state holds an object that cannot be stored without pickle.
+        """
+        self._raise_if_fatal()
+        started = time.perf_counter()
+        if self.busy:
+            self.poll()
+            if self.config.busy == "skip" and not wait:
+                self.skipped += 1
+                return None
+            self.flush()
+        self._evaluate = evaluate
+        job = Job(
+            snapshot=self._snapshotter.take(TrainingState.capture(state, describe)),
+            step=step,
+            metrics=dict(metrics or {}),
+            measure=self._desk.measure if evaluate is not None else None,
+            gradients={
+                name: value.detach().to("cpu", copy=True) for name, value in (gradients or {}).items()
+            },
+            exact=exact,
+            blocked_s=time.perf_counter() - started,
+        )
+        self.blocked_s += job.blocked_s
+        self._worker.submit(lambda: self._run(job))
+        if wait:
+            self.flush()
+        return Accepted(step=step, blocked_s=job.blocked_s)
+
+    def poll(self) -> float:
+        """Make the evaluation that the background asks for, if any; to be called after every batch.
+
+        Returns:
+            The seconds that it took; 0.0 almost always.
+        """
+        return self._desk.serve(self._evaluate)
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait until the save that is under way is committed or has failed; evaluations are made meanwhile.
+
+        Returns:
+            False if it is still under way after `timeout_s` seconds.
+
+        Raises:
+            SaveFailedError, FencedError: as `save`.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while self.busy:
+            if deadline is not None and time.monotonic() >= deadline:
+                return False
+            if not self.poll():
+                self._desk.wait_for_request(0.01)
+        self._raise_if_fatal()
+        return True
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Finish the save that is under way, without further evaluations, and let go of the store.
+
+        Returns:
+            False if it is still under way after `timeout_s` seconds; it then goes on in the background.
+        """
+        self._desk.close()
+        if not self._worker.join(timeout_s):
+            return False
+        self._desk.reopen()
+        self._committer.close()
+        return True
+
+    def reports(self) -> list[SaveReport]:
+        """Every save that this process committed, oldest first."""
+        return list(self._reports)
+
+    def _raise_if_fatal(self) -> None:
+        if self._fatal is not None:
+            fatal, self._fatal = self._fatal, None
+            raise fatal
+
+    def _run(self, job: Job) -> None:
+        """The background thread's whole life."""
+        try:
+            report = self._committer.commit(job)
+        except FencedError as error:
+            self._committer.forget()
+            self._fatal = error
+        except Exception as error:  # whatever it was, training goes on and the next save starts afresh
+            self._committer.forget()
+            self._note_failure(job, error)
+        else:
+            self._failures = 0
+            self._reports.append(report)
+
+    def _note_failure(self, job: Job, error: Exception) -> None:
+        self._failures += 1
+        message = f"saving step {job.step} to {self.url} failed ({self._failures} in a row): {error}"
+        if self._failures >= self.config.max_failures:
+            self._fatal = SaveFailedError(
+                f"{message}. Nothing that was saved before is harmed; max_failures={self.config.max_failures}"
+                " ends training here rather than letting it go on unprotected"
+            )
+            self._fatal.__cause__ = error
+            self._failures = 0
+        else:
+            warnings.warn(f"{message}. The next save tries again", ShrinkpointWarning, stacklevel=2)
+
+    # ---- restoring
+
+    def newest(self) -> Manifest | None:
+        """The newest checkpoint whose whole chain is sound; None in an empty run.
+
+        Damaged checkpoints are skipped with a warning that says what and why.
+
+        Raises:
+            ChainError: there are checkpoints, and none of them is sound.
+            StoreError: the store cannot be read.
+        """
+        found = self.store.newest_sound(self._decode)
+        if found is None:
+            return None
+        self._newest = found
+        return found[0]
+
+    def restore(self, which: Manifest | int | None = None) -> Restored | None:
+        """Read a checkpoint, verify its whole chain, and let the next save continue it.
+
+        Args:
+            which: a manifest, or a step; None is the newest sound checkpoint.
+
+        Returns:
+            The state; None if the run is empty and `which` is None.
+
+        Raises:
+            NoCheckpointError: there is no checkpoint of that step.
+            FormatError, ChainError: it is damaged.
+            StoreError: the store cannot be read.
+        """
+        if which is None and self._newest is None and self.newest() is None:
+            return None
+        if self._newest is not None and which in (None, self._newest[0], self._newest[0].step):
+            manifest, decoded = self._newest
+        else:
+            manifest = which if isinstance(which, Manifest) else self._at_step(which)
+            decoded = self._decode(manifest, self.store.fetch(manifest))
+        self._newest = None
+        if not self.busy:
+            self._committer.adopt(manifest, decoded.held)
+            self._resume_search(manifest)
+        return Restored(manifest, decoded.state)
+
+    def _decode(self, manifest: Manifest, containers: list[bytes]) -> Decoded:
+        return decode_checkpoint(manifest, containers, threads=self.config.encoder_threads)
+
+    def _at_step(self, step: int | None) -> Manifest:
+        manifests = self.store.manifests()
+        for manifest in manifests:
+            if manifest.step == step:
+                return manifest
+        steps = ", ".join(str(manifest.step) for manifest in manifests[:10]) or "none"
+        raise NoCheckpointError(
+            f"{self.url} holds no checkpoint of step {step}; the newest steps are: {steps}"
+        )
+
+    def _resume_search(self, manifest: Manifest) -> None:
+        search = manifest.meta.get("search")
+        if not isinstance(search, dict):
+            return
+        try:
+            self._committer.planner.load_state_dict(search)
+        except ConfigError as error:
+            warnings.warn(f"the search starts over: {error}", ShrinkpointWarning, stacklevel=2)

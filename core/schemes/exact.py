@@ -1,0 +1,94 @@
+"""The codec for everything that must not change by a bit: byte planes, of the tensor or of its difference.
+
+The difference to the previous checkpoint is taken between bit patterns in the order of their values, as FastCheck takes
+its weights' (Engineering ITEE 27(2):250034): close values of any sign and exponent differ by few low bits.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from shrinkpoint.dtypes import tensor_from_bytes, tensor_to_bytes
+from shrinkpoint.entropy.bytes import decode_bytes, delta_bits, encode_bytes, undelta_bits
+from shrinkpoint.errors import FormatError
+from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Held, Planes
+from shrinkpoint.state import TensorSpec
+
+__all__ = ["ExactCodec"]
+
+_SAMPLE = 1 << 16  # elements that decide between the tensor and its difference
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExactCodec:
+    """Stores a tensor's bytes losslessly, whatever its dtype; non-finite values included."""
+
+    id: ClassVar[str] = "exact"
+    needs: ClassVar[tuple[str, ...]] = ()
+
+    level: int = 3
+    """zstd's compression level."""
+
+    def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
+        """See `TensorCodec.encode`; refuses nothing."""
+        item = _item_size(spec.dtype)
+        bits = tensor_to_bytes(tensor).copy().view(f"<u{item}")
+        previous = _previous(context.reference, bits.size, item)
+        delta = previous is not None and self._pays(bits, previous, spec.dtype)
+        stored = delta_bits(bits, previous, _floating(spec.dtype)) if delta and previous is not None else bits
+        payload = encode_bytes(stored.view(np.uint8), item, self.level, threads=context.threads)
+        encoded = EncodedTensor(self.id, {}, {"bytes": payload}, delta)
+        planes = {"bits": bits.reshape(-1)}
+        return Coded(encoded, planes, self.reconstruct(encoded, planes, spec, context))
+
+    def _pays(self, bits: npt.NDArray[Any], previous: npt.NDArray[Any], dtype: torch.dtype) -> bool:
+        """Whether the difference codes shorter, judged by a sample from the middle."""
+        start = max(0, (bits.size - _SAMPLE) // 2)
+        part = slice(start, start + _SAMPLE)
+        delta = delta_bits(bits[part], previous[part], _floating(dtype))
+        sizes = [
+            len(encode_bytes(x.view(np.uint8), x.itemsize, 1))
+            for x in (delta, np.ascontiguousarray(bits[part]))
+        ]
+        return sizes[0] < sizes[1]
+
+    def decode(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> Planes:
+        """See `TensorCodec.decode`."""
+        item = _item_size(spec.dtype)
+        if set(encoded.sections) != {"bytes"}:
+            raise FormatError(
+                f"{spec.name}: an exact tensor has the one section 'bytes', not {list(encoded.sections)}"
+            )
+        data = decode_bytes(encoded.sections["bytes"], spec.nbytes, item, threads=context.threads)
+        bits = data.view(f"<u{item}")
+        if encoded.uses_reference:
+            previous = _previous(context.reference, bits.size, item)
+            if previous is None:
+                raise FormatError(f"{spec.name}: its predecessor has another dtype or shape")
+            bits = undelta_bits(bits, previous, _floating(spec.dtype))
+        return {"bits": bits}
+
+    def reconstruct(
+        self, encoded: EncodedTensor, planes: Planes, spec: TensorSpec, context: Context
+    ) -> torch.Tensor:
+        """See `TensorCodec.reconstruct`."""
+        # the copy leaves the plane to the next delta, whatever the caller does to the tensor
+        data = np.ascontiguousarray(planes["bits"]).view(np.uint8).copy()
+        return tensor_from_bytes(data, spec.dtype, spec.shape)
+
+
+def _item_size(dtype: torch.dtype) -> int:
+    """Bytes per number: a complex element is two."""
+    return dtype.itemsize // 2 if dtype.is_complex else dtype.itemsize
+
+
+def _floating(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _previous(reference: Held | None, size: int, item: int) -> npt.NDArray[Any] | None:
+    plane = reference.planes.get("bits") if reference is not None else None
+    return plane if plane is not None and plane.size == size and plane.dtype.itemsize == item else None

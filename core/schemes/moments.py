@@ -1,0 +1,246 @@
+"""Adam's moments, quantized so that no second moment is ever restored as zero.
+
+The second moment is the denominator of Adam's update: restored as zero it costs nothing at the restore and shows 10 to
+40 steps later. It is therefore coded in the log domain, as a factor (row mean x column mean / mean, what Adafactor
+keeps; arXiv 1804.04235, section 3) times a level; exact zeros alone are restored as zero. The first moment is coded in
+units of the restored root of the second, in which it is of order one whatever the gradient's scale.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from shrinkpoint.entropy.rans import decode_symbols, encode_symbols
+from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
+from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Held, Planes
+from shrinkpoint.state import Role, TensorSpec
+
+__all__ = ["FirstMomentCodec", "SecondMomentCodec"]
+
+Array = npt.NDArray[Any]
+F32 = npt.NDArray[np.float32]
+U8 = npt.NDArray[np.uint8]
+
+_TINY = np.float32(np.finfo(np.float32).tiny)  # the least a nonzero second moment may be restored as
+_V_REACH = 60  # levels to each side of the factor
+_M_REACH = 31  # steps to each side of zero; Adam bounds |m| / sqrt(v) by about 7.3 for (0.9, 0.999)
+
+
+def _check_float32(tensor: torch.Tensor, spec: TensorSpec) -> F32:
+    if tensor.dtype is not torch.float32:
+        raise CannotRepresentError(f"{spec.name}: moments of dtype {tensor.dtype} are stored exactly")
+    values: F32 = tensor.detach().contiguous().reshape(-1).numpy()
+    if not np.isfinite(values).all():
+        raise CannotRepresentError(f"{spec.name} holds NaN or infinity and is stored exactly")
+    return values
+
+
+def _matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Rows and columns of the factor: the first axis against all others."""
+    if len(shape) < 2:
+        return 1, int(np.prod(shape, dtype=np.int64))
+    return shape[0], int(np.prod(shape[1:], dtype=np.int64))
+
+
+def _code_plane(plane: U8, name: str, alphabet: int, context: Context) -> tuple[bytes, bool]:
+    """The plane given the same plane of the previous checkpoint, or alone where that is smaller."""
+    alone = encode_symbols(plane, None, alphabet, 1, threads=context.threads)
+    previous = _previous(name, plane.size, context.reference)
+    if previous is None:
+        return alone, False
+    given = encode_symbols(plane, previous, alphabet, alphabet, threads=context.threads)
+    return (given, True) if len(given) < len(alone) else (alone, False)
+
+
+def _read_plane(encoded: EncodedTensor, spec: TensorSpec, name: str, alphabet: int, context: Context) -> U8:
+    previous = _previous(name, spec.numel, context.reference) if encoded.uses_reference else None
+    if encoded.uses_reference and previous is None:
+        raise FormatError(f"{spec.name}: its reference plane {name!r} is missing")
+    contexts = alphabet if previous is not None else 1
+    return decode_symbols(
+        _section(encoded, spec, name), previous, spec.numel, alphabet, contexts, threads=context.threads
+    )
+
+
+def _previous(name: str, size: int, reference: Held | None) -> U8 | None:
+    plane = reference.planes.get(name) if reference is not None else None
+    return plane if plane is not None and plane.size == size and plane.dtype == np.uint8 else None
+
+
+def _section(encoded: EncodedTensor, spec: TensorSpec, name: str) -> bytes:
+    try:
+        return encoded.sections[name]
+    except KeyError:
+        raise FormatError(f"{spec.name}: section {name!r} is missing") from None
+
+
+def _floats(encoded: EncodedTensor, spec: TensorSpec, name: str, count: int) -> F32:
+    data = np.frombuffer(_section(encoded, spec, name), dtype="<f4")
+    if data.size != count or not np.isfinite(data).all():
+        raise FormatError(f"{spec.name}: section {name!r} must hold {count} finite fp32 values")
+    return data.astype(np.float32)
+
+
+def _number(params: Mapping[str, Any], spec: TensorSpec, key: str) -> np.float32:
+    value = params.get(key)
+    if not isinstance(value, float) or not 0 < value < float("inf"):
+        raise FormatError(f"{spec.name}: {key!r} must be a positive number, not {value!r}")
+    return np.float32(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SecondMomentCodec:
+    """Levels of ``log2(v / f)``, where f = row mean x column mean / mean.
+
+    Guarantees: a restored v is zero if and only if v was; where the level is not clipped (60 steps from the factor),
+    it is within a factor of ``2 ** (step / 2)`` of v, but never below the least normal fp32. The decoder multiplies
+    fp32 numbers that are stored, so that every machine restores the same bits.
+    """
+
+    id: ClassVar[str] = "log-factored"
+    needs: ClassVar[tuple[str, ...]] = ()
+
+    step: float = 1.0
+    """Distance of two levels in octaves of v."""
+
+    def __post_init__(self) -> None:
+        if not 0.01 <= self.step <= 4:
+            raise ConfigError(f"step must be between 0.01 and 4 octaves, not {self.step}")
+
+    def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
+        """See `TensorCodec.encode`; second moments that are negative, not fp32 or not finite are refused."""
+        values = _check_float32(tensor, spec)
+        if values.size == 0 or values.min() < 0:
+            raise CannotRepresentError(f"{spec.name} is empty or has negative second moments: stored exactly")
+        rows, columns = self._factors(values.reshape(_matrix_shape(spec.shape)))
+        factor = self._factor(rows, columns)
+        with np.errstate(divide="ignore"):
+            level = np.rint(np.log2(values / factor) / np.float32(self.step))
+        plane = np.where(values > 0, np.clip(level, -_V_REACH, _V_REACH) + (_V_REACH + 1), 0).astype(np.uint8)
+        lowest, highest = _level_range(plane)
+        octaves = (np.arange(lowest, highest + 1) - (_V_REACH + 1)) * self.step
+        codebook = np.exp2(octaves).astype("<f4")
+        compact = np.where(plane > 0, plane - (lowest - 1), 0).astype(np.uint8)
+        payload, uses_reference = _code_plane(plane, "levels", 2 * _V_REACH + 2, context)
+        sections = {
+            "rows": rows.astype("<f4").tobytes(),
+            "columns": columns.astype("<f4").tobytes(),
+            "codebook": codebook.tobytes(),
+            "levels": payload,
+        }
+        params = {"lowest": lowest, "count": len(codebook)}
+        value = self._restore(compact, codebook.astype(np.float32), factor)
+        encoded = EncodedTensor(self.id, params, sections, uses_reference)
+        return Coded(encoded, {"levels": plane}, torch.from_numpy(value).reshape(spec.shape))
+
+    def decode(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> Planes:
+        """See `TensorCodec.decode`."""
+        return {"levels": _read_plane(encoded, spec, "levels", 2 * _V_REACH + 2, context)}
+
+    def reconstruct(
+        self, encoded: EncodedTensor, planes: Planes, spec: TensorSpec, context: Context
+    ) -> torch.Tensor:
+        """See `TensorCodec.reconstruct`."""
+        height, width = _matrix_shape(spec.shape)
+        rows = _floats(encoded, spec, "rows", height)
+        columns = _floats(encoded, spec, "columns", width)
+        lowest, count = encoded.params.get("lowest"), encoded.params.get("count")
+        if type(lowest) is not int or type(count) is not int or not 0 <= count <= 2 * _V_REACH + 1:
+            raise FormatError(f"{spec.name}: the range of levels is malformed")
+        codebook = _floats(encoded, spec, "codebook", count)
+        plane = np.asarray(planes["levels"], dtype=np.int64)
+        compact = np.where(plane > 0, plane - (lowest - 1), 0)
+        if compact.size and (compact.max() > count or compact.min() < 0):
+            raise FormatError(f"{spec.name}: a level lies outside its codebook")
+        value = self._restore(compact, codebook, self._factor(rows, columns))
+        return torch.from_numpy(value).reshape(spec.shape)
+
+    @staticmethod
+    def _factors(matrix: F32) -> tuple[F32, F32]:
+        wide = matrix.astype(np.float64)
+        mean = wide.mean()
+        if mean == 0:
+            return np.zeros(matrix.shape[0], np.float32), np.zeros(matrix.shape[1], np.float32)
+        # divided by the mean here, so that no product of two second moments can underflow
+        return (wide.mean(axis=1) / mean).astype(np.float32), wide.mean(axis=0).astype(np.float32)
+
+    @staticmethod
+    def _factor(rows: F32, columns: F32) -> F32:
+        factor: F32 = np.maximum(np.multiply.outer(rows, columns), _TINY).reshape(-1)
+        return factor
+
+    @staticmethod
+    def _restore(compact: Array, codebook: F32, factor: F32) -> F32:
+        table = np.concatenate([np.zeros(1, np.float32), codebook])
+        value: F32 = np.maximum(factor * table[compact], _TINY)
+        value[compact == 0] = 0
+        return value
+
+
+def _level_range(plane: U8) -> tuple[int, int]:
+    used = np.flatnonzero(np.bincount(plane, minlength=1)[1:]) + 1
+    return (int(used[0]), int(used[-1])) if used.size else (1, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstMomentCodec:
+    """Levels of ``m / sqrt(v)``, v being the second moment as restored.
+
+    Guarantees: the error of m is at most ``step / 2 * sqrt(v)`` where the level is not clipped (31 steps); m is
+    restored as zero where v is zero.
+    """
+
+    id: ClassVar[str] = "root-units"
+    needs: ClassVar[tuple[str, ...]] = (Role.EXP_AVG_SQ.value,)
+
+    step: float = 0.5
+    """Distance of two levels in units of sqrt(v)."""
+
+    def __post_init__(self) -> None:
+        if not 0.001 <= self.step <= 4:
+            raise ConfigError(f"step must be between 0.001 and 4 roots of the second moment, not {self.step}")
+
+    def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
+        """See `TensorCodec.encode`; first moments without a restored second moment are refused."""
+        values = _check_float32(tensor, spec)
+        root = _root(spec, context)
+        if root is None:
+            raise CannotRepresentError(f"{spec.name} has no second moment to be measured by: stored exactly")
+        unit = np.float32(self.step) * root
+        with np.errstate(divide="ignore", invalid="ignore"):
+            level = np.where(unit > 0, np.rint(values / unit), 0)
+        plane = (np.clip(level, -_M_REACH, _M_REACH) + _M_REACH).astype(np.uint8)
+        payload, uses_reference = _code_plane(plane, "levels", 2 * _M_REACH + 1, context)
+        params = {"step": float(np.float32(self.step))}
+        encoded = EncodedTensor(self.id, params, {"levels": payload}, uses_reference)
+        return Coded(encoded, {"levels": plane}, self._restore(plane, unit, spec))
+
+    def decode(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> Planes:
+        """See `TensorCodec.decode`."""
+        return {"levels": _read_plane(encoded, spec, "levels", 2 * _M_REACH + 1, context)}
+
+    def reconstruct(
+        self, encoded: EncodedTensor, planes: Planes, spec: TensorSpec, context: Context
+    ) -> torch.Tensor:
+        """See `TensorCodec.reconstruct`."""
+        root = _root(spec, context)
+        if root is None:
+            raise FormatError(f"{spec.name}: the second moment that it is measured by is missing")
+        return self._restore(planes["levels"], _number(encoded.params, spec, "step") * root, spec)
+
+    @staticmethod
+    def _restore(plane: Array, unit: F32, spec: TensorSpec) -> torch.Tensor:
+        value = (plane.astype(np.float32) - np.float32(_M_REACH)) * unit
+        return torch.from_numpy(value).reshape(spec.shape)
+
+
+def _root(spec: TensorSpec, context: Context) -> F32 | None:
+    second = context.siblings.get(Role.EXP_AVG_SQ.value)
+    if second is None or second.numel() != spec.numel or second.dtype is not torch.float32:
+        return None
+    root: F32 = np.sqrt(second.reshape(-1).numpy())  # IEEE 754 rounds the root correctly: the same everywhere
+    return root

@@ -1,0 +1,68 @@
+"""One state dict in one file, without a run: ``shrinkpoint.save`` and ``shrinkpoint.load``."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shrinkpoint.coding import decode_chain, encode_state
+from shrinkpoint.config import SaverConfig
+from shrinkpoint.container.reader import read_container
+from shrinkpoint.container.writer import write_container
+from shrinkpoint.planner import Planner
+from shrinkpoint.state import Describe, TrainingState, plain
+from shrinkpoint.store.single import read_file, write_file
+
+__all__ = ["load", "save"]
+
+
+def save(
+    state: object,
+    path: str | Path,
+    *,
+    scheme: str = "lossless",
+    describe: Describe = plain,
+    storage_options: Mapping[str, object] | None = None,
+) -> int:
+    """Write one state to one file, which appears whole or not at all.
+
+    Args:
+        state: what one would give to ``torch.save``: nested dicts, lists, numbers, tensors.
+        path: a path or URL; an existing file is replaced.
+        scheme: ``lossless``; or ``inshrinkerator``, which quantizes the tensors that `describe` calls weights and
+            moments with the mildest configuration.
+        describe: gives each tensor's role (`shrinkpoint.roles`).
+        storage_options: passed to fsspec.
+
+    Returns:
+        The file's size in bytes.
+
+    Raises:
+        CannotRepresentError: `state` holds an object that cannot be stored without pickle; the message names it.
+        StoreError: the file cannot be written.
+    """
+    config = SaverConfig(scheme=scheme)  # type: ignore[arg-type]
+    captured = TrainingState.capture(state, describe)
+    host = TrainingState(captured.tree, {n: t.cpu() for n, t in captured.tensors.items()}, captured.specs)
+    plan = Planner(config, lambda: 0.0).plan(host, None, None)
+    encoded = encode_state(
+        host, plan.scheme, step=0, reference=None, parent=None, threads=config.encoder_threads
+    )
+    data = write_container(encoded.checkpoint)
+    write_file(str(path), data, storage_options)
+    return len(data)
+
+
+def load(path: str | Path, *, storage_options: Mapping[str, object] | None = None) -> Any:
+    """Read what `save` wrote, every checksum and digest verified.
+
+    Args:
+        path: a path or URL.
+        storage_options: passed to fsspec.
+
+    Raises:
+        FormatError: not such a file, or a damaged one.
+        ChainError: a delta of a run, which cannot be read alone.
+        StoreError: the file cannot be read.
+    """
+    container = read_container(read_file(str(path), storage_options))
+    return decode_chain([container], threads=SaverConfig().encoder_threads).state.to_object()
