@@ -90,6 +90,10 @@ class TensorSpec:
             name, shape, parameter = node["name"], node["shape"], node["parameter"]
             if type(name) is not str or not (parameter is None or type(parameter) is str):
                 raise FormatError("a tensor's name and parameter must be strings")
+            (
+                name.encode(),
+                (parameter or "").encode(),
+            )  # lone surrogates are a ValueError; digests are over UTF-8
             if (
                 type(shape) is not list
                 or len(shape) > _MAX_DIMS
