@@ -1,0 +1,280 @@
+"""Quantile sketches and signed histograms with a bound on the relative error, built in one pass on any device.
+
+Source: Inshrinkerator (arXiv 2306.11800), Algorithm 1: a DDSketch with geometric buckets that never collapse. The
+logarithm per element is replaced by integers: an element's leading float32 bits name a *cell*, cells are counted
+where the tensor lives, and a table folds cells into buckets. Counting integers gives the same counts on every device.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from shrinkpoint.errors import CannotRepresentError, ConfigError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # in typing from Python 3.11 on
+
+__all__ = ["DEFAULT_ALPHA", "Histogram", "QuantileSketch", "SignedHistogram"]
+
+DEFAULT_ALPHA = 0.01
+"""The relative error of a bucket's value (Inshrinkerator: "a strict relative error bound of 1%")."""
+
+# The table of cells doubles with every halving of alpha; at this one it has two million entries.
+_SMALLEST_ALPHA = 1e-3
+_SMALLEST_NORMAL = 2.0**-126
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+# On a CPU the working set of a chunk has to stay in cache; elsewhere fewer launches win. Both bound the memory.
+_CHUNK_CPU = 1 << 18
+_CHUNK_DEVICE = 1 << 22
+
+
+@dataclass(frozen=True, kw_only=True)
+class Histogram:
+    """Distinct values, float64 and strictly ascending, and how often each occurs, int64 and positive; equal lengths."""
+
+    values: npt.NDArray[np.float64]
+    counts: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Grid:
+    """The buckets of one (alpha, x_min). Bucket and cell 0 hold everything below the first edge, zero included."""
+
+    shift: int
+    """A magnitude's float32 bits, shifted right by this, are its absolute cell."""
+    offset: int
+    """Absolute cell of cell 0."""
+    bucket_of_cell: npt.NDArray[np.int32]
+    edges: npt.NDArray[np.float64]
+    """Bucket b holds edges[b] <= x < edges[b + 1]; every edge but the last (2^128) is a float32."""
+    values: npt.NDArray[np.float64]
+    """The representative of each bucket: 0, then the value whose relative error is least over the bucket."""
+
+
+@lru_cache(maxsize=8)
+def _grid(alpha: float, x_min: float) -> _Grid:
+    """Lay out cells (2^bits to an octave) and group them into buckets no wider than (1 + alpha) / (1 - alpha)."""
+    if not _SMALLEST_ALPHA <= alpha <= 0.5:
+        raise ConfigError(f"alpha={alpha} must lie in [{_SMALLEST_ALPHA}, 0.5]; the published value is 0.01")
+    if not _SMALLEST_NORMAL <= x_min <= 1.0:
+        raise ConfigError(f"x_min={x_min} must lie in [2^-126, 1]: it is the least magnitude told from zero")
+    bits = math.ceil(-math.log2(alpha)) + 3
+    shift = 23 - bits
+    first = int(np.float32(x_min).view(np.int32)) >> shift
+    cells = np.arange(
+        first, (255 << bits) + 1, dtype=np.int64
+    )  # the last one is infinity, where finite cells end
+    cell_edges = (cells << shift).astype(np.int32).view(np.float32).astype(np.float64)
+    cell_edges[-1] = 2.0**128
+    # A cell belongs to the bucket of its left edge and may reach over the bucket's right edge by a factor of at most
+    # 1 + 2^-bits, so buckets are narrowed by that much; 1e-9 more absorbs the rounding of the logarithm.
+    width = math.log((1 + alpha) / (1 - alpha)) - math.log1p(2.0**-bits) - 1e-9
+    bucket = 1 + np.floor(np.log(cell_edges[:-1] / cell_edges[0]) / width).astype(np.int32)
+    starts = np.concatenate(([0], np.flatnonzero(np.diff(bucket)) + 1, [len(bucket)]))
+    edges = np.concatenate(([0.0], cell_edges[starts]))
+    lower, upper = edges[1:-1], edges[2:]
+    return _Grid(
+        shift=shift,
+        offset=first - 1,
+        bucket_of_cell=np.concatenate((np.zeros(1, np.int32), bucket)),
+        edges=edges,
+        values=np.concatenate(([0.0], lower * (2 * upper / (lower + upper)))),
+    )
+
+
+class _BucketCounts(ABC):
+    """Counts over a grid; rows are signs. Merging adds counts, so ranks and tensors may be sketched apart."""
+
+    _rows: int
+
+    def __init__(self, alpha: float = DEFAULT_ALPHA, x_min: float = 1e-30) -> None:
+        self.alpha = alpha
+        self.x_min = x_min
+        self._grid = _grid(alpha, x_min)
+        self.counts: npt.NDArray[np.int64] = np.zeros((self._rows, len(self._grid.values)), dtype=np.int64)
+        """Elements per bucket, int64, C-contiguous: ranks merge by summing this array in place."""
+
+    @property
+    def count(self) -> int:
+        """Number of elements seen."""
+        return int(self.counts.sum())
+
+    def merge(self, other: "Self") -> "Self":
+        """Add the elements of another sketch to this one, and return this one.
+
+        Raises:
+            ConfigError: the other one has another kind, alpha or x_min, so that its buckets differ.
+        """
+        if type(other) is not type(self) or (other.alpha, other.x_min) != (self.alpha, self.x_min):
+            raise ConfigError(
+                f"a {type(other).__name__}(alpha={other.alpha}, x_min={other.x_min}) cannot be merged into a"
+                f" {type(self).__name__}(alpha={self.alpha}, x_min={self.x_min}); build both with the same options"
+            )
+        self.counts += other.counts
+        return self
+
+    def __add__(self, other: "Self") -> "Self":
+        """A new sketch of the elements of both."""
+        return type(self)(self.alpha, self.x_min).merge(self).merge(other)
+
+    def add(self, tensor: torch.Tensor) -> "Self":
+        """Count the elements of a tensor, and return this sketch.
+
+        Args:
+            tensor: float32, bfloat16 or float16, any shape and device. Temporary memory is bounded.
+
+        Raises:
+            CannotRepresentError: another dtype, or an element that the sketch has no bucket for; nothing is counted.
+        """
+        if tensor.dtype not in _FLOATS:
+            raise CannotRepresentError(
+                f"cannot sketch dtype {tensor.dtype}; float32, bfloat16 and float16 can be"
+            )
+        flat = tensor.detach().reshape(-1)
+        if flat.numel() == 0:
+            return self
+        cells = torch.zeros(
+            self._rows * len(self._grid.bucket_of_cell), dtype=torch.int64, device=flat.device
+        )
+        for chunk in torch.split(flat, _CHUNK_CPU if flat.device.type == "cpu" else _CHUNK_DEVICE):
+            found = torch.bincount(self._cells(chunk.float()))
+            cells[: found.numel()] += found
+        per_cell = cells.cpu().numpy().reshape(-1, self._rows)
+        cell, row = per_cell.nonzero()
+        np.add.at(self.counts, (row, self._grid.bucket_of_cell[cell]), per_cell[cell, row])
+        return self
+
+    @abstractmethod
+    def _cells(self, chunk: torch.Tensor) -> torch.Tensor:
+        """Cell times rows plus row of each element of a flat float32 chunk, int32."""
+
+    def _magnitude_cells(self, chunk: torch.Tensor, least: float) -> torch.Tensor:
+        low, high = torch.stack(torch.aminmax(chunk)).tolist()
+        if (
+            not (low >= least and high < math.inf) or low == -math.inf
+        ):  # also false for NaN, which aminmax propagates
+            raise CannotRepresentError(
+                f"cannot sketch values from {low} to {high}: they must be finite, >= {least}"
+            )
+        cells = (chunk.view(torch.int32) & 0x7FFF_FFFF).bitwise_right_shift_(self._grid.shift)
+        return cells.sub_(self._grid.offset).clamp_(min=0)
+
+
+class QuantileSketch(_BucketCounts):
+    """Quantiles of non-negative scores, each within a relative error of `alpha`.
+
+    Magnitudes below `x_min` count as zero, an absolute error below `x_min`.
+
+    Args:
+        alpha: bound on the relative error, in [0.001, 0.5].
+        x_min: least magnitude told from zero, in [2^-126, 1].
+
+    Raises:
+        ConfigError: an option is out of its range.
+
+    Source: Inshrinkerator (arXiv 2306.11800), Algorithm 1; DDSketch (VLDB 2019), section 2.
+    """
+
+    _rows = 1
+
+    def _cells(self, chunk: torch.Tensor) -> torch.Tensor:
+        return self._magnitude_cells(chunk, 0.0)
+
+    def quantile(self, q: float) -> float:
+        """The element of rank floor(q * (count - 1)) in ascending order, within a relative error of alpha.
+
+        Raises:
+            ConfigError: q is outside of [0, 1].
+            CannotRepresentError: the sketch is empty.
+        """
+        return self.quantiles([q])[0]
+
+    def quantiles(self, qs: Sequence[float]) -> list[float]:
+        """`quantile` of each q, for one walk over the buckets.
+
+        Raises:
+            ConfigError: a q is outside of [0, 1].
+            CannotRepresentError: the sketch is empty.
+        """
+        cumulative = np.cumsum(self.counts[0])
+        total = int(cumulative[-1])
+        for q in qs:
+            _check_share("q", q)
+        if total == 0:
+            raise CannotRepresentError("an empty sketch has no quantiles; add elements first")
+        ranks = np.array([math.floor(q * (total - 1)) for q in qs], dtype=np.int64)
+        values: list[float] = self._grid.values[np.searchsorted(cumulative, ranks, side="right")].tolist()
+        return values
+
+    def threshold_below(self, share: float) -> float:
+        """The greatest threshold t with at most ``share * count`` elements x < t.
+
+        It is an edge of the bucket that holds the quantile, and a float32, so that the count is exact: ties (zeros,
+        the few values of a bfloat16 grid) fall on one side together and never take more than the share.
+
+        Raises:
+            ConfigError: the share is outside of [0, 1].
+        """
+        _check_share("share", share)
+        below = np.concatenate(([0], np.cumsum(self.counts[0])))
+        last = int(np.searchsorted(below, share * int(below[-1]), side="right")) - 1
+        return self._edge(last)
+
+    def threshold_above(self, share: float) -> float:
+        """The least threshold t with at most ``share * count`` elements x >= t; infinity where only none fits.
+
+        Raises:
+            ConfigError: the share is outside of [0, 1].
+        """
+        _check_share("share", share)
+        above = np.concatenate((np.cumsum(self.counts[0][::-1])[::-1], [0]))
+        first = int(np.searchsorted(-above, -share * int(above[0]), side="left"))
+        return self._edge(first)
+
+    def _edge(self, bucket: int) -> float:
+        return float(self._grid.edges[bucket]) if bucket < len(self._grid.values) else math.inf
+
+
+class SignedHistogram(_BucketCounts):
+    """A histogram of weights of either sign, each value within a relative error of `alpha`: the input of k-means.
+
+    Magnitudes below `x_min` are one bucket of value 0.
+
+    Args:
+        alpha: bound on the relative error, in [0.001, 0.5].
+        x_min: least magnitude told from zero, in [2^-126, 1].
+
+    Raises:
+        ConfigError: an option is out of its range.
+
+    Source: Inshrinkerator (arXiv 2306.11800), Algorithms 1 and 2.
+    """
+
+    _rows = 2  # positive, negative: the sign bit is the row
+
+    def _cells(self, chunk: torch.Tensor) -> torch.Tensor:
+        cells = self._magnitude_cells(chunk, -math.inf)
+        return cells.bitwise_left_shift_(1).sub_(
+            chunk.view(torch.int32) >> 31
+        )  # an arithmetic shift: -1 if negative
+
+    def histogram(self) -> Histogram:
+        """The occupied buckets: negative ones, zero, positive ones."""
+        positive, negative = self.counts
+        zero = positive[:1] + negative[:1]
+        counts = np.concatenate((negative[:0:-1], zero, positive[1:]))
+        values = np.concatenate((-self._grid.values[:0:-1], self._grid.values))
+        occupied = counts > 0
+        return Histogram(values=values[occupied], counts=counts[occupied])
+
+
+def _check_share(name: str, value: float) -> None:
+    if not 0.0 <= value <= 1.0:
+        raise ConfigError(f"{name}={value} must lie in [0, 1]")
