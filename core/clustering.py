@@ -42,6 +42,9 @@ def sample_weights(histogram: Histogram, magnitude_share: float = DEFAULT_MAGNIT
     """How much each bucket counts in k-means: ``(1 - lambda) f + lambda h``, float64, sum 1.
 
     f is the bucket's share of the elements, h is |value| over the sum of |value|: large weights are few, and matter.
+    Each bucket counts once in h, however many elements it has, so take outliers out before: of 10^6 weights from
+    Student's t with 5 degrees of freedom, lambda 0.1 raises the mean squared error of 16 clusters by a factor of 3.5,
+    and by 1.27, 1.07 and 1.05 without their largest 0.05, 0.5 and 1 %.
 
     Args:
         histogram: the buckets; may be empty.
