@@ -1,0 +1,165 @@
+"""Which checkpoints to keep: pure decisions over a run's records; no clock, no store.
+
+Only manifests are chosen here. Each manifest names its whole chain, so that the containers which a kept delta needs outlive
+the manifests of the checkpoints in between.
+"""
+
+import math
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from shrinkpoint.errors import ConfigError
+
+__all__ = ["KeepBest", "KeepEvery", "KeepLast", "Policy", "Record", "RetentionPolicy"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What a decision may depend on.
+
+    Attributes:
+        seq: Number of the manifest.
+        step: Training step.
+        epoch: The writer's turn; the newest checkpoint has the highest (epoch, seq).
+        metric: The monitored metric; None or not finite where it was not measured.
+    """
+
+    seq: int
+    step: int
+    epoch: int = 0
+    metric: float | None = None
+
+
+class Policy(Protocol):
+    """A rule that says which checkpoints to keep."""
+
+    def select(self, records: Iterable[Record]) -> set[int]:
+        """Sequence numbers to keep."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeepLast:
+    """The newest ``count``."""
+
+    count: int
+
+    def __post_init__(self) -> None:
+        _check_positive("KeepLast.count", self.count)
+
+    def select(self, records: Iterable[Record]) -> set[int]:
+        """See :class:`Policy`."""
+        return {record.seq for record in _newest_first(records)[: self.count]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeepEvery:
+    """The first of every ``steps`` training steps: with 1000, the first from step 0, from 1000, from 2000, ...
+
+    What it kept once it keeps as training goes on. A step that was saved twice, because the run was resumed before it,
+    counts by its newest checkpoint.
+    """
+
+    steps: int
+
+    def __post_init__(self) -> None:
+        _check_positive("KeepEvery.steps", self.steps)
+
+    def select(self, records: Iterable[Record]) -> set[int]:
+        """See :class:`Policy`."""
+        first: dict[int, Record] = {}
+        for record in _newest_first(records):
+            window = record.step // self.steps
+            if window not in first or record.step < first[window].step:
+                first[window] = record
+        return {record.seq for record in first.values()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeepBest:
+    """The ``count`` with the lowest (``"min"``) or highest (``"max"``) metric; of equals, the newest."""
+
+    count: int
+    mode: Literal["min", "max"]
+
+    def __post_init__(self) -> None:
+        _check_positive("KeepBest.count", self.count)
+        if self.mode not in ("min", "max"):
+            raise ConfigError(f"KeepBest.mode={self.mode!r}: use 'min' or 'max'")
+
+    def select(self, records: Iterable[Record]) -> set[int]:
+        """See :class:`Policy`."""
+        sign = 1.0 if self.mode == "min" else -1.0
+        measured = [
+            (sign * record.metric, record.seq)
+            for record in _newest_first(records)
+            if record.metric is not None and math.isfinite(record.metric)
+        ]
+        # A stable sort: equals stay newest first.
+        return {seq for _, seq in sorted(measured, key=lambda pair: pair[0])[: self.count]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetentionPolicy:
+    """Everything that one of the rules keeps, and always the newest. With no rule, everything.
+
+    Attributes:
+        keep_last: Keep the newest so many.
+        keep_every: Keep the first of every so many steps.
+        keep_best: Keep so many with the best metric.
+        mode: Whether a good metric is low (``"min"``) or high (``"max"``).
+
+    Raises:
+        ConfigError: A number is not positive, or the mode is unknown.
+
+    Examples:
+        >>> records = [Record(seq=seq, step=10 * seq) for seq in range(6)]
+        >>> sorted(RetentionPolicy(keep_last=2, keep_every=30).select(records))
+        [0, 3, 4, 5]
+    """
+
+    keep_last: int | None = None
+    keep_every: int | None = None
+    keep_best: int | None = None
+    mode: Literal["min", "max"] = "min"
+
+    def __post_init__(self) -> None:
+        for name in ("keep_last", "keep_every", "keep_best"):
+            if getattr(self, name) is not None:
+                _check_positive(f"RetentionPolicy.{name}", getattr(self, name))
+        if self.mode not in ("min", "max"):
+            raise ConfigError(f"RetentionPolicy.mode={self.mode!r}: use 'min' or 'max'")
+
+    @property
+    def rules(self) -> tuple[Policy, ...]:
+        """The rules that are switched on."""
+        rules: list[Policy] = []
+        if self.keep_last is not None:
+            rules.append(KeepLast(count=self.keep_last))
+        if self.keep_every is not None:
+            rules.append(KeepEvery(steps=self.keep_every))
+        if self.keep_best is not None:
+            rules.append(KeepBest(count=self.keep_best, mode=self.mode))
+        return tuple(rules)
+
+    def select(self, records: Iterable[Record], pinned: Collection[int] = ()) -> set[int]:
+        """Sequence numbers to keep.
+
+        Args:
+            records: Every checkpoint of the run, in any order.
+            pinned: Sequence numbers that are kept whatever the rules say.
+        """
+        ordered = _newest_first(records)
+        if not self.rules:
+            return {record.seq for record in ordered}
+        kept = {record.seq for record in ordered[:1]} | set(pinned)
+        return kept.union(*(rule.select(ordered) for rule in self.rules))
+
+
+def _newest_first(records: Iterable[Record]) -> list[Record]:
+    return sorted(records, key=lambda record: (record.epoch, record.seq), reverse=True)
+
+
+def _check_positive(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{name}={value!r}: use a whole number from 1, or leave it out")

@@ -1,0 +1,161 @@
+"""Which checkpoints a run has: one listing, every manifest read and checked, newest first."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from shrinkpoint.errors import CorruptionError, FormatError, UnsupportedFormatError
+from shrinkpoint.store.keys import pin_name, seq_of_commit
+from shrinkpoint.store.manifest import MAX_MANIFEST_BYTES, Manifest, unseal
+from shrinkpoint.store.objects import MissingKeyError, ObjectInfo, ObjectStore
+
+__all__ = ["Catalog", "DamagedCheckpoint", "Listing", "read_checked"]
+
+T = TypeVar("T")
+
+_READERS = 8
+# A byte that was damaged on its way is right the next time; one that was damaged where it lies is not.
+_READS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class DamagedCheckpoint:
+    """A manifest that cannot be read.
+
+    Attributes:
+        key: Its key below the run's prefix.
+        reason: What is wrong with it.
+        modified: When it was written, by the store's clock; None where the store does not tell.
+        unsupported: It is sound, but only a newer shrinkpoint can read it.
+    """
+
+    key: str
+    reason: str
+    modified: float | None = None
+    unsupported: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listing:
+    """What ``commits/`` held at one moment.
+
+    Attributes:
+        manifests: The readable ones, newest first: by epoch, then by number. A writer that went on after another one
+            had taken over is sorted below it, whatever its numbers.
+        damaged: The others.
+        max_seq: Highest number in use, readable or not; -1 where there is none.
+    """
+
+    manifests: tuple[Manifest, ...]
+    damaged: tuple[DamagedCheckpoint, ...]
+    max_seq: int
+
+    @property
+    def next_epoch(self) -> int:
+        """Higher than every epoch in use: an unreadable manifest may hide one more than the readable ones show."""
+        return 1 + len(self.damaged) + max((manifest.epoch for manifest in self.manifests), default=0)
+
+
+class Catalog:
+    """Reads listings; manifests never change, so that each is fetched once.
+
+    Args:
+        objects: The run's object store.
+    """
+
+    def __init__(self, objects: ObjectStore) -> None:
+        self._objects = objects
+        self._sound: dict[ObjectInfo, Manifest] = {}
+        self._keys: dict[str, str] = {}
+
+    def scan(self) -> Listing:
+        """List ``commits/`` now.
+
+        Raises:
+            StoreError: The store could not be listed or read; that never looks like an empty run.
+        """
+        infos = [info for info in self._objects.list("commits/") if seq_of_commit(info.key) is not None]
+        # By size and time stamp as well: a writer that was fenced off may reuse the number of a removed manifest.
+        self._sound = {info: self._sound[info] for info in infos if info in self._sound}
+        unread = [info for info in infos if info not in self._sound]
+        damaged: list[DamagedCheckpoint] = []
+        if unread:
+            with ThreadPoolExecutor(min(_READERS, len(unread))) as pool:
+                for info, outcome in zip(unread, pool.map(self._read, unread), strict=True):
+                    if isinstance(outcome, Manifest):
+                        self._sound[info] = outcome
+                        self.note(info.key, outcome)
+                    elif outcome is not None:
+                        damaged.append(outcome)
+        manifests = sorted(self._sound.values(), key=lambda m: (m.epoch, m.seq, m.session), reverse=True)
+        max_seq = max((seq_of_commit(info.key) or 0 for info in infos), default=-1)
+        return Listing(manifests=tuple(manifests), damaged=tuple(damaged), max_seq=max_seq)
+
+    def note(self, key: str, manifest: Manifest) -> None:
+        """Remember under which key ``manifest`` is stored."""
+        self._keys[manifest.digest] = key
+
+    def key_of(self, manifest: Manifest) -> str | None:
+        """Under which key ``manifest`` was seen; None when it never was."""
+        return self._keys.get(manifest.digest)
+
+    def is_published(self, manifest: Manifest) -> bool:
+        """Whether ``manifest`` is still stored, asked now."""
+        key = self.key_of(manifest)
+        if key is None:
+            return False
+        try:
+            return read_checked(self._objects, key, Manifest.from_bytes).digest == manifest.digest
+        except (MissingKeyError, FormatError):
+            return False
+
+    def pins(self) -> dict[str, int]:
+        """Pinned sequence numbers by name.
+
+        Raises:
+            FormatError: A pin is damaged; the message says which and what to do.
+        """
+        pins: dict[str, int] = {}
+        for info in self._objects.list("pins/"):
+            name = pin_name(info.key)
+            if name is not None:
+                try:
+                    pins[name] = int(read_checked(self._objects, info.key, self._parse_pin))
+                except MissingKeyError:
+                    continue  # unpinned since the listing
+        return pins
+
+    def _parse_pin(self, data: bytes, shown: str) -> int:
+        seq = unseal(data, shown).get("seq")
+        if not isinstance(seq, int):
+            raise FormatError(f"{shown} names no checkpoint: remove the pin and set it again")
+        return seq
+
+    def _read(self, info: ObjectInfo) -> Manifest | DamagedCheckpoint | None:
+        def parse(data: bytes, shown: str) -> Manifest:
+            manifest = Manifest.from_bytes(data, shown)
+            if manifest.seq != seq_of_commit(info.key):
+                raise FormatError(f"{shown} says that it is number {manifest.seq}")
+            return manifest
+
+        try:
+            return read_checked(self._objects, info.key, parse)
+        except MissingKeyError:
+            return None  # collected since the listing
+        except FormatError as error:
+            unsupported = isinstance(error, UnsupportedFormatError)
+            return DamagedCheckpoint(
+                key=info.key, reason=str(error), modified=info.modified, unsupported=unsupported
+            )
+
+
+def read_checked(objects: ObjectStore, key: str, parse: Callable[[bytes, str], T]) -> T:
+    """Read a small sealed object; what fails its checksum is read again before it counts as damaged."""
+    for attempt in range(1, _READS + 1):
+        try:
+            return parse(objects.get(key, max_size=MAX_MANIFEST_BYTES), objects.show(key))
+        except CorruptionError:
+            if attempt == _READS:
+                raise
+    raise AssertionError("_READS >= 1")

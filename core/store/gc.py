@@ -1,0 +1,199 @@
+"""Garbage collection: unpublish a manifest first, delete its blobs a grace later, by the store's own clock.
+
+Before a manifest is deleted, a copy goes to ``trash/``; the time stamp of that copy starts the grace of the blobs that it
+names. A reader in the middle of a restore, or a writer that resumed from the checkpoint a moment ago, keeps its blobs.
+Every step can be repeated: a collection that was interrupted anywhere is completed by the next one.
+"""
+
+import warnings
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from shrinkpoint.errors import FormatError, ShrinkpointWarning, StoreError
+from shrinkpoint.store.catalog import Catalog, Listing, read_checked
+from shrinkpoint.store.keys import check_data_key, is_probe_key, trash_key
+from shrinkpoint.store.manifest import Manifest
+from shrinkpoint.store.objects import MissingKeyError, ObjectInfo, ObjectStore
+
+__all__ = ["DEFAULT_GRACE_S", "GcReport", "collect"]
+
+DEFAULT_GRACE_S = 86400.0
+# Blobs are written before the manifest that names them; between the two time stamps lies at most one commit.
+_SLACK_S = 7200.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class GcReport:
+    """What a collection did, or with ``dry_run`` would have done.
+
+    Attributes:
+        kept: Sequence numbers that stay restorable.
+        removed: Sequence numbers that were unpublished; their blobs follow when the grace is over.
+        blobs_removed: Keys of deleted containers.
+        bytes_freed: Their total size.
+        waiting: Containers that no kept checkpoint needs and whose grace is not over.
+        leftovers_removed: Temporary files and unfinished uploads of interrupted saves.
+        damaged: Keys of unreadable manifests; they, and every container that they may name, are left alone.
+    """
+
+    kept: tuple[int, ...]
+    removed: tuple[int, ...]
+    blobs_removed: tuple[str, ...]
+    bytes_freed: int
+    waiting: int
+    leftovers_removed: int
+    damaged: tuple[str, ...]
+    dry_run: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Trash:
+    """The trash: blobs still in their grace, entries past theirs, and how far damaged entries reach."""
+
+    recent: frozenset[str]
+    expired: tuple[str, ...]
+    damaged_until: float
+
+
+def collect(
+    objects: ObjectStore,
+    catalog: Catalog,
+    *,
+    keep: Collection[int],
+    protect: Collection[str],
+    check_fence: Callable[[Listing], None],
+    grace_s: float,
+    dry_run: bool,
+) -> GcReport:
+    """Remove the manifests that are not kept, then the blobs that nothing has named for ``grace_s`` seconds.
+
+    Args:
+        objects: The run's object store.
+        catalog: Its manifests.
+        keep: Sequence numbers to keep. Pinned ones and the newest whose containers are all there are kept anyway.
+        protect: Digests of manifests to keep besides.
+        check_fence: Raises FencedError where a listing shows that another writer has taken over.
+        grace_s: How long blobs outlive the last manifest that named them.
+        dry_run: Only say what would be done.
+
+    Raises:
+        StoreError: The store failed; what is left is done by the next collection.
+    """
+    now = objects.server_time()
+    listing = catalog.scan()
+    check_fence(listing)
+    sizes = {info.key: info.size for info in objects.list("data/")}
+    wanted = set(keep) | set(catalog.pins().values())
+    newest = next((m for m in listing.manifests if _is_whole(m, sizes)), None)
+    spared = {*protect, *([newest.digest] if newest else [])}
+    doomed = [m for m in listing.manifests if m.seq not in wanted and m.digest not in spared]
+    if not dry_run:
+        _unpublish(objects, catalog, doomed)
+    gone = {manifest.digest for manifest in doomed}
+    blobs, waiting, expired = _dead_blobs(objects, catalog, gone, now - grace_s, check_fence)
+    leftovers = 0
+    if not dry_run:
+        objects.delete([info.key for info in blobs])
+        objects.delete(expired)
+        leftovers = _sweep(objects, now - grace_s)
+    return GcReport(
+        kept=tuple(sorted(m.seq for m in listing.manifests if m.digest not in gone)),
+        removed=tuple(sorted(m.seq for m in doomed)),
+        blobs_removed=tuple(info.key for info in blobs),
+        bytes_freed=sum(info.size for info in blobs),
+        waiting=waiting,
+        leftovers_removed=leftovers,
+        damaged=tuple(damaged.key for damaged in listing.damaged),
+        dry_run=dry_run,
+    )
+
+
+def _is_whole(manifest: Manifest, sizes: dict[str, int]) -> bool:
+    return all(sizes.get(ref.key) == ref.size for ref in manifest.chain)
+
+
+def _unpublish(objects: ObjectStore, catalog: Catalog, doomed: list[Manifest]) -> None:
+    keys = [key for key in map(catalog.key_of, doomed) if key is not None]
+    for manifest in doomed:
+        objects.put(trash_key(manifest.seq), manifest.to_bytes())
+    if keys:
+        objects.delete(keys)
+
+
+def _dead_blobs(
+    objects: ObjectStore,
+    catalog: Catalog,
+    gone: set[str],
+    before: float,
+    check_fence: Callable[[Listing], None],
+) -> tuple[list[ObjectInfo], int, list[str]]:
+    """Blobs to delete, how many more wait for the end of their grace, and trash entries to delete after them."""
+    # The order matters: a blob that this listing shows was named, if ever, by a manifest that the later one shows.
+    infos = objects.list("data/")
+    trash = _read_trash(objects, before)
+    listing = catalog.scan()
+    check_fence(listing)
+    live = {ref.key for m in listing.manifests if m.digest not in gone for ref in m.chain}
+    recent = trash.recent | {ref.key for m in listing.manifests if m.digest in gone for ref in m.chain}
+    unknown_until = max(
+        [
+            trash.damaged_until,
+            *(d.modified if d.modified is not None else float("inf") for d in listing.damaged),
+        ]
+    )
+    dead: list[ObjectInfo] = []
+    waiting = 0
+    for info in infos:
+        if info.key in live or not _is_data_key(info.key):
+            continue
+        may_be_named = info.modified is None or info.modified <= unknown_until + _SLACK_S
+        if info.key in recent or may_be_named or info.modified is None or info.modified >= before:
+            waiting += 1
+        else:
+            dead.append(info)
+    return dead, waiting, list(trash.expired)
+
+
+def _read_trash(objects: ObjectStore, before: float) -> _Trash:
+    recent: set[str] = set()
+    expired: list[str] = []
+    damaged_until = float("-inf")
+    for info in objects.list("trash/"):
+        if info.modified is not None and info.modified < before:
+            expired.append(info.key)
+            continue
+        try:
+            recent.update(ref.key for ref in read_checked(objects, info.key, Manifest.from_bytes).chain)
+        except MissingKeyError:
+            continue  # another collection has finished with it
+        except FormatError:
+            # Whatever it named is older than it: keep all of that until the entry itself expires.
+            damaged_until = max(damaged_until, float("inf") if info.modified is None else info.modified)
+    return _Trash(recent=frozenset(recent), expired=tuple(expired), damaged_until=damaged_until)
+
+
+def _sweep(objects: ObjectStore, before: float) -> int:
+    probes = [
+        i.key
+        for i in objects.list("probe/")
+        if is_probe_key(i.key) and i.modified is not None and i.modified < before
+    ]
+    if probes:
+        objects.delete(probes)
+    try:
+        return objects.sweep(before)
+    except StoreError as error:
+        warnings.warn(
+            f"{error}: unfinished uploads stay; have the bucket abort them by a lifecycle rule",
+            ShrinkpointWarning,
+            stacklevel=2,
+        )
+        return 0
+
+
+def _is_data_key(key: str) -> bool:
+    try:
+        check_data_key(key)
+    except FormatError:
+        return False
+    return True

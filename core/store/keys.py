@@ -1,0 +1,116 @@
+"""The names of a run's objects: relative keys, and nothing that could lead out of the run's own prefix."""
+
+import re
+import secrets
+
+__all__ = [
+    "FORMAT_KEY",
+    "MAX_SEQ",
+    "MAX_STEP",
+    "check_data_key",
+    "check_pin_name",
+    "commit_key",
+    "data_key",
+    "is_own_key",
+    "is_probe_key",
+    "is_session",
+    "new_nonce",
+    "pin_key",
+    "pin_name",
+    "probe_key",
+    "seq_of_commit",
+    "trash_key",
+]
+
+from shrinkpoint.errors import ConfigError, FormatError
+
+FORMAT_KEY = "format.json"
+MAX_SEQ = 10**10 - 1
+MAX_STEP = 10**12 - 1
+
+_NONCE = "[0-9a-f]{16}"
+_NONCE_RE = re.compile(_NONCE)
+_DATA_RE = re.compile(rf"data/[0-9]{{12}}-{_NONCE}-({_NONCE})\.shrink")
+_COMMIT_RE = re.compile(rf"commits/([0-9]{{10}})(?:-{_NONCE}-{_NONCE})?\.json")
+_TRASH_RE = re.compile(rf"trash/[0-9]{{10}}-{_NONCE}\.json")
+_PROBE_RE = re.compile(rf"probe/{_NONCE}")
+_PIN_NAME = "[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
+_PIN_NAME_RE = re.compile(_PIN_NAME)
+_PIN_RE = re.compile(rf"pins/({_PIN_NAME})\.json")
+
+
+def new_nonce() -> str:
+    """64 random bits in hexadecimal; from the operating system, so that the user's random state is untouched."""
+    return secrets.token_hex(8)
+
+
+def is_session(text: str) -> bool:
+    """Whether ``text`` has the form of a session nonce."""
+    return _NONCE_RE.fullmatch(text) is not None
+
+
+def data_key(step: int, session: str) -> str:
+    """A new key for a container; it is never handed out twice."""
+    return f"data/{step:012d}-{session}-{new_nonce()}.shrink"
+
+
+def check_data_key(key: str) -> None:
+    """Raise FormatError unless ``key`` is exactly of the form of a container's key: no ``..``, no scheme, no root."""
+    if _DATA_RE.fullmatch(key) is None:
+        raise FormatError(f"{key!r} is not the key of a container (data/<step>-<session>-<random>.shrink)")
+
+
+def commit_key(seq: int, container_key: str | None = None) -> str:
+    """The key of manifest number ``seq``; with ``container_key``, made unique by that container's two nonces."""
+    if container_key is None:
+        return f"commits/{seq:010d}.json"
+    check_data_key(container_key)
+    return f"commits/{seq:010d}-{container_key[len('data/') + 13 : -len('.shrink')]}.json"
+
+
+def seq_of_commit(key: str) -> int | None:
+    """The sequence number in a manifest's key, or None where ``key`` is not one."""
+    match = _COMMIT_RE.fullmatch(key)
+    return int(match[1]) if match else None
+
+
+def trash_key(seq: int) -> str:
+    """A new key for the copy that is kept of manifest ``seq`` while its blobs wait for their deletion."""
+    return f"trash/{seq:010d}-{new_nonce()}.json"
+
+
+def probe_key() -> str:
+    """A new key to try the store's put-if-absent on."""
+    return f"probe/{new_nonce()}"
+
+
+def is_probe_key(key: str) -> bool:
+    """Whether ``key`` was made by :func:`probe_key`."""
+    return _PROBE_RE.fullmatch(key) is not None
+
+
+def check_pin_name(name: str) -> None:
+    """Raise ConfigError unless ``name`` can be part of a key."""
+    if _PIN_NAME_RE.fullmatch(name) is None:
+        raise ConfigError(
+            f"pin name {name!r}: use 1 to 100 letters, digits, '.', '_' or '-', beginning with a letter or digit"
+        )
+
+
+def pin_key(name: str) -> str:
+    """The key of pin ``name``."""
+    check_pin_name(name)
+    return f"pins/{name}.json"
+
+
+def pin_name(key: str) -> str | None:
+    """The name in a pin's key, or None where ``key`` is not one."""
+    match = _PIN_RE.fullmatch(key)
+    return match[1] if match else None
+
+
+def is_own_key(key: str) -> bool:
+    """Whether a run may contain ``key``; anything else means that the prefix belongs to something else."""
+    return key == FORMAT_KEY or any(
+        pattern.fullmatch(key) for pattern in (_DATA_RE, _COMMIT_RE, _TRASH_RE, _PROBE_RE, _PIN_RE)
+    )

@@ -1,0 +1,287 @@
+"""A folder as an object store that survives power loss: nothing is visible before it is whole and on the disk."""
+
+import ctypes
+import errno
+import os
+import re
+import stat
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from shrinkpoint.errors import CorruptionError, StoreError
+from shrinkpoint.store.keys import new_nonce
+from shrinkpoint.store.objects import MissingKeyError, ObjectInfo, TransientStoreError
+
+__all__ = ["LocalObjects"]
+
+_TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{16}")
+_AT_FDCWD = -100
+_RENAME_NOREPLACE = 1
+_REFUSED = {
+    errno.EPERM,
+    errno.EOPNOTSUPP,
+    errno.ENOTSUP,
+    errno.ENOSYS,
+    errno.EINVAL,
+    errno.EMLINK,
+    errno.EXDEV,
+}
+# A file system that cannot sync a directory says so with one of these; it has nothing more to give.
+_NO_DIRECTORY_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
+_TRANSIENT = {
+    errno.EAGAIN,
+    errno.EBUSY,
+    errno.ECONNRESET,
+    errno.EINTR,
+    errno.ENETDOWN,
+    errno.ENETUNREACH,
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+}
+_ADVICE = {
+    errno.ENOSPC: "the disk is full: free space or keep fewer checkpoints",
+    errno.EDQUOT: "the disk quota is used up: free space or keep fewer checkpoints",
+    errno.EROFS: "the file system is read-only: choose another folder",
+    errno.EACCES: "no permission: check the owner and mode of the folder",
+    errno.EPERM: "not permitted: check the owner, mode and flags of the folder",
+    errno.ENOTDIR: "a part of the path is a file, not a folder: choose another folder",
+    errno.EIO: "the disk reports an I/O error: check the device, and do not trust it",
+    errno.EMFILE: "too many open files: raise `ulimit -n`",
+}
+
+
+class LocalObjects:
+    """Objects are files below ``root``; each write is a temporary file, fsync, link, fsync of the folder.
+
+    Args:
+        root: The run's folder, absolute; made when first written to.
+    """
+
+    create_is_atomic = True
+
+    def __init__(self, root: str) -> None:
+        self._root = Path(root)
+        self._synced: set[Path] = set()
+
+    @property
+    def display(self) -> str:
+        """The folder."""
+        return str(self._root)
+
+    def show(self, key: str) -> str:
+        """The file of ``key``."""
+        return str(self._root / key)
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        """See :class:`~shrinkpoint.store.objects.ObjectStore`."""
+        return self._write(key, data, _publish_exclusive)
+
+    def put(self, key: str, data: bytes) -> None:
+        """See :class:`~shrinkpoint.store.objects.ObjectStore`."""
+        self._write(key, data, _publish)
+
+    def get(self, key: str, start: int | None = None, end: int | None = None, *, max_size: int) -> bytes:
+        """See :class:`~shrinkpoint.store.objects.ObjectStore`."""
+        path = self._root / key
+        with self._translated("read", key):
+            # A FIFO or device put here by someone else would block or never end.
+            if not stat.S_ISREG(os.stat(path).st_mode):
+                raise CorruptionError(f"{path} is not a regular file")
+            with path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                first, last = start or 0, size if end is None else end
+                if last > size or last - first > max_size:
+                    raise CorruptionError(f"{path} has {size} bytes, which is not what its manifest says")
+                file.seek(first)
+                return file.read(last - first)
+
+    def list(self, prefix: str, *, limit: int | None = None) -> list[ObjectInfo]:
+        """See :class:`~shrinkpoint.store.objects.ObjectStore`."""
+        with self._translated("list", prefix):
+            found: list[ObjectInfo] = []
+            for path in _files_below(self._root / prefix.rpartition("/")[0]):
+                key = path.relative_to(self._root).as_posix()
+                if _TEMPORARY.fullmatch(path.name) or not key.startswith(prefix):
+                    continue
+                with suppress(FileNotFoundError):  # removed since the folder was read
+                    status = path.stat()
+                    found.append(ObjectInfo(key=key, size=status.st_size, modified=status.st_mtime))
+                if len(found) == limit:
+                    break
+            return found
+
+    def delete(self, keys: Collection[str]) -> None:
+        """See :class:`~shrinkpoint.store.objects.ObjectStore`."""
+        paths = [self._root / key for key in keys]
+        with self._translated("delete from", ""):
+            for path in paths:
+                with suppress(FileNotFoundError):
+                    os.unlink(path)
+            # In this order on the disk too: what names a blob must not come back after a crash when the blob is gone.
+            for folder in {path.parent for path in paths}:
+                with suppress(FileNotFoundError):
+                    _sync_folder(folder)
+
+    def server_time(self) -> float:
+        """The time stamp that a new file gets: on a network file system, the server's clock."""
+        with self._translated("write", ""):
+            self._prepare(self._root)
+            path = self._root / f".tmp-{new_nonce()}"
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            try:
+                return os.fstat(descriptor).st_mtime
+            finally:
+                os.close(descriptor)
+                os.unlink(path)
+
+    def sweep(self, before: float) -> int:
+        """See :class:`~shrinkpoint.store.objects.ObjectStore`."""
+        removed = 0
+        with self._translated("clean", ""):
+            for path in _files_below(self._root):
+                if _TEMPORARY.fullmatch(path.name):
+                    with suppress(FileNotFoundError):
+                        if path.stat().st_mtime < before:
+                            os.unlink(path)
+                            removed += 1
+        return removed
+
+    def _write(self, key: str, data: bytes, publish: Callable[[Path, Path, bytes], bool]) -> bool:
+        final = self._root / key
+        with self._translated("write", key):
+            self._prepare(final.parent)
+            # Every attempt has its own file: after a failed fsync, the kernel may have dropped the pages of the old one.
+            temporary = final.parent / f".tmp-{new_nonce()}"
+            try:
+                try:
+                    _write_synced(temporary, data)
+                    created = publish(temporary, final, data)
+                finally:
+                    with suppress(FileNotFoundError):
+                        os.unlink(temporary)
+            except FileNotFoundError:
+                self._synced.clear()  # the folder was removed under us; the next attempt makes it again
+                raise TransientStoreError(f"cannot write {final}: its folder vanished") from None
+            # Also when it existed: it may be ours, from an attempt whose own sync of the folder failed.
+            _sync_folder(final.parent)
+            return created
+
+    def _prepare(self, folder: Path) -> None:
+        """Make ``folder`` and its parents, each one durable in its own parent."""
+        if folder in self._synced:
+            return
+        made: list[Path] = []
+        missing = folder
+        while not missing.exists():
+            made.append(missing)
+            missing = missing.parent
+        for path in reversed(made):
+            with suppress(FileExistsError):
+                os.mkdir(path)
+        # Folders of the run itself are synced once even if they exist: who made them may have died before the sync.
+        inside = {
+            path for path in (folder, *folder.parents) if path == self._root or self._root in path.parents
+        }
+        for path in sorted(inside | set(made), key=lambda path: len(path.parts)):
+            try:
+                _sync_folder(path.parent)
+            except PermissionError:
+                if path in made:
+                    raise
+        self._synced.add(folder)
+
+    @contextmanager
+    def _translated(self, verb: str, key: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise _translate(error, f"cannot {verb} {self._root / key}") from error
+
+
+def _translate(error: OSError, what: str) -> StoreError:
+    reason = f"{what}: {error.strerror or error}"
+    if isinstance(error, FileNotFoundError):
+        return MissingKeyError(reason)
+    if error.errno in _TRANSIENT:
+        return TransientStoreError(reason)
+    advice = _ADVICE.get(error.errno or 0)
+    return StoreError(f"{reason}; {advice}" if advice else reason)
+
+
+def _write_synced(path: Path, data: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(descriptor, view) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _publish(temporary: Path, final: Path, data: bytes) -> bool:
+    os.replace(temporary, final)
+    return True
+
+
+def _publish_exclusive(temporary: Path, final: Path, data: bytes) -> bool:
+    """Give ``temporary`` its final name unless that is taken; link, else renameat2, else an exclusive create."""
+    try:
+        os.link(temporary, final)
+        return True
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if error.errno not in _REFUSED:
+            raise
+    try:
+        _rename_no_replace(temporary, final)
+        return True
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if error.errno not in _REFUSED:
+            raise
+    try:
+        # Exclusive, but visible before it is whole: a crash leaves a manifest that its checksum gives away.
+        _write_synced(final, data)
+    except FileExistsError:
+        return False
+    except OSError:
+        os.unlink(final)  # made by us just now; half a format.json would block the run
+        raise
+    return True
+
+
+def _rename_no_replace(source: Path, target: Path) -> None:
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    if renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _RENAME_NOREPLACE) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), str(target))
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_DIRECTORY_SYNC:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    """Files at any depth in name order; an unreadable folder raises, an absent one is empty."""
+
+    def failed(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):
+            raise error
+
+    for parent, folders, files in os.walk(folder, onerror=failed):
+        folders.sort()
+        for name in sorted(files):
+            yield Path(parent, name)

@@ -1,0 +1,278 @@
+"""The manifest: the small sealed record whose appearance commits a checkpoint."""
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from shrinkpoint.errors import CorruptionError, FormatError, UnsupportedFormatError
+from shrinkpoint.store.keys import MAX_SEQ, MAX_STEP, check_data_key, is_session
+
+__all__ = [
+    "FORMAT",
+    "MAX_CHAIN",
+    "MAX_MANIFEST_BYTES",
+    "READER_FEATURES",
+    "BlobRef",
+    "Manifest",
+    "seal",
+    "unseal",
+]
+
+FORMAT = 1
+READER_FEATURES: tuple[str, ...] = ()
+MAX_MANIFEST_BYTES = 2**20
+MAX_CHAIN = 1024
+_MAX_INT = 2**63 - 1
+_MAGIC = "shrinkpoint-manifest"
+_HEX = frozenset("0123456789abcdef")
+_SEAL_BYTES = 66  # newline, 64 hexadecimal digits, newline
+
+
+def seal(record: Mapping[str, Any]) -> bytes:
+    """Canonical JSON of ``record``, and one line with its SHA-256.
+
+    Raises:
+        FormatError: A value is not JSON, or not finite.
+    """
+    try:
+        body = json.dumps(record, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
+    except (TypeError, ValueError, RecursionError) as error:
+        raise FormatError(f"cannot be written as JSON: {error}") from error
+    return body + b"\n" + hashlib.sha256(body).hexdigest().encode() + b"\n"
+
+
+def unseal(data: bytes, what: str) -> dict[str, Any]:
+    """The record that :func:`seal` wrote; nothing is parsed before size and checksum are right.
+
+    Raises:
+        CorruptionError: The checksum does not match.
+        FormatError: Too long, or not a JSON object.
+    """
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise FormatError(f"{what} has {len(data)} bytes; at most {MAX_MANIFEST_BYTES} are allowed")
+    body, line = data[:-_SEAL_BYTES], data[-_SEAL_BYTES:]
+    if line != b"\n" + hashlib.sha256(body).hexdigest().encode() + b"\n":
+        raise CorruptionError(
+            f"{what} does not match its checksum: it is damaged, cut short, or something else"
+        )
+    try:
+        record = json.loads(body, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{what} is not JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise FormatError(f"{what} is not a JSON object")
+    return record
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlobRef:
+    """One container: its key below the run's prefix, its length in bytes and the SHA-256 of its bytes."""
+
+    key: str
+    size: int
+    sha256: str
+
+    def __post_init__(self) -> None:
+        _check(isinstance(self.key, str), "key", self.key, "text")
+        check_data_key(self.key)
+        _check_int("size", self.size, 0, _MAX_INT)
+        _check_hex("sha256", self.sha256)
+
+    def verify(self, data: bytes, shown: str) -> None:
+        """Raise CorruptionError unless ``data`` is what was written; ``shown`` names it in the message."""
+        if len(data) != self.size:
+            raise CorruptionError(f"{shown} has {len(data)} bytes instead of {self.size}")
+        if hashlib.sha256(data).hexdigest() != self.sha256:
+            raise CorruptionError(f"{shown} does not match its checksum: the stored bytes are damaged")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """One committed checkpoint.
+
+    Attributes:
+        seq: Number of this manifest in its run; from 0.
+        epoch: Number of the writer's turn in its run; a later writer has a higher one. Newest is highest (epoch, seq).
+        session: Nonce of the writer.
+        step: Training step.
+        kind: ``"base"``: readable alone; ``"delta"``: needs the whole chain.
+        chain: Every container from the base to this checkpoint, which is last.
+        parent_digest: ``digest`` of the manifest that this delta builds on; None for a base.
+        state_digest: Digest of the decoded state; opaque here.
+        format: Version of this record.
+        reader_features: What a reader must know beyond ``format``.
+        wall_time: Writer's clock, seconds since 1970; for people only.
+        library: Name and version of what wrote it.
+        meta: Free JSON: metrics, sizes, degradation, seconds.
+
+    Raises:
+        UnsupportedFormatError: A newer version or an unknown feature.
+        FormatError: Any other field is out of its range.
+    """
+
+    seq: int
+    epoch: int
+    session: str
+    step: int
+    kind: Literal["base", "delta"]
+    chain: tuple[BlobRef, ...]
+    parent_digest: str | None
+    state_digest: str
+    format: int = FORMAT
+    reader_features: tuple[str, ...] = READER_FEATURES
+    wall_time: float
+    library: str
+    meta: dict[str, Any] = field(default_factory=dict, hash=False)
+    # The very bytes it was read from: a field that only a newer version knows still counts for the digest.
+    _raw: bytes | None = field(default=None, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        _check_version(self.format, self.reader_features, self.library)
+        _check_int("seq", self.seq, 0, MAX_SEQ)
+        _check_int("epoch", self.epoch, 1, _MAX_INT)
+        _check(
+            isinstance(self.session, str) and is_session(self.session),
+            "session",
+            self.session,
+            "16 hex digits",
+        )
+        _check_int("step", self.step, 0, MAX_STEP)
+        _check(self.kind in ("base", "delta"), "kind", self.kind, "'base' or 'delta'")
+        self._check_chain()
+        _check(
+            isinstance(self.state_digest, str) and len(self.state_digest) <= 256,
+            "state_digest",
+            "...",
+            "short text",
+        )
+        wall_time_ok = isinstance(self.wall_time, float | int) and math.isfinite(self.wall_time)
+        _check(
+            wall_time_ok and not isinstance(self.wall_time, bool),
+            "wall_time",
+            self.wall_time,
+            "finite seconds",
+        )
+        _check(isinstance(self.library, str) and len(self.library) <= 256, "library", "...", "short text")
+        _check(isinstance(self.meta, dict), "meta", self.meta, "a JSON object")
+
+    def _check_chain(self) -> None:
+        _check(1 <= len(self.chain) <= MAX_CHAIN, "chain length", len(self.chain), f"1 to {MAX_CHAIN}")
+        keys = [ref.key for ref in self.chain]
+        _check(len(set(keys)) == len(keys), "chain", keys, "different keys")
+        own = f"data/{self.step:012d}-{self.session}-"
+        _check(keys[-1].startswith(own), "last key of the chain", keys[-1], f"one that begins with {own}")
+        if self.kind == "base":
+            _check(len(keys) == 1, "chain length of a base", len(keys), "1")
+            _check(self.parent_digest is None, "parent_digest of a base", self.parent_digest, "absent")
+        else:
+            _check(len(keys) >= 2, "chain length of a delta", len(keys), "2 or more")
+            _check_hex("parent_digest", self.parent_digest)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the record, as its last line says; what a delta names as its parent."""
+        return self.to_bytes()[-_SEAL_BYTES + 1 : -1].decode("ascii")
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes to read for a restore: the whole chain."""
+        return sum(ref.size for ref in self.chain)
+
+    def to_bytes(self) -> bytes:
+        """The stored form: the bytes it was read from, or canonical JSON with its checksum line.
+
+        Raises:
+            FormatError: ``meta`` is not finite JSON, or the record is too long.
+        """
+        if self._raw is not None:
+            return self._raw
+        record = {name: getattr(self, name) for name in _FIELDS}
+        record["chain"] = [{"key": ref.key, "size": ref.size, "sha256": ref.sha256} for ref in self.chain]
+        try:
+            data = seal({**record, "type": _MAGIC})
+        except FormatError as error:
+            raise FormatError(f"the checkpoint's meta {error}") from error
+        if len(data) > MAX_MANIFEST_BYTES:
+            raise FormatError(
+                f"the manifest has {len(data)} bytes, at most {MAX_MANIFEST_BYTES} are allowed: put less in meta"
+            )
+        return data
+
+    @classmethod
+    def from_bytes(cls, data: bytes, what: str = "manifest") -> "Manifest":
+        """Read what :meth:`to_bytes` wrote; unknown fields are ignored. ``what`` names it in messages.
+
+        Raises:
+            CorruptionError: The checksum does not match.
+            UnsupportedFormatError: It needs a newer version.
+            FormatError: It is not a manifest, or a field is out of its range.
+        """
+        record = unseal(data, what)
+        if record.get("type") != _MAGIC:
+            raise FormatError(f"{what} is not a manifest")
+        values = {name: record[name] for name in _FIELDS if name in record}
+        try:
+            values["reader_features"] = tuple(record["reader_features"])
+            # Before the rest: another version may have other fields.
+            _check_version(record["format"], values["reader_features"], record.get("library"))
+            values["chain"] = tuple(
+                BlobRef(**{name: ref[name] for name in _REF_FIELDS}) for ref in record["chain"]
+            )
+            manifest = cls(**values)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise FormatError(f"{what} lacks a field or has one of the wrong type: {error}") from error
+        except FormatError as error:
+            raise type(error)(f"{what}: {error}") from error
+        object.__setattr__(manifest, "_raw", bytes(data))
+        return manifest
+
+
+_REF_FIELDS = ("key", "size", "sha256")
+_FIELDS = (
+    "seq",
+    "epoch",
+    "session",
+    "step",
+    "kind",
+    "chain",
+    "parent_digest",
+    "state_digest",
+    "format",
+    "reader_features",
+    "wall_time",
+    "library",
+    "meta",
+)
+
+
+def _check_version(version: object, features: object, library: object) -> None:
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise FormatError(f"format={version!r:.200}: expected an integer from 1")
+    if not isinstance(features, tuple) or not all(isinstance(name, str) for name in features):
+        raise FormatError(f"reader_features={features!r:.200}: expected a list of names")
+    unknown = sorted(set(features) - set(READER_FEATURES))
+    if version > FORMAT or unknown:
+        needs = f"features {unknown}" if unknown else f"format {version}, this version reads {FORMAT}"
+        raise UnsupportedFormatError(f"written by {library!r:.100}, needs {needs}: upgrade shrinkpoint")
+
+
+def _check(ok: bool, name: str, value: object, expected: str) -> None:
+    if not ok:
+        raise FormatError(f"{name}={value!r:.200}: expected {expected}")
+
+
+def _check_int(name: str, value: object, low: int, high: int) -> None:
+    ok = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+    _check(ok, name, value, f"an integer from {low} to {high}")
+
+
+def _check_hex(name: str, value: object) -> None:
+    ok = isinstance(value, str) and len(value) == 64 and _HEX.issuperset(value)
+    _check(ok, name, value, "64 hexadecimal digits")

@@ -1,0 +1,85 @@
+"""What a run needs of a store: seven operations on immutable objects, and the errors that steer retries."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Protocol
+
+from shrinkpoint.errors import StoreError
+
+__all__ = ["MissingKeyError", "ObjectInfo", "ObjectStore", "TransientStoreError"]
+
+
+class MissingKeyError(StoreError):
+    """There is no object under this key."""
+
+
+class TransientStoreError(StoreError):
+    """The operation failed, may have been carried out nevertheless, and is worth another attempt."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectInfo:
+    """One entry of a listing.
+
+    Attributes:
+        key: Relative to the run's prefix.
+        size: In bytes.
+        modified: Seconds since 1970 by the *store's* clock; None where the store does not tell.
+    """
+
+    key: str
+    size: int
+    modified: float | None
+
+
+class ObjectStore(Protocol):
+    """Objects below one prefix, under relative keys.
+
+    Every operation may be repeated: keys are written once, so that a second attempt can only write the same bytes.
+    All raise :class:`~shrinkpoint.errors.StoreError`: :class:`TransientStoreError` where another attempt makes sense.
+    """
+
+    @property
+    def display(self) -> str:
+        """The prefix for messages, without credentials."""
+
+    @property
+    def create_is_atomic(self) -> bool | None:
+        """True where put-if-absent is known to be exclusive; None where that must be probed."""
+
+    def show(self, key: str) -> str:
+        """Where ``key`` lies, for messages."""
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        """Write durably, whole or not at all, unless ``key`` exists.
+
+        Returns:
+            False when ``key`` exists. After a lost response that may be this very object: read it and compare.
+        """
+
+    def put(self, key: str, data: bytes) -> None:
+        """Write durably, whole or not at all, under a key that nobody else uses."""
+
+    def get(self, key: str, start: int | None = None, end: int | None = None, *, max_size: int) -> bytes:
+        """Bytes ``start`` (included) to ``end`` (excluded) of an object, or all of it.
+
+        Raises:
+            MissingKeyError: There is no such object.
+            CorruptionError: More than ``max_size`` bytes would be read, or the object ends before ``end``.
+        """
+
+    def list(self, prefix: str, *, limit: int | None = None) -> list[ObjectInfo]:
+        """Every object whose key begins with ``prefix``, never from a cache; at most ``limit`` of them."""
+
+    def delete(self, keys: Collection[str]) -> None:
+        """Remove objects durably; absent ones are no error."""
+
+    def server_time(self) -> float:
+        """Now, by the clock that stamps ``ObjectInfo.modified``."""
+
+    def sweep(self, before: float) -> int:
+        """Remove what interrupted writes of ours left invisible below the prefix, if older than ``before``.
+
+        Returns:
+            How many temporary files or unfinished uploads were removed.
+        """

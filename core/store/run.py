@@ -1,0 +1,287 @@
+"""One run in a store: which checkpoints it has, their bytes, the newest sound one, and the way to a writer."""
+
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal, TypeVar
+
+from shrinkpoint.errors import (
+    ChainError,
+    ConfigError,
+    CorruptionError,
+    FormatError,
+    RunMismatchError,
+    ShrinkpointWarning,
+    UnsupportedFormatError,
+)
+from shrinkpoint.store.catalog import Catalog, DamagedCheckpoint, Listing, read_checked
+from shrinkpoint.store.connect import open_objects
+from shrinkpoint.store.keys import FORMAT_KEY, is_own_key, new_nonce
+from shrinkpoint.store.manifest import FORMAT, READER_FEATURES, BlobRef, Manifest, seal, unseal
+from shrinkpoint.store.objects import MissingKeyError, ObjectStore
+from shrinkpoint.store.probe import honours_put_if_absent
+from shrinkpoint.store.retry import RetryingObjects, RetryPolicy
+from shrinkpoint.store.writer import RunWriter
+
+__all__ = ["RunStore", "RunWriter"]
+
+T = TypeVar("T")
+
+_MAGIC = "shrinkpoint-run"
+_READERS = 8
+_READS = 3
+_RESTARTS = 3
+_LOOK_AT = 1000
+
+
+class _ListingOutdatedError(Exception):
+    """A checkpoint was collected while it was being read; the run has to be listed again."""
+
+
+class RunStore:
+    """The checkpoints of one training run below one URL. Making one does no I/O; it may be pickled and used after a fork.
+
+    A pickle holds ``storage_options``, but no connection.
+
+    Args:
+        url: ``/folder``, ``s3://bucket/prefix`` or the URL of another fsspec file system.
+        storage_options: For the file system: credentials, ``endpoint_url`` and so on.
+        retry: How long to insist when the store fails for a passing reason.
+        objects: Use this object store instead of opening ``url``.
+
+    Raises:
+        ConfigError: The URL or the options cannot work.
+        MissingDependencyError: The package for the URL's protocol is not installed.
+
+    Examples:
+        >>> store = RunStore("memory://doctest/run-1")
+        >>> with store.writer() as writer:
+        ...     base = writer.commit(b"...", step=10, kind="base", parent=None, state_digest="", meta={"loss": 2.5})
+        >>> [(manifest.step, manifest.meta) for manifest in store.manifests()]
+        [(10, {'loss': 2.5})]
+        >>> store.fetch(base)
+        [b'...']
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+        retry: RetryPolicy | None = None,
+        objects: ObjectStore | None = None,
+    ) -> None:
+        inner = open_objects(url, storage_options) if objects is None else objects
+        self._objects: ObjectStore = RetryingObjects(inner, retry or RetryPolicy())
+        self._catalog = Catalog(self._objects)
+        self._warned: set[str] = set()
+        self._restored: str | None = None
+        self.damaged: tuple[DamagedCheckpoint, ...] = ()
+
+    @property
+    def display(self) -> str:
+        """The run's URL or folder for messages, without credentials."""
+        return self._objects.display
+
+    def exists(self) -> bool:
+        """Whether the prefix holds a run.
+
+        Raises:
+            RunMismatchError: Its ``format.json`` is damaged or foreign.
+            UnsupportedFormatError: The run needs a newer shrinkpoint.
+            StoreError: The store could not be read; that never looks like an absent run.
+        """
+        return self._read_format() is not None
+
+    def manifests(self) -> list[Manifest]:
+        """Every committed checkpoint, newest first by (epoch, number).
+
+        Unreadable ones are left out, kept in ``damaged`` and warned about once.
+
+        Raises:
+            StoreError: The store could not be listed or read.
+        """
+        return list(self._scan().manifests)
+
+    def pins(self) -> dict[str, int]:
+        """Sequence numbers that are pinned, by the pins' names."""
+        return self._catalog.pins()
+
+    def fetch(self, manifest: Manifest) -> list[bytes]:
+        """The containers of the whole chain, base first, each checked for size and SHA-256.
+
+        Raises:
+            ChainError: A container is missing.
+            CorruptionError: A container's bytes are not those that were written.
+            StoreError: The store could not be read.
+        """
+        with ThreadPoolExecutor(min(_READERS, len(manifest.chain))) as pool:
+            return list(pool.map(lambda ref: self._fetch_blob(ref, manifest), manifest.chain))
+
+    def fetch_range(self, ref: BlobRef, start: int, end: int) -> bytes:
+        """Bytes ``start`` (included) to ``end`` (excluded) of one container; the caller checks them.
+
+        Raises:
+            ConfigError: The range is not within the container.
+            ChainError: The container is missing.
+            CorruptionError: The container is shorter than its manifest says.
+        """
+        if not 0 <= start <= end <= ref.size:
+            raise ConfigError(f"range {start}..{end} is not within the {ref.size} bytes of {ref.key}")
+        try:
+            return self._objects.get(ref.key, start, end, max_size=end - start)
+        except MissingKeyError as error:
+            raise ChainError(f"{self._objects.show(ref.key)} is missing") from error
+
+    def newest_sound(self, accept: Callable[[Manifest, list[bytes]], T]) -> tuple[Manifest, T] | None:
+        """The newest checkpoint whose whole chain is sound and that ``accept`` takes, with what ``accept`` returned.
+
+        Args:
+            accept: Decodes the chain; raises FormatError, ChainError or CorruptionError to have the next older
+                checkpoint tried. Each one that is passed over is warned about.
+
+        Returns:
+            None where nothing was ever committed.
+
+        Raises:
+            ChainError: There are checkpoints, but none is sound: never a silent start from step 0.
+            UnsupportedFormatError: A checkpoint needs a newer shrinkpoint; an older one would lose progress silently.
+            StoreError: The store could not be listed or read.
+        """
+        skipped: dict[str, str] = {}
+        for _ in range(_RESTARTS):
+            listing = self._scan()
+            if not listing.manifests and not listing.damaged:
+                return None
+            for damaged in listing.damaged:
+                if damaged.unsupported:
+                    raise UnsupportedFormatError(damaged.reason)
+                skipped[damaged.key] = damaged.reason
+            try:
+                found = self._first_sound(listing, accept, skipped)
+            except _ListingOutdatedError:
+                continue
+            if found is not None:
+                self._restored = found[0].digest
+                return found
+            break
+        reasons = "".join(f"\n  {key}: {reason}" for key, reason in skipped.items())
+        raise ChainError(
+            f"{self.display} has checkpoints, but none of them can be restored:{reasons}\n"
+            "Nothing was changed. Repair or restore the files named, or start a new run under another URL."
+        )
+
+    def _first_sound(
+        self, listing: Listing, accept: Callable[[Manifest, list[bytes]], T], skipped: dict[str, str]
+    ) -> tuple[Manifest, T] | None:
+        for manifest in listing.manifests:
+            try:
+                return manifest, accept(manifest, self.fetch(manifest))
+            except UnsupportedFormatError:
+                raise
+            except (FormatError, ChainError) as error:
+                if isinstance(error.__cause__, MissingKeyError) and not self._catalog.is_published(manifest):
+                    raise _ListingOutdatedError from error
+                key = self._catalog.key_of(manifest) or str(manifest.seq)
+                skipped[key] = str(error)
+                self._warn(
+                    key,
+                    f"checkpoint {manifest.seq} (step {manifest.step}) passed over for an older one: {error}",
+                )
+        return None
+
+    def writer(self, *, mode: Literal["auto", "single-writer"] = "auto") -> RunWriter:
+        """Begin a turn as the run's writer; every earlier writer is fenced off at its next save.
+
+        Makes the run where there is none, finds out whether the store honours put-if-absent, and takes the next epoch.
+
+        Args:
+            mode: ``"single-writer"``: do not ask the store for conditions; only one process may ever write at a time.
+
+        Raises:
+            ConfigError: ``mode`` is unknown.
+            RunMismatchError: The prefix holds something else.
+            UnsupportedFormatError: The run needs a newer shrinkpoint.
+            StoreError: The store cannot be written to.
+        """
+        if mode not in ("auto", "single-writer"):
+            raise ConfigError(f"mode={mode!r}: use 'auto' or 'single-writer'")
+        if self._read_format() is None:
+            self._create()
+        conditional = mode == "auto" and honours_put_if_absent(self._objects)
+        if mode == "auto" and not conditional:
+            warnings.warn(
+                f"{self.display}: this store does not honour put-if-absent, so that two processes that write to the same"
+                " run cannot be kept apart reliably: make sure that there is only one, or use another store",
+                ShrinkpointWarning,
+                stacklevel=2,
+            )
+        return RunWriter(
+            self._objects,
+            self._catalog,
+            mode="conditional" if conditional else "single-writer",
+            protect=[self._restored] if self._restored else [],
+        )
+
+    def _scan(self) -> Listing:
+        listing = self._catalog.scan()
+        self.damaged = listing.damaged
+        for damaged in listing.damaged:
+            self._warn(damaged.key, f"unreadable checkpoint passed over: {damaged.reason}")
+        return listing
+
+    def _warn(self, key: str, message: str) -> None:
+        if key not in self._warned:
+            self._warned.add(key)
+            warnings.warn(message, ShrinkpointWarning, stacklevel=4)
+
+    def _fetch_blob(self, ref: BlobRef, manifest: Manifest) -> bytes:
+        shown = self._objects.show(ref.key)
+        for attempt in range(1, _READS + 1):
+            try:
+                data = self._objects.get(ref.key, max_size=ref.size)
+                ref.verify(data, shown)
+                return data
+            except MissingKeyError as error:
+                raise ChainError(f"{shown}, which checkpoint {manifest.seq} needs, is missing") from error
+            except CorruptionError:
+                # A byte that was damaged on its way is right the next time.
+                if attempt == _READS:
+                    raise
+        raise AssertionError("_READS >= 1")
+
+    def _read_format(self) -> dict[str, Any] | None:
+        try:
+            record = read_checked(self._objects, FORMAT_KEY, unseal)
+        except MissingKeyError:
+            return None
+        except FormatError as error:
+            raise RunMismatchError(
+                f"{error}. If checkpoints lie beside it, delete this file: they do not depend on it and it is made anew;"
+                " otherwise choose another URL"
+            ) from error
+        if record.get("type") != _MAGIC:
+            raise RunMismatchError(f"{self._objects.show(FORMAT_KEY)} is not a run's: choose another URL")
+        version, features = record.get("format"), record.get("reader_features")
+        if version != FORMAT or not isinstance(features, list) or set(features) - set(READER_FEATURES):
+            raise UnsupportedFormatError(
+                f"{self.display} has format {version} with features {features}; this version reads {FORMAT}: upgrade shrinkpoint"
+            )
+        return record
+
+    def _create(self) -> None:
+        foreign = [info.key for info in self._objects.list("", limit=_LOOK_AT) if not is_own_key(info.key)]
+        if foreign:
+            raise RunMismatchError(
+                f"{self.display} holds something else ({foreign[0]!r} for one): choose an empty folder or prefix for the run"
+            )
+        record = {
+            "type": _MAGIC,
+            "run": new_nonce() + new_nonce(),
+            "format": FORMAT,
+            "reader_features": READER_FEATURES,
+        }
+        # Who loses this race uses the winner's.
+        self._objects.put_if_absent(FORMAT_KEY, seal(record))
+        self._read_format()

@@ -1,0 +1,224 @@
+"""A prefix of an S3 bucket as an object store: one request per operation, conditions judged by HTTP status."""
+
+import os
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+from shrinkpoint.errors import CorruptionError
+from shrinkpoint.store.objects import ObjectInfo, TransientStoreError
+from shrinkpoint.store.s3_errors import http_status, translate
+from shrinkpoint.store.urls import Location
+
+__all__ = ["PART_BYTES", "S3Objects"]
+
+PART_BYTES = 16 * 2**20
+_DELETE_BATCH = 1000
+# A few quick repetitions, so that one lost part does not cost a whole upload; the rest is RetryPolicy's, under its
+# deadline. The defaults below (5 attempts of s3fs times 5 of botocore) would take most of a minute to give up once.
+_CONFIG = {
+    "retries": {"total_max_attempts": 3, "mode": "standard"},
+    "connect_timeout": 10,
+    "read_timeout": 60,
+}
+
+
+class S3Objects:
+    """Objects below ``s3://bucket/prefix``.
+
+    Args:
+        location: The parsed URL.
+        options: ``storage_options`` of s3fs (``key``, ``secret``, ``endpoint_url``, ...).
+    """
+
+    create_is_atomic = None
+
+    def __init__(self, location: Location, options: Mapping[str, Any]) -> None:
+        self._location = location
+        self._options = dict(options)
+        self._bucket, _, self._prefix = location.path.partition("/")
+        self._ignores_condition = False
+        self._filesystems: dict[int, Any] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Connections and event loops survive neither pickling nor a spawn.
+        return {**self.__dict__, "_filesystems": {}}
+
+    @property
+    def display(self) -> str:
+        """The URL."""
+        return self._location.display
+
+    def show(self, key: str) -> str:
+        """The URL of ``key``."""
+        return self._location.show(key)
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        """See :class:`~shrinkpoint.store.objects.ObjectStore`."""
+        if self._ignores_condition:
+            self.put(key, data)
+            return True
+        try:
+            self._filesystem.call_s3(
+                "put_object", Bucket=self._bucket, Key=self._full(key), Body=data, IfNoneMatch="*"
+            )
+        except Exception as error:
+            status = http_status(error)
+            if status == 412:
+                return False
+            if status != 501:
+                raise translate(error, f"cannot write {self.show(key)}") from error
+            # Not implemented: behave like the servers that ignore the header, which the probe finds out.
+            self._ignores_condition = True
+            self.put(key, data)
+        return True
+
+    def put(self, key: str, data: bytes) -> None:
+        """See :class:`~shrinkpoint.store.objects.ObjectStore`; several parts at once above 32 MiB."""
+        with self._translated("write", key):
+            if len(data) < 2 * PART_BYTES:
+                self._filesystem.call_s3("put_object", Bucket=self._bucket, Key=self._full(key), Body=data)
+                return
+            # Atomic as well, and it aborts its upload when a part fails.
+            self._filesystem.pipe_file(f"{self._bucket}/{self._full(key)}", data, chunksize=PART_BYTES)
+            head = self._filesystem.call_s3("head_object", Bucket=self._bucket, Key=self._full(key))
+            if head["ContentLength"] != len(data):
+                raise TransientStoreError(
+                    f"cannot write {self.show(key)}: {head['ContentLength']} of {len(data)} bytes arrived"
+                )
+
+    def get(self, key: str, start: int | None = None, end: int | None = None, *, max_size: int) -> bytes:
+        """See :class:`~shrinkpoint.store.objects.ObjectStore`."""
+        if start is not None and start == end:
+            return b""
+        extra = (
+            {}
+            if start is None and end is None
+            else {"Range": f"bytes={start or 0}-{'' if end is None else end - 1}"}
+        )
+        with self._translated("read", key):
+            from fsspec.asyn import sync
+
+            data: bytes = sync(self._filesystem.loop, self._read, self._filesystem, key, max_size, extra)
+        if end is not None and len(data) != end - (start or 0):
+            raise CorruptionError(f"{self.show(key)} ends before byte {end}, which its manifest says it has")
+        return data
+
+    async def _read(self, filesystem: Any, key: str, max_size: int, extra: dict[str, str]) -> bytes:
+        response = await filesystem._call_s3("get_object", Bucket=self._bucket, Key=self._full(key), **extra)
+        body = response["Body"]
+        try:
+            length = response["ContentLength"]
+            if length > max_size:
+                raise CorruptionError(
+                    f"{self.show(key)} has {length} bytes where at most {max_size} were expected"
+                )
+            data: bytes = await body.read()
+        finally:
+            body.close()
+        if len(data) != length:
+            raise TransientStoreError(f"cannot read {self.show(key)}: {len(data)} of {length} bytes arrived")
+        return data
+
+    def list(self, prefix: str, *, limit: int | None = None) -> list[ObjectInfo]:
+        """See :class:`~shrinkpoint.store.objects.ObjectStore`."""
+        found: list[ObjectInfo] = []
+        with self._translated("list", prefix):
+            for page in self._pages("list_objects_v2", self._full(prefix)):
+                for entry in page.get("Contents", ()):
+                    key = entry["Key"][len(self._full("")) :]
+                    if key:  # the empty one is the marker that consoles create for a "folder"
+                        found.append(
+                            ObjectInfo(
+                                key=key, size=entry["Size"], modified=entry["LastModified"].timestamp()
+                            )
+                        )
+                if limit is not None and len(found) >= limit:
+                    return found[:limit]
+        return found
+
+    def delete(self, keys: Collection[str]) -> None:
+        """See :class:`~shrinkpoint.store.objects.ObjectStore`."""
+        names = [{"Key": self._full(key)} for key in keys]
+        with self._translated("delete from", ""):
+            for first in range(0, len(names), _DELETE_BATCH):
+                batch = {"Objects": names[first : first + _DELETE_BATCH], "Quiet": True}
+                answer = self._filesystem.call_s3("delete_objects", Bucket=self._bucket, Delete=batch)
+                for failed in answer.get("Errors", ()):
+                    raise _DeleteRefused(failed)
+
+    def server_time(self) -> float:
+        """The Date header of a listing."""
+        with self._translated("list", ""):
+            page = next(self._pages("list_objects_v2", self._full("probe/")))
+            return parsedate_to_datetime(page["ResponseMetadata"]["HTTPHeaders"]["date"]).timestamp()
+
+    def sweep(self, before: float) -> int:
+        """See :class:`~shrinkpoint.store.objects.ObjectStore`; aborts uploads below this prefix, nobody else's."""
+        aborted = 0
+        with self._translated("clean", ""):
+            old = [
+                upload
+                for page in self._pages("list_multipart_uploads", self._full("data/"))
+                for upload in page.get("Uploads", ())
+                if upload["Initiated"].timestamp() < before and upload["Key"].startswith(self._full("data/"))
+            ]
+            for upload in old:
+                self._filesystem.call_s3(
+                    "abort_multipart_upload",
+                    Bucket=self._bucket,
+                    Key=upload["Key"],
+                    UploadId=upload["UploadId"],
+                )
+                aborted += 1
+        return aborted
+
+    def _full(self, key: str) -> str:
+        return f"{self._prefix}/{key}" if self._prefix else key
+
+    def _pages(self, method: str, prefix: str) -> Iterator[Any]:
+        position: dict[str, str] = {}
+        while True:
+            page = self._filesystem.call_s3(method, Bucket=self._bucket, Prefix=prefix, **position)
+            yield page
+            if not page.get("IsTruncated"):
+                return
+            if method == "list_objects_v2":
+                position = {"ContinuationToken": page["NextContinuationToken"]}
+            else:
+                position = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+
+    @property
+    def _filesystem(self) -> Any:
+        """This process's own s3fs: one inherited through fork refuses to work, a shared one brings its caches along."""
+        found = self._filesystems.get(os.getpid())
+        if found is None:
+            import s3fs
+
+            options = {**self._options, "use_listings_cache": False, "skip_instance_cache": True}
+            options["config_kwargs"] = {**_CONFIG, **self._options.get("config_kwargs", {})}
+            found = s3fs.S3FileSystem(**options)
+            found.retries = 1
+            self._filesystems = {os.getpid(): found}
+        return found
+
+    @contextmanager
+    def _translated(self, verb: str, key: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            translated = translate(error, f"cannot {verb} {self.show(key)}")
+            if translated is error:
+                raise
+            raise translated from error
+
+
+class _DeleteRefused(Exception):
+    """One refusal inside a bulk delete's answer, in the shape that :func:`translate` reads."""
+
+    def __init__(self, failed: Mapping[str, Any]) -> None:
+        super().__init__(failed.get("Key", ""))
+        code = str(failed.get("Code", ""))
+        status = {"AccessDenied": 403, "InternalError": 500, "SlowDown": 503}.get(code, 400)
+        self.response = {"Error": dict(failed), "ResponseMetadata": {"HTTPStatusCode": status}}

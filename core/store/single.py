@@ -1,0 +1,52 @@
+"""One file without a run: written whole or not at all, read whole, at a path or URL."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from shrinkpoint.errors import ConfigError
+from shrinkpoint.store.connect import open_location
+from shrinkpoint.store.objects import ObjectStore
+from shrinkpoint.store.retry import RetryingObjects, RetryPolicy
+from shrinkpoint.store.urls import parse_url
+
+__all__ = ["read_file", "write_file"]
+
+_MAX_FILE_BYTES = 2**40
+
+
+def write_file(
+    url: str | os.PathLike[str], data: bytes, storage_options: Mapping[str, Any] | None = None
+) -> None:
+    """Write ``data`` durably; an existing file is replaced in one step, and stays whole when this fails.
+
+    Raises:
+        ConfigError: The URL or the options cannot work.
+        MissingDependencyError: The package for the URL's protocol is not installed.
+        StoreError: The file cannot be written.
+    """
+    objects, name = _open(url, storage_options)
+    objects.put(name, data)
+
+
+def read_file(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> bytes:
+    """The whole file; its checksums are the caller's business.
+
+    Raises:
+        ConfigError: The URL or the options cannot work.
+        MissingDependencyError: The package for the URL's protocol is not installed.
+        StoreError: The file is absent or cannot be read.
+    """
+    objects, name = _open(url, storage_options)
+    return objects.get(name, max_size=_MAX_FILE_BYTES)
+
+
+def _open(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> tuple[ObjectStore, str]:
+    location = parse_url(url)
+    folder, _, name = location.path.rpartition("/")
+    if not name or (location.kind == "s3" and not folder):
+        raise ConfigError(f"{location.display} names no file: add one, as in {location.display}/model.shrink")
+    display = location.display[: -len(name)].rstrip("/")
+    inside = replace(location, path=folder or ("/" if location.kind == "local" else ""), display=display)
+    return RetryingObjects(open_location(inside, storage_options), RetryPolicy()), name

@@ -1,0 +1,118 @@
+"""A run's URL: parsed and checked once, before anything is opened."""
+
+import os
+import re
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from fsspec.registry import known_implementations, registry
+
+from shrinkpoint.errors import ConfigError, MissingDependencyError
+
+__all__ = ["Location", "parse_url"]
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+_LOCAL = ("file", "local")
+_S3 = ("s3", "s3a")
+# Plain HTTP cannot list or write; the others would keep a cache between us and the store.
+_REFUSED = {
+    "http",
+    "https",
+    "simplecache",
+    "filecache",
+    "blockcache",
+    "cached",
+    "zip",
+    "tar",
+    "reference",
+    "data",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Location:
+    """Where a run lives.
+
+    Attributes:
+        kind: ``"local"``, ``"s3"`` or ``"generic"`` (any other fsspec file system).
+        protocol: The fsspec protocol, such as ``"s3"`` or ``"memory"``.
+        path: The run's prefix as that file system takes it, without a trailing slash.
+        display: The URL for messages; holds no credentials.
+    """
+
+    kind: str
+    protocol: str
+    path: str
+    display: str
+
+    def show(self, key: str) -> str:
+        """The URL of one object, for messages."""
+        return f"{self.display}/{key}" if key else self.display
+
+
+def parse_url(url: str | os.PathLike[str]) -> Location:
+    """Parse ``/folder``, ``file:///folder``, ``s3://bucket/prefix`` or the URL of another fsspec file system.
+
+    Raises:
+        ConfigError: The URL cannot name a run's prefix; the message says why.
+        MissingDependencyError: The package for this protocol is not installed; the message holds the command.
+    """
+    text = os.fspath(url)
+    if not isinstance(text, str) or not text.strip() or "\0" in text:
+        raise ConfigError(
+            f"url={text!r} is empty or not text: give a folder, or a URL such as s3://bucket/run-1"
+        )
+    if "::" in text:
+        raise ConfigError(
+            f"url={text!r} chains file systems with '::'; a cache in between breaks commits, give the last one alone"
+        )
+    match = _SCHEME.fullmatch(text)
+    protocol = match[1].lower() if match else "file"
+    rest = match[2] if match else text
+    if protocol in _LOCAL:
+        path = str(Path(rest).expanduser().absolute())
+        return Location(kind="local", protocol="file", path=path, display=path.rstrip("/"))
+    return _remote(protocol, rest)
+
+
+def _remote(protocol: str, rest: str) -> Location:
+    user, at, _ = rest.partition("@")
+    if at and ":" in user and "/" not in user:
+        raise ConfigError(
+            f"the {protocol}:// URL holds a password, which would end up in logs: pass it in storage_options instead"
+        )
+    path = rest.strip("/")
+    shown = f"{protocol}://{path}"
+    if protocol in _REFUSED:
+        raise ConfigError(
+            f"url={shown!r}: {protocol} cannot hold a run; use a folder, s3://, gs:// or the like"
+        )
+    if not path:
+        raise ConfigError(f"url={shown!r} names no folder: add one, as in {protocol}://bucket/run-1")
+    parts = path.split("/")
+    if any(part in ("", ".", "..") for part in parts):
+        raise ConfigError(f"url={shown!r} has an empty, '.' or '..' part: write the prefix out")
+    if protocol in _S3 and any(character in path for character in "?#*[]"):
+        raise ConfigError(
+            f"url={shown!r} has one of ?#*[] in it, which s3fs does not take literally: choose another prefix"
+        )
+    _check_installed(protocol, shown)
+    return Location(kind="s3" if protocol in _S3 else "generic", protocol=protocol, path=path, display=shown)
+
+
+def _check_installed(protocol: str, shown: str) -> None:
+    if protocol in _S3:
+        if find_spec("s3fs") is None:
+            raise MissingDependencyError(f'{shown} needs s3fs: pip install "shrinkpoint[s3]"')
+        return
+    if protocol in registry:
+        return
+    known = known_implementations.get(protocol)
+    if known is None:
+        raise ConfigError(
+            f"url={shown!r}: unknown protocol {protocol!r}; use a folder, s3://, gs:// or another that fsspec knows"
+        )
+    package = str(known["class"]).partition(".")[0]
+    if find_spec(package) is None:
+        raise MissingDependencyError(f"{shown} needs {package}: {known.get('err', f'pip install {package}')}")

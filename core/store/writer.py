@@ -1,0 +1,342 @@
+"""The writing side of a run: the commit point, the fence against a second writer, pins, collection."""
+
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from importlib.metadata import version
+from typing import Any, Literal, final
+
+from shrinkpoint.errors import (
+    ChainError,
+    ConfigError,
+    FencedError,
+    FormatError,
+    NoCheckpointError,
+    StoreError,
+    UnsupportedFormatError,
+)
+from shrinkpoint.store import gc
+from shrinkpoint.store.catalog import Catalog, Listing, read_checked
+from shrinkpoint.store.keys import MAX_STEP, commit_key, data_key, new_nonce, pin_key
+from shrinkpoint.store.manifest import MAX_MANIFEST_BYTES, BlobRef, Manifest, seal
+from shrinkpoint.store.objects import MissingKeyError, ObjectStore
+
+__all__ = ["COMMIT_LIMIT_S", "RunWriter"]
+
+# A commit that takes longer may meet a collection that takes its blobs for leftovers (grace: 24 h).
+COMMIT_LIMIT_S = 3600.0
+_SLOTS_BEFORE_RESCAN = 8
+
+
+def _uptime() -> float:
+    """Seconds that also pass while the machine is suspended, which ``time.monotonic`` leaves out."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.time()
+
+
+@final
+class RunWriter:
+    """One writer's turn in a run; made by :meth:`shrinkpoint.store.run.RunStore.writer`.
+
+    Safe to call from several threads, one of which works at a time; not usable in a forked child.
+
+    Attributes:
+        mode: ``"conditional"`` where the store honours put-if-absent, else ``"single-writer"``.
+        epoch: Number of this turn; higher than that of every writer before.
+        session: This writer's nonce.
+        last: The newest checkpoint that this writer committed, or None.
+    """
+
+    def __init__(
+        self,
+        objects: ObjectStore,
+        catalog: Catalog,
+        *,
+        mode: Literal["conditional", "single-writer"],
+        protect: Collection[str] = (),
+        clock: Callable[[], float] = _uptime,
+    ) -> None:
+        listing = catalog.scan()
+        self.mode: Literal["conditional", "single-writer"] = mode
+        self.epoch = listing.next_epoch
+        self.session = new_nonce()
+        self.last: Manifest | None = None
+        self._objects = objects
+        self._catalog = catalog
+        self._protect = protect
+        self._clock = clock
+        self._next_seq = listing.max_seq + 1
+        self._known: dict[str, float] = {}
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
+        self._library = f"shrinkpoint {version('shrinkpoint')}"
+        self._unusable: str | None = None
+        self._fenced: str | None = None
+
+    def __enter__(self) -> "RunWriter":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End this turn. Everything that was committed is stored already; calling it twice is fine."""
+        self._unusable = "this writer is closed: open another one with RunStore.writer()"
+
+    def commit(
+        self,
+        container: bytes,
+        *,
+        step: int,
+        kind: Literal["base", "delta"],
+        parent: Manifest | None,
+        state_digest: str,
+        meta: Mapping[str, Any],
+    ) -> Manifest:
+        """Store a checkpoint. When this returns, it survives a crash; when it raises, it may or may not be there.
+
+        Args:
+            container: The checkpoint's bytes.
+            step: Training step, 0 or more.
+            kind: ``"base"``, or ``"delta"`` against ``parent``.
+            parent: The checkpoint that a delta builds on; None for a base.
+            state_digest: Digest of the decoded state; opaque here.
+            meta: Finite JSON to keep with it.
+
+        Raises:
+            ConfigError: An argument has a value that cannot be stored.
+            ChainError: ``parent`` is no longer in the run: save a base instead.
+            FencedError: Another writer has taken over; this one can save no more, and nothing was harmed.
+            StoreError: The store failed; committing again is safe and makes another checkpoint.
+        """
+        with self._lock:
+            self._check_usable()
+            self._check_arguments(step, kind, parent, state_digest, meta)
+            if parent is not None:
+                self._check_parent(parent)
+            began = self._clock()
+            data = bytes(container)
+            ref = BlobRef(
+                key=data_key(step, self.session), size=len(data), sha256=hashlib.sha256(data).hexdigest()
+            )
+            chain = (*(parent.chain if parent else ()), ref)
+            draft = self._draft(step, kind, chain, parent, state_digest, meta)
+            draft(self._next_seq).to_bytes()  # refuse what cannot be written before anything is
+            self._objects.put(ref.key, data)
+            publish = self._publish_exclusively if self.mode == "conditional" else self._publish_alone
+            manifest = publish(draft, began)
+            self._check_late(began, manifest)
+            self._known[manifest.digest] = self._clock()
+            self.last = manifest
+            return manifest
+
+    def pin(self, name: str, manifest: Manifest) -> None:
+        """Keep ``manifest`` through every collection until :meth:`unpin`.
+
+        Raises:
+            ConfigError: The name is not allowed, or pins another checkpoint already.
+            NoCheckpointError: The checkpoint is not in the run (any more).
+        """
+        with self._lock:
+            self._check_usable()
+            key = pin_key(name)
+            data = seal({"type": "shrinkpoint-pin", "seq": manifest.seq, "digest": manifest.digest})
+            if (
+                not self._objects.put_if_absent(key, data)
+                and self._objects.get(key, max_size=MAX_MANIFEST_BYTES) != data
+            ):
+                raise ConfigError(
+                    f"pin {name!r} holds another checkpoint: unpin it first, or choose another name"
+                )
+            # Only now: a collection that began before the pin was there may have removed it.
+            self._catalog.scan()
+            if not self._catalog.is_published(manifest):
+                self._objects.delete([key])
+                raise NoCheckpointError(
+                    f"checkpoint {manifest.seq} (step {manifest.step}) is not in {self._objects.display}"
+                )
+
+    def unpin(self, name: str) -> None:
+        """Release a pin; an unknown name is no error."""
+        with self._lock:
+            self._check_usable()
+            self._objects.delete([pin_key(name)])
+
+    def collect(
+        self, keep: Collection[int], *, grace_s: float = gc.DEFAULT_GRACE_S, dry_run: bool = False
+    ) -> gc.GcReport:
+        """Remove checkpoints that are not kept, and blobs that nothing has needed for ``grace_s`` seconds.
+
+        The newest sound checkpoint, pinned ones, and the one this run was resumed from (until the first commit) stay.
+
+        Args:
+            keep: Sequence numbers, as chosen by :class:`shrinkpoint.retention.RetentionPolicy`.
+            grace_s: Seconds, by the store's clock. Below two hours only where no second writer or reader exists.
+            dry_run: Report only.
+
+        Raises:
+            ConfigError: ``grace_s`` is negative.
+            FencedError: Another writer has taken over; only it may collect.
+            StoreError: The store failed; the next collection goes on from there.
+        """
+        if not grace_s >= 0:
+            raise ConfigError(f"grace_s={grace_s}: use 0 or more seconds; 86400 is the default")
+        with self._lock:
+            self._check_usable()
+            return gc.collect(
+                self._objects,
+                self._catalog,
+                keep=keep,
+                protect=[self.last.digest] if self.last else self._protect,
+                check_fence=self._check_fence,
+                grace_s=grace_s,
+                dry_run=dry_run,
+            )
+
+    def _check_usable(self) -> None:
+        if self._fenced is not None:
+            raise FencedError(self._fenced)
+        if self._unusable is not None:
+            raise StoreError(self._unusable)
+        if os.getpid() != self._pid:
+            raise StoreError(
+                "this writer belongs to the process that opened it: open another one after a fork"
+            )
+
+    def _check_arguments(
+        self, step: int, kind: str, parent: Manifest | None, state_digest: str, meta: Mapping[str, Any]
+    ) -> None:
+        if not isinstance(step, int) or not 0 <= step <= MAX_STEP:
+            raise ConfigError(f"step={step!r}: use an integer from 0 to {MAX_STEP}")
+        if kind not in ("base", "delta"):
+            raise ConfigError(f"kind={kind!r}: use 'base' or 'delta'")
+        if (kind == "delta") != (parent is not None):
+            raise ConfigError(f"kind={kind!r} with parent={parent}: a delta has a parent, a base has none")
+
+    def _check_parent(self, parent: Manifest) -> None:
+        """Make sure that the parent was published a short while ago: its blobs then live for a grace at least."""
+        seen = self._known.get(parent.digest)
+        if seen is not None and self._clock() - seen < COMMIT_LIMIT_S:
+            return
+        now = self._clock()
+        if self._catalog.key_of(parent) is None:
+            self._catalog.scan()
+        if not self._catalog.is_published(parent):
+            raise ChainError(
+                f"checkpoint {parent.seq} (step {parent.step}) is no longer in {self._objects.display}, so that a delta"
+                " against it could not be restored: save a base"
+            )
+        self._known[parent.digest] = now
+
+    def _draft(
+        self,
+        step: int,
+        kind: Literal["base", "delta"],
+        chain: tuple[BlobRef, ...],
+        parent: Manifest | None,
+        state_digest: str,
+        meta: Mapping[str, Any],
+    ) -> Callable[[int], Manifest]:
+        wall_time = time.time()
+
+        def draft(seq: int) -> Manifest:
+            try:
+                manifest = Manifest(
+                    seq=seq,
+                    epoch=self.epoch,
+                    session=self.session,
+                    step=step,
+                    kind=kind,
+                    chain=chain,
+                    parent_digest=parent.digest if parent else None,
+                    state_digest=state_digest,
+                    wall_time=wall_time,
+                    library=self._library,
+                    meta=dict(meta),
+                )
+                return Manifest.from_bytes(manifest.to_bytes())  # what is committed is what a reader gets
+            except FormatError as error:
+                raise ConfigError(f"the checkpoint of step {step} cannot be described: {error}") from error
+
+        return draft
+
+    def _publish_exclusively(self, draft: Callable[[int], Manifest], began: float) -> Manifest:
+        """Take the first free number by put-if-absent: THE COMMIT POINT."""
+        taken = 0
+        while True:
+            manifest, key = draft(self._next_seq), commit_key(self._next_seq)
+            data = manifest.to_bytes()
+            self._check_early(began)
+            if self._objects.put_if_absent(key, data) or self._is_mine(key, data):
+                self._catalog.note(key, manifest)
+                self._next_seq += 1
+                return manifest
+            taken += 1
+            self._next_seq += 1
+            if taken % _SLOTS_BEFORE_RESCAN == 0:
+                listing = self._catalog.scan()
+                self._check_fence(listing)
+                self._next_seq = max(self._next_seq, listing.max_seq + 1)
+
+    def _is_mine(self, key: str, data: bytes) -> bool:
+        """Whose manifest took the number? Ours, when the response to an earlier attempt was lost."""
+        try:
+            other = read_checked(self._objects, key, Manifest.from_bytes)
+        except MissingKeyError:
+            return False  # collected meanwhile: the number is used up all the same
+        except UnsupportedFormatError as error:
+            raise self._fence(f"a newer shrinkpoint ({error}) committed") from error
+        except FormatError:
+            return False  # unreadable: occupies its number, tells nothing about its writer
+        if other.to_bytes() == data:
+            return True
+        self._check_overtaken(other)
+        return False
+
+    def _publish_alone(self, draft: Callable[[int], Manifest], began: float) -> Manifest:
+        """Without a condition to rely on: look for other writers, then use a name that cannot collide."""
+        listing = self._catalog.scan()
+        self._check_fence(listing)
+        manifest = draft(listing.max_seq + 1)
+        key = commit_key(manifest.seq, manifest.chain[-1].key)
+        self._check_early(began)
+        self._objects.put(key, manifest.to_bytes())
+        self._catalog.note(key, manifest)
+        return manifest
+
+    def _check_early(self, began: float) -> None:
+        if self._clock() - began > COMMIT_LIMIT_S:
+            raise StoreError(
+                f"the upload to {self._objects.display} took longer than {COMMIT_LIMIT_S:.0f} s, so that its blob may have"
+                " been collected: save again"
+            )
+
+    def _check_late(self, began: float, manifest: Manifest) -> None:
+        """After a commit that was held up (a suspended machine), acknowledge it only if its whole chain is there."""
+        if self._clock() - began <= COMMIT_LIMIT_S:
+            return
+        present = {info.key: info.size for info in self._objects.list("data/")}
+        if any(present.get(ref.key) != ref.size for ref in manifest.chain):
+            raise StoreError(
+                f"checkpoint {manifest.seq} was held up and its blobs have been collected: save again"
+            )
+
+    def _check_fence(self, listing: Listing) -> None:
+        for manifest in listing.manifests:
+            self._check_overtaken(manifest)
+
+    def _check_overtaken(self, other: Manifest) -> None:
+        """Higher epochs win; of two writers that opened at once, the one with the smaller nonce."""
+        if other.epoch > self.epoch or (other.epoch == self.epoch and other.session < self.session):
+            raise self._fence(
+                f"another writer (epoch {other.epoch}, session {other.session}) committed checkpoint {other.seq}, step"
+                f" {other.step}"
+            )
+
+    def _fence(self, reason: str) -> FencedError:
+        self._fenced = (
+            f"{reason} to {self._objects.display} after this one (epoch {self.epoch}, session {self.session}) was opened:"
+            " this process can save no more. Stop it, or, if it is the one to keep, stop the other and start this again"
+        )
+        return FencedError(self._fenced)
