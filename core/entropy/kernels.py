@@ -1,0 +1,290 @@
+"""The compiled inner loops of the entropy coders.
+
+Importing this module imports numba, so it is only ever imported from inside a function of its callers. Kernels release
+the GIL, keep no state and are compiled on first use. numba checks no bounds: every kernel states what its caller must
+have validated, and checks by itself whatever depends on the payload.
+
+The range coder is rANS (J. Duda, arXiv 1311.2540, section 2.2) in 64-bit integers: states below 2^48 leave in 16-bit
+words, and probabilities are multiples of 2^-20. A state stays below 2^53, hence ``floor(x / frequency)`` is exact in
+one IEEE double division, which modern CPUs pipeline where they do not pipeline the integer one.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from shrinkpoint.entropy.tables import SCALE_BITS
+
+__all__ = [
+    "LOWER",
+    "count_pairs",
+    "decode_four",
+    "decode_one",
+    "encode_four",
+    "encode_one",
+    "huffman_decode",
+    "huffman_encode",
+]
+
+Int64s = npt.NDArray[np.int64]
+UInt8s = npt.NDArray[np.uint8]
+UInt16s = npt.NDArray[np.uint16]
+Integer = int | np.int64
+
+LOWER = 1 << 32
+"""States of the four-lane coder are in [LOWER, LOWER * 2^16)."""
+
+_WORD_BITS = 16
+_LIMIT_SHIFT = 32 - SCALE_BITS + _WORD_BITS
+_SLOT_MASK = (1 << SCALE_BITS) - 1
+_LOW32 = (1 << 32) - 1
+
+
+def _jit(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile lazily, cached on disk where numba finds a folder it may write to, in memory elsewhere."""
+    try:
+        compiled: Callable[..., Any] = numba.njit(nogil=True, cache=True, error_model="numpy")(function)
+    except RuntimeError:  # numba's "cannot cache function": read-only install and no home folder
+        compiled = numba.njit(nogil=True, error_model="numpy")(function)
+    return compiled
+
+
+@_jit
+def count_pairs(symbols: UInt8s, contexts: UInt8s, step: int, counts: Int64s) -> bool:
+    """Add the (context, symbol) pairs to ``counts`` of shape (2, n_contexts, alphabet); False if one is out of range.
+
+    Two tables are filled in turn: with one, a skewed plane would wait for its own last increment each time.
+    """
+    n_contexts, alphabet = counts.shape[1], counts.shape[2]
+    for i in range(symbols.size):
+        context = contexts[i * step]
+        symbol = symbols[i]
+        if context >= n_contexts or symbol >= alphabet:
+            return False
+        counts[i & 1, context, symbol] += 1
+    return True
+
+
+@_jit
+def _push(x: Integer, entry: Integer, words: UInt16s, position: int) -> tuple[Integer, int]:
+    """Put one symbol on state ``x``; ``entry`` packs its frequency (high half) and first slot (low half)."""
+    frequency = entry >> 32
+    limit = frequency << _LIMIT_SHIFT
+    if x >= limit:
+        position -= 1
+        words[position] = x & 0xFFFF
+        x >>= _WORD_BITS
+        if x >= limit:
+            position -= 1
+            words[position] = x & 0xFFFF
+            x >>= _WORD_BITS
+    quotient = np.int64(np.float64(x) / np.float64(frequency))
+    return quotient * ((1 << SCALE_BITS) - frequency) + x + (entry & _LOW32), position
+
+
+@_jit
+def encode_one(
+    symbols: UInt8s, contexts: UInt8s, step: int, entries: Int64s, words: UInt16s
+) -> tuple[int, Integer]:
+    """Encode a chunk on one state that starts from 0.
+
+    Validated by the caller: symbols and contexts index ``entries`` (n_contexts, alphabet), whose frequencies are not 0;
+    ``words`` holds two words per symbol. ``step`` is 1, or 0 where ``contexts`` is one zero.
+
+    Returns:
+        The first used index of ``words``, which is filled from its end, and the final state.
+    """
+    x = np.int64(0)
+    position = words.size
+    for i in range(symbols.size - 1, -1, -1):
+        x, position = _push(x, entries[contexts[i * step], symbols[i]], words, position)
+    return position, x
+
+
+@_jit
+def encode_four(
+    symbols: UInt8s, contexts: UInt8s, step: int, entries: Int64s, words: UInt16s, states: Int64s
+) -> int:
+    """As :func:`encode_one`, symbol i on state i mod 4; the states start from LOWER and end in ``states``."""
+    x0 = x1 = x2 = x3 = np.int64(LOWER)
+    position = words.size
+    whole = symbols.size & ~3
+    for i in range(symbols.size - 1, whole - 1, -1):
+        entry = entries[contexts[i * step], symbols[i]]
+        if i & 3 == 2:
+            x2, position = _push(x2, entry, words, position)
+        elif i & 3 == 1:
+            x1, position = _push(x1, entry, words, position)
+        else:
+            x0, position = _push(x0, entry, words, position)
+    for i in range(whole - 4, -1, -4):
+        x3, position = _push(x3, entries[contexts[(i + 3) * step], symbols[i + 3]], words, position)
+        x2, position = _push(x2, entries[contexts[(i + 2) * step], symbols[i + 2]], words, position)
+        x1, position = _push(x1, entries[contexts[(i + 1) * step], symbols[i + 1]], words, position)
+        x0, position = _push(x0, entries[contexts[i * step], symbols[i]], words, position)
+    states[0], states[1], states[2], states[3] = x0, x1, x2, x3
+    return position
+
+
+@_jit
+def _pop(x: Integer, row: Integer, lookup: UInt8s, shift: int, entries: Int64s) -> tuple[Integer, Integer]:
+    """Take one symbol off state ``x`` under table ``row``; the state comes back without renormalisation."""
+    slot = x & _SLOT_MASK
+    symbol = np.int64(lookup[row, slot >> shift])
+    entry = entries[row, symbol]
+    offset = slot - (entry & _LOW32)
+    # The lookup names the first symbol that reaches into the slot's bucket; a table covers all slots, so this ends.
+    while offset >= entry >> 32:
+        symbol += 1
+        entry = entries[row, symbol]
+        offset = slot - (entry & _LOW32)
+    return (entry >> 32) * (x >> SCALE_BITS) + offset, symbol
+
+
+@_jit
+def _refill(x: Integer, words: UInt16s, position: int) -> tuple[Integer, int]:
+    """Read words until the state is back in its interval; past the end, only count them."""
+    if x < LOWER:
+        if position < words.size:
+            x = (x << _WORD_BITS) | np.int64(words[position])
+        position += 1
+        if x < LOWER:
+            if position < words.size:
+                x = (x << _WORD_BITS) | np.int64(words[position])
+            position += 1
+    return x, position
+
+
+@_jit
+def decode_one(
+    out: UInt8s,
+    contexts: UInt8s,
+    step: int,
+    rows: Int64s,
+    lookup: UInt8s,
+    shift: int,
+    entries: Int64s,
+    words: UInt16s,
+    x: Integer,
+) -> bool:
+    """Fill ``out`` from one state, the inverse of :func:`encode_one`; False if the words do not end where they must.
+
+    Validated by the caller: contexts index ``rows``, rows index ``lookup`` and ``entries``, every table covers all 2^20
+    slots, 0 <= x < 2^48.
+    """
+    position = 0
+    for i in range(out.size):
+        x, symbol = _pop(x, rows[contexts[i * step]], lookup, shift, entries)
+        out[i] = symbol
+        # The encoder's state started below LOWER and no word left it until it had passed it.
+        while x < LOWER and position < words.size:
+            x = (x << _WORD_BITS) | np.int64(words[position])
+            position += 1
+    return bool(x == 0 and position == words.size)
+
+
+@_jit
+def decode_four(
+    out: UInt8s,
+    contexts: UInt8s,
+    step: int,
+    rows: Int64s,
+    lookup: UInt8s,
+    shift: int,
+    entries: Int64s,
+    words: UInt16s,
+    states: Int64s,
+) -> bool:
+    """As :func:`decode_one`, from the four states of :func:`encode_four`."""
+    x0, x1, x2, x3 = states[0], states[1], states[2], states[3]
+    position = 0
+    whole = out.size & ~3
+    for i in range(0, whole, 4):
+        x0, symbol0 = _pop(x0, rows[contexts[i * step]], lookup, shift, entries)
+        x1, symbol1 = _pop(x1, rows[contexts[(i + 1) * step]], lookup, shift, entries)
+        x2, symbol2 = _pop(x2, rows[contexts[(i + 2) * step]], lookup, shift, entries)
+        x3, symbol3 = _pop(x3, rows[contexts[(i + 3) * step]], lookup, shift, entries)
+        out[i], out[i + 1], out[i + 2], out[i + 3] = symbol0, symbol1, symbol2, symbol3
+        x0, position = _refill(x0, words, position)
+        x1, position = _refill(x1, words, position)
+        x2, position = _refill(x2, words, position)
+        x3, position = _refill(x3, words, position)
+    for i in range(whole, out.size):
+        x0, symbol0 = _pop(x0, rows[contexts[i * step]], lookup, shift, entries)
+        out[i] = symbol0
+        x0, position = _refill(x0, words, position)
+        x0, x1, x2 = x1, x2, x0
+    return bool(position == words.size and x0 == LOWER and x1 == LOWER and x2 == LOWER and x3 == LOWER)
+
+
+@_jit
+def huffman_encode(indices: Int64s, codes: Int64s, lengths: Int64s, out: UInt8s) -> None:
+    """Write the code of each symbol, first bit highest, into ``out``, which has exactly the bytes needed."""
+    buffer = np.int64(0)
+    filled = 0
+    position = 0
+    for i in range(indices.size):
+        length = lengths[indices[i]]
+        buffer = (buffer << length) | codes[indices[i]]
+        filled += length
+        while filled >= 8:
+            filled -= 8
+            out[position] = (buffer >> filled) & 0xFF
+            position += 1
+        buffer &= (1 << filled) - 1
+    if filled:
+        out[position] = (buffer << (8 - filled)) & 0xFF
+
+
+@_jit
+def huffman_decode(
+    stream: UInt8s,
+    lookup: Int64s,
+    lookup_bits: int,
+    first_code: Int64s,
+    first_index: Int64s,
+    per_length: Int64s,
+    out: Int64s,
+) -> Integer:
+    """Fill ``out`` with ranks in canonical order from a complete code; return the bits used, or -1 past the end.
+
+    ``lookup`` maps the next ``lookup_bits`` bits to ``rank << 8 | length``, or to 0 where the code is longer. The other
+    tables are indexed by code length.
+    """
+    longest = per_length.size - 1
+    total = stream.size * 8
+    used: Integer = 0
+    buffer = np.int64(0)
+    filled = 0
+    position = 0
+    for i in range(out.size):
+        while filled <= 48:
+            byte = np.int64(0)
+            if position < stream.size:
+                byte = np.int64(stream[position])
+            buffer = (buffer << 8) | byte
+            position += 1
+            filled += 8
+        entry = lookup[(buffer >> (filled - lookup_bits)) & ((1 << lookup_bits) - 1)]
+        length = entry & 0xFF
+        rank = entry >> 8
+        if length == 0:
+            length = lookup_bits + 1
+            while length <= longest:
+                offset = ((buffer >> (filled - length)) & ((1 << length) - 1)) - first_code[length]
+                if 0 <= offset < per_length[length]:
+                    rank = first_index[length] + offset
+                    break
+                length += 1
+            if length > longest:
+                return -1
+        used += length
+        if used > total:
+            return -1
+        filled -= length
+        buffer &= (1 << filled) - 1
+        out[i] = rank
+    return used

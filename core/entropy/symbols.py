@@ -1,0 +1,91 @@
+"""Checking, counting and measuring symbol arrays before they are coded."""
+
+import numpy as np
+import numpy.typing as npt
+
+from shrinkpoint.entropy.tables import data_bits
+
+__all__ = [
+    "check_array",
+    "check_sizes",
+    "conditional_entropy_bits",
+    "context_view",
+    "count_symbols",
+    "frozen",
+]
+
+Int64s = npt.NDArray[np.int64]
+UInt8s = npt.NDArray[np.uint8]
+
+_NO_CONTEXT = np.zeros(1, dtype=np.uint8)
+
+
+def frozen(array: UInt8s) -> UInt8s:
+    """A contiguous read-only view: one array type for the kernels, hence one compilation for all callers."""
+    view = np.ascontiguousarray(array).view()
+    view.flags.writeable = False
+    return view
+
+
+def context_view(contexts: UInt8s | None, start: int, stop: int) -> tuple[UInt8s, int]:
+    """What kernels read as the contexts of symbols start..stop: the slice and a step of 1, or one zero and a step of 0."""
+    if contexts is None:
+        return frozen(_NO_CONTEXT), 0
+    return frozen(contexts[start:stop]), 1
+
+
+def check_array(array: UInt8s, name: str, count: int | None = None) -> None:
+    """Raise ValueError unless ``array`` is uint8 and 1-D, with ``count`` elements where that is given."""
+    if array.dtype != np.uint8 or array.ndim != 1:
+        raise ValueError(
+            f"{name} must be a 1-D uint8 array, got {array.ndim}-D {array.dtype}: flatten and cast it"
+        )
+    if count is not None and array.size != count:
+        raise ValueError(f"{name} must have {count} elements, one per symbol, got {array.size}")
+
+
+def check_sizes(alphabet: int, n_contexts: int) -> None:
+    """Raise ValueError unless both fit a byte."""
+    if not 1 <= alphabet <= 256:
+        raise ValueError(f"alphabet must be 1..256, got {alphabet}")
+    if not 1 <= n_contexts <= 256:
+        raise ValueError(f"n_contexts must be 1..256, got {n_contexts}")
+
+
+def count_symbols(symbols: UInt8s, contexts: UInt8s | None, alphabet: int, n_contexts: int) -> Int64s:
+    """Count each symbol in each context.
+
+    Args:
+        symbols: uint8 (n,), each below ``alphabet``.
+        contexts: uint8 (n,), each below ``n_contexts``; None puts all symbols into context 0.
+        alphabet: 1..256.
+        n_contexts: 1..256.
+
+    Returns:
+        int64 (n_contexts, alphabet).
+
+    Raises:
+        ValueError: a symbol or context is out of range, or an array has the wrong shape or dtype.
+    """
+    from shrinkpoint.entropy import kernels  # numba
+
+    check_sizes(alphabet, n_contexts)
+    check_array(symbols, "symbols")
+    if contexts is not None:
+        check_array(contexts, "contexts", symbols.size)
+    counts = np.zeros((2, n_contexts, alphabet), dtype=np.int64)
+    view, step = context_view(contexts, 0, symbols.size)
+    if not kernels.count_pairs(frozen(symbols), view, step, counts):
+        raise ValueError(f"every symbol must be below {alphabet} and every context below {n_contexts}")
+    return np.asarray(counts.sum(axis=0), dtype=np.int64)
+
+
+def conditional_entropy_bits(
+    symbols: UInt8s, contexts: UInt8s | None, alphabet: int = 256, n_contexts: int = 256
+) -> float:
+    """Bits that an ideal coder, told the frequencies in each context, needs for all symbols: n * H(symbol | context).
+
+    Args and raises as :func:`count_symbols`. Tables are not included; see :func:`shrinkpoint.entropy.rans.predict_bytes`
+    for what the coder will write.
+    """
+    return float(data_bits(count_symbols(symbols, contexts, alphabet, n_contexts)).sum())
