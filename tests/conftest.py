@@ -5,9 +5,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 ROOT = Path(__file__).parents[1]
 SUBPACKAGE = {"core": "shrinkpoint", "callbacks": "shrinkpoint.callbacks", "integrations": "shrinkpoint.integrations"}
+
+# A deadline would time a shared machine, not the code; and two runs of one commit must test the same examples.
+settings.register_profile("suite", deadline=None, derandomize=True)
+settings.load_profile("suite")
 
 sys.path.insert(0, str(Path(__file__).parent))  # `from support...` for the tools that several tests share
 

@@ -56,26 +56,24 @@ class _Tensor:
     """The histogram of one weight, ordered by magnitude."""
 
     def __init__(self, histogram: Histogram) -> None:
-        self._histogram = histogram
         self.values: F64 = histogram.values
         self.counts: F64 = histogram.counts.astype(np.float64)
         self.total = float(self.counts.sum())
         self._order = np.argsort(np.abs(self.values), kind="stable")
         self._cumulative = np.cumsum(self.counts[self._order])
-        self._codebooks: dict[int, F64] = {}
+        self._codebooks: dict[tuple[int, float], F64] = {}
 
     def bits(self, bins: int, prune: float, protect: float, options: InshrinkeratorOptions) -> float:
         """Predicted bits of the tensor under one configuration."""
         if self.total == 0:
             return 0.0
         rest = self.counts.copy()
-        pruned = self._take(rest, prune * self.total, from_small=True)
         protected = self._take(rest, protect * self.total, from_small=False)
-        codebook = self._codebook(bins, options)
+        codebook = self._codebook(bins, protect, rest, options)
+        pruned = self._take(rest, prune * self.total, from_small=True)
         boundaries = (codebook[1:] + codebook[:-1]) / 2
-        centroids = np.bincount(
-            np.searchsorted(boundaries, self.values), weights=rest, minlength=codebook.size
-        )
+        cells = np.searchsorted(boundaries, self.values)
+        centroids = np.bincount(cells, weights=rest, minlength=codebook.size)
         occupancy = np.concatenate([[pruned, protected], centroids])
         share = occupancy[occupancy > 0] / self.total
         entropy = float(-(share * np.log2(share)).sum())
@@ -92,9 +90,12 @@ class _Tensor:
         rest[chosen] = 0
         return taken
 
-    def _codebook(self, bins: int, options: InshrinkeratorOptions) -> F64:
-        if bins not in self._codebooks:
-            weights = sample_weights(self._histogram, options.magnitude_weight)
-            books = optimal_codebooks(self.values, weights, sorted({*_USUAL_BINS, bins}))
-            self._codebooks = {size: book.double().numpy() for size, book in books.items()}
-        return self._codebooks[bins]
+    def _codebook(self, bins: int, protect: float, rest: F64, options: InshrinkeratorOptions) -> F64:
+        """The centroids of what is not protected; outliers left in would draw them to the rim."""
+        if (bins, protect) not in self._codebooks:
+            kept = rest > 0
+            histogram = Histogram(values=self.values[kept], counts=rest[kept].astype(np.int64))
+            weights = sample_weights(histogram, options.magnitude_weight)
+            books = optimal_codebooks(histogram.values, weights, sorted({*_USUAL_BINS, bins}))
+            self._codebooks |= {(size, protect): book.double().numpy() for size, book in books.items()}
+        return self._codebooks[bins, protect]
