@@ -9,7 +9,8 @@ the same differences by rANS conditioned on the previous level reaches their con
 miss by a factor of 1.6 to 2.9 where 0.06 to 6 % of the levels move.
 
 Payload: one byte, bit 0 = the plane is a difference, bit 1 = rle-huffman; then for rANS the payload of
-:mod:`shrinkpoint.entropy.rans`, for rle-huffman one group per previous level, each but the last after its length (varint).
+:mod:`shrinkpoint.entropy.rans`, for rle-huffman one group per previous level, each but the last after its length
+(varint).
 """
 
 from typing import Literal
@@ -197,7 +198,7 @@ def _encode_rle_huffman(
 
 
 def _encode_groups(values: UInt8s, previous: UInt8s | None, n_groups: int | None) -> bytes:
-    """Algorithm 5: the values of each previous level in their order, as run lengths, Huffman-coded. No index is stored."""
+    """Algorithm 5: the values of each previous level, in order, as run lengths, Huffman-coded; no index is stored."""
     if previous is None or n_groups is None:
         return encode_huffman(encode_runs(values))
     groups = [encode_huffman(encode_runs(values[previous == level])) for level in range(n_groups)]

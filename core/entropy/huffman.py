@@ -103,7 +103,7 @@ def _code_lengths(counts: Int64s) -> Int64s:
 
 
 def _tree_depths(counts: Int64s) -> Int64s:
-    """Depth of each leaf of the Huffman tree. Equal weights: leaves first, in order, then nodes in order of creation."""
+    """Depth of each leaf of the Huffman tree; among equal weights leaves come first, then nodes by creation."""
     n = counts.size
     parent = np.zeros(2 * n - 1, dtype=np.int64)
     heap = [(int(count), leaf) for leaf, count in enumerate(counts)]

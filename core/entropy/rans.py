@@ -11,7 +11,7 @@ Payload (integers are little-endian, "varint" is 7 bits per byte)::
     0x01, packed symbols                        1, 2, 4 or 8 bits each, first symbol in the low bits
     0x02, chunk byte, tables, lengths, chunks   rANS; the format of the tables is in entropy/tables.py
 
-The low 5 bits of the chunk byte are log2 of the symbols per chunk, bit 7 says that chunks have four states instead of one.
+The low 5 bits of the chunk byte are log2 of the symbols per chunk, bit 7 says that chunks have four states, not one.
 Lengths are one varint per chunk but the last. A one-state chunk is its state as a varint and 16-bit words; a four-state
 chunk is four 6-byte states and 16-bit words. Chunks do not depend on each other nor on the number of threads.
 
@@ -254,7 +254,7 @@ class _DecoderTables:
     @staticmethod
     def of(tables: TableSet, alphabet: int) -> "_DecoderTables":
         entries = tables.entries()
-        # 1 KiB per table keeps the tables of some tens of contexts in the first cache; rich alphabets need finer buckets.
+        # 1 KiB per table keeps the tables of some tens of contexts in the first cache; rich alphabets need finer ones.
         bits = 10 if alphabet <= 32 else 12
         shift = SCALE_BITS - bits
         ends = (entries >> 32) + (entries & 0xFFFFFFFF)

@@ -28,7 +28,7 @@ def frozen(array: UInt8s) -> UInt8s:
 
 
 def context_view(contexts: UInt8s | None, start: int, stop: int) -> tuple[UInt8s, int]:
-    """What kernels read as the contexts of symbols start..stop: the slice and a step of 1, or one zero and a step of 0."""
+    """What kernels read as contexts of symbols start..stop: their slice and step 1, or one zero and step 0."""
     if contexts is None:
         return frozen(_NO_CONTEXT), 0
     return frozen(contexts[start:stop]), 1
@@ -85,7 +85,7 @@ def conditional_entropy_bits(
 ) -> float:
     """Bits that an ideal coder, told the frequencies in each context, needs for all symbols: n * H(symbol | context).
 
-    Args and raises as :func:`count_symbols`. Tables are not included; see :func:`shrinkpoint.entropy.rans.predict_bytes`
-    for what the coder will write.
+    Args and raises as :func:`count_symbols`. Tables are not included;
+    :func:`~shrinkpoint.entropy.rans.predict_bytes` tells what the coder will write.
     """
     return float(data_bits(count_symbols(symbols, contexts, alphabet, n_contexts)).sum())
