@@ -217,13 +217,14 @@ class Manifest:
         record = unseal(data, what)
         if record.get("type") != _MAGIC:
             raise FormatError(f"{what} is not a manifest")
-        values = {name: record[name] for name in _FIELDS if name in record}
         try:
-            values["reader_features"] = tuple(record["reader_features"])
             # Before the rest: another version may have other fields.
-            _check_version(record["format"], values["reader_features"], record.get("library"))
+            features = tuple(_list(record["reader_features"]))
+            _check_version(record["format"], features, record.get("library"))
+            values: dict[str, Any] = {name: record[name] for name in _FIELDS}
+            values["reader_features"] = features
             values["chain"] = tuple(
-                BlobRef(**{name: ref[name] for name in _REF_FIELDS}) for ref in record["chain"]
+                BlobRef(**{name: ref[name] for name in _REF_FIELDS}) for ref in _list(record["chain"])
             )
             manifest = cls(**values)
         except (KeyError, TypeError, AttributeError) as error:
@@ -261,6 +262,12 @@ def _check_version(version: object, features: object, library: object) -> None:
     if version > FORMAT or unknown:
         needs = f"features {unknown}" if unknown else f"format {version}, this version reads {FORMAT}"
         raise UnsupportedFormatError(f"written by {library!r:.100}, needs {needs}: upgrade shrinkpoint")
+
+
+def _list(value: object) -> list[Any]:
+    if not isinstance(value, list):
+        raise FormatError(f"{value!r:.200}: expected a list")
+    return value
 
 
 def _check(ok: bool, name: str, value: object, expected: str) -> None:

@@ -1,0 +1,105 @@
+import random
+
+import pytest
+from support.fake_objects import FakeObjects
+
+from shrinkpoint.errors import ConfigError, StoreError
+from shrinkpoint.store.objects import TransientStoreError
+from shrinkpoint.store.retry import RetryingObjects, RetryPolicy
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.pauses: list[float] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        self.now += seconds
+
+
+class Flaky:
+    def __init__(self, failures: int, error: Exception | None = None) -> None:
+        self.failures = failures
+        self.error = error or TransientStoreError("503 for s3://b/k")
+        self.calls = 0
+
+    def __call__(self) -> str:
+        self.calls += 1
+        if self.calls <= self.failures:
+            raise self.error
+        return "done"
+
+
+def run(policy: RetryPolicy, operation: Flaky, clock: Clock) -> str:
+    return policy.run(operation, sleep=clock.sleep, clock=clock)
+
+
+def test_passing_trouble_is_sat_out() -> None:
+    clock, operation = Clock(), Flaky(3)
+    assert run(RetryPolicy(), operation, clock) == "done"
+    assert operation.calls == 4
+    for pause, ceiling in zip(clock.pauses, [0.25, 0.5, 1.0], strict=True):
+        assert ceiling / 2 <= pause <= ceiling
+
+
+def test_attempts_are_bounded() -> None:
+    clock, operation = Clock(), Flaky(100)
+    with pytest.raises(StoreError, match=r"503 for s3://b/k \(gave up after 5 attempts") as caught:
+        run(RetryPolicy(attempts=5), operation, clock)
+    assert operation.calls == 5
+    assert not isinstance(caught.value, TransientStoreError)
+
+
+def test_one_total_deadline() -> None:
+    clock, operation = Clock(), Flaky(10**6)
+    with pytest.raises(StoreError, match="gave up"):
+        run(RetryPolicy(attempts=10**6, deadline_s=60), operation, clock)
+    assert clock.now <= 60
+    assert max(clock.pauses) <= 20
+
+
+def test_permanent_errors_are_not_repeated() -> None:
+    operation = Flaky(1, StoreError("403"))
+    with pytest.raises(StoreError, match="403"):
+        run(RetryPolicy(), operation, Clock())
+    assert operation.calls == 1
+
+
+def test_the_users_random_state_is_untouched() -> None:
+    before = random.getstate()
+    run(RetryPolicy(), Flaky(2), Clock())
+    assert random.getstate() == before
+
+
+@pytest.mark.parametrize("changes", [{"attempts": 0}, {"deadline_s": -1}, {"first_delay_s": float("nan")}])
+def test_values_that_cannot_work(changes: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(changes))):
+        RetryPolicy(**changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("operation", ["put", "put_if_absent", "get", "list", "delete"])
+def test_every_operation_is_repeated(operation: str) -> None:
+    fake = FakeObjects()
+    fake.put("probe/x", b"1")
+    failures = [2]
+
+    def before(name: str, key: str) -> None:
+        if failures[0]:
+            failures[0] -= 1
+            raise TransientStoreError("again")
+
+    fake.before = before
+    objects = RetryingObjects(fake, RetryPolicy(first_delay_s=0))
+    calls = {
+        "put": lambda: objects.put("probe/y", b""),
+        "put_if_absent": lambda: objects.put_if_absent("probe/y", b""),
+        "get": lambda: objects.get("probe/x", max_size=1),
+        "list": lambda: objects.list("probe/"),
+        "delete": lambda: objects.delete(["probe/x"]),
+    }
+    calls[operation]()
+    assert failures == [0]

@@ -1,0 +1,104 @@
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from shrinkpoint.errors import ConfigError, MissingDependencyError
+from shrinkpoint.store import keys, urls
+from shrinkpoint.store.connect import open_objects
+from shrinkpoint.store.run import RunStore
+from shrinkpoint.store.single import read_file, write_file
+from shrinkpoint.store.urls import parse_url
+
+
+@pytest.mark.parametrize(
+    ("url", "kind", "path"),
+    [
+        ("/a/b", "local", "/a/b"),
+        ("file:///a/b/", "local", "/a/b"),
+        (Path("/a/b"), "local", "/a/b"),
+        ("s3://bucket/run/1/", "s3", "bucket/run/1"),
+        ("S3A://bucket", "s3", "bucket"),
+        ("memory://x/y", "generic", "x/y"),
+    ],
+)
+def test_urls(url: str, kind: str, path: str) -> None:
+    location = parse_url(url)
+    assert (location.kind, location.path) == (kind, path)
+
+
+def test_relative_and_home_folders() -> None:
+    assert parse_url("runs/1").path == str(Path("runs/1").absolute())
+    assert parse_url("~/runs").path == str(Path.home() / "runs")
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("", "empty"),
+        ("  ", "empty"),
+        (b"/bytes", "not text"),
+        ("a\0b", "not text"),
+        ("s3://", "names no folder"),
+        ("s3://bucket/a/../b", "'..'"),
+        ("s3://bucket//b", "empty"),
+        ("s3://bucket/run?versionId=1", "literally"),
+        ("simplecache::s3://bucket/run", "chains"),
+        ("https://host/run", "cannot hold a run"),
+        ("nonsense://host/run", "unknown protocol 'nonsense'"),
+        ("ftp://user:hunter2@host/run", "storage_options"),
+    ],
+)
+def test_urls_that_cannot_work(url: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        RunStore(url)
+    assert "hunter2" not in str(caught.value)
+
+
+def test_missing_packages_name_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(urls, "find_spec", lambda name: None)
+    with pytest.raises(MissingDependencyError, match=r'pip install "shrinkpoint\[s3\]"'):
+        RunStore("s3://bucket/run")
+    with pytest.raises(MissingDependencyError, match="gcs"):
+        RunStore("gs://bucket/run")
+    assert importlib.util.find_spec("fsspec") is not None
+
+
+def test_options_for_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"\['key'\].*drop"):
+        open_objects(tmp_path, {"key": "x"})
+
+
+def test_nothing_is_touched_before_the_first_call(tmp_path: Path) -> None:
+    RunStore(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_keys_are_told_apart() -> None:
+    data = keys.data_key(5, "0" * 16)
+    keys.check_data_key(data)
+    assert keys.seq_of_commit(keys.commit_key(12)) == 12
+    assert keys.seq_of_commit(keys.commit_key(12, data)) == 12
+    assert keys.seq_of_commit("commits/notes.txt") is None
+    assert keys.pin_name(keys.pin_key("best-1")) == "best-1"
+    own = [data, keys.commit_key(1), keys.commit_key(1, data), keys.trash_key(1), keys.probe_key()]
+    assert all(keys.is_own_key(key) for key in [*own, keys.pin_key("a"), keys.FORMAT_KEY])
+    assert not any(
+        keys.is_own_key(key) for key in ["a", "data/x", "commits/../x", "data", "pins/.json", "x/format.json"]
+    )
+
+
+@pytest.mark.parametrize("name", ["", "..", ".hidden", "a/b", "a" * 101, "ü", "a\n", "-x"])
+def test_pin_names(name: str) -> None:
+    with pytest.raises(ConfigError):
+        keys.pin_key(name)
+
+
+@pytest.mark.parametrize("where", ["folder", "memory"])
+def test_single_files(where: str, tmp_path: Path) -> None:
+    url = str(tmp_path / "new" / "model.shrink") if where == "folder" else "memory://single.shrink"
+    write_file(url, b"one")
+    write_file(url, b"two")
+    assert read_file(url) == b"two"
+    with pytest.raises(ConfigError, match="names no file"):
+        write_file("s3://bucket", b"")
