@@ -125,12 +125,21 @@ def _encode_chunk(chunk: UInt8s, level: int) -> tuple[int, bytes]:
     )
     if len(packed) < len(best):
         best_method, best = _ZSTD, packed
-    # Counting is cheap and predicts the size well, so noise is never coded only to be thrown away.
-    if predict_bytes(count_symbols(chunk, None, 256, 1)) < len(best):
+    # Counting is cheap and predicts the size well, so noise is never coded only to be thrown away. The entropy alone,
+    # without any table, decides for the many small planes for which even planning the tables would cost too much.
+    counts = count_symbols(chunk, None, 256, 1)
+    if _order_0_bytes(counts) < len(best) and predict_bytes(counts) < len(best):
         coded = encode_symbols(chunk, None, 256, 1)
         if len(coded) < len(best):
             best_method, best = _RANS, coded
     return best_method, best
+
+
+def _order_0_bytes(counts: npt.NDArray[np.int64]) -> float:
+    """A size that no coder with one static table can reach: the entropy, and a byte for each symbol in the table."""
+    present = counts[counts > 0].astype(np.float64)
+    total = present.sum()
+    return float((present * np.log2(total / present)).sum() / 8 + present.size) if present.size > 1 else 0.0
 
 
 def _decode_chunk(method: int, chunk: memoryview, length: int) -> UInt8s:

@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shrinkpoint.entropy.rans import decode_symbols, encode_symbols
+from shrinkpoint.entropy.rans import decode_symbols, encode_symbols, predict_bytes
+from shrinkpoint.entropy.symbols import count_symbols
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
 from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Held, Planes
 from shrinkpoint.state import Role, TensorSpec
@@ -47,13 +48,13 @@ def _matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _code_plane(plane: U8, name: str, alphabet: int, context: Context) -> tuple[bytes, bool]:
-    """The plane given the same plane of the previous checkpoint, or alone where that is smaller."""
-    alone = encode_symbols(plane, None, alphabet, 1, threads=context.threads)
+    """The plane given the same plane of the previous checkpoint, or alone where that is predicted to be smaller."""
     previous = _previous(name, plane.size, context.reference)
-    if previous is None:
-        return alone, False
-    given = encode_symbols(plane, previous, alphabet, alphabet, threads=context.threads)
-    return (given, True) if len(given) < len(alone) else (alone, False)
+    if previous is not None:
+        counts = count_symbols(plane, previous, alphabet, alphabet)
+        if predict_bytes(counts) < predict_bytes(counts.sum(axis=0, keepdims=True)):
+            return encode_symbols(plane, previous, alphabet, alphabet, threads=context.threads), True
+    return encode_symbols(plane, None, alphabet, 1, threads=context.threads), False
 
 
 def _read_plane(encoded: EncodedTensor, spec: TensorSpec, name: str, alphabet: int, context: Context) -> U8:
