@@ -46,12 +46,16 @@ class EvaluationDesk:
             self._request, self._answer = weights, None
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._answer is not None or not self._open)
-            answer, self._request, self._answer = self._answer, None, None
+            answer = self._take_answer()
         if isinstance(answer, float):
             return answer
         if isinstance(answer, BaseException):
             raise EvaluationUnavailableError(f"evaluating the model failed: {answer!r}") from answer
         raise EvaluationUnavailableError("no more evaluations: training has ended")
+
+    def _take_answer(self) -> float | BaseException | None:
+        answer, self._request, self._answer = self._answer, None, None
+        return answer
 
     def serve(self, evaluate: Evaluate | None) -> float:
         """Called by the training thread: make the evaluation that is asked for, if any.
@@ -71,9 +75,8 @@ class EvaluationDesk:
                 if evaluate is not None
                 else EvaluationUnavailableError("no evaluation")
             )
-        except (
-            Exception
-        ) as error:  # a failed evaluation must not end training: the worker stores exactly instead
+        # a failed evaluation must not end training: the worker stores exactly instead
+        except Exception as error:  # noqa: BLE001
             answer = error
         seconds = time.perf_counter() - start
         with self._changed:

@@ -3,7 +3,8 @@
 import torch
 from torch import nn
 
-from shrinkpoint.state import Describe, LayerType, Path, Role, Tag
+from shrinkpoint.state import Describe, LayerType, Role, Tag
+from shrinkpoint.tree import Path
 
 __all__ = ["describe_training", "model_tags", "moment_role", "optimizer_parameter_names"]
 

@@ -227,7 +227,7 @@ class Saver:
         except FencedError as error:
             self._committer.forget()
             self._fatal = error
-        except Exception as error:  # whatever it was, training goes on and the next save starts afresh
+        except Exception as error:  # noqa: BLE001 - whatever it was, training goes on and the next save starts afresh
             self._committer.forget()
             self._note_failure(job, error)
         else:

@@ -69,7 +69,7 @@ def _read_plane(encoded: EncodedTensor, spec: TensorSpec, name: str, alphabet: i
 
 def _previous(name: str, size: int, reference: Held | None) -> U8 | None:
     plane = reference.planes.get(name) if reference is not None else None
-    return plane if plane is not None and plane.size == size and plane.dtype == np.uint8 else None
+    return np.asarray(plane, np.uint8) if plane is not None and plane.size == size else None
 
 
 def _section(encoded: EncodedTensor, spec: TensorSpec, name: str) -> bytes:
