@@ -1,7 +1,6 @@
 """How a run is saved: the one configuration that every integration passes on."""
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
