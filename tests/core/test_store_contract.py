@@ -11,7 +11,7 @@ import pytest
 from support.fake_objects import FakeObjects
 from support.s3 import S3Server, moto_server, new_bucket, storage_options
 
-from shrinkpoint.errors import CorruptionError
+from shrinkpoint.errors import CorruptionError, StoreError
 from shrinkpoint.store.connect import open_objects
 from shrinkpoint.store.objects import MissingKeyError, ObjectStore
 from shrinkpoint.store.run import RunStore
@@ -169,7 +169,7 @@ def test_fork_while_open(kind: str, tmp_path: Path, server: S3Server) -> None:
         try:
             try:
                 writer.commit(b"no", step=2, kind="base", parent=None, state_digest="", meta={})
-            except Exception as error:
+            except StoreError as error:
                 refused = "fork" in str(error)
             with store.writer() as own:
                 own.commit(b"child", step=3, kind="delta", parent=base, state_digest="", meta={})

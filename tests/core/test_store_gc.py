@@ -1,0 +1,385 @@
+"""Collection never takes what anybody may still need; a state machine looks for an order in which it does."""
+
+import itertools
+import warnings
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from support.fake_objects import FakeObjects, InjectedError
+
+from shrinkpoint.errors import (
+    ChainError,
+    ConfigError,
+    FencedError,
+    FormatError,
+    ShrinkpointWarning,
+    StoreError,
+)
+from shrinkpoint.store.manifest import Manifest
+from shrinkpoint.store.retry import RetryPolicy
+from shrinkpoint.store.run import RunStore
+from shrinkpoint.store.writer import RunWriter
+
+DAY = 86400.0
+
+
+class Run:
+    def __init__(self) -> None:
+        self.fake = FakeObjects()
+        self.store = self.reopen()
+        self.writer = self.store.writer()
+
+    def reopen(self) -> RunStore:
+        return RunStore("ignored", objects=self.fake, retry=RetryPolicy(attempts=1))
+
+    def base(self, step: int = 1) -> Manifest:
+        return save(self.writer, step, None)
+
+    def delta(self, parent: Manifest, step: int = 2) -> Manifest:
+        return save(self.writer, step, parent)
+
+    def keys(self, folder: str) -> list[str]:
+        return sorted(key for key in self.fake.blobs if key.startswith(folder))
+
+    def sound(self) -> list[int]:
+        return [m.step for m in self.store.manifests() if self.store.fetch(m)]
+
+
+def save(writer: RunWriter, step: int, parent: Manifest | None) -> Manifest:
+    kind = "delta" if parent else "base"
+    return writer.commit(b"%d" % step, step=step, kind=kind, parent=parent, state_digest="", meta={})
+
+
+@pytest.fixture
+def run() -> Run:
+    return Run()
+
+
+def test_two_phases(run: Run) -> None:
+    first = run.base(1)
+    second = run.base(2)
+    run.fake.now += 10 * DAY  # the blob is old, but was needed until now
+    report = run.writer.collect([second.seq])
+    assert (report.kept, report.removed, report.blobs_removed, report.waiting) == ((1,), (0,), (), 1)
+    assert run.store.manifests() == [second]
+    assert run.store.fetch(first) == [b"1"]
+    run.fake.now += DAY - 1
+    assert run.writer.collect([second.seq]).blobs_removed == ()
+    run.fake.now += 2
+    report = run.writer.collect([second.seq])
+    assert report.blobs_removed == (first.chain[0].key,)
+    assert report.bytes_freed == 1
+    assert run.keys("trash/") == []
+    assert run.sound() == [2]
+
+
+def test_kept_delta_keeps_its_chain(run: Run) -> None:
+    first = run.base(1)
+    second = run.delta(first, 2)
+    third = run.delta(second, 3)
+    other = run.base(4)
+    run.writer.collect([third.seq, other.seq])
+    run.fake.now += 2 * DAY
+    report = run.writer.collect([third.seq, other.seq])
+    assert report.blobs_removed == ()
+    assert run.sound() == [4, 3]
+    assert len(run.keys("trash/")) == 0  # the copies are gone, the blobs in use are not
+
+
+def test_newest_stays_whatever_is_asked(run: Run) -> None:
+    run.base(1)
+    run.base(2)
+    report = run.writer.collect([], grace_s=0)
+    assert report.kept == (1,)
+
+
+def test_newest_whose_blob_is_lost_does_not_count_as_newest(run: Run) -> None:
+    run.base(1)
+    broken = run.base(2)
+    store = run.reopen()
+    del run.fake.blobs[broken.chain[0].key]
+    writer = store.writer()
+    assert writer.collect([broken.seq], grace_s=0).removed == ()
+    with pytest.warns(ShrinkpointWarning):
+        found = store.newest_sound(lambda manifest, blobs: manifest.step)
+    assert found is not None
+    assert found[1] == 1
+
+
+def test_resumed_checkpoint_stays_until_the_first_commit(run: Run) -> None:
+    first = run.base(1)
+    second = run.base(2)
+    _, modified = run.fake.blobs[second.chain[0].key]
+    run.fake.blobs[second.chain[0].key] = (b"x", modified)  # damaged, of the right size
+    store = run.reopen()
+    with pytest.warns(ShrinkpointWarning):
+        store.newest_sound(lambda manifest, blobs: None)
+    writer = store.writer()
+    assert writer.collect([second.seq]).removed == ()
+    save(writer, 3, first)
+    assert writer.collect([]).removed == (0, 1)
+    assert store.fetch(store.manifests()[0]) == [b"1", b"3"]
+
+
+def test_pinned_stays(run: Run) -> None:
+    first = run.base(1)
+    run.base(2)
+    run.writer.pin("best", first)
+    assert run.writer.collect([], grace_s=0).removed == ()
+    run.writer.unpin("best")
+    assert run.writer.collect([], grace_s=0).removed == (0,)
+
+
+def test_orphans_of_a_killed_save_go_after_the_grace(run: Run) -> None:
+    run.base(1)
+    run.fake.fail_at(1)  # the blob arrives, the manifest does not
+    with pytest.raises(InjectedError):
+        run.base(2)
+    run.fake.heal()
+    assert len(run.keys("data/")) == 2
+    assert run.writer.collect([0]).waiting == 1
+    run.fake.now += DAY + 1
+    assert len(run.writer.collect([0]).blobs_removed) == 1
+    assert run.sound() == [1]
+
+
+def test_dry_run_changes_nothing_and_says_the_same(run: Run) -> None:
+    for step in range(5):
+        run.base(step)
+    run.writer.collect([2, 3, 4])
+    run.fake.now += DAY + 1
+    before = dict(run.fake.blobs)
+    promised = run.writer.collect([3], dry_run=True)
+    assert run.fake.blobs == before
+    done = run.writer.collect([3])
+    assert (done.kept, done.removed, done.blobs_removed, done.waiting) == (
+        promised.kept,
+        promised.removed,
+        promised.blobs_removed,
+        promised.waiting,
+    )
+    assert done.removed == (2,)
+    assert len(done.blobs_removed) == 2
+
+
+def test_only_the_newest_writer_collects(run: Run) -> None:
+    run.base(1)
+    last = run.base(2)
+    newer = run.store.writer()
+    save(newer, 3, last)
+    before = dict(run.fake.blobs)
+    with pytest.raises(FencedError):
+        run.writer.collect([])
+    assert run.fake.blobs == before
+
+
+def test_what_a_damaged_manifest_may_name_stays(run: Run) -> None:
+    """Nothing is known about it but its age: blobs that are older stay, younger ones can be collected."""
+    first = run.base(1)
+    run.fake.now += 10
+    run.fake.blobs["commits/0000000000.json"] = (b"damaged", run.fake.now)
+    run.fake.now += DAY
+    second = run.base(2)
+    third = run.base(3)
+    run.writer.collect([third.seq])
+    run.fake.now += 2 * DAY
+    report = run.writer.collect([third.seq])
+    assert report.damaged == ("commits/0000000000.json",)
+    assert report.blobs_removed == (second.chain[0].key,)
+    assert first.chain[0].key in run.fake.blobs
+    assert "commits/0000000000.json" in run.fake.blobs
+
+
+def test_damaged_trash_entry_keeps_what_is_older(run: Run) -> None:
+    run.base(1)
+    run.base(2)
+    run.fake.now += 2 * DAY
+    run.writer.collect([])
+    entry = run.keys("trash/")[0]
+    run.fake.blobs[entry] = (b"damaged", run.fake.now)
+    assert run.writer.collect([]).blobs_removed == ()
+    run.fake.now += DAY + 1
+    assert len(run.writer.collect([]).blobs_removed) == 1
+
+
+def test_damaged_pin_stops_collection(run: Run) -> None:
+    run.base(1)
+    run.base(2)
+    run.fake.put("pins/best.json", b"damaged")
+    with pytest.raises(FormatError, match="best"):
+        run.writer.collect([], grace_s=0)
+    assert run.sound() == [2, 1]
+
+
+def test_stray_probes_go_after_the_grace(run: Run) -> None:
+    run.base(1)
+    run.fake.put("probe/0123456789abcdef", b"")
+    run.writer.collect([])
+    assert run.keys("probe/")
+    run.fake.now += DAY + 1
+    run.writer.collect([])
+    assert not run.keys("probe/")
+
+
+def test_unknown_age_is_never_old(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.base(1)
+    run.base(2)
+    real = run.fake.list
+    monkeypatch.setattr(
+        run.fake,
+        "list",
+        lambda prefix, limit=None: [
+            type(info)(key=info.key, size=info.size, modified=None) for info in real(prefix, limit=limit)
+        ],
+    )
+    run.writer.collect([])
+    run.fake.now += 100 * DAY
+    assert run.writer.collect([]).blobs_removed == ()
+
+
+def test_failing_listing_deletes_nothing(run: Run) -> None:
+    for step in range(3):
+        run.base(step)
+    run.writer.collect([2])
+    run.fake.now += 2 * DAY
+    blobs = run.keys("data/")
+
+    def before(operation: str, key: str) -> None:
+        if operation == "list" and key == "trash/":
+            raise StoreError("listing failed")
+
+    run.fake.before = before
+    with pytest.raises(StoreError, match="listing failed"):
+        run.writer.collect([2])
+    assert run.keys("data/") == blobs
+
+
+def test_negative_grace(run: Run) -> None:
+    with pytest.raises(ConfigError, match="grace_s=-1"):
+        run.writer.collect([], grace_s=-1)
+
+
+def test_interrupted_anywhere_and_completed_by_the_next() -> None:
+    for call in itertools.count():
+        run = Run()
+        first = run.base(1)
+        kept = run.delta(first, 2)
+        run.base(3)
+        run.base(4)
+        run.writer.collect([1, 2])
+        run.fake.now += DAY + 1
+        run.fake.fail_at(call)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ShrinkpointWarning)  # the sweep may be what fails
+                run.writer.collect([1])
+            interrupted = False
+        except InjectedError:
+            interrupted = True
+        run.fake.heal()
+        assert run.store.fetch(kept) == [b"1", b"2"]
+        assert set(run.sound()) >= {2, 4}
+        run.writer.collect([1])
+        run.fake.now += DAY + 1
+        run.writer.collect([1])
+        assert run.sound() == [4, 2]
+        assert len(run.keys("data/")) == 3
+        assert run.keys("trash/") == []
+        if not interrupted:
+            break
+    assert call > 10
+
+
+class Collections(RuleBasedStateMachine):
+    """Writers come, go, pause and are fenced; clocks run; collections are interrupted: acknowledged saves stay sound."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fake = FakeObjects()
+        self.step = 0
+        self.writers: list[tuple[RunWriter, Manifest | None]] = []
+        self.acknowledged: dict[str, Manifest] = {}
+        self.unpublished: set[str] = set()
+        self.open_writer()
+
+    def store(self) -> RunStore:
+        return RunStore("ignored", objects=self.fake, retry=RetryPolicy(attempts=1))
+
+    @rule()
+    def open_writer(self) -> None:
+        """Resume: restore the newest, then become the writer; earlier writers live on without knowing."""
+        store = self.store()
+        found = store.newest_sound(lambda manifest, blobs: None)
+        writer = store.writer()
+        writer._clock = lambda: self.fake.now
+        self.writers = [*self.writers[-2:], (writer, found[0] if found else None)]
+
+    @rule(which=st.integers(0, 2), full=st.booleans(), fails=st.none() | st.integers(0, 4))
+    def commit(self, which: int, full: bool, fails: int | None) -> None:
+        which %= len(self.writers)
+        writer, parent = self.writers[which]
+        parent = None if full else parent
+        self.step += 1
+        if fails is not None:
+            self.fake.fail_at(fails)
+        try:
+            manifest = save(writer, self.step, parent)
+        except (FencedError, ChainError, InjectedError) as error:
+            if isinstance(error, ChainError):
+                self.writers[which] = (writer, None)
+        else:
+            self.acknowledged[manifest.digest] = manifest
+            self.writers[which] = (writer, manifest)
+        finally:
+            self.fake.heal()
+
+    @rule(
+        which=st.integers(0, 2),
+        keep=st.sets(st.integers(0, 12), max_size=4),
+        fails=st.none() | st.integers(0, 20),
+    )
+    def collect(self, which: int, keep: set[int], fails: int | None) -> None:
+        writer, _ = self.writers[which % len(self.writers)]
+        before = {m.digest: m for m in self.store().manifests()}
+        if fails is not None:
+            self.fake.fail_at(fails)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ShrinkpointWarning)  # the sweep may be what fails
+                writer.collect(keep)
+        except (FencedError, InjectedError):
+            pass
+        finally:
+            self.fake.heal()
+        gone = set(before) - {m.digest for m in self.store().manifests()}
+        assert not {before[digest].seq for digest in gone} & keep
+        newest = max(before.values(), key=lambda m: (m.epoch, m.seq), default=None)
+        assert newest is None or newest.digest not in gone
+        self.unpublished |= gone
+
+    @precondition(lambda self: self.acknowledged)
+    @rule(hours=st.sampled_from([0.4, 0.4, 23.0, 25.0]))
+    def wait(self, hours: float) -> None:
+        self.fake.now += hours * 3600
+
+    @invariant()
+    def acknowledged_saves_are_there_and_sound(self) -> None:
+        store = self.store()
+        published = {m.digest: m for m in store.manifests()}
+        assert set(self.acknowledged) - self.unpublished <= set(published)
+        for manifest in published.values():
+            assert store.fetch(manifest)[-1] == b"%d" % manifest.step
+
+    @invariant()
+    def nothing_newer_than_the_restored_one_was_acknowledged(self) -> None:
+        found = self.store().newest_sound(lambda manifest, blobs: None)
+        order = [(m.epoch, m.seq) for m in self.acknowledged.values()]
+        assert not order or (found is not None and (found[0].epoch, found[0].seq) >= max(order))
+
+
+Collections.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestCollections = Collections.TestCase

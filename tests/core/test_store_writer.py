@@ -1,0 +1,349 @@
+"""The commit point and the fence, step by step on a store whose every operation can be seen and failed."""
+
+import itertools
+import warnings
+from typing import Any
+
+import pytest
+from support.fake_objects import FakeObjects, InjectedError
+
+from shrinkpoint.errors import ChainError, ConfigError, FencedError, NoCheckpointError, StoreError
+from shrinkpoint.store.catalog import Catalog
+from shrinkpoint.store.keys import commit_key
+from shrinkpoint.store.manifest import Manifest, seal, unseal
+from shrinkpoint.store.retry import RetryPolicy
+from shrinkpoint.store.run import RunStore
+from shrinkpoint.store.writer import COMMIT_LIMIT_S, RunWriter
+
+
+@pytest.fixture
+def fake() -> FakeObjects:
+    return FakeObjects()
+
+
+@pytest.fixture
+def store(fake: FakeObjects) -> RunStore:
+    return store_on(fake)
+
+
+def store_on(fake: FakeObjects) -> RunStore:
+    return RunStore("ignored", objects=fake, retry=RetryPolicy(attempts=3, first_delay_s=0))
+
+
+def base(writer: RunWriter, step: int = 1, data: bytes = b"base") -> Manifest:
+    return writer.commit(data, step=step, kind="base", parent=None, state_digest="d", meta={})
+
+
+def delta(writer: RunWriter, parent: Manifest, step: int = 2, data: bytes = b"delta") -> Manifest:
+    return writer.commit(data, step=step, kind="delta", parent=parent, state_digest="d", meta={})
+
+
+def two_writers(store: RunStore) -> tuple[RunWriter, RunWriter]:
+    """Opened at once, hence of one epoch; the one with the smaller nonce first."""
+    first, second = store.writer(), store.writer()
+    assert first.epoch == second.epoch
+    return (first, second) if first.session < second.session else (second, first)
+
+
+def test_blob_before_manifest_and_nothing_else(store: RunStore, fake: FakeObjects) -> None:
+    writer = store.writer()
+    fake.calls.clear()
+    first = base(writer)
+    assert fake.calls == [("put", first.chain[0].key), ("put_if_absent", "commits/0000000000.json")]
+    fake.calls.clear()
+    second = delta(writer, first)
+    assert fake.calls == [("put", second.chain[1].key), ("put_if_absent", "commits/0000000001.json")]
+    assert second.parent_digest == first.digest
+    assert second.chain == (*first.chain, second.chain[1])
+    assert writer.last == second
+
+
+def test_failure_at_every_operation_of_a_commit(store: RunStore, fake: FakeObjects) -> None:
+    """Either the commit is acknowledged, or the run is as before; and the writer can go on."""
+    writer = store.writer()
+    first = base(writer)
+    for call in itertools.count():
+        fake.fail_at(call)
+        try:
+            committed = delta(writer, first)
+        except InjectedError:
+            fake.heal()
+            assert store.manifests() == [first]
+            continue
+        fake.heal()
+        break
+    assert call == 2
+    assert store.manifests() == [committed, first]
+
+
+def test_lost_response_of_the_manifest(store: RunStore, fake: FakeObjects) -> None:
+    writer = store.writer()
+    fake.lose_response_of = "commits/"
+    manifest = base(writer)
+    assert manifest.seq == 0
+    assert store.manifests() == [manifest]
+
+
+def test_lost_response_and_no_further_attempt(fake: FakeObjects) -> None:
+    """The caller is told of a failure although the commit happened; the next one finds its number taken by itself."""
+    store = RunStore("ignored", objects=fake, retry=RetryPolicy(attempts=1))
+    writer = store.writer()
+    fake.lose_response_of = "commits/"
+    with pytest.raises(StoreError, match="lost"):
+        base(writer, step=1)
+    second = base(writer, step=2)
+    assert [(m.seq, m.step) for m in store.manifests()] == [(1, 2), (0, 1)]
+    assert store.fetch(second) == [b"base"]
+
+
+def test_a_restarted_writer_fences_the_old_one(store: RunStore) -> None:
+    old = store.writer()
+    first = base(old)
+    new = store.writer()
+    assert (old.epoch, new.epoch) == (1, 2)
+    second = delta(new, first)
+    with pytest.raises(FencedError, match=r"epoch 2.*step 2"):
+        delta(old, first)
+    assert store.manifests() == [second, first]
+    for attempt in (lambda: base(old), lambda: old.collect([]), lambda: old.pin("x", first)):
+        with pytest.raises(FencedError):  # and stays fenced
+            attempt()
+
+
+def test_save_of_the_old_writer_before_the_first_of_the_new(store: RunStore) -> None:
+    """It is acknowledged and kept, the new writer takes the next number, and the newest is the new writer's."""
+    old = store.writer()
+    first = base(old)
+    new = store.writer()
+    straggler = delta(old, first, step=5)
+    taken_over = delta(new, first, step=2)
+    assert (straggler.seq, taken_over.seq) == (1, 2)
+    assert store.manifests() == [taken_over, straggler, first]
+    with pytest.raises(FencedError):
+        delta(old, straggler, step=6)
+
+
+def test_higher_number_of_a_lower_epoch_is_not_newest(store: RunStore, fake: FakeObjects) -> None:
+    old = store.writer()
+    first = base(old)
+    new = store.writer()
+    newest = delta(new, first)
+    stale = unseal(newest.to_bytes(), "m")
+    stale.update(seq=9, epoch=1)
+    fake.put("commits/0000000009.json", seal(stale))
+    assert [m.seq for m in store.manifests()] == [1, 9, 0]
+    assert store.writer()._next_seq == 10
+
+
+def test_equal_epochs_smaller_nonce_wins(store: RunStore) -> None:
+    winner, loser = two_writers(store)
+    first = base(winner)
+    with pytest.raises(FencedError):
+        base(loser)
+    assert store.manifests() == [first]
+
+
+def test_equal_epochs_loser_committed_first(store: RunStore) -> None:
+    winner, loser = two_writers(store)
+    base(loser, step=1)
+    kept = base(winner, step=2)
+    assert kept.seq == 1
+    with pytest.raises(FencedError):
+        base(loser, step=3)
+    assert store.manifests()[0] == kept
+
+
+@pytest.mark.parametrize("schedule", sorted(set(itertools.permutations("AABBB"))))
+def test_every_interleaving_of_two_writers(schedule: tuple[str, ...]) -> None:
+    """What was acknowledged stays restorable, and the newest is never older than the winner's last acknowledgement."""
+    store = store_on(FakeObjects())
+    first = base(store.writer(), step=0)
+    writers = {"A": store.writer(), "B": store.writer()}
+    acknowledged: list[Manifest] = [first]
+    fenced: set[str] = set()
+    for step, name in enumerate(schedule, start=1):
+        try:
+            acknowledged.append(delta(writers[name], first, step=step))
+        except FencedError:
+            fenced.add(name)
+    assert len(fenced) <= 1
+    assert set(store.manifests()) == set(acknowledged)
+    assert all(store.fetch(manifest) for manifest in acknowledged)
+    survivors = [m for m in acknowledged if m.session not in {writers[name].session for name in fenced}]
+    if fenced:
+        assert store.manifests()[0] == survivors[-1]
+
+
+def test_unreadable_manifest_keeps_its_number(store: RunStore, fake: FakeObjects) -> None:
+    writer = store.writer()
+    base(writer)
+    fake.put("commits/0000000001.json", b"half a manif")
+    assert base(writer).seq == 2
+    reopened = store.writer()
+    assert reopened.epoch == 3  # the unreadable one may have been of epoch 2
+    assert base(reopened).seq == 3
+
+
+def test_newer_version_in_the_slot_is_a_fence(store: RunStore, fake: FakeObjects) -> None:
+    writer = store.writer()
+    record = unseal(base(writer).to_bytes(), "m")
+    fake.put("commits/0000000001.json", seal({**record, "seq": 1, "format": 99}))
+    with pytest.raises(FencedError, match="newer shrinkpoint"):
+        base(writer)
+
+
+def test_far_behind_writer_catches_up_by_listing(store: RunStore, fake: FakeObjects) -> None:
+    winner, loser = two_writers(store)
+    for step in range(40):
+        base(loser, step=step)
+    fake.calls.clear()
+    assert base(winner, step=99).seq == 40
+    assert sum(operation == "put_if_absent" for operation, _ in fake.calls) < 15
+
+
+def test_parent_that_was_removed(store: RunStore) -> None:
+    """A delta whose base may be collected any moment would be a checkpoint that cannot be restored."""
+    old = store.writer()
+    first = base(old)
+    newest = base(old, step=2)
+    new = store.writer()
+    old.collect([newest.seq])
+    with pytest.raises(ChainError, match="save a base"):
+        delta(new, first)
+    assert delta(new, newest, step=3).chain[0] == newest.chain[0]
+
+
+def test_parent_is_asked_for_once_an_hour(fake: FakeObjects, store: RunStore) -> None:
+    first = base(store.writer())
+    now = [0.0]
+    writer = RunWriter(fake, Catalog(fake), mode="conditional", clock=lambda: now[0])
+    parent = delta(writer, first)
+    fake.calls.clear()
+    delta(writer, parent, step=3)
+    assert [operation for operation, _ in fake.calls] == ["put", "put_if_absent"]
+    now[0] += COMMIT_LIMIT_S + 1
+    fake.calls.clear()
+    delta(writer, parent, step=4)
+    assert fake.calls[0] == ("get", commit_key(parent.seq))
+
+
+def test_upload_that_took_too_long_is_not_committed(fake: FakeObjects, store: RunStore) -> None:
+    store.writer()
+    now = [0.0]
+    writer = RunWriter(fake, Catalog(fake), mode="conditional", clock=lambda: now[0])
+
+    def suspend(operation: str, key: str) -> None:
+        if operation == "put":
+            now[0] += COMMIT_LIMIT_S + 1
+
+    fake.before = suspend
+    with pytest.raises(StoreError, match="save again"):
+        base(writer)
+    assert store.manifests() == []
+
+
+def test_commit_that_was_held_up_is_acknowledged_only_whole(fake: FakeObjects, store: RunStore) -> None:
+    store.writer()
+    now = [0.0]
+    writer = RunWriter(fake, Catalog(fake), mode="conditional", clock=lambda: now[0])
+
+    def suspend(operation: str, key: str) -> None:
+        if operation == "put_if_absent":
+            now[0] += COMMIT_LIMIT_S + 1
+
+    fake.before = suspend
+    assert store.fetch(base(writer)) == [b"base"]
+
+    def suspend_while_collected(operation: str, key: str) -> None:
+        if operation == "put_if_absent":
+            suspend(operation, key)
+            for blob in [blob for blob in fake.blobs if blob.startswith("data/")]:
+                del fake.blobs[blob]
+
+    fake.before = suspend_while_collected
+    with pytest.raises(StoreError, match="held up"):
+        base(writer, step=2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"step": -1}, "step=-1"),
+        ({"step": 10**12}, "step="),
+        ({"step": 1.0}, "step=1.0"),
+        ({"kind": "full"}, "kind='full'"),
+        ({"kind": "delta"}, "a delta has a parent"),
+        ({"meta": {"loss": float("nan")}}, "meta"),
+        ({"meta": {"x": object()}}, "meta"),
+        ({"state_digest": None}, "state_digest"),
+    ],
+)
+def test_arguments_are_checked_before_anything_is_written(
+    changes: dict[str, Any], message: str, store: RunStore, fake: FakeObjects
+) -> None:
+    writer = store.writer()
+    before = set(fake.blobs)
+    values: dict[str, Any] = {"step": 1, "kind": "base", "parent": None, "state_digest": "", "meta": {}}
+    with pytest.raises(ConfigError, match=message):
+        writer.commit(b"x", **{**values, **changes})
+    assert set(fake.blobs) == before
+
+
+def test_closed_writer(store: RunStore) -> None:
+    with store.writer() as writer:
+        base(writer)
+    writer.close()
+    with pytest.raises(StoreError, match="closed"):
+        base(writer)
+
+
+def test_pins(store: RunStore) -> None:
+    writer = store.writer()
+    first, second = base(writer), base(writer, step=2)
+    writer.pin("best", first)
+    writer.pin("best", first)
+    with pytest.raises(ConfigError, match="unpin it first"):
+        writer.pin("best", second)
+    assert store.pins() == {"best": 0}
+    writer.unpin("best")
+    writer.unpin("best")
+    writer.collect([])
+    with pytest.raises(NoCheckpointError, match="step 1"):
+        writer.pin("late", first)
+    assert store.pins() == {}
+
+
+class TestSingleWriter:
+    @pytest.fixture
+    def fake(self) -> FakeObjects:
+        return FakeObjects(honours_condition=False, known_atomic=None)
+
+    def open(self, store: RunStore) -> RunWriter:
+        with pytest.warns(UserWarning, match="put-if-absent"):
+            writer = store.writer()
+        assert writer.mode == "single-writer"
+        return writer
+
+    def test_names_cannot_collide(self, store: RunStore, fake: FakeObjects) -> None:
+        writer = self.open(store)
+        first = base(writer)
+        second = delta(writer, first)
+        assert store.manifests() == [second, first]
+        assert commit_key(0, first.chain[0].key) in fake.blobs
+        assert not any(key.startswith("probe/") for key in fake.blobs)
+
+    def test_old_writer_is_fenced(self, store: RunStore) -> None:
+        old = self.open(store)
+        first = base(old)
+        new = self.open(store)
+        second = delta(new, first)
+        with pytest.raises(FencedError):
+            delta(old, first)
+        assert store.manifests() == [second, first]
+
+    def test_on_request_without_a_warning(self, store: RunStore) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert store.writer(mode="single-writer").mode == "single-writer"
+        with pytest.raises(ConfigError, match="mode="):
+            store.writer(mode="many")  # type: ignore[arg-type]
