@@ -1,0 +1,340 @@
+"""`make demo`: train, kill -9, start again, and measure what the compressed checkpoints cost.
+
+    python examples/demo.py [--steps 600] [--seed 1] [--out demo-out] [--quick]
+
+1. A small GPT learns the Python standard library's source text, undisturbed, with ordinary checkpoints.
+2. The same training with CompressedCheckpoint gets SIGKILL at a random moment, is started again by the same
+   command, resumes by itself and finishes.
+3. The last checkpoint is restored in a fresh process and compared with the true weights.
+
+Every number shown at the end was measured in this run. Each run gets a new numbered folder under ``--out``;
+nothing older is touched, but ``demo.svg`` and ``table.md`` directly under ``--out`` show the newest one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from demo_picture import picture
+from demo_report import DemoResult, Save, findings, markdown, rich_table
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.table import Table
+
+HERE = Path(__file__).resolve().parent
+FULL: dict[str, int] = {}
+QUICK = {"width": 64, "layers": 2, "heads": 2, "block": 64, "warmup": 10}
+Event = dict[str, Any]
+
+
+class DemoError(Exception):
+    """The demo cannot go on; the message says why and where to look."""
+
+
+@dataclass
+class TrainingProcess:
+    """A child process of the demo, and the events it has logged so far."""
+
+    settings: Path
+    name: str
+    events: list[Event] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        folder = self.settings.parent
+        self.output = folder / f"{self.name}.log"
+        self._events_path = folder / f"{self.name}.events.jsonl"
+        self._events_path.touch()
+        self._reader = self._events_path.open(encoding="utf-8")
+        self._partial = ""
+        command = [sys.executable, str(HERE / "demo_train.py"), str(self.settings), str(self._events_path)]
+        with self.output.open("wb") as output:
+            # In a session of its own, so that Ctrl-C reaches the demo alone, which then ends the child.
+            self.process = subprocess.Popen(
+                command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+
+    def poll(self) -> bool:
+        """Read new events; returns whether the process is still running."""
+        running = self.process.poll() is None
+        *lines, self._partial = (self._partial + self._reader.read()).split("\n")
+        self.events += [json.loads(line) for line in lines]
+        return running
+
+    def kill(self) -> None:
+        """SIGKILL, at once, and wait until the process is gone."""
+        self.process.kill()
+        self.process.wait()
+        self.poll()
+
+    def check(self) -> None:
+        """Raise if the process did not end well."""
+        if self.process.returncode:
+            tail = "\n".join(self.output.read_text(errors="replace").splitlines()[-15:])
+            raise DemoError(
+                f"{self.name} ended with code {self.process.returncode}; {self.output} ends so:\n{tail}"
+            )
+
+    def of(self, kind: str) -> list[Event]:
+        """The events of one kind, in order."""
+        return [event for event in self.events if event["event"] == kind]
+
+    @property
+    def step(self) -> int:
+        """The optimizer step reached, 0 before the first."""
+        return next((int(e["step"]) for e in reversed(self.events) if e["event"] in ("train", "start")), 0)
+
+    @property
+    def seconds(self) -> float:
+        """Time from the start of training to the last step seen."""
+        steps = [e["time"] for e in self.events if e["event"] in ("start", "train", "val", "end")]
+        return float(steps[-1] - steps[0])
+
+    def curve(self, kind: str) -> dict[int, float]:
+        """A loss by step: ``train`` or ``val``."""
+        return {int(e["step"]): float(e["loss"]) for e in self.of(kind)}
+
+
+class Demo:
+    """The whole demo, from an empty folder to a `DemoResult`."""
+
+    def __init__(self, options: argparse.Namespace, console: Console) -> None:
+        self.console = console
+        self.steps = options.steps or (60 if options.quick else 600)
+        self.every = max(2, self.steps // (6 if options.quick else 12))
+        self.folder = _new_folder(options.out)
+        self.run_url = str(self.folder / "run")
+        self._common = {
+            "every": self.every,
+            "seed": options.seed,
+            "threads": options.threads,
+            # Tiny steps are faster than saving: they must wait, or most saves of the quick demo would be skipped.
+            "busy": "wait" if options.quick else "skip",
+            "config": {**(QUICK if options.quick else FULL), "steps": self.steps},
+            "true_weights": str(self.folder / "true-final-weights.pt"),
+        }
+        # Anywhere between two saves in the middle half of the run.
+        middle = range(self.steps * 2 // 5, self.steps * 3 // 4)
+        self.kill_step = random.Random(options.seed).choice([s for s in middle if s % self.every])
+        self.kill_delay = random.random() * 0.1
+        self._children: list[TrainingProcess] = []
+
+    def run(self) -> DemoResult:
+        """Do everything; the children are gone when this returns or raises."""
+        started = time.monotonic()
+        try:
+            with _progress(self.console) as progress:
+                reference = self._train(progress, "undisturbed, torch.save", "reference", "reference")
+                first = self._train(progress, "compressed, until kill -9", "compressed", "run-1", kill=True)
+                second = self._train(progress, "started again, resumes", "compressed", "run-2")
+                check = self._start("remeasure", "remeasure")
+                waiting = progress.add_task("restore in a fresh process", total=1)
+                _wait(check, lambda: None)
+                progress.update(waiting, completed=1)
+        finally:
+            for child in self._children:
+                child.kill()
+        return self._result(reference, first, second, check, time.monotonic() - started)
+
+    def _start(self, mode: str, name: str) -> TrainingProcess:
+        url = str(self.folder / "reference") if mode == "reference" else self.run_url
+        settings = self.folder / f"{name}.settings.json"
+        settings.write_text(
+            json.dumps({"mode": mode, "url": url, **self._common}, indent=1), encoding="utf-8"
+        )
+        child = TrainingProcess(settings, name)
+        self._children.append(child)
+        return child
+
+    def _train(
+        self, progress: Progress, title: str, mode: str, name: str, *, kill: bool = False
+    ) -> TrainingProcess:
+        child = self._start(mode, name)
+        task = progress.add_task(title, total=self.steps)
+
+        def watch() -> None:
+            progress.update(task, completed=child.step)
+            if kill and child.step >= self.kill_step and _has_commit(self.run_url):
+                time.sleep(self.kill_delay)
+                child.kill()
+                progress.update(
+                    task, completed=child.step, description=f"[red]kill -9 after step {child.step}"
+                )
+
+        _wait(child, watch, killed_on_purpose=kill)
+        if kill and child.step >= self.steps:
+            raise DemoError(
+                f"{name} finished before it could be killed: {self.run_url} had no checkpoint by then"
+            )
+        return child
+
+    def _result(
+        self,
+        reference: TrainingProcess,
+        first: TrainingProcess,
+        second: TrainingProcess,
+        check: TrainingProcess,
+        wall_s: float,
+    ) -> DemoResult:
+        resumed = second.of("start")[0]
+        if not resumed["step"]:
+            raise DemoError(f"the second start did not resume: see {second.output}")
+        torch_saves = {int(e["step"]): e for e in reference.of("torch_save")}
+        measured = check.of("remeasured")[0]
+        reference_val = reference.curve("val")
+        early_val = {s: v for s, v in first.curve("val").items() if s <= resumed["step"]}
+        return DemoResult(
+            steps=self.steps,
+            saves=_collect_saves(self.run_url, {step: int(e["bytes"]) for step, e in torch_saves.items()}),
+            reference=reference.curve("train"),
+            before=first.curve("train"),
+            after=second.curve("train"),
+            reference_val=reference_val,
+            run_val=early_val | second.curve("val"),
+            killed_at=first.step,
+            resumed_at=int(resumed["step"]),
+            resume_degradation=resumed["val_loss"] / reference_val[int(resumed["step"])] - 1,
+            final_reference_val=reference.of("end")[0]["val_loss"],
+            final_run_val=second.of("end")[0]["val_loss"],
+            remeasured_degradation=measured["restored_loss"] / measured["true_loss"] - 1,
+            torch_save_s=sum(float(e["seconds"]) for e in torch_saves.values()),
+            reference_train_s=reference.seconds,
+            train_s=first.seconds + second.seconds,
+            wall_s=wall_s,
+        )
+
+
+def _wait(child: TrainingProcess, watch: Callable[[], None], *, killed_on_purpose: bool = False) -> None:
+    while child.poll():
+        watch()
+        time.sleep(0.1)
+    child.poll()
+    watch()
+    if not killed_on_purpose or child.process.returncode != -signal.SIGKILL:
+        child.check()
+
+
+def _has_commit(url: str) -> bool:
+    return any(Path(url, "commits").glob("*.json"))
+
+
+def _collect_saves(url: str, torch_bytes: dict[int, int]) -> list[Save]:
+    """What the run's own manifests say, so that saves of the killed process count as well."""
+    # Imported late: torch takes seconds, and the progress bar should not wait for it.
+    from shrinkpoint.store.run import RunStore
+
+    manifests = sorted(RunStore(url).manifests(), key=lambda m: (m.epoch, m.seq))
+    return [
+        Save(
+            step=manifest.step,
+            kind=manifest.kind,
+            bytes=manifest.chain[-1].size,
+            torch_bytes=torch_bytes[manifest.step],
+            degradation=manifest.meta["save"]["degradation"],
+            blocked_s=manifest.meta["save"]["blocked_s"],
+            search_s=manifest.meta["save"]["search_s"],
+        )
+        for manifest in manifests
+    ]
+
+
+def _new_folder(out: Path) -> Path:
+    """The next free numbered folder under ``out``."""
+    out.mkdir(parents=True, exist_ok=True)
+    for folder in _numbered(out):
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            continue
+        return folder
+    raise AssertionError("unreachable: the numbers do not end")
+
+
+def _numbered(out: Path) -> Iterator[Path]:
+    number = 1
+    while True:
+        yield out / f"{number:03d}"
+        number += 1
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        SpinnerColumn(finished_text="[green]✓"),
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+    )
+
+
+def _show(console: Console, result: DemoResult, folder: Path) -> None:
+    for name, text in (("demo.svg", picture(result)), ("table.md", markdown(result))):
+        (folder / name).write_text(text, encoding="utf-8")
+        shutil.copyfile(folder / name, folder.parent / name)
+    console.print(rich_table(result))
+    grid = Table.grid(padding=(0, 2))
+    for what, value in findings(result):
+        grid.add_row(what, f"[bold]{value}")
+    console.print(grid)
+    console.print(f"\npicture      {folder.parent / 'demo.svg'}\ntable        {folder.parent / 'table.md'}")
+    console.print(f"checkpoints  {folder / 'run'}  (shrinkpoint ls {folder / 'run'})")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--steps", type=int, help="optimizer steps of each run (default 600; 60 with --quick)"
+    )
+    parser.add_argument("--seed", type=int, default=1, help="seeds weights, batches and the step of the kill")
+    parser.add_argument(
+        "--out", type=Path, default=Path("demo-out"), help="folder for everything that is written"
+    )
+    parser.add_argument("--threads", type=int, default=2, help="torch threads of each training process")
+    parser.add_argument("--quick", action="store_true", help="a tiny model, done in under a minute")
+    options = parser.parse_args()
+    if options.steps is not None and options.steps < 24:
+        parser.error(f"--steps {options.steps} leaves no room for saves and a kill; use at least 24")
+
+    console = Console()
+    demo = Demo(options, console)
+    console.print(f"Everything is written to [bold]{demo.folder}[/]; Ctrl-C stops cleanly.\n")
+    try:
+        result = demo.run()
+    except KeyboardInterrupt:
+        console.print(
+            f"\nStopped; the training processes have ended. What was written so far is in {demo.folder}."
+        )
+        return 130
+    except DemoError as error:
+        console.print(f"\n{error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        return 1
+    _show(console, result, demo.folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

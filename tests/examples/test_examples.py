@@ -1,0 +1,223 @@
+"""The examples run as their readers would run them: as scripts, in processes of their own."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+pytest.importorskip("lightning")
+
+
+def command(script: str, *arguments: object) -> list[str]:
+    return [sys.executable, str(EXAMPLES / script), *map(str, arguments)]
+
+
+def run(script: str, *arguments: object) -> str:
+    done = subprocess.run(
+        command(script, *arguments),
+        capture_output=True,
+        check=False,
+        text=True,
+        timeout=240,
+        env=os.environ | {"COLUMNS": "100"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def modules(monkeypatch):
+    """The examples' folder on the path, as it is for a script that lies there."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+
+
+# --- the demo -----------------------------------------------------------------------------------------------
+
+
+def test_demo_kills_resumes_and_reports(tmp_path):
+    out = tmp_path / "demo-out"
+    shown = run("demo.py", "--quick", "--threads", 1, "--out", out)
+
+    settings = json.loads((out / "001" / "run-2.settings.json").read_text())
+    first, second = (
+        [json.loads(line) for line in (out / "001" / f"{name}.events.jsonl").read_text().splitlines()]
+        for name in ("run-1", "run-2")
+    )
+    assert first[-1]["event"] != "end", "the first process was not killed"
+    resumed = next(event["step"] for event in second if event["event"] == "start")
+    assert 0 < resumed <= max(event["step"] for event in first if event["event"] == "train")
+    assert second[-1]["event"] == "end"
+    assert second[-1]["step"] == settings["config"]["steps"]
+    assert f"resumed by itself from step {resumed}" in shown
+
+    table = (out / "table.md").read_text()
+    kinds = re.findall(r"^\| \d+ \| (base|delta) \|", table, flags=re.MULTILINE)
+    assert kinds[0] == "base"
+    assert len(kinds) >= 4
+    assert ElementTree.parse(out / "demo.svg").getroot().tag.endswith("svg")
+
+
+def test_demo_leaves_earlier_output_alone(tmp_path, modules):
+    import demo
+
+    (tmp_path / "001").mkdir()
+    (tmp_path / "notes.txt").write_text("mine")
+    assert demo._new_folder(tmp_path) == tmp_path / "002"
+    assert demo._new_folder(tmp_path) == tmp_path / "003"
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_ctrl_c_ends_the_demo_and_its_training(tmp_path):
+    demo = subprocess.Popen(
+        command("demo.py", "--quick", "--out", tmp_path), stdout=subprocess.PIPE, text=True
+    )
+    events = tmp_path / "001" / "reference.events.jsonl"
+    try:
+        deadline = time.monotonic() + 120
+        while not (events.exists() and events.read_text().endswith("\n")):
+            assert demo.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        demo.send_signal(signal.SIGINT)
+        shown, _ = demo.communicate(timeout=60)
+    finally:
+        demo.kill()
+    assert demo.returncode == 130
+    assert "Stopped" in shown
+    with pytest.raises(ProcessLookupError):
+        os.kill(json.loads(events.read_text().splitlines()[0])["pid"], 0)
+
+
+def test_demo_refuses_too_few_steps(tmp_path):
+    done = subprocess.run(
+        command("demo.py", "--steps", 5, "--out", tmp_path), capture_output=True, check=False, text=True
+    )
+    assert done.returncode == 2
+    assert "at least 24" in done.stderr
+
+
+# --- the report ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def result(modules):
+    from demo_report import DemoResult, Save
+
+    reference = {step: 5.0 / (1 + step / 20) + 2 for step in range(1, 61)}
+    sizes = [(10, "base", 9_000), (20, "delta", 3_000), (40, "delta", 2_000), (60, "delta", 2_000)]
+    return DemoResult(
+        steps=60,
+        saves=[
+            Save(
+                step=step,
+                kind=kind,
+                bytes=size,
+                torch_bytes=100_000,
+                degradation=None if step == 10 else 0.002,
+                blocked_s=0.01,
+                search_s=0.1,
+            )
+            for step, kind, size in sizes
+        ],
+        reference=reference,
+        before={step: reference[step] for step in range(1, 28)},
+        after={step: reference[step] * 1.01 for step in range(21, 61)},
+        reference_val={step: reference[step] for step in range(10, 61, 10)},
+        run_val={step: reference[step] for step in range(10, 61, 10)},
+        killed_at=27,
+        resumed_at=20,
+        resume_degradation=0.003,
+        final_reference_val=2.0,
+        final_run_val=2.01,
+        remeasured_degradation=0.001,
+        torch_save_s=0.1,
+        reference_train_s=10.0,
+        train_s=11.0,
+        wall_s=30.0,
+    )
+
+
+def test_report_says_what_was_measured(result):
+    from demo_report import markdown, relative_difference
+
+    text = markdown(result)
+    assert "| 10 | base | 9.00 kB | 100.00 kB | 11.1x | - | 10 ms | 100 ms |" in text
+    assert "**16.00 kB** | **400.00 kB** | **25.0x**" in text
+    assert "identical in every bit" in text
+    assert "2.0100, undisturbed 2.0000 (+0.50 %)" in text
+    assert relative_difference(result.after, result.reference, 21, 40) == pytest.approx(0.01)
+
+
+def test_report_admits_a_difference_before_the_kill(result):
+    from demo_report import markdown
+
+    result.before[3] += 1e-6
+    assert "NOT identical" in markdown(result)
+
+
+def test_picture_is_well_formed_and_stays_on_the_page(result):
+    from demo_picture import picture
+
+    root = ElementTree.fromstring(picture(result))
+    width, height = float(root.get("width")), float(root.get("height"))
+    for element in root.iter():
+        for name in ("x", "x1", "x2", "cx", "width"):
+            assert 0 <= float(element.get(name, 0)) <= width
+        for name in ("y", "y1", "y2", "cy", "height"):
+            assert 0 <= float(element.get(name, 0)) <= height
+
+
+# --- the other scripts --------------------------------------------------------------------------------------
+
+
+def run_until_killed(arguments: list[str], step: int) -> int:
+    """Start a script that prints its steps, kill it after one of them; returns the step it started from."""
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as process:
+        started = -1
+        for line in process.stdout:
+            if line.startswith("start "):
+                started = int(line.split()[1])
+            if line.startswith(f"step {step} "):
+                process.kill()
+    assert process.returncode == -signal.SIGKILL
+    return started
+
+
+def test_plain_loop_resumes_after_a_kill(tmp_path):
+    script = command(
+        "plain_pytorch.py", tmp_path / "run", "--tiny", "--steps", 60, "--every", 10, "--busy", "wait"
+    )
+    assert run_until_killed(script, 47) == 0
+    done = subprocess.run(script, capture_output=True, check=False, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert 0 < int(re.search(r"^start (\d+)$", done.stdout, flags=re.MULTILINE)[1]) <= 47
+    assert "validation loss" in done.stdout
+
+
+def test_plain_loop_adds_at_most_ten_lines():
+    lines = (EXAMPLES / "plain_pytorch.py").read_text().splitlines()
+    assert 0 < sum(re.search(r"# \+(  # fmt: skip)?$", line) is not None for line in lines) <= 10
+
+
+def test_lightning_script_is_short_and_continues(tmp_path):
+    assert len((EXAMPLES / "lightning_gpt.py").read_text().splitlines()) < 80
+    first = run("lightning_gpt.py", tmp_path / "run", "--steps", 10, "--every", 5)
+    assert "step 10: validation loss" in first
+    again = run("lightning_gpt.py", tmp_path / "run", "--steps", 15, "--every", 5)
+    assert "step 15: validation loss" in again
+
+
+def test_s3_example_resumes_from_a_bucket():
+    pytest.importorskip("moto.server")
+    pytest.importorskip("s3fs")
+    shown = run("resume_from_s3.py")
+    assert "kill -9 after step 37" in shown
+    assert re.search(r"resumed by itself from step [123]0, finished at step 60", shown)
