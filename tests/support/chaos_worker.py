@@ -1,0 +1,187 @@
+"""A process that saves until it is killed: resume from the newest sound checkpoint, commit, acknowledge, repeat.
+
+Run as ``python chaos_worker.py '{"url": ..., "journal": ..., ...}'`` (the fields of WorkerConfig). Containers are small
+random bytes; the digest of a state is the sha256 over its parent's digest and its own container, so a reader can tell
+whether it was given the right bytes of the whole chain. Every event goes to the journal, one synced JSON line each;
+"ack" is written after ``commit`` returned and not before. Imports no torch: a start takes a fraction of a second.
+"""
+
+import hashlib
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shrinkpoint.errors import FencedError, ShrinkpointError
+from shrinkpoint.store import run
+from shrinkpoint.store.manifest import Manifest
+from shrinkpoint.store.run import RunStore, RunWriter
+
+__all__ = [
+    "FAILED",
+    "FENCED",
+    "Journal",
+    "WorkerConfig",
+    "chain_digest",
+    "read_journal",
+    "verified_digest",
+    "work",
+]
+
+FENCED = 3  # exit status: another writer took over
+FAILED = 4  # exit status: the store could not be opened or read
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerConfig:
+    """What one worker does.
+
+    ``saves`` None means without end. ``believe_conditions`` skips the probe and takes it that the store honours
+    put-if-absent, whether it does or not: for negative controls.
+    """
+
+    url: str
+    journal: str
+    storage_options: dict[str, Any] | None = None
+    believe_conditions: bool = False
+    seed: int = 0
+    saves: int | None = None
+    pause: float = 0.0
+    container_bytes: int = 20_000
+    chain_limit: int = 5
+    retire_every: int | None = None
+    keep: int = 10
+    grace_s: float = 60.0
+
+
+class Journal:
+    """Synced JSON lines that survive a kill of this process.
+
+    Written with writev and O_DSYNC, so that faults injected into the store's write and fsync do not hit the journal.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_DSYNC, 0o600)
+
+    def write(self, event: str, **fields: object) -> None:
+        """Append one line and wait until it is on disk."""
+        os.writev(self._file, [json.dumps({"event": event, "at": time.time(), **fields}).encode(), b"\n"])
+
+
+def read_journal(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The complete lines of a journal; the last one may have been torn by the kill."""
+    if not os.path.exists(path):
+        return []
+    with open(path, "rb") as file:
+        return [json.loads(line) for line in file.read().split(b"\n")[:-1]]
+
+
+def chain_digest(containers: Sequence[bytes]) -> str:
+    """The digest of the state that a chain of containers, base first, stands for."""
+    digest = ""
+    for container in containers:
+        digest = hashlib.sha256(digest.encode() + container).hexdigest()
+    return digest
+
+
+def verified_digest(manifest: Manifest, containers: Sequence[bytes]) -> str:
+    """The digest of a chain; raises CorruptionError where it is not what the manifest says."""
+    digest = chain_digest(containers)
+    if digest != manifest.state_digest:
+        raise ValueError(
+            f"commit {manifest.seq}: the chain gives {digest}, its manifest says {manifest.state_digest}"
+        )
+    return digest
+
+
+class _Worker:
+    def __init__(
+        self, config: WorkerConfig, store: RunStore, writer: RunWriter, parent: Manifest | None
+    ) -> None:
+        self.config = config
+        self.journal = Journal(config.journal)
+        self.store = store
+        self.writer = writer
+        self.rng = random.Random(config.seed)
+        self.parent = parent
+        self.step = parent.step if parent else 0
+        self.chain = self.rng.randrange(config.chain_limit)  # a resumed chain is not always continued
+
+    def save(self) -> None:
+        self.step += 1
+        is_delta = self.parent is not None and self.chain < self.config.chain_limit
+        parent = self.parent if is_delta else None
+        container = self.rng.randbytes(self.rng.randrange(1, self.config.container_bytes))
+        digest = hashlib.sha256((parent.state_digest if parent else "").encode() + container).hexdigest()
+        self.chain = self.chain + 1 if is_delta else 0
+        self.parent = None  # until this save is known to have worked, the next one must be a base
+        manifest = self.writer.commit(
+            container,
+            step=self.step,
+            kind="delta" if is_delta else "base",
+            parent=parent,
+            state_digest=digest,
+            meta={"seed": self.config.seed},
+        )
+        self.journal.write(
+            "ack",
+            seq=manifest.seq,
+            epoch=self.writer.epoch,
+            step=self.step,
+            digest=digest,
+            mode=self.writer.mode,
+        )
+        self.parent = manifest
+
+    def retire(self, keep: int) -> None:
+        seqs = [manifest.seq for manifest in self.store.manifests()]
+        self.journal.write("retire", seqs=seqs[keep:])  # before it happens: what may be gone afterwards
+        self.writer.collect(seqs[:keep], grace_s=self.config.grace_s)
+        self.journal.write("retired", seqs=seqs[keep:])
+
+    def run(self) -> None:
+        done = 0
+        while self.config.saves is None or done < self.config.saves:
+            try:
+                self.save()
+                if self.config.retire_every and (done + 1) % self.config.retire_every == 0:
+                    self.retire(self.config.keep)
+            except FencedError:
+                raise
+            except ShrinkpointError as error:
+                self.journal.write("error", error=f"{type(error).__name__}: {error}")
+            done += 1
+            time.sleep(self.config.pause)
+
+
+def work(config: WorkerConfig) -> int:
+    """Run one worker to its end; returns the exit status."""
+    journal = Journal(config.journal)
+    journal.write("start", pid=os.getpid())
+    try:
+        store = RunStore(config.url, storage_options=config.storage_options)
+        found = store.newest_sound(verified_digest)
+        parent = found[0] if found else None
+        journal.write("resumed", seq=parent.seq if parent else None)
+        if config.believe_conditions:
+            run.honours_put_if_absent = lambda objects: True
+        writer = store.writer()
+        journal.write("opened", epoch=writer.epoch, mode=writer.mode)
+        _Worker(config, store, writer, parent).run()
+        writer.close()
+    except FencedError as error:
+        journal.write("fenced", error=str(error))
+        return FENCED
+    except ShrinkpointError as error:
+        journal.write("failed", error=f"{type(error).__name__}: {error}")
+        return FAILED
+    journal.write("end")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(work(WorkerConfig(**json.loads(sys.argv[1]))))
