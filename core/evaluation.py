@@ -19,6 +19,9 @@ Evaluate = Callable[[Mapping[str, torch.Tensor]], float]
 """The loss on fixed held-out batches with these weights (host tensors by parameter name) in the model's place."""
 
 
+_LOOK_EVERY_S = 0.2
+
+
 class EvaluationUnavailableError(ShrinkpointError):
     """Nobody will serve this request: training is over, or evaluating failed."""
 
@@ -45,7 +48,12 @@ class EvaluationDesk:
                 raise EvaluationUnavailableError("no more evaluations: training has ended")
             self._request, self._answer = weights, None
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._answer is not None or not self._open)
+            # a main thread that ended without `close` will serve nobody, and the interpreter waits for this thread
+            while not self._changed.wait_for(
+                lambda: self._answer is not None or not self._open, _LOOK_EVERY_S
+            ):
+                if not threading.main_thread().is_alive():
+                    self._open = False
             answer = self._take_answer()
         if isinstance(answer, float):
             return answer
