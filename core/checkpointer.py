@@ -12,7 +12,13 @@ from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError, ShrinkpointWarning, StateMismatchError
 from shrinkpoint.evaluation import Evaluate
 from shrinkpoint.reports import Accepted, SaveReport
-from shrinkpoint.resume import ResumePolicy, check_policy, require_same_model, resume_from
+from shrinkpoint.resume import (
+    ResumePolicy,
+    check_policy,
+    require_same_groups,
+    require_same_model,
+    resume_from,
+)
 from shrinkpoint.rng import capture_rng, restore_rng
 from shrinkpoint.roles import describe_training
 from shrinkpoint.saver import Saver
@@ -214,6 +220,8 @@ class Checkpointer:
                 f"{self.saver.url} holds {len(state['optimizers'])} optimizers, and this run has"
                 f" {len(self._optimizers)}: build the same ones, or use a fresh URL"
             )
+        for index, optimizer in enumerate(self._optimizers):
+            require_same_groups(state["optimizers"][index], optimizer, self.saver.url)
         self._model.load_state_dict(state["model"])
         for optimizer, stored_optimizer in zip(self._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(stored_optimizer)

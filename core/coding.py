@@ -51,6 +51,7 @@ def encode_state(
     step: int,
     reference: Mapping[str, Held] | None,
     parent: str | None,
+    release: Callable[[str], object] | None = None,
     provenance: JSON = None,
     threads: int = 1,
 ) -> EncodedState:
@@ -62,6 +63,8 @@ def encode_state(
         step: the training step that the state belongs to.
         reference: what a reader holds of the previous checkpoint; None makes a base.
         parent: digest of the previous checkpoint's state; given exactly when `reference` is.
+        release: called with the name of each tensor whose reference is not needed any more; ``reference.pop`` keeps
+            what a reader holds from being in memory twice.
         provenance: free JSON for the header: versions, configuration.
         threads: parameters coded side by side; the bytes do not depend on it.
     """
@@ -78,6 +81,8 @@ def encode_state(
             values[spec.name] = result.value
             entry = Entry(spec, result.encoded, tensor_digest(result.value))
             coded.append((entry, Held(result.encoded.codec, result.encoded.params, result.planes), why))
+            if release is not None and spec.name in held_before:
+                release(spec.name)
         return coded
 
     rows = [row for rows in _map(code, groups, threads) for row in rows]
@@ -161,6 +166,10 @@ def _decode_last(checkpoint: Checkpoint, held: Mapping[str, Held], threads: int)
             codec, context = _reader(entry, held, _siblings(values, spec, group))
             planes = codec.decode(entry.encoded, spec, context)
             value = codec.reconstruct(entry.encoded, planes, spec, context)
+            if (value.dtype, tuple(value.shape)) != (spec.dtype, spec.shape):
+                raise FormatError(
+                    f"{spec.name}: codec {entry.encoded.codec!r} cannot hold {spec.dtype} {spec.shape}"
+                )
             if tensor_digest(value) != entry.digest:
                 raise CorruptionError(
                     f"step {checkpoint.step}: {spec.name} decodes to other values than were stored"

@@ -2,6 +2,7 @@
 
 import platform
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,6 +12,7 @@ import shrinkpoint
 from shrinkpoint.coding import EncodedState, encode_state
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.container.writer import write_container
+from shrinkpoint.errors import FencedError, ShrinkpointError, ShrinkpointWarning
 from shrinkpoint.planner import Measure, Plan, Planner
 from shrinkpoint.reports import SaveReport
 from shrinkpoint.retention import Record, RetentionPolicy
@@ -42,7 +44,7 @@ class _Link:
     """What the next delta builds on."""
 
     parent: Manifest
-    held: Mapping[str, Held]
+    held: dict[str, Held]
 
 
 class Committer:
@@ -80,7 +82,7 @@ class Committer:
 
     def adopt(self, parent: Manifest, held: Mapping[str, Held]) -> None:
         """Continue the chain of a restored checkpoint."""
-        self._link = _Link(parent, held)
+        self._link = _Link(parent, dict(held))
 
     def forget(self) -> None:
         """Build on nothing: the next checkpoint is a base."""
@@ -95,13 +97,14 @@ class Committer:
         started, spent = time.perf_counter(), self._spent_s()
         state = job.snapshot.wait()
         plan = self.planner.plan(state, job.measure, job.gradients, exact=job.exact)
-        link = self._usable_link()
+        link = self._take_link()
         encoded = encode_state(
             state,
             plan.scheme,
             step=job.step,
             reference=link.held if link else None,
             parent=link.parent.state_digest if link else None,
+            release=link.held.pop if link else None,
             provenance=_provenance(),
             threads=self._config.encoder_threads,
         )
@@ -117,14 +120,14 @@ class Committer:
             state_digest=encoded.checkpoint.state_digest,
             meta={"save": report.to_json(), "search": self.planner.state_dict()},
         )
-        self._link = _Link(manifest, encoded.held)
+        self._link = _Link(manifest, dict(encoded.held))
         self._collect()
         return replace(report, seq=manifest.seq, write_s=time.perf_counter() - encoded_at)
 
-    def _usable_link(self) -> _Link | None:
-        if self._link is None or len(self._link.parent.chain) >= self._config.key_every:
-            return None
-        return self._link
+    def _take_link(self) -> _Link | None:
+        """The chain to extend, if any. It is forgotten here: coding uses up what is held, to hold it only once."""
+        link, self._link = self._link, None
+        return None if link is None or len(link.parent.chain) >= self._config.key_every else link
 
     def _collect(self) -> None:
         config = self._config
@@ -136,8 +139,19 @@ class Committer:
             keep_best=config.keep_best,
             mode=config.mode,
         )
-        records = [record_of(manifest, config.monitor) for manifest in self._store.manifests()]
-        self.open().collect(policy.select(records), grace_s=config.grace_s)
+        try:
+            records = [record_of(manifest, config.monitor) for manifest in self._store.manifests()]
+            self.open().collect(policy.select(records), grace_s=config.grace_s)
+        except FencedError:
+            raise
+        except (
+            ShrinkpointError
+        ) as error:  # as where nothing may be deleted; the checkpoint is committed all the same
+            warnings.warn(
+                f"the checkpoint is stored, but older ones could not be removed: {error}. The next save tries again",
+                ShrinkpointWarning,
+                stacklevel=2,
+            )
 
 
 def record_of(manifest: Manifest, monitor: str | None) -> Record:
@@ -145,7 +159,8 @@ def record_of(manifest: Manifest, monitor: str | None) -> Record:
     save = manifest.meta.get("save")
     metrics = save.get("metrics") if isinstance(save, dict) else None
     metric = metrics.get(monitor) if isinstance(metrics, dict) and monitor is not None else None
-    return Record(seq=manifest.seq, step=manifest.step, metric=metric)
+    measured = float(metric) if isinstance(metric, int | float) else None
+    return Record(seq=manifest.seq, step=manifest.step, epoch=manifest.epoch, metric=measured)
 
 
 def _report(job: Job, plan: Plan, encoded: EncodedState, size: int) -> SaveReport:

@@ -6,10 +6,13 @@ from typing import Literal
 
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.schemes.inshrinkerator import InshrinkeratorOptions
+from shrinkpoint.store.manifest import MAX_CHAIN
 
 __all__ = ["SaverConfig"]
 
-_POSITIVE = ("key_every", "max_failures", "keep_last", "keep_every", "keep_best", "threads")
+_POSITIVE = ("key_every", "max_failures")
+_POSITIVE_OR_NONE = ("keep_last", "keep_every", "keep_best", "threads")
+_CHOICES = {"scheme": ("inshrinkerator", "lossless"), "busy": ("skip", "wait"), "mode": ("min", "max")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,16 +52,25 @@ class SaverConfig:
     """The scheme's own settings."""
 
     def __post_init__(self) -> None:
-        if self.scheme not in ("inshrinkerator", "lossless"):
-            raise ConfigError(f"scheme must be 'inshrinkerator' or 'lossless', not {self.scheme!r}")
-        if self.busy not in ("skip", "wait"):
-            raise ConfigError(f"busy must be 'skip' or 'wait', not {self.busy!r}")
-        if self.mode not in ("min", "max"):
-            raise ConfigError(f"mode must be 'min' or 'max', not {self.mode!r}")
-        for name in _POSITIVE:
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ConfigError(
+                    f"{name} must be {' or '.join(map(repr, choices))}, not {getattr(self, name)!r}"
+                )
+        for name in (*_POSITIVE, *_POSITIVE_OR_NONE):
             value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
+            if value is None and name in _POSITIVE_OR_NONE:
+                continue
+            if type(value) is not int or value < 1:
                 raise ConfigError(f"{name} must be a positive integer, not {value!r}")
+        if self.key_every > MAX_CHAIN:
+            raise ConfigError(
+                f"key_every must be {MAX_CHAIN} at most, the longest chain, not {self.key_every}"
+            )
+        if not (self.monitor is None or isinstance(self.monitor, str)):
+            raise ConfigError(f"monitor must be the name of a metric, not {self.monitor!r}")
+        if not isinstance(self.options, InshrinkeratorOptions):
+            raise ConfigError(f"options must be an InshrinkeratorOptions, not {self.options!r}")
         if self.keep_best is not None and self.monitor is None:
             raise ConfigError(
                 "keep_best must know its metric: give monitor too, for example monitor='val_loss'"
@@ -69,9 +81,10 @@ class SaverConfig:
             ("grace_s", 0, None),
         ):
             value = getattr(self, name)
-            if not value >= low or (high is not None and value > high):
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or not value >= low or (high is not None and value > high):
                 raise ConfigError(
-                    f"{name} must be {low} or more{f', {high} at most' if high else ''}, not {value!r}"
+                    f"{name} must be a number, {low} or more{f', {high} at most' if high else ''}, not {value!r}"
                 )
 
     @property

@@ -1,11 +1,14 @@
 """What is told about each save: to the user's logger, the manifest and the command line."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from shrinkpoint.tree import JSON
 
 __all__ = ["Accepted", "SaveReport"]
+
+_NAMED = 100  # a manifest is small; thousands of tensors kept exactly are told by their number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,5 +63,13 @@ class SaveReport:
         return self.raw_bytes / self.bytes
 
     def to_json(self) -> dict[str, JSON]:
-        """The report as it stands in a manifest's ``meta``."""
-        return asdict(self) | {"ratio": self.ratio}
+        """The report as it stands in a manifest's ``meta``; what is not finite is null, for JSON has no word for it."""
+        kept = list(self.kept_exactly.items())
+        more = {"...": f"and {len(kept) - _NAMED} more tensors"} if len(kept) > _NAMED else {}
+        report = asdict(self) | {"kept_exactly": dict(kept[:_NAMED]) | more, "ratio": self.ratio}
+        report["metrics"] = {name: _finite(value) for name, value in self.metrics.items()}
+        return {name: _finite(value) for name, value in report.items()}
+
+
+def _finite(value: JSON) -> JSON:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

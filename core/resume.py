@@ -1,11 +1,13 @@
 """The rules by which a run continues itself: the same for every framework."""
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
+
+import torch
 
 from shrinkpoint.errors import ConfigError, NoCheckpointError, StateMismatchError
 
-__all__ = ["ResumePolicy", "check_policy", "require_same_model", "resume_from"]
+__all__ = ["ResumePolicy", "check_policy", "require_same_groups", "require_same_model", "resume_from"]
 
 ResumePolicy = Literal["auto", "never", "must"]
 """Continue from the newest sound checkpoint if there is one; start afresh; or refuse to start without one."""
@@ -76,6 +78,26 @@ def require_same_model(
         raise StateMismatchError(
             f"{url} holds another model's run. {'; '.join(parts)}. Give this model a URL of its own, or build the"
             " model that the run was made with"
+        )
+
+
+def require_same_groups(stored: Mapping[str, Any], live: torch.optim.Optimizer, url: str) -> None:
+    """Refuse to continue with an optimizer whose parameter groups differ.
+
+    Args:
+        stored: the checkpoint's ``optimizer.state_dict()``.
+        live: the optimizer that is to take it.
+        url: the run, for the message.
+
+    Raises:
+        StateMismatchError: numbers or sizes of the groups differ; the message says which.
+    """
+    there = [len(group["params"]) for group in stored["param_groups"]]
+    here = [len(group["params"]) for group in live.param_groups]
+    if there != here:
+        raise StateMismatchError(
+            f"{url} holds a run whose {type(live).__name__} has parameter groups of {there} parameters, and here they"
+            f" are of {here}. Build the optimizer that the run was made with, or give this run a URL of its own"
         )
 
 

@@ -94,7 +94,12 @@ def describe_training(
         optimizers_path: where the list of optimizer state dicts stands, as in ``("optimizer_states",)``.
     """
     tags = model_tags(module)
-    names = [optimizer_parameter_names(optimizer, module) for optimizer in optimizers]
+    # by text, as they stand in a path: an optimizer of another library may have keys that are no numbers
+    names = {
+        (str(index), str(parameter)): name
+        for index, optimizer in enumerate(optimizers)
+        for parameter, name in optimizer_parameter_names(optimizer, module).items()
+    }
     depth = len(optimizers_path)
 
     def describe(path: Path, tensor: torch.Tensor) -> Tag:
@@ -102,7 +107,7 @@ def describe_training(
             return tags.get(".".join(path[len(model_path) :]), Tag())
         if path[:depth] == optimizers_path and len(path) == depth + 4 and path[depth + 1] == "state":
             index, _, parameter, key = path[depth:]
-            name = names[int(index)].get(int(parameter)) if int(index) < len(names) else None
+            name = names.get((index, parameter))
             weight = tags.get(name) if name is not None else None
             role = moment_role(key)
             if weight is not None and role is not Role.OTHER and tensor.shape == _shape(module, name):

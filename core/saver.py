@@ -4,6 +4,7 @@ One save is a snapshot on the training thread, then a job in the background: cho
 collect. The job's only claim on the training thread is the forward passes of its evaluations (`Saver.poll`).
 """
 
+import operator
 import time
 import warnings
 from collections.abc import Mapping
@@ -85,7 +86,7 @@ class Saver:
         self._desk = EvaluationDesk()
         self._committer = Committer(self.store, self.config, lambda: self._desk.seconds)
         self._snapshotter = Snapshotter()
-        self._worker = Worker("shrinkpoint-save")
+        self._worker = Worker("shrinkpoint-save", before_exit=self._desk.close)
         self._evaluate: Evaluate | None = None
         self._newest: tuple[Manifest, Decoded] | None = None
         self._reports: list[SaveReport] = []
@@ -129,9 +130,9 @@ class Saver:
 
         Args:
             state: what a framework would give to ``torch.save``.
-            step: the training step it belongs to.
+            step: the training step it belongs to; 0 or more.
             describe: gives each tensor's role.
-            metrics: stored with the checkpoint; retention by `monitor` reads them.
+            metrics: numbers, or tensors of one element; stored with the checkpoint, retention by `monitor` reads them.
             evaluate: the held-out loss with given weights; called by `poll`, `save` and `flush` only, so always on
                 the training thread.
             gradients: EMA of the gradients by parameter name; None takes Adam's first moments.
@@ -145,9 +146,11 @@ class Saver:
             SaveFailedError: `max_failures` saves in a row have failed.
             FencedError: another writer has taken over the run.
             CannotRepresentError: the state holds an object that cannot be stored without pickle.
+            ConfigError: `step` is no step, or a metric is no number.
         """
         self._raise_if_fatal()
         started = time.perf_counter()
+        step, told = _check_step(step), _check_metrics(metrics or {})
         if self.busy:
             self.poll()
             if self.config.busy == "skip" and not wait:
@@ -158,7 +161,7 @@ class Saver:
         job = Job(
             snapshot=self._snapshotter.take(TrainingState.capture(state, describe)),
             step=step,
-            metrics=dict(metrics or {}),
+            metrics=told,
             measure=self._desk.measure if evaluate is not None else None,
             gradients={
                 name: value.detach().to("cpu", copy=True) for name, value in (gradients or {}).items()
@@ -312,3 +315,24 @@ class Saver:
             self._committer.planner.load_state_dict(search)
         except ConfigError as error:
             warnings.warn(f"the search starts over: {error}", ShrinkpointWarning, stacklevel=2)
+
+
+def _check_step(step: int) -> int:
+    """A plain int: numpy's and torch's have no place in a container's header."""
+    try:
+        plain_step = operator.index(step)
+    except TypeError:
+        plain_step = -1
+    if plain_step < 0:
+        raise ConfigError(f"step={step!r} must be the number of training steps done so far, 0 or more")
+    return plain_step
+
+
+def _check_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    told = {}
+    for name, value in metrics.items():
+        try:
+            told[str(name)] = float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"metrics[{name!r}]={value!r} must be one number ({error})") from None
+    return told

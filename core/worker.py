@@ -1,6 +1,8 @@
-"""One background thread that takes one job at a time."""
+"""One background thread that takes one job at a time, and finishes it before the interpreter exits."""
 
+import concurrent.futures.thread  # noqa: F401 - registers its hook for the exit first, so that it runs after ours
 import threading
+import weakref
 from collections.abc import Callable
 
 __all__ = ["Worker"]
@@ -9,12 +11,18 @@ __all__ = ["Worker"]
 class Worker:
     """Runs at most one job beside the caller's thread; the thread lives only while there is a job.
 
-    The thread is not a daemon: a job that has begun is finished even when the interpreter is about to exit.
+    A job that has begun is finished even when the interpreter is about to exit.
+
+    Args:
+        name: the thread's.
+        before_exit: called when the interpreter is about to exit, before a running job is waited for.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, before_exit: Callable[[], None] | None = None) -> None:
         self._name = name
+        self._before_exit = before_exit
         self._thread: threading.Thread | None = None
+        _workers.add(self)
 
     @property
     def busy(self) -> bool:
@@ -34,3 +42,26 @@ class Worker:
             return True
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
+
+    def finish(self) -> None:
+        """Finish the running job, if any, because the interpreter exits."""
+        if self.busy:
+            if self._before_exit is not None:
+                self._before_exit()
+            self.join()
+
+
+_workers: "weakref.WeakSet[Worker]" = weakref.WeakSet()
+
+
+def _finish_jobs() -> None:
+    for worker in list(_workers):
+        worker.finish()
+
+
+# The interpreter would wait for the thread by itself, but only after it has shut all thread pools down, and a job needs
+# them. This hook, which the pools use too, is private but the only one that comes before that; callbacks run last in,
+# first out. Without it an unfinished job of a process that exits is lost, as in a crash.
+_register = getattr(threading, "_register_atexit", None)
+if _register is not None:
+    _register(_finish_jobs)

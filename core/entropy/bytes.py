@@ -83,9 +83,12 @@ def decode_bytes(payload: Payload, size: int, item_size: int, threads: int = 1) 
     """
     _check_item_size(size, item_size)
     reader = ByteReader(payload, "byte planes")
+    count = item_size * -(
+        -size // item_size // _CHUNK_BYTES
+    )  # before the list, whose length a hostile size sets
+    if reader.remaining < 2 * count:
+        raise FormatError(f"byte planes: {reader.remaining} bytes cannot hold {count} chunks")
     chunks = _chunks(size, item_size)
-    if reader.remaining < 2 * len(chunks):
-        raise FormatError(f"byte planes: {reader.remaining} bytes cannot hold {len(chunks)} chunks")
     heads = [(reader.byte(), reader.uvarint(reader.remaining, "chunk length")) for _ in chunks]
     work = [
         (where, method, reader.take(length)) for where, (method, length) in zip(chunks, heads, strict=True)

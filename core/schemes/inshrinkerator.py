@@ -7,20 +7,29 @@ else is stored exactly.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Literal
+from typing import ClassVar, get_args
 
 import torch
 
 from shrinkpoint.errors import CannotRepresentError, ConfigError
+from shrinkpoint.levels import LevelCoder
 from shrinkpoint.partition import ScoreSketches
 from shrinkpoint.schemes.base import TensorCodec
 from shrinkpoint.schemes.levels import Clustering, LevelsCodec
 from shrinkpoint.schemes.moments import FirstMomentCodec, SecondMomentCodec
 from shrinkpoint.search.space import Configuration
+from shrinkpoint.sensitivity import sensitivity_score
 from shrinkpoint.state import LayerType, Role, TensorSpec, TrainingState
 from shrinkpoint.tree import JSON
 
 __all__ = ["Inshrinkerator", "InshrinkeratorOptions", "Weights"]
+
+_RANGES = (  # those of the parts that the options are passed to, checked before training starts
+    ("alpha", 0.001, 0.5),
+    ("magnitude_weight", 0, 1),
+    ("second_moment_step", 0.01, 2),
+    ("first_moment_step", 0.001, 4),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +42,7 @@ class InshrinkeratorOptions:
     """Share of the magnitude in the sample weights of the histogram k-means (4.3)."""
     clustering: Clustering = "optimal"
     """The exact one-dimensional programme, or the paper's weighted ``kmeans++``."""
-    coder: Literal["rans", "rle-huffman"] = "rans"
+    coder: LevelCoder = "rans"
     """Coder of the levels: conditional rANS, or the paper's run lengths and Huffman codes (Algorithm 5)."""
     second_moment_step: float = 1.0
     """Distance of two levels of Adam's second moment, in octaves."""
@@ -43,12 +52,19 @@ class InshrinkeratorOptions:
     """Tensors with fewer elements are stored exactly."""
 
     def __post_init__(self) -> None:
-        if self.min_elements < 1:
-            raise ConfigError(f"min_elements must be at least 1, not {self.min_elements}")
-        if not 0 <= self.magnitude_weight <= 1:
-            raise ConfigError(f"magnitude_weight must be between 0 and 1, not {self.magnitude_weight}")
-        SecondMomentCodec(step=self.second_moment_step)
-        FirstMomentCodec(step=self.first_moment_step)
+        if type(self.min_elements) is not int or self.min_elements < 1:
+            raise ConfigError(
+                f"min_elements must be a number of elements, at least 1, not {self.min_elements!r}"
+            )
+        for name, low, high in _RANGES:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+                raise ConfigError(f"{name} must be a number from {low} to {high}, not {value!r}")
+        for name, choices in (("clustering", get_args(Clustering)), ("coder", get_args(LevelCoder))):
+            if getattr(self, name) not in choices:
+                raise ConfigError(
+                    f"{name} must be {' or '.join(map(repr, choices))}, not {getattr(self, name)!r}"
+                )
 
 
 class Weights:
@@ -161,11 +177,21 @@ def _gradients(
     moments = {
         spec.tag.parameter: state.tensors[name]
         for name, spec in state.specs.items()
-        if spec.tag.role is Role.EXP_AVG
+        if spec.tag.role is Role.EXP_AVG and spec.tag.parameter is not None
     }
     chosen = {}
     for spec in specs:
         gradient = (collected or {}).get(_parameter(spec), moments.get(spec.tag.parameter))
-        if gradient is not None and gradient.shape == spec.shape and bool(torch.isfinite(gradient).all()):
+        if gradient is not None and _scores(state.tensors[spec.name], gradient):
             chosen[spec.name] = gradient
     return chosen
+
+
+def _scores(weight: torch.Tensor, gradient: torch.Tensor) -> bool:
+    """Whether the sensitivities of a finite weight are finite too; of some gradients only the product overflows."""
+    if gradient.shape != weight.shape or gradient.is_complex():
+        return False
+    if weight.numel() == 0:
+        return True
+    largest = weight.abs().max().float() * gradient.abs().max().float()  # NaN where the gradient holds one
+    return bool(torch.isfinite(largest)) or bool(torch.isfinite(sensitivity_score(weight, gradient)).all())

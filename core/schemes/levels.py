@@ -84,13 +84,14 @@ class LevelsCodec:
             raise CannotRepresentError(f"{name} holds NaN or infinity and is stored exactly")
         parts = partition(weight, self.gradient, self.thresholds)
         rest = weight[~(parts.protected | parts.pruned)].to(torch.float32)
-        codebook = self._cluster(rest).to(weight.device)
+        # a centroid is a bucket's value, up to `alpha` beyond the weights in it, and two-byte dtypes end early
+        codebook = _within(self._cluster(rest), weight.dtype).to(weight.device)
         levels = torch.zeros(weight.shape, dtype=torch.uint8, device=weight.device)
         if rest.numel():
             levels[~(parts.protected | parts.pruned)] = assign(rest, codebook) + _FIRST
         levels[parts.protected] = _PROTECTED
         half = torch.bfloat16 if weight.dtype is torch.float32 else weight.dtype
-        return Quantized(levels, codebook, weight[parts.protected].to(half))
+        return Quantized(levels, codebook, _within(weight[parts.protected], half).to(half))
 
     def _cluster(self, rest: torch.Tensor) -> torch.Tensor:
         if rest.numel() == 0:
@@ -140,6 +141,12 @@ class LevelsCodec:
         protected = tensor_from_bytes(raw, half, (int(np.count_nonzero(levels == _PROTECTED)),))
         shaped = torch.from_numpy(levels).reshape(spec.shape)
         return Quantized(shaped, torch.from_numpy(codebook), protected).value(spec.dtype)
+
+
+def _within(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The values, the outermost moved to the dtype's largest: rounded to the dtype none becomes infinite."""
+    largest = torch.finfo(dtype).max
+    return values.clamp(-largest, largest)
 
 
 def _previous(reference: Held | None, spec: TensorSpec) -> tuple[npt.NDArray[np.uint8] | None, int | None]:

@@ -109,8 +109,9 @@ class SecondMomentCodec:
     """Distance of two levels in octaves of v."""
 
     def __post_init__(self) -> None:
-        if not 0.01 <= self.step <= 4:
-            raise ConfigError(f"step must be between 0.01 and 4 octaves, not {self.step}")
+        # more, and the outermost of the 60 levels would leave the range of fp32
+        if not 0.01 <= self.step <= 2:
+            raise ConfigError(f"step must be between 0.01 and 2 octaves, not {self.step}")
 
     def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
         """See `TensorCodec.encode`; second moments that are negative, not fp32 or not finite are refused."""
@@ -135,6 +136,8 @@ class SecondMomentCodec:
         }
         params = {"lowest": lowest, "count": len(codebook)}
         value = self._restore(compact, codebook.astype(np.float32), factor)
+        if not np.isfinite(value).all():
+            raise CannotRepresentError(f"{spec.name} reaches the end of fp32's range: stored exactly")
         encoded = EncodedTensor(self.id, params, sections, uses_reference)
         return Coded(encoded, {"levels": plane}, torch.from_numpy(value).reshape(spec.shape))
 
@@ -150,7 +153,12 @@ class SecondMomentCodec:
         rows = _floats(encoded, spec, "rows", height)
         columns = _floats(encoded, spec, "columns", width)
         lowest, count = encoded.params.get("lowest"), encoded.params.get("count")
-        if type(lowest) is not int or type(count) is not int or not 0 <= count <= 2 * _V_REACH + 1:
+        highest = 2 * _V_REACH + 1
+        if (
+            type(lowest) is not int
+            or type(count) is not int
+            or not 1 <= lowest <= highest - count + 1 <= highest + 1
+        ):
             raise FormatError(f"{spec.name}: the range of levels is malformed")
         codebook = _floats(encoded, spec, "codebook", count)
         plane = np.asarray(planes["levels"], dtype=np.int64)
@@ -167,7 +175,7 @@ class SecondMomentCodec:
         if mean == 0:
             return np.zeros(matrix.shape[0], np.float32), np.zeros(matrix.shape[1], np.float32)
         # divided by the mean here, so that no product of two second moments can underflow
-        return (wide.mean(axis=1) / mean).astype(np.float32), wide.mean(axis=0).astype(np.float32)
+        return _normal(wide.mean(axis=1) / mean), _normal(wide.mean(axis=0))
 
     @staticmethod
     def _factor(rows: F32, columns: F32) -> F32:
@@ -180,6 +188,11 @@ class SecondMomentCodec:
         value: F32 = np.maximum(factor * table[compact], _TINY)
         value[compact == 0] = 0
         return value
+
+
+def _normal(values: npt.NDArray[np.float64]) -> F32:
+    """As fp32 without subnormals, which a process after ``torch.set_flush_denormal(True)`` reads as zero."""
+    return np.where(values < _TINY, 0, values).astype(np.float32)
 
 
 def _level_range(plane: U8) -> tuple[int, int]:
@@ -243,5 +256,10 @@ def _root(spec: TensorSpec, context: Context) -> F32 | None:
     second = context.siblings.get(Role.EXP_AVG_SQ.value)
     if second is None or second.numel() != spec.numel or second.dtype is not torch.float32:
         return None
-    root: F32 = np.sqrt(second.reshape(-1).numpy())  # IEEE 754 rounds the root correctly: the same everywhere
+    values = second.reshape(-1).numpy()
+    if values.size and not (
+        values.min() >= 0 and values.max() < np.inf
+    ):  # also false for NaN: a root is no unit then
+        return None
+    root: F32 = np.sqrt(values)  # IEEE 754 rounds the root correctly: the same everywhere
     return root
