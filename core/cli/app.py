@@ -1,0 +1,83 @@
+"""The entry point: commands, global options, and errors as one line instead of a traceback."""
+
+import sys
+import warnings
+from typing import Annotated, Any, TextIO
+
+import typer
+from typer.core import TyperGroup
+
+import shrinkpoint
+from shrinkpoint.cli.checking import verify
+from shrinkpoint.cli.exporting import export
+from shrinkpoint.cli.listing import ls
+from shrinkpoint.cli.pruning import pin, prune, unpin
+from shrinkpoint.cli.rebasing import compact
+from shrinkpoint.cli.showing import show
+from shrinkpoint.errors import ConfigError, ShrinkpointError, ShrinkpointWarning
+
+__all__ = ["app", "main"]
+
+
+class _Commands(TyperGroup):
+    """Turns what shrinkpoint raises and warns about into lines on stderr and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("always", ShrinkpointWarning)
+            warnings.showwarning = _show_warning
+            try:
+                return super().invoke(ctx)
+            except ShrinkpointError as error:
+                if ctx.params.get("debug"):
+                    raise
+                print(f"error: {error}", file=sys.stderr)
+                raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from error
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    if issubclass(category, ShrinkpointWarning):
+        print(f"warning: {message}", file=sys.stderr)
+    else:
+        print(warnings.formatwarning(message, category, filename, lineno), file=sys.stderr, end="")
+
+
+app = typer.Typer(
+    cls=_Commands,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Look at, check, export and tidy the checkpoints of a run: a folder, s3://bucket/prefix, or any fsspec URL.",
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"shrinkpoint {shrinkpoint.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _globals(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Options before the command's name; `_Commands.invoke` reads ``debug``."""
+
+
+for _command in (ls, show, verify, export, compact, prune, pin, unpin):
+    app.command()(_command)
+
+
+def main() -> None:
+    """Run the command line; exits with 0, with 1 where a problem was found, or with 2 for a wrong call."""
+    app()

@@ -1,0 +1,100 @@
+"""``shrinkpoint ls``: the checkpoints of a run."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shrinkpoint.cli.options import AsJson, Pairs, StorageOptions, Url, parse_storage_options
+from shrinkpoint.cli.output import age, bytes_text, console, number, print_json, print_table, ratio_text
+from shrinkpoint.cli.runs import OpenRun, describe_manifest, find_damage, open_run
+from shrinkpoint.errors import FormatError, ShrinkpointWarning
+
+__all__ = ["ls"]
+
+_SHOWN_METRICS = 3
+
+
+def ls(
+    url: Url, storage_options: StorageOptions = None, option: Pairs = None, as_json: AsJson = False
+) -> None:
+    """List the checkpoints of a run, newest first; damaged ones are marked with the reason."""
+    run = open_run(url, parse_storage_options(storage_options, option))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ShrinkpointWarning)  # what it would say stands in the table
+        manifests = run.store.manifests()
+    sizes = run.sizes()
+    pins = _pins(run)
+    checkpoints = [
+        describe_manifest(manifest)
+        | {
+            "pins": sorted(name for name, seq in pins.items() if seq == manifest.seq),
+            "damage": find_damage(manifest, sizes),
+        }
+        for manifest in manifests
+    ]
+    unreadable = [
+        {"key": damaged.key, "reason": damaged.reason, "needs_newer_version": damaged.unsupported}
+        for damaged in run.store.damaged
+    ]
+    if as_json:
+        print_json(
+            {
+                "url": run.store.display,
+                "stored_bytes": sum(sizes.values()),
+                "checkpoints": checkpoints,
+                "unreadable": unreadable,
+            }
+        )
+        return
+    _print(checkpoints, unreadable)
+    out = console()
+    out.print(
+        f"{len(checkpoints)} checkpoints, {bytes_text(sum(sizes.values()))} stored in {run.store.display}"
+    )
+
+
+def _pins(run: OpenRun) -> Mapping[str, int]:
+    try:
+        return run.store.pins()
+    except FormatError as error:  # the checkpoints are worth showing all the same
+        warnings.warn(f"the pins are not shown: {error}", ShrinkpointWarning, stacklevel=2)
+        return {}
+
+
+def _print(checkpoints: Sequence[Mapping[str, Any]], unreadable: Sequence[Mapping[str, Any]]) -> None:
+    columns = ("seq", "step", "kind", "chain", "bytes", "ratio", "degradation", "age", "metrics", "remarks")
+    rows = [
+        (
+            str(checkpoint["seq"]),
+            str(checkpoint["step"]),
+            checkpoint["kind"],
+            str(checkpoint["chain_length"]),
+            bytes_text(checkpoint["bytes"]),
+            ratio_text(checkpoint["ratio"]),
+            _percent(checkpoint["degradation"]),
+            age(checkpoint["wall_time"]),
+            _metrics(checkpoint["metrics"]),
+            _remarks(checkpoint),
+        )
+        for checkpoint in checkpoints
+    ]
+    if rows:
+        print_table(columns, rows, left=("kind", "metrics", "remarks"))
+    for damaged in unreadable:
+        word = "NEEDS A NEWER SHRINKPOINT" if damaged["needs_newer_version"] else "UNREADABLE"
+        console().print(f"{word} {damaged['key']}: {damaged['reason']}")
+
+
+def _percent(value: object) -> str:
+    return f"{value:+.2%}" if isinstance(value, (int, float)) else "-"
+
+
+def _metrics(metrics: Mapping[str, Any]) -> str:
+    shown = [f"{name}={number(value)}" for name, value in list(metrics.items())[:_SHOWN_METRICS]]
+    return " ".join(shown + (["..."] if len(metrics) > _SHOWN_METRICS else []))
+
+
+def _remarks(checkpoint: Mapping[str, Any]) -> str:
+    pins = ", ".join(checkpoint["pins"])
+    parts = [f"DAMAGED: {checkpoint['damage']}"] if checkpoint["damage"] else []
+    return "; ".join([*parts, *([f"pinned: {pins}"] if pins else [])])

@@ -1,0 +1,87 @@
+"""Arguments and options that several commands share."""
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from shrinkpoint.errors import ConfigError
+
+__all__ = [
+    "AsJson",
+    "Pairs",
+    "Seq",
+    "Step",
+    "StorageOptions",
+    "Target",
+    "Url",
+    "Yes",
+    "parse_storage_options",
+]
+
+Url = Annotated[
+    str, typer.Argument(metavar="URL", help="The run: a folder, s3://bucket/prefix, any fsspec URL.")
+]
+Target = Annotated[str, typer.Argument(metavar="URL", help="A run, or one container file.")]
+StorageOptions = Annotated[
+    str | None,
+    typer.Option(
+        "--storage-options",
+        metavar="JSON",
+        envvar="SHRINKPOINT_STORAGE_OPTIONS",
+        show_envvar=True,
+        help="Options for the URL's file system, as a JSON object.",
+    ),
+]
+Pairs = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--option",
+        "-o",
+        metavar="KEY=VALUE",
+        help="One such option, repeatable; dots nest: -o client_kwargs.region_name=eu-west-1.",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts instead of a table.")]
+Step = Annotated[
+    int | None, typer.Option("--step", min=0, help="The checkpoint of this step; default: the newest.")
+]
+Seq = Annotated[int | None, typer.Option("--seq", min=0, help="The checkpoint with this commit number.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Do it; without this, only say what would be done.")]
+
+
+def parse_storage_options(text: str | None, pairs: Sequence[str] | None) -> dict[str, Any]:
+    """What ``--storage-options`` and ``-o`` say together; the latter wins.
+
+    Raises:
+        ConfigError: not a JSON object, or not KEY=VALUE.
+    """
+    try:
+        options = json.loads(text) if text else {}
+    except ValueError as error:
+        raise ConfigError(
+            f'--storage-options is not JSON ({error}): write it as \'{{"key": "value"}}\''
+        ) from None
+    if not isinstance(options, dict):
+        raise ConfigError("--storage-options must be a JSON object, as in '{\"anon\": true}'")
+    for pair in pairs or ():
+        key, equals, value = pair.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"-o {pair!r} must be KEY=VALUE, as in -o endpoint_url=http://localhost:9000")
+        _set(options, key.split("."), _value(value))
+    return options
+
+
+def _set(options: dict[str, Any], keys: Sequence[str], value: Any) -> None:
+    for key in keys[:-1]:
+        inner = options.setdefault(key, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(f"-o {'.'.join(keys)}: {key} has a value of its own already")
+        options = inner
+    options[keys[-1]] = value
+
+
+def _value(text: str) -> Any:
+    """Only true, false and null are not text: an access key may well look like a number."""
+    return {"true": True, "false": False, "null": None}.get(text, text)

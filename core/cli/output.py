@@ -1,0 +1,84 @@
+"""How results are printed: rich tables for people, JSON for scripts."""
+
+import json
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+__all__ = ["age", "bytes_text", "console", "number", "print_json", "print_pairs", "print_table", "ratio_text"]
+
+_PIPE_WIDTH = 240
+"""Columns where stdout is no terminal: nothing is cut that a pipe could take."""
+
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A console that prints names as they are: brackets in them are no markup."""
+    stream = sys.stderr if stderr else sys.stdout
+    width = None if stream.isatty() else _PIPE_WIDTH
+    return Console(stderr=stderr, width=width, markup=False, highlight=False, emoji=False)
+
+
+def print_json(value: Any) -> None:
+    """One JSON document on stdout."""
+    print(json.dumps(value, indent=2, allow_nan=False))
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: Sequence[str] = ()) -> None:
+    """A table; columns that are not in `left` hold numbers and are aligned to the right."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(
+            column,
+            justify="left" if column in left else "right",
+            no_wrap=column not in left,
+            overflow="fold",
+        )
+    for row in rows:
+        table.add_row(*row)
+    console().print(table)
+
+
+def print_pairs(pairs: Iterable[tuple[str, str]]) -> None:
+    """Names and values, one pair a line."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in pairs:
+        table.add_row(name, value)
+    console().print(table)
+
+
+def bytes_text(size: float) -> str:
+    """A size in decimal units, three digits."""
+    for unit in _UNITS:
+        if size < 999.5 or unit == _UNITS[-1]:
+            break
+        size /= 1000
+    return f"{size:.0f} {unit}" if unit == "B" or size >= 99.95 else f"{size:.3g} {unit}"
+
+
+def ratio_text(ratio: float | None) -> str:
+    """A ratio of sizes, or a dash."""
+    return "-" if ratio is None else f"{ratio:.1f}x"
+
+
+def number(value: object) -> str:
+    """A number in short, or a dash."""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return "-" if value is None else str(value)
+
+
+def age(wall_time: float) -> str:
+    """How long ago; the writer's clock may be ahead of ours."""
+    seconds = max(0.0, time.time() - wall_time)
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"

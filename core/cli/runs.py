@@ -1,0 +1,135 @@
+"""Runs as the commands see them: opened with a clear word when there is none, checkpoints picked, damage marked."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shrinkpoint.cli.files import looks_like_file
+from shrinkpoint.errors import ConfigError, NoCheckpointError
+from shrinkpoint.store.connect import open_objects
+from shrinkpoint.store.manifest import Manifest
+from shrinkpoint.store.objects import ObjectStore
+from shrinkpoint.store.retry import RetryingObjects, RetryPolicy
+from shrinkpoint.store.run import RunStore
+
+__all__ = ["OpenRun", "describe_manifest", "find_damage", "open_run", "pick"]
+
+_PATIENCE = RetryPolicy(attempts=4, max_delay_s=5.0, deadline_s=60.0)
+"""Shorter than in training: somebody waits at the terminal."""
+
+_LOOK_AT = 2000
+_NEAREST = 5
+
+
+@dataclass(frozen=True)
+class OpenRun:
+    """A run that exists."""
+
+    url: str
+    store: RunStore
+    objects: ObjectStore
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of every container, by key; one listing."""
+        return {info.key: info.size for info in self.objects.list("data/")}
+
+
+def open_run(url: str, options: Mapping[str, Any]) -> OpenRun:
+    """The run at `url`; nothing is written.
+
+    Raises:
+        ConfigError: the URL cannot name a run.
+        MissingDependencyError: the package for its protocol is not installed.
+        NoCheckpointError: there is no run; the message says what is there instead.
+        StoreError: the store cannot be read.
+    """
+    if looks_like_file(url):
+        raise NoCheckpointError(
+            f"{url} is a file, not a run: `show`, `verify` and `export` read single containers"
+        )
+    objects = RetryingObjects(open_objects(url, options), _PATIENCE)
+    store = RunStore(url, objects=objects, retry=RetryPolicy(attempts=1))
+    if not (store.exists() or objects.list("commits/", limit=1)):
+        raise NoCheckpointError(f"there is no run at {store.display}: {_what_is_there(objects)}")
+    return OpenRun(url, store, objects)
+
+
+def _what_is_there(objects: ObjectStore) -> str:
+    keys = [info.key for info in objects.list("", limit=_LOOK_AT)]
+    if not keys:
+        return "it is empty or does not exist. Check the URL"
+    runs = sorted({key[: -len("/format.json")] for key in keys if key.endswith("/format.json")})
+    if runs:
+        return f"below it are the runs {_some(runs)}. Add one of these to the URL"
+    return f"it holds {_some(keys)}. Check the URL"
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {'at least ' if len(names) == _LOOK_AT else ''}{len(names) - _NEAREST} more"
+    return ", ".join(names[:_NEAREST]) + (more if len(names) > _NEAREST else "")
+
+
+def pick(run: OpenRun, *, step: int | None = None, seq: int | None = None) -> Manifest:
+    """The checkpoint that the options name; the newest where they name none.
+
+    Raises:
+        ConfigError: both are given.
+        NoCheckpointError: there is none; the message lists the nearest.
+    """
+    if step is not None and seq is not None:
+        raise ConfigError(f"--step {step} and --seq {seq} exclude each other: give one of them")
+    manifests = run.store.manifests()
+    if not manifests:
+        raise NoCheckpointError(f"{run.store.display} is a run without a readable checkpoint")
+    if step is None and seq is None:
+        return manifests[0]
+    name, wanted = ("step", step) if step is not None else ("commit number", seq)
+    known = {m: m.step if step is not None else m.seq for m in manifests}
+    for manifest in manifests:  # newest first: of a step that was saved twice, the later
+        if known[manifest] == wanted:
+            return manifest
+    assert wanted is not None
+    nearest = sorted(sorted(set(known.values()), key=lambda value: abs(value - wanted))[:_NEAREST])
+    raise NoCheckpointError(
+        f"{run.store.display} has no checkpoint with {name} {wanted}; the nearest are {', '.join(map(str, nearest))}"
+    )
+
+
+def find_damage(manifest: Manifest, sizes: Mapping[str, int]) -> str | None:
+    """What a listing shows to be wrong with a checkpoint's chain; None says nothing about the bytes themselves."""
+    for ref in manifest.chain:
+        size = sizes.get(ref.key)
+        if size is None:
+            return f"{ref.key} is missing"
+        if size != ref.size:
+            return f"{ref.key} has {size} bytes instead of {ref.size}"
+    return None
+
+
+def describe_manifest(manifest: Manifest) -> dict[str, Any]:
+    """What a manifest tells about its checkpoint, in JSON; what its writer did not note is null."""
+    noted = manifest.meta.get("save")
+    save: Mapping[str, Any] = noted if isinstance(noted, dict) else {}
+    raw, size = save.get("raw_bytes"), manifest.chain[-1].size
+    metrics = save.get("metrics")
+    return {
+        "seq": manifest.seq,
+        "step": manifest.step,
+        "kind": manifest.kind,
+        "chain_length": len(manifest.chain),
+        "bytes": size,
+        "chain_bytes": manifest.stored_bytes,
+        "raw_bytes": raw,
+        "ratio": raw / size if isinstance(raw, int) and size else None,
+        "degradation": save.get("degradation"),
+        "metrics": metrics if isinstance(metrics, dict) else {},
+        "scheme": save.get("scheme"),
+        "configuration": save.get("configuration"),
+        "reason": save.get("reason"),
+        "epoch": manifest.epoch,
+        "session": manifest.session,
+        "wall_time": manifest.wall_time,
+        "library": manifest.library,
+        "state_digest": manifest.state_digest,
+        "key": manifest.chain[-1].key,
+    }

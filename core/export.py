@@ -1,0 +1,341 @@
+"""A restored state as an ordinary file: ``.ckpt``/``.pt`` for ``torch.load(weights_only=True)``, or safetensors.
+
+Nothing here knows a framework: a ``.ckpt`` holds the nested state as it was given to the saver, and whoever wrote it
+reads it again. The few types that torch's safe loader refuses become their plain kin, and every such change is told.
+"""
+
+import os
+import secrets
+from argparse import Namespace
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from shrinkpoint.errors import CannotRepresentError, ConfigError, MissingDependencyError, StoreError
+from shrinkpoint.state import Role, TrainingState
+from shrinkpoint.tree import join_path
+
+__all__ = ["SUFFIXES", "Exported", "export", "model_tensors", "to_loadable"]
+
+SUFFIXES = (".ckpt", ".pt", ".safetensors")
+"""What `export` writes, by the file's suffix."""
+
+_Path = tuple[str, ...]
+
+_MAX_INT_BITS = 255 * 8 - 1  # what pickle's LONG1, the only long integer that the safe loader reads, holds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """What was written."""
+
+    path: Path
+    bytes: int
+    tensors: int
+    """Different tensors in the file; tied ones count once."""
+    notes: tuple[str, ...]
+    """What is not as it was in the state, in words."""
+
+
+def export(state: TrainingState, path: str | os.PathLike[str], *, force: bool = False) -> Exported:
+    """Write a state to one local file, which appears whole or not at all.
+
+    Args:
+        state: as restored; its tensors are on the host.
+        path: ``*.ckpt`` or ``*.pt``: everything, for ``torch.load(weights_only=True)``; ``*.safetensors``: the
+            model's weights and buffers.
+        force: replace an existing file.
+
+    Raises:
+        ConfigError: the suffix is another one, or the file exists and `force` is not given.
+        CannotRepresentError: the state holds what such a file cannot; the message names it.
+        MissingDependencyError: the safetensors package is not installed.
+        StoreError: the file cannot be written.
+    """
+    target = check_target(path, force=force)
+    if target.suffix == ".safetensors":
+        tensors, aliases = model_tensors(state)
+        notes = tuple(f"{alias} is tied to {kept}, which holds the tensor" for alias, kept in aliases.items())
+        write, count = _safetensors_writer(tensors, aliases), len(tensors)
+    else:
+        value, notes = to_loadable(state.to_object())
+        write, count = _torch_writer(value), len(state.tensors)
+    size = _write_whole(target, write, force=force)
+    return Exported(path=target, bytes=size, tensors=count, notes=notes)
+
+
+def check_target(path: str | os.PathLike[str], *, force: bool = False) -> Path:
+    """Refuse, before any work is done, what `export` could not write.
+
+    Raises:
+        ConfigError: see `export`.
+        MissingDependencyError: see `export`.
+    """
+    text = os.fspath(path)
+    if "://" in text:
+        raise ConfigError(f"{text} is a URL: an export is a local file, copy it from there")
+    target = Path(text).expanduser()
+    if target.suffix not in SUFFIXES:
+        raise ConfigError(f"{text} must end in one of {', '.join(SUFFIXES)}, which chooses the format")
+    if not target.parent.is_dir():
+        raise ConfigError(f"the folder {target.parent} does not exist: create it first")
+    if target.is_dir():
+        raise ConfigError(f"{target} is a folder: name a file")
+    if target.exists() and not force:
+        raise _exists(target)
+    if target.suffix == ".safetensors":
+        _require_safetensors()
+    return target
+
+
+# ---- .ckpt and .pt
+
+
+def to_loadable(state: Any) -> tuple[Any, tuple[str, ...]]:
+    """A nested state in the types that ``torch.load(weights_only=True)`` takes, and what had to change.
+
+    numpy scalars become Python numbers, numpy arrays tensors, namespaces dicts, frozensets sets.
+
+    Raises:
+        CannotRepresentError: an object without plain kin (timedelta, numpy dates); the message names its place.
+    """
+    changes: dict[str, list[str]] = {}
+
+    def note(path: _Path, what: str) -> None:
+        changes.setdefault(what, []).append(join_path(path) or "the state")
+
+    value = _convert(state, (), note)
+    return value, tuple(f"{what}: {_listed(places)}" for what, places in changes.items())
+
+
+def _convert(value: Any, path: _Path, note: Callable[[_Path, str], None]) -> Any:
+    if isinstance(value, Namespace):
+        note(path, "namespaces are written as dicts")
+        return _convert(vars(value), path, note)
+    if isinstance(value, Mapping):
+        kind = OrderedDict if isinstance(value, OrderedDict) else dict
+        return kind(
+            (_convert_key(key, path, note), _convert(item, (*path, str(key)), note))
+            for key, item in value.items()
+        )
+    if isinstance(value, torch.Size):
+        return value
+    if isinstance(value, (list, tuple)):
+        return type(value)(_convert(item, (*path, str(index)), note) for index, item in enumerate(value))
+    if isinstance(value, (set, frozenset)):
+        if isinstance(value, frozenset):
+            note(path, "frozensets are written as sets")
+        return {_convert_key(item, path, note) for item in value}
+    return _convert_leaf(value, path, note)
+
+
+def _convert_key(value: Any, path: _Path, note: Callable[[_Path, str], None]) -> Any:
+    """Keys and members of sets stay hashable."""
+    if isinstance(value, frozenset):
+        raise _refuse(value, path)
+    if isinstance(value, tuple) and not isinstance(value, torch.Size):
+        return tuple(_convert_key(item, path, note) for item in value)
+    return _convert(value, path, note)
+
+
+def _convert_leaf(value: Any, path: _Path, note: Callable[[_Path, str], None]) -> Any:
+    if isinstance(value, np.ndarray):
+        note(path, "numpy arrays are written as tensors")
+        return torch.from_numpy(value)
+    if isinstance(value, (np.datetime64, np.timedelta64)):
+        raise _refuse(value, path)
+    if isinstance(value, np.generic):
+        note(path, "numpy scalars are written as Python numbers")
+        return value.item()
+    if isinstance(value, int) and value.bit_length() > _MAX_INT_BITS:
+        raise _refuse(value, path)
+    if value == b"" and isinstance(value, bytes):
+        note(path, "empty bytes are written as an empty bytearray")
+        return bytearray()
+    if value is None or isinstance(
+        value, (bool, int, float, complex, str, bytes, torch.Tensor, torch.dtype, torch.device)
+    ):
+        return value
+    raise _refuse(value, path)
+
+
+def _refuse(value: object, path: _Path) -> CannotRepresentError:
+    return CannotRepresentError(
+        f"{join_path(path) or 'the state'} holds a {type(value).__module__}.{type(value).__qualname__}, which"
+        " torch.load(weights_only=True) refuses: export to .safetensors for the weights alone, or keep numbers and"
+        " strings in the state"
+    )
+
+
+def _listed(places: list[str]) -> str:
+    return ", ".join(places[:5]) + (f" and {len(places) - 5} more" if len(places) > 5 else "")
+
+
+def _torch_writer(value: Any) -> Callable[[Path], None]:
+    def write(path: Path) -> None:
+        torch.save(value, path)
+        try:  # whatever this torch's safe loader accepts, what was promised is that it accepts this file
+            torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:
+            raise CannotRepresentError(
+                f"torch {torch.__version__} does not load this state with weights_only=True ({error}): export to"
+                " .safetensors for the weights alone"
+            ) from error
+
+    return write
+
+
+# ---- safetensors
+
+
+def model_tensors(state: TrainingState) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The model's weights and buffers by their names in the model, and tied names by the name that holds the tensor.
+
+    The model's part is found by the tensors' roles; in a state that was saved without roles, it is the dict
+    ``state_dict`` or ``model``, or the state itself where that is a flat dict of tensors.
+
+    Raises:
+        CannotRepresentError: no weights are found, or two have the same name.
+    """
+    places = list(_tensor_places(state.to_object(), ()))
+    names = {id(tensor): name for name, tensor in state.tensors.items()}
+    wanted = {name for name, spec in state.specs.items() if spec.tag.role in (Role.WEIGHT, Role.BUFFER)}
+    if any(spec.tag.role is Role.WEIGHT for spec in state.specs.values()):
+        first: dict[str, _Path] = {}
+        for path, tensor in places:
+            if names.get(id(tensor)) in wanted:
+                first.setdefault(names[id(tensor)], path)
+        folder = _common_folder(list(first.values()))
+        chosen = [(path, tensor) for path, tensor in places if names.get(id(tensor)) in wanted]
+    else:
+        folder = _folder_without_roles(state.to_object())
+        chosen = places
+    return _named([(path[len(folder) :], t) for path, t in chosen if path[: len(folder)] == folder])
+
+
+def _tensor_places(value: Any, path: _Path) -> Iterator[tuple[_Path, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _tensor_places(item, (*path, str(key)))
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from _tensor_places(item, (*path, str(index)))
+
+
+def _common_folder(paths: list[_Path]) -> _Path:
+    folder = paths[0][:-1]
+    for path in paths[1:]:
+        same = [a == b for a, b in zip(folder, path[:-1], strict=False)]
+        folder = folder[: same.index(False) if False in same else len(same)]
+    return folder
+
+
+def _folder_without_roles(state: Any) -> _Path:
+    if isinstance(state, Mapping):
+        for key in ("state_dict", "model"):
+            part = state.get(key)
+            if isinstance(part, Mapping) and any(isinstance(item, torch.Tensor) for item in part.values()):
+                return (key,)
+        if state and all(isinstance(item, torch.Tensor) for item in state.values()):
+            return ()
+    raise CannotRepresentError(
+        "the state does not say which of its tensors are the model's weights (it was saved without roles, and has no"
+        " state_dict): export to .ckpt, which holds everything"
+    )
+
+
+def _named(chosen: list[tuple[_Path, torch.Tensor]]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    tensors: dict[str, torch.Tensor] = {}
+    aliases: dict[str, str] = {}
+    kept: dict[int, str] = {}
+    for path, tensor in chosen:
+        name = ".".join(path)
+        if name in tensors or name in aliases:
+            raise CannotRepresentError(
+                f"two tensors of the model would be called {name!r} in a safetensors file"
+            )
+        if tensor.layout is not torch.strided:
+            raise CannotRepresentError(f"{name} is sparse, which safetensors does not know: export to .ckpt")
+        if id(tensor) in kept:
+            aliases[name] = kept[id(tensor)]
+        else:
+            kept[id(tensor)] = name
+            tensors[name] = tensor.contiguous()
+    return tensors, aliases
+
+
+def _safetensors_writer(
+    tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, str]
+) -> Callable[[Path], None]:
+    save_file, errors = _require_safetensors()
+
+    def write(path: Path) -> None:
+        # Tied names stand in the metadata, as safetensors.torch.save_model writes and load_model resolves them.
+        try:
+            save_file(dict(tensors), path, metadata={"format": "pt", **aliases})
+        except errors as error:
+            raise CannotRepresentError(
+                f"safetensors cannot hold this model ({error}): export to .ckpt"
+            ) from error
+
+    return write
+
+
+def _require_safetensors() -> tuple[Callable[..., None], tuple[type[Exception], ...]]:
+    try:
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+    except ImportError as error:
+        raise MissingDependencyError(
+            'writing .safetensors needs safetensors: pip install "shrinkpoint[safetensors]"'
+        ) from error
+    return save_file, (SafetensorError, KeyError, ValueError)
+
+
+# ---- the file
+
+
+def _write_whole(target: Path, write: Callable[[Path], None], *, force: bool) -> int:
+    """Write beside the target, sync, then give it its name; returns its size in bytes."""
+    temporary = target.parent / f".{target.name}.tmp-{secrets.token_hex(8)}"
+    try:
+        write(temporary)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        size = temporary.stat().st_size
+        _publish(temporary, target, force=force)
+    except OSError as error:
+        raise StoreError(f"cannot write {target}: {error.strerror or error}") from error
+    except RuntimeError as error:  # torch.save's writer turns a full disk into one
+        raise StoreError(f"cannot write {target}: {error}") from error
+    finally:
+        with suppress(FileNotFoundError):
+            temporary.unlink()
+    return size
+
+
+def _publish(temporary: Path, target: Path, *, force: bool) -> None:
+    if not force:
+        try:
+            os.link(temporary, target)  # unlike a rename, never replaces a file that appeared meanwhile
+            return
+        except FileExistsError:
+            raise _exists(target) from None
+        except OSError:  # a file system without hard links
+            if target.exists():
+                raise _exists(target) from None
+    os.replace(temporary, target)
+
+
+def _exists(target: Path) -> ConfigError:
+    return ConfigError(
+        f"{target} exists already: choose another name, or say --force (force=True) to replace it"
+    )

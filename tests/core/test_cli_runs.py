@@ -1,0 +1,326 @@
+"""The command line on real runs: `ls`, `show`, `verify`, `export`, on a folder, in memory and on S3."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from support.cli_runs import STEPS, Model, make_run
+from support.s3 import moto_server, new_bucket, storage_options
+from typer.testing import CliRunner
+
+import shrinkpoint
+from shrinkpoint.cli.app import app
+from shrinkpoint.errors import CannotRepresentError, ShrinkpointWarning
+from shrinkpoint.saver import Saver
+from shrinkpoint.store.run import RunStore
+
+runner = CliRunner()
+
+
+def run(*arguments: str, code: int = 0) -> Any:
+    result = runner.invoke(app, list(arguments))
+    assert result.exit_code == code, result.output + repr(result.exception)
+    return result
+
+
+def run_json(*arguments: str, code: int = 0) -> Any:
+    return json.loads(run(*arguments, "--json", code=code).stdout)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("made") / "run"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ShrinkpointWarning)
+        make_run(str(folder))
+    return folder
+
+
+@pytest.fixture
+def folder(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "run"))
+
+
+@pytest.fixture(scope="module", params=["folder", "memory", "s3"])
+def place(request: pytest.FixtureRequest, made: Path) -> Iterator[tuple[str, list[str]]]:
+    """A run's URL, and what else the command line needs in order to reach it."""
+    if request.param == "folder":
+        yield str(made), []
+    elif request.param == "memory":
+        make_run("memory://cli/run", scheme="lossless")
+        yield "memory://cli/run", []
+    else:
+        with moto_server() as server:
+            options = storage_options(server)
+            url = f"s3://{new_bucket(server)}/run"
+            make_run(url, scheme="lossless", storage_options=options)
+            flat = [f"key={options['key']}", f"secret={options['secret']}"]
+            nested = [f"client_kwargs.{name}={value}" for name, value in options["client_kwargs"].items()]
+            yield url, [word for pair in flat + nested for word in ("-o", pair)]
+
+
+def test_every_command_reads_every_store(place: tuple[str, list[str]], tmp_path: Path) -> None:
+    url, options = place
+    listed = run_json("ls", url, *options)["checkpoints"]
+    assert [checkpoint["step"] for checkpoint in listed] == list(reversed(STEPS))
+    assert run_json("show", url, *options)["step"] == STEPS[-1]
+    assert run_json("verify", url, "--all", *options)["sound"] == len(STEPS)
+    run("export", url, str(tmp_path / "a.ckpt"), *options)
+    assert torch.load(tmp_path / "a.ckpt", weights_only=True)["global_step"] == STEPS[-1]
+    key = listed[2]["key"]
+    assert run_json("show", f"{url}/{key}", *options)["step"] == 30
+
+
+def test_ls_tells_what_the_saver_noted(folder: Path) -> None:
+    report = run_json("ls", str(folder))
+    newest, base = report["checkpoints"][0], report["checkpoints"][-1]
+    assert (newest["seq"], newest["step"], newest["kind"], newest["chain_length"]) == (4, 50, "delta", 2)
+    assert (base["seq"], base["kind"], base["chain_length"]) == (0, "base", 1)
+    assert newest["metrics"] == {"val_loss": 1.0, "lr": 0.01}
+    assert newest["ratio"] == pytest.approx(newest["raw_bytes"] / newest["bytes"])
+    assert newest["damage"] is None
+    assert report["stored_bytes"] == sum(file.stat().st_size for file in (folder / "data").iterdir())
+    text = run("ls", str(folder)).stdout
+    for word in ("seq", "delta", "val_loss=1", "5 checkpoints"):
+        assert word in text
+
+
+def test_ls_marks_what_is_damaged_and_why(folder: Path) -> None:
+    manifests = RunStore(folder).manifests()
+    (folder / manifests[0].chain[0].key).unlink()  # the base of step 40, which step 50 needs
+    blob = folder / manifests[3].chain[-1].key
+    blob.write_bytes(blob.read_bytes()[:-1])  # step 20, which step 30 needs
+    (folder / "commits" / "0000000007.json").write_bytes(b"half a manifest")
+    report = run_json("ls", str(folder))
+    damage = {checkpoint["step"]: checkpoint["damage"] for checkpoint in report["checkpoints"]}
+    assert damage[10] is None
+    assert all("missing" in damage[step] for step in (40, 50))
+    assert all("bytes instead of" in damage[step] for step in (20, 30))
+    assert [entry["key"] for entry in report["unreadable"]] == ["commits/0000000007.json"]
+    text = run("ls", str(folder)).stdout
+    assert text.count("DAMAGED") == 4
+    assert "UNREADABLE commits/0000000007.json" in text
+
+
+def test_show_reads_the_header_and_no_tensors(folder: Path) -> None:
+    report = run_json("show", str(folder), "--step", "40")
+    tensors = {tensor["name"]: tensor for tensor in report["tensors"]}
+    weight = tensors["state_dict/embedding.weight"]
+    assert (weight["role"], weight["dtype"], weight["shape"]) == ("weight", "float32", [96, 32])
+    assert weight["bits_per_element"] == pytest.approx(8 * weight["bytes"] / (96 * 32))
+    assert "state_dict/head.weight" not in tensors  # tied
+    totals = report["totals"]
+    assert sum(total["bytes"] for total in totals.values()) + report["overhead_bytes"] == report["bytes"]
+    assert totals["exp_avg_sq"]["raw_bytes"] == sum(
+        t["raw_bytes"] for t in tensors.values() if t["role"] == "exp_avg_sq"
+    )
+    assert report["checkpoint"]["configuration"]
+    assert report["checkpoint"]["reason"]
+    assert report["provenance"]["shrinkpoint"] == shrinkpoint.__version__
+    text = run("show", str(folder)).stdout
+    for word in ("bits/element", "state_dict/embedding.weight", "configuration", "header and index"):
+        assert word in text
+
+    key = folder / report["checkpoint"]["key"]
+    data = bytearray(key.read_bytes())
+    data[-1] ^= 1
+    key.write_bytes(data)
+    assert run_json("show", str(folder), "--step", "40")["tensors"] == report["tensors"]
+    assert run_json("verify", str(folder), "--step", "40", code=1)["damaged"] == 1
+
+
+def test_a_single_file_is_shown_verified_and_exported(tmp_path: Path) -> None:
+    weights = Model().state_dict()
+    shrinkpoint.save(weights, tmp_path / "model.bin")
+    report = run_json("show", str(tmp_path / "model.bin"))
+    assert report["checkpoint"] is None
+    assert report["raw_bytes"] == sum(t.nbytes for n, t in weights.items() if n != "head.weight")
+    assert run_json("verify", str(tmp_path / "model.bin"))["sound"] == 1
+    run("export", str(tmp_path / "model.bin"), str(tmp_path / "model.safetensors"))
+    loaded = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    assert torch.equal(loaded["embedding.weight"], weights["embedding.weight"])
+    (tmp_path / "model.bin").write_bytes(b"PK\x03\x04 something else")
+    assert "not a shrinkpoint container" in run("show", str(tmp_path / "model.bin"), code=1).stderr
+    assert run_json("verify", str(tmp_path / "model.bin"), code=1)["damaged"] == 1
+
+
+def test_a_delta_alone_is_verified_as_far_as_it_can_be(folder: Path) -> None:
+    key = RunStore(folder).manifests()[0].chain[-1].key
+    (result,) = run_json("verify", str(folder / key))["results"]
+    assert result["kind"] == "delta"
+    assert result["sound"]
+    assert not result["decoded"]
+    assert "base is missing" in run("export", str(folder / key), str(folder / "a.ckpt"), code=1).stderr
+
+
+def test_verify_says_what_is_damaged_and_why(folder: Path) -> None:
+    assert run_json("verify", str(folder), "--all") | {"results": None} == {
+        "url": str(folder),
+        "sound": 5,
+        "damaged": 0,
+        "results": None,
+    }
+    assert len(run_json("verify", str(folder))["results"]) == 1
+    blob = folder / RunStore(folder).manifests()[0].chain[0].key
+    data = bytearray(blob.read_bytes())
+    data[len(data) // 2] ^= 1
+    blob.write_bytes(data)
+    report = run_json("verify", str(folder), "--all", code=1)
+    broken = {result["step"]: result["error"] for result in report["results"] if not result["sound"]}
+    assert set(broken) == {40, 50}
+    assert all("does not match its checksum" in why for why in broken.values())
+    run("verify", str(folder), "--step", "30")
+    text = run("verify", str(folder), code=1).stdout
+    assert "DAMAGED step 50" in text
+    assert "1 of 1 damaged" in text
+
+
+def test_verify_counts_unreadable_checkpoints(folder: Path) -> None:
+    (folder / "commits" / "0000000004.json").write_bytes(b"")
+    report = run_json("verify", str(folder), code=1)
+    assert [(r["step"], r["sound"]) for r in report["results"]] == [(40, True), (None, False)]
+    run("verify", str(folder), "--step", "40")
+
+
+def test_an_export_equals_the_restored_state(folder: Path, tmp_path: Path) -> None:
+    report = run_json("export", str(folder), str(tmp_path / "a.pt"), "--step", "30")
+    assert (report["step"], report["seq"]) == (30, 2)
+    restored = Saver(str(folder)).restore(30)
+    assert restored is not None
+    weights = restored.state.to_object()["state_dict"]
+    loaded = torch.load(tmp_path / "a.pt", weights_only=True)
+    assert all(torch.equal(loaded["state_dict"][name], weight) for name, weight in weights.items())
+    Model().load_state_dict(loaded["state_dict"])
+
+    report = run_json("export", str(folder), str(tmp_path / "a.safetensors"), "--seq", "2")
+    assert "head.weight is tied to embedding.weight" in report["notes"][0]
+    model = Model()
+    safetensors.torch.load_model(model, tmp_path / "a.safetensors")
+    assert all(torch.equal(model.state_dict()[name], weight) for name, weight in weights.items())
+
+
+def test_an_export_never_replaces_a_file_unasked(folder: Path, tmp_path: Path) -> None:
+    target = tmp_path / "a.ckpt"
+    target.write_bytes(b"precious")
+    assert "--force" in run("export", str(folder), str(target), code=2).stderr
+    assert target.read_bytes() == b"precious"
+    run("export", str(folder), str(target), "--force")
+    assert torch.load(target, weights_only=True)["global_step"] == STEPS[-1]
+
+
+def test_the_newest_export_passes_damaged_checkpoints_over_and_says_so(folder: Path, tmp_path: Path) -> None:
+    (folder / RunStore(folder).manifests()[0].chain[-1].key).unlink()
+    result = run("export", str(folder), str(tmp_path / "a.ckpt"))
+    assert "warning: checkpoint 4 (step 50) passed over" in result.stderr
+    assert "step 40" in result.stdout
+    assert "missing" in run("export", str(folder), str(tmp_path / "b.ckpt"), "--step", "50", code=1).stderr
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize("command", ["ls", "show", "verify", "compact"])
+def test_a_prefix_without_a_run_says_what_is_there(tmp_path: Path, command: str) -> None:
+    assert "empty or does not exist" in run(command, str(tmp_path / "nowhere"), code=1).stderr
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "cat.jpg").write_bytes(b"")
+    assert "it holds cat.jpg" in run(command, str(tmp_path / "photos"), code=1).stderr
+    assert sorted(os.listdir(tmp_path)) == ["photos"]
+    assert os.listdir(tmp_path / "photos") == ["cat.jpg"]
+
+
+def test_the_folder_above_runs_names_them(folder: Path) -> None:
+    assert "the runs run. Add one" in run("ls", str(folder.parent), code=1).stderr
+
+
+def test_a_file_in_a_runs_place_is_named(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"")
+    assert "is a file, not a run" in run("ls", str(tmp_path / "x"), code=1).stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "why"),
+    [
+        (["ls", "gopher://x/y"], 2, "unknown protocol 'gopher'"),
+        (["ls", "s3://"], 2, "names no folder"),
+        (["ls", "memory://x", "-o", "nonsense"], 2, "KEY=VALUE"),
+        (["ls", "memory://x", "--storage-options", "{"], 2, "not JSON"),
+        (["ls", "memory://x", "--storage-options", "[]"], 2, "JSON object"),
+        (["show", "FOLDER", "--step", "31"], 1, "step 31; the nearest are 10, 20, 30, 40, 50"),
+        (["show", "FOLDER", "--seq", "9"], 1, "commit number 9; the nearest are"),
+        (["show", "FOLDER", "--seq", "1", "--step", "20"], 2, "exclude each other"),
+        (["verify", "FOLDER", "--all", "--step", "20"], 2, "exclude each other"),
+        (["export", "FOLDER", "x.tar"], 2, "must end in one of .ckpt, .pt, .safetensors"),
+    ],
+)
+def test_wrong_calls_get_one_clear_line(made: Path, arguments: list[str], code: int, why: str) -> None:
+    result = run(*[str(made) if word == "FOLDER" else word for word in arguments], code=code)
+    assert why in result.stderr
+    assert result.stderr.startswith("error: ")
+    assert len(result.stderr.splitlines()) == 1
+    assert "Traceback" not in result.output
+
+
+def test_a_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shrinkpoint.store.urls.find_spec", lambda name: None)
+    assert 'pip install "shrinkpoint[s3]"' in run("ls", "s3://bucket/run", code=1).stderr
+
+
+def test_an_unknown_option_is_a_usage_error(made: Path) -> None:
+    run("ls", str(made), "--nonsense", code=2)
+
+
+def test_debug_shows_the_traceback(tmp_path: Path) -> None:
+    result = runner.invoke(app, ["--debug", "ls", str(tmp_path)])
+    assert type(result.exception).__name__ == "NoCheckpointError"
+
+
+def test_storage_options_may_come_from_the_environment() -> None:
+    result = runner.invoke(app, ["ls", "/tmp/x"], env={"SHRINKPOINT_STORAGE_OPTIONS": '{"auto_mkdir": true}'})
+    assert result.exit_code == 2
+    assert "auto_mkdir" in result.stderr
+
+
+def test_a_state_that_an_export_cannot_hold_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from datetime import timedelta
+
+    shrinkpoint.save({"timer": timedelta(1)}, tmp_path / "x.shrink")
+    error = run("export", str(tmp_path / "x.shrink"), str(tmp_path / "x.ckpt"), code=1).stderr
+    assert "timer holds a datetime.timedelta" in error
+    assert issubclass(CannotRepresentError, shrinkpoint.ShrinkpointError)
+
+
+# ---- the program
+
+
+def test_the_program_starts_without_heavy_imports() -> None:
+    script = (
+        "import sys\n"
+        "from typer.testing import CliRunner\n"
+        "from shrinkpoint.cli.app import app\n"
+        "assert CliRunner().invoke(app, ['--help']).exit_code == 0\n"
+        "heavy = {'numba', 'lightning', 'torch', 's3fs', 'composer'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_the_installed_program_prints_one_line_and_an_exit_code(made: Path, tmp_path: Path) -> None:
+    program = Path(sys.executable).parent / "shrinkpoint"
+    version = subprocess.run([program, "--version"], capture_output=True, text=True, check=True)
+    assert version.stdout == f"shrinkpoint {shrinkpoint.__version__}\n"
+    listed = subprocess.run([program, "ls", made, "--json"], capture_output=True, text=True, check=True)
+    assert len(json.loads(listed.stdout)["checkpoints"]) == 5
+    failed = subprocess.run([program, "ls", tmp_path], capture_output=True, text=True, check=False)
+    assert failed.returncode == 1
+    assert failed.stderr.startswith("error: there is no run at")
+    assert len(failed.stderr.splitlines()) == 1

@@ -1,0 +1,52 @@
+"""Real runs for the tests of the command line: saved by `Saver`, with tied weights, a buffer, and both kinds."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from shrinkpoint.config import SaverConfig
+from shrinkpoint.roles import describe_training
+from shrinkpoint.saver import Saver
+
+STEPS = (10, 20, 30, 40, 50)
+"""With ``key_every=3``: base, delta, delta, base, delta."""
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(96, 32)
+        self.norm = nn.BatchNorm1d(32)
+        self.head = nn.Linear(32, 96, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.embedding(tokens)))
+
+
+def make_run(url: str, *, scheme: str = "inshrinkerator", more: Any = None, **options: Any) -> Saver:
+    """A run of five checkpoints, steps as in `STEPS`, with the metric ``val_loss`` = 5, 4, 3, 2, 1."""
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    saver = Saver(url, SaverConfig(scheme=scheme, key_every=3, threads=1), **options)  # type: ignore[arg-type]
+    for count, step in enumerate(STEPS):
+        loss = nn.functional.cross_entropy(model(torch.randint(96, (16,))), torch.randint(96, (16,)))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        state = {
+            "state_dict": model.state_dict(),
+            "optimizer_states": [optimizer.state_dict()],
+            "global_step": step,
+            "callbacks": more or {},
+        }
+        describe = describe_training(
+            model, [optimizer], model_path=("state_dict",), optimizers_path=("optimizer_states",)
+        )
+        saver.save(
+            state, step=step, describe=describe, metrics={"val_loss": float(5 - count), "lr": 0.01}, wait=True
+        )
+    saver.close()
+    return saver
