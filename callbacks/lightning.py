@@ -1,0 +1,211 @@
+"""`CompressedCheckpoint` for PyTorch Lightning: one callback that saves small, never blocks and resumes by itself."""
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from shrinkpoint.integrations.lightning_session import Session
+from shrinkpoint.integrations.lightning_settings import Settings
+from shrinkpoint.resume import ResumePolicy
+
+__all__ = ["CompressedCheckpoint"]
+
+Mode = Literal["min", "max"]
+
+
+class CompressedCheckpoint(Checkpoint):
+    """Saves a Lightning run's whole state, compressed, beside the training, and continues the run after a crash.
+
+    Example::
+
+        trainer = Trainer(callbacks=[CompressedCheckpoint("s3://bucket/run-7", every_n_train_steps=1000)])
+        trainer.fit(model)  # started again after a crash, it continues from the newest sound checkpoint
+
+    One checkpoint is addressed as ``<url>#step=1000`` (or ``<url>#newest``), wherever Lightning takes a ``ckpt_path``;
+    ``ckpt_path="best"`` works too. An explicit ``ckpt_path`` always wins over continuing by itself.
+
+    Args:
+        url: the run's folder or URL, of its own; anything that fsspec knows.
+        every_n_train_steps: save whenever the number of optimizer steps crosses a multiple of this.
+        every_n_epochs: save at the end of every so many epochs; 1 when no other schedule is given.
+        train_time_interval: save when so much time has passed.
+        save_on_train_epoch_end: save at an epoch's very end even where its validation would come first, so that
+            metrics logged in ``on_train_epoch_end`` can be monitored.
+        monitor: the logged metric by which `save_top_k` ranks. It is also preferred for measuring the quality of what
+            is saved, where it is a loss (``mode="min"``) that the validation step logs.
+        mode: whether the best metric is the least or the greatest.
+        save_top_k: how many of the best to keep, beside the newest `keep_last`; -1 keeps every checkpoint.
+        save_last: save once more when training ends, if anything has changed since the last checkpoint. The newest
+            checkpoint is always at hand as `last_model_path`; it is never stored twice.
+        keep_last: how many of the newest to keep, so that a damaged one costs little.
+        resume: ``"auto"`` continues if the run holds a checkpoint, ``"must"`` refuses to start without one,
+            ``"never"`` starts afresh.
+        storage_options: passed to fsspec.
+        options: every field of `shrinkpoint.saver.SaverConfig`: ``scheme``, ``max_degradation``, ``key_every``,
+            ``busy``, ``max_failures``, and so on.
+
+    Raises:
+        ConfigError: an option has a value that cannot work. Nothing is read or written before ``Trainer.fit``.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        every_n_train_steps: int | None = None,
+        every_n_epochs: int | None = None,
+        train_time_interval: timedelta | None = None,
+        save_on_train_epoch_end: bool | None = None,
+        monitor: str | None = None,
+        mode: Mode = "min",
+        save_top_k: int = 1,
+        save_last: bool = True,
+        keep_last: int = 3,
+        resume: ResumePolicy = "auto",
+        storage_options: Mapping[str, object] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        settings = Settings.build(
+            url=url,
+            every_n_train_steps=every_n_train_steps,
+            every_n_epochs=every_n_epochs,
+            train_time_interval=train_time_interval,
+            on_epoch_end=bool(save_on_train_epoch_end),
+            monitor=monitor,
+            mode=mode,
+            save_top_k=save_top_k,
+            save_last=save_last,
+            keep_last=keep_last,
+            resume=resume,
+            storage_options=storage_options,
+            options=options,
+        )
+        # What Lightning and its loggers read off a checkpoint callback.
+        self.dirpath = settings.url
+        self.monitor = monitor
+        self.mode = mode
+        self.save_top_k = save_top_k
+        self._session = Session(settings)
+
+    @property
+    def state_key(self) -> str:
+        """Makes several of these callbacks, for several runs, distinguishable in a checkpoint."""
+        return self._generate_state_key(url=self.dirpath)
+
+    @property
+    def best_model_path(self) -> str:
+        """Address of the best checkpoint by `monitor`, of the newest without one; empty before the first."""
+        return self._session.best.best_path
+
+    @best_model_path.setter
+    def best_model_path(self, path: str) -> None:
+        self._session.best.best_path = path  # set by launchers, from what the worker processes tell
+
+    @property
+    def last_model_path(self) -> str:
+        """Address of the newest checkpoint; empty before the first."""
+        return self._session.best.last_path
+
+    @property
+    def best_model_score(self) -> torch.Tensor | None:
+        """The metric of `best_model_path`."""
+        score = self._session.best.best_score
+        return None if score is None else torch.tensor(score)
+
+    @property
+    def current_score(self) -> torch.Tensor | None:
+        """The metric of the last checkpoint."""
+        score = self._session.best.current
+        return None if score is None else torch.tensor(score)
+
+    @property
+    def best_k_models(self) -> dict[str, torch.Tensor]:
+        """The metric of every checkpoint that `save_top_k` keeps, by address."""
+        return {path: torch.tensor(score) for path, score in self._session.best.scores.items()}
+
+    @property
+    def _last_global_step_saved(self) -> int:
+        return self._session.saved_step
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Checks the store, and arranges that the run continues."""
+        self._session.setup(trainer, stage)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The model stands; nothing has been drawn yet."""
+        self._session.fit_starts(trainer)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The iterators exist."""
+        self._session.train_starts(trainer, pl_module)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Right before an epoch's iterator is built."""
+        self._session.epoch_starts(trainer)
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """A batch goes past."""
+        self._session.probe.see_training(batch)
+
+    def on_validation_batch_start(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """A held-out batch goes past."""
+        self._session.probe.see_validation(batch, dataloader_idx)
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """The gradients are complete."""
+        self._session.before_step(trainer, pl_module)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Saves, unless this is a moment from which a run cannot be continued exactly."""
+        self._session.batch_ends(trainer, pl_module, batch_idx)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Saves what was due at the batch before this validation."""
+        self._session.validation_ends(trainer, pl_module)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Saves what was due at the epoch's last batch, where no validation followed."""
+        self._session.epoch_ends(trainer, pl_module)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Saves the last steps, and waits for the save that is under way."""
+        self._session.train_ends(trainer, pl_module)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Saves when the process was asked to end; finishes the save that is under way in any case."""
+        self._session.fails(trainer, pl_module, terminated=isinstance(exception, SIGTERMException))
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Lets go of the store."""
+        self._session.close()
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Adds the position to checkpoints of our own."""
+        self._session.add_position(trainer, checkpoint)
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Takes the position over."""
+        self._session.take_position(trainer, checkpoint)

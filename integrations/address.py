@@ -1,0 +1,43 @@
+"""How a single checkpoint of a run is named in one string, wherever a framework wants a path."""
+
+import re
+from dataclasses import dataclass
+
+from shrinkpoint.errors import ConfigError
+
+__all__ = ["Address"]
+
+_FRAGMENT = re.compile(r"(?P<url>.+)#(?P<which>newest|(?:step|seq)=\d{1,18})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Address:
+    """A run and which of its checkpoints: ``<run>#step=1000``, ``<run>#seq=12`` (the commit) or ``<run>#newest``."""
+
+    url: str
+    """The run's folder or URL, without a slash at its end."""
+    step: int | None = None
+    """Training step; when it was saved more than once, the checkpoint committed last is meant."""
+    seq: int | None = None
+    """Number of the commit, which is unique."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "url", self.url.rstrip("/"))
+        if self.step is not None and self.seq is not None:
+            raise ConfigError(f"step={self.step} and seq={self.seq} exclude each other: give one of them")
+
+    @classmethod
+    def parse(cls, text: str) -> "Address | None":
+        """The address that `text` is, or None for any other path."""
+        match = _FRAGMENT.fullmatch(text)
+        if match is None:
+            return None
+        kind, _, number = match["which"].partition("=")
+        if kind == "newest":
+            return cls(url=match["url"])
+        return cls(url=match["url"], **{kind: int(number)})
+
+    def __str__(self) -> str:
+        if self.step is not None:
+            return f"{self.url}#step={self.step}"
+        return f"{self.url}#newest" if self.seq is None else f"{self.url}#seq={self.seq}"

@@ -1,0 +1,158 @@
+"""What other weights would cost, measured in the middle of training without leaving a trace in it.
+
+``Trainer.validate`` cannot run inside a hook, so a few batches that went past are kept, and the module's own
+validation step is called on them with its ``log`` replaced.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.apply_func import apply_to_collection
+
+from shrinkpoint.errors import ConfigError
+from shrinkpoint.swap import swapped_weights
+
+__all__ = ["LossProbe"]
+
+
+class LossProbe:
+    """Evaluates a module on a few batches: the first ones of validation, or of training where there is none yet."""
+
+    def __init__(self, *, metric: str | None = None, batches: int = 2) -> None:
+        """Keeps nothing until it has seen batches.
+
+        Args:
+            metric: name under which the validation step logs the loss; by default ``val_loss`` or what it returns.
+            batches: how many batches to keep, in host memory.
+        """
+        self._metric = metric
+        self._count = batches
+        self._held_out: list[Any] = []
+        self._training: list[Any] = []
+
+    def see_validation(self, batch: Any, dataloader_idx: int) -> None:
+        """Keep a validation batch if more are needed; the module gets it after this."""
+        if dataloader_idx == 0 and len(self._held_out) < self._count:
+            self._held_out.append(_to_host(batch))
+
+    def see_training(self, batch: Any) -> None:
+        """Keep a training batch if there is nothing better; the module gets it after this."""
+        if not self._held_out and len(self._training) < self._count:
+            self._training.append(_to_host(batch))
+
+    def evaluate(
+        self, trainer: Trainer, module: LightningModule, weights: Mapping[str, torch.Tensor] | None = None
+    ) -> float:
+        """The mean loss over the kept batches.
+
+        Args:
+            trainer: between two batches.
+            module: its parameters, buffers, modes, metrics and random number generators are as before afterwards.
+            weights: values to put in the parameters' place, by name, on any device; None for the live ones.
+
+        Raises:
+            ConfigError: no batch has been seen, or the module tells no loss.
+        """
+        batches = self._held_out or self._training
+        step, context = _step(trainer, module, held_out=bool(self._held_out))
+        if not batches or step is None:
+            raise ConfigError(
+                "there is nothing to measure the loss with: no batch has been seen, or no step is usable"
+            )
+        values = []
+        with _metrics_untouched(module), swapped_weights(module, weights or {}):
+            for index, batch in enumerate(batches):
+                with _captured_logs(module) as logged, context():
+                    returned = step(*_arguments(step, move_data_to_device(batch, module.device), index))
+                values.append(_loss(logged, returned, self._metric))
+        return sum(values) / len(values)
+
+
+@contextmanager
+def _metrics_untouched(module: LightningModule) -> Iterator[None]:
+    """Put the states of torchmetrics back: they are neither parameters nor buffers."""
+    with ExitStack() as stack:
+        for part in module.modules():
+            if hasattr(part, "_defaults") and hasattr(part, "_update_count"):  # a torchmetrics.Metric
+                stack.enter_context(_metric_untouched(part))
+        yield
+
+
+@contextmanager
+def _metric_untouched(metric: Any) -> Iterator[None]:
+    names = [*metric._defaults, "_update_count", "_computed", "_forward_cache", "_update_called"]
+    before = {name: _copied(getattr(metric, name)) for name in names if hasattr(type(metric), name) is False}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(metric, name, value)
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return list(value) if isinstance(value, list) else value
+
+
+@contextmanager
+def _captured_logs(module: LightningModule) -> Iterator[dict[str, Any]]:
+    """Let the step log into a dict: the trainer's loggers, metrics and progress bars see nothing."""
+    logged: dict[str, Any] = {}
+
+    def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        logged[name] = value
+
+    def log_dict(values: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        logged.update(values)
+
+    shadows: dict[str, Callable[..., None]] = {"log": log, "log_dict": log_dict}
+    before = {name: module.__dict__[name] for name in shadows if name in module.__dict__}
+    module.__dict__.update(shadows)
+    try:
+        yield logged
+    finally:
+        for name in shadows:
+            del module.__dict__[name]
+        module.__dict__.update(before)
+
+
+def _step(
+    trainer: Trainer, module: LightningModule, *, held_out: bool
+) -> tuple[Callable[..., Any] | None, Any]:
+    if held_out:
+        return module.validation_step, trainer.precision_plugin.val_step_context
+    # With manual optimization the training step would train.
+    if module.automatic_optimization and is_overridden("training_step", module):
+        return module.training_step, trainer.precision_plugin.train_step_context
+    return None, None
+
+
+def _arguments(step: Callable[..., Any], batch: Any, index: int) -> list[Any]:
+    names = list(inspect.signature(step).parameters)
+    if "dataloader_iter" in names:
+        raise ConfigError("a step that takes dataloader_iter cannot be used to measure the loss")
+    return [batch, index, 0][: len(names)]
+
+
+def _loss(logged: Mapping[str, Any], returned: Any, metric: str | None) -> float:
+    if isinstance(returned, Mapping):
+        returned = returned.get("loss")
+    by_name = [value for name, value in logged.items() if "loss" in name]
+    for value in (logged.get(metric) if metric else None, logged.get("val_loss"), returned, *by_name):
+        if isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+            return float(value)
+    raise ConfigError(
+        f"no loss to measure quality by: the step logged {sorted(logged) or 'nothing'} and returned none; log 'val_loss'"
+        " or return the loss from validation_step"
+    )
+
+
+def _to_host(batch: Any) -> Any:
+    return apply_to_collection(batch, torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True))

@@ -1,0 +1,103 @@
+"""When a checkpoint is due: framework-neutral, and robust against counters that jump."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+from shrinkpoint.errors import ConfigError
+
+__all__ = ["Schedule", "Trigger"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """How often to save; the three ways exclude each other, and none of them means after every epoch."""
+
+    every_n_train_steps: int | None = None
+    """Optimizer steps between checkpoints."""
+    every_n_epochs: int | None = None
+    train_time_interval: timedelta | None = None
+
+    def __post_init__(self) -> None:
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        if len(given) > 1:
+            raise ConfigError(f"{' and '.join(sorted(given))} exclude each other: give one of them")
+        for name, value in given.items():
+            positive = (
+                value > timedelta(0) if isinstance(value, timedelta) else type(value) is int and value >= 1
+            )
+            if not positive:
+                kind = "a positive timedelta" if name == "train_time_interval" else "an integer of at least 1"
+                raise ConfigError(f"{name}={value!r} must be {kind}, or None")
+        if not given:
+            object.__setattr__(self, "every_n_epochs", 1)
+
+
+class Trigger:
+    """Follows a run's counters and says when a checkpoint is due.
+
+    A checkpoint that is due stays due until `saved`: the moment at which the counter crosses a multiple is often not
+    one at which a run can be saved exactly. Multiples are crossed, not hit: with several optimizers, or after a
+    resume, a counter may step over them.
+    """
+
+    def __init__(self, schedule: Schedule, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """Nothing is due before `start`.
+
+        Args:
+            schedule: how often.
+            clock: seconds; never goes back.
+        """
+        self._schedule = schedule
+        self._clock = clock
+        self._step = 0
+        self._epochs = 0
+        self._saved_at = clock()
+        self.due = False
+        """Whether a checkpoint is to be saved at the next moment that allows it."""
+
+    def start(self, *, step: int, epochs: int) -> None:
+        """Take the counters from here: training starts or continues with them."""
+        self._step, self._epochs, self._saved_at = step, epochs, self._clock()
+        self.due = False
+
+    def after_step(self, step: int, *, agree: Callable[[bool], bool] = bool) -> None:
+        """An optimizer step has been made.
+
+        Args:
+            step: optimizer steps so far.
+            agree: makes all processes take the same decision where clocks decide; called on every one of them.
+        """
+        self.due |= _crossed(self._step, step, self._schedule.every_n_train_steps)
+        self._step = step
+        interval = self._schedule.train_time_interval
+        if interval is not None and not self.due:
+            self.due = agree(self._clock() - self._saved_at >= interval.total_seconds())
+
+    def after_epoch(self, epochs: int) -> None:
+        """An epoch's last step has been made.
+
+        Args:
+            epochs: epochs done so far, this one included.
+        """
+        self.due |= _crossed(self._epochs, epochs, self._schedule.every_n_epochs)
+        self._epochs = epochs
+
+    def steps_until_due(self, step: int) -> int | None:
+        """How many steps after `step` the next checkpoint is due; None where the schedule does not count steps."""
+        every = self._schedule.every_n_train_steps
+        return None if every is None else every - step % every
+
+    def request(self) -> None:
+        """A checkpoint is wanted as soon as possible, whatever the schedule says."""
+        self.due = True
+
+    def saved(self) -> None:
+        """The checkpoint that was due has been taken, or given up."""
+        self.due = False
+        self._saved_at = self._clock()
+
+
+def _crossed(before: int, now: int, every: int | None) -> bool:
+    return every is not None and now // every > before // every

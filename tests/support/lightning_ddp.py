@@ -1,0 +1,85 @@
+"""A program for the tests: trains with two processes, whole, then interrupted, then continued.
+
+Usage: lightning_ddp.py <folder> <plain|stateful> [error|sigterm]
+
+Each process of each run leaves ``<folder>/<run>-<rank>.pt``.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from support.lightning_models import Crash, Outcome, Points, Setup, Tiny, fit
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+
+from shrinkpoint.callbacks.lightning import CompressedCheckpoint
+
+
+class Distributed(Tiny):
+    def train_dataloader(self) -> Any:
+        if not self.setup_.stateful:
+            return DataLoader(
+                Points(64), batch_size=8, shuffle=True
+            )  # Lightning puts in its distributed sampler
+        sampler = StatefulDistributedSampler(
+            Points(64), self.trainer.world_size, self.trainer.global_rank, shuffle=True
+        )
+        return StatefulDataLoader(Points(64), batch_size=8, sampler=sampler)
+
+
+class Leave(Callback):
+    """Writes down what a process has seen; the process itself ends with the run."""
+
+    def __init__(self, folder: str, name: str) -> None:
+        self.start = f"{folder}/{name}"
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        final = Outcome(module=pl_module, trainer=trainer).final()
+        best = getattr(trainer.checkpoint_callback, "best_model_path", None)
+        torch.save(
+            {"trace": pl_module.trace, "final": final, "best": best}, f"{self.start}-{trainer.global_rank}.pt"
+        )
+
+
+def main(folder: str, loader: str, how: str = "error") -> None:
+    torch.set_num_threads(1)
+    runs: dict[str, list[Callback]] = {
+        "whole": [],
+        "first": [Crash(8, sigterm=how == "sigterm")],
+        "rest": [],
+    }
+    for name, callbacks in runs.items():
+        seed = 999 if name == "rest" else 1
+        pl.seed_everything(seed, verbose=False)
+        if name != "whole":
+            every = 10**6 if how == "sigterm" else 3
+            run = f"{folder}/run"
+            callbacks.append(
+                CompressedCheckpoint(run, every_n_train_steps=every, scheme="lossless", busy="wait")
+            )
+        try:
+            fit(
+                *callbacks,
+                Leave(folder, name),
+                module=Distributed(Setup(stateful=loader == "stateful")),
+                seed=seed,
+                max_epochs=3,
+                strategy="ddp_fork",
+                devices=2,
+                num_sanity_val_steps=0,
+            )
+        except Exception as error:
+            if name != "first":
+                raise
+            print(f"interrupted: {type(error).__name__}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
