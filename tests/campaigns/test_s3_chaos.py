@@ -4,6 +4,7 @@ The quick campaign runs on moto. The real one runs on Ceph's gateway, and the co
 ignores If-None-Match: with the store's probe bypassed it must lose saves, or this campaign would prove nothing.
 """
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -12,9 +13,12 @@ from pathlib import Path
 import pytest
 from support.chaos import Account, Campaign, audit, draw_fault, run_campaign
 from support.chaos_worker import WorkerConfig
-from support.fault_proxy import FaultProxy, Rule
+from support.fault_proxy import FaultProxy
+from support.faults import Rule
+from support.journal import Journal
 from support.s3 import S3Server, new_bucket, rclone_program, rclone_server, storage_options
 
+from shrinkpoint.store.local import LocalObjects
 from shrinkpoint.store.run import RunStore
 
 FAULTED = 0.25
@@ -54,7 +58,7 @@ def _check(account: Account, campaign: Campaign) -> None:
     assert account.lost == []
     assert account.stale_resumes == []
     assert account.kills >= campaign.kills
-    assert account.acked > campaign.kills
+    assert account.acked > 0
 
 
 def test_quick_chaos_on_moto(moto: S3Server, tmp_path: Path) -> None:
@@ -64,8 +68,10 @@ def test_quick_chaos_on_moto(moto: S3Server, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.real_s3
+@pytest.mark.timeout(0)  # bounded by the campaign itself
 def test_chaos_on_a_real_server(real_s3: S3Server, tmp_path: Path, pytestconfig: pytest.Config) -> None:
-    campaign = Campaign(kills=pytestconfig.getoption("--kills") or KILLS_REAL, limit_seconds=290)
+    kills = pytestconfig.getoption("--kills") or KILLS_REAL
+    campaign = Campaign(kills=kills, overlap_seconds=(0.5, 3.0), limit_seconds=kills * 14)
     worker = WorkerConfig(url="", journal="", retire_every=15, keep=8, grace_s=45.0)
     account = _campaign(real_s3, tmp_path, campaign, checks_uploads=True, worker=worker)
     _check(account, campaign)
@@ -86,3 +92,25 @@ def test_a_server_that_ignores_conditions_loses_saves(rclone: S3Server, tmp_path
     worker = WorkerConfig(url="", journal="", believe_conditions=True, pause=0.02)
     account = _campaign(rclone, tmp_path, campaign, checks_uploads=False, faulted=0.0, worker=worker)
     assert account.lost, "the control lost nothing: the campaign does not see what it should"
+
+
+class _Careless(LocalObjects):
+    """A store that takes the condition and ignores it, at once and every time."""
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        self.put(key, data)
+        return True
+
+
+def test_the_audit_sees_a_lost_save(tmp_path: Path) -> None:
+    journal = Journal(str(tmp_path / "journal"))
+    objects = _Careless(str(tmp_path / "run"))
+    stores = [RunStore("", objects=objects) for _ in range(2)]
+    writers = [store.writer() for store in stores]  # both were opened before either committed
+    for number, writer in enumerate(writers):
+        content = f"writer {number}".encode()
+        digest = hashlib.sha256(content).hexdigest()
+        manifest = writer.commit(content, step=0, kind="base", parent=None, state_digest=digest, meta={})
+        journal.write("ack", seq=manifest.seq, digest=digest)
+    account = audit(RunStore("", objects=objects), Account(), [tmp_path / "journal"])
+    assert account.lost == ["0: replaced by another"]

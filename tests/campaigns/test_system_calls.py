@@ -1,15 +1,14 @@
 """Local disk: a kill at, or an error from, every system call that writes loses nothing that was acknowledged."""
 
 import dataclasses
-import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from support import chaos_worker
 from support.chaos import Account, audit
-from support.chaos_worker import WorkerConfig, read_journal, verified_digest
+from support.chaos_worker import WorkerConfig, command, verified_digest
+from support.journal import read_journal
 from support.syscalls import Call, mutating_calls, run_failing_from, run_killed_at, why_no_strace
 
 from shrinkpoint.store.run import RunStore
@@ -38,17 +37,13 @@ def _config(folder: Path) -> WorkerConfig:
     )
 
 
-def _command(config: WorkerConfig) -> list[str]:
-    return [sys.executable, chaos_worker.__file__, json.dumps(dataclasses.asdict(config))]
-
-
 @pytest.fixture(scope="session")
 def calls(tmp_path_factory: pytest.TempPathFactory) -> list[Call]:
     """The mutating calls of a worker that is left alone; compiled modules are in their cache afterwards."""
     warm = tmp_path_factory.mktemp("warm")
-    mutating_calls(_command(_config(warm)), warm / "run", warm / "trace")
+    mutating_calls(command(_config(warm)), warm / "run", warm / "trace")
     folder = tmp_path_factory.mktemp("recorded")
-    return mutating_calls(_command(_config(folder)), folder / "run", folder / "trace")
+    return mutating_calls(command(_config(folder)), folder / "run", folder / "trace")
 
 
 def _check(folder: Path) -> None:
@@ -72,7 +67,7 @@ def _each(tmp_path: Path, points: list[Call], run: Callable[[list[str], Call], N
     for at, call in enumerate(points):
         folder = tmp_path / f"{at}-{call.name}-{call.number}"
         folder.mkdir()
-        run(_command(_config(folder)), call)
+        run(command(_config(folder)), call)
         _check(folder)
 
 
@@ -105,7 +100,7 @@ def _fail(tmp_path: Path, points: list[tuple[Call, str]]) -> None:
     for at, (call, error) in enumerate(points):
         folder = tmp_path / f"{at}-{call.name}-{call.number}-{error}"
         folder.mkdir()
-        status = run_failing_from(_command(_config(folder)), call, error)
+        status = run_failing_from(command(_config(folder)), call, error)
         assert status in (0, chaos_worker.FAILED), (call, error)  # a shrinkpoint error, never a bare OSError
         _check(folder)
 

@@ -1,7 +1,7 @@
 """A real S3 server for tests: Ceph's RADOS gateway over one monitor and one OSD that stores in memory.
 
-Debian packages: ``radosgw ceph-mon ceph-osd ceph-common``. Start-up takes about three seconds, given the short Paxos
-intervals below (13 s without them). cephx keys are needed: with authentication off, radosgw hangs on EACCES.
+Debian packages: ``radosgw ceph-mon ceph-osd ceph-common``. Start-up takes one to three seconds, given the short
+Paxos intervals below (13 s without them). cephx keys are needed: with authentication off, radosgw hangs on EACCES.
 """
 
 import json

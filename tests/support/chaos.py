@@ -1,10 +1,7 @@
 """Campaigns of kills: start workers, kill them, and account for every acknowledged save afterwards."""
 
-import dataclasses
-import json
 import random
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -12,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from support import chaos_worker
-from support.chaos_worker import WorkerConfig, read_journal, verified_digest
-from support.fault_proxy import (
+from support.chaos_worker import WorkerConfig, verified_digest
+from support.faults import (
     CorruptDown,
     CorruptUp,
     DropResponse,
@@ -26,6 +23,7 @@ from support.fault_proxy import (
     Truncate,
     Zombie,
 )
+from support.journal import read_journal
 
 from shrinkpoint.errors import ShrinkpointError
 from shrinkpoint.store.run import RunStore
@@ -59,9 +57,10 @@ class Worker:
     def __init__(self, config: WorkerConfig) -> None:
         self.journal = Path(config.journal)
         self._errors = self.journal.with_suffix(".stderr")
-        command = [sys.executable, chaos_worker.__file__, json.dumps(dataclasses.asdict(config))]
         with self._errors.open("wb") as errors:
-            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=errors)
+            self.process = subprocess.Popen(
+                chaos_worker.command(config), stdin=subprocess.DEVNULL, stderr=errors
+            )
 
     def kill(self) -> bool:
         """Kill -9; False where it had ended by itself."""

@@ -1,9 +1,9 @@
 """A process that saves until it is killed: resume from the newest sound checkpoint, commit, acknowledge, repeat.
 
-Run as ``python chaos_worker.py '{"url": ..., "journal": ..., ...}'`` (the fields of WorkerConfig). Containers are small
-random bytes; the digest of a state is the sha256 over its parent's digest and its own container, so a reader can tell
-whether it was given the right bytes of the whole chain. Every event goes to the journal, one synced JSON line each;
-"ack" is written after ``commit`` returned and not before. Imports no torch: a start takes a fraction of a second.
+:func:`command` starts one. Containers are small random bytes; the digest of a state is the sha256 over its parent's
+digest and its own container, so a reader can tell whether it was given the right bytes of the whole chain. Every event
+goes to the journal, one synced JSON line each; "ack" is written after ``commit`` returned and not before. Imports no
+torch: a start takes a fraction of a second.
 """
 
 import hashlib
@@ -13,21 +13,24 @@ import random
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
-from shrinkpoint.errors import FencedError, ShrinkpointError
-from shrinkpoint.store import run
+from support.journal import Journal
+
+from shrinkpoint.errors import CorruptionError, FencedError, ShrinkpointError
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.run import RunStore, RunWriter
+from shrinkpoint.store.s3 import S3Objects
 
 __all__ = [
     "FAILED",
     "FENCED",
-    "Journal",
     "WorkerConfig",
     "chain_digest",
-    "read_journal",
+    "command",
     "verified_digest",
     "work",
 ]
@@ -58,26 +61,10 @@ class WorkerConfig:
     grace_s: float = 60.0
 
 
-class Journal:
-    """Synced JSON lines that survive a kill of this process.
-
-    Written with writev and O_DSYNC, so that faults injected into the store's write and fsync do not hit the journal.
-    """
-
-    def __init__(self, path: str) -> None:
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_DSYNC, 0o600)
-
-    def write(self, event: str, **fields: object) -> None:
-        """Append one line and wait until it is on disk."""
-        os.writev(self._file, [json.dumps({"event": event, "at": time.time(), **fields}).encode(), b"\n"])
-
-
-def read_journal(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The complete lines of a journal; the last one may have been torn by the kill."""
-    if not os.path.exists(path):
-        return []
-    with open(path, "rb") as file:
-        return [json.loads(line) for line in file.read().split(b"\n")[:-1]]
+def command(config: WorkerConfig) -> list[str]:
+    """The command line of a worker."""
+    tests = Path(__file__).parents[1]  # holds `support`
+    return ["env", f"PYTHONPATH={tests}", sys.executable, __file__, json.dumps(asdict(config))]
 
 
 def chain_digest(containers: Sequence[bytes]) -> str:
@@ -92,7 +79,7 @@ def verified_digest(manifest: Manifest, containers: Sequence[bytes]) -> str:
     """The digest of a chain; raises CorruptionError where it is not what the manifest says."""
     digest = chain_digest(containers)
     if digest != manifest.state_digest:
-        raise ValueError(
+        raise CorruptionError(
             f"commit {manifest.seq}: the chain gives {digest}, its manifest says {manifest.state_digest}"
         )
     return digest
@@ -168,7 +155,7 @@ def work(config: WorkerConfig) -> int:
         parent = found[0] if found else None
         journal.write("resumed", seq=parent.seq if parent else None)
         if config.believe_conditions:
-            run.honours_put_if_absent = lambda objects: True
+            patch.object(S3Objects, "create_is_atomic", True).start()
         writer = store.writer()
         journal.write("opened", epoch=writer.epoch, mode=writer.mode)
         _Worker(config, store, writer, parent).run()

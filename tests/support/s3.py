@@ -58,7 +58,7 @@ def storage_options(server: S3Server, endpoint: str | None = None) -> dict[str, 
 
 def new_bucket(server: S3Server) -> str:
     """Create a bucket with a fresh name (without a location constraint, which Ceph refuses) and return the name."""
-    import boto3
+    import boto3  # type: ignore[import-untyped]
 
     client = boto3.client(
         "s3",
