@@ -181,7 +181,7 @@ def _gradients(
     }
     chosen = {}
     for spec in specs:
-        gradient = (collected or {}).get(_parameter(spec), moments.get(spec.tag.parameter))
+        gradient = (collected or {}).get(_parameter(spec), moments.get(spec.tag.parameter or ""))
         if gradient is not None and _scores(state.tensors[spec.name], gradient):
             chosen[spec.name] = gradient
     return chosen

@@ -132,10 +132,11 @@ class LevelsCodec:
         self, encoded: EncodedTensor, planes: Planes, spec: TensorSpec, context: Context
     ) -> torch.Tensor:
         """See `TensorCodec.reconstruct`."""
-        codebook = np.frombuffer(_section(encoded, spec, "codebook"), dtype="<f4").astype(np.float32)
-        levels = np.asarray(planes["levels"], dtype=np.uint8)
-        if spec.dtype not in _CODED or codebook.size + _FIRST != _count(encoded.params, spec):
+        section = _section(encoded, spec, "codebook")
+        if spec.dtype not in _CODED or len(section) != 4 * (_count(encoded.params, spec) - _FIRST):
             raise FormatError(f"{spec.name}: its codebook does not fit its dtype or its number of levels")
+        codebook = np.frombuffer(section, dtype="<f4").astype(np.float32)
+        levels = np.asarray(planes["levels"], dtype=np.uint8)
         half = torch.bfloat16 if spec.dtype is torch.float32 else spec.dtype
         raw = np.frombuffer(_section(encoded, spec, "protected"), dtype=np.uint8)
         protected = tensor_from_bytes(raw, half, (int(np.count_nonzero(levels == _PROTECTED)),))

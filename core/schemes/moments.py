@@ -80,8 +80,9 @@ def _section(encoded: EncodedTensor, spec: TensorSpec, name: str) -> bytes:
 
 
 def _floats(encoded: EncodedTensor, spec: TensorSpec, name: str, count: int) -> F32:
-    data = np.frombuffer(_section(encoded, spec, name), dtype="<f4")
-    if data.size != count or not np.isfinite(data).all():
+    section = _section(encoded, spec, name)
+    data = np.frombuffer(section, dtype="<f4", count=len(section) // 4)
+    if len(section) != 4 * count or not np.isfinite(data).all():
         raise FormatError(f"{spec.name}: section {name!r} must hold {count} finite fp32 values")
     return data.astype(np.float32)
 
