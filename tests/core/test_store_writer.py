@@ -313,6 +313,24 @@ def test_pins(store: RunStore) -> None:
     assert store.pins() == {}
 
 
+def test_number_of_a_removed_manifest_is_reused_by_a_straggler(store: RunStore, fake: FakeObjects) -> None:
+    """The straggler's save fills the hole, sorts below the newer epoch, and is read anew under the old key."""
+    old = store.writer()
+    first = base(old)
+    new = store.writer()
+    removed = delta(new, first, step=2)
+    newest = delta(new, removed, step=3)
+    reader = store_on(fake)
+    assert removed in reader.manifests()
+    new.collect([first.seq])
+    fake.now += 1
+    filled = delta(old, first, step=4)
+    assert filled.seq == removed.seq
+    assert reader.manifests() == [newest, filled, first]
+    with pytest.raises(FencedError):
+        delta(old, filled, step=5)
+
+
 class TestSingleWriter:
     @pytest.fixture
     def fake(self) -> FakeObjects:
