@@ -186,7 +186,8 @@ class SecondMomentCodec:
     @staticmethod
     def _restore(compact: Array, codebook: F32, factor: F32) -> F32:
         table = np.concatenate([np.zeros(1, np.float32), codebook])
-        value: F32 = np.maximum(factor * table[compact], _TINY)
+        with np.errstate(over="ignore"):  # refused when encoding; from a hostile file, the digest's business
+            value: F32 = np.maximum(factor * table[compact], _TINY)
         value[compact == 0] = 0
         return value
 

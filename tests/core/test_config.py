@@ -1,0 +1,111 @@
+import dataclasses
+
+import pytest
+
+import shrinkpoint
+from shrinkpoint.config import SaverConfig
+from shrinkpoint.errors import ConfigError
+from shrinkpoint.schemes.inshrinkerator import InshrinkeratorOptions
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "fix"),
+    [
+        ("scheme", "zip", "'inshrinkerator' or 'lossless'"),
+        ("scheme", None, "'lossless'"),
+        ("busy", "drop", "'skip' or 'wait'"),
+        ("mode", "lowest", "'min' or 'max'"),
+        ("key_every", 0, "positive"),
+        ("key_every", None, "positive"),
+        ("key_every", 2.0, "positive"),
+        ("key_every", True, "positive"),
+        ("key_every", 5000, "1024 at most"),
+        ("max_failures", None, "positive"),
+        ("max_failures", -1, "positive"),
+        ("keep_last", 0, "positive"),
+        ("keep_every", "10", "positive"),
+        ("keep_best", 0, "positive"),
+        ("threads", 0, "positive"),
+        ("monitor", 5, "name of a metric"),
+        ("max_degradation", -0.1, "0 or more"),
+        ("max_degradation", 1.5, "1 at most"),
+        ("max_degradation", NAN, "number"),
+        ("max_degradation", "1%", "number"),
+        ("max_degradation", None, "number"),
+        ("search_overhead", -1, "0 or more"),
+        ("grace_s", NAN, "0 or more"),
+        ("grace_s", True, "number"),
+        ("options", {"alpha": 0.01}, "InshrinkeratorOptions"),
+    ],
+)
+def test_a_bad_value_is_named_with_its_fix(field, value, fix):
+    with pytest.raises(ConfigError) as caught:
+        SaverConfig(**{field: value})
+    message = str(caught.value)
+    assert field in message
+    assert repr(value) in message
+    assert fix in message
+    assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "fix"),
+    [
+        ("alpha", 0.0, "0.001 to 0.5"),
+        ("alpha", "small", "number"),
+        ("magnitude_weight", 1.5, "0 to 1"),
+        ("clustering", "kmeans", "'kmeans++'"),
+        ("coder", "huffman", "'rle-huffman'"),
+        ("second_moment_step", 3.0, "0.01 to 2"),
+        ("first_moment_step", 0, "0.001 to 4"),
+        ("min_elements", 0, "at least 1"),
+        ("min_elements", 10.5, "number of elements"),
+    ],
+)
+def test_a_bad_option_of_the_scheme_is_named_with_its_fix(field, value, fix):
+    with pytest.raises(ConfigError) as caught:
+        InshrinkeratorOptions(**{field: value})
+    message = str(caught.value)
+    assert field in message
+    assert repr(value) in message
+    assert fix in message
+
+
+def test_keep_best_needs_its_metric():
+    with pytest.raises(ConfigError, match=r"monitor='val_loss'"):
+        SaverConfig(keep_best=2)
+    assert SaverConfig(keep_best=2, monitor="val_loss").keep_best == 2
+
+
+def test_the_limits_of_each_field_are_allowed():
+    SaverConfig(max_degradation=0, search_overhead=float("inf"), grace_s=0, key_every=1024, max_failures=1)
+    SaverConfig(max_degradation=1, threads=3, keep_last=1, keep_every=1)
+    InshrinkeratorOptions(
+        alpha=0.5, magnitude_weight=0, second_moment_step=2, first_moment_step=4, min_elements=1
+    )
+
+
+def test_names_are_the_fields():
+    assert SaverConfig.names() == {field.name for field in dataclasses.fields(SaverConfig)}
+
+
+def test_threads_default_to_half_of_the_processors(monkeypatch):
+    for processors, expected in ((None, 1), (1, 1), (2, 1), (9, 4)):
+        monkeypatch.setattr("os.cpu_count", lambda processors=processors: processors)
+        assert SaverConfig().encoder_threads == expected
+    assert SaverConfig(threads=7).encoder_threads == 7
+
+
+def test_a_config_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        SaverConfig().scheme = "lossless"
+
+
+def test_the_top_level_names_are_there():
+    assert set(dir(shrinkpoint)) == set(shrinkpoint.__all__)
+    for name in shrinkpoint.__all__:
+        assert getattr(shrinkpoint, name) is not None
+    with pytest.raises(AttributeError, match="nothing"):
+        shrinkpoint.nothing  # noqa: B018
