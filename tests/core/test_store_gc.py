@@ -385,6 +385,15 @@ class Collections(RuleBasedStateMachine):
             self.wait(hours)
             self.collect(which, set(), None)
 
+    @rule(hours=st.sampled_from([0.0, 25.0]), fails=st.sampled_from([None, 1, 2]))
+    def take_over(self, hours: float, fails: int | None) -> None:
+        """The old writer moves on between the new one's restore and its first save, which builds on what was restored."""
+        self.open_writer()
+        if fails is not None:
+            self.commit(len(self.writers) - 1, False, fails)
+        self.move_on(max(0, len(self.writers) - 2), hours)
+        self.commit(len(self.writers) - 1, False, None)
+
     @precondition(lambda self: self.acknowledged)
     @rule(hours=st.sampled_from([0.4, 23.5, 25.0]))
     def wait(self, hours: float) -> None:
@@ -406,6 +415,6 @@ class Collections(RuleBasedStateMachine):
 
 
 Collections.TestCase.settings = settings(
-    max_examples=100, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestCollections = Collections.TestCase
