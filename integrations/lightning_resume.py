@@ -1,5 +1,6 @@
 """Making ``Trainer.fit`` continue a run although it was given no ``ckpt_path``."""
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -11,6 +12,7 @@ from shrinkpoint.integrations.address import Address
 from shrinkpoint.integrations.lightning_ranks import on_rank_zero
 from shrinkpoint.resume import ResumePolicy, require_same_model, resume_from
 from shrinkpoint.saver import Saver
+from shrinkpoint.store.manifest import Manifest
 
 __all__ = ["continue_run", "is_tuning", "require_module"]
 
@@ -48,25 +50,40 @@ def continue_run(trainer: Trainer, saver: Saver, policy: ResumePolicy) -> None:
             "this version of Lightning cannot be made to resume by itself: give fit(ckpt_path=...)"
         )
         return
-    vars(connector).pop(_HOOK, None)  # left over from a fit that failed before it came to loading
+    waiting = getattr(getattr(connector, _HOOK), "runs", None)
+    if waiting is None:
+        waiting = {}
+        setattr(connector, _HOOK, _wrapped(trainer, connector, waiting))
+    waiting[saver.url] = (saver, policy)
+
+
+def _wrapped(
+    trainer: Trainer, connector: Any, runs: dict[str, tuple[Saver, ResumePolicy]]
+) -> Callable[..., None]:
     original = getattr(connector, _HOOK)
 
     def resume_start(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
         vars(connector).pop(_HOOK, None)
         if not checkpoint_path:
-            checkpoint_path = on_rank_zero(trainer.strategy, lambda: _choose(saver, policy))
+            checkpoint_path = on_rank_zero(trainer.strategy, lambda: _choose(runs))
         original(checkpoint_path, *args, **kwargs)
 
-    setattr(connector, _HOOK, resume_start)
+    resume_start.runs = runs  # type: ignore[attr-defined]
+    return resume_start
 
 
-def _choose(saver: Saver, policy: ResumePolicy) -> str | None:
-    newest = saver.newest() if policy != "never" else None
-    chosen = resume_from(policy, newest, saver.url)
-    if chosen is None:
+def _choose(runs: Mapping[str, tuple[Saver, ResumePolicy]]) -> str | None:
+    """The address of the newest sound checkpoint; of several callbacks' runs the one that got furthest."""
+    chosen: dict[str, Manifest] = {}
+    for url, (saver, policy) in runs.items():
+        newest = resume_from(policy, saver.newest() if policy != "never" else None, url)
+        if newest is not None:
+            chosen[url] = newest
+    if not chosen:
         return None
-    rank_zero_info(f"continuing {saver.url} from step {chosen.step}")
-    return str(Address(url=saver.url.rstrip("/"), seq=chosen.seq))
+    url = max(chosen, key=lambda url: chosen[url].step)
+    rank_zero_info(f"continuing {url} from step {chosen[url].step}")
+    return str(Address(url=url, seq=chosen[url].seq))
 
 
 def require_module(checkpoint: dict[str, Any], module: LightningModule, url: str) -> None:

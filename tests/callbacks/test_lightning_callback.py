@@ -1,0 +1,301 @@
+"""What the callback promises beside exact resumption: addresses, refusals, failures, logs, and leaving others alone."""
+
+import csv
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.tuner import Tuner
+from support.lightning_models import QUIET, Crash, Setup, Tiny, assert_same, fit
+
+from shrinkpoint.callbacks.lightning import CompressedCheckpoint
+from shrinkpoint.errors import (
+    ConfigError,
+    NoCheckpointError,
+    SaveFailedError,
+    ShrinkpointWarning,
+    StateMismatchError,
+    StoreError,
+)
+from shrinkpoint.integrations.lightning_io import open_as_ckpt
+from shrinkpoint.saver import Saver
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
+)
+
+Make = Callable[..., CompressedCheckpoint]
+
+
+@pytest.fixture(name="saving")
+def _saving(request: pytest.FixtureRequest) -> Make:
+    """Makes callbacks that save to one run in memory, of this test's own."""
+    torch.set_num_threads(1)
+    url = f"memory://callback/{request.node.name}".replace("[", "-").replace("]", "")
+
+    def make(**options: Any) -> CompressedCheckpoint:
+        return CompressedCheckpoint(
+            url, **{"scheme": "lossless", "busy": "wait", "every_n_train_steps": 5, **options}
+        )
+
+    return make
+
+
+def steps(callback: CompressedCheckpoint) -> list[int]:
+    return sorted(manifest.step for manifest in Saver(callback.dirpath).store.manifests())
+
+
+def test_saves_by_schedule_and_at_the_end(saving: Make) -> None:
+    callback = saving(save_top_k=-1)
+    fit(callback)
+    assert steps(callback) == [5, 10, 15, 20, 25, 30, 32]
+    assert callback.last_model_path == callback.best_model_path == f"{callback.dirpath}#step=32"
+
+
+def test_keeps_the_newest_and_the_best(saving: Make) -> None:
+    callback = saving(every_n_train_steps=None, every_n_epochs=1, monitor="val_loss", keep_last=1)
+    outcome = fit(callback, max_epochs=6)
+    losses = {step: loss for _, step, loss in outcome.module.validations}
+    best = min(losses, key=losses.__getitem__)
+    assert callback.best_model_path == f"{callback.dirpath}#step={best}"
+    assert callback.best_model_score is not None
+    assert callback.best_model_score.item() == losses[best]
+    assert {best, 48} <= set(steps(callback))
+    assert callback.best_k_models.keys() == {callback.best_model_path}
+
+
+def test_train_time_interval(saving: Make) -> None:
+    callback = saving(every_n_train_steps=None, train_time_interval=timedelta(microseconds=1), save_top_k=-1)
+    fit(callback, max_epochs=1)
+    assert steps(callback) == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_a_finished_run_has_nothing_left_to_train(saving: Make) -> None:
+    first, again = saving(), saving()
+    one, two = fit(first), fit(again, seed=999)
+    assert two.trace == []
+    assert_same(one.final()["weights"], two.final()["weights"])
+    longer = fit(saving(), max_epochs=5)
+    assert [row[0] for row in longer.trace] == [4] * 8
+
+
+def test_a_finished_run_by_steps_has_nothing_left_to_train(saving: Make) -> None:
+    one = fit(saving(), max_steps=12, max_epochs=-1)
+    two = fit(saving(), seed=999, max_steps=12, max_epochs=-1)
+    assert two.trace == []
+    assert_same(one.final()["weights"], two.final()["weights"])
+
+
+def test_resume_never_starts_afresh_and_must_refuses(saving: Make) -> None:
+    with pytest.raises(NoCheckpointError, match="resume='must'"):
+        fit(saving(resume="must"))
+    fit(saving(), Crash(6))
+    assert fit(saving(resume="must"), Crash(7)).trace[0][2] == 5
+    assert fit(saving(resume="never"), Crash(7)).trace[0][2] == 0
+
+
+def test_explicit_path_wins(saving: Make, tmp_path: Path) -> None:
+    callback = saving(save_top_k=-1)
+    fit(callback, ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=3, save_top_k=-1))
+    assert fit(saving(), Crash(12), ckpt_path=f"{callback.dirpath}#step=10").trace[0][2] == 10
+    assert fit(saving(), Crash(8), ckpt_path=str(tmp_path / "step=6.ckpt")).trace[0][2] == 6
+    with pytest.raises(NoCheckpointError, match=r"#step=11 does not exist.*\[5, 10"):
+        fit(saving(), ckpt_path=f"{callback.dirpath}#step=11")
+
+
+def test_other_stages_take_addresses(saving: Make) -> None:
+    callback = saving(save_top_k=-1, monitor="val_loss")
+    outcome = fit(callback)
+    trainer, module = outcome.trainer, outcome.module
+    final = {name: value.clone() for name, value in module.state_dict().items()}
+    trainer.validate(module, ckpt_path=f"{callback.dirpath}#step=10", verbose=False)
+    assert not torch.equal(module.net[0].weight, final["net.0.weight"])
+    trainer.validate(module, ckpt_path=f"{callback.dirpath}#newest", verbose=False)
+    assert_same(dict(module.state_dict()), final)
+    trainer.validate(module, ckpt_path="best", verbose=False)
+    other = pl.Trainer(callbacks=[saving()], **QUIET)
+    other.validate(Tiny(), ckpt_path=callback.best_model_path, verbose=False)
+
+
+def test_load_from_checkpoint(saving: Make) -> None:
+    callback = saving()
+    outcome = fit(callback)
+    loaded = Tiny.load_from_checkpoint(open_as_ckpt(callback.dirpath), weights_only=False)
+    assert_same(dict(loaded.state_dict()), dict(outcome.module.state_dict()))
+
+
+def test_ordinary_checkpoints_stay_ordinary(saving: Make, tmp_path: Path) -> None:
+    fit(saving(), ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=3))
+    loaded = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    assert "shrinkpoint" not in loaded
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"every_n_epochs": 1}, "exclude each other"),
+        ({"every_n_train_steps": 0}, "every_n_train_steps=0"),
+        ({"resume": "yes"}, "resume='yes'"),
+        ({"save_top_k": -2}, "save_top_k=-2"),
+        ({"no_such": 1}, "no_such"),
+        ({"scheme": "zip"}, "scheme"),
+    ],
+)
+def test_options_are_checked_at_once(saving: Make, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        saving(**options)
+
+
+def test_url_must_not_look_like_an_address() -> None:
+    with pytest.raises(ConfigError, match="'#'"):
+        CompressedCheckpoint("memory://run#step=5")
+
+
+def test_two_callbacks_on_one_run_are_refused(saving: Make) -> None:
+    with pytest.raises(ConfigError, match="two CompressedCheckpoint"):
+        fit(saving(), saving())
+
+
+def test_two_callbacks_on_two_runs(saving: Make) -> None:
+    def other() -> CompressedCheckpoint:
+        return CompressedCheckpoint(
+            "memory://callback/two-b", every_n_train_steps=3, scheme="lossless", busy="wait"
+        )
+
+    whole = fit()
+    fit(saving(), other(), Crash(14))
+    rest = fit(other(), saving(), seed=999)
+    assert whole.trace[12:] == rest.trace
+    assert_same(whole.final()["weights"], rest.final()["weights"])
+
+
+def test_sharded_strategies_are_refused(saving: Make) -> None:
+    class FSDPStrategy(SingleDeviceStrategy):
+        pass
+
+    with pytest.raises(ConfigError, match="shards the model"):
+        fit(saving(), strategy=FSDPStrategy("cpu"))
+
+
+def test_another_models_run_is_refused_before_training(saving: Make) -> None:
+    fit(saving(), Crash(6))
+    before = steps(saving())
+    with pytest.raises(StateMismatchError, match=r"net\.0\.weight is \(8, 8\) here and \(16, 8\) there"):
+        fit(saving(), setup=Setup(width=8))
+    assert steps(saving()) == before
+
+
+def test_unwritable_store_is_refused_before_training(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    module = Tiny()
+    with pytest.raises(StoreError):
+        fit(CompressedCheckpoint(str(tmp_path / "file"), every_n_train_steps=5), module=module)
+    assert module.trace == []
+
+
+def test_failed_saves_warn_and_then_stop_training(saving: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    callback = saving(max_failures=3)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise StoreError("the disk is full")
+
+    class Break(pl.Callback):
+        def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            assert callback._session._saver is not None
+            monkeypatch.setattr(callback._session._saver._committer, "commit", fail)
+
+    with (
+        pytest.warns(ShrinkpointWarning, match="the disk is full"),
+        pytest.raises(SaveFailedError, match="in a row"),
+    ):
+        fit(callback, Break())
+
+
+def test_fast_dev_run_touches_nothing(saving: Make) -> None:
+    callback = saving()
+    fit(callback, fast_dev_run=True, monitor=None)
+    assert not Saver(callback.dirpath).store.exists()
+
+
+def test_tuner_neither_resumes_nor_saves(saving: Make) -> None:
+    class Tunable(Tiny):
+        lr = 1e-2
+
+    fit(saving(), Crash(6), module=Tunable())
+    module = Tunable()
+    callback = saving(every_n_train_steps=1)
+    trainer = pl.Trainer(callbacks=[callback], max_epochs=4, **QUIET)
+    before = steps(callback)
+    Tuner(trainer).lr_find(module, num_training=4, update_attr=False)
+    assert steps(callback) == before
+    module.trace.clear()
+    trainer.fit(module)
+    assert module.trace[0][2] == 5
+
+
+def test_a_second_fit_goes_on(saving: Make) -> None:
+    outcome = fit(saving(), max_epochs=1)
+    outcome.trainer.fit_loop.max_epochs = 2
+    outcome.trainer.fit(outcome.module)
+    assert [row[2] for row in outcome.trace] == list(range(16))
+
+
+def test_loggers_get_the_saves_and_keep_their_own(saving: Make, tmp_path: Path) -> None:
+    def logged(name: str, *callbacks: Any) -> list[dict[str, str]]:
+        logger = CSVLogger(tmp_path, name=name, version=0)
+        fit(*callbacks, logger=logger, log_every_n_steps=1)
+        with open(tmp_path / name / "version_0" / "metrics.csv", newline="") as file:
+            return list(csv.DictReader(file))
+
+    without, rows = logged("without"), logged("with", saving(save_top_k=-1))
+    ours = [row for row in rows if row["checkpoint/ratio"]]
+    assert [int(row["step"]) for row in ours] == [5, 10, 15, 20, 25, 30, 32]
+    assert all(float(row["checkpoint/bytes"]) > 0 and float(row["checkpoint/blocked_s"]) >= 0 for row in ours)
+    assert {row["checkpoint/configuration"] for row in ours} == {"exact (lossless)"}
+    assert {row["checkpoint/degradation"] for row in ours} == {"0.0"}
+    theirs = [
+        {name: row[name] for name in without[0]} for row in rows if row["train_loss"] or row["val_loss"]
+    ]
+    assert theirs == [row for row in without if row["train_loss"] or row["val_loss"]]
+
+
+def test_hyperparameters_that_need_pickle_are_left_out(saving: Make) -> None:
+    class WithModule(Tiny):
+        def __init__(self, rate: float, act: Any) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+    callback = saving()
+    with pytest.warns(UserWarning, match="hyper-parameters act"):
+        fit(callback, module=WithModule(0.5, torch.nn.ReLU()))
+    loaded = torch.load(open_as_ckpt(callback.dirpath), weights_only=False)
+    assert loaded["hyper_parameters"] == {"rate": 0.5}
+
+
+def test_saving_is_invisible_to_training(saving: Make) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ShrinkpointWarning)
+        wide = Setup(width=2048)
+        plain = fit(setup=wide)
+        saved = fit(saving(scheme="inshrinkerator", save_top_k=-1, every_n_train_steps=4), setup=wide)
+    assert plain.trace == saved.trace
+    assert_same(plain.final(), saved.final())
+    callback = next(c for c in saved.callbacks if isinstance(c, CompressedCheckpoint))
+    reports = callback._session._saver.reports() if callback._session._saver is not None else []
+    assert [report.step for report in reports] == [4, 8, 12, 16, 20, 24, 28, 32]
+    assert [report.reason for report in reports if not report.evaluations] == []
+
+
+def test_lossy_resume_continues(saving: Make) -> None:
+    fit(saving(scheme="inshrinkerator"), Crash(13))
+    rest = fit(saving(scheme="inshrinkerator"), seed=999)
+    whole = fit()
+    assert [row[:4] for row in rest.trace] == [row[:4] for row in whole.trace[10:]]
