@@ -10,7 +10,9 @@ import pytest
 from support.cli_runs import make_run
 from typer.testing import CliRunner
 
+from shrinkpoint.cli import pruning
 from shrinkpoint.cli.app import app
+from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ShrinkpointWarning
 from shrinkpoint.saver import Saver
 from shrinkpoint.store.run import RunStore
@@ -99,6 +101,26 @@ def test_prune_keeps_the_newest_sound_checkpoint_and_pinned_ones(folder: Path) -
     assert steps(folder) == [50, 40, 20]
     restored = Saver(str(folder)).restore(20)
     assert restored is not None
+
+
+def test_prune_leaves_a_training_under_way_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Saver(str(folder), SaverConfig(scheme="lossless", threads=1))
+    found = trainer.restore()
+    assert found is not None
+    state = found.state.to_object()
+    report = pruning._report
+
+    def meanwhile(plan: Any) -> Any:
+        for step in (60, 70, 80):
+            trainer.save(state, step=step, wait=True)
+        return report(plan)
+
+    monkeypatch.setattr(pruning, "_report", meanwhile)
+    run("prune", str(folder), "--keep-last", "1", "--yes")
+    assert steps(folder) == [80, 70, 60, 50]
+    trainer.save(state, step=90, wait=True)
+    assert steps(folder)[0] == 90
+    run("verify", str(folder), "--all")
 
 
 @pytest.mark.parametrize(
