@@ -6,6 +6,7 @@ reads it again. The few types that torch's safe loader refuses become their plai
 
 import os
 import secrets
+import stat
 from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -137,7 +138,9 @@ def _convert(value: Any, path: _Path, note: Callable[[_Path, str], None]) -> Any
 
 def _convert_key(value: Any, path: _Path, note: Callable[[_Path, str], None]) -> Any:
     """Keys and members of sets stay hashable."""
-    if isinstance(value, frozenset):
+    if isinstance(value, frozenset) or (
+        isinstance(value, bytes) and not value
+    ):  # a set and a bytearray, their kin, cannot be hashed
         raise _refuse(value, path)
     if isinstance(value, tuple) and not isinstance(value, torch.Size):
         return tuple(_convert_key(item, path, note) for item in value)
@@ -155,7 +158,7 @@ def _convert_leaf(value: Any, path: _Path, note: Callable[[_Path, str], None]) -
         return value.item()
     if isinstance(value, int) and value.bit_length() > _MAX_INT_BITS:
         raise _refuse(value, path)
-    if value == b"" and isinstance(value, bytes):
+    if isinstance(value, bytes) and not value:
         note(path, "empty bytes are written as an empty bytearray")
         return bytearray()
     if value is None or isinstance(
@@ -307,7 +310,10 @@ def _write_whole(target: Path, write: Callable[[Path], None], *, force: bool) ->
     """Write beside the target, sync, then give it its name; returns its size in bytes."""
     temporary = target.parent / f".{target.name}.tmp-{secrets.token_hex(8)}"
     try:
+        with temporary.open("xb"):
+            mode = stat.S_IMODE(temporary.stat().st_mode)
         write(temporary)
+        temporary.chmod(mode)  # safetensors renames a file over it that only its owner may read
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         size = temporary.stat().st_size

@@ -81,7 +81,9 @@ def test_types_that_the_safe_loader_refuses_become_their_plain_kin(tmp_path: Pat
         assert place in told
 
 
-@pytest.mark.parametrize("value", [timedelta(1), np.datetime64("2024-01-02"), {frozenset({1}): 2}, 1 << 5000])
+@pytest.mark.parametrize(
+    "value", [timedelta(1), np.datetime64("2024-01-02"), {frozenset({1}): 2}, {b""}, 1 << 5000]
+)
 def test_what_has_no_plain_kin_is_refused_by_name(tmp_path: Path, value: object) -> None:
     state = TrainingState.capture({"callbacks": {"timer": [value]}})
     with pytest.raises(CannotRepresentError, match="callbacks/timer/0"):
