@@ -1,22 +1,26 @@
 """Making ``Trainer.fit`` continue a run although it was given no ``ckpt_path``."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from shrinkpoint.errors import ConfigError
+from shrinkpoint.container.reader import ContainerReader
+from shrinkpoint.errors import ConfigError, StateMismatchError
 from shrinkpoint.integrations.address import Address
 from shrinkpoint.integrations.lightning_ranks import on_rank_zero
 from shrinkpoint.resume import ResumePolicy, require_same_model, resume_from
 from shrinkpoint.saver import Saver
+from shrinkpoint.state import TrainingState
 from shrinkpoint.store.manifest import Manifest
 
 __all__ = ["continue_run", "is_tuning", "require_module"]
 
 _HOOK = "resume_start"
+_VERSION = "pytorch-lightning_version"  # in every checkpoint of Lightning
 
 
 def is_tuning(trainer: Trainer) -> bool:
@@ -66,6 +70,9 @@ def _wrapped(
         vars(connector).pop(_HOOK, None)
         if not checkpoint_path:
             checkpoint_path = on_rank_zero(trainer.strategy, lambda: _choose(runs))
+        loaded = Address.parse(str(checkpoint_path))
+        others = [saver for url, (saver, _) in runs.items() if loaded is None or loaded.url != url]
+        on_rank_zero(trainer.strategy, lambda: _require_own_runs(others, trainer.lightning_module))
         original(checkpoint_path, *args, **kwargs)
 
     resume_start.runs = runs  # type: ignore[attr-defined]
@@ -86,12 +93,38 @@ def _choose(runs: Mapping[str, tuple[Saver, ResumePolicy]]) -> str | None:
     return str(Address(url=url, seq=chosen[url].seq))
 
 
+def _require_own_runs(savers: Sequence[Saver], module: LightningModule) -> None:
+    """Refuse to save beside another model's checkpoints: retention would remove them."""
+    for saver in savers:
+        for manifest in saver.store.manifests()[:1]:
+            require_module(_outline(saver, manifest), module, saver.url)
+
+
+def _outline(saver: Saver, manifest: Manifest) -> dict[str, Any]:
+    """A stored checkpoint with tensors that have shapes but no elements; only the container's header is read."""
+    ref = manifest.chain[-1]
+    reader = ContainerReader(
+        lambda start, length: saver.store.fetch_range(ref, start, start + length), ref.size
+    )
+    header = reader.header
+    specs = {name: record.spec for name, record in header.tensors.items()}
+    shapes = {name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in specs.items()}
+    tree = {key: header.tree[key] for key in ("state_dict", _VERSION) if key in header.tree}
+    outline: dict[str, Any] = TrainingState(tree, shapes, specs).to_object()
+    return outline
+
+
 def require_module(checkpoint: dict[str, Any], module: LightningModule, url: str) -> None:
     """Refuse a checkpoint of another model, unless the module translates what it loads.
 
     Raises:
-        StateMismatchError: names or shapes differ; the message says which.
+        StateMismatchError: names or shapes differ; the message says which. Or it is not a Lightning checkpoint.
     """
+    if "state_dict" not in checkpoint or _VERSION not in checkpoint:
+        raise StateMismatchError(
+            f"{url} was not written by Lightning's callback: give this run a URL of its own, or continue the other one"
+            " with what it was made with"
+        )
     if is_overridden("on_load_checkpoint", module) or not module.strict_loading:
         return
     stored = {

@@ -268,7 +268,7 @@ class Session:
             ),
             metrics=metrics,
             evaluate=evaluate,
-            gradients=self._gradients.take(),
+            gradients=self._gradients.take(trainer),
             exact=exact,
             wait=last and self._saver.busy,
         )

@@ -17,6 +17,7 @@ from lightning.pytorch.tuner import Tuner
 from support.lightning_models import QUIET, Crash, Setup, Tiny, assert_same, fit
 
 from shrinkpoint.callbacks.lightning import CompressedCheckpoint
+from shrinkpoint.checkpointer import Checkpointer
 from shrinkpoint.errors import (
     ConfigError,
     NoCheckpointError,
@@ -25,6 +26,7 @@ from shrinkpoint.errors import (
     StateMismatchError,
     StoreError,
 )
+from shrinkpoint.integrations import lightning_loaders, lightning_resume
 from shrinkpoint.integrations.lightning_io import open_as_ckpt
 from shrinkpoint.saver import Saver
 
@@ -193,6 +195,29 @@ def test_another_models_run_is_refused_before_training(saving: Make) -> None:
     assert steps(saving()) == before
 
 
+@pytest.mark.parametrize("options", [{"resume": "never"}, {"ckpt_path": "own"}], ids=str)
+def test_another_models_run_is_not_saved_to(saving: Make, options: dict[str, str], tmp_path: Path) -> None:
+    fit(saving(), Crash(6))
+    before = steps(saving())
+    path = None
+    if "ckpt_path" in options:
+        fit(setup=Setup(width=8)).trainer.save_checkpoint(tmp_path / "own.ckpt")
+        path = str(tmp_path / "own.ckpt")
+    with pytest.raises(StateMismatchError, match="another model's run"):
+        fit(saving(resume=options.get("resume", "auto")), setup=Setup(width=8), ckpt_path=path, max_epochs=5)
+    assert steps(saving()) == before
+
+
+def test_a_loops_run_is_refused(saving: Make) -> None:
+    model = torch.nn.Linear(2, 2)
+    with Checkpointer(
+        saving().dirpath, model, torch.optim.SGD(model.parameters()), scheme="lossless"
+    ) as loop:
+        loop.save(1, wait=True)
+    with pytest.raises(StateMismatchError, match="not written by Lightning"):
+        fit(saving())
+
+
 def test_unwritable_store_is_refused_before_training(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     module = Tiny()
@@ -292,6 +317,50 @@ def test_saving_is_invisible_to_training(saving: Make) -> None:
     reports = callback._session._saver.reports() if callback._session._saver is not None else []
     assert [report.step for report in reports] == [4, 8, 12, 16, 20, 24, 28, 32]
     assert [report.reason for report in reports if not report.evaluations] == []
+
+
+def test_gradients_are_averaged_where_the_optimizer_does_not(saving: Make) -> None:
+    given: list[Any] = []
+    callback = saving(scheme="inshrinkerator", every_n_train_steps=4)
+
+    class Watch(pl.Callback):
+        def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            saver = callback._session._saver
+            assert saver is not None
+            save = saver.save
+
+            def watched(*args: Any, **kwargs: Any) -> Any:
+                given.append(kwargs["gradients"])
+                return save(*args, **kwargs)
+
+            saver.save = watched  # type: ignore[method-assign]
+
+    outcome = fit(callback, Watch(), setup=Setup(width=512, optimizer=torch.optim.SGD), max_epochs=1)
+    names = dict(outcome.module.named_parameters()).keys()
+    assert [gradients.keys() for gradients in given] == [names, names]
+    given.clear()
+    callback = saving(scheme="inshrinkerator", every_n_train_steps=4, resume="never")
+    fit(callback, Watch(), setup=Setup(width=512), max_epochs=1)
+    assert given == [None, None]
+
+
+def test_without_lightnings_private_names_it_warns(saving: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    fit(saving(), Crash(6))
+    monkeypatch.setattr(lightning_loaders, "_PRIVATE", ("_no_longer_there",))
+    with pytest.warns(UserWarning, match="no fit_loop._no_longer_there: the order of samples may differ"):
+        rest = fit(saving(), Crash(13), seed=999, setup=Setup(stateful=True))
+    assert rest.trace[0][2] == 5
+
+
+def test_where_lightning_cannot_be_made_to_resume_it_says_so(
+    saving: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fit(saving(), Crash(6))
+    monkeypatch.setattr(lightning_resume, "_HOOK", "no_longer_there")
+    with pytest.warns(UserWarning, match="give fit"):
+        assert fit(saving(), Crash(7)).trace[0][2] == 0
+    with pytest.raises(ConfigError, match="give fit"):
+        fit(saving(resume="must"))
 
 
 def test_lossy_resume_continues(saving: Make) -> None:
