@@ -160,7 +160,13 @@ def record_of(manifest: Manifest, monitor: str | None) -> Record:
     metrics = save.get("metrics") if isinstance(save, dict) else None
     metric = metrics.get(monitor) if isinstance(metrics, dict) and monitor is not None else None
     measured = float(metric) if isinstance(metric, int | float) else None
-    return Record(seq=manifest.seq, step=manifest.step, epoch=manifest.epoch, metric=measured)
+    return Record(
+        seq=manifest.seq,
+        step=manifest.step,
+        epoch=manifest.epoch,
+        replaces=manifest.replaces,
+        metric=measured,
+    )
 
 
 def _report(job: Job, plan: Plan, encoded: EncodedState, size: int) -> SaveReport:

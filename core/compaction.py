@@ -1,7 +1,7 @@
 """Turns a delta into a base that restores the same tensors, bit for bit, so that the chain behind it can go.
 
-Never in place: the base is a new container under a new commit, made and verified before anything old is let go, and
-the old chain leaves by the ordinary collection, with its grace.
+Never in place: the base is a new container under a new commit, which takes the delta's place in the order of
+checkpoints; it is made and verified before anything old is let go, and the old chain leaves by the ordinary collection, with its grace.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ from shrinkpoint.container.layout import Checkpoint, Entry
 from shrinkpoint.container.reader import read_container
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.entropy.rans import encode_symbols
-from shrinkpoint.errors import ConfigError, CorruptionError, FormatError
+from shrinkpoint.errors import ConfigError, CorruptionError, FormatError, NoCheckpointError
 from shrinkpoint.levels import encode_levels
 from shrinkpoint.saver import decode_checkpoint
 from shrinkpoint.schemes.base import Context, EncodedTensor, Held, Planes
@@ -65,7 +65,8 @@ def rebase(store: RunStore, manifest: Manifest, *, threads: int = 1) -> Rebased:
         threads: threads that decode.
 
     Raises:
-        ConfigError: the checkpoint is a base already, or not the run's newest.
+        ConfigError: the checkpoint is a base already.
+        NoCheckpointError: it is no longer in the run.
         FormatError, ChainError: it is damaged.
         StoreError: the store cannot be read.
     """
@@ -97,7 +98,7 @@ def compact(store: RunStore, rebased: Rebased, *, grace_s: float = DEFAULT_GRACE
         grace_s: seconds for which the old chain's data outlives its last name.
 
     Raises:
-        ConfigError: the delta is no longer the run's newest checkpoint.
+        NoCheckpointError: the delta is no longer in the run.
         StoreError: the store cannot be written.
     """
     source = rebased.source
@@ -110,6 +111,7 @@ def compact(store: RunStore, rebased: Rebased, *, grace_s: float = DEFAULT_GRACE
             parent=None,
             state_digest=source.state_digest,
             meta=_meta(rebased),
+            replaces=source,
         )
         pins = _move_pins(store, writer, source, manifest)
         keep = {other.seq for other in store.manifests()} - {source.seq}
@@ -122,13 +124,9 @@ def _check_source(store: RunStore, manifest: Manifest) -> None:
         raise ConfigError(
             f"checkpoint {manifest.seq} (step {manifest.step}) is a base already: nothing to compact"
         )
-    newest = store.manifests()[:1]
-    if newest and newest[0].digest != manifest.digest:
-        # Commits are ordered by (epoch, seq): whatever is committed last is what a run resumes from.
-        raise ConfigError(
-            f"checkpoint {manifest.seq} (step {manifest.step}) is not the run's newest (step {newest[0].step}): its base"
-            f" would become the newest commit, and the run would go on from step {manifest.step}. Only the newest"
-            " checkpoint can be compacted"
+    if manifest.digest not in {other.digest for other in store.manifests()}:
+        raise NoCheckpointError(
+            f"checkpoint {manifest.seq} (step {manifest.step}) is not in {store.display} any more"
         )
 
 

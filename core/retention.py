@@ -22,12 +22,14 @@ class Record:
         seq: Number of the manifest.
         step: Training step.
         epoch: The writer's turn; the newest checkpoint has the highest (epoch, seq).
+        replaces: (epoch, seq) of the checkpoint in whose place this one stands.
         metric: The monitored metric; None or not finite where it was not measured.
     """
 
     seq: int
     step: int
     epoch: int = 0
+    replaces: tuple[int, int] | None = None
     metric: float | None = None
 
 
@@ -157,7 +159,12 @@ class RetentionPolicy:
 
 
 def _newest_first(records: Iterable[Record]) -> list[Record]:
-    return sorted(records, key=lambda record: (record.epoch, record.seq), reverse=True)
+    return sorted(records, key=_position, reverse=True)
+
+
+def _position(record: Record) -> tuple[int, int, int, int]:
+    own = (record.epoch, record.seq)
+    return (record.replaces or own) + own
 
 
 def _check_positive(name: str, value: object) -> None:

@@ -95,7 +95,13 @@ def _plan(run: OpenRun, policy: RetentionPolicy, metric: str | None) -> _Plan:
             f"--metric {metric}: no checkpoint of {run.store.display} has it; they have {known}"
         )
     records = [
-        Record(seq=m.seq, step=m.step, epoch=m.epoch, metric=metrics[m.seq].get(metric) if metric else None)
+        Record(
+            seq=m.seq,
+            step=m.step,
+            epoch=m.epoch,
+            replaces=m.replaces,
+            metric=metrics[m.seq].get(metric) if metric else None,
+        )
         for m in manifests
     ]
     wanted = policy.select(records, set(run.store.pins().values()))

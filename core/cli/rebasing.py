@@ -1,4 +1,4 @@
-"""``shrinkpoint compact``: make the newest delta a base, so that the chain behind it can go."""
+"""``shrinkpoint compact``: make a delta a base, so that the chain behind it can go."""
 
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,7 +30,7 @@ def compact(
     option: Pairs = None,
     as_json: AsJson = False,
 ) -> None:
-    """Store the newest delta anew as a base with the same values; fences off a training that is under way."""
+    """Store a delta anew as a base with the same values; fences off a training that is under way."""
     from shrinkpoint.compaction import compact as commit
     from shrinkpoint.compaction import rebase
     from shrinkpoint.config import SaverConfig

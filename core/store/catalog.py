@@ -42,7 +42,7 @@ class Listing:
 
     Attributes:
         manifests: The readable ones, newest first: by epoch, then by number. A writer that went on after another one
-            had taken over is sorted below it, whatever its numbers.
+            had taken over is sorted below it, whatever its numbers. One that replaces another stands in its place.
         damaged: The others.
         max_seq: Highest number in use, readable or not; -1 where there is none.
     """
@@ -88,7 +88,9 @@ class Catalog:
                         self.note(info.key, outcome)
                     elif outcome is not None:
                         damaged.append(outcome)
-        manifests = sorted(self._sound.values(), key=lambda m: (m.epoch, m.seq, m.session), reverse=True)
+        manifests = sorted(
+            self._sound.values(), key=lambda m: (m.position, m.epoch, m.seq, m.session), reverse=True
+        )
         max_seq = max((seq_of_commit(info.key) or 0 for info in infos), default=-1)
         return Listing(manifests=tuple(manifests), damaged=tuple(damaged), max_seq=max_seq)
 

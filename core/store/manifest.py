@@ -111,6 +111,8 @@ class Manifest:
         wall_time: Writer's clock, seconds since 1970; for people only.
         library: Name and version of what wrote it.
         meta: Free JSON: metrics, sizes, degradation, seconds.
+        replaces: (epoch, seq) of the checkpoint whose place among the others this one takes, holding the same state
+            (compaction); None for every other.
 
     Raises:
         UnsupportedFormatError: A newer version or an unknown feature.
@@ -130,6 +132,7 @@ class Manifest:
     wall_time: float
     library: str
     meta: dict[str, Any] = field(default_factory=dict, hash=False)
+    replaces: tuple[int, int] | None = None
     # The very bytes it was read from: a field that only a newer version knows still counts for the digest.
     _raw: bytes | None = field(default=None, init=False, repr=False, compare=False)
 
@@ -161,6 +164,10 @@ class Manifest:
         )
         _check(isinstance(self.library, str) and len(self.library) <= 256, "library", "...", "short text")
         _check(isinstance(self.meta, dict), "meta", self.meta, "a JSON object")
+        if self.replaces is not None:
+            _check(len(self.replaces) == 2, "replaces", self.replaces, "epoch and seq")
+            _check_int("replaces.epoch", self.replaces[0], 1, self.epoch)
+            _check_int("replaces.seq", self.replaces[1], 0, MAX_SEQ)
 
     def _check_chain(self) -> None:
         _check(1 <= len(self.chain) <= MAX_CHAIN, "chain length", len(self.chain), f"1 to {MAX_CHAIN}")
@@ -174,6 +181,11 @@ class Manifest:
         else:
             _check(len(keys) >= 2, "chain length of a delta", len(keys), "2 or more")
             _check_hex("parent_digest", self.parent_digest)
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """(epoch, seq) by which the run's checkpoints are ordered; the highest is what a run resumes from."""
+        return self.replaces or (self.epoch, self.seq)
 
     @property
     def digest(self) -> str:
@@ -194,6 +206,8 @@ class Manifest:
         if self._raw is not None:
             return self._raw
         record = {name: getattr(self, name) for name in _FIELDS}
+        if self.replaces is not None:
+            record["replaces"] = self.replaces
         record["chain"] = [{"key": ref.key, "size": ref.size, "sha256": ref.sha256} for ref in self.chain]
         try:
             data = seal({**record, "type": _MAGIC})
@@ -226,6 +240,8 @@ class Manifest:
             values["chain"] = tuple(
                 BlobRef(**{name: ref[name] for name in _REF_FIELDS}) for ref in _list(record["chain"])
             )
+            if record.get("replaces") is not None:
+                values["replaces"] = tuple(_list(record["replaces"]))
             manifest = cls(**values)
         except (KeyError, TypeError, AttributeError) as error:
             raise FormatError(f"{what} lacks a field or has one of the wrong type: {error}") from error

@@ -93,6 +93,7 @@ class RunWriter:
         parent: Manifest | None,
         state_digest: str,
         meta: Mapping[str, Any],
+        replaces: Manifest | None = None,
     ) -> Manifest:
         """Store a checkpoint. When this returns, it survives a crash; when it raises, it may or may not be there.
 
@@ -103,6 +104,7 @@ class RunWriter:
             parent: The checkpoint that a delta builds on; None for a base.
             state_digest: Digest of the decoded state; opaque here.
             meta: Finite JSON to keep with it.
+            replaces: The checkpoint of the same state whose place in the order this one takes; None: it is the newest.
 
         Raises:
             ConfigError: An argument has a value that cannot be stored.
@@ -121,7 +123,8 @@ class RunWriter:
                 key=data_key(step, self.session), size=len(data), sha256=hashlib.sha256(data).hexdigest()
             )
             chain = (*(parent.chain if parent else ()), ref)
-            draft = self._draft(step, kind, chain, parent, state_digest, meta)
+            place = replaces.position if replaces else None
+            draft = self._draft(step, kind, chain, parent, state_digest, meta, place)
             draft(self._next_seq).to_bytes()  # refuse what cannot be written before anything is
             self._objects.put(ref.key, data)
             publish = self._publish_exclusively if self.mode == "conditional" else self._publish_alone
@@ -237,6 +240,7 @@ class RunWriter:
         parent: Manifest | None,
         state_digest: str,
         meta: Mapping[str, Any],
+        replaces: tuple[int, int] | None,
     ) -> Callable[[int], Manifest]:
         wall_time = time.time()
 
@@ -254,6 +258,7 @@ class RunWriter:
                     wall_time=wall_time,
                     library=self._library,
                     meta=dict(meta),
+                    replaces=replaces,
                 )
                 return Manifest.from_bytes(manifest.to_bytes())  # what is committed is what a reader gets
             except FormatError as error:

@@ -13,7 +13,13 @@ from support.containers import identical
 import shrinkpoint.compaction as compaction
 from shrinkpoint.compaction import compact, rebase
 from shrinkpoint.config import SaverConfig
-from shrinkpoint.errors import ConfigError, CorruptionError, FencedError, ShrinkpointWarning
+from shrinkpoint.errors import (
+    ConfigError,
+    CorruptionError,
+    FencedError,
+    NoCheckpointError,
+    ShrinkpointWarning,
+)
 from shrinkpoint.saver import Saver
 from shrinkpoint.store.run import RunStore
 from shrinkpoint.store.writer import RunWriter
@@ -110,17 +116,37 @@ def test_a_recoding_that_changes_a_plane_is_not_used(
     assert identical(restored(folder), before)
 
 
-def test_an_older_checkpoint_is_refused_and_nothing_changes(folder: Path, store: RunStore) -> None:
-    old = next(m for m in store.manifests() if m.step == 30)
-    with pytest.raises(ConfigError, match="would go on from step 30"):
-        rebase(store, old)
-    rebased = rebase(store, store.manifests()[0])
+@pytest.mark.parametrize("step", [20, 30, 50])
+def test_the_base_takes_the_deltas_place_in_the_order(folder: Path, store: RunStore, step: int) -> None:
+    before = Saver(str(folder)).restore(step)
+    newest = restored(folder)
+    source = next(m for m in store.manifests() if m.step == step)
+    done = compact(store, rebase(store, source))
+    assert [m.step for m in RunStore(folder).manifests()] == list(reversed(STEPS))
+    assert identical(restored(folder), newest)
+    after = Saver(str(folder)).restore(step)
+    assert before is not None
+    assert after is not None
+    assert after.manifest.digest == done.manifest.digest
+    assert identical(after.state.to_object(), before.state.to_object())
+
+
+def test_until_it_is_collected_the_delta_stands_behind_its_base(
+    folder: Path, store: RunStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RunWriter, "collect", lambda *args, **options: None)
+    source = next(m for m in store.manifests() if m.step == 30)
+    compact(store, rebase(store, source))
+    listed = [(m.step, m.kind) for m in RunStore(folder).manifests()]
+    assert listed == [(50, "delta"), (40, "base"), (30, "base"), (30, "delta"), (20, "delta"), (10, "base")]
+
+
+def test_what_was_removed_meanwhile_is_refused(folder: Path, store: RunStore) -> None:
+    rebased = rebase(store, next(m for m in store.manifests() if m.step == 20))
     with store.writer() as writer:
-        writer.commit(rebased.container, step=60, kind="base", parent=None, state_digest="x", meta={})
-    listed = [m.digest for m in store.manifests()]
-    with pytest.raises(ConfigError, match="not the run's newest"):
+        writer.collect([4])
+    with pytest.raises(NoCheckpointError, match="any more"):
         compact(store, rebased)
-    assert [m.digest for m in store.manifests()] == listed
 
 
 def test_a_base_needs_none(store: RunStore) -> None:
