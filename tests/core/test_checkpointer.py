@@ -1,0 +1,292 @@
+import random
+
+import numpy as np
+import pytest
+import torch
+from support.containers import identical
+from support.training import OPTIMIZERS, TinyConvNet, TinyGPT, TinyMLP, train
+from torch import nn
+
+from shrinkpoint.checkpointer import Checkpointer
+from shrinkpoint.config import SaverConfig
+from shrinkpoint.errors import (
+    ConfigError,
+    NoCheckpointError,
+    RunMismatchError,
+    SaveFailedError,
+    ShrinkpointWarning,
+    StateMismatchError,
+)
+from shrinkpoint.saver import Saver
+
+pytestmark = pytest.mark.filterwarnings("error::shrinkpoint.errors.ShrinkpointWarning")
+
+
+class Run:
+    """One process of a training: made afresh, it knows nothing but the URL."""
+
+    def __init__(self, url, optimizer="AdamW", model_class=TinyMLP, **options):
+        torch.manual_seed(17)
+        random.seed(17)
+        np.random.seed(17)
+        self.model = model_class()
+        self.optimizer = OPTIMIZERS[optimizer](self.model)
+        self.scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(self.optimizer, patience=0)
+        options = {"scheme": "lossless", "every": 2, "scheduler": self.scheduler, **options}
+        self.checkpointer = Checkpointer(str(url), self.model, self.optimizer, **options)
+        self.losses = []
+
+    def step(self, step):
+        noise = torch.rand(1).item() + random.random() + np.random.rand()
+        self.optimizer.zero_grad()
+        loss = self.model.loss(step) * (1 + noise)
+        loss.backward()
+        self.optimizer.step()
+        self.scheduler.step(loss.item())
+        self.losses.append(loss.item())
+
+    def train(self, until, **options):
+        start = self.checkpointer.resume()
+        for step in range(start, until):
+            self.step(step)
+            self.checkpointer.step(step + 1)
+            self.checkpointer.flush()
+        self.checkpointer.close()
+        return start
+
+
+@pytest.mark.parametrize("model_class", [TinyGPT, TinyConvNet])
+@pytest.mark.parametrize("name", ["AdamW-fused-groups", "SGD", "Adafactor", "RMSprop"])
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, model_class, name):
+    whole = Run(tmp_path / "whole", name, model_class)
+    whole.train(until=9)
+    first = Run(tmp_path / "parts", name, model_class)
+    assert first.train(until=5) == 0
+    second = Run(tmp_path / "parts", name, model_class)
+    torch.rand(5)
+    random.random()
+    assert second.train(until=9) == 4
+    assert first.losses[:4] + second.losses == whole.losses
+    assert identical(second.model.state_dict(), whole.model.state_dict())
+    assert identical(second.optimizer.state_dict(), whole.optimizer.state_dict())
+    assert identical(second.scheduler.state_dict(), whole.scheduler.state_dict())
+
+
+def test_a_lossy_run_resumes_from_what_was_evaluated(tmp_path):
+    run = Run(tmp_path, scheme="inshrinkerator")
+    run.checkpointer = Checkpointer(
+        str(tmp_path), run.model, run.optimizer, evaluate=lambda: run.model.loss(0), scheduler=run.scheduler
+    )
+    for step in range(3):
+        run.step(step)
+    before = {name: value.clone() for name, value in run.model.state_dict().items()}
+    run.checkpointer.save(3, wait=True)
+    (report,) = run.checkpointer.reports()
+    assert report.baseline == pytest.approx(run.model.loss(0).item())
+    assert identical(dict(run.model.state_dict()), before)
+    run.checkpointer.close()
+    again = Run(tmp_path)
+    assert again.checkpointer.resume() == 3
+    degradation = again.model.loss(0).item() / run.model.loss(0).item() - 1
+    assert degradation == pytest.approx(report.degradation, abs=1e-6)
+    assert degradation <= 0.01
+
+
+@pytest.mark.parametrize(("every", "steps"), [(1, [1, 2, 3, 4, 5, 6, 7]), (3, [3, 6]), (7, [7]), (8, [])])
+def test_every(tmp_path, every, steps):
+    run = Run(tmp_path, every=every)
+    run.train(until=7)
+    assert [r.step for r in run.checkpointer.reports()] == steps
+
+
+def test_every_counts_from_the_start_after_a_resume_in_between(tmp_path):
+    run = Run(tmp_path, every=None)
+    run.checkpointer.save(4, wait=True)
+    run.checkpointer.close()
+    again = Run(tmp_path, every=3)
+    assert again.train(until=10) == 4
+    assert [r.step for r in again.checkpointer.reports()] == [6, 9]
+
+
+def test_every_with_strides(tmp_path):
+    """Some loops count by accumulated batches: a save is due when a multiple was passed."""
+    run = Run(tmp_path, every=10)
+    for step in (4, 8, 12, 16, 24, 30):
+        run.checkpointer.step(step)
+        run.checkpointer.flush()
+    run.checkpointer.close()
+    assert [r.step for r in run.checkpointer.reports()] == [12, 24, 30]
+
+
+def test_resume_policies(tmp_path):
+    with pytest.raises(NoCheckpointError, match="resume='must'"):
+        Run(tmp_path, resume="must").checkpointer.resume()
+    assert Run(tmp_path).train(until=2) == 0
+    assert Run(tmp_path, resume="must").checkpointer.resume() == 2
+    fresh = Run(tmp_path, resume="never")
+    assert fresh.train(until=4) == 0
+    assert [r.kind for r in fresh.checkpointer.reports()] == ["base", "delta"]
+    with pytest.raises(ConfigError, match="resume='maybe'"):
+        Run(tmp_path, resume="maybe")
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda: TinyMLP(48), r"inner.weight is \(48, 48\) here and \(64, 64\) there"),
+        (lambda: nn.Sequential(nn.Linear(2, 2)), "missing in the checkpoint: 0.weight"),
+    ],
+)
+def test_another_models_run_is_refused_and_left_alone(tmp_path, change, named):
+    Run(tmp_path).train(until=2)
+    model = change()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    other = Checkpointer(str(tmp_path), model, torch.optim.AdamW(model.parameters()))
+    with pytest.raises(StateMismatchError, match=named):
+        other.resume()
+    other.close()
+    assert identical(dict(model.state_dict()), before)
+    assert Run(tmp_path).checkpointer.resume() == 2
+
+
+def test_other_optimizers_are_refused_before_anything_is_loaded(tmp_path):
+    Run(tmp_path).train(until=2)
+    model = TinyMLP()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for optimizer, message in (
+        ([torch.optim.AdamW([p]) for p in model.parameters()], "holds 1 optimizers, and this run has 4"),
+        (OPTIMIZERS["AdamW-fused-groups"](model), "parameter groups"),
+    ):
+        other = Checkpointer(str(tmp_path), model, optimizer)
+        with pytest.raises(StateMismatchError, match=message):
+            other.resume()
+        other.close()
+    assert identical(dict(model.state_dict()), before)
+
+
+def test_the_run_of_another_framework_is_refused(tmp_path):
+    saver = Saver(str(tmp_path))
+    saver.save({"state_dict": TinyMLP().state_dict()}, step=1, wait=True)
+    saver.close()
+    with pytest.raises(StateMismatchError, match="another framework"):
+        Run(tmp_path).checkpointer.resume()
+
+
+def test_a_foreign_folder_is_refused_before_training(tmp_path):
+    (tmp_path / "thesis.tex").write_text("...")
+    with pytest.raises(RunMismatchError, match="something else"):
+        Run(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_several_optimizers(tmp_path):
+    def make():
+        model = TinyMLP()
+        inner = torch.optim.AdamW(model.inner.parameters())
+        outer = torch.optim.SGD(model.outer.parameters(), lr=0.1, momentum=0.9)
+        return model, [inner, outer], Checkpointer(str(tmp_path), model, [inner, outer], scheme="lossless")
+
+    model, optimizers, checkpointer = make()
+    for seed in range(3):
+        for optimizer in optimizers:
+            train(model, optimizer, [seed])
+    checkpointer.save(3, wait=True)
+    checkpointer.close()
+    model_again, optimizers_again, again = make()
+    assert again.resume() == 3
+    assert identical(dict(model_again.state_dict()), dict(model.state_dict()))
+    for one, other in zip(optimizers_again, optimizers, strict=True):
+        assert identical(one.state_dict(), other.state_dict())
+
+
+def test_restored_optimizers_do_not_share_memory_with_what_the_saver_holds(tmp_path):
+    Run(tmp_path).train(until=2)
+    again = Run(tmp_path)
+    assert again.train(until=6) == 2
+    third = Run(tmp_path)
+    assert third.checkpointer.resume() == 6
+    assert identical(third.optimizer.state_dict(), again.optimizer.state_dict())
+
+
+def test_states_that_are_missing_on_either_side_are_told(tmp_path):
+    Run(tmp_path).train(until=2)
+    again = Run(tmp_path)
+    model, optimizer = again.model, again.optimizer
+    sampler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+    checkpointer = Checkpointer(str(tmp_path), model, optimizer, sampler=sampler)
+    with pytest.warns(ShrinkpointWarning) as caught:
+        assert checkpointer.resume() == 2
+    messages = sorted(str(warning.message) for warning in caught)
+    assert messages == [
+        "'sampler' is not in the checkpoint: its state is not restored",
+        "'scheduler' is not in this run: its state is not restored",
+    ]
+    assert all(warning.filename == __file__ for warning in caught)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"every": 0}, "every must be a positive"),
+        ({"every": 2.5}, "every must be a positive"),
+        ({"every": True}, "every must be a positive"),
+        ({"loader": [1, 2]}, "loader= must have state_dict"),
+        ({"config": SaverConfig(), "keep_last": 3}, r"either config= or its fields \(keep_last\)"),
+        ({"keep_last": -3}, "keep_last must be a positive integer"),
+        ({"shceme": "lossless"}, "shceme= must have state_dict"),
+    ],
+)
+def test_bad_options(tmp_path, options, message):
+    model = TinyMLP()
+    with pytest.raises(ConfigError, match=message):
+        Checkpointer(str(tmp_path / "run"), model, torch.optim.SGD(model.parameters(), lr=1), **options)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_config_instead_of_its_fields(tmp_path):
+    model = TinyMLP()
+    config = SaverConfig(scheme="lossless", key_every=2)
+    checkpointer = Checkpointer(
+        str(tmp_path), model, torch.optim.SGD(model.parameters(), lr=1), config=config
+    )
+    assert checkpointer.saver.config is config
+    checkpointer.close()
+
+
+def test_as_a_context_manager(tmp_path):
+    run = Run(tmp_path)
+    with run.checkpointer as checkpointer:
+        checkpointer.save(1)
+    assert [r.step for r in checkpointer.reports()] == [1]
+    assert not checkpointer.saver.busy
+
+
+def test_an_error_in_the_loop_still_finishes_the_save_without_evaluations(tmp_path):
+    run = Run(tmp_path)
+    calls = []
+    checkpointer = Checkpointer(
+        str(tmp_path), run.model, run.optimizer, evaluate=lambda: calls.append(1) or 1.0
+    )
+
+    def loop():
+        with checkpointer:
+            checkpointer.save(1)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        loop()
+    assert [r.step for r in checkpointer.reports()] == [1]
+    assert not calls
+
+
+def test_close_says_that_the_last_save_failed(tmp_path, monkeypatch):
+    run = Run(tmp_path, max_failures=1)
+
+    def full(*args, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("shrinkpoint.committer.encode_state", full)
+    run.checkpointer.save(1)
+    with pytest.raises(SaveFailedError, match="No space left"):
+        run.checkpointer.close()
+    assert Run(tmp_path).checkpointer.resume() == 0

@@ -1,0 +1,142 @@
+import pytest
+import torch
+from support.fake_objects import FakeObjects, InjectedError
+from support.training import OPTIMIZERS, TinyMLP, capture, train
+
+from shrinkpoint.committer import Committer, Job, record_of
+from shrinkpoint.config import SaverConfig
+from shrinkpoint.container.reader import read_container
+from shrinkpoint.errors import RunMismatchError
+from shrinkpoint.snapshot import Snapshot
+from shrinkpoint.store.manifest import BlobRef, Manifest
+from shrinkpoint.store.run import RunStore
+
+
+@pytest.fixture
+def objects():
+    return FakeObjects()
+
+
+class Training:
+    def __init__(self, objects, **config):
+        torch.manual_seed(0)
+        self.model = TinyMLP()
+        self.optimizer = OPTIMIZERS["AdamW"](self.model)
+        self.store = RunStore("fake://run", objects=objects)
+        self.committer = Committer(self.store, SaverConfig(**{"scheme": "lossless", **config}), lambda: 0.0)
+        self.steps = 0
+
+    def commit(self, **options):
+        train(self.model, self.optimizer, [self.steps])
+        self.steps += 1
+        state = capture(self.model, self.optimizer)
+        facts = {
+            "metrics": {},
+            "measure": None,
+            "gradients": None,
+            "exact": False,
+            "blocked_s": 0.5,
+            **options,
+        }
+        return self.committer.commit(Job(snapshot=Snapshot(state, 0.5), step=self.steps, **facts))
+
+
+def test_the_report_stands_in_the_manifest(objects):
+    training = Training(objects)
+    report = training.commit(metrics={"loss": 0.25})
+    (manifest,) = training.store.manifests()
+    stored = manifest.meta["save"]
+    for name in ("step", "kind", "scheme", "configuration", "reason", "bytes", "raw_bytes", "blocked_s"):
+        assert stored[name] == getattr(report, name)
+    assert stored["metrics"] == {"loss": 0.25}
+    assert report.seq == manifest.seq
+    assert report.bytes == manifest.chain[-1].size
+    assert sum(report.raw_sections.values()) == report.raw_bytes
+    assert sum(report.sections.values()) < report.bytes
+    assert set(report.sections) == {"weight", "exp_avg", "exp_avg_sq", "other"}
+
+
+def test_deltas_name_their_parent(objects):
+    training = Training(objects)
+    for _ in range(3):
+        training.commit()
+    newest, middle, base = training.store.manifests()
+    assert [m.kind for m in (base, middle, newest)] == ["base", "delta", "delta"]
+    assert newest.parent_digest == middle.digest
+    containers = [read_container(data) for data in training.store.fetch(newest)]
+    assert [c.parent for c in containers] == [None, base.state_digest, middle.state_digest]
+    assert containers[-1].provenance["torch"] == str(torch.__version__)
+
+
+@pytest.mark.parametrize("key_every", [1, 2])
+def test_short_chains(objects, key_every):
+    training = Training(objects, key_every=key_every)
+    assert [training.commit().kind for _ in range(4)] == (
+        ["base", "delta"] * 2 if key_every == 2 else ["base"] * 4
+    )
+
+
+def test_forgetting_makes_a_base(objects):
+    training = Training(objects)
+    training.commit()
+    training.committer.forget()
+    assert training.commit().kind == "base"
+
+
+@pytest.mark.parametrize("operation", ["put", "put_if_absent"])
+def test_after_a_failure_nothing_builds_on_what_may_be_missing(objects, operation):
+    training = Training(objects)
+    training.commit()
+
+    def fail(called, key):
+        if called == operation:
+            raise InjectedError("no")
+
+    objects.before = fail
+    with pytest.raises(InjectedError):
+        training.commit()
+    objects.heal()
+    assert training.commit().kind == "base"
+    assert [m.step for m in training.store.manifests()] == [3, 1]
+
+
+def test_a_foreign_prefix_is_refused_when_it_is_opened(objects):
+    objects.put("thesis.tex", b"...")
+    with pytest.raises(RunMismatchError):
+        Training(objects).committer.open()
+
+
+def test_closing_ends_the_turn_and_the_next_one_has_a_higher_epoch(objects):
+    training = Training(objects)
+    training.commit()
+    training.committer.close()
+    training.committer.close()
+    assert training.commit().kind == "delta"
+    assert [m.epoch for m in training.store.manifests()] == [2, 1]
+
+
+def manifest_with(meta):
+    ref = BlobRef(key=f"data/{4:012d}-{'ab' * 8}-{'cd' * 8}.shrink", size=1, sha256="0" * 64)
+    return Manifest(
+        seq=3, epoch=2, session="ab" * 8, step=4, kind="base", chain=(ref,), parent_digest=None, state_digest="",
+        wall_time=0.0, library="", meta=meta,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("meta", "metric"),
+    [
+        ({"save": {"metrics": {"loss": 0.5}}}, 0.5),
+        ({"save": {"metrics": {"loss": 2}}}, 2.0),
+        ({"save": {"metrics": {"loss": None}}}, None),
+        ({"save": {"metrics": {"loss": "0.5"}}}, None),
+        ({"save": {"metrics": {"acc": 0.5}}}, None),
+        ({"save": {"metrics": [1]}}, None),
+        ({"save": 3}, None),
+        ({}, None),
+    ],
+)
+def test_what_retention_needs_to_know(meta, metric):
+    record = record_of(manifest_with(meta), "loss")
+    assert (record.seq, record.step, record.epoch, record.metric) == (3, 4, 2, metric)
+    assert record_of(manifest_with(meta), None).metric is None

@@ -1,0 +1,576 @@
+import math
+import threading
+
+import numpy as np
+import pytest
+import torch
+from support.containers import identical
+from support.fake_objects import FakeObjects, InjectedError
+from support.training import OPTIMIZERS, TinyMLP, train
+
+from shrinkpoint.coding import encode_state
+from shrinkpoint.errors import (
+    CannotRepresentError,
+    ChainError,
+    ConfigError,
+    FencedError,
+    NoCheckpointError,
+    SaveFailedError,
+    ShrinkpointWarning,
+)
+from shrinkpoint.roles import describe_training
+from shrinkpoint.saver import Saver, SaverConfig
+from shrinkpoint.state import LayerType, Role, Tag, TrainingState
+from shrinkpoint.store.run import RunStore
+from shrinkpoint.store.writer import RunWriter
+
+pytestmark = pytest.mark.filterwarnings("error::shrinkpoint.errors.ShrinkpointWarning")
+
+
+@pytest.fixture
+def objects(monkeypatch):
+    """What every URL leads to."""
+    fake = FakeObjects()
+    monkeypatch.setattr("shrinkpoint.store.run.open_objects", lambda url, options: fake)
+    return fake
+
+
+class Loop:
+    """A model in training and everything that `Saver.save` takes."""
+
+    def __init__(self, **config):
+        torch.manual_seed(0)
+        self.model = TinyMLP()
+        self.optimizer = OPTIMIZERS["AdamW"](self.model)
+        self.saver = Saver("fake://run", SaverConfig(**{"scheme": "lossless", **config}))
+        self.steps = 0
+        self.threads = set()
+
+    def train(self, steps=1):
+        train(self.model, self.optimizer, range(self.steps, self.steps + steps))
+        self.steps += steps
+
+    def state(self):
+        return {
+            "model": self.model.state_dict(),
+            "optimizers": [self.optimizer.state_dict()],
+            "list": [1, "a"],
+        }
+
+    def copy(self):
+        live = TrainingState.capture(self.state())
+        return TrainingState(
+            live.tree, {n: t.clone() for n, t in live.tensors.items()}, live.specs
+        ).to_object()
+
+    def save(self, **options):
+        describe = describe_training(
+            self.model, [self.optimizer], model_path=("model",), optimizers_path=("optimizers",)
+        )
+        return self.saver.save(self.state(), **{"step": self.steps, "describe": describe, **options})
+
+    def evaluate(self, weights):
+        self.threads.add(threading.get_ident())
+        return 1.0 + 1e-6 * len(weights)
+
+
+@pytest.fixture
+def loop(objects):
+    loop = Loop()
+    yield loop
+    loop.saver.close()
+
+
+def restored(which=None):
+    return Saver("fake://run").restore(which)
+
+
+class Gate:
+    """Holds the background at a store operation until it is let through."""
+
+    def __init__(self, objects):
+        self.objects, self.reached, self.open = objects, threading.Event(), threading.Event()
+        objects.before = self._before
+
+    def _before(self, operation, key):
+        if operation == "put" and key.startswith("data/"):
+            self.reached.set()
+            assert self.open.wait(60)
+
+    def release(self):
+        self.objects.heal()
+        self.open.set()
+
+
+# ---- round trips
+
+
+def test_a_chain_of_saves_and_every_step_restored(loop):
+    states = {}
+    for _ in range(4):
+        loop.train()
+        states[loop.steps] = loop.copy()
+        accepted = loop.save(wait=True, metrics={"loss": 0.5})
+        assert accepted.step == loop.steps
+        assert accepted.blocked_s > 0
+    reports = loop.saver.reports()
+    assert [(r.step, r.kind, r.seq) for r in reports] == [
+        (1, "base", 0), (2, "delta", 1), (3, "delta", 2), (4, "delta", 3)
+    ]  # fmt: skip
+    for step, state in states.items():
+        back = restored(step)
+        assert back.manifest.step == step
+        assert back.manifest.meta["save"]["metrics"] == {"loss": 0.5}
+        assert identical(back.state.to_object(), state)
+    assert restored().manifest.step == 4
+
+
+def test_a_base_every_key_every(objects):
+    loop = Loop(key_every=3)
+    for _ in range(7):
+        loop.train()
+        loop.save(wait=True)
+    assert [r.kind for r in loop.saver.reports()] == ["base", "delta", "delta"] * 2 + ["base"]
+
+
+def test_an_empty_run(objects):
+    saver = Saver("fake://run")
+    assert saver.newest() is None
+    assert saver.restore() is None
+    with pytest.raises(NoCheckpointError, match="no checkpoint of step 5"):
+        saver.restore(5)
+
+
+def test_the_next_save_continues_a_restored_chain(loop):
+    loop.train()
+    loop.save(wait=True)
+    again = Loop()
+    assert again.saver.restore().manifest.step == 1
+    again.train(2)
+    again.save(wait=True)
+    (report,) = again.saver.reports()
+    assert report.kind == "delta"
+    assert identical(restored().state.to_object(), again.copy())
+
+
+def test_what_was_restored_is_the_callers(loop):
+    """Training goes on in the very tensors that were restored, and the next delta must not notice."""
+    loop.train()
+    loop.save(wait=True)
+    again = Loop()
+    state = again.saver.restore().state
+    for tensor in state.tensors.values():
+        tensor.view(-1).view(torch.uint8).zero_()
+    again.train(2)
+    again.save(wait=True)
+    assert identical(restored().state.to_object(), again.copy())
+
+
+def test_a_snapshot_does_not_see_what_training_does_next(loop, objects):
+    gate = Gate(objects)
+    loop.train()
+    expected = loop.copy()
+    numbers = np.arange(3)
+    loop.save()
+    for tensor in loop.model.state_dict().values():
+        tensor.zero_()
+    loop.train(3)
+    numbers += 1
+    gate.release()
+    loop.saver.flush()
+    assert identical(restored().state.to_object(), expected)
+
+
+# ---- never blocks
+
+
+def test_a_save_that_is_due_while_one_is_written_is_skipped(loop, objects):
+    gate = Gate(objects)
+    loop.train()
+    assert loop.save() is not None
+    assert gate.reached.wait(60)
+    assert loop.saver.busy
+    assert loop.save(step=2) is None
+    assert loop.saver.skipped == 1
+    assert not loop.saver.flush(timeout_s=0.01)
+    gate.release()
+    assert loop.saver.flush()
+    assert loop.save(step=3) is not None
+    loop.saver.flush()
+    assert [r.step for r in loop.saver.reports()] == [1, 3]
+
+
+def test_a_save_may_wait_for_the_one_before(objects):
+    loop = Loop(busy="wait")
+    for _ in range(4):
+        loop.train()
+        assert loop.save() is not None
+    loop.saver.flush()
+    assert [r.step for r in loop.saver.reports()] == [1, 2, 3, 4]
+    assert loop.saver.skipped == 0
+
+
+def test_host_memory_is_one_snapshot_and_one_of_what_the_reader_holds(loop, monkeypatch):
+    """References are given up tensor by tensor as the next checkpoint is coded."""
+    peaks = []
+
+    def watched(state, scheme, *, reference, release, **options):
+        def given_up(name):
+            release(name)
+            peaks.append(len(reference))
+
+        return encode_state(
+            state, scheme, reference=reference, release=given_up if release else None, **options
+        )
+
+    monkeypatch.setattr("shrinkpoint.committer.encode_state", watched)
+    buffers = set()
+    for _ in range(3):
+        loop.train()
+        loop.save(wait=True)
+        buffers.add(frozenset(t.data_ptr() for t in loop.saver._snapshotter._buffers.values()))
+    count = len(loop.saver._snapshotter._buffers)
+    assert peaks == [*range(count)][::-1] * 2
+    assert len(buffers) == 1
+    held = loop.saver._committer._link.held
+    nbytes = sum(plane.nbytes for one in held.values() for plane in one.planes.values())
+    assert nbytes == sum(t.nbytes for t in loop.saver._snapshotter._buffers.values())
+
+
+def test_blocked_time_is_told(loop):
+    loop.train()
+    accepted = loop.save(wait=True)
+    (report,) = loop.saver.reports()
+    assert 0 < report.blocked_s == accepted.blocked_s == loop.saver.blocked_s
+    assert report.encode_s > 0
+    assert report.write_s > 0
+    assert report.raw_bytes > report.bytes * 0.5
+    assert report.ratio == report.raw_bytes / report.bytes
+
+
+# ---- evaluations
+
+
+def test_evaluations_are_made_on_the_training_thread_only(objects):
+    loop = Loop(scheme="inshrinkerator", busy="wait")
+    for _ in range(3):
+        loop.train()
+        loop.save(evaluate=loop.evaluate)
+        while loop.saver.busy:
+            loop.saver.poll()
+            loop.train()
+    assert loop.threads == {threading.get_ident()}
+    reports = loop.saver.reports()
+    assert all(r.scheme == "inshrinkerator" and r.evaluations >= 1 for r in reports)
+    assert all(0 <= r.degradation <= 0.01 for r in reports)
+    assert loop.saver.search_s > 0
+    assert loop.saver.poll() == 0.0
+
+
+def test_what_exceeds_the_bound_is_stored_bit_for_bit(objects):
+    loop = Loop(scheme="inshrinkerator")
+
+    def evaluate(weights):  # exact weights are fine, anything else is not
+        live = dict(loop.model.named_parameters())
+        return 1.0 if all(torch.equal(live[name], value) for name, value in weights.items()) else 1.5
+
+    loop.train()
+    loop.save(evaluate=evaluate, wait=True)
+    (report,) = loop.saver.reports()
+    assert report.scheme == "lossless"
+    assert report.degradation == 0.0
+    assert "stored exactly" in report.reason
+    assert identical(restored().state.to_object(), loop.copy())
+
+
+def test_what_is_restored_is_what_was_evaluated(objects):
+    loop = Loop(scheme="inshrinkerator")
+    seen = []
+
+    def evaluate(weights):
+        seen.append({name: value.clone() for name, value in weights.items()})
+        return 1.0
+
+    loop.train(3)
+    loop.save(evaluate=evaluate, wait=True)
+    back = restored().state.to_object()["model"]
+    stored = {name: back[name] for name in seen[0]}
+    assert any(identical(stored, weights) for weights in seen)
+    assert identical(seen[0], {name: loop.copy()["model"][name] for name in seen[0]})
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, "raise"])
+def test_an_evaluation_that_fails_or_diverges_costs_the_size_alone(objects, loss):
+    loop = Loop(scheme="inshrinkerator", max_failures=1)
+
+    def evaluate(weights):
+        if loss == "raise":
+            raise ZeroDivisionError("no batches")
+        return loss
+
+    for _ in range(2):
+        loop.train()
+        loop.save(evaluate=evaluate, wait=True, metrics={"val_loss": math.nan})
+    reports = loop.saver.reports()
+    assert [r.scheme for r in reports] == ["lossless"] * 2
+    assert ("no batches" if loss == "raise" else "not finite") in reports[0].reason
+    back = restored()
+    assert back.manifest.meta["save"]["metrics"] == {"val_loss": None}
+    assert back.manifest.meta["save"]["baseline"] is None
+    assert identical(back.state.to_object(), loop.copy())
+
+
+def test_without_evaluation_the_mildest_is_taken_with_one_warning(objects):
+    loop = Loop(scheme="inshrinkerator")
+    loop.train()
+    with pytest.warns(ShrinkpointWarning, match="max_degradation cannot be checked") as caught:
+        loop.save(wait=True)
+    loop.save(wait=True)  # a second warning would be an error
+    assert len(caught) == 1
+    assert loop.saver.reports()[0].degradation is None
+    assert "mildest" in loop.saver.reports()[0].reason
+
+
+def test_one_save_can_be_asked_to_be_exact(objects):
+    loop = Loop(scheme="inshrinkerator")
+    loop.train()
+    loop.save(evaluate=loop.evaluate, exact=True, wait=True)
+    assert identical(restored().state.to_object(), loop.copy())
+    assert not loop.threads
+
+
+def test_closing_while_an_evaluation_is_waited_for_stores_exactly(objects):
+    loop = Loop(scheme="inshrinkerator")
+    loop.train()
+    loop.save(evaluate=loop.evaluate)
+    loop.saver._desk.wait_for_request(60)
+    assert loop.saver.close()
+    assert not loop.threads
+    (report,) = loop.saver.reports()
+    assert "training has ended" in report.reason
+    assert identical(restored().state.to_object(), loop.copy())
+
+
+def test_a_closed_saver_can_be_used_again(objects):
+    loop = Loop(scheme="inshrinkerator")
+    for _ in range(2):
+        loop.train()
+        loop.save(evaluate=loop.evaluate, wait=True)
+        assert loop.saver.close()
+        assert loop.saver.close()
+    assert [r.scheme for r in loop.saver.reports()] == ["inshrinkerator"] * 2
+    assert restored().manifest.epoch == 2
+
+
+def test_close_with_a_time_limit(loop, objects):
+    gate = Gate(objects)
+    loop.train()
+    loop.save()
+    assert gate.reached.wait(60)
+    assert not loop.saver.close(timeout_s=0.01)
+    gate.release()
+    assert loop.saver.close()
+    assert len(loop.saver.reports()) == 1
+
+
+def test_the_search_goes_on_where_it_was_after_a_restart(objects):
+    loop = Loop(scheme="inshrinkerator", search_overhead=math.inf)
+    loop.train()
+    loop.save(evaluate=loop.evaluate, wait=True)
+    first = loop.saver.reports()[0]
+    again = Loop(scheme="inshrinkerator", search_overhead=math.inf)
+    again.saver.restore()
+    again.train(2)
+    again.save(evaluate=again.evaluate, wait=True)
+    assert again.saver.reports()[0].evaluations < first.evaluations
+
+
+def test_a_search_state_that_cannot_be_read_is_left_with_a_warning(objects):
+    loop = Loop(scheme="inshrinkerator")
+    loop.train()
+    loop.saver._committer.planner.state_dict = lambda: {"version": 99}
+    loop.save(evaluate=loop.evaluate, wait=True)
+    with pytest.warns(ShrinkpointWarning, match="search starts over"):
+        assert restored().manifest.step == 1
+
+
+# ---- failures
+
+
+def test_a_failed_save_warns_and_the_next_one_is_a_base(loop, objects):
+    loop.train()
+    loop.save(wait=True)
+    objects.fail_at(0)
+    loop.train()
+    with pytest.warns(
+        ShrinkpointWarning, match=r"step 2 to fake://run failed \(1 in a row\).*next save tries again"
+    ):
+        loop.save(wait=True)
+    objects.heal()
+    assert restored().manifest.step == 1
+    loop.train()
+    loop.save(wait=True)
+    assert [(r.step, r.kind) for r in loop.saver.reports()] == [(1, "base"), (3, "base")]
+    assert identical(restored().state.to_object(), loop.copy())
+
+
+@pytest.mark.parametrize("where", ["save", "flush"])
+def test_failures_in_a_row_end_training(objects, where):
+    loop = Loop(max_failures=2)
+    loop.saver.check()
+    objects.fail_at(0)
+    loop.train()
+    with pytest.warns(ShrinkpointWarning, match="failed"):
+        loop.save(wait=True)
+    loop.save()
+    loop.saver._worker.join()
+    with pytest.raises(SaveFailedError, match=r"2 in a row.*max_failures=2") as caught:
+        loop.saver.flush() if where == "flush" else loop.save()
+    assert "injected" in str(caught.value.__cause__)
+    objects.heal()
+    loop.save(wait=True)
+    assert restored().manifest.step == 1
+
+
+def test_a_success_in_between_starts_the_count_anew(objects):
+    loop = Loop(max_failures=2)
+    for _ in range(3):
+        objects.fail_at(0)
+        loop.train()
+        with pytest.warns(ShrinkpointWarning, match="1 in a row"):
+            loop.save(wait=True)
+        objects.heal()
+        loop.save(wait=True)
+
+
+def test_an_overtaken_writer_is_told_and_harms_nothing(loop):
+    loop.train()
+    loop.save(wait=True)
+    other = Loop()
+    other.train(2)
+    other.save(wait=True)
+    for _ in range(2):
+        with pytest.raises(FencedError, match="another writer"):
+            loop.save(wait=True)
+    assert restored().manifest.step == 2
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(loop, objects):
+    for _ in range(2):
+        loop.train()
+        loop.save(wait=True)
+    newest = max(key for key in objects.blobs if key.startswith("data/"))
+    data, when = objects.blobs[newest]
+    objects.blobs[newest] = data[:-1] + bytes([data[-1] ^ 1]), when
+    with pytest.warns(ShrinkpointWarning, match="passed over"):
+        assert restored().manifest.step == 1
+    first = min(key for key in objects.blobs if key.startswith("data/"))
+    del objects.blobs[first]
+    with pytest.warns(ShrinkpointWarning), pytest.raises(ChainError, match="none of them can be restored"):
+        restored()
+
+
+@pytest.mark.parametrize("wrong", ["digest", "step"])
+def test_a_container_that_is_not_its_manifests_is_noticed(loop, objects, monkeypatch, wrong):
+    commit = RunWriter.commit
+
+    def lying(self, container, **facts):
+        facts["state_digest" if wrong == "digest" else "step"] = "0" * 32 if wrong == "digest" else 77
+        return commit(self, container, **facts)
+
+    monkeypatch.setattr(RunWriter, "commit", lying)
+    loop.train()
+    loop.save(wait=True)
+    with pytest.warns(ShrinkpointWarning, match="another state than its manifest"), pytest.raises(ChainError):
+        restored()
+
+
+@pytest.mark.parametrize("bad", [-1, 1.5, "3", None, torch.tensor([1, 2])])
+def test_a_step_that_is_none_is_refused_before_anything_is_copied(loop, bad):
+    with pytest.raises(ConfigError, match="step="):
+        loop.save(step=bad)
+    assert not loop.saver.busy
+
+
+@pytest.mark.parametrize("step", [np.int64(3), torch.tensor(3), 3])
+def test_steps_and_metrics_of_other_libraries(loop, step):
+    loop.train()
+    metrics = {"a": torch.tensor(0.5), "b": np.float32(2), "c": torch.ones(1), "d": math.inf}
+    loop.save(step=step, metrics=metrics, wait=True)
+    back = restored()
+    assert back.manifest.step == 3
+    assert back.manifest.meta["save"]["metrics"] == {"a": 0.5, "b": 2.0, "c": 1.0, "d": None}
+
+
+@pytest.mark.parametrize("bad", ["high", None, torch.ones(2), [1]])
+def test_a_metric_that_is_no_number_is_named(loop, bad):
+    with pytest.raises(ConfigError, match=r"metrics\['acc'\]"):
+        loop.save(metrics={"acc": bad})
+
+
+def test_a_state_that_needs_pickle_is_refused_at_once(loop):
+    with pytest.raises(CannotRepresentError, match=r"loaders/0 is a builtins\.object"):
+        loop.saver.save({"loaders": [object()]}, step=1)
+    loop.train()
+    loop.save(wait=True)
+    assert len(loop.saver.reports()) == 1
+
+
+# ---- retention
+
+
+def test_old_checkpoints_are_removed_but_not_what_a_kept_delta_needs(objects):
+    loop = Loop(key_every=3, keep_last=2, grace_s=0)
+    for _ in range(5):
+        loop.train()
+        loop.save(wait=True)
+    assert [m.step for m in loop.saver.store.manifests()] == [5, 4]
+    assert identical(restored().state.to_object(), loop.copy())
+    assert restored(4).manifest.step == 4
+
+
+def test_the_best_by_a_metric_are_kept(objects):
+    loop = Loop(keep_best=1, keep_last=1, monitor="acc", mode="max", grace_s=0)
+    for acc in (0.1, 0.9, math.nan, 0.3):
+        loop.train()
+        loop.save(metrics={"acc": acc}, wait=True)
+    assert [m.step for m in loop.saver.store.manifests()] == [4, 2]
+
+
+def test_a_store_that_forbids_deleting_does_not_fail_saves(objects):
+    loop = Loop(keep_last=1, grace_s=0, max_failures=1)
+    loop.train()
+    loop.save(wait=True)
+
+    def no_delete(operation, key):
+        if operation == "delete":
+            raise InjectedError("AccessDenied")
+
+    objects.before = no_delete
+    for _ in range(2):
+        loop.train()
+        with pytest.warns(ShrinkpointWarning, match=r"checkpoint is stored, but .*AccessDenied"):
+            loop.save(wait=True)
+    assert [(r.step, r.kind) for r in loop.saver.reports()] == [(1, "base"), (2, "delta"), (3, "delta")]
+
+
+def test_thousands_of_tensors_kept_exactly_still_fit_a_manifest(objects):
+    loop = Loop(scheme="inshrinkerator", max_failures=1)
+    names = {f"layer.{i}.{'x' * 200}": torch.full((50, 40), math.nan) for i in range(3000)}
+    names["sound"] = TinyMLP().inner.weight
+
+    def describe(path, tensor):
+        return Tag(role=Role.WEIGHT, layer_type=LayerType.LINEAR, parameter=path[0])
+
+    loop.saver.save(names, step=1, describe=describe, evaluate=loop.evaluate, wait=True)
+    (report,) = loop.saver.reports()
+    assert len(report.kept_exactly) == 3000
+    stored = restored().manifest.meta["save"]["kept_exactly"]
+    assert len(stored) == 101
+    assert stored["..."] == "and 2900 more tensors"
+
+
+def test_a_new_saver_of_an_old_store_does_no_input_or_output(objects):
+    Saver("fake://run")
+    assert objects.calls == []
+    assert isinstance(Saver("fake://run").store, RunStore)
