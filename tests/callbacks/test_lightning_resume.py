@@ -3,13 +3,17 @@
 The continuing run has another seed and no ckpt_path; the uninterrupted one never sees our callback.
 """
 
+import signal
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
-from support.lightning_models import Crash, Outcome, Setup, assert_continues, fit
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback
+from support.lightning_models import Crash, Outcome, Setup, Tiny, assert_continues, fit
 
 from shrinkpoint.callbacks.lightning import CompressedCheckpoint
 
@@ -128,3 +132,52 @@ def test_continues_bit_by_bit(name: str, stateful: bool) -> None:
     rest = train(case, stateful, saving(), seed=999)
     assert rest.trace[0][2] == case.resumes_at
     assert_continues(uninterrupted(name, stateful), rest)
+
+
+class SignalInValidation(Callback):
+    """A SIGTERM that arrives while the run validates, which Lightning then breaks off."""
+
+    def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == 16:
+            signal.raise_signal(signal.SIGTERM)
+
+
+class SignalAfterOurHook(Tiny):
+    """A SIGTERM that arrives when the callbacks have seen the batch."""
+
+    armed = False
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.armed and self.trainer.global_step == 13:
+            signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"val_check_interval": 0.5}, {"max_steps": 30, "max_epochs": -1}], ids=str
+)
+def test_continues_after_a_signal_in_validation(options: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    url = f"memory://resume/validation/{len(str(options))}"
+
+    def saving() -> CompressedCheckpoint:
+        return CompressedCheckpoint(url, every_n_train_steps=FOREVER, scheme="lossless")
+
+    whole = fit(**options)
+    fit(saving(), SignalInValidation(), **options)
+    rest = fit(saving(), seed=999, **options)
+    assert rest.trace[0][2] == 16
+    assert_continues(whole, rest)
+
+
+def test_continues_after_a_signal_between_batches() -> None:
+    torch.set_num_threads(1)
+    url = "memory://resume/between"
+    pl.seed_everything(1, verbose=False)
+    whole = fit(module=SignalAfterOurHook())
+    pl.seed_everything(1, verbose=False)
+    module = SignalAfterOurHook()
+    module.armed = True
+    fit(CompressedCheckpoint(url, every_n_train_steps=FOREVER, scheme="lossless"), module=module)
+    rest = fit(CompressedCheckpoint(url, scheme="lossless"), module=SignalAfterOurHook(), seed=999)
+    assert rest.trace[0][2] == 13
+    assert_continues(whole, rest)
