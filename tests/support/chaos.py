@@ -99,7 +99,9 @@ class Account:
     overlaps: int = 0
     statuses: Counter[int] = field(default_factory=Counter)
     acked: int = 0
+    verified: int = 0
     retired: int = 0
+    collections: int = 0
     listed: int = 0
     errors: int = 0
     lost: list[str] = field(default_factory=list)
@@ -160,13 +162,14 @@ def audit(store: RunStore, account: Account, journals: list[Path]) -> Account:
     retired = {seq for event in events if event["event"] == "retire" for seq in event["seqs"]}
     manifests = {manifest.seq: manifest for manifest in store.manifests()}
     account.acked, account.retired, account.listed = len(acks), len(retired), len(manifests)
+    account.collections = sum(event["event"] == "retired" for event in events)
     failures = [event["error"] for event in events if "error" in event]
     account.errors = len(failures)
     account.kinds_of_error = Counter(text[:90] for text in failures)
     for ack in acks:
         manifest = manifests.get(ack["seq"])
-        if ack["seq"] in retired:
-            continue
+        if manifest is None and ack["seq"] in retired:
+            continue  # one that is still listed must be sound all the same: manifests go before blobs
         if manifest is None or manifest.state_digest != ack["digest"]:
             account.lost.append(
                 f"{ack['seq']}: {'not listed' if manifest is None else 'replaced by another'}"
@@ -174,6 +177,7 @@ def audit(store: RunStore, account: Account, journals: list[Path]) -> Account:
             continue
         try:
             verified_digest(manifest, store.fetch(manifest))
+            account.verified += 1
         except ShrinkpointError as error:
             account.lost.append(f"{ack['seq']}: {type(error).__name__}: {error}")
     newest = max((ack["seq"] for ack in acks if ack["seq"] not in retired), default=None)
