@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import shutil
 import signal
@@ -73,6 +74,8 @@ class TrainingProcess:
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
+                # Saving works beside the training: torch's idle threads must leave it the processor, not spin.
+                env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},
             )
 
     def poll(self) -> bool:
@@ -178,6 +181,7 @@ class Demo:
             if kill and child.step >= self.kill_step and _has_commit(self.run_url):
                 time.sleep(self.kill_delay)
                 child.kill()
+                progress.stop_task(task)
                 progress.update(
                     task, completed=child.step, description=f"[red]kill -9 after step {child.step}"
                 )
@@ -319,6 +323,8 @@ def main() -> int:
     if options.steps is not None and options.steps < 24:
         parser.error(f"--steps {options.steps} leaves no room for saves and a kill; use at least 24")
 
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ending, signal.default_int_handler)  # as Ctrl-C: end the training process too
     console = Console()
     demo = Demo(options, console)
     console.print(f"Everything is written to [bold]{demo.folder}[/]; Ctrl-C stops cleanly.\n")

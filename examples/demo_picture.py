@@ -125,7 +125,7 @@ def _bytes_panel(result: DemoResult, panel: _Panel, every: float) -> list[str]:
         )
         parts.append(_text(x, y - 6, f"{save.ratio:.0f}x", anchor="middle", font_size=12))
     return parts + _legend(
-        _Panel(panel.top + 26, 0, panel.x_span, panel.y_span),
+        _Panel(panel.y(full) + 6, 0, panel.x_span, panel.y_span),
         [("base: readable alone", BASE, 10), ("delta: needs its predecessor", DELTA, 10)],
     )
 

@@ -199,11 +199,11 @@ def findings(result: DemoResult) -> list[tuple[str, str]]:
         ("kill -9", f"after step {result.killed_at}; resumed by itself from step {start}"),
         ("both runs until then", f"training losses {identical}"),
         (
-            "validation loss at that restore",
+            "validation loss at the restore",
             f"{_percent(result.resume_degradation)} against the true state's",
         ),
-        ("and later, same batches", ", ".join(itertools.islice(validation, 3))),
-        ("training loss after it", ", ".join(training)),
+        ("validation loss later", ", ".join(itertools.islice(validation, 3))),
+        ("training loss, same batches", ", ".join(training)),
         (
             "final validation loss",
             final,

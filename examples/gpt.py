@@ -98,7 +98,7 @@ def train_loader(text: Tensor, config: GPTConfig) -> DataLoader[Tensor]:
     return DataLoader(TextWindows(text, config.block), batch_size=config.batch, shuffle=True, drop_last=True)
 
 
-def val_batches(text: Tensor, config: GPTConfig, count: int = 8, batch: int = 16) -> list[Tensor]:
+def val_batches(text: Tensor, config: GPTConfig, count: int = 16, batch: int = 8) -> list[Tensor]:
     """The same ``count`` held-out batches in every run: evenly spaced windows, int64 ``(batch, block + 1)``."""
     windows = TextWindows(text, config.block)
     stride = max(1, len(windows) // (count * batch))
