@@ -45,6 +45,8 @@ class CompressedCheckpoint(Checkpoint):
         keep_last: how many of the newest to keep, so that a damaged one costs little.
         resume: ``"auto"`` continues if the run holds a checkpoint, ``"must"`` refuses to start without one,
             ``"never"`` starts afresh.
+        probe_batches: how many validation batches to measure the quality on; training waits for each of them twice a
+            save, or oftener while a search has budget.
         storage_options: passed to fsspec.
         options: every field of `shrinkpoint.saver.SaverConfig`: ``scheme``, ``max_degradation``, ``key_every``,
             ``busy``, ``max_failures``, and so on.
@@ -67,6 +69,7 @@ class CompressedCheckpoint(Checkpoint):
         save_last: bool = True,
         keep_last: int = 3,
         resume: ResumePolicy = "auto",
+        probe_batches: int = 2,
         storage_options: Mapping[str, object] | None = None,
         **options: Any,
     ) -> None:
@@ -83,6 +86,7 @@ class CompressedCheckpoint(Checkpoint):
             save_last=save_last,
             keep_last=keep_last,
             resume=resume,
+            probe_batches=probe_batches,
             storage_options=storage_options,
             options=options,
         )

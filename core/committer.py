@@ -12,13 +12,13 @@ import shrinkpoint
 from shrinkpoint.coding import EncodedState, encode_state
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.container.writer import write_container
-from shrinkpoint.errors import FencedError, ShrinkpointError, ShrinkpointWarning
+from shrinkpoint.errors import ChainError, FencedError, ShrinkpointError, ShrinkpointWarning
 from shrinkpoint.planner import Measure, Plan, Planner
 from shrinkpoint.reports import SaveReport
 from shrinkpoint.retention import Record, RetentionPolicy
 from shrinkpoint.schemes.base import Held
 from shrinkpoint.snapshot import Snapshot
-from shrinkpoint.state import TensorSpec
+from shrinkpoint.state import TensorSpec, TrainingState
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.run import RunStore, RunWriter
 from shrinkpoint.tree import JSON
@@ -97,7 +97,16 @@ class Committer:
         started, spent = time.perf_counter(), self._spent_s()
         state = job.snapshot.wait()
         plan = self.planner.plan(state, job.measure, job.gradients, exact=job.exact)
-        link = self._take_link()
+        try:
+            stored = self._store_with(job, plan, state, self._take_link(), started, spent)
+        except ChainError:  # somebody collected the parent meanwhile; a base needs none
+            stored = self._store_with(job, plan, state, None, started, spent)
+        self._collect()
+        return stored
+
+    def _store_with(
+        self, job: Job, plan: Plan, state: TrainingState, link: "_Link | None", started: float, spent: float
+    ) -> SaveReport:
         encoded = encode_state(
             state,
             plan.scheme,
@@ -121,7 +130,6 @@ class Committer:
             meta={"save": report.to_json(), "search": self.planner.state_dict()},
         )
         self._link = _Link(manifest, dict(encoded.held))
-        self._collect()
         return replace(report, seq=manifest.seq, write_s=time.perf_counter() - encoded_at)
 
     def _take_link(self) -> _Link | None:

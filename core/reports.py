@@ -67,6 +67,7 @@ class SaveReport:
         kept = list(self.kept_exactly.items())
         more = {"...": f"and {len(kept) - _NAMED} more tensors"} if len(kept) > _NAMED else {}
         report = asdict(self) | {"kept_exactly": dict(kept[:_NAMED]) | more, "ratio": self.ratio}
+        del report["seq"], report["write_s"]  # known only once the manifest that holds this is stored
         report["metrics"] = {name: _finite(value) for name, value in self.metrics.items()}
         return {name: _finite(value) for name, value in report.items()}
 

@@ -125,7 +125,7 @@ class Demo:
     def __init__(self, options: argparse.Namespace, console: Console) -> None:
         self.console = console
         self.steps = options.steps or (60 if options.quick else 600)
-        self.every = max(2, self.steps // (6 if options.quick else 12))
+        self.every = max(2, self.steps // (6 if options.quick else 8))
         self.folder = _new_folder(options.out)
         self.run_url = str(self.folder / "run")
         self._common = {

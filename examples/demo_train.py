@@ -104,6 +104,8 @@ def run_compressed(
         settings["url"],
         every_n_train_steps=settings["every"],
         max_degradation=0.01,
+        probe_batches=1,  # saves come every few seconds here; at hourly ones, more batches cost nothing
+        search_overhead=0.002,
         busy=settings["busy"],
         save_top_k=-1,  # keep them all, so that the table can show them all
     )

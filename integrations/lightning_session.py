@@ -42,7 +42,8 @@ class Session:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.probe = LossProbe(metric=settings.monitor if settings.mode == "min" else None)
+        metric = settings.monitor if settings.mode == "min" else None
+        self.probe = LossProbe(metric=metric, batches=settings.probe_batches)
         self.best = BestCheckpoints(
             url=settings.url, monitor=settings.monitor, mode=settings.mode, top_k=settings.save_top_k
         )

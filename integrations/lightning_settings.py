@@ -26,6 +26,7 @@ class Settings:
     save_top_k: int
     save_last: bool
     resume: ResumePolicy
+    probe_batches: int
     storage_options: Mapping[str, object] | None
 
     @classmethod
@@ -41,6 +42,7 @@ class Settings:
         monitor: str | None,
         mode: Literal["min", "max"],
         resume: ResumePolicy,
+        probe_batches: int,
         options: Mapping[str, Any],
         **more: Any,
     ) -> "Settings":
@@ -57,6 +59,8 @@ class Settings:
             raise ConfigError(f"url={url!r} must name a run without '#', which separates a checkpoint's step")
         if type(save_top_k) is not int or save_top_k < -1:
             raise ConfigError(f"save_top_k={save_top_k!r} must be an integer: how many, or -1 for all")
+        if type(probe_batches) is not int or probe_batches < 1:
+            raise ConfigError(f"probe_batches={probe_batches!r} must be an integer of at least 1")
         unknown = set(options) - SaverConfig.names()
         if unknown:
             raise ConfigError(f"{', '.join(sorted(unknown))}: CompressedCheckpoint has no such option")
@@ -76,5 +80,6 @@ class Settings:
             mode=mode,
             save_top_k=save_top_k,
             resume=resume,
+            probe_batches=probe_batches,
             **more,
         )

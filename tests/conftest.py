@@ -8,7 +8,11 @@ import pytest
 from hypothesis import settings
 
 ROOT = Path(__file__).parents[1]
-SUBPACKAGE = {"core": "shrinkpoint", "callbacks": "shrinkpoint.callbacks", "integrations": "shrinkpoint.integrations"}
+SUBPACKAGE = {
+    "core": "shrinkpoint",
+    "callbacks": "shrinkpoint.callbacks",
+    "integrations": "shrinkpoint.integrations",
+}
 
 # A deadline would time a shared machine, not the code; and two runs of one commit must test the same examples.
 settings.register_profile("suite", deadline=None, derandomize=True)
@@ -18,7 +22,9 @@ sys.path.insert(0, str(Path(__file__).parent))  # `from support...` for the tool
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--run-slow", action="store_true", help="run the campaigns and matrices that take minutes")
+    parser.addoption(
+        "--run-slow", action="store_true", help="run the campaigns and matrices that take minutes"
+    )
     parser.addoption("--kills", type=int, default=None, help="how many kills the kill campaigns make")
 
 

@@ -20,6 +20,7 @@ __all__ = ["DEFAULT_GRACE_S", "GcReport", "collect"]
 DEFAULT_GRACE_S = 86400.0
 # Blobs are written before the manifest that names them; between the two time stamps lies at most one commit.
 _SLACK_S = 7200.0
+_UNPUBLISHED_TOGETHER = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,11 +114,15 @@ def _is_whole(manifest: Manifest, sizes: dict[str, int]) -> bool:
 
 
 def _unpublish(objects: ObjectStore, catalog: Catalog, doomed: list[Manifest]) -> None:
-    keys = [key for key in map(catalog.key_of, doomed) if key is not None]
-    for manifest in doomed:
-        objects.put(trash_key(manifest.seq), manifest.to_bytes())
-    if keys:
-        objects.delete(keys)
+    """Let go of manifests, oldest first and a few at a time, so that a collection that is cut short has achieved some."""
+    oldest_first = sorted(doomed, key=lambda manifest: (manifest.epoch, manifest.seq))
+    for start in range(0, len(oldest_first), _UNPUBLISHED_TOGETHER):
+        batch = oldest_first[start : start + _UNPUBLISHED_TOGETHER]
+        for manifest in batch:
+            objects.put(trash_key(manifest.seq), manifest.to_bytes())
+        keys = [key for key in map(catalog.key_of, batch) if key is not None]
+        if keys:
+            objects.delete(keys)
 
 
 def _dead_blobs(
