@@ -50,7 +50,7 @@ def _campaign(
         proxy.settle()
         requests = len(proxy.log)
     account = audit(RunStore(url, storage_options=storage_options(server)), account, journals)
-    print(f"{requests} requests; {account}")
+    print(f"{requests} requests; {replace(account, lost=account.lost[:3])}; {len(account.lost)} lost")
     return account
 
 
