@@ -15,14 +15,17 @@ _RACERS = 8
 def honours_put_if_absent(objects: ObjectStore) -> bool:
     """Whether exactly one of several writers of one new key wins, first one after the other, then at once.
 
-    A race that is lost only sometimes may pass; an ignored condition never does. Costs 13 small requests.
+    A race that is lost only sometimes may pass; an ignored condition never does. Costs 13 small requests; where the answer
+    is known it costs one, because that the store can be written to must be known before training starts.
 
     Raises:
         StoreError: The store could not be written to at all.
     """
-    if objects.create_is_atomic is not None:
-        return objects.create_is_atomic
     sequential, race = probe_key(), probe_key()
+    if objects.create_is_atomic is not None:
+        objects.put(sequential, b"")
+        _remove(objects, [sequential])
+        return objects.create_is_atomic
     try:
         if not _wins(objects, sequential) or _wins(objects, sequential):
             return False

@@ -2,11 +2,12 @@
 
 import random
 import time
+import warnings
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TypeVar
 
-from shrinkpoint.errors import ConfigError, StoreError
+from shrinkpoint.errors import ConfigError, ShrinkpointWarning, StoreError
 from shrinkpoint.store.objects import ObjectInfo, ObjectStore, TransientStoreError
 
 __all__ = ["RetryPolicy", "RetryingObjects"]
@@ -15,6 +16,7 @@ T = TypeVar("T")
 
 # The operating system's randomness: jitter must not advance a generator that the training seeded.
 _RANDOM = random.SystemRandom()
+_TELL_AFTER = 3  # one lost request is no news; a start that waits for a server that is not there is
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +67,12 @@ class RetryPolicy:
                     raise StoreError(
                         f"{error} (gave up after {attempt} attempts in {elapsed:.0f} s)"
                     ) from error
+                if attempt == _TELL_AFTER:
+                    warnings.warn(
+                        f"{error}. Failed {attempt} times by now; trying again",
+                        ShrinkpointWarning,
+                        stacklevel=2,
+                    )
             sleep(pause)
         raise AssertionError("attempts >= 1")
 

@@ -95,6 +95,8 @@ def _without_response(error: Exception, what: str) -> StoreError:
         return StoreError(f"{reason}: {_NO_CREDENTIALS}")
     if names & _TRANSIENT_ERRORS or isinstance(error, OSError | EOFError | asyncio.TimeoutError):
         return TransientStoreError(f"{reason}: check the network and endpoint_url")
+    if isinstance(error, TypeError | ValueError):
+        return StoreError(f"{reason}: storage_options hold something that s3fs does not take; correct them")
     return StoreError(reason)
 
 

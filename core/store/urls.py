@@ -13,6 +13,7 @@ from shrinkpoint.errors import ConfigError, MissingDependencyError
 __all__ = ["Location", "parse_url"]
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+_MISTYPED = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)(:|//)(.*)", re.DOTALL)
 _LOCAL = ("file", "local")
 _S3 = ("s3", "s3a")
 # Plain HTTP cannot list or write; the others would keep a cache between us and the store.
@@ -58,7 +59,7 @@ def parse_url(url: str | os.PathLike[str]) -> Location:
         ConfigError: The URL cannot name a run's prefix; the message says why.
         MissingDependencyError: The package for this protocol is not installed; the message holds the command.
     """
-    text = os.fspath(url)
+    text = os.fspath(url) if isinstance(url, str | bytes | os.PathLike) else url
     if not isinstance(text, str) or not text.strip() or "\0" in text:
         raise ConfigError(
             f"url={text!r} is empty or not text: give a folder, or a URL such as s3://bucket/run-1"
@@ -70,10 +71,25 @@ def parse_url(url: str | os.PathLike[str]) -> Location:
     match = _SCHEME.fullmatch(text)
     protocol = match[1].lower() if match else "file"
     rest = match[2] if match else text
+    if match is None:
+        _check_not_mistyped(text)
     if protocol in _LOCAL:
-        path = str(Path(rest).expanduser().absolute())
+        try:
+            path = str(Path(rest).expanduser().absolute())
+        except RuntimeError as error:
+            raise ConfigError(f"url={text!r}: {error} Write the folder out") from None
         return Location(kind="local", protocol="file", path=path, display=path.rstrip("/"))
     return _remote(protocol, rest)
+
+
+def _check_not_mistyped(text: str) -> None:
+    """``s3:/bucket/run`` would be a folder here, and the run would be missed where it was to be."""
+    match = _MISTYPED.fullmatch(text)
+    if match and match[1].lower() in known_implementations:
+        meant = f"{match[1]}://{match[3].lstrip('/')}"
+        raise ConfigError(
+            f"url={text!r} looks like {meant!r}: write that, or ./{text} for a folder of this name"
+        )
 
 
 def _remote(protocol: str, rest: str) -> Location:

@@ -30,7 +30,17 @@ def test_ignored() -> None:
 def test_known_without_asking() -> None:
     fake = FakeObjects(known_atomic=True)
     assert honours_put_if_absent(fake)
-    assert fake.calls == []
+    assert {name for name, _ in fake.calls} == {"put", "delete"}
+    assert not fake.list("")
+
+
+def test_a_store_that_cannot_be_written_is_refused_where_nothing_is_asked_either() -> None:
+    class ReadOnly(FakeObjects):
+        def put(self, key: str, data: bytes) -> None:
+            raise StoreError("read-only")
+
+    with pytest.raises(StoreError, match="read-only"):
+        honours_put_if_absent(ReadOnly(known_atomic=True))
 
 
 def test_checked_without_a_lock() -> None:

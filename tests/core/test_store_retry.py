@@ -1,9 +1,10 @@
 import random
+import warnings
 
 import pytest
 from support.fake_objects import FakeObjects
 
-from shrinkpoint.errors import ConfigError, StoreError
+from shrinkpoint.errors import ConfigError, ShrinkpointWarning, StoreError
 from shrinkpoint.store.objects import TransientStoreError
 from shrinkpoint.store.retry import RetryingObjects, RetryPolicy
 
@@ -103,3 +104,19 @@ def test_every_operation_is_repeated(operation: str) -> None:
     }
     calls[operation]()
     assert failures == [0]
+
+
+def test_a_long_wait_is_told_once() -> None:
+    def operation() -> None:
+        raise TransientStoreError("503 for s3://b/k")
+
+    with (
+        pytest.warns(ShrinkpointWarning, match=r"503 for s3://b/k\. Failed 3 times") as told,
+        pytest.raises(StoreError),
+    ):
+        RetryPolicy(attempts=7, first_delay_s=0).run(operation)
+    assert len(told) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(StoreError):
+            RetryPolicy(attempts=2, first_delay_s=0).run(operation)

@@ -32,6 +32,11 @@ def test_relative_and_home_folders() -> None:
     assert parse_url("~/runs").path == str(Path.home() / "runs")
 
 
+def test_folders_with_a_colon() -> None:
+    for name in ("./s3:/run", "a:b", "lr:0.1/run", "/s3:/run"):
+        assert parse_url(name).kind == "local"
+
+
 @pytest.mark.parametrize(
     ("url", "message"),
     [
@@ -46,6 +51,12 @@ def test_relative_and_home_folders() -> None:
         ("simplecache::s3://bucket/run", "chains"),
         ("https://host/run", "cannot hold a run"),
         ("nonsense://host/run", "unknown protocol 'nonsense'"),
+        ("s3:/bucket/run", "looks like 's3://bucket/run'"),
+        ("s3:bucket/run", "looks like 's3://bucket/run'"),
+        ("s3//bucket/run", "looks like 's3://bucket/run'"),
+        ("GS:/bucket/run", "looks like 'GS://bucket/run'"),
+        (None, "not text"),
+        ("~nobody-of-this-name/run", "home directory"),
         ("ftp://user:hunter2@host/run", "storage_options"),
     ],
 )
