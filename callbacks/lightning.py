@@ -5,9 +5,17 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from shrinkpoint.errors import MissingDependencyError
+
+try:
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.callbacks import Checkpoint
+    from lightning.pytorch.utilities.exceptions import SIGTERMException
+except ModuleNotFoundError as error:
+    raise MissingDependencyError(
+        f'CompressedCheckpoint needs Lightning ({error}): pip install "shrinkpoint[lightning]"'
+    ) from error
 
 from shrinkpoint.integrations.lightning_session import Session
 from shrinkpoint.integrations.lightning_settings import Settings

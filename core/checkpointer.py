@@ -15,7 +15,7 @@ from shrinkpoint.reports import Accepted, SaveReport
 from shrinkpoint.resume import (
     ResumePolicy,
     check_policy,
-    require_same_groups,
+    require_optimizers,
     require_same_model,
     resume_from,
 )
@@ -89,7 +89,10 @@ class Checkpointer:
             raise ConfigError(f"give either config= or its fields ({', '.join(fields)}), not both")
         for name, value in stateful.items():
             if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
-                raise ConfigError(f"{name}= must have state_dict and load_state_dict, and {value!r} has not")
+                raise ConfigError(
+                    f"{name}={value!r} is neither an option of Checkpointer nor an object with state_dict and"
+                    f" load_state_dict; the options are: {', '.join(sorted(SaverConfig.names()))}"
+                )
         self._model = model
         self._optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
         self._every = every
@@ -215,13 +218,7 @@ class Checkpointer:
             if torch.is_tensor(value)
         }
         require_same_model(stored, live, self.saver.url)
-        if len(state["optimizers"]) != len(self._optimizers):
-            raise StateMismatchError(
-                f"{self.saver.url} holds {len(state['optimizers'])} optimizers, and this run has"
-                f" {len(self._optimizers)}: build the same ones, or use a fresh URL"
-            )
-        for index, optimizer in enumerate(self._optimizers):
-            require_same_groups(state["optimizers"][index], optimizer, self.saver.url)
+        require_optimizers(state["optimizers"], self._optimizers, self.saver.url)
         self._model.load_state_dict(state["model"])
         for optimizer, stored_optimizer in zip(self._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(stored_optimizer)

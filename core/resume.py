@@ -7,7 +7,14 @@ import torch
 
 from shrinkpoint.errors import ConfigError, NoCheckpointError, StateMismatchError
 
-__all__ = ["ResumePolicy", "check_policy", "require_same_groups", "require_same_model", "resume_from"]
+__all__ = [
+    "ResumePolicy",
+    "check_policy",
+    "require_optimizers",
+    "require_same_groups",
+    "require_same_model",
+    "resume_from",
+]
 
 ResumePolicy = Literal["auto", "never", "must"]
 """Continue from the newest sound checkpoint if there is one; start afresh; or refuse to start without one."""
@@ -15,6 +22,8 @@ ResumePolicy = Literal["auto", "never", "must"]
 T = TypeVar("T")
 
 _NAMED = 5
+# What learning rate schedulers leave in an optimizer's groups.
+_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr", "param_names"}
 
 
 def check_policy(policy: str) -> None:
@@ -81,8 +90,29 @@ def require_same_model(
         )
 
 
+def require_optimizers(
+    stored: Sequence[Mapping[str, Any]], live: Sequence[torch.optim.Optimizer], url: str
+) -> None:
+    """Refuse to continue with other optimizers.
+
+    Args:
+        stored: the checkpoint's ``optimizer.state_dict()`` of each.
+        live: the optimizers that are to take them.
+        url: the run, for the message.
+
+    Raises:
+        StateMismatchError: their number, options or groups differ; the message says which.
+    """
+    if len(stored) != len(live):
+        raise StateMismatchError(
+            f"{url} holds {len(stored)} optimizers, and this run has {len(live)}: build the same ones, or use a fresh URL"
+        )
+    for state, optimizer in zip(stored, live, strict=True):
+        require_same_groups(state, optimizer, url)
+
+
 def require_same_groups(stored: Mapping[str, Any], live: torch.optim.Optimizer, url: str) -> None:
-    """Refuse to continue with an optimizer whose parameter groups differ.
+    """Refuse to continue with an optimizer of another kind, or whose parameter groups differ.
 
     Args:
         stored: the checkpoint's ``optimizer.state_dict()``.
@@ -90,7 +120,7 @@ def require_same_groups(stored: Mapping[str, Any], live: torch.optim.Optimizer, 
         url: the run, for the message.
 
     Raises:
-        StateMismatchError: numbers or sizes of the groups differ; the message says which.
+        StateMismatchError: options, numbers or sizes of the groups differ; the message says which.
     """
     there = [len(group["params"]) for group in stored["param_groups"]]
     here = [len(group["params"]) for group in live.param_groups]
@@ -99,6 +129,16 @@ def require_same_groups(stored: Mapping[str, Any], live: torch.optim.Optimizer, 
             f"{url} holds a run whose {type(live).__name__} has parameter groups of {there} parameters, and here they"
             f" are of {here}. Build the optimizer that the run was made with, or give this run a URL of its own"
         )
+    for group, live_group in zip(stored["param_groups"], live.param_groups, strict=True):
+        # One side alone may lack options: releases of torch add some, and users may add their own.
+        lacking = sorted(live.defaults.keys() - group.keys())
+        unknown = sorted(group.keys() - live_group.keys() - _OF_SCHEDULERS)
+        if lacking and unknown:
+            raise StateMismatchError(
+                f"{url} holds a run with another optimizer: its parameter groups have {', '.join(unknown)}, and those of"
+                f" this {type(live).__name__} have {', '.join(lacking)} instead. Build the optimizer that the run was"
+                " made with, or give this run a URL of its own"
+            )
 
 
 def _some(label: str, items: list[str]) -> str:

@@ -11,8 +11,8 @@ from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from shrinkpoint.address import Address
 from shrinkpoint.errors import CannotRepresentError, ConfigError, NoCheckpointError
-from shrinkpoint.integrations.address import Address
 from shrinkpoint.saver import Saver
 from shrinkpoint.tree import encode_tree
 

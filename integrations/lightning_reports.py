@@ -9,7 +9,7 @@ from typing import Any, Literal
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger
 
-from shrinkpoint.integrations.address import Address
+from shrinkpoint.address import Address
 from shrinkpoint.reports import SaveReport
 from shrinkpoint.store.manifest import Manifest
 

@@ -8,9 +8,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from shrinkpoint.address import Address
 from shrinkpoint.container.reader import ContainerReader
 from shrinkpoint.errors import ConfigError, StateMismatchError
-from shrinkpoint.integrations.address import Address
 from shrinkpoint.integrations.lightning_ranks import on_rank_zero
 from shrinkpoint.resume import ResumePolicy, require_same_model, resume_from
 from shrinkpoint.saver import Saver

@@ -8,8 +8,8 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
+from shrinkpoint.address import Address
 from shrinkpoint.errors import ConfigError, ShrinkpointError, ShrinkpointWarning
-from shrinkpoint.integrations.address import Address
 from shrinkpoint.integrations.lightning_gradients import GradientCollector
 from shrinkpoint.integrations.lightning_io import RunCheckpointIO, require_supported, storable
 from shrinkpoint.integrations.lightning_moments import ends_epoch, validation_follows
@@ -25,6 +25,7 @@ from shrinkpoint.integrations.lightning_reports import (
 from shrinkpoint.integrations.lightning_resume import continue_run, is_tuning, require_module
 from shrinkpoint.integrations.lightning_settings import Settings
 from shrinkpoint.integrations.triggers import Trigger
+from shrinkpoint.resume import require_optimizers
 from shrinkpoint.roles import describe_training
 from shrinkpoint.saver import Saver
 
@@ -56,6 +57,7 @@ class Session:
         self._seen_step = 0
         self._stepped = False
         self._last_batch = False
+        self._stored_optimizers: list[dict[str, Any]] = []
         self._position_wanted = False
         self._validation_pending = False
         self._told = 0
@@ -84,10 +86,18 @@ class Session:
     def take_position(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         """A checkpoint of any kind is being loaded."""
         if trainer.state.fn == TrainerFn.FITTING:
+            self._stored_optimizers = checkpoint.get("optimizer_states", [])
             Position.of(trainer).load(trainer, checkpoint)
 
     def fit_starts(self, trainer: Trainer) -> None:
-        """The model stands, and nothing has been drawn yet."""
+        """The model stands, and nothing has been drawn yet.
+
+        Raises:
+            StateMismatchError: the checkpoint that is being restored has other optimizers.
+        """
+        if self._stored_optimizers:
+            require_optimizers(self._stored_optimizers, trainer.optimizers, str(trainer.ckpt_path))
+            self._stored_optimizers = []
         Position.of(trainer).fit_starts()
 
     def train_starts(self, trainer: Trainer, module: LightningModule) -> None:
@@ -248,8 +258,9 @@ class Session:
         metrics = finite_metrics(trainer)
         if self.settings.monitor is not None and self.settings.monitor not in metrics:
             self._warn_once(
-                f"monitor={self.settings.monitor!r} has not been logged when step {trainer.global_step} was saved; the"
-                f" checkpoint does not take part in the ranking. Logged so far: {', '.join(sorted(metrics)) or 'nothing'}"
+                f"monitor={self.settings.monitor!r} had not been logged when step {trainer.global_step} was saved; until it"
+                f" is, checkpoints take no part in the ranking. Logged so far: {', '.join(sorted(metrics)) or 'nothing'}",
+                topic="monitor",
             )
 
         def evaluate(weights: Mapping[str, torch.Tensor]) -> float:
@@ -275,9 +286,9 @@ class Session:
         )
         return accepted is not None
 
-    def _warn_once(self, message: str) -> None:
-        if message not in self._warned:
-            self._warned.add(message)
+    def _warn_once(self, message: str, *, topic: str | None = None) -> None:
+        if (topic or message) not in self._warned:
+            self._warned.add(topic or message)
             warnings.warn(message, ShrinkpointWarning, stacklevel=2)
 
     # ---- after training

@@ -59,6 +59,10 @@ class Settings:
             raise ConfigError(f"url={url!r} must name a run without '#', which separates a checkpoint's step")
         if type(save_top_k) is not int or save_top_k < -1:
             raise ConfigError(f"save_top_k={save_top_k!r} must be an integer: how many, or -1 for all")
+        if save_top_k > 1 and monitor is None:
+            raise ConfigError(
+                f"save_top_k={save_top_k} ranks by a metric: name it with monitor=, or use keep_last="
+            )
         if type(probe_batches) is not int or probe_batches < 1:
             raise ConfigError(f"probe_batches={probe_batches!r} must be an integer of at least 1")
         unknown = set(options) - SaverConfig.names()

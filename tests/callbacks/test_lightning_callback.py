@@ -147,6 +147,7 @@ def test_ordinary_checkpoints_stay_ordinary(saving: Make, tmp_path: Path) -> Non
         ({"every_n_train_steps": 0}, "every_n_train_steps=0"),
         ({"resume": "yes"}, "resume='yes'"),
         ({"save_top_k": -2}, "save_top_k=-2"),
+        ({"save_top_k": 2}, "save_top_k=2 ranks by a metric"),
         ({"no_such": 1}, "no_such"),
         ({"scheme": "zip"}, "scheme"),
     ],
@@ -368,3 +369,24 @@ def test_lossy_resume_continues(saving: Make) -> None:
     rest = fit(saving(scheme="inshrinkerator"), seed=999)
     whole = fit()
     assert [row[:4] for row in rest.trace] == [row[:4] for row in whole.trace[10:]]
+
+
+class WithSgd(Tiny):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_another_optimizer_is_refused_before_training(tmp_path: Path) -> None:
+    def trainer(steps: int) -> pl.Trainer:
+        callback = CompressedCheckpoint(str(tmp_path / "run"), every_n_train_steps=2)
+        return pl.Trainer(callbacks=[callback], max_steps=steps, **QUIET)
+
+    trainer(4).fit(Tiny())
+    with pytest.raises(StateMismatchError, match=r"another optimizer.*SGD"):
+        trainer(6).fit(WithSgd())
+
+
+def test_a_metric_that_is_not_logged_is_told_once(saving: Make) -> None:
+    with pytest.warns(ShrinkpointWarning, match="'no_such' had not been logged") as told:
+        fit(saving(monitor="no_such", every_n_train_steps=2))
+    assert sum("no_such" in str(warning.message) for warning in told) == 1

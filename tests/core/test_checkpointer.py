@@ -230,10 +230,10 @@ def test_states_that_are_missing_on_either_side_are_told(tmp_path):
         ({"every": 0}, "every must be a positive"),
         ({"every": 2.5}, "every must be a positive"),
         ({"every": True}, "every must be a positive"),
-        ({"loader": [1, 2]}, "loader= must have state_dict"),
+        ({"loader": [1, 2]}, r"loader=\[1, 2\] is neither an option"),
         ({"config": SaverConfig(), "keep_last": 3}, r"either config= or its fields \(keep_last\)"),
         ({"keep_last": -3}, "keep_last must be a positive integer"),
-        ({"shceme": "lossless"}, "shceme= must have state_dict"),
+        ({"shceme": "lossless"}, "shceme='lossless' is neither an option.*scheme"),
     ],
 )
 def test_bad_options(tmp_path, options, message):

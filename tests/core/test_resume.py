@@ -70,3 +70,22 @@ def test_parameter_groups():
     require_same_groups(one.state_dict(), one, "run")
     with pytest.raises(StateMismatchError, match=r"SGD has parameter groups of \[2\] parameters.*\[1, 1\]"):
         require_same_groups(one.state_dict(), two, "run")
+
+
+def test_another_optimizer():
+    model = nn.Linear(2, 2)
+    sgd, adam = torch.optim.SGD(model.parameters()), torch.optim.AdamW(model.parameters())
+    with pytest.raises(StateMismatchError, match=r"another optimizer.*betas.*this SGD have.*momentum"):
+        require_same_groups(adam.state_dict(), sgd, "run")
+    with pytest.raises(StateMismatchError, match=r"momentum.*this AdamW have.*betas"):
+        require_same_groups(sgd.state_dict(), adam, "run")
+
+
+def test_options_that_schedulers_users_and_releases_add_are_no_difference():
+    optimizer = torch.optim.AdamW(nn.Linear(2, 2).parameters())
+    stored = optimizer.state_dict()
+    del stored["param_groups"][0]["foreach"]  # as if an older torch had written it
+    stored["param_groups"][0]["initial_lr"] = 0.1
+    require_same_groups(stored, optimizer, "run")
+    optimizer.param_groups[0]["name"] = "body"
+    require_same_groups(optimizer.state_dict(), torch.optim.AdamW(nn.Linear(2, 2).parameters()), "run")

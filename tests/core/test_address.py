@@ -2,8 +2,8 @@
 
 import pytest
 
+from shrinkpoint.address import Address
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.integrations.address import Address
 
 
 @pytest.mark.parametrize(
