@@ -323,7 +323,7 @@ def _write_whole(target: Path, write: Callable[[Path], None], *, force: bool) ->
     except RuntimeError as error:  # torch.save's writer turns a full disk into one
         raise StoreError(f"cannot write {target}: {error}") from error
     finally:
-        with suppress(FileNotFoundError):
+        with suppress(OSError):  # the error that brought us here is the one to show
             temporary.unlink()
     return size
 

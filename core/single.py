@@ -10,7 +10,7 @@ from shrinkpoint.container.reader import read_container
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.planner import Planner
 from shrinkpoint.state import Describe, TrainingState, plain
-from shrinkpoint.store.single import read_file, write_file
+from shrinkpoint.store.single import naming, read_file, write_file
 
 __all__ = ["load", "save"]
 
@@ -64,5 +64,6 @@ def load(path: str | Path, *, storage_options: Mapping[str, object] | None = Non
         ChainError: a delta of a run, which cannot be read alone.
         StoreError: the file cannot be read.
     """
-    container = read_container(read_file(str(path), storage_options))
-    return decode_chain([container], threads=SaverConfig().encoder_threads).state.to_object()
+    data = read_file(str(path), storage_options)
+    with naming(str(path)):
+        return decode_chain([read_container(data)], threads=SaverConfig().encoder_threads).state.to_object()

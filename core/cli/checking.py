@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shrinkpoint.cli.files import ContainerFile, looks_like_file
-from shrinkpoint.cli.options import AsJson, Pairs, Seq, Step, StorageOptions, Target, parse_storage_options
+from shrinkpoint.cli.options import (
+    AsJson,
+    Pairs,
+    Seq,
+    Step,
+    StorageOptions,
+    Target,
+    parse_storage_options,
+    split_address,
+)
 from shrinkpoint.cli.output import console, print_json
 from shrinkpoint.cli.runs import OpenRun, open_run, pick
 from shrinkpoint.errors import ChainError, ConfigError, FormatError, NoCheckpointError, ShrinkpointWarning
@@ -28,7 +37,8 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Fetch and decode checkpoints and compare every digest; exits with 1 when something is damaged."""
-    options = parse_storage_options(storage_options, option)
+    url, step, seq = split_address(url, step, seq)
+    options = parse_storage_options(url, storage_options, option)
     named = step is not None or seq is not None
     if everything and named:
         raise ConfigError("--all and --step or --seq exclude each other: give one of them")

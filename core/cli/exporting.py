@@ -6,10 +6,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shrinkpoint.cli.files import ContainerFile, looks_like_file
-from shrinkpoint.cli.options import AsJson, Pairs, Seq, Step, StorageOptions, Target, parse_storage_options
+from shrinkpoint.cli.options import (
+    AsJson,
+    Pairs,
+    Seq,
+    Step,
+    StorageOptions,
+    Target,
+    parse_storage_options,
+    split_address,
+)
 from shrinkpoint.cli.output import bytes_text, console, print_json
 from shrinkpoint.cli.runs import open_run, pick
 from shrinkpoint.errors import NoCheckpointError
+from shrinkpoint.store.single import naming
 
 if TYPE_CHECKING:
     from shrinkpoint.coding import Decoded
@@ -34,8 +44,9 @@ def export(
     from shrinkpoint.export import check_target
     from shrinkpoint.export import export as write
 
+    url, step, seq = split_address(url, step, seq)
     check_target(out, force=force)
-    decoded, seq_read = _decode(url, parse_storage_options(storage_options, option), step, seq)
+    decoded, seq_read = _decode(url, parse_storage_options(url, storage_options, option), step, seq)
     exported = write(decoded.state, out, force=force)
     report = {
         "path": str(exported.path),
@@ -66,7 +77,8 @@ def _decode(
     threads = SaverConfig().encoder_threads
     if looks_like_file(url):
         file = ContainerFile(url, options)
-        return decode_chain([read_container(file.read(0, file.size))], threads=threads), None
+        with naming(file.url):
+            return decode_chain([read_container(file.read(0, file.size))], threads=threads), None
     run = open_run(url, options)
     if step is None and seq is None:
         found = run.store.newest_sound(lambda m, data: decode_checkpoint(m, data, threads=threads))

@@ -18,7 +18,7 @@ def ls(
     url: Url, storage_options: StorageOptions = None, option: Pairs = None, as_json: AsJson = False
 ) -> None:
     """List the checkpoints of a run, newest first; damaged ones are marked with the reason."""
-    run = open_run(url, parse_storage_options(storage_options, option))
+    run = open_run(url, parse_storage_options(url, storage_options, option))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ShrinkpointWarning)  # what it would say stands in the table
         manifests = run.store.manifests()

@@ -1,11 +1,13 @@
 """Arguments and options that several commands share."""
 
 import json
+import os
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
 
+from shrinkpoint.address import Address
 from shrinkpoint.errors import ConfigError
 
 __all__ = [
@@ -18,18 +20,23 @@ __all__ = [
     "Url",
     "Yes",
     "parse_storage_options",
+    "split_address",
 ]
+
+_VARIABLE = "SHRINKPOINT_STORAGE_OPTIONS"
 
 Url = Annotated[
     str, typer.Argument(metavar="URL", help="The run: a folder, s3://bucket/prefix, any fsspec URL.")
 ]
-Target = Annotated[str, typer.Argument(metavar="URL", help="A run, or one container file.")]
+Target = Annotated[
+    str, typer.Argument(metavar="URL", help="A run, one checkpoint of it (URL#step=N), or a container file.")
+]
 StorageOptions = Annotated[
     str | None,
     typer.Option(
         "--storage-options",
         metavar="JSON",
-        envvar="SHRINKPOINT_STORAGE_OPTIONS",
+        envvar=_VARIABLE,
         show_envvar=True,
         help="Options for the URL's file system, as a JSON object.",
     ),
@@ -51,12 +58,30 @@ Seq = Annotated[int | None, typer.Option("--seq", min=0, help="The checkpoint wi
 Yes = Annotated[bool, typer.Option("--yes", help="Do it; without this, only say what would be done.")]
 
 
-def parse_storage_options(text: str | None, pairs: Sequence[str] | None) -> dict[str, Any]:
-    """What ``--storage-options`` and ``-o`` say together; the latter wins.
+def split_address(url: str, step: int | None, seq: int | None) -> tuple[str, int | None, int | None]:
+    """The run, and the step or commit that ``URL#step=N`` or the options name.
+
+    Raises:
+        ConfigError: both name one.
+    """
+    address = Address.parse(url)
+    if address is None:
+        return url, step, seq
+    if step is not None or seq is not None:
+        raise ConfigError(f"{url} names a checkpoint already: leave --step and --seq out")
+    return address.url, address.step, address.seq
+
+
+def parse_storage_options(url: str, text: str | None, pairs: Sequence[str] | None) -> dict[str, Any]:
+    """What ``--storage-options`` and ``-o`` say together for `url`; the latter wins.
+
+    What the environment says is for the runs of a remote store; a folder, which has no options, is none of them.
 
     Raises:
         ConfigError: not a JSON object, or not KEY=VALUE.
     """
+    if text and text == os.environ.get(_VARIABLE) and "://" not in url:
+        text = None
     try:
         options = json.loads(text) if text else {}
     except ValueError as error:

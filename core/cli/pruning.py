@@ -7,7 +7,17 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from shrinkpoint.cli.options import AsJson, Pairs, Seq, Step, StorageOptions, Url, Yes, parse_storage_options
+from shrinkpoint.cli.options import (
+    AsJson,
+    Pairs,
+    Seq,
+    Step,
+    StorageOptions,
+    Url,
+    Yes,
+    parse_storage_options,
+    split_address,
+)
 from shrinkpoint.cli.output import bytes_text, console, print_json
 from shrinkpoint.cli.runs import OpenRun, describe_manifest, find_damage, open_run, pick
 from shrinkpoint.errors import ConfigError
@@ -56,7 +66,7 @@ def prune(
 ) -> None:
     """Remove the checkpoints that no rule keeps; pinned ones and the newest sound one always stay."""
     policy = _policy(keep_last, keep_every, keep_best, metric, mode)
-    run = open_run(url, parse_storage_options(storage_options, option))
+    run = open_run(url, parse_storage_options(url, storage_options, option))
     plan = _plan(run, policy, metric)
     report = _report(plan)
     if yes:
@@ -169,7 +179,8 @@ def pin(
     as_json: AsJson = False,
 ) -> None:
     """Keep a checkpoint through every collection until it is unpinned."""
-    run = open_run(url, parse_storage_options(storage_options, option))
+    url, step, seq = split_address(url, step, seq)
+    run = open_run(url, parse_storage_options(url, storage_options, option))
     manifest = pick(run, step=step, seq=seq)
     with run.store.writer() as writer:
         writer.pin(name, manifest)
@@ -187,7 +198,7 @@ def unpin(
     as_json: AsJson = False,
 ) -> None:
     """Release a pin."""
-    run = open_run(url, parse_storage_options(storage_options, option))
+    run = open_run(url, parse_storage_options(url, storage_options, option))
     pins = run.store.pins()
     if name not in pins:
         known = ", ".join(sorted(pins)) or "none"

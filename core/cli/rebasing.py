@@ -4,7 +4,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shrinkpoint.cli.options import AsJson, Pairs, Seq, Step, StorageOptions, Url, Yes, parse_storage_options
+from shrinkpoint.cli.options import (
+    AsJson,
+    Pairs,
+    Seq,
+    Step,
+    StorageOptions,
+    Url,
+    Yes,
+    parse_storage_options,
+    split_address,
+)
 from shrinkpoint.cli.output import bytes_text, console, print_json
 from shrinkpoint.cli.runs import open_run, pick
 from shrinkpoint.store.gc import DEFAULT_GRACE_S
@@ -35,7 +45,8 @@ def compact(
     from shrinkpoint.compaction import rebase
     from shrinkpoint.config import SaverConfig
 
-    run = open_run(url, parse_storage_options(storage_options, option))
+    url, step, seq = split_address(url, step, seq)
+    run = open_run(url, parse_storage_options(url, storage_options, option))
     manifest = pick(run, step=step, seq=seq)
     if manifest.kind == "base":
         _tell({"step": manifest.step, "seq": manifest.seq, "done": False, "already_base": True}, as_json)

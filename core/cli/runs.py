@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shrinkpoint.address import Address
 from shrinkpoint.cli.files import looks_like_file
 from shrinkpoint.errors import ConfigError, NoCheckpointError
 from shrinkpoint.store.connect import open_objects
@@ -43,6 +44,8 @@ def open_run(url: str, options: Mapping[str, Any]) -> OpenRun:
         NoCheckpointError: there is no run; the message says what is there instead.
         StoreError: the store cannot be read.
     """
+    if (address := Address.parse(url)) is not None:
+        raise ConfigError(f"{url} names one checkpoint, and this command takes the run: {address.url}")
     if looks_like_file(url):
         raise NoCheckpointError(
             f"{url} is a file, not a run: `show`, `verify` and `export` read single containers"

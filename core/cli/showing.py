@@ -4,9 +4,19 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from shrinkpoint.cli.files import ContainerFile, looks_like_file
-from shrinkpoint.cli.options import AsJson, Pairs, Seq, Step, StorageOptions, Target, parse_storage_options
+from shrinkpoint.cli.options import (
+    AsJson,
+    Pairs,
+    Seq,
+    Step,
+    StorageOptions,
+    Target,
+    parse_storage_options,
+    split_address,
+)
 from shrinkpoint.cli.output import bytes_text, console, print_json, print_pairs, print_table, ratio_text
 from shrinkpoint.cli.runs import describe_manifest, open_run, pick
+from shrinkpoint.store.single import naming
 
 if TYPE_CHECKING:
     from shrinkpoint.container.reader import Header, Record
@@ -25,10 +35,13 @@ def show(
     """Show the tensors of one checkpoint: codec, bytes, bits per element; reads its header, not its tensors."""
     from shrinkpoint.container.reader import ContainerReader
 
-    options = parse_storage_options(storage_options, option)
+    url, step, seq = split_address(url, step, seq)
+    options = parse_storage_options(url, storage_options, option)
     if looks_like_file(url):
         file = ContainerFile(url, options)
-        header, size, shown = ContainerReader(file.read, file.size).header, file.size, file.url
+        with naming(file.url):
+            header = ContainerReader(file.read, file.size).header
+        size, shown = file.size, file.url
         noted: dict[str, Any] | None = None
     else:
         run = open_run(url, options)

@@ -1,19 +1,29 @@
 """One file without a run: written whole or not at all, read whole, at a path or URL."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from shrinkpoint.errors import ConfigError
+from shrinkpoint.errors import ChainError, ConfigError, FormatError
 from shrinkpoint.store.connect import open_location
 from shrinkpoint.store.objects import ObjectStore
 from shrinkpoint.store.retry import RetryingObjects, RetryPolicy
 from shrinkpoint.store.urls import parse_url
 
-__all__ = ["read_file", "write_file"]
+__all__ = ["naming", "read_file", "write_file"]
 
 _MAX_FILE_BYTES = 2**40
+
+
+@contextmanager
+def naming(file: str) -> Iterator[None]:
+    """Put the file's name before what is wrong with its contents: a container does not know where it lies."""
+    try:
+        yield
+    except (FormatError, ChainError) as error:
+        raise type(error)(f"{file}: {error}") from error
 
 
 def write_file(

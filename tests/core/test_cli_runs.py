@@ -284,10 +284,45 @@ def test_debug_shows_the_traceback(tmp_path: Path) -> None:
     assert type(result.exception).__name__ == "NoCheckpointError"
 
 
-def test_storage_options_may_come_from_the_environment() -> None:
-    result = runner.invoke(app, ["ls", "/tmp/x"], env={"SHRINKPOINT_STORAGE_OPTIONS": '{"auto_mkdir": true}'})
-    assert result.exit_code == 2
-    assert "auto_mkdir" in result.stderr
+def test_storage_options_may_come_from_the_environment(tmp_path: Path) -> None:
+    exported = {"SHRINKPOINT_STORAGE_OPTIONS": '{"key": "from-there"}'}
+    result = runner.invoke(app, ["ls", "s3://bucket/x", "-o", "no_such=1"], env=exported)
+    assert result.exit_code == 1
+    assert "storage_options" in result.stderr
+    here = runner.invoke(app, ["ls", str(tmp_path)], env=exported)  # a folder has no use for them
+    assert "there is no run" in here.stderr
+    given = runner.invoke(app, ["ls", str(tmp_path), "-o", "key=x"], env=exported)
+    assert given.exit_code == 2
+    assert "drop them" in given.stderr
+
+
+@pytest.mark.parametrize("command", ["show", "verify", "compact", "export"])
+def test_one_checkpoint_is_addressed_in_the_url(tmp_path: Path, command: str) -> None:
+    make_run(str(tmp_path / "run"))
+    steps = [
+        entry["step"]
+        for entry in json.loads(run("ls", str(tmp_path / "run"), "--json").stdout)["checkpoints"]
+    ]
+    more = [str(tmp_path / "x.ckpt")] if command == "export" else []
+    told = run(command, f"{tmp_path / 'run'}#step={steps[-1]}", *more, "--json").stdout
+    assert f'"step": {steps[-1]}' in told
+    both = run(
+        command,
+        f"{tmp_path / 'run'}#step={steps[-1]}",
+        *more,
+        "--step",
+        "1",
+        "--force" if more else "--json",
+        code=2,
+    )
+    assert "leave --step" in both.stderr
+
+
+def test_commands_about_a_run_refuse_a_checkpoint(tmp_path: Path) -> None:
+    make_run(str(tmp_path / "run"))
+    for command in (["ls"], ["prune", "--keep-last", "1"]):
+        refused = run(command[0], f"{tmp_path / 'run'}#newest", *command[1:], code=2)
+        assert "takes the run" in refused.stderr
 
 
 def test_a_state_that_an_export_cannot_hold_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

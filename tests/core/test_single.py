@@ -90,3 +90,10 @@ def test_an_unknown_scheme(tmp_path):
     with pytest.raises(ConfigError, match="scheme"):
         shrinkpoint.save({}, tmp_path / "f", scheme="zip")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("content", [b"PK\x03\x04 not ours", b""])
+def test_the_file_is_named(tmp_path, content):
+    (tmp_path / "x.shrink").write_bytes(content)
+    with pytest.raises(FormatError, match=r"x\.shrink: not a shrinkpoint container"):
+        shrinkpoint.load(tmp_path / "x.shrink")
