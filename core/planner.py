@@ -1,7 +1,7 @@
 """Decides, for one snapshot, which scheme with which configuration stores it; runs in the background thread."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,8 @@ from shrinkpoint.search.space import Configuration
 from shrinkpoint.state import TrainingState
 
 __all__ = ["Measure", "Plan", "Planner"]
+
+_NAMED = 5
 
 Measure = Callable[[Mapping[str, torch.Tensor]], float]
 """The held-out loss with the given weights (by parameter name) in the model's place."""
@@ -49,6 +51,7 @@ class Planner:
         self._space = search.space
         self._driver = SearchDriver(search, cost_clock=spent_s)
         self._warned = False
+        self._told_not_finite = False
 
     def plan(
         self,
@@ -69,6 +72,7 @@ class Planner:
         if exact or self._config.scheme == "lossless":
             return Plan(Lossless(), "exact", "bit-exact storage was asked for", degradation=0.0)
         weights = Weights(state, self._config.options, gradients)
+        self._tell_not_finite(weights.not_finite)
         if not weights.specs:
             return Plan(
                 Lossless(), "exact", "the state holds no weight that could be quantized", degradation=0.0
@@ -80,6 +84,17 @@ class Planner:
         except EvaluationUnavailableError as error:
             return Plan(
                 Lossless(), "exact", f"the degradation could not be measured ({error})", degradation=0.0
+            )
+
+    def _tell_not_finite(self, names: Sequence[str]) -> None:
+        if names and not self._told_not_finite:
+            self._told_not_finite = True
+            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+            warnings.warn(
+                f"NaN or infinity in the weights {', '.join(names[:_NAMED])}{more}: they are stored exactly, which makes"
+                " checkpoints large. Has the training diverged? Then go back to a checkpoint from before",
+                ShrinkpointWarning,
+                stacklevel=2,
             )
 
     def _unmeasured(self, weights: Weights) -> Plan:

@@ -78,7 +78,10 @@ class Weights:
     ) -> None:
         self.specs = [spec for spec in state.specs.values() if _is_weight(spec, options)]
         self.tensors = {spec.name: state.tensors[spec.name] for spec in self.specs}
-        self.specs = [spec for spec in self.specs if bool(torch.isfinite(self.tensors[spec.name]).all())]
+        finite = {name for name, tensor in self.tensors.items() if bool(torch.isfinite(tensor).all())}
+        self.not_finite = [spec.name for spec in self.specs if spec.name not in finite]
+        """Weights that hold NaN or infinity: no codebook can stand for those, so they are stored exactly."""
+        self.specs = [spec for spec in self.specs if spec.name in finite]
         self.tensors = {spec.name: self.tensors[spec.name] for spec in self.specs}
         self.gradients = _gradients(state, self.specs, gradients)
         self._options = options
