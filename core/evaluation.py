@@ -16,7 +16,7 @@ from shrinkpoint.errors import ShrinkpointError
 __all__ = ["Evaluate", "EvaluationDesk", "EvaluationUnavailableError"]
 
 Evaluate = Callable[[Mapping[str, torch.Tensor]], float]
-"""The loss on fixed held-out batches with these weights (host tensors by parameter name) in the model's place."""
+"""The loss on fixed held-out batches with these parameters and buffers (host tensors by name) in the model's place."""
 
 
 _LOOK_EVERY_S = 0.2

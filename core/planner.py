@@ -22,7 +22,7 @@ __all__ = ["Measure", "Plan", "Planner"]
 _NAMED = 5
 
 Measure = Callable[[Mapping[str, torch.Tensor]], float]
-"""The held-out loss with the given weights (by parameter name) in the model's place."""
+"""The held-out loss with the given parameters and buffers, by name, in the model's place."""
 
 
 @dataclass(frozen=True)

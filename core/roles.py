@@ -21,6 +21,9 @@ _ATTENTION_WORDS = ("attn", "attention")
 
 # The moments' names in torch.optim, and what other libraries' Adams call them.
 _MOMENTS = {"exp_avg": Role.EXP_AVG, "exp_avg_sq": Role.EXP_AVG_SQ}
+# Optimizers, by a part of their class's name, whose two moments are running means of one gradient and of its square.
+# Under the same names ADOPT and Adafactor average updates that are divided already, and SOAP squares a rotated gradient.
+_ADAMS = ("adam", "lamb")
 
 
 def _layer_type(module: nn.Module, name: str) -> LayerType:
@@ -58,8 +61,10 @@ def model_tags(module: nn.Module) -> dict[str, Tag]:
                 tags[first] = Tag(role=Role.WEIGHT, layer_type=layer_type, parameter=first)
             known = tags[first].layer_type if first in tags else layer_type
             tags[name] = Tag(role=Role.WEIGHT, layer_type=known, parameter=first)
-        for key, _ in layer.named_buffers(recurse=False):
-            tags[f"{prefix}.{key}" if prefix else key] = Tag(role=Role.BUFFER, layer_type=layer_type)
+        for key, buffer in layer.named_buffers(recurse=False):
+            name = f"{prefix}.{key}" if prefix else key
+            first = shared.setdefault(id(buffer), name)
+            tags[name] = Tag(role=Role.BUFFER, layer_type=layer_type, parameter=first)
     return tags
 
 
@@ -73,9 +78,18 @@ def optimizer_parameter_names(optimizer: torch.optim.Optimizer, module: nn.Modul
     return {index: names.get(id(parameter)) for index, parameter in enumerate(parameters)}
 
 
-def moment_role(key: str) -> Role:
-    """The role of an optimizer state's entry by its key; `Role.OTHER` for everything but Adam's two moments."""
-    return _MOMENTS.get(key, Role.OTHER)
+def moment_role(key: str, optimizer: torch.optim.Optimizer) -> Role:
+    """The role of an optimizer state's entry by its key; `Role.OTHER` for everything but Adam's two moments.
+
+    A second moment counts only where it is of Adam's kind, for first moments are coded in units of its root.
+    """
+    role = _MOMENTS.get(key, Role.OTHER)
+    return Role.OTHER if role is Role.EXP_AVG_SQ and not _is_adam(optimizer) else role
+
+
+def _is_adam(optimizer: torch.optim.Optimizer) -> bool:
+    names = [base.__name__.lower() for base in type(optimizer).__mro__]
+    return any(part in name for name in names for part in _ADAMS)
 
 
 def describe_training(
@@ -109,7 +123,7 @@ def describe_training(
             index, _, parameter, key = path[depth:]
             name = names.get((index, parameter))
             weight = tags.get(name) if name is not None else None
-            role = moment_role(key)
+            role = moment_role(key, optimizers[int(index)]) if weight is not None else Role.OTHER
             if weight is not None and role is not Role.OTHER and tensor.shape == _shape(module, name):
                 return Tag(role=role, layer_type=weight.layer_type, parameter=weight.parameter)
         return Tag()

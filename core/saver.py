@@ -91,7 +91,13 @@ class Saver:
         self._newest: tuple[Manifest, Decoded] | None = None
         self._reports: list[SaveReport] = []
         self._failures = 0
+        self._failed = False
         self._fatal: ShrinkpointError | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether the last save that was accepted could not be stored."""
+        return self._failed
 
     @property
     def search_s(self) -> float:
@@ -140,7 +146,8 @@ class Saver:
             wait: return when it is committed.
 
         Returns:
-            What was accepted; None when a save was still being written and `busy` is ``skip``.
+            What was accepted; None when a save was still being written and `busy` is ``skip``, or when it was to be
+            waited for and has failed.
 
         Raises:
             SaveFailedError: `max_failures` saves in a row have failed.
@@ -173,6 +180,8 @@ class Saver:
         self._worker.submit(lambda: self._run(job))
         if wait:
             self.flush()
+            if self._failed:
+                return None
         return Accepted(step=step, blocked_s=job.blocked_s)
 
     def poll(self) -> float:
@@ -229,12 +238,13 @@ class Saver:
             report = self._committer.commit(job)
         except FencedError as error:
             self._committer.forget()
-            self._fatal = error
+            self._fatal, self._failed = error, True
         except Exception as error:  # noqa: BLE001 - whatever it was, training goes on and the next save starts afresh
             self._committer.forget()
+            self._failed = True
             self._note_failure(job, error)
         else:
-            self._failures = 0
+            self._failures, self._failed = 0, False
             self._reports.append(report)
 
     def _note_failure(self, job: Job, error: Exception) -> None:
@@ -293,6 +303,12 @@ class Saver:
             self._committer.adopt(manifest, decoded.held)
             self._resume_search(manifest)
         return Restored(manifest, decoded.state)
+
+    def forget(self) -> None:
+        """Hold nothing of what was read: the next save makes a base."""
+        self._newest = None
+        if not self.busy:
+            self._committer.forget()
 
     def _decode(self, manifest: Manifest, containers: list[bytes]) -> Decoded:
         return decode_checkpoint(manifest, containers, threads=self.config.encoder_threads)

@@ -46,7 +46,7 @@ class Tag:
     role: Role = Role.OTHER
     layer_type: LayerType = LayerType.OTHER
     parameter: str | None = None
-    """For a weight or a moment: the parameter's name in the model; it pairs moments with their weight."""
+    """For a weight, a moment or a buffer: its name in the model; it pairs moments with their weight."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ def swapped_weights(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> I
 
     Args:
         module: the live model.
-        weights: by parameter name, on any device; parameters that are not named keep their values.
+        weights: parameters and buffers by name, on any device; those that are not named keep their values.
     """
     live = dict(module.named_parameters()) | dict(module.named_buffers())
     before = {name: tensor.detach().clone() for name, tensor in live.items()}

@@ -107,7 +107,7 @@ def load_checkpoint(address: Address, saver: Saver) -> dict[str, Any]:
         if not found:
             steps = sorted({manifest.step for manifest in known})
             raise NoCheckpointError(f"{address} does not exist; the run holds the steps {steps}")
-        which = max(found, key=lambda manifest: manifest.seq)
+        which = found[0]  # the newest; a compacted checkpoint has a higher number than its place tells
     restored = saver.restore(which)
     if restored is None:
         raise NoCheckpointError(f"{address.url} holds no checkpoint")

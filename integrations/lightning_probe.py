@@ -68,7 +68,7 @@ class LossProbe:
         values = []
         with _metrics_untouched(module), swapped_weights(module, weights or {}):
             for index, batch in enumerate(batches):
-                with _captured_logs(module) as logged, context():
+                with _captured_logs(module, alone=trainer.world_size == 1) as logged, context():
                     returned = step(*_arguments(step, move_data_to_device(batch, module.device), index))
                 values.append(_loss(logged, returned, self._metric))
         return sum(values) / len(values)
@@ -88,11 +88,20 @@ def _metrics_untouched(module: LightningModule) -> Iterator[None]:
 def _metric_untouched(metric: Any) -> Iterator[None]:
     names = [*metric._defaults, "_update_count", "_computed", "_forward_cache", "_update_called"]
     before = {name: _copied(getattr(metric, name)) for name in names if hasattr(type(metric), name) is False}
+    if "distributed_available_fn" in vars(
+        metric
+    ):  # the other processes do not evaluate: it must not wait for them
+        before["distributed_available_fn"] = metric.distributed_available_fn
+        metric.distributed_available_fn = _not_distributed
     try:
         yield
     finally:
         for name, value in before.items():
             setattr(metric, name, value)
+
+
+def _not_distributed() -> bool:
+    return False
 
 
 def _copied(value: Any) -> Any:
@@ -102,8 +111,13 @@ def _copied(value: Any) -> Any:
 
 
 @contextmanager
-def _captured_logs(module: LightningModule) -> Iterator[dict[str, Any]]:
-    """Let the step log into a dict: the trainer's loggers, metrics and progress bars see nothing."""
+def _captured_logs(module: LightningModule, *, alone: bool) -> Iterator[dict[str, Any]]:
+    """Let the step log into a dict: the trainer's loggers, metrics and progress bars see nothing.
+
+    Args:
+        module: whose methods are replaced meanwhile.
+        alone: there is no other process, so that the step may gather from all of them.
+    """
     logged: dict[str, Any] = {}
 
     def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -112,7 +126,15 @@ def _captured_logs(module: LightningModule) -> Iterator[dict[str, Any]]:
     def log_dict(values: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         logged.update(values)
 
+    def all_gather(*args: Any, **kwargs: Any) -> None:
+        raise ConfigError(
+            "the step calls all_gather, but quality is measured by the first process alone: gather in"
+            " on_validation_epoch_end instead"
+        )
+
     shadows: dict[str, Callable[..., None]] = {"log": log, "log_dict": log_dict}
+    if not alone:
+        shadows["all_gather"] = all_gather
     before = {name: module.__dict__[name] for name in shadows if name in module.__dict__}
     module.__dict__.update(shadows)
     try:

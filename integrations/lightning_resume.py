@@ -89,6 +89,8 @@ def _choose(runs: Mapping[str, tuple[Saver, ResumePolicy]]) -> str | None:
     if not chosen:
         return None
     url = max(chosen, key=lambda url: chosen[url].step)
+    for other in chosen.keys() - {url}:
+        runs[other][0].forget()  # a whole state that nobody will ask for
     rank_zero_info(f"continuing {url} from step {chosen[url].step}")
     return str(Address(url=url, seq=chosen[url].seq))
 

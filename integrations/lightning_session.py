@@ -110,11 +110,12 @@ class Session:
             self.saved_step = trainer.global_step
             on_rank_zero(trainer.strategy, self._remember_checkpoints)
             if not trainer.is_global_zero:  # only the first process goes on from what it has read
-                self._saver = self._new_saver()
+                assert self._saver is not None
+                self._saver.forget()
 
     def _remember_checkpoints(self) -> None:
         assert self._saver is not None
-        for manifest in sorted(self._saver.store.manifests(), key=lambda manifest: manifest.seq):
+        for manifest in reversed(self._saver.store.manifests()):
             self.best.add(manifest.step, metrics_of(manifest))
 
     def _new_saver(self) -> Saver:
@@ -295,13 +296,19 @@ class Session:
 
     def train_ends(self, trainer: Trainer, module: LightningModule) -> None:
         """Save the last steps, and wait until everything is committed."""
-        if not self._active or self._saver is None:
+        saver = self._saver
+        if not self._active or saver is None:
             return
         unsaved = trainer.global_step != self.saved_step
         if unsaved and (self._trigger.due or self.settings.save_last):
             self._stepped = True
             self._save(trainer, module, last=True)
-        on_rank_zero(trainer.strategy, self._saver.flush)
+        on_rank_zero(trainer.strategy, saver.flush)
+        if on_rank_zero(
+            trainer.strategy, lambda: saver.failed
+        ):  # there will be no next save to make up for it
+            self._save(trainer, module, last=True)
+            on_rank_zero(trainer.strategy, saver.flush)
         self._attend(trainer)
         self.best = trainer.strategy.broadcast(self.best)
 

@@ -83,6 +83,14 @@ class Weights:
         """Weights that hold NaN or infinity: no codebook can stand for those, so they are stored exactly."""
         self.specs = [spec for spec in self.specs if spec.name in finite]
         self.tensors = {spec.name: self.tensors[spec.name] for spec in self.specs}
+        # What is stored exactly is evaluated as stored too: the live model moves on between two evaluations.
+        self._rest = {
+            _parameter(spec): state.tensors[spec.name]
+            for spec in state.specs.values()
+            if spec.tag.role in (Role.WEIGHT, Role.BUFFER)
+            and spec.tag.parameter is not None
+            and spec.name not in self.tensors
+        }
         self.gradients = _gradients(state, self.specs, gradients)
         self._options = options
         self.sketches = ScoreSketches(options.alpha)
@@ -107,12 +115,12 @@ class Weights:
         )
 
     def true(self) -> dict[str, torch.Tensor]:
-        """The weights themselves, by parameter name."""
-        return {_parameter(spec): self.tensors[spec.name] for spec in self.specs}
+        """The snapshot's whole model, by the names of its parameters and buffers."""
+        return self._rest | {_parameter(spec): self.tensors[spec.name] for spec in self.specs}
 
     def restored(self, configuration: Configuration) -> dict[str, torch.Tensor]:
-        """The weights that a reader would restore under a configuration, by parameter name."""
-        return {
+        """The model that a reader would restore under a configuration, by the names of its parameters and buffers."""
+        return self._rest | {
             _parameter(spec): self.codec(spec, configuration).quantize(tensor).value(tensor.dtype)
             for spec, tensor in ((spec, self.tensors[spec.name]) for spec in self.specs)
         }

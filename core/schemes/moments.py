@@ -29,6 +29,8 @@ U8 = npt.NDArray[np.uint8]
 _TINY = np.float32(np.finfo(np.float32).tiny)  # the least a nonzero second moment may be restored as
 _V_REACH = 60  # levels to each side of the factor
 _M_REACH = 31  # steps to each side of zero; Adam bounds |m| / sqrt(v) by about 7.3 for (0.9, 0.999)
+_M_BEYOND = 15.5  # |m| / sqrt(v) that moments of one gradient hardly exceed
+_M_STRANGERS = 1e-3  # share of elements beyond which the two are not moments of one gradient
 
 
 def _check_float32(tensor: torch.Tensor, spec: TensorSpec) -> F32:
@@ -221,7 +223,7 @@ class FirstMomentCodec:
             raise ConfigError(f"step must be between 0.001 and 4 roots of the second moment, not {self.step}")
 
     def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
-        """See `TensorCodec.encode`; first moments without a restored second moment are refused."""
+        """See `TensorCodec.encode`; first moments without a second moment of their gradient are refused."""
         values = _check_float32(tensor, spec)
         root = _root(spec, context)
         if root is None:
@@ -229,6 +231,9 @@ class FirstMomentCodec:
         unit = np.float32(self.step) * root
         with np.errstate(divide="ignore", invalid="ignore"):
             level = np.where(unit > 0, np.rint(values / unit), 0)
+        limit = np.float32(max(_M_REACH * self.step, _M_BEYOND))
+        if np.count_nonzero((np.abs(values) > limit * root) & (root > 0)) > _M_STRANGERS * values.size:
+            raise CannotRepresentError(f"{spec.name} is too large for its second moment: stored exactly")
         plane = (np.clip(level, -_M_REACH, _M_REACH) + _M_REACH).astype(np.uint8)
         payload, uses_reference = _code_plane(plane, "levels", 2 * _M_REACH + 1, context)
         params = {"step": float(np.float32(self.step))}

@@ -14,10 +14,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.tuner import Tuner
+from support.containers import identical
 from support.lightning_models import QUIET, Crash, Setup, Tiny, assert_same, fit
 
+from shrinkpoint.address import Address
 from shrinkpoint.callbacks.lightning import CompressedCheckpoint
 from shrinkpoint.checkpointer import Checkpointer
+from shrinkpoint.compaction import compact, rebase
 from shrinkpoint.errors import (
     ConfigError,
     NoCheckpointError,
@@ -27,7 +30,7 @@ from shrinkpoint.errors import (
     StoreError,
 )
 from shrinkpoint.integrations import lightning_loaders, lightning_resume
-from shrinkpoint.integrations.lightning_io import open_as_ckpt
+from shrinkpoint.integrations.lightning_io import load_checkpoint, open_as_ckpt
 from shrinkpoint.saver import Saver
 
 pytestmark = pytest.mark.filterwarnings(
@@ -243,6 +246,43 @@ def test_failed_saves_warn_and_then_stop_training(saving: Make, monkeypatch: pyt
         pytest.raises(SaveFailedError, match="in a row"),
     ):
         fit(callback, Break())
+
+
+def test_a_last_save_that_fails_is_made_up_for(saving: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    callback = saving(every_n_train_steps=16)
+
+    class Break(pl.Callback):
+        def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            assert callback._session._saver is not None
+            committer = callback._session._saver._committer
+            commit = committer.commit
+
+            def fail_once(job: Any) -> Any:
+                monkeypatch.setattr(committer, "commit", commit)
+                raise StoreError("the disk is full")
+
+            monkeypatch.setattr(committer, "commit", fail_once)
+
+    with pytest.warns(ShrinkpointWarning, match="the disk is full"):
+        fit(callback, Break(), max_epochs=2)
+    assert steps(callback) == [16]
+
+
+def test_a_compacted_checkpoint_keeps_its_place(saving: Make) -> None:
+    callback = saving(every_n_train_steps=4, save_top_k=-1)
+    fit(callback, max_epochs=1)
+    store = Saver(callback.dirpath).store
+    older = next(manifest for manifest in store.manifests() if manifest.kind == "delta")
+    fit(saving(resume="never", every_n_train_steps=4, save_top_k=-1), max_epochs=1)
+    compact(store, rebase(store, older))
+    again = next(manifest for manifest in store.manifests() if manifest.step == older.step)
+    saver = Saver(callback.dirpath)
+    loaded = load_checkpoint(Address(url=callback.dirpath, step=older.step), saver)
+    assert again.replaces is None
+    assert identical(loaded, Saver(callback.dirpath).restore(again).state.to_object())
+    resumed = saving(every_n_train_steps=4, save_top_k=-1, save_last=False)
+    fit(resumed, max_epochs=1)
+    assert resumed.last_model_path.endswith(f"#step={store.manifests()[0].step}")
 
 
 def test_fast_dev_run_touches_nothing(saving: Make) -> None:

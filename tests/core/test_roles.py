@@ -103,7 +103,7 @@ def test_moments_have_the_role_and_shape_of_their_parameter(name):
             if not torch.is_tensor(value):
                 continue
             tag = tag_of(("optimizers", "0", "state", str(index), key), value)
-            expected = moment_role(key)
+            expected = moment_role(key, optimizer)
             assert tag.role is expected
             if expected is not Role.OTHER:
                 found.add(key)
@@ -132,6 +132,24 @@ def test_moments_have_the_role_and_shape_of_their_parameter(name):
 def test_whatever_is_not_known_is_stored_exactly(path):
     model = nn.Linear(3, 3)
     assert describe(model, torch.optim.Adam(model.parameters()))(path, torch.ones(3, 3)) == Tag()
+
+
+@pytest.mark.parametrize(
+    ("name", "role"),
+    [
+        ("FusedLAMB", Role.EXP_AVG_SQ),
+        ("DeepSpeedCPUAdam", Role.EXP_AVG_SQ),
+        ("ADOPT", Role.OTHER),
+        ("SOAP", Role.OTHER),
+        ("Adafactor", Role.OTHER),
+    ],
+)
+def test_second_moments_count_only_where_they_are_of_adams_kind(name, role):
+    model = nn.Linear(3, 3)
+    optimizer = type(name, (torch.optim.Optimizer,), {})(model.parameters(), {})
+    tag = describe(model, optimizer)
+    assert tag(("optimizers", "0", "state", "0", "exp_avg_sq"), torch.ones(3, 3)).role is role
+    assert tag(("optimizers", "0", "state", "0", "exp_avg"), torch.ones(3, 3)).role is Role.EXP_AVG
 
 
 def test_a_moment_of_another_shape_is_no_moment():

@@ -405,11 +405,13 @@ def test_a_failed_save_warns_and_the_next_one_is_a_base(loop, objects):
     with pytest.warns(
         ShrinkpointWarning, match=r"step 2 to fake://run failed \(1 in a row\).*next save tries again"
     ):
-        loop.save(wait=True)
+        assert loop.save(wait=True) is None  # nothing is acknowledged
+    assert loop.saver.failed
     objects.heal()
     assert restored().manifest.step == 1
     loop.train()
     loop.save(wait=True)
+    assert not loop.saver.failed
     assert [(r.step, r.kind) for r in loop.saver.reports()] == [(1, "base"), (3, "base")]
     assert identical(restored().state.to_object(), loop.copy())
 
@@ -441,6 +443,19 @@ def test_a_success_in_between_starts_the_count_anew(objects):
             loop.save(wait=True)
         objects.heal()
         loop.save(wait=True)
+
+
+def test_a_saver_that_forgets_what_it_read_makes_a_base(loop):
+    loop.train()
+    loop.save(wait=True)
+    again = Loop()
+    assert again.saver.newest() is not None
+    again.saver.forget()
+    assert again.saver.restore().manifest.step == 1
+    again.saver.forget()
+    again.train(2)
+    again.save(wait=True)
+    assert again.saver.reports()[-1].kind == "base"
 
 
 def test_an_overtaken_writer_is_told_and_harms_nothing(loop):

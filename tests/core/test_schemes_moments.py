@@ -84,7 +84,7 @@ def test_second_moments_keep_their_guarantees_along_a_chain(data):
         v = v * 0.999 + 0.001 * torch.rand(v.shape) * v.mean()
 
 
-@given(second_moments(), st.sampled_from([0.05, 0.5, 2.0]), st.integers(-3, 3))
+@given(second_moments(), st.sampled_from([0.05, 0.5, 2.0]), st.integers(-3, 0))
 def test_first_moments_keep_their_guarantees(v, step, scale):
     v = round_trip(SecondMomentCodec(), v)[1]
     root = v.sqrt()
@@ -121,7 +121,7 @@ def test_subnormal_moments_are_restored_as_the_least_normal():
 def test_decoding_does_not_depend_on_how_the_process_treats_subnormals(fill):
     v = torch.rand(20, 20) * fill
     v[:, 3] = 1e-44
-    m = torch.randn(20, 20) * fill**0.5
+    m = torch.randn(20, 20) * v.sqrt()
     if not torch.set_flush_denormal(True):
         pytest.skip("this machine does not flush subnormals")
     try:
@@ -167,6 +167,16 @@ def test_a_first_moment_without_its_second_one_is_refused(second):
     siblings = {} if second is None else {"exp_avg_sq": second}
     with pytest.raises(CannotRepresentError, match="second moment"):
         FirstMomentCodec().encode(torch.ones(5, 5), spec_of(torch.ones(5, 5)), Context(None, siblings))
+
+
+def test_a_first_moment_that_its_second_one_cannot_measure_is_refused():
+    second = torch.full((64, 64), 1e-6)
+    first = torch.zeros(64, 64)
+    first.view(-1)[:4] = 1.0  # clipped, as single outliers may be
+    round_trip(FirstMomentCodec(), first, second=second)
+    first.view(-1)[:5] = 1.0
+    with pytest.raises(CannotRepresentError, match="too large for its second moment"):
+        round_trip(FirstMomentCodec(), first, second=second)
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,28 @@ def test_prefers_the_monitored_metric() -> None:
         measured(Mute(), None)
 
 
+def test_a_step_that_gathers_is_refused_where_the_other_processes_do_not_take_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Gathering(Tiny):
+        def validation_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            available.append(self.mean.distributed_available_fn())
+            return self.all_gather(torch.tensor(3.0)).mean()
+
+    available: list[bool] = []
+    trainer, module = fit(max_epochs=1).trainer, Gathering()
+    module.mean = torchmetrics.MeanMetric()
+    module.mean.distributed_available_fn = lambda: True
+    probe = LossProbe()
+    probe.see_validation((torch.zeros(2), torch.zeros(2, 8), torch.zeros(2, 1)), 0)
+    monkeypatch.setattr(type(trainer), "world_size", 2)
+    with pytest.raises(ConfigError, match="all_gather"):
+        probe.evaluate(trainer, module)
+    assert available == [False]
+    assert module.mean.distributed_available_fn()
+    assert "all_gather" not in vars(module)
+
+
 def test_needs_batches() -> None:
     outcome = fit(max_epochs=1)
     with pytest.raises(ConfigError, match="no batch"):
