@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import torch
 
@@ -74,9 +74,10 @@ def encode_state(
 
     def code(group: Sequence[TensorSpec]) -> list[tuple[Entry, Held, str | None]]:
         values: dict[str, torch.Tensor] = {}
-        coded = []
+        coded: list[tuple[Entry, Held, str | None]] = []
         for spec in group:
-            context = Context(_matching(held_before.get(spec.name), spec), _siblings(values, spec, group))
+            reference = _matching(held_before.get(spec.name), spec)
+            context = Context(reference, _siblings(values, spec, group), _beside(spec, coded))
             result, why = _encode_one(state.tensors[spec.name], spec, context, makers.get(spec.name))
             values[spec.name] = result.value
             entry = Entry(spec, result.encoded, tensor_digest(result.value))
@@ -147,23 +148,29 @@ def _check_link(checkpoint: Checkpoint, previous: Checkpoint | None) -> None:
 
 
 def _decode_planes(checkpoint: Checkpoint, held: Mapping[str, Held], threads: int) -> dict[str, Held]:
-    def decode(entry: Entry) -> tuple[str, Held]:
-        codec, context = _reader(entry, held)
-        planes = codec.decode(entry.encoded, entry.spec, context)
-        return entry.spec.name, Held(entry.encoded.codec, entry.encoded.params, planes)
+    entries = {entry.spec.name: entry for entry in checkpoint.entries}
 
-    return dict(_map(decode, checkpoint.entries, threads))
+    def decode(group: Sequence[TensorSpec]) -> list[tuple[Entry, Held]]:
+        rows: list[tuple[Entry, Held]] = []
+        for entry in (entries[spec.name] for spec in group):
+            codec, context = _reader(entry, held, {}, _beside(entry.spec, rows))
+            planes = codec.decode(entry.encoded, entry.spec, context)
+            rows.append((entry, Held(entry.encoded.codec, entry.encoded.params, planes)))
+        return rows
+
+    groups = _groups(entry.spec for entry in checkpoint.entries)
+    return {entry.spec.name: now for rows in _map(decode, groups, threads) for entry, now in rows}
 
 
 def _decode_last(checkpoint: Checkpoint, held: Mapping[str, Held], threads: int) -> Decoded:
     entries = {entry.spec.name: entry for entry in checkpoint.entries}
 
-    def decode(group: Sequence[TensorSpec]) -> list[tuple[str, torch.Tensor, Held]]:
+    def decode(group: Sequence[TensorSpec]) -> list[tuple[Entry, Held, torch.Tensor]]:
         values: dict[str, torch.Tensor] = {}
-        rows = []
+        rows: list[tuple[Entry, Held, torch.Tensor]] = []
         for spec in group:
             entry = entries[spec.name]
-            codec, context = _reader(entry, held, _siblings(values, spec, group))
+            codec, context = _reader(entry, held, _siblings(values, spec, group), _beside(spec, rows))
             planes = codec.decode(entry.encoded, spec, context)
             value = codec.reconstruct(entry.encoded, planes, spec, context)
             if (value.dtype, tuple(value.shape)) != (spec.dtype, spec.shape):
@@ -176,7 +183,7 @@ def _decode_last(checkpoint: Checkpoint, held: Mapping[str, Held], threads: int)
                     " (a wrong reference, or a fault of this machine's decoder)"
                 )
             values[spec.name] = value
-            rows.append((spec.name, value, Held(entry.encoded.codec, entry.encoded.params, planes)))
+            rows.append((entry, Held(entry.encoded.codec, entry.encoded.params, planes), value))
         return rows
 
     rows = [
@@ -184,16 +191,19 @@ def _decode_last(checkpoint: Checkpoint, held: Mapping[str, Held], threads: int)
         for rows in _map(decode, _groups(entry.spec for entry in checkpoint.entries), threads)
         for row in rows
     ]
-    tensors = {name: value for name, value, _ in rows}
-    specs = {name: entries[name].spec for name in tensors}
+    tensors = {entry.spec.name: value for entry, _, value in rows}
+    specs = {entry.spec.name: entry.spec for entry, _, _ in rows}
     state = TrainingState(checkpoint.tree, tensors, specs)
-    return Decoded(state, {name: held for name, _, held in rows}, checkpoint)
+    return Decoded(state, {entry.spec.name: now for entry, now, _ in rows}, checkpoint)
 
 
 def _reader(
-    entry: Entry, held: Mapping[str, Held], siblings: Mapping[str, torch.Tensor] | None = None
+    entry: Entry,
+    held: Mapping[str, Held],
+    siblings: Mapping[str, torch.Tensor],
+    beside: Mapping[str, Held],
 ) -> tuple[TensorCodec, Context]:
-    context = Context(_matching(held.get(entry.spec.name), entry.spec), siblings or {})
+    context = Context(_matching(held.get(entry.spec.name), entry.spec), siblings, beside)
     context = _for_codec(context, entry.encoded.codec)
     if entry.encoded.uses_reference and context.reference is None:
         raise FormatError(f"{entry.spec.name} needs its predecessor, which the chain before it does not hold")
@@ -210,7 +220,7 @@ def _matching(held: Held | None, spec: TensorSpec) -> Held | None:
 
 def _for_codec(context: Context, codec: str) -> Context:
     if context.reference is not None and context.reference.codec != codec:
-        return Context(None, context.siblings, context.threads)
+        return replace(context, reference=None)
     return context
 
 
@@ -232,6 +242,15 @@ def _siblings(
         for other in group
         if other.name in values and other.name.rpartition("/")[0] == folder
     }
+
+
+def _beside(spec: TensorSpec, rows: Iterable[tuple[Any, ...]]) -> dict[str, Held]:
+    """The first of each role that stands before this one; rows begin with an entry and what is held of it."""
+    beside: dict[str, Held] = {}
+    for entry, held, *_ in rows:
+        if entry.spec.shape == spec.shape and spec.tag.parameter is not None:
+            beside.setdefault(entry.spec.tag.role.value, held)
+    return beside
 
 
 def _map(function: Callable[[T], R], items: Iterable[T], threads: int) -> Iterator[R]:

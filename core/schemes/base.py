@@ -62,7 +62,12 @@ class Context:
     reference: Held | None = None
     """The same tensor in the previous checkpoint, when dtype and shape are the same; None in a base."""
     siblings: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Reconstructions, by role, of the tensors of the same parameter that stand earlier in this checkpoint."""
+    """Reconstructions, by role, of the tensors of the same optimizer and parameter that stand earlier in this checkpoint.
+
+    Not given to ``decode``: in the middle of a chain nothing is reconstructed.
+    """
+    beside: Mapping[str, Held] = field(default_factory=dict)
+    """What stands earlier in this checkpoint of the same parameter and shape, by role: coders' contexts."""
     threads: int = 1
 
 
