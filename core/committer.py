@@ -13,6 +13,7 @@ from shrinkpoint.coding import EncodedState, encode_state
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.errors import ChainError, FencedError, ShrinkpointError, ShrinkpointWarning
+from shrinkpoint.evaluation import ResumedSteps
 from shrinkpoint.planner import Measure, Plan, Planner
 from shrinkpoint.reports import SaveReport
 from shrinkpoint.retention import Record, RetentionPolicy
@@ -34,6 +35,7 @@ class Job:
     step: int
     metrics: Mapping[str, float]
     measure: Measure | None
+    resume: ResumedSteps | None = None
     gradients: Mapping[str, torch.Tensor] | None
     exact: bool
     blocked_s: float

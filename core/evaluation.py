@@ -1,23 +1,29 @@
-"""Evaluations that the background worker asks for and the training thread makes, one at a time, between its steps.
+"""Measurements that the background worker asks for and the training thread makes, one at a time, between its steps.
 
 Only the training thread may touch the model, and only the worker has the time to build candidate weights. So the
 worker leaves a request and waits; the training thread serves it at the end of a batch. Training is blocked for the
-forward passes alone.
+forward passes alone, and where the worker asks how training goes on from a state, for the steps of that.
 """
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from shrinkpoint.errors import ShrinkpointError
 
-__all__ = ["Evaluate", "EvaluationDesk", "EvaluationUnavailableError"]
+__all__ = ["Evaluate", "EvaluationDesk", "EvaluationUnavailableError", "ResumedSteps"]
 
 Evaluate = Callable[[Mapping[str, torch.Tensor]], float]
 """The loss on fixed held-out batches with these parameters and buffers (host tensors by name) in the model's place."""
 
+ResumedSteps = Callable[[object, Sequence[int]], Sequence[float]]
+"""The held-out loss after each of so many (ascending) optimizer steps from a state, in the form in which it was saved.
+
+Two calls take the same batches and the same random numbers; neither leaves a trace in the training.
+"""
 
 _LOOK_EVERY_S = 0.2
 
@@ -26,13 +32,20 @@ class EvaluationUnavailableError(ShrinkpointError):
     """Nobody will serve this request: training is over, or evaluating failed."""
 
 
+@dataclass(frozen=True)
+class _Request:
+    """How the training thread is to answer, given what it can evaluate with."""
+
+    answer: Callable[[Evaluate | None, ResumedSteps | None], Sequence[float]]
+
+
 class EvaluationDesk:
     """Hands requests from one worker thread to one training thread."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._request: Mapping[str, torch.Tensor] | None = None
-        self._answer: float | BaseException | None = None
+        self._request: _Request | None = None
+        self._answer: Sequence[float] | BaseException | None = None
         self._open = True
         self.seconds = 0.0
         """Time that serving has taken from training so far."""
@@ -43,10 +56,40 @@ class EvaluationDesk:
         Raises:
             EvaluationUnavailableError: the desk was closed, or the evaluation raised.
         """
+
+        def answer(evaluate: Evaluate | None, resumed: ResumedSteps | None) -> Sequence[float]:
+            if evaluate is None:
+                raise EvaluationUnavailableError("no evaluation")
+            return [float(evaluate(weights))]
+
+        return self._ask(_Request(answer))[0]
+
+    def resume(self, state: object, marks: Sequence[int]) -> Sequence[float]:
+        """Called by the worker: wait until the training thread has gone on from `state` for so many steps, and come back.
+
+        Args:
+            state: in the form in which it was saved.
+            marks: ascending numbers of optimizer steps.
+
+        Returns:
+            The held-out loss after each.
+
+        Raises:
+            EvaluationUnavailableError: the desk was closed, or going on raised.
+        """
+
+        def answer(evaluate: Evaluate | None, resumed: ResumedSteps | None) -> Sequence[float]:
+            if resumed is None:
+                raise EvaluationUnavailableError("no way to go on from a state")
+            return [float(loss) for loss in resumed(state, marks)]
+
+        return self._ask(_Request(answer))
+
+    def _ask(self, request: _Request) -> Sequence[float]:
         with self._changed:
             if not self._open:
                 raise EvaluationUnavailableError("no more evaluations: training has ended")
-            self._request, self._answer = weights, None
+            self._request, self._answer = request, None
             self._changed.notify_all()
             # a main thread that ended without `close` will serve nobody, and the interpreter waits for this thread
             while not self._changed.wait_for(
@@ -55,11 +98,11 @@ class EvaluationDesk:
                 if not threading.main_thread().is_alive():
                     self._open = False
             answer = self._take_answer()
-        if isinstance(answer, float):
-            return answer
         if isinstance(answer, BaseException):
             raise EvaluationUnavailableError(f"evaluating the model failed: {answer!r}") from answer
-        raise EvaluationUnavailableError("no more evaluations: training has ended")
+        if answer is None:
+            raise EvaluationUnavailableError("no more evaluations: training has ended")
+        return answer
 
     @property
     def waiting(self) -> bool:
@@ -67,12 +110,12 @@ class EvaluationDesk:
         with self._changed:
             return self._open and self._request is not None and self._answer is None
 
-    def _take_answer(self) -> float | BaseException | None:
+    def _take_answer(self) -> Sequence[float] | BaseException | None:
         answer, self._request, self._answer = self._answer, None, None
         return answer
 
-    def serve(self, evaluate: Evaluate | None) -> float:
-        """Called by the training thread: make the evaluation that is asked for, if any.
+    def serve(self, evaluate: Evaluate | None, resumed: ResumedSteps | None = None) -> float:
+        """Called by the training thread: make the measurement that is asked for, if any.
 
         Returns:
             The seconds that it took; 0.0 when nothing was asked for.
@@ -82,13 +125,9 @@ class EvaluationDesk:
         if request is None:
             return 0.0
         start = time.perf_counter()
-        answer: float | BaseException
+        answer: Sequence[float] | BaseException
         try:
-            answer = (
-                float(evaluate(request))
-                if evaluate is not None
-                else EvaluationUnavailableError("no evaluation")
-            )
+            answer = request.answer(evaluate, resumed)
         # a failed evaluation must not end training: the worker stores exactly instead
         except Exception as error:  # noqa: BLE001
             answer = error

@@ -25,7 +25,7 @@ from shrinkpoint.errors import (
     ShrinkpointError,
     ShrinkpointWarning,
 )
-from shrinkpoint.evaluation import Evaluate, EvaluationDesk
+from shrinkpoint.evaluation import Evaluate, EvaluationDesk, ResumedSteps
 from shrinkpoint.reports import Accepted, SaveReport
 from shrinkpoint.snapshot import Snapshotter
 from shrinkpoint.state import Describe, TrainingState, plain
@@ -88,6 +88,7 @@ class Saver:
         self._snapshotter = Snapshotter()
         self._worker = Worker("shrinkpoint-save", before_exit=self._desk.close)
         self._evaluate: Evaluate | None = None
+        self._resumed: ResumedSteps | None = None
         self._newest: tuple[Manifest, Decoded] | None = None
         self._reports: list[SaveReport] = []
         self._failures = 0
@@ -133,6 +134,7 @@ class Saver:
         describe: Describe = plain,
         metrics: Mapping[str, float] | None = None,
         evaluate: Evaluate | None = None,
+        resumed: ResumedSteps | None = None,
         gradients: Mapping[str, torch.Tensor] | None = None,
         exact: bool = False,
         wait: bool = False,
@@ -146,6 +148,7 @@ class Saver:
             metrics: numbers, or tensors of one element; stored with the checkpoint, retention by `monitor` reads them.
             evaluate: the held-out loss with given weights; called by `poll`, `save` and `flush` only, so always on
                 the training thread.
+            resumed: goes on from a state for some optimizer steps and back; called where and when `evaluate` is.
             gradients: EMA of the gradients by parameter name; None takes Adam's first moments.
             exact: store this one bit-exactly.
             wait: return when it is committed.
@@ -169,12 +172,13 @@ class Saver:
                 self.skipped += 1
                 return None
             self.flush()
-        self._evaluate = evaluate
+        self._evaluate, self._resumed = evaluate, resumed
         job = Job(
             snapshot=self._snapshotter.take(TrainingState.capture(state, describe)),
             step=step,
             metrics=told,
             measure=self._desk.measure if evaluate is not None else None,
+            resume=self._desk.resume if resumed is not None else None,
             gradients={
                 name: value.detach().to("cpu", copy=True) for name, value in (gradients or {}).items()
             },
@@ -190,12 +194,12 @@ class Saver:
         return Accepted(step=step, blocked_s=job.blocked_s)
 
     def poll(self) -> float:
-        """Make the evaluation that the background asks for, if any; to be called after every batch.
+        """Make the measurement that the background asks for, if any; to be called after every batch.
 
         Returns:
             The seconds that it took; 0.0 almost always.
         """
-        return self._desk.serve(self._evaluate)
+        return self._desk.serve(self._evaluate, self._resumed)
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until the save that is under way is committed or has failed; evaluations are made meanwhile.
