@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +11,17 @@ import torch
 from shrinkpoint.state import TensorSpec, TrainingState
 from shrinkpoint.tree import JSON
 
-__all__ = ["Coded", "Context", "EncodedTensor", "Held", "Planes", "Scheme", "TensorCodec"]
+__all__ = [
+    "Coded",
+    "Context",
+    "EncodedTensor",
+    "Held",
+    "Occasion",
+    "Planes",
+    "Quantizer",
+    "Scheme",
+    "TensorCodec",
+]
 
 Planes = Mapping[str, npt.NDArray[np.generic]]
 """A tensor's symbol arrays by name, flat in C order: what the next checkpoint's coder may use as reference."""
@@ -108,6 +118,33 @@ class TensorCodec(Protocol):
             FormatError: the sections or params are malformed.
         """
         ...
+
+
+@runtime_checkable
+class Quantizer(Protocol):
+    """A codec that tells what a reader would get without coding it: candidates of a search are not stored."""
+
+    def restored(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> torch.Tensor:
+        """The ``value`` that ``encode`` would return.
+
+        Raises:
+            CannotRepresentError: as ``encode``.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Occasion:
+    """One save, as far as schemes need to know it."""
+
+    state: TrainingState
+    step: int = 0
+    reference: Mapping[str, Held] | None = None
+    """What a reader holds of the previous checkpoint, the same mapping as `encode_state` gets; None in a base."""
+    restored: bool = False
+    """Whether the training went on from a restore of `reference`, so that its weights are where that put them."""
+    gradients: Mapping[str, torch.Tensor] | None = None
+    """EMA of the gradients by parameter name, where they were collected."""
 
 
 class Scheme(Protocol):
