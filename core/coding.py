@@ -1,22 +1,22 @@
 """States to checkpoints and back: runs a scheme's codecs over the tensors, parameter by parameter, in closed loop."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
 from shrinkpoint.container.layout import Checkpoint, Entry
 from shrinkpoint.digest import tensor_digest
 from shrinkpoint.errors import CannotRepresentError, ChainError, CorruptionError, FormatError
-from shrinkpoint.schemes.base import Coded, Context, Held, Scheme, TensorCodec
+from shrinkpoint.schemes.base import Coded, Context, Held, Quantizer, Scheme, TensorCodec
 from shrinkpoint.schemes.exact import ExactCodec
 from shrinkpoint.schemes.registry import codec_for_reading
 from shrinkpoint.state import Role, TensorSpec, TrainingState
 from shrinkpoint.tree import JSON
 
-__all__ = ["Decoded", "EncodedState", "decode_chain", "encode_state"]
+__all__ = ["Decoded", "EncodedState", "decode_chain", "encode_state", "restored_values"]
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -77,7 +77,11 @@ def encode_state(
         coded: list[tuple[Entry, Held, str | None]] = []
         for spec in group:
             reference = _matching(held_before.get(spec.name), spec)
-            context = Context(reference, _siblings(values, spec, group), _beside(spec, coded))
+            context = Context(
+                reference,
+                _siblings(values, spec, group),
+                _beside(spec, ((entry.spec, held) for entry, held, _ in coded)),
+            )
             result, why = _encode_one(state.tensors[spec.name], spec, context, makers.get(spec.name))
             values[spec.name] = result.value
             entry = Entry(spec, result.encoded, tensor_digest(result.value))
@@ -111,6 +115,58 @@ def _encode_one(
         except CannotRepresentError as error:
             why = str(error)
     return ExactCodec().encode(tensor, spec, _for_codec(context, ExactCodec.id)), why
+
+
+def restored_values(
+    state: TrainingState,
+    scheme: Scheme,
+    reference: Mapping[str, Held] | None,
+    *,
+    roles: Collection[Role] | None = None,
+    threads: int = 1,
+) -> dict[str, torch.Tensor]:
+    """What a reader would get of a snapshot under a scheme; nothing is kept, and what is held stays as it is.
+
+    Args:
+        state: host tensors that nobody changes meanwhile.
+        scheme: decides which codec takes which tensor.
+        reference: as `encode_state`.
+        roles: the only ones that are wanted, which must not need others beside them; None takes all.
+        threads: parameters handled side by side.
+    """
+    makers = scheme.codecs(state)
+    held_before = reference or {}
+
+    def restore(group: Sequence[TensorSpec]) -> dict[str, torch.Tensor]:
+        values: dict[str, torch.Tensor] = {}
+        rows: list[tuple[TensorSpec, Held]] = []
+        for spec in group:
+            tensor, matching = state.tensors[spec.name], _matching(held_before.get(spec.name), spec)
+            context = Context(matching, _siblings(values, spec, group), _beside(spec, rows))
+            values[spec.name], row = _restore_one(tensor, spec, context, makers.get(spec.name))
+            rows.extend(row)
+        return values
+
+    wanted = (spec for spec in state.specs.values() if roles is None or spec.tag.role in roles)
+    found = _map(restore, _groups(wanted), threads)
+    return {name: value for values in found for name, value in values.items()}
+
+
+def _restore_one(
+    tensor: torch.Tensor, spec: TensorSpec, context: Context, maker: Callable[[], TensorCodec] | None
+) -> tuple[torch.Tensor, list[tuple[TensorSpec, Held]]]:
+    if maker is None:
+        return tensor, []
+    try:
+        codec = maker()
+        context = _for_codec(context, codec.id)
+        if isinstance(codec, Quantizer):
+            return codec.restored(tensor, spec, context), []
+        coded = codec.encode(tensor, spec, context)
+    except CannotRepresentError:
+        return tensor, []
+    held = Held(coded.encoded.codec, coded.encoded.params, coded.planes)
+    return coded.value, [(spec, held)]
 
 
 def decode_chain(chain: Iterable[Checkpoint], *, threads: int = 1) -> Decoded:
@@ -153,7 +209,8 @@ def _decode_planes(checkpoint: Checkpoint, held: Mapping[str, Held], threads: in
     def decode(group: Sequence[TensorSpec]) -> list[tuple[Entry, Held]]:
         rows: list[tuple[Entry, Held]] = []
         for entry in (entries[spec.name] for spec in group):
-            codec, context = _reader(entry, held, {}, _beside(entry.spec, rows))
+            beside = _beside(entry.spec, ((earlier.spec, now) for earlier, now in rows))
+            codec, context = _reader(entry, held, {}, beside)
             planes = codec.decode(entry.encoded, entry.spec, context)
             rows.append((entry, Held(entry.encoded.codec, entry.encoded.params, planes)))
         return rows
@@ -170,7 +227,8 @@ def _decode_last(checkpoint: Checkpoint, held: Mapping[str, Held], threads: int)
         rows: list[tuple[Entry, Held, torch.Tensor]] = []
         for spec in group:
             entry = entries[spec.name]
-            codec, context = _reader(entry, held, _siblings(values, spec, group), _beside(spec, rows))
+            beside = _beside(spec, ((earlier.spec, now) for earlier, now, _ in rows))
+            codec, context = _reader(entry, held, _siblings(values, spec, group), beside)
             planes = codec.decode(entry.encoded, spec, context)
             value = codec.reconstruct(entry.encoded, planes, spec, context)
             if (value.dtype, tuple(value.shape)) != (spec.dtype, spec.shape):
@@ -244,12 +302,12 @@ def _siblings(
     }
 
 
-def _beside(spec: TensorSpec, rows: Iterable[tuple[Any, ...]]) -> dict[str, Held]:
-    """The first of each role that stands before this one; rows begin with an entry and what is held of it."""
+def _beside(spec: TensorSpec, earlier: Iterable[tuple[TensorSpec, Held]]) -> dict[str, Held]:
+    """What stands before this tensor of the same parameter and shape: the first of each role."""
     beside: dict[str, Held] = {}
-    for entry, held, *_ in rows:
-        if entry.spec.shape == spec.shape and spec.tag.parameter is not None:
-            beside.setdefault(entry.spec.tag.role.value, held)
+    for other, held in earlier:
+        if other.shape == spec.shape and spec.tag.parameter is not None:
+            beside.setdefault(other.tag.role.value, held)
     return beside
 
 

@@ -17,7 +17,7 @@ from shrinkpoint.evaluation import ResumedSteps
 from shrinkpoint.planner import Measure, Plan, Planner
 from shrinkpoint.reports import SaveReport
 from shrinkpoint.retention import Record, RetentionPolicy
-from shrinkpoint.schemes.base import Held
+from shrinkpoint.schemes.base import Held, Occasion
 from shrinkpoint.snapshot import Snapshot
 from shrinkpoint.state import TensorSpec, TrainingState
 from shrinkpoint.store.manifest import Manifest
@@ -47,6 +47,8 @@ class _Link:
 
     parent: Manifest
     held: dict[str, Held]
+    restored: bool = False
+    """Whether the training went on from a restore of it."""
 
 
 class Committer:
@@ -84,7 +86,7 @@ class Committer:
 
     def adopt(self, parent: Manifest, held: Mapping[str, Held]) -> None:
         """Continue the chain of a restored checkpoint."""
-        self._link = _Link(parent, dict(held))
+        self._link = _Link(parent, dict(held), restored=True)
 
     def forget(self) -> None:
         """Build on nothing: the next checkpoint is a base."""
@@ -98,17 +100,24 @@ class Committer:
         """
         started, spent = time.perf_counter(), self._spent_s()
         state = job.snapshot.wait()
-        plan = self.planner.plan(state, job.measure, job.gradients, exact=job.exact)
         try:
-            stored = self._store_with(job, plan, state, self._take_link(), started, spent)
+            stored = self._store_with(job, state, self._take_link(), started, spent)
         except ChainError:  # somebody collected the parent meanwhile; a base needs none
-            stored = self._store_with(job, plan, state, None, started, spent)
+            stored = self._store_with(job, state, None, started, spent)
         self._collect()
         return stored
 
     def _store_with(
-        self, job: Job, plan: Plan, state: TrainingState, link: "_Link | None", started: float, spent: float
+        self, job: Job, state: TrainingState, link: "_Link | None", started: float, spent: float
     ) -> SaveReport:
+        occasion = Occasion(
+            state=state,
+            step=job.step,
+            reference=link.held if link else None,
+            restored=link is not None and link.restored,
+            gradients=job.gradients,
+        )
+        plan = self.planner.plan(occasion, job.measure, job.resume, exact=job.exact)
         encoded = encode_state(
             state,
             plan.scheme,
@@ -193,6 +202,7 @@ def _report(job: Job, plan: Plan, encoded: EncodedState, size: int) -> SaveRepor
         sections=_by_role([(entry.spec, entry.encoded.nbytes) for entry in entries]),
         raw_sections=_by_role([(entry.spec, entry.spec.nbytes) for entry in entries]),
         degradation=plan.degradation,
+        resumed={str(steps): rise for steps, rise in plan.resumed.items()},
         baseline=plan.baseline,
         evaluations=plan.evaluations,
         blocked_s=job.blocked_s,

@@ -1,18 +1,18 @@
 """How a run is saved: the one configuration that every integration passes on."""
 
 import os
-from dataclasses import dataclass, field, fields
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.schemes.inshrinkerator import InshrinkeratorOptions
+from shrinkpoint.schemes.catalogue import SCHEMES, SchemeName, check_options, options_of
 from shrinkpoint.store.manifest import MAX_CHAIN
 
 __all__ = ["SaverConfig"]
 
-_POSITIVE = ("key_every", "max_failures")
+_POSITIVE = ("key_every", "max_failures", "restore_budget")
 _POSITIVE_OR_NONE = ("keep_last", "keep_every", "keep_best", "threads")
-_CHOICES = {"scheme": ("inshrinkerator", "lossless"), "busy": ("skip", "wait"), "mode": ("min", "max")}
+_CHOICES = {"scheme": SCHEMES, "busy": ("skip", "wait"), "mode": ("min", "max")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,9 +23,15 @@ class SaverConfig:
         ConfigError: a field has a value that cannot work; the message names it and the fix.
     """
 
-    scheme: Literal["inshrinkerator", "lossless"] = "inshrinkerator"
+    scheme: SchemeName = "auto"
+    """How states are coded: our own scheme, a published one (`shrinkpoint.schemes.catalogue`), or bit-exactly."""
     max_degradation: float = 0.01
-    """How much a restore may raise the held-out loss, relative; what would exceed it is stored bit-exactly."""
+    """How much `restore_budget` restores together may raise the held-out loss, relative; what would exceed a restore's
+    share is stored bit-exactly."""
+    restore_budget: int = 10
+    """How many restores the run is to stand, spread evenly over it; 1 allows a single one all of `max_degradation`."""
+    probe_steps: int = 20
+    """Where the training can be tried from a restored state: for so many steps, within `search_overhead`; 0 for never."""
     key_every: int = 8
     """Every so many checkpoints one is a base, readable alone."""
     busy: Literal["skip", "wait"] = "skip"
@@ -47,9 +53,10 @@ class SaverConfig:
     threads: int | None = None
     """Threads that encode and decode; None takes half of the processors."""
     search_overhead: float = 0.01
-    """Share of the training time that the search's evaluations may take, beyond two for every save."""
-    options: InshrinkeratorOptions = field(default_factory=InshrinkeratorOptions)
-    """The scheme's own settings."""
+    """Share of the training time that the search's evaluations may take, beyond two for every save; and as much again for
+    steps from restored states."""
+    options: Any = None
+    """The scheme's own settings, as in ``scheme="excp", options=ExcpOptions(alpha=1e-4)``; None takes its defaults."""
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -69,8 +76,10 @@ class SaverConfig:
             )
         if not (self.monitor is None or isinstance(self.monitor, str)):
             raise ConfigError(f"monitor must be the name of a metric, not {self.monitor!r}")
-        if not isinstance(self.options, InshrinkeratorOptions):
-            raise ConfigError(f"options must be an InshrinkeratorOptions, not {self.options!r}")
+        if type(self.probe_steps) is not int or self.probe_steps < 0:
+            raise ConfigError(f"probe_steps must be a number of steps, 0 or more, not {self.probe_steps!r}")
+        if self.options is not None:
+            check_options(self.scheme, self.options)
         if self.keep_best is not None and self.monitor is None:
             raise ConfigError(
                 "keep_best must know its metric: give monitor too, for example monitor='val_loss'"
@@ -86,6 +95,11 @@ class SaverConfig:
                 raise ConfigError(
                     f"{name} must be a number, {low} or more{f', {high} at most' if high else ''}, not {value!r}"
                 )
+
+    @property
+    def scheme_options(self) -> Any:
+        """The scheme's settings; None if it has none."""
+        return options_of(self.scheme) if self.options is None else self.options
 
     @property
     def encoder_threads(self) -> int:

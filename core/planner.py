@@ -1,40 +1,28 @@
-"""Decides, for one snapshot, which scheme with which configuration stores it; runs in the background thread."""
+"""Decides, for one snapshot, which scheme with which settings stores it; runs in the background thread."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 
 from shrinkpoint.config import SaverConfig
-from shrinkpoint.errors import ShrinkpointWarning
-from shrinkpoint.evaluation import EvaluationUnavailableError
-from shrinkpoint.schemes.base import Scheme
-from shrinkpoint.schemes.inshrinkerator import Inshrinkerator, Weights
-from shrinkpoint.schemes.lossless import Lossless
-from shrinkpoint.schemes.prediction import SizePredictor
-from shrinkpoint.search.driver import SearchConfig, SearchDriver
-from shrinkpoint.search.space import Configuration
+from shrinkpoint.errors import ConfigError, ShrinkpointWarning
+from shrinkpoint.evaluation import EvaluationUnavailableError, ResumedSteps
+from shrinkpoint.planning.base import Measure, Plan, Strategy, exactly
+from shrinkpoint.planning.configurations import ConfigurationStrategy
+from shrinkpoint.planning.fixed import FixedStrategy
+from shrinkpoint.planning.scale import ScaleStrategy
+from shrinkpoint.schemes.base import Occasion
+from shrinkpoint.search.healing import Healing
+from shrinkpoint.search.measure import relative_rise
+from shrinkpoint.search.restores import RestoreBudget
 from shrinkpoint.state import TrainingState
+from shrinkpoint.trial import restored_state
 
 __all__ = ["Measure", "Plan", "Planner"]
 
 _NAMED = 5
-
-Measure = Callable[[Mapping[str, torch.Tensor]], float]
-"""The held-out loss with the given parameters and buffers, by name, in the model's place."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What to store a snapshot with, and why."""
-
-    scheme: Scheme
-    configuration: str
-    reason: str
-    degradation: float | None = None
-    baseline: float | None = None
-    evaluations: int = 0
 
 
 class Planner:
@@ -47,44 +35,90 @@ class Planner:
 
     def __init__(self, config: SaverConfig, spent_s: Callable[[], float]) -> None:
         self._config = config
-        search = SearchConfig(max_degradation=config.max_degradation, overhead=config.search_overhead)
-        self._space = search.space
-        self._driver = SearchDriver(search, cost_clock=spent_s)
+        self._spent_s = spent_s
+        self._budget = RestoreBudget(config.max_degradation, config.restore_budget)
+        self._healing = Healing(config.probe_steps, config.search_overhead)
+        self._strategy = _strategy(config, spent_s)
+        self._cost = 0.0
         self._warned = False
         self._told_not_finite = False
 
     def plan(
         self,
-        state: TrainingState,
+        occasion: Occasion,
         measure: Measure | None,
-        gradients: Mapping[str, torch.Tensor] | None,
+        resume: ResumedSteps | None = None,
         *,
         exact: bool = False,
     ) -> Plan:
         """Choose for one snapshot.
 
         Args:
-            state: host tensors.
+            occasion: the snapshot, and what a reader holds before it.
             measure: None where the user gave no way to evaluate the model.
-            gradients: EMA of the gradients by parameter name; None takes Adam's first moments.
+            resume: None where there is no way to go on from a state and back.
             exact: the user wants this checkpoint bit-exact.
         """
-        if exact or self._config.scheme == "lossless":
-            return Plan(Lossless(), "exact", "bit-exact storage was asked for", degradation=0.0)
-        weights = Weights(state, self._config.options, gradients)
-        self._tell_not_finite(weights.not_finite)
-        if not weights.specs:
-            return Plan(
-                Lossless(), "exact", "the state holds no weight that could be quantized", degradation=0.0
-            )
+        self._healing.saw(occasion.step)
+        plan = self._choose(occasion, measure, resume, exact)
+        self._cost = max(0.0, plan.resumed[max(plan.resumed)] if plan.resumed else plan.degradation or 0.0)
+        return plan
+
+    def _choose(
+        self, occasion: Occasion, measure: Measure | None, resume: ResumedSteps | None, exact: bool
+    ) -> Plan:
+        if exact or self._strategy is None:
+            return exactly("bit-exact storage was asked for")
+        finite, not_finite = _weights(occasion.state, self._strategy)
+        self._tell_not_finite(not_finite)
+        if not finite:
+            return exactly("the state holds no weight that could be quantized")
         if measure is None:
-            return self._unmeasured(weights)
+            self._warn_unmeasured()
+            return self._strategy.unmeasured(occasion)
         try:
-            return self._measured(weights, measure)
+            return self._bounded(self._strategy, occasion, measure, resume)
         except EvaluationUnavailableError as error:
-            return Plan(
-                Lossless(), "exact", f"the degradation could not be measured ({error})", degradation=0.0
-            )
+            return exactly(f"the degradation could not be measured ({error})")
+
+    def _bounded(
+        self, strategy: Strategy, occasion: Occasion, measure: Measure, resume: ResumedSteps | None
+    ) -> Plan:
+        """At a restore the loss may rise by all that is left, if training makes good all but the share of one restore."""
+        remains = self._healing.remains if resume is not None else 1.0
+        plan = strategy.measured(occasion, measure, min(self._budget.left, self._budget.share / remains))
+        if resume is None or plan.configuration == "exact" or not self._healing.due:
+            return plan
+        plan = replace(plan, resumed=self._resumed(plan, occasion, resume))
+        if self._holds(plan):
+            return plan
+        told = f"after {max(plan.resumed)} resumed steps the loss was {plan.resumed[max(plan.resumed)]:+.3g}"
+        stricter = strategy.measured(occasion, measure, self._budget.share * self._budget.share / max(
+            plan.resumed.values()
+        ))  # fmt: skip
+        if stricter.configuration == "exact":
+            return replace(stricter, reason=f"{told}; {stricter.reason}")
+        stricter = replace(stricter, resumed=self._resumed(stricter, occasion, resume))
+        if self._holds(stricter):
+            return replace(stricter, reason=f"{told}; {stricter.reason}")
+        evaluations = plan.evaluations + stricter.evaluations
+        return exactly(f"{told}, and with milder settings too: stored exactly", plan.baseline, evaluations)
+
+    def _holds(self, plan: Plan) -> bool:
+        return plan.resumed[max(plan.resumed)] <= self._budget.share
+
+    def _resumed(self, plan: Plan, occasion: Occasion, resume: ResumedSteps) -> dict[int, float]:
+        """The rise of the loss after some steps from a restore, beside the same steps from the true state."""
+        started, marks = self._spent_s(), self._healing.marks
+        threads = self._config.encoder_threads
+        restored = restored_state(occasion.state, plan.scheme, occasion.reference, threads)
+        true = resume(occasion.state.to_object(), marks)
+        tried = resume(restored.to_object(), marks)
+        rises = {
+            mark: relative_rise(loss, beside) for mark, loss, beside in zip(marks, tried, true, strict=True)
+        }
+        self._healing.measured(plan.degradation or 0.0, rises, self._spent_s() - started)
+        return rises
 
     def _tell_not_finite(self, names: Sequence[str]) -> None:
         if names and not self._told_not_finite:
@@ -97,7 +131,7 @@ class Planner:
                 stacklevel=2,
             )
 
-    def _unmeasured(self, weights: Weights) -> Plan:
+    def _warn_unmeasured(self) -> None:
         if not self._warned:
             self._warned = True
             warnings.warn(
@@ -106,29 +140,53 @@ class Planner:
                 ShrinkpointWarning,
                 stacklevel=2,
             )
-        mildest = self._space.mildest
-        scheme = Inshrinkerator(self._config.options, weights, mildest)
-        return Plan(
-            scheme, str(mildest), "the mildest configuration: nothing to measure the degradation with"
-        )
-
-    def _measured(self, weights: Weights, measure: Measure) -> Plan:
-        predict = SizePredictor(weights, self._config.options)
-
-        def evaluate(configuration: Configuration | None) -> float:
-            return measure(weights.true() if configuration is None else weights.restored(configuration))
-
-        choice = self._driver.choose(predict, evaluate)
-        told = (choice.baseline, choice.evaluations)
-        if choice.configuration is None:
-            return Plan(Lossless(), "exact", choice.reason, 0.0, *told)
-        scheme = Inshrinkerator(self._config.options, weights, choice.configuration)
-        return Plan(scheme, str(choice.configuration), choice.reason, choice.degradation, *told)
 
     def state_dict(self) -> dict[str, object]:
         """The search's state in JSON primitives, for the manifest."""
-        return self._driver.state_dict()
+        return {
+            "scheme": self._config.scheme,
+            "strategy": self._strategy.state_dict() if self._strategy is not None else {},
+            "restores": {**self._budget.state_dict(), "cost": self._cost},
+            "healing": self._healing.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Go on from a stored state of the search."""
-        self._driver.load_state_dict(state)
+        """Go on from a stored state of the search: a restore of the checkpoint that it stands in.
+
+        Raises:
+            ConfigError: it is no such state; what could be read of it is kept.
+        """
+        restores = state.get("restores")
+        if isinstance(restores, dict):
+            self._budget.load_state_dict(restores)
+            cost = restores.get("cost")
+            self._budget.restored(cost if isinstance(cost, float) else 0.0)
+        healing, strategy = state.get("healing"), state.get("strategy")
+        if isinstance(healing, dict):
+            self._healing.load_state_dict(healing)
+        if self._strategy is None or state.get("scheme") != self._config.scheme:
+            return
+        if not isinstance(strategy, dict):
+            raise ConfigError("the search state is malformed: start a new search")
+        self._strategy.load_state_dict(strategy)
+
+
+def _strategy(config: SaverConfig, spent_s: Callable[[], float]) -> Strategy | None:
+    """None for the scheme that chooses nothing and changes nothing."""
+    options = config.scheme_options
+    if config.scheme == "lossless":
+        return None
+    if config.scheme == "auto":
+        return ScaleStrategy(options)
+    if config.scheme == "inshrinkerator":
+        return ConfigurationStrategy(options, config.max_degradation, config.search_overhead, spent_s)
+    return FixedStrategy(config.scheme, options)
+
+
+def _weights(state: TrainingState, strategy: Strategy) -> tuple[list[str], list[str]]:
+    """Names of the weights to be coded that hold numbers only, and of those that do not."""
+    names: dict[bool, list[str]] = {True: [], False: []}
+    for name, spec in state.specs.items():
+        if strategy.takes(spec):
+            names[bool(torch.isfinite(state.tensors[name]).all())].append(name)
+    return names[True], names[False]

@@ -42,6 +42,8 @@ class SaveReport:
     """Bytes of the tensors in memory by role."""
     degradation: float | None
     """Relative rise of the held-out loss at a restore; None where it could not be measured, 0.0 where all is exact."""
+    resumed: Mapping[str, float]
+    """The same after so many optimizer steps from the restore, where it was measured at this save."""
     baseline: float | None
     """Held-out loss of the true weights."""
     evaluations: int
@@ -69,6 +71,7 @@ class SaveReport:
         report = asdict(self) | {"kept_exactly": dict(kept[:_NAMED]) | more, "ratio": self.ratio}
         del report["seq"], report["write_s"]  # known only once the manifest that holds this is stored
         report["metrics"] = {name: _finite(value) for name, value in self.metrics.items()}
+        report["resumed"] = {steps: _finite(rise) for steps, rise in self.resumed.items()}
         return {name: _finite(value) for name, value in report.items()}
 
 

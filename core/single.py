@@ -9,6 +9,7 @@ from shrinkpoint.config import SaverConfig
 from shrinkpoint.container.reader import read_container
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.planner import Planner
+from shrinkpoint.schemes.base import Occasion
 from shrinkpoint.state import Describe, TrainingState, plain
 from shrinkpoint.store.single import naming, read_file, write_file
 
@@ -28,8 +29,8 @@ def save(
     Args:
         state: what one would give to ``torch.save``: nested dicts, lists, numbers, tensors.
         path: a path or URL; an existing file is replaced.
-        scheme: ``lossless``; or ``inshrinkerator``, which quantizes the tensors that `describe` calls weights and
-            moments with the mildest configuration.
+        scheme: ``lossless``; or one that quantizes the tensors that `describe` calls weights and moments: ``auto`` with
+            mild steps, ``inshrinkerator`` with its mildest configuration, any other with its defaults.
         describe: gives each tensor's role (`shrinkpoint.roles`).
         storage_options: passed to fsspec.
 
@@ -43,7 +44,7 @@ def save(
     config = SaverConfig(scheme=scheme)  # type: ignore[arg-type]
     captured = TrainingState.capture(state, describe)
     host = TrainingState(captured.tree, {n: t.cpu() for n, t in captured.tensors.items()}, captured.specs)
-    plan = Planner(config, lambda: 0.0).plan(host, None, None)
+    plan = Planner(config, lambda: 0.0).plan(Occasion(state=host), None)
     encoded = encode_state(
         host, plan.scheme, step=0, reference=None, parent=None, threads=config.encoder_threads
     )

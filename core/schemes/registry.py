@@ -4,16 +4,41 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from shrinkpoint.errors import UnsupportedFormatError
+from shrinkpoint.schemes.adaptive import AdaptiveRowsCodec
 from shrinkpoint.schemes.base import TensorCodec
+from shrinkpoint.schemes.delta_dnn import DeltaDnnCodec
+from shrinkpoint.schemes.dithered_moments import DitheredFirstMomentCodec, FactoredSecondMomentCodec
 from shrinkpoint.schemes.exact import ExactCodec
+from shrinkpoint.schemes.excp_codecs import ExcpMomentCodec, ExcpWeightCodec
+from shrinkpoint.schemes.gobo import GoboCodec
+from shrinkpoint.schemes.lattice import LatticeCodec
+from shrinkpoint.schemes.lc_checkpoint import LCDeltaCodec
 from shrinkpoint.schemes.levels import LevelsCodec
 from shrinkpoint.schemes.moments import FirstMomentCodec, SecondMomentCodec
+from shrinkpoint.schemes.partial import PartialCodec
+from shrinkpoint.schemes.uniform import UniformCodec
 
 __all__ = ["CODECS", "codec_for_reading"]
 
-CODECS: Mapping[str, Callable[[], TensorCodec]] = MappingProxyType(
-    {codec.id: codec for codec in (ExactCodec, LevelsCodec, SecondMomentCodec, FirstMomentCodec)}
+_CLASSES: tuple[type[TensorCodec], ...] = (
+    ExactCodec,
+    LatticeCodec,
+    FactoredSecondMomentCodec,
+    DitheredFirstMomentCodec,
+    LevelsCodec,
+    SecondMomentCodec,
+    FirstMomentCodec,
+    LCDeltaCodec,
+    ExcpWeightCodec,
+    ExcpMomentCodec,
+    UniformCodec,
+    AdaptiveRowsCodec,
+    GoboCodec,
+    DeltaDnnCodec,
+    PartialCodec,
 )
+
+CODECS: Mapping[str, Callable[[], TensorCodec]] = MappingProxyType({codec.id: codec for codec in _CLASSES})
 """Every codec of this version. An id, once released, keeps its meaning; a changed codec gets a new one."""
 
 

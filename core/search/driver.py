@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal, TypeAlias, cast
 
 from shrinkpoint.errors import ConfigError
@@ -130,6 +130,10 @@ class SearchDriver:
         self._verified: set[Configuration] = set()  # feasible when they were last measured
         self._saves_since_reprobe = 0
         self._total_evaluations = 0
+
+    def bound(self, max_degradation: float) -> None:
+        """Change the bound from the next choice on: restores take from what is left of a run's."""
+        self._config = replace(self._config, max_degradation=max_degradation)
 
     def choose(self, predict: Predict, evaluate: Evaluate) -> Choice:
         """Choose the configuration of one save.

@@ -13,7 +13,7 @@ NAN = float("nan")
 @pytest.mark.parametrize(
     ("field", "value", "fix"),
     [
-        ("scheme", "zip", "'inshrinkerator' or 'lossless'"),
+        ("scheme", "zip", "'auto' or 'inshrinkerator'"),
         ("scheme", None, "'lossless'"),
         ("busy", "drop", "'skip' or 'wait'"),
         ("mode", "lowest", "'min' or 'max'"),
@@ -37,7 +37,11 @@ NAN = float("nan")
         ("search_overhead", -1, "0 or more"),
         ("grace_s", NAN, "0 or more"),
         ("grace_s", True, "number"),
-        ("options", {"alpha": 0.01}, "InshrinkeratorOptions"),
+        ("options", {"alpha": 0.01}, "AutoOptions"),
+        ("options", InshrinkeratorOptions(), "'auto' takes AutoOptions"),
+        ("restore_budget", 0, "positive"),
+        ("probe_steps", -1, "0 or more"),
+        ("probe_steps", 2.5, "number of steps"),
     ],
 )
 def test_a_bad_value_is_named_with_its_fix(field, value, fix):

@@ -10,9 +10,11 @@ from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ShrinkpointWarning
 from shrinkpoint.evaluation import EvaluationUnavailableError
 from shrinkpoint.planner import Planner
+from shrinkpoint.schemes.base import Occasion
 from shrinkpoint.search.space import ConfigurationSpace
 from shrinkpoint.state import TrainingState
 
+INSHRINKERATOR = SaverConfig(scheme="inshrinkerator", restore_budget=1, search_overhead=math.inf)
 MILDEST = ConfigurationSpace().mildest
 
 
@@ -42,7 +44,10 @@ class Loss:
 
 
 def plan(state, measure, **config):
-    return Planner(SaverConfig(search_overhead=math.inf, **config), lambda: 0.0).plan(state, measure, None)
+    config = SaverConfig(
+        **{"scheme": "inshrinkerator", "restore_budget": 1, "search_overhead": math.inf, **config}
+    )
+    return Planner(config, lambda: 0.0).plan(Occasion(state=state), measure)
 
 
 def test_the_choice_keeps_the_bound_and_no_smaller_budget_buys_more(state):
@@ -66,12 +71,12 @@ def test_a_bound_that_nothing_keeps(state):
 
 def test_an_evaluation_that_becomes_unavailable(state):
     loss = Loss(state, 1e-3)
-    planner = Planner(SaverConfig(search_overhead=math.inf), lambda: 0.0)
+    planner = Planner(INSHRINKERATOR, lambda: 0.0)
     loss.fail_at = 3
-    chosen = planner.plan(state, loss, None)
+    chosen = planner.plan(Occasion(state=state), loss)
     assert (chosen.scheme.name, chosen.degradation) == ("lossless", 0.0)
     assert "could not be measured (closed)" in chosen.reason
-    assert planner.plan(state, loss, None).scheme.name == "inshrinkerator"
+    assert planner.plan(Occasion(state=state), loss).scheme.name == "inshrinkerator"
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
@@ -83,8 +88,8 @@ def test_a_loss_that_is_not_finite(state, loss):
 
 def test_exact_and_lossless_ask_for_nothing(state):
     loss = Loss(state, 0)
-    planner = Planner(SaverConfig(), lambda: 0.0)
-    assert planner.plan(state, loss, None, exact=True).scheme.name == "lossless"
+    planner = Planner(INSHRINKERATOR, lambda: 0.0)
+    assert planner.plan(Occasion(state=state), loss, exact=True).scheme.name == "lossless"
     assert plan(state, loss, scheme="lossless").scheme.name == "lossless"
     assert loss.calls == 0
 
@@ -103,23 +108,23 @@ def test_weights_that_are_all_nan(state):
 
 
 def test_one_warning_when_nothing_can_be_measured(state):
-    planner = Planner(SaverConfig(), lambda: 0.0)
+    planner = Planner(INSHRINKERATOR, lambda: 0.0)
     with pytest.warns(ShrinkpointWarning, match="Give evaluate="):
-        chosen = planner.plan(state, None, None)
+        chosen = planner.plan(Occasion(state=state), None)
     assert chosen.scheme.configuration == MILDEST
     assert chosen.degradation is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        planner.plan(state, None, None)
+        planner.plan(Occasion(state=state), None)
 
 
 def test_the_searchs_state_moves_to_another_planner(state):
     loss = Loss(state, 1e-3)
-    first = Planner(SaverConfig(search_overhead=math.inf), lambda: 0.0)
-    chosen = first.plan(state, loss, None)
-    second = Planner(SaverConfig(search_overhead=math.inf), lambda: 0.0)
+    first = Planner(INSHRINKERATOR, lambda: 0.0)
+    chosen = first.plan(Occasion(state=state), loss)
+    second = Planner(INSHRINKERATOR, lambda: 0.0)
     second.load_state_dict(first.state_dict())
-    again = second.plan(state, loss, None)
+    again = second.plan(Occasion(state=state), loss)
     assert again.evaluations < chosen.evaluations
     assert again.degradation <= 0.01
 

@@ -388,7 +388,7 @@ def test_the_search_goes_on_where_it_was_after_a_restart(objects):
 def test_a_search_state_that_cannot_be_read_is_left_with_a_warning(objects):
     loop = Loop(scheme="inshrinkerator")
     loop.train()
-    loop.saver._committer.planner.state_dict = lambda: {"version": 99}
+    loop.saver._committer.planner.state_dict = lambda: {"restores": {"spent": "much"}}
     loop.save(evaluate=loop.evaluate, wait=True)
     with pytest.warns(ShrinkpointWarning, match="search starts over"):
         assert restored().manifest.step == 1

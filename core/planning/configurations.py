@@ -1,0 +1,77 @@
+"""Inshrinkerator: the search over configurations, spread over the saves (`shrinkpoint.search.driver`)."""
+
+from collections.abc import Callable, Mapping
+
+from shrinkpoint.planning.base import Measure, Plan, exactly
+from shrinkpoint.schemes.base import Occasion
+from shrinkpoint.schemes.inshrinkerator import Inshrinkerator, InshrinkeratorOptions, Weights
+from shrinkpoint.schemes.prediction import SizePredictor
+from shrinkpoint.schemes.recipe import is_weight
+from shrinkpoint.search.driver import SearchConfig, SearchDriver
+from shrinkpoint.search.space import Configuration
+from shrinkpoint.state import TensorSpec
+
+__all__ = ["ConfigurationStrategy"]
+
+
+class ConfigurationStrategy:
+    """Chooses bins, prune and protect fractions.
+
+    Args:
+        options: the scheme's settings.
+        max_degradation: the bound to start with.
+        overhead: share of the training time that searches may take.
+        spent_s: seconds that evaluations have taken from training so far.
+    """
+
+    def __init__(
+        self,
+        options: InshrinkeratorOptions,
+        max_degradation: float,
+        overhead: float,
+        spent_s: Callable[[], float],
+    ) -> None:
+        self._options = options
+        search = SearchConfig(max_degradation=max_degradation, overhead=overhead)
+        self._space = search.space
+        self._driver = SearchDriver(search, cost_clock=spent_s)
+
+    def takes(self, spec: TensorSpec) -> bool:
+        """See `Strategy.takes`."""
+        return is_weight(spec, self._options.min_elements)
+
+    def unmeasured(self, occasion: Occasion) -> Plan:
+        """See `Strategy.unmeasured`."""
+        weights = self._weights(occasion)
+        mildest = self._space.mildest
+        scheme = Inshrinkerator(self._options, weights, mildest)
+        return Plan(
+            scheme, str(mildest), "the mildest configuration: nothing to measure the degradation with"
+        )
+
+    def measured(self, occasion: Occasion, measure: Measure, allowed: float) -> Plan:
+        """See `Strategy.measured`."""
+        weights = self._weights(occasion)
+        predict = SizePredictor(weights, self._options)
+
+        def evaluate(configuration: Configuration | None) -> float:
+            return measure(weights.true() if configuration is None else weights.restored(configuration))
+
+        self._driver.bound(allowed)
+        choice = self._driver.choose(predict, evaluate)
+        if choice.configuration is None:
+            return exactly(choice.reason, choice.baseline, choice.evaluations)
+        scheme = Inshrinkerator(self._options, weights, choice.configuration)
+        told = (choice.degradation, choice.baseline, choice.evaluations)
+        return Plan(scheme, str(choice.configuration), choice.reason, *told)
+
+    def _weights(self, occasion: Occasion) -> Weights:
+        return Weights(occasion.state, self._options, occasion.gradients)
+
+    def state_dict(self) -> dict[str, object]:
+        """See `Strategy.state_dict`."""
+        return self._driver.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """See `Strategy.load_state_dict`."""
+        self._driver.load_state_dict(state)

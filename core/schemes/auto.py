@@ -1,0 +1,212 @@
+"""The scheme of our own: weights on a dithered lattice, moments in units of their second one, planes that explain each other.
+
+The step of a weight is ``scale * size * (v / V) ** -1/4``: `size` the root mean square of all matrices, v the row's and
+column's second moment, V the geometric mean over all matrices; one scale for the whole model, which the search chooses.
+Biases, norms and other small tensors take an eighth of it: they cost few bytes.
+The curvature is Adam's second moment, or what an optimizer keeps that grows with it: the square of its momentum, or of the
+gradients' mean that was collected. Where there is nothing of the kind, steps are a share of the tensor's own size.
+
+What is known of each optimizer's state:
+
+* Adam and its kin: the second moment as a row times a column, the first in units of its root;
+* SGD with momentum, Lion: the momentum in units of its own root mean square by rows and columns;
+* any other state, and whatever is small: exactly.
+"""
+
+import math
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import ClassVar, NamedTuple
+
+import torch
+
+from shrinkpoint.entropy.context import Effort
+from shrinkpoint.schemes.base import Occasion, TensorCodec
+from shrinkpoint.schemes.dithered_moments import DitheredFirstMomentCodec, FactoredSecondMomentCodec
+from shrinkpoint.schemes.lattice import LatticeCodec, curvature_exponents
+from shrinkpoint.schemes.planes import WEIGHT_DTYPES
+from shrinkpoint.schemes.recipe import check_choice, check_number, described
+from shrinkpoint.state import LayerType, Role, TensorSpec, TrainingState
+from shrinkpoint.tree import JSON
+
+__all__ = ["MILD_SCALE", "Auto", "AutoOptions"]
+
+MILD_SCALE = 0.25
+"""Without a way to measure; a restore then costs about a hundredth of a percent of the loss on the models of the bench."""
+
+_SAMPLE = 1 << 16
+_FARTHEST = 64.0  # no tensor's curvature changes its steps by more
+_LEAST = 1e-30
+_FINER = 8  # biases and norms: few elements, each of which counts for many
+_FEW = 2000  # so do those of small tensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoOptions:
+    """Settings of the scheme.
+
+    Raises:
+        ConfigError: a field has a value that cannot work.
+    """
+
+    weight_scale: float | None = None
+    """Steps of the weights' lattice, in root mean squares of all weights; None leaves it to the search."""
+    first_moment_step: float = 3.0
+    """Distance of two levels of Adam's first moment, in roots of the second."""
+    effort: Effort = "default"
+    """How much time the coder of the planes spends: ``fast``, ``default`` or ``max``."""
+    min_elements: int = 64
+    """Tensors with fewer elements are stored exactly."""
+
+    def __post_init__(self) -> None:
+        if self.weight_scale is not None:
+            check_number(self, "weight_scale", 1e-4, 64)
+        check_number(self, "first_moment_step", 0.001, 64)
+        check_number(self, "min_elements", 1, 2**48, whole=True)
+        check_choice(self, "effort", Effort)
+
+    def takes(self, spec: TensorSpec) -> bool:
+        """Whether the tensor is coded as a weight."""
+        of_a_kind = spec.tag.role is Role.WEIGHT and spec.dtype in WEIGHT_DTYPES
+        return of_a_kind and spec.numel >= self.min_elements
+
+
+class _Step(NamedTuple):
+    step: float
+    curvature: torch.Tensor | None
+    """What the steps' rows and columns follow, of the weight's shape."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Auto:
+    """The scheme.
+
+    Args:
+        options: its settings.
+        occasion: the save: a base, and the first save after a restore, take dithers of their own.
+        scale: the steps' scale, where the search has chosen it; None takes the options', or else a mild one.
+    """
+
+    name: ClassVar[str] = "auto"
+
+    options: AutoOptions = field(default_factory=AutoOptions)
+    occasion: Occasion
+    scale: float | None = None
+
+    def codecs(self, state: TrainingState) -> Mapping[str, Callable[[], TensorCodec]]:
+        """See `Scheme.codecs`."""
+        makers: dict[str, Callable[[], TensorCodec]] = {}
+        steps = self._steps(state)
+        paired = {spec.tag.parameter for spec in state.specs.values() if spec.tag.role is Role.EXP_AVG_SQ}
+        for name, spec in state.specs.items():
+            if name in steps:
+                makers[name] = partial(self._lattice, spec, steps[name])
+            elif spec.numel < self.options.min_elements:
+                continue
+            elif spec.tag.role is Role.EXP_AVG_SQ:
+                makers[name] = FactoredSecondMomentCodec
+            elif spec.tag.role is Role.EXP_AVG and spec.tag.parameter in paired:
+                step = self.options.first_moment_step / _finer(spec)
+                makers[name] = partial(DitheredFirstMomentCodec, step=step, seed=self._seed(spec))
+        return makers
+
+    def describe(self) -> JSON:
+        """See `Scheme.describe`."""
+        return {**described(self.name, self.options), "scale": self._scale}
+
+    @property
+    def settings(self) -> str:
+        """In short, for logs."""
+        return f"scale={self._scale:.3g} first_moment_step={self.options.first_moment_step:g}"
+
+    @property
+    def _scale(self) -> float:
+        return self.scale or self.options.weight_scale or MILD_SCALE
+
+    def _lattice(self, spec: TensorSpec, step: _Step) -> TensorCodec:
+        exponents = curvature_exponents(step.curvature, spec.shape) if step.curvature is not None else None
+        fresh = self.occasion.reference is None or self.occasion.restored
+        return LatticeCodec(step=step.step, exponents=exponents, seed=self._seed(spec) if fresh else None)
+
+    def _seed(self, spec: TensorSpec) -> int:
+        return zlib.crc32(f"{self.occasion.step}/{spec.name}".encode())
+
+    def _steps(self, state: TrainingState) -> dict[str, _Step]:
+        specs = [spec for spec in state.specs.values() if self.options.takes(spec)]
+        found = {spec.name: self._curvature(state, spec) for spec in specs}
+        many = [spec for spec in specs if _finer(spec) == 1] or specs
+        size = _size([state.tensors[spec.name] for spec in many])
+        means = _means([(found[spec.name], spec.numel) for spec in many])
+        steps = {}
+        for spec in specs:
+            curvature = found[spec.name]
+            if curvature is None:
+                unit, tensor = _size([state.tensors[spec.name]]), None
+            else:
+                octaves = (means.get(curvature.kind, curvature.mean) - curvature.mean) / 4
+                unit = size * min(_FARTHEST, max(1 / _FARTHEST, math.exp(octaves)))
+                tensor = curvature.tensor
+            # of a tensor that is all zeros or not finite; the lattice refuses the latter and any step does for the former
+            step = self._scale / _finer(spec) * unit if 1e-20 < unit < 1e20 else 1.0
+            steps[spec.name] = _Step(step, tensor)
+        return steps
+
+    def _curvature(self, state: TrainingState, weight: TensorSpec) -> "_Curvature | None":
+        beside = {
+            spec.tag.role: name
+            for name, spec in state.specs.items()
+            if spec.tag.parameter == weight.tag.parameter is not None and spec.shape == weight.shape
+        }
+        gradient = (self.occasion.gradients or {}).get(weight.tag.parameter or weight.name)
+        if Role.EXP_AVG_SQ in beside:
+            return _curvature("second moment", state.tensors[beside[Role.EXP_AVG_SQ]])
+        if Role.EXP_AVG in beside:
+            return _curvature("momentum", _square(state.tensors[beside[Role.EXP_AVG]]))
+        if gradient is not None and tuple(gradient.shape) == weight.shape:
+            return _curvature("gradient", _square(gradient))
+        return None
+
+
+def _finer(spec: TensorSpec) -> int:
+    few = len(spec.shape) < 2 or spec.tag.layer_type is LayerType.NORM or spec.numel < _FEW
+    return _FINER if few else 1
+
+
+class _Curvature(NamedTuple):
+    kind: str
+    tensor: torch.Tensor
+    mean: float
+    """Of the natural logarithms."""
+
+
+def _curvature(kind: str, tensor: torch.Tensor) -> _Curvature | None:
+    sample = tensor.reshape(-1)[:: max(1, tensor.numel() // _SAMPLE)].double()
+    usable = bool(torch.isfinite(tensor.sum())) and bool((tensor >= 0).all()) and bool((sample > 0).any())
+    if tensor.is_complex() or not usable:
+        return None
+    return _Curvature(kind, tensor, float(sample[sample > 0].clamp_min(_LEAST).log().mean()))
+
+
+def _square(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float().square()
+
+
+def _size(tensors: list[torch.Tensor]) -> float:
+    """Root of the mean square of all elements that are finite in sum."""
+    squares = [
+        (float(tensor.float().square().sum(dtype=torch.float64)), tensor.numel()) for tensor in tensors
+    ]
+    finite = [(square, count) for square, count in squares if math.isfinite(square)]
+    return math.sqrt(sum(s for s, _ in finite) / max(1, sum(n for _, n in finite)))
+
+
+def _means(found: list[tuple[_Curvature | None, int]]) -> dict[str, float]:
+    """The mean logarithm over all elements, for each kind: kinds are not measured in the same unit."""
+    totals: dict[str, tuple[float, int]] = {}
+    for curvature, count in found:
+        if curvature is not None:
+            total, before = totals.get(curvature.kind, (0.0, 0))
+            totals[curvature.kind] = total + count * curvature.mean, before + count
+    return {kind: total / count for kind, (total, count) in totals.items()}

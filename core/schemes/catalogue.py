@@ -1,0 +1,102 @@
+"""Every scheme by its name: the options that it takes, and how it is set up for one save."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal
+
+from shrinkpoint.errors import ConfigError
+from shrinkpoint.schemes.adaptive import Adaptive, AdaptiveOptions
+from shrinkpoint.schemes.auto import Auto, AutoOptions
+from shrinkpoint.schemes.base import Occasion, Scheme
+from shrinkpoint.schemes.delta_dnn import DeltaDnn, DeltaDnnOptions
+from shrinkpoint.schemes.excp import ExCP
+from shrinkpoint.schemes.excp_codecs import ExcpOptions
+from shrinkpoint.schemes.gobo import Gobo, GoboOptions
+from shrinkpoint.schemes.inshrinkerator import Inshrinkerator, InshrinkeratorOptions, Weights
+from shrinkpoint.schemes.lc_checkpoint import LCCheckpoint, LCCheckpointOptions
+from shrinkpoint.schemes.lossless import Lossless
+from shrinkpoint.schemes.partial import PartialOptions, Scar, ScarOptions, TopN
+from shrinkpoint.schemes.uniform import Uniform, UniformOptions
+from shrinkpoint.search.space import ConfigurationSpace
+
+__all__ = ["SCHEMES", "SchemeName", "build", "check_options", "options_of"]
+
+SchemeName = Literal[
+    "auto",
+    "inshrinkerator",
+    "lc-checkpoint",
+    "excp",
+    "uniform",
+    "adaptive",
+    "gobo",
+    "delta-dnn",
+    "topn",
+    "scar",
+    "lossless",
+]
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    options: Callable[[], Any] | None
+    """The class of its options; None takes none."""
+    build: Callable[[Any, Occasion], Scheme]
+
+
+def _inshrinkerator(options: InshrinkeratorOptions, occasion: Occasion) -> Scheme:
+    weights = Weights(occasion.state, options, occasion.gradients)
+    return Inshrinkerator(options, weights, ConfigurationSpace().mildest)
+
+
+_RECIPES: Mapping[str, _Recipe] = MappingProxyType(
+    {
+        "auto": _Recipe(AutoOptions, lambda o, at: Auto(options=o, occasion=at)),
+        "inshrinkerator": _Recipe(InshrinkeratorOptions, _inshrinkerator),
+        "lc-checkpoint": _Recipe(LCCheckpointOptions, lambda o, _: LCCheckpoint(options=o)),
+        "excp": _Recipe(ExcpOptions, lambda o, at: ExCP(options=o, reference=at.reference)),
+        "uniform": _Recipe(UniformOptions, lambda o, _: Uniform(options=o)),
+        "adaptive": _Recipe(AdaptiveOptions, lambda o, _: Adaptive(options=o)),
+        "gobo": _Recipe(GoboOptions, lambda o, _: Gobo(options=o)),
+        "delta-dnn": _Recipe(DeltaDnnOptions, lambda o, _: DeltaDnn(options=o)),
+        "topn": _Recipe(PartialOptions, lambda o, at: TopN(options=o, reference=at.reference)),
+        "scar": _Recipe(ScarOptions, lambda o, at: Scar(options=o, reference=at.reference)),
+        "lossless": _Recipe(None, lambda _, __: Lossless()),
+    }
+)
+
+SCHEMES = tuple(_RECIPES)
+"""The names, our own first."""
+
+
+def options_of(name: str) -> Any:
+    """A scheme's default options; None if it has none."""
+    options = _RECIPES[name].options
+    return options() if options is not None else None
+
+
+def check_options(name: str, options: object) -> None:
+    """Raise ConfigError unless `options` are those of the scheme of this name."""
+    wanted = type(options_of(name))
+    if type(options) is not wanted:
+        take = f"takes {wanted.__name__}(...)" if options_of(name) is not None else "takes none"
+        raise ConfigError(f"options={options!r}: the scheme {name!r} {take}")
+
+
+def build(name: str, options: object, occasion: Occasion) -> Scheme:
+    """Set a scheme up for one save.
+
+    Args:
+        name: one of `SCHEMES`.
+        options: of the scheme's own class; None takes the defaults. ``inshrinkerator`` is set up with the mildest
+            configuration of its search.
+        occasion: the save.
+
+    Raises:
+        ConfigError: there is no such scheme, or the options are another's.
+    """
+    if name not in _RECIPES:
+        raise ConfigError(f"scheme={name!r} must be one of {', '.join(SCHEMES)}")
+    chosen = options_of(name) if options is None else options
+    check_options(name, chosen)
+    return _RECIPES[name].build(chosen, occasion)

@@ -1,0 +1,51 @@
+"""Restores that are tried and not stored: the models and states that the quality of a scheme is measured on."""
+
+from collections.abc import Mapping
+
+import torch
+
+from shrinkpoint.coding import restored_values
+from shrinkpoint.schemes.base import Held, Scheme
+from shrinkpoint.state import Role, TrainingState
+
+__all__ = ["restored_model", "restored_state", "true_model"]
+
+_MODEL = (Role.WEIGHT, Role.BUFFER)
+
+
+def true_model(state: TrainingState) -> dict[str, torch.Tensor]:
+    """A snapshot's weights and buffers by their names in the model.
+
+    All of them, what is stored exactly too: the live model moves on between two evaluations.
+    """
+    return {
+        spec.tag.parameter: state.tensors[spec.name]
+        for spec in state.specs.values()
+        if spec.tag.role in _MODEL and spec.tag.parameter is not None
+    }
+
+
+def restored_model(
+    state: TrainingState, scheme: Scheme, reference: Mapping[str, Held] | None
+) -> dict[str, torch.Tensor]:
+    """The same as a reader of the snapshot under a scheme would get them.
+
+    Args:
+        state: the snapshot.
+        scheme: set up for this save.
+        reference: what a reader holds of the previous checkpoint; it stays as it is.
+    """
+    values = restored_values(state, scheme, reference, roles=_MODEL)
+    return {
+        spec.tag.parameter: values[spec.name]
+        for spec in state.specs.values()
+        if spec.name in values and spec.tag.parameter is not None
+    }
+
+
+def restored_state(
+    state: TrainingState, scheme: Scheme, reference: Mapping[str, Held] | None, threads: int = 1
+) -> TrainingState:
+    """The whole state as a reader would get it; arguments as `restored_model`."""
+    values = restored_values(state, scheme, reference, threads=threads)
+    return TrainingState(state.tree, values, state.specs)
