@@ -71,6 +71,7 @@ def numbers(report: SaveReport) -> dict[str, float]:
         "search_s": report.search_s,
         "write_s": report.write_s,
         "degradation": report.degradation,
+        **{f"degradation_after_{steps}_steps": rise for steps, rise in report.resumed.items()},
     }
     return {f"checkpoint/{name}": value for name, value in values.items() if value is not None}
 

@@ -114,7 +114,7 @@ def describe_manifest(manifest: Manifest) -> dict[str, Any]:
     noted = manifest.meta.get("save")
     save: Mapping[str, Any] = noted if isinstance(noted, dict) else {}
     raw, size = save.get("raw_bytes"), manifest.chain[-1].size
-    metrics = save.get("metrics")
+    metrics, resumed = save.get("metrics"), save.get("resumed")
     return {
         "seq": manifest.seq,
         "step": manifest.step,
@@ -125,6 +125,7 @@ def describe_manifest(manifest: Manifest) -> dict[str, Any]:
         "raw_bytes": raw,
         "ratio": raw / size if isinstance(raw, int) and size else None,
         "degradation": save.get("degradation"),
+        "resumed": resumed if isinstance(resumed, dict) else {},
         "metrics": metrics if isinstance(metrics, dict) else {},
         "scheme": save.get("scheme"),
         "configuration": save.get("configuration"),

@@ -152,6 +152,10 @@ def _facts(report: Mapping[str, Any]) -> list[tuple[str, str]]:
             ("commit", f"{noted['seq']} ({noted['chain_length']} containers to read)"),
             ("configuration", noted["configuration"] or "-"),
             ("reason", noted["reason"] or "-"),
+            *(
+                (f"loss after {steps} resumed steps", f"{rise:+.2%}")
+                for steps, rise in noted["resumed"].items()
+            ),
         ]
     facts.append(("state digest", report["state_digest"]))
     for name in ("scheme", "provenance"):

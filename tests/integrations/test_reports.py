@@ -29,6 +29,7 @@ REPORT = SaveReport(
     sections={},
     raw_sections={},
     degradation=0.005,
+    resumed={"20": 0.001},
     baseline=2.0,
     evaluations=2,
     blocked_s=0.1,
