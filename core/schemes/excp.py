@@ -25,11 +25,13 @@ from shrinkpoint.schemes.excp_codecs import (
     SYMBOLS,
     ExcpMomentCodec,
     ExcpOptions,
+    ExcpSettings,
     ExcpWeightCodec,
     residual_to,
 )
 from shrinkpoint.schemes.planes import F32, as_float32
 from shrinkpoint.schemes.recipe import described, held_value, is_weight
+from shrinkpoint.schemes.symbol_coders import PlaneCoder
 from shrinkpoint.state import Role, TensorSpec, TrainingState
 from shrinkpoint.tree import JSON
 
@@ -39,6 +41,7 @@ __all__ = [
     "ExCP",
     "ExcpMomentCodec",
     "ExcpOptions",
+    "ExcpSettings",
     "ExcpWeightCodec",
     "derive_alpha",
 ]
@@ -60,7 +63,8 @@ class _Joint:
     weight: TensorSpec
     state: TrainingState
     held: Held
-    options: ExcpOptions
+    options: ExcpSettings
+    coder: PlaneCoder
     first: str | None
     second: str | None
     alpha: float
@@ -91,7 +95,8 @@ class _Joint:
 
     def weight_codec(self) -> TensorCodec:
         self._mask = None
-        return ExcpWeightCodec(options=self.options, threshold=self.threshold(self.residual()))
+        threshold = self.threshold(self.residual())
+        return ExcpWeightCodec(options=self.options, threshold=threshold, coder=self.coder)
 
     def moment_codec(self) -> TensorCodec:
         """Equation 5: by one mask, of large first moments whose residual is not pruned."""
@@ -101,7 +106,7 @@ class _Joint:
             self._mask &= residual != 0
             if self.first is not None:
                 self._mask &= _large(self.state, self.first, self.options.beta)
-        return ExcpMomentCodec(options=self.options, keep=self._mask)
+        return ExcpMomentCodec(options=self.options, keep=self._mask, coder=self.coder)
 
 
 def _large(state: TrainingState, first: str, beta: float) -> npt.NDArray[np.bool_]:
@@ -169,17 +174,20 @@ class ExCP:
         options: its settings.
         reference: what a reader holds of the previous checkpoint, the same mapping as `encode_state` gets: moments are
             pruned where their weight's residual is, which only the two together tell. None makes a base.
+        coder: what codes the symbols; None for what the options say.
     """
 
     name: ClassVar[str] = "excp"
 
-    options: ExcpOptions = field(default_factory=ExcpOptions)
+    options: ExcpSettings = field(default_factory=ExcpOptions)
     reference: Mapping[str, Held] | None = None
+    coder: PlaneCoder | None = None
 
     def codecs(self, state: TrainingState) -> Mapping[str, Callable[[], TensorCodec]]:
         """See `Scheme.codecs`."""
         makers: dict[str, Callable[[], TensorCodec]] = {}
         joints: list[_Joint] = []
+        coder = self.coder or self.options.plane_coder()
         moments = {(spec.tag.parameter, spec.tag.role): spec for spec in state.specs.values()}
         for spec in state.specs.values():
             if not is_weight(spec, self.options.min_elements):
@@ -189,12 +197,12 @@ class ExCP:
             if held is None:
                 makers[spec.name] = partial(ExcpWeightCodec, options=self.options)
                 if self.options.base_moments == "quantized" and first is not None:
-                    maker = partial(self._alone, state, first)
+                    maker = partial(self._alone, state, first, coder)
                     makers |= {name: maker for name in (first, second) if name is not None}
                 continue
             joint = _Joint(
-                weight=spec, state=state, held=held, options=self.options, first=first, second=second,
-                alpha=self.options.alpha,
+                weight=spec, state=state, held=held, options=self.options, coder=coder, first=first,
+                second=second, alpha=self.options.alpha,
             )  # fmt: skip
             joints.append(joint)
             makers[spec.name] = joint.weight_codec
@@ -203,8 +211,9 @@ class ExCP:
             self._share_alpha(joints, self.options.target_sparsity)
         return makers
 
-    def _alone(self, state: TrainingState, first: str) -> TensorCodec:
-        return ExcpMomentCodec(options=self.options, keep=_large(state, first, self.options.beta))
+    def _alone(self, state: TrainingState, first: str, coder: PlaneCoder) -> TensorCodec:
+        keep = _large(state, first, self.options.beta)
+        return ExcpMomentCodec(options=self.options, keep=keep, coder=coder)
 
     def _share_alpha(self, joints: list[_Joint], target_sparsity: float) -> None:
         residuals, roots, sizes = [], [], []

@@ -1,5 +1,6 @@
 """ExCP's codecs and settings: see `shrinkpoint.schemes.excp` for the scheme and its source."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -32,19 +33,25 @@ from shrinkpoint.schemes.planes import (
     section,
 )
 from shrinkpoint.schemes.recipe import check_choice, check_number
-from shrinkpoint.schemes.symbol_coders import SymbolCoder, decode_plane, encode_plane, uses_previous
+from shrinkpoint.schemes.symbol_coders import (
+    PlaneCoder,
+    StaticCoder,
+    SymbolCoder,
+    decode_plane,
+    uses_previous,
+)
 from shrinkpoint.state import Role, TensorSpec
 from shrinkpoint.tree import JSON
 
-__all__ = ["SYMBOLS", "ExcpMomentCodec", "ExcpOptions", "ExcpWeightCodec", "residual_to"]
+__all__ = ["SYMBOLS", "ExcpMomentCodec", "ExcpOptions", "ExcpSettings", "ExcpWeightCodec", "residual_to"]
 
 SYMBOLS = "symbols"
 """The plane of symbols: 0 = pruned, 1.. = ascending clusters."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExcpOptions:
-    """Settings of ExCP; the defaults are the repository's, but for the codebook's dtype."""
+class ExcpSettings(ABC):
+    """How ExCP's symbols are made; the defaults are the repository's, but for the codebook's dtype."""
 
     alpha: float = 5e-5
     """Weights' threshold: min(clamp, alpha / sqrt(mean second moment)) times the median residual (equation 4). Not free
@@ -61,8 +68,6 @@ class ExcpOptions:
     codebook: Codebook = "float32"
     """``float16`` as published restores second moments below 3e-8 as zero."""
     refill: Refill = "none"
-    coder: SymbolCoder = "lzma"
-    """The paper packs two labels per byte and compresses files with 7-Zip; ``rans`` uses the previous labels too."""
     base_moments: Literal["exact", "quantized"] = "exact"
     """In a base: everything in full as published, or the moments pruned by their own threshold and clustered."""
     min_elements: int = 2000
@@ -79,9 +84,28 @@ class ExcpOptions:
         check_choice(self, "clustering", Clustering)
         check_choice(self, "codebook", Codebook)
         check_choice(self, "refill", Refill)
-        check_choice(self, "coder", SymbolCoder)
         if self.base_moments not in ("exact", "quantized"):
             raise ConfigError(f"base_moments must be 'exact' or 'quantized', not {self.base_moments!r}")
+
+    @abstractmethod
+    def plane_coder(self) -> PlaneCoder:
+        """What codes the symbols."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExcpOptions(ExcpSettings):
+    """Settings of ExCP."""
+
+    coder: SymbolCoder = "lzma"
+    """The paper packs two labels per byte and compresses files with 7-Zip; ``rans`` uses the previous labels too."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice(self, "coder", SymbolCoder)
+
+    def plane_coder(self) -> PlaneCoder:
+        """See `ExcpSettings.plane_coder`."""
+        return StaticCoder(self.coder)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,15 +118,18 @@ class ExcpWeightCodec(ClosedLoopCodec):
 
     id: ClassVar[str] = "excp-residual"
 
-    options: ExcpOptions = field(default_factory=ExcpOptions)
+    options: ExcpSettings = field(default_factory=ExcpOptions)
     threshold: float = 0.0
+    coder: PlaneCoder | None = None
+    """What codes the symbols; None for what the options say."""
 
     def encode_delta(self, target: F32, previous: F32, spec: TensorSpec, context: Context) -> Delta:
         """See `ClosedLoopCodec.encode_delta`; refuses differences beyond fp32."""
         residual = residual_to(target, previous, spec)
         keep = np.abs(residual) > np.float32(self.threshold)
         symbols = cluster(residual, keep, self.options.bits, self.options.clustering, self.options.codebook)
-        params, sections = _store(symbols, spec, self.options, context)
+        coder = self.coder or self.options.plane_coder()
+        params, sections = _store(symbols, spec, self.options, coder, context)
         value = add(previous, symbols.values())
         return Delta(params=params, sections=sections, value=value, planes={SYMBOLS: symbols.plane})
 
@@ -126,9 +153,11 @@ class ExcpMomentCodec:
     id: ClassVar[str] = "excp-moment"
     needs: ClassVar[tuple[str, ...]] = ()
 
-    options: ExcpOptions = field(default_factory=ExcpOptions)
+    options: ExcpSettings = field(default_factory=ExcpOptions)
     keep: npt.NDArray[np.bool_] | None = None
     """Which elements are not pruned, flat; None for all."""
+    coder: PlaneCoder | None = None
+    """What codes the symbols; None for what the options say."""
 
     def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
         """See `TensorCodec.encode`; refuses NaN and infinity."""
@@ -137,7 +166,8 @@ class ExcpMomentCodec:
         symbols = cluster(values, keep, self.options.bits, self.options.clustering, self.options.codebook)
         second = spec.tag.role is Role.EXP_AVG_SQ
         factors = refill_factors(values, spec.shape, self.options.refill if second else "none")
-        params, sections = _store(symbols, spec, self.options, context)
+        coder = self.coder or self.options.plane_coder()
+        params, sections = _store(symbols, spec, self.options, coder, context)
         sections["refill"] = factors.astype("<f4").tobytes()
         value = self._restore(symbols, factors, spec)
         if not bool(torch.isfinite(value).all()):
@@ -183,10 +213,12 @@ def residual_to(target: F32, previous: F32, spec: TensorSpec) -> F32:
 
 
 def _store(
-    symbols: Symbols, spec: TensorSpec, options: ExcpOptions, context: Context
+    symbols: Symbols, spec: TensorSpec, options: ExcpSettings, coder: PlaneCoder, context: Context
 ) -> tuple[dict[str, JSON], dict[str, bytes]]:
     previous = _previous_symbols(context.reference, spec, options.bits)
-    payload = encode_plane(symbols.plane, 1 << options.bits, options.coder, previous, context.threads)
+    payload = coder(
+        symbols.plane, 1 << options.bits, previous, columns=_columns(spec), threads=context.threads
+    )
     sections = {"codebook": symbols.codebook.astype("<f4").tobytes(), "symbols": payload}
     return {"bits": options.bits}, sections
 
@@ -195,7 +227,11 @@ def _load(encoded: EncodedTensor, spec: TensorSpec, context: Context) -> U8:
     bits = integer(encoded.params, spec, "bits", 1, 8)
     previous = _previous_symbols(context.reference, spec, bits) if encoded.uses_reference else None
     payload = section(encoded, spec, "symbols")
-    return decode_plane(payload, spec.numel, 1 << bits, previous, context.threads)
+    return decode_plane(payload, spec.numel, 1 << bits, previous, context.threads, columns=_columns(spec))
+
+
+def _columns(spec: TensorSpec) -> int:
+    return max(matrix_shape(spec.shape)[1], 1)
 
 
 def _previous_symbols(reference: Held | None, spec: TensorSpec, bits: int) -> U8 | None:

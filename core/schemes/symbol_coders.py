@@ -8,31 +8,82 @@ Payload: one byte for the method, then
     3 cyclic    Huffman codes of the difference to the previous plane, modulo the alphabet
     4 rans      shrinkpoint.entropy.rans, alone
     5 given     rANS given the symbol at the same place in the previous plane
+    6 lstm      shrinkpoint.entropy.lstm
 """
 
 import lzma
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from shrinkpoint.entropy import lstm
 from shrinkpoint.entropy.huffman import decode_huffman, encode_huffman
 from shrinkpoint.entropy.rans import decode_symbols, encode_symbols, predict_bytes
 from shrinkpoint.entropy.symbols import count_symbols
 from shrinkpoint.errors import CorruptionError, FormatError
 
-__all__ = ["SymbolCoder", "decode_plane", "deflate", "encode_plane", "inflate", "uses_previous"]
+__all__ = [
+    "LstmCoder",
+    "PlaneCoder",
+    "StaticCoder",
+    "SymbolCoder",
+    "decode_plane",
+    "deflate",
+    "encode_plane",
+    "inflate",
+    "uses_previous",
+]
 
 U8 = npt.NDArray[np.uint8]
 
 SymbolCoder = Literal["packed", "lzma", "huffman", "cyclic", "rans"]
 """``packed`` is plain bits, ``cyclic`` needs a previous plane and is ``huffman`` without one, ``rans`` is smallest."""
 
-_PACKED, _LZMA, _HUFFMAN, _CYCLIC, _RANS, _GIVEN = range(6)
-_NEEDS_PREVIOUS = (_CYCLIC, _GIVEN)
+_PACKED, _LZMA, _HUFFMAN, _CYCLIC, _RANS, _GIVEN, _LSTM = range(7)
 _DICTIONARY = 8 << 20
 _CHUNK = 1 << 20  # symbols; a multiple of 8, so that every chunk ends with a whole byte
 _PRESET = 6
+
+
+class PlaneCoder(Protocol):
+    """Whatever makes payloads that `decode_plane` reads."""
+
+    def __call__(self, plane: U8, alphabet: int, previous: U8 | None, *, columns: int, threads: int) -> bytes:
+        """Code a plane of so many columns; the other arguments are those of `encode_plane`."""
+        ...
+
+
+@dataclass(frozen=True)
+class StaticCoder:
+    """`encode_plane` by one of its coders."""
+
+    coder: SymbolCoder
+
+    def __call__(self, plane: U8, alphabet: int, previous: U8 | None, *, columns: int, threads: int) -> bytes:
+        """See `PlaneCoder`."""
+        return encode_plane(plane, alphabet, self.coder, previous, threads)
+
+
+@dataclass(frozen=True)
+class LstmCoder:
+    """`shrinkpoint.entropy.lstm`: slow."""
+
+    options: lstm.LstmOptions
+    advance: lstm.Advance | None = None
+
+    def __call__(self, plane: U8, alphabet: int, previous: U8 | None, *, columns: int, threads: int) -> bytes:
+        """See `PlaneCoder`."""
+        return bytes([_LSTM]) + lstm.encode_plane(
+            plane,
+            alphabet,
+            columns=columns,
+            previous=previous,
+            options=self.options,
+            threads=threads,
+            advance=self.advance,
+        )
 
 
 def encode_plane(
@@ -64,9 +115,23 @@ def encode_plane(
 
 
 def decode_plane(
-    payload: bytes, count: int, alphabet: int, previous: U8 | None = None, threads: int = 1
+    payload: bytes,
+    count: int,
+    alphabet: int,
+    previous: U8 | None = None,
+    threads: int = 1,
+    *,
+    columns: int | None = None,
 ) -> U8:
-    """Inverse of `encode_plane`; the payload says how it was coded.
+    """Inverse of `encode_plane` and of every `PlaneCoder`; the payload says how it was coded.
+
+    Args:
+        payload: the bytes.
+        count: how many symbols there are.
+        alphabet: as given to the encoder.
+        previous: as given to the encoder, where `uses_previous`.
+        threads: threads that share a large plane's chunks.
+        columns: as given to the encoder; None for a plane of one row.
 
     Returns:
         uint8 (count,), each below `alphabet`.
@@ -77,8 +142,11 @@ def decode_plane(
     if not payload:
         raise FormatError("symbol plane: it has no bytes")
     method, body = payload[0], payload[1:]
-    if method in _NEEDS_PREVIOUS and (previous is None or previous.size != count):
+    if uses_previous(payload) and (previous is None or previous.size != count):
         raise FormatError("symbol plane: it is coded given a previous plane, and there is none")
+    if method == _LSTM:
+        columns = columns or max(count, 1)
+        return lstm.decode_plane(body, count, alphabet, columns=columns, previous=previous, threads=threads)
     if method == _RANS:
         return decode_symbols(body, None, count, alphabet, 1, threads=threads)
     if method == _GIVEN:
@@ -97,7 +165,9 @@ def decode_plane(
 
 
 def uses_previous(payload: bytes) -> bool:
-    """Whether a payload of `encode_plane` was coded given the previous plane."""
+    """Whether a payload was coded given the previous plane."""
+    if payload[:1] == bytes([_LSTM]):
+        return lstm.uses_previous(payload[1:])
     return payload[:1] in (bytes([_CYCLIC]), bytes([_GIVEN]))
 
 
