@@ -159,8 +159,9 @@ class Committer:
             mode=config.mode,
         )
         try:
-            records = [record_of(manifest, config.monitor) for manifest in self._store.manifests()]
-            self.open().collect(policy.select(records), grace_s=config.grace_s)
+            seen = self._store.manifests()
+            records = [record_of(manifest, config.monitor) for manifest in seen]
+            self.open().collect(policy.select(records), seen=seen, grace_s=config.grace_s)
         except FencedError:
             raise
         except (

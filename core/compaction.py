@@ -114,8 +114,7 @@ def compact(store: RunStore, rebased: Rebased, *, grace_s: float = DEFAULT_GRACE
             replaces=source,
         )
         pins = _move_pins(store, writer, source, manifest)
-        keep = {other.seq for other in store.manifests()} - {source.seq}
-        writer.collect(keep, grace_s=grace_s)
+        writer.collect((), seen=[source], grace_s=grace_s)
     return Compacted(manifest=manifest, source=source, pins=pins)
 
 

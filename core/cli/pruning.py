@@ -27,7 +27,6 @@ from shrinkpoint.store.manifest import Manifest
 
 __all__ = ["pin", "prune", "unpin"]
 
-_COMMITS_MEANWHILE = 1000
 
 _CLOCK_TICKS = (0.02, 1.1, 1.1)
 """Seconds until what one pass unpublished is older than "now" for the next: ticks of a file system's and of S3's clock."""
@@ -137,16 +136,14 @@ def _report(plan: _Plan) -> dict[str, Any]:
 
 
 def _collect(run: OpenRun, plan: _Plan, grace: float) -> dict[str, Any]:
-    last = max((manifest.seq for manifest in (*plan.keep, *plan.remove)), default=-1)
-    # What a training that is under way has committed since the plan was made was never judged: it stays.
-    keep = {manifest.seq for manifest in plan.keep} | set(range(last + 1, last + 1 + _COMMITS_MEANWHILE))
+    keep, seen = {manifest.seq for manifest in plan.keep}, [*plan.keep, *plan.remove]
     with run.store.writer() as writer:
-        collected = writer.collect(keep, grace_s=grace)
+        collected = writer.collect(keep, seen=seen, grace_s=grace)
         for pause in _CLOCK_TICKS if grace == 0 else ():
             if not collected.waiting:
                 break
             time.sleep(pause)
-            collected = writer.collect(keep, grace_s=grace)
+            collected = writer.collect(keep, seen=seen, grace_s=grace)
     return {"containers_waiting": collected.waiting, "unreadable": list(collected.damaged)}
 
 

@@ -61,6 +61,7 @@ def collect(
     catalog: Catalog,
     *,
     keep: Collection[int],
+    seen: Collection[str] | None,
     protect: Collection[str],
     check_fence: Callable[[Listing], None],
     grace_s: float,
@@ -72,6 +73,8 @@ def collect(
         objects: The run's object store.
         catalog: Its manifests.
         keep: Sequence numbers to keep. Pinned ones and the newest whose containers are all there are kept anyway.
+        seen: Digests of the manifests that `keep` was chosen from; any other one was committed since, and stays. None:
+            all that are there.
         protect: Digests of manifests to keep besides.
         check_fence: Raises FencedError where a listing shows that another writer has taken over.
         grace_s: How long blobs outlive the last manifest that named them.
@@ -87,7 +90,8 @@ def collect(
     wanted = set(keep) | set(catalog.pins().values())
     newest = next((m for m in listing.manifests if _is_whole(m, sizes)), None)
     spared = {*protect, *([newest.digest] if newest else [])}
-    doomed = [m for m in listing.manifests if m.seq not in wanted and m.digest not in spared]
+    judged = [m for m in listing.manifests if seen is None or m.digest in seen]
+    doomed = [m for m in judged if m.seq not in wanted and m.digest not in spared]
     if not dry_run:
         _unpublish(objects, catalog, doomed)
     gone = {manifest.digest for manifest in doomed}

@@ -167,7 +167,12 @@ class RunWriter:
             self._objects.delete([pin_key(name)])
 
     def collect(
-        self, keep: Collection[int], *, grace_s: float = gc.DEFAULT_GRACE_S, dry_run: bool = False
+        self,
+        keep: Collection[int],
+        *,
+        seen: Collection[Manifest] | None = None,
+        grace_s: float = gc.DEFAULT_GRACE_S,
+        dry_run: bool = False,
     ) -> gc.GcReport:
         """Remove checkpoints that are not kept, and blobs that nothing has needed for ``grace_s`` seconds.
 
@@ -175,6 +180,8 @@ class RunWriter:
 
         Args:
             keep: Sequence numbers, as chosen by :class:`shrinkpoint.retention.RetentionPolicy`.
+            seen: The manifests that ``keep`` was chosen from. What another process has committed since then was never judged,
+                and stays. None: all that are there now.
             grace_s: Seconds, by the store's clock. Below two hours only where no second writer or reader exists.
             dry_run: Report only.
 
@@ -191,6 +198,7 @@ class RunWriter:
                 self._objects,
                 self._catalog,
                 keep=keep,
+                seen=None if seen is None else {manifest.digest for manifest in seen},
                 protect=[self.last.digest] if self.last else self._protect,
                 check_fence=self._check_fence,
                 grace_s=grace_s,

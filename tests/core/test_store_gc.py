@@ -59,6 +59,17 @@ def run() -> Run:
     return Run()
 
 
+def test_what_was_committed_after_the_choice_stays(run: Run) -> None:
+    first, second = run.base(1), run.base(2)
+    other = run.store.writer()
+    seen = run.store.manifests()
+    late = save(run.writer, 3, None)  # by the older of two writers, before it learns of the other one
+    save(other, 4, None)
+    assert other.collect([second.seq], seen=seen).removed == (first.seq,)
+    assert {m.digest for m in run.store.manifests()} > {second.digest, late.digest}
+    assert late.seq in other.collect([second.seq]).removed
+
+
 def test_two_phases(run: Run) -> None:
     first = run.base(1)
     second = run.base(2)

@@ -125,9 +125,10 @@ class _Worker:
         self.parent = manifest
 
     def retire(self, keep: int) -> None:
-        seqs = [manifest.seq for manifest in self.store.manifests()]
+        seen = self.store.manifests()
+        seqs = [manifest.seq for manifest in seen]
         self.journal.write("retire", seqs=seqs[keep:])  # before it happens: what may be gone afterwards
-        self.writer.collect(seqs[:keep], grace_s=self.config.grace_s)
+        self.writer.collect(seqs[:keep], seen=seen, grace_s=self.config.grace_s)
         self.journal.write("retired", seqs=seqs[keep:])
 
     def run(self) -> None:
