@@ -23,6 +23,7 @@ from shrinkpoint.trial import restored_state
 __all__ = ["Measure", "Plan", "Planner"]
 
 _NAMED = 5
+_AIM = 0.7  # of what should hold by proportion
 
 
 class Planner:
@@ -92,10 +93,12 @@ class Planner:
         plan = replace(plan, resumed=self._resumed(plan, occasion, resume))
         if self._holds(plan):
             return plan
-        told = f"after {max(plan.resumed)} resumed steps the loss was {plan.resumed[max(plan.resumed)]:+.3g}"
-        stricter = strategy.measured(occasion, measure, self._budget.share * self._budget.share / max(
-            plan.resumed.values()
-        ))  # fmt: skip
+        left = plan.resumed[max(plan.resumed)]
+        told = f"after {max(plan.resumed)} resumed steps the loss was {left:+.3g}"
+        cost = (
+            plan.degradation if plan.degradation is not None and plan.degradation > 0 else self._budget.share
+        )
+        stricter = strategy.measured(occasion, measure, _AIM * cost * self._budget.share / left)
         if stricter.configuration == "exact":
             return replace(stricter, reason=f"{told}; {stricter.reason}")
         stricter = replace(stricter, resumed=self._resumed(stricter, occasion, resume))
