@@ -44,7 +44,7 @@ class ItmoOptions(ExcpSettings):
     """The paper's s: how many saves back the reference lies; only 1 is possible."""
     width: int = 32
     """Units of each of the two layers, a multiple of 4; the paper has 512. Time grows with its square."""
-    rate: int = 7
+    rate: int = 6
     """The learning rate is 2^-rate."""
     chunk: int = 18
     """The network starts anew after 2^chunk symbols; threads share the chunks."""
@@ -93,7 +93,7 @@ class ITMO:
             warnings.warn(
                 f"the scheme 'itmo' codes {symbols:,} symbols with an LSTM, twice: to write and to verify them. That takes"
                 f" up to {_readable(seconds)} of one core at every save, and half of it at every restore. It is meant for"
-                " comparison: scheme='auto' is smaller, and thousands of times as fast",
+                " comparison: scheme='auto' is smaller, and hundreds of times as fast",
                 ShrinkpointWarning,
                 stacklevel=2,
             )
