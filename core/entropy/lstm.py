@@ -10,7 +10,7 @@ Both sides must agree on every probability to the last bit, for ever and on any 
 back as it was, or that is no shorter for it, leaves the plane to :mod:`shrinkpoint.entropy.rans`.
 
 What differs from the paper: layers are 32 units wide by default and not 512, which would take hours for a small model,
-and learn faster (1/64, where the paper has 1/1000 for its 512), the embedding is one with the first layer's input
+and learn faster (1/128, where the paper has 1/1000 for its 512), the embedding is one with the first layer's input
 weights, and the network starts from the plane's frequencies rather than from chance. Not stated there, and chosen here:
 symbols in raster order; the neighbourhood row by row with the symbol at the same place last, zeros outside of the plane;
 every chunk starts anew.
@@ -72,7 +72,7 @@ class LstmOptions:
 
     width: int = 32
     """Units per layer, a multiple of 4; the paper has 512."""
-    rate: int = 6
+    rate: int = 7
     """The learning rate is 2^-rate: wide layers want a smaller one."""
     chunk: int = 18
     """A chunk has at most 2^chunk symbols: threads share the chunks, and each learns from nothing."""

@@ -44,7 +44,7 @@ class ItmoOptions(ExcpSettings):
     """The paper's s: how many saves back the reference lies; only 1 is possible."""
     width: int = 32
     """Units of each of the two layers, a multiple of 4; the paper has 512. Time grows with its square."""
-    rate: int = 6
+    rate: int = 7
     """The learning rate is 2^-rate."""
     chunk: int = 18
     """The network starts anew after 2^chunk symbols; threads share the chunks."""

@@ -4,7 +4,7 @@
 
 A small GPT is trained for 200 steps and saved every 50. The last save's planes of one of its blocks are coded, given
 those of the save before: ExCP's symbols, for which the LSTM was published (arXiv 2506.12000), and those of shrinkpoint's own
-lattices: how many steps each weight has moved, and the levels of the first moments. That takes one or two minutes
+lattices: how many steps each weight has moved, and the levels of the first moments. That takes some two minutes
 after the training; ``--blocks 4`` takes the whole model. ``--states`` takes a folder of ``step_XXXX.pt`` files (keys model,
 optim, param_names) instead of a training, and ``--steps`` which four of them.
 
@@ -157,7 +157,7 @@ def main() -> None:
     parser.add_argument("--alpha", type=float, default=1e-3, help="ExCP's threshold (default 1e-3)")
     parser.add_argument("--scale", type=float, default=1.0, help="of the lattice's steps (default 1)")
     parser.add_argument("--width", type=int, default=32, help="units per layer (default 32)")
-    parser.add_argument("--rate", type=int, default=6, help="learning rate 2^-rate (default 6)")
+    parser.add_argument("--rate", type=int, default=7, help="learning rate 2^-rate (default 7)")
     options = parser.parse_args()
     found = states_of(options.states, options.steps) if options.states else states_of_training(options.steps)
     states = list(found)
