@@ -1,0 +1,154 @@
+"""Every scheme with the options that it is compared with: as published, as mended, and swept where size trades for loss."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from schemes_cache import digest
+
+from shrinkpoint.schemes.adaptive import AdaptiveOptions
+from shrinkpoint.schemes.auto import AutoOptions
+from shrinkpoint.schemes.base import Occasion, Scheme
+from shrinkpoint.schemes.catalogue import SCHEMES, build, options_of
+from shrinkpoint.schemes.delta_dnn import DeltaDnnOptions
+from shrinkpoint.schemes.excp_codecs import ExcpOptions
+from shrinkpoint.schemes.gobo import GoboOptions
+from shrinkpoint.schemes.inshrinkerator import Inshrinkerator, InshrinkeratorOptions, Weights
+from shrinkpoint.schemes.lc_checkpoint import LCCheckpointOptions
+from shrinkpoint.schemes.partial import PartialOptions, ScarOptions
+from shrinkpoint.schemes.uniform import UniformOptions
+from shrinkpoint.search.space import Configuration
+
+__all__ = ["SETTINGS", "SLICED", "SLOW", "Setting", "chosen", "known"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One scheme with its options."""
+
+    scheme: str
+    label: str
+    options: Any = None
+    configuration: Configuration | None = None
+    """Of Inshrinkerator, which has no settings of its own but those that its search chooses."""
+    restores: bool = False
+    """Whether runs are restored ten times with it: the few that stand for their scheme."""
+
+    @property
+    def key(self) -> str:
+        """Another one for other options; labels are for readers."""
+        options = asdict(self.options) if self.options is not None else None
+        configuration = self.configuration.to_json() if self.configuration is not None else None
+        return digest({"options": options, "configuration": configuration})
+
+    def build(self, occasion: Occasion) -> Scheme:
+        """The scheme for one save."""
+        if self.configuration is None:
+            return build(self.scheme, self.options, occasion)
+        options = self.options or InshrinkeratorOptions()
+        weights = Weights(occasion.state, options, occasion.gradients)
+        return Inshrinkerator(options, weights, self.configuration)
+
+
+def _auto() -> Iterator[Setting]:
+    for scale in (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0):
+        options = AutoOptions(weight_scale=scale)
+        yield Setting(
+            scheme="auto", label=f"scale {scale:g}", options=options, restores=scale in (0.5, 1.0, 2.0)
+        )
+    for effort in ("fast", "max"):
+        yield Setting(
+            scheme="auto", label=f"scale 1, {effort}", options=AutoOptions(weight_scale=1.0, effort=effort)
+        )
+
+
+def _excp() -> Iterator[Setting]:
+    """As published, then with the second moments restored as row times column, which is the better half."""
+    for refill, words in (("none", ""), ("factored", ", refilled")):
+        for alpha in (5e-5, 2e-4, 5e-4, 1e-3, 3e-3):
+            options = ExcpOptions(alpha=alpha, refill=refill)
+            often = alpha in (5e-5, 1e-3)
+            yield Setting(scheme="excp", label=f"alpha {alpha:g}{words}", options=options, restores=often)
+    for alpha in (2e-4, 1e-3):
+        options = ExcpOptions(alpha=alpha, refill="factored", coder="rans", base_moments="quantized")
+        yield Setting(scheme="excp", label=f"alpha {alpha:g}, refilled, rANS, lossy base", options=options)
+
+
+def _inshrinkerator() -> Iterator[Setting]:
+    mild = Configuration(bins=32, prune=0.0, protect=0.01, metric="sensitivity", embedding_bins=32)
+    harsh = Configuration(bins=8, prune=0.3, protect=0.005, metric="sensitivity", embedding_bins=16)
+    for label, configuration in (("mild", mild), ("harsh", harsh)):
+        yield Setting(scheme="inshrinkerator", label=label, configuration=configuration, restores=True)
+
+
+def _weights_only() -> Iterator[Setting]:
+    """The schemes for weights: as published, moments exact; and with Adam's moments in levels, which the whole state needs."""
+    published: Sequence[tuple[str, str, Any]] = (
+        ("lc-checkpoint", "2 bit", LCCheckpointOptions(bits=2)),
+        ("lc-checkpoint", "3 bit", LCCheckpointOptions()),
+        ("lc-checkpoint", "3 bit, mended", LCCheckpointOptions(representative="mean", priority="energy", paired=True)),
+        ("uniform", "by entropy", UniformOptions()),
+        ("uniform", "8 bit", UniformOptions(bits=8)),
+        ("adaptive", "4 bit", AdaptiveOptions()),
+        ("adaptive", "8 bit", AdaptiveOptions(bits=8)),
+        ("gobo", "3 bit", GoboOptions()),
+        ("gobo", "5 bit", GoboOptions(bits=5)),
+        ("delta-dnn", "1e-2", DeltaDnnOptions(error_bound=1e-2)),
+        ("delta-dnn", "1e-3", DeltaDnnOptions()),
+        ("topn", "a tenth", PartialOptions()),
+        ("topn", "half", PartialOptions(fraction=0.5)),
+        ("scar", "an eighth", ScarOptions()),
+        ("scar", "half", ScarOptions(fraction=0.5)),
+    )  # fmt: skip
+    for scheme, label, options in published:
+        default = options == options_of(scheme)
+        yield Setting(scheme=scheme, label=label, options=options, restores=default)
+        moments = replace(options, moments="levels")
+        yield Setting(scheme=scheme, label=f"{label}, moments too", options=moments)
+
+
+SLOW = frozenset({"itmo"})
+"""Schemes that are measured on a slice alone, and stand in no table of speeds."""
+
+SETTINGS: tuple[Setting, ...] = (
+    *_auto(),
+    *_excp(),
+    *_inshrinkerator(),
+    *_weights_only(),
+    Setting(scheme="lossless", label="exact"),
+)
+
+
+def _sliced() -> Iterator[Setting]:
+    """Those that are compared on a slice: an LSTM takes hours for a whole state."""
+    for slow in SLOW & set(SCHEMES):
+        itmo = options_of(slow)
+        for alpha in (2e-4, 1e-3):
+            options = replace(itmo, alpha=alpha, refill="factored", base_moments="quantized")
+            yield Setting(scheme=slow, label=f"alpha {alpha:g}, refilled, lossy base", options=options)
+    yield from (setting for setting in SETTINGS if setting.label.endswith("lossy base"))
+    yield from (setting for setting in SETTINGS if setting.scheme == "auto" and "," not in setting.label)
+
+
+SLICED: tuple[Setting, ...] = tuple(_sliced())
+
+
+def known(texts: Iterable[str]) -> list[str]:
+    """What the user named: schemes, or ``scheme:label``; several by commas where no label holds one.
+
+    Raises:
+        ValueError: a name stands for nothing.
+    """
+    names = {name for s in (*SETTINGS, *SLICED) for name in (s.scheme, f"{s.scheme}:{s.label}")}
+    found = [name for text in texts for name in ([text] if text in names else text.split(","))]
+    unknown = sorted(set(found) - names)
+    if unknown:
+        raise ValueError(f"no setting is called {', '.join(unknown)}; there are {'; '.join(sorted(names))}")
+    return found
+
+
+def chosen(settings: Sequence[Setting], only: Collection[str]) -> list[Setting]:
+    """The settings whose scheme, or ``scheme:label``, is named; all of them if nothing is."""
+    return [s for s in settings if not only or s.scheme in only or f"{s.scheme}:{s.label}" in only]
