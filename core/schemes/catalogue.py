@@ -14,6 +14,7 @@ from shrinkpoint.schemes.excp import ExCP
 from shrinkpoint.schemes.excp_codecs import ExcpOptions
 from shrinkpoint.schemes.gobo import Gobo, GoboOptions
 from shrinkpoint.schemes.inshrinkerator import Inshrinkerator, InshrinkeratorOptions, Weights
+from shrinkpoint.schemes.itmo import ITMO, ItmoOptions
 from shrinkpoint.schemes.lc_checkpoint import LCCheckpoint, LCCheckpointOptions
 from shrinkpoint.schemes.lossless import Lossless
 from shrinkpoint.schemes.partial import PartialOptions, Scar, ScarOptions, TopN
@@ -27,6 +28,7 @@ SchemeName = Literal[
     "inshrinkerator",
     "lc-checkpoint",
     "excp",
+    "itmo",
     "uniform",
     "adaptive",
     "gobo",
@@ -55,6 +57,7 @@ _RECIPES: Mapping[str, _Recipe] = MappingProxyType(
         "inshrinkerator": _Recipe(InshrinkeratorOptions, _inshrinkerator),
         "lc-checkpoint": _Recipe(LCCheckpointOptions, lambda o, _: LCCheckpoint(options=o)),
         "excp": _Recipe(ExcpOptions, lambda o, at: ExCP(options=o, reference=at.reference)),
+        "itmo": _Recipe(ItmoOptions, lambda o, at: ITMO(options=o, reference=at.reference)),
         "uniform": _Recipe(UniformOptions, lambda o, _: Uniform(options=o)),
         "adaptive": _Recipe(AdaptiveOptions, lambda o, _: Adaptive(options=o)),
         "gobo": _Recipe(GoboOptions, lambda o, _: Gobo(options=o)),
