@@ -21,8 +21,9 @@ __all__ = ["Decoded", "EncodedState", "decode_chain", "encode_state", "restored_
 T = TypeVar("T")
 R = TypeVar("R")
 
-# Second moments are restored first: they scale the first ones, and both may explain the weights.
-_ORDER = {Role.EXP_AVG_SQ: 0, Role.EXP_AVG: 1, Role.WEIGHT: 2}
+# Second moments are restored first: they scale the first ones, and both may explain the weights. A weight of half
+# precision follows its master, of which it is the rounded value.
+_ORDER = {Role.EXP_AVG_SQ: 0, Role.EXP_AVG: 1, Role.MASTER: 2, Role.WEIGHT: 3}
 
 
 @dataclass(frozen=True)
@@ -287,19 +288,29 @@ def _groups(specs: Iterable[TensorSpec]) -> list[list[TensorSpec]]:
     groups: dict[str, list[TensorSpec]] = {}
     for spec in specs:
         groups.setdefault(spec.tag.parameter or f"/{spec.name}", []).append(spec)
-    return [sorted(group, key=lambda spec: _ORDER.get(spec.tag.role, 3)) for group in groups.values()]
+    return [
+        sorted(group, key=lambda spec: _ORDER.get(spec.tag.role, len(_ORDER))) for group in groups.values()
+    ]
 
 
 def _siblings(
     values: Mapping[str, torch.Tensor], spec: TensorSpec, group: Sequence[TensorSpec]
 ) -> dict[str, torch.Tensor]:
-    """Earlier tensors that stand beside this one in the state: the other moments of the same optimizer."""
+    """Earlier tensors that stand beside this one in the state: the other moments of the same optimizer.
+
+    A weight also gets its master, the first one of its shape, wherever that stands.
+    """
     folder = spec.name.rpartition("/")[0]
-    return {
+    siblings = {
         other.tag.role.value: values[other.name]
         for other in group
         if other.name in values and other.name.rpartition("/")[0] == folder
     }
+    if spec.tag.role is Role.WEIGHT:
+        for other in group:
+            if other.tag.role is Role.MASTER and other.shape == spec.shape and other.name in values:
+                siblings.setdefault(Role.MASTER.value, values[other.name])
+    return siblings
 
 
 def _beside(spec: TensorSpec, earlier: Iterable[tuple[TensorSpec, Held]]) -> dict[str, Held]:

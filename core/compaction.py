@@ -5,28 +5,33 @@ checkpoints; it is made and verified before anything old is let go, and the old 
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from types import MappingProxyType
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
 
-import numpy as np
+import torch
 
-from shrinkpoint.coding import Decoded, decode_chain
+from shrinkpoint.coding import Decoded, decode_chain, encode_state
 from shrinkpoint.container.layout import Checkpoint, Entry
 from shrinkpoint.container.reader import read_container
 from shrinkpoint.container.writer import write_container
-from shrinkpoint.entropy.rans import encode_symbols
-from shrinkpoint.errors import ConfigError, CorruptionError, FormatError, NoCheckpointError
-from shrinkpoint.levels import encode_levels
+from shrinkpoint.digest import tensor_digest
+from shrinkpoint.errors import (
+    CannotRepresentError,
+    ConfigError,
+    CorruptionError,
+    FormatError,
+    NoCheckpointError,
+)
 from shrinkpoint.saver import decode_checkpoint
-from shrinkpoint.schemes.base import Context, EncodedTensor, Held, Planes
+from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Held, Planes, Rebasable, TensorCodec
 from shrinkpoint.schemes.exact import ExactCodec
-from shrinkpoint.schemes.levels import LevelsCodec
-from shrinkpoint.schemes.moments import FirstMomentCodec, SecondMomentCodec
 from shrinkpoint.schemes.registry import codec_for_reading
+from shrinkpoint.state import TensorSpec, TrainingState
 from shrinkpoint.store.gc import DEFAULT_GRACE_S
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.run import RunStore, RunWriter
+from shrinkpoint.tree import JSON
 
 __all__ = ["Compacted", "Rebased", "compact", "rebase", "rebase_checkpoint"]
 
@@ -72,7 +77,7 @@ def rebase(store: RunStore, manifest: Manifest, *, threads: int = 1) -> Rebased:
     """
     _check_source(store, manifest)
     decoded = decode_checkpoint(manifest, store.fetch(manifest), threads=threads)
-    checkpoint, exactly = rebase_checkpoint(decoded)
+    checkpoint, exactly = rebase_checkpoint(decoded, threads=threads)
     container = write_container(checkpoint)
     again = decode_chain([read_container(container)], threads=threads)
     if again.checkpoint.state_digest != manifest.state_digest:
@@ -153,67 +158,90 @@ def _meta(rebased: Rebased) -> dict[str, Any]:
 # ---- one checkpoint
 
 
-def rebase_checkpoint(decoded: Decoded) -> tuple[Checkpoint, tuple[str, ...]]:
+def rebase_checkpoint(decoded: Decoded, *, threads: int = 1) -> tuple[Checkpoint, tuple[str, ...]]:
     """Code a decoded checkpoint without references.
 
     Args:
         decoded: the checkpoint with what its reader holds.
+        threads: parameters handled side by side.
 
     Returns:
         The base, with the same tensor digests; and the tensors that had to be stored exactly to get there.
     """
-    entries: list[Entry] = []
-    exactly: list[str] = []
-    for entry in decoded.checkpoint.entries:
-        encoded = _alone(entry, decoded)
-        if encoded.codec != entry.encoded.codec:
-            exactly.append(entry.spec.name)
-        entries.append(replace(entry, encoded=encoded))
-    checkpoint = replace(decoded.checkpoint, kind="base", parent=None, entries=tuple(entries))
-    return checkpoint, tuple(exactly)
-
-
-def _alone(entry: Entry, decoded: Decoded) -> EncodedTensor:
-    """The same tensor, decodable without a predecessor."""
-    encoded = entry.encoded
-    if not encoded.uses_reference:
-        return encoded
-    held = decoded.held[entry.spec.name]
-    recode = _RECODE.get(encoded.codec)
-    if recode is not None:
-        candidate = replace(encoded, sections=dict(encoded.sections) | recode(held), uses_reference=False)
-        if _decodes_to(candidate, entry, held.planes):
-            return candidate
-    return ExactCodec().encode(decoded.state.tensors[entry.spec.name], entry.spec, Context()).encoded
-
-
-def _decodes_to(encoded: EncodedTensor, entry: Entry, planes: Planes) -> bool:
-    try:
-        decoded = codec_for_reading(encoded.codec).decode(encoded, entry.spec, Context())
-    except FormatError:
-        return False
-    return decoded.keys() == planes.keys() and all(
-        np.array_equal(decoded[name], planes[name]) for name in planes
+    source = decoded.checkpoint
+    coded = encode_state(
+        decoded.state,
+        _Again(decoded),
+        step=source.step,
+        reference=None,
+        parent=None,
+        provenance=source.provenance,
+        threads=threads,
     )
+    codecs = {entry.spec.name: entry.encoded.codec for entry in source.entries}
+    exactly = tuple(name for name in coded.kept_exactly if codecs[name] != ExactCodec.id)
+    return coded.checkpoint, exactly
 
 
-def _plain_symbols(alphabet: int) -> Callable[[Held], dict[str, bytes]]:
-    return lambda held: {"levels": encode_symbols(_plane(held), None, alphabet, 1)}
+class _Again:
+    """The scheme that stores a checkpoint's tensors by the codecs that they have, without references."""
+
+    name: ClassVar[str] = "again"
+
+    def __init__(self, decoded: Decoded) -> None:
+        self._decoded = decoded
+
+    def codecs(self, state: TrainingState) -> Mapping[str, Callable[[], TensorCodec]]:
+        """See `Scheme.codecs`."""
+        held = self._decoded.held
+        return {
+            entry.spec.name: partial(_AgainCodec, entry, held[entry.spec.name])
+            for entry in self._decoded.checkpoint.entries
+        }
+
+    def describe(self) -> JSON:
+        """See `Scheme.describe`: the checkpoint's own."""
+        return self._decoded.checkpoint.scheme
 
 
-def _levels(held: Held) -> dict[str, bytes]:
-    return {"levels": encode_levels(_plane(held), held.params["levels"], None, None)}
+class _AgainCodec:
+    """Stores one tensor as it is stored already, or as its codec makes a base of it."""
 
+    id: ClassVar[str] = "again"
+    needs: ClassVar[tuple[str, ...]] = ()
 
-def _plane(held: Held) -> Any:
-    return np.ascontiguousarray(held.planes["levels"], dtype=np.uint8)
+    def __init__(self, entry: Entry, held: Held) -> None:
+        self._entry, self._held = entry, held
+        self._codec = codec_for_reading(entry.encoded.codec)
 
+    def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
+        """See `TensorCodec.encode`; what does not restore to the digest that the delta has is refused."""
+        encoded = self._alone(context)
+        if encoded is None:
+            raise CannotRepresentError(f"{spec.name}: codec {self._codec.id!r} needs a predecessor")
+        try:
+            planes = self._codec.decode(encoded, spec, context)
+            value = self._codec.reconstruct(encoded, planes, spec, context)
+        except FormatError as error:
+            raise CannotRepresentError(f"{spec.name}: {error}") from error
+        if tensor_digest(value) != self._entry.digest:
+            raise CannotRepresentError(f"{spec.name}: a base of it restores to other values")
+        return Coded(encoded, planes, value)
 
-# The one section of each codec that may depend on the predecessor, coded without it. Alphabets are the format's.
-_RECODE: Mapping[str, Callable[[Held], dict[str, bytes]]] = MappingProxyType(
-    {
-        LevelsCodec.id: _levels,
-        SecondMomentCodec.id: _plain_symbols(122),
-        FirstMomentCodec.id: _plain_symbols(63),
-    }
-)
+    def _alone(self, context: Context) -> EncodedTensor | None:
+        encoded = self._entry.encoded
+        if not encoded.uses_reference:
+            return encoded
+        if not isinstance(self._codec, Rebasable):
+            return None
+        return self._codec.rebase(encoded, self._held, self._entry.spec, context.beside)
+
+    def decode(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> Planes:
+        """See `TensorCodec.decode`."""
+        return self._codec.decode(encoded, spec, context)
+
+    def reconstruct(
+        self, encoded: EncodedTensor, planes: Planes, spec: TensorSpec, context: Context
+    ) -> torch.Tensor:
+        """See `TensorCodec.reconstruct`."""
+        return self._codec.reconstruct(encoded, planes, spec, context)

@@ -6,7 +6,7 @@ from torch import nn
 from shrinkpoint.state import Describe, LayerType, Role, Tag
 from shrinkpoint.tree import Path
 
-__all__ = ["describe_training", "model_tags", "moment_role", "optimizer_parameter_names"]
+__all__ = ["describe_training", "is_master", "model_tags", "moment_role", "optimizer_parameter_names"]
 
 _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
@@ -20,7 +20,18 @@ _NORMS = (
 _ATTENTION_WORDS = ("attn", "attention")
 
 # The moments' names in torch.optim, and what other libraries' Adams call them.
-_MOMENTS = {"exp_avg": Role.EXP_AVG, "exp_avg_sq": Role.EXP_AVG_SQ}
+_MOMENTS = {"exp_avg": Role.EXP_AVG, "exp_avg_sq": Role.EXP_AVG_SQ, "momentum_buffer": Role.EXP_AVG}
+# What mixed-precision optimizers call their fp32 copies of half-precision parameters.
+_MASTERS = (
+    "master",
+    "master_param",
+    "master_params",
+    "master_weight",
+    "master_weights",
+    "fp32_master",
+    "fp32_param",
+    "master_fp32",
+)
 # Optimizers, by a part of their class's name, whose two moments are running means of one gradient and of its square.
 # Under the same names ADOPT and Adafactor average updates that are divided already, and SOAP squares a rotated gradient.
 _ADAMS = ("adam", "lamb")
@@ -79,12 +90,25 @@ def optimizer_parameter_names(optimizer: torch.optim.Optimizer, module: nn.Modul
 
 
 def moment_role(key: str, optimizer: torch.optim.Optimizer) -> Role:
-    """The role of an optimizer state's entry by its key; `Role.OTHER` for everything but Adam's two moments.
+    """The role of an optimizer state's entry by its key; `Role.OTHER` for everything but moments.
 
-    A second moment counts only where it is of Adam's kind, for first moments are coded in units of its root.
+    A second moment counts only where it is of Adam's kind, for first moments are coded in units of its root. SGD's
+    momentum is a first moment without a second.
     """
     role = _MOMENTS.get(key, Role.OTHER)
     return Role.OTHER if role is Role.EXP_AVG_SQ and not _is_adam(optimizer) else role
+
+
+def is_master(key: str, tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether an optimizer state's entry is the fp32 copy of a half-precision parameter that the optimizer updates.
+
+    Args:
+        key: the entry's key.
+        tensor: the entry.
+        parameter: the model's parameter that it belongs to.
+    """
+    halved = parameter.dtype in (torch.float16, torch.bfloat16) and tensor.dtype is torch.float32
+    return key in _MASTERS and halved and tensor.shape == parameter.shape
 
 
 def _is_adam(optimizer: torch.optim.Optimizer) -> bool:
@@ -123,13 +147,14 @@ def describe_training(
             index, _, parameter, key = path[depth:]
             name = names.get((index, parameter))
             weight = tags.get(name) if name is not None else None
-            role = moment_role(key, optimizers[int(index)]) if weight is not None else Role.OTHER
-            if weight is not None and role is not Role.OTHER and tensor.shape == _shape(module, name):
+            if name is None or weight is None:
+                return Tag()
+            live = module.get_parameter(name)
+            role = moment_role(key, optimizers[int(index)])
+            if is_master(key, tensor, live):
+                role = Role.MASTER
+            if role is not Role.OTHER and tensor.shape == live.shape:
                 return Tag(role=role, layer_type=weight.layer_type, parameter=weight.parameter)
         return Tag()
 
     return describe
-
-
-def _shape(module: nn.Module, name: str | None) -> torch.Size | None:
-    return module.get_parameter(name).shape if name is not None else None

@@ -24,6 +24,7 @@ class Role(str, Enum):
     WEIGHT = "weight"
     EXP_AVG = "exp_avg"
     EXP_AVG_SQ = "exp_avg_sq"
+    MASTER = "master"
     BUFFER = "buffer"
     OTHER = "other"
 

@@ -19,6 +19,7 @@ __all__ = [
     "Occasion",
     "Planes",
     "Quantizer",
+    "Rebasable",
     "Scheme",
     "TensorCodec",
 ]
@@ -129,6 +130,24 @@ class Quantizer(Protocol):
 
         Raises:
             CannotRepresentError: as ``encode``.
+        """
+        ...
+
+
+@runtime_checkable
+class Rebasable(Protocol):
+    """A codec of deltas that can store what a reader holds without a predecessor; others are then stored exactly."""
+
+    def rebase(
+        self, encoded: EncodedTensor, held: Held, spec: TensorSpec, beside: Mapping[str, Held]
+    ) -> EncodedTensor | None:
+        """The same tensor, decodable without a predecessor, or None where it cannot be had.
+
+        Args:
+            encoded: the tensor as a delta.
+            held: what its reader holds.
+            spec: the tensor.
+            beside: as `Context.beside` of the new checkpoint.
         """
         ...
 

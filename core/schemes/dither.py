@@ -3,21 +3,28 @@
 Quantizing ``x + d`` and subtracting d again leaves an error that is uniform and independent of x (Schuchman 1964; Zamir
 and Feder 1992): nothing is pulled towards a level, so nothing is lost systematically when a run is restored again and
 again, and the error's variance is half of stochastic rounding's on average.
+
+What lies near a cell's border leaves the cell most easily. Coders are told the distance to it in half octaves, for they
+care about small ones: nearly all of a small value's levels that are not zero have a dither close to +-1/2.
 """
+
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
-from shrinkpoint.schemes.planes import F32
+from shrinkpoint.schemes.planes import F32, U8
 
-__all__ = ["DITHER_BUCKETS", "bucket", "dither"]
+__all__ = ["EDGE_CLASSES", "SEEDS", "dither", "dither_edges", "edge_table"]
 
-DITHER_BUCKETS = 8
-"""Classes of an offset that coders use as context."""
+SEEDS = 2**32
+"""Seeds are below."""
 
-_CHUNK = 1 << 18
-_WEYL = np.uint64(0x9E37_79B9_7F4A_7C15)
-_MIX = ((30, np.uint64(0xBF58_476D_1CE4_E5B9)), (27, np.uint64(0x94D0_49BB_1331_11EB)))
+EDGE_CLASSES = 20
+"""Classes of a place in a cell, ascending from its lower to its upper border."""
+
+# distances from a border in 1/512 of a cell at which classes end, half an octave each
+_ENDS = (8, 11, 16, 23, 32, 45, 64, 91, 128, 256)
 
 
 def dither(seed: int, count: int) -> F32:
@@ -31,23 +38,26 @@ def dither(seed: int, count: int) -> F32:
         fp32 (count,), odd multiples of 2**-17 in (-1/2, 1/2): element i depends on `seed` and i alone (SplitMix64 as a
         counter-based generator; Steele, Lea and Flood 2014).
     """
-    offsets = np.empty(count, np.float32)
-    start = np.uint64(seed) << np.uint64(32)
-    for first in range(0, count, _CHUNK):
-        last = min(count, first + _CHUNK)
-        with np.errstate(over="ignore"):
-            bits = (np.arange(first + 1, last + 1, dtype=np.uint64) + start) * _WEYL
-            for shift, factor in _MIX:
-                bits = (bits ^ (bits >> np.uint64(shift))) * factor
-            bits ^= bits >> np.uint64(31)
-        # 16 bits and a half are exact in fp32, and so is every difference to a small integer
-        offsets[first:last] = (bits >> np.uint64(48)).astype(np.float32) + np.float32(0.5)
-    offsets *= np.float32(2**-16)
-    offsets -= np.float32(0.5)
-    return offsets
+    from shrinkpoint.schemes import dither_kernels  # numba
+
+    out = np.empty(count, np.float32)
+    dither_kernels.offsets(seed, out)
+    return out
 
 
-def bucket(offsets: F32) -> npt.NDArray[np.uint8]:
-    """The class, 0 to `DITHER_BUCKETS` - 1, of offsets in [-1/2, 1/2]."""
-    classes = ((offsets + np.float32(0.5)) * np.float32(DITHER_BUCKETS)).astype(np.uint8)
-    return np.minimum(classes, DITHER_BUCKETS - 1).astype(np.uint8)
+def dither_edges(seed: int, count: int) -> U8:
+    """The class of each element's offset, 0 to `EDGE_CLASSES` - 1, its cell being from -1/2 to 1/2."""
+    from shrinkpoint.schemes import dither_kernels  # numba
+
+    out = np.empty(count, np.uint8)
+    dither_kernels.edges(seed, edge_table(), out)
+    return out
+
+
+@lru_cache(maxsize=1)
+def edge_table() -> U8:
+    """uint8 (512,): the class of each of 512 equal parts of a cell."""
+    distance = np.minimum(np.arange(512), np.arange(512)[::-1])
+    near = np.searchsorted(np.array(_ENDS), distance, side="right")
+    classes: npt.NDArray[np.int64] = np.where(np.arange(512) < 256, near, EDGE_CLASSES - 1 - near)
+    return classes.astype(np.uint8)

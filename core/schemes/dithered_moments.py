@@ -1,45 +1,41 @@
-"""Adam's moments at next to no cost: the second as a product of two short vectors, the first dithered in its root's units.
+"""Moments at a fraction of a bit: a factored second moment, and first moments on dithered levels.
 
-What a lossy first moment costs is not its noise but its bias: with the small ones rounded to zero, ten restores cost
-percents of the loss, and with dithered ones, a step eight times as wide, nothing that could be measured. The second
-moment is a denominator, smooth over rows and columns (Adafactor, arXiv 1804.04235, section 3, trains with the product
-alone), and it must never be restored as zero where it was not.
+Of Adam's second moment a row and a column are kept, as in Adafactor (arXiv 1804.04235, section 3). What keeps Adam's
+behaviour is that the product is right on average in the log domain: scaled to the matrix's mean instead, it is too
+large where most elements are small, and steps after a restore are too short.
+
+First moments are stored in steps of several root second moments, or, of optimizers that have none, of several root
+means of their own. Nearly all levels are zero then, and the subtractive dither keeps every small component on average,
+where rounding to nearest would set it to zero at every restore; for that, each checkpoint takes another seed.
 """
 
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from shrinkpoint.entropy.bytes import decode_bytes, encode_bytes
-from shrinkpoint.entropy.rans import decode_symbols, encode_symbols
+from shrinkpoint.entropy.context import Effort, Side, decode_plane, encode_plane
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
 from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes
-from shrinkpoint.schemes.dither import DITHER_BUCKETS, bucket, dither
+from shrinkpoint.schemes.dither import EDGE_CLASSES, SEEDS, dither_edges
+from shrinkpoint.schemes.factors import Factors, matrix_shape
 from shrinkpoint.schemes.planes import F32, U8, check_sections, integer, number, section
+from shrinkpoint.schemes.recipe import check_choice
 from shrinkpoint.state import Role, TensorSpec
 
-__all__ = ["DitheredFirstMomentCodec", "FactoredSecondMomentCodec"]
+__all__ = ["DitheredFirstMomentCodec", "DitheredMomentumCodec", "FactoredSecondMomentCodec"]
 
-I16 = npt.NDArray[np.int16]
-
-_TINY = np.float32(np.finfo(np.float32).tiny)
-_PER_OCTAVE = 8
-# 2 ** (k / 8), written out: a library's power function may differ by a rounding from one machine to another
-_EIGHTHS = np.array(
-    [1.0, 1.0905077, 1.1892071, 1.2968396, 1.4142135, 1.5422108, 1.6817929, 1.8340081], np.float32
-)
-_NONE = -(2**15)  # the exponent of a row or column without any second moment
-_RADIUS = 15  # steps to each side of zero
-_STRANGERS = 1e-3  # share of first moments beyond all steps that shows them to be of another gradient
-_SEEDS = 2**32
+_REACH = 126  # levels to each side of zero
+_STRANGE_STEPS, _STRANGE_ROOTS = 15, 15.5  # first moments of one gradient hardly exceed either
+_STRANGERS = 1e-3  # share of elements beyond that shows the two not to be moments of one gradient
 
 
 @dataclass(frozen=True, kw_only=True)
 class FactoredSecondMomentCodec:
-    """``v = row x column``, each a power of ``2 ** (1/8)``, scaled so that the mean of ``log2 v`` is right.
+    """``v = row x column``, each a power of ``2 ** (1/4)``, scaled so that the mean of ``log2 v`` is right.
 
     Guarantees: a second moment that is not zero is never restored as zero.
     """
@@ -49,18 +45,23 @@ class FactoredSecondMomentCodec:
 
     def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
         """See `TensorCodec.encode`; second moments that are negative, not fp32 or not finite are refused."""
+        factors, value = self._factored(tensor, spec)
+        encoded = EncodedTensor(self.id, {}, {"factors": factors.encode(context.threads)})
+        return Coded(encoded, {}, value)
+
+    def restored(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> torch.Tensor:
+        """See `Quantizer.restored`."""
+        return self._factored(tensor, spec)[1]
+
+    def _factored(self, tensor: torch.Tensor, spec: TensorSpec) -> tuple[Factors, torch.Tensor]:
         values = _fp32(tensor, spec)
-        if values.size == 0 or values.min() < 0:
-            raise CannotRepresentError(f"{spec.name} is empty or has negative second moments: stored exactly")
-        exponents = _factors(values.reshape(_matrix(spec.shape)))
-        sections = {
-            "factors": encode_bytes(exponents.astype("<i2").view(np.uint8), 2, threads=context.threads)
-        }
-        encoded = EncodedTensor(self.id, {}, sections)
-        value = self.reconstruct(encoded, {}, spec, context)
+        if values.min() < 0:
+            raise CannotRepresentError(f"{spec.name} has negative second moments: stored exactly")
+        factors = Factors.of_second_moment(values.reshape(matrix_shape(spec.shape)))
+        value = torch.from_numpy(factors.product()).reshape(spec.shape)
         if not bool(torch.isfinite(value).all()):
             raise CannotRepresentError(f"{spec.name} reaches the end of fp32's range: stored exactly")
-        return Coded(encoded, {}, value)
+        return factors, value
 
     def decode(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> Planes:
         """See `TensorCodec.decode`; nothing of it helps to decode the next checkpoint."""
@@ -71,48 +72,113 @@ class FactoredSecondMomentCodec:
     ) -> torch.Tensor:
         """See `TensorCodec.reconstruct`."""
         check_sections(encoded, spec, "factors")
-        if spec.dtype is not torch.float32:
-            raise FormatError(f"{spec.name}: a factored second moment is fp32, not {spec.dtype}")
-        height, width = _matrix(spec.shape)
-        stored = decode_bytes(
-            section(encoded, spec, "factors"), 2 * (height + width), 2, threads=context.threads
-        )
-        factors = _power(stored.view("<i2").astype(np.int64))
-        with np.errstate(over="ignore", under="ignore"):
-            product: F32 = np.multiply.outer(factors[:height], factors[height:])
-        used = np.multiply.outer(factors[:height] > 0, factors[height:] > 0)
-        value: F32 = np.where(used, np.maximum(product, _TINY), np.float32(0))
-        return torch.from_numpy(value).reshape(spec.shape)
-
-
-def _factors(matrix: F32) -> I16:
-    """The exponents of rows and then columns, in eighths of an octave."""
-    wide = matrix.astype(np.float64)
-    mean = wide.mean()
-    if mean == 0:
-        return np.full(sum(matrix.shape), _NONE, np.int16)
-    with np.errstate(divide="ignore"):
-        rows, columns = np.log2(wide.mean(axis=1)), np.log2(wide.mean(axis=0) / mean)
-        used = wide > 0
-        above = np.log2(wide[used]) - np.add.outer(rows, columns)[used]
-    octaves = np.concatenate([rows + above.mean(), columns])
-    # a row's and a column's power must be normal numbers of their own
-    eighths = np.clip(np.rint(octaves * _PER_OCTAVE), -126 * _PER_OCTAVE, 127 * _PER_OCTAVE)
-    return np.where(np.isfinite(octaves), eighths, _NONE).astype(np.int16)
-
-
-def _power(eighths: npt.NDArray[np.int64]) -> F32:
-    octaves, rest = np.divmod(eighths, _PER_OCTAVE)
-    with np.errstate(over="ignore", under="ignore"):
-        power = np.ldexp(_EIGHTHS[rest], np.clip(octaves, -126, 127).astype(np.int32)).astype(np.float32)
-    return np.where(eighths == _NONE, np.float32(0), power)
+        _check_dtype(spec)
+        product = Factors.read(encoded, spec, context.threads).product()
+        return torch.from_numpy(product).reshape(spec.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DitheredFirstMomentCodec:
-    """Dithered levels of ``m / sqrt(v)``, v being the second moment as restored.
+class _DitheredCodec(ABC):
+    """Dithered levels of a tensor in a unit of each element's own, which both sides know."""
 
-    Guarantees: the error of m is uniform within half a step and independent of m, where the level is not clipped (15
+    id: ClassVar[str]
+    needs: ClassVar[tuple[str, ...]] = ()
+
+    step: float
+    seed: int = 0
+    """Seed of the dither: another one for every checkpoint that may be restored."""
+    effort: Effort = "default"
+    """How much time the coder of the levels spends."""
+
+    def __post_init__(self) -> None:
+        if not 0.001 <= self.step <= 64:
+            raise ConfigError(f"step must be between 0.001 and 64 units, not {self.step}")
+        if type(self.seed) is not int or not 0 <= self.seed < SEEDS:
+            raise ConfigError(f"seed={self.seed!r} must be an integer from 0 to {SEEDS - 1}")
+        check_choice(self, "effort", Effort)
+
+    @abstractmethod
+    def _measure(self, values: F32, spec: TensorSpec, context: Context) -> tuple[F32, dict[str, bytes]]:
+        """Each element's unit, and what has to be stored for it; refuses what it does not suit."""
+
+    @abstractmethod
+    def _units(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> F32:
+        """The units again, from what is stored.
+
+        Raises:
+            FormatError: it is malformed.
+        """
+
+    def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
+        """See `TensorCodec.encode`; what has no unit, or is not fp32 or not finite, is refused."""
+        plane, radius, units, sections = self._quantize(tensor, spec, context)
+        payload = encode_plane(
+            plane,
+            2 * radius + 1,
+            columns=matrix_shape(spec.shape)[1],
+            sides=[Side(dither_edges(self.seed, plane.size), EDGE_CLASSES)],
+            effort=self.effort,
+            threads=context.threads,
+        )
+        params = {"step": float(np.float32(self.step)), "seed": self.seed, "radius": radius}
+        encoded = EncodedTensor(self.id, params, {"levels": payload, **sections})
+        return Coded(encoded, {"levels": plane}, self._value(plane, radius, units, spec))
+
+    def restored(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> torch.Tensor:
+        """See `Quantizer.restored`."""
+        plane, radius, units, _ = self._quantize(tensor, spec, context)
+        return self._value(plane, radius, units, spec)
+
+    def _quantize(
+        self, tensor: torch.Tensor, spec: TensorSpec, context: Context
+    ) -> tuple[U8, int, F32, Mapping[str, bytes]]:
+        from shrinkpoint.schemes import dither_kernels  # numba
+
+        values = _fp32(tensor, spec)
+        units, sections = self._measure(values, spec, context)
+        plane = np.empty(values.size, np.uint8)
+        radius = int(dither_kernels.levels(values, units, np.float32(self.step), self.seed, _REACH, plane))
+        plane -= np.uint8(_REACH - radius)
+        return plane, radius, units, sections
+
+    def _value(self, plane: U8, radius: int, units: F32, spec: TensorSpec) -> torch.Tensor:
+        return _restore(plane, units, np.float32(self.step), self.seed, radius, spec)
+
+    def decode(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> Planes:
+        """See `TensorCodec.decode`."""
+        if spec.numel == 0:
+            raise FormatError(f"{spec.name}: codec {self.id!r} cannot hold an empty tensor")
+        seed = integer(encoded.params, spec, "seed", 0, SEEDS - 1)
+        radius = integer(encoded.params, spec, "radius", 0, _REACH)
+        plane = decode_plane(
+            section(encoded, spec, "levels"),
+            spec.numel,
+            2 * radius + 1,
+            columns=matrix_shape(spec.shape)[1],
+            sides=[Side(dither_edges(seed, spec.numel), EDGE_CLASSES)],
+            threads=context.threads,
+        )
+        return {"levels": plane}
+
+    def reconstruct(
+        self, encoded: EncodedTensor, planes: Planes, spec: TensorSpec, context: Context
+    ) -> torch.Tensor:
+        """See `TensorCodec.reconstruct`."""
+        _check_dtype(spec)
+        step = number(encoded.params, spec, "step")
+        if step <= 0:
+            raise FormatError(f"{spec.name}: the step {step} is not positive")
+        seed = integer(encoded.params, spec, "seed", 0, SEEDS - 1)
+        radius = integer(encoded.params, spec, "radius", 0, _REACH)
+        units = self._units(encoded, spec, context)
+        return _restore(np.asarray(planes["levels"], np.uint8), units, step, seed, radius, spec)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DitheredFirstMomentCodec(_DitheredCodec):
+    """Dithered levels of Adam's ``m / sqrt(v)``, v being the second moment as restored.
+
+    Guarantees: the error of m is uniform within half a step and independent of m, where the level is not clipped (126
     steps); m is restored as zero where v is zero.
     """
 
@@ -121,85 +187,83 @@ class DitheredFirstMomentCodec:
 
     step: float = 4.0
     """Distance of two levels in units of sqrt(v)."""
-    seed: int = 0
-    """Seed of the dither: another one for every checkpoint that may be restored."""
 
-    def __post_init__(self) -> None:
-        if not 0.001 <= self.step <= 64:
-            raise ConfigError(
-                f"step must be between 0.001 and 64 roots of the second moment, not {self.step}"
-            )
-        if type(self.seed) is not int or not 0 <= self.seed < _SEEDS:
-            raise ConfigError(f"seed={self.seed!r} must be an integer from 0 to {_SEEDS - 1}")
-
-    def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
-        """See `TensorCodec.encode`; first moments without a second moment of their gradient are refused."""
-        values = _fp32(tensor, spec)
-        unit = _unit(np.float32(self.step), spec, context)
-        if unit is None:
+    def _measure(self, values: F32, spec: TensorSpec, context: Context) -> tuple[F32, dict[str, bytes]]:
+        roots = _roots(spec, context)
+        if roots is None:
             raise CannotRepresentError(f"{spec.name} has no second moment to be measured by: stored exactly")
-        if np.count_nonzero((np.abs(values) > _RADIUS * unit) & (unit > 0)) > _STRANGERS * values.size:
+        usual = min(max(_STRANGE_STEPS * self.step, _STRANGE_ROOTS), _REACH * self.step)
+        strange = np.abs(values) > np.float32(usual) * roots
+        if np.count_nonzero(strange & (roots > 0)) > _STRANGERS * values.size:
             raise CannotRepresentError(f"{spec.name} is too large for its second moment: stored exactly")
-        offsets = dither(self.seed, values.size)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            level = np.where(unit > 0, np.rint(values / unit + offsets), 0)
-        plane = (np.clip(level, -_RADIUS, _RADIUS) + _RADIUS).astype(np.uint8)
-        payload = encode_symbols(
-            plane, bucket(offsets), 2 * _RADIUS + 1, DITHER_BUCKETS, threads=context.threads
-        )
-        params = {"step": float(np.float32(self.step)), "seed": self.seed}
-        encoded = EncodedTensor(self.id, params, {"levels": payload})
-        return Coded(encoded, {"levels": plane}, self.reconstruct(encoded, {"levels": plane}, spec, context))
+        return roots, {}
 
-    def decode(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> Planes:
-        """See `TensorCodec.decode`."""
+    def _units(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> F32:
         check_sections(encoded, spec, "levels")
-        offsets = dither(integer(encoded.params, spec, "seed", 0, _SEEDS - 1), spec.numel)
-        payload, threads = section(encoded, spec, "levels"), context.threads
-        return {
-            "levels": decode_symbols(
-                payload, bucket(offsets), spec.numel, 2 * _RADIUS + 1, DITHER_BUCKETS, threads=threads
-            )
-        }
+        roots = _roots(spec, context)
+        if roots is None:
+            raise FormatError(f"{spec.name}: the second moment that it is measured by is missing")
+        return roots
 
-    def reconstruct(
-        self, encoded: EncodedTensor, planes: Planes, spec: TensorSpec, context: Context
-    ) -> torch.Tensor:
-        """See `TensorCodec.reconstruct`."""
-        step = number(encoded.params, spec, "step")
-        unit = _unit(step, spec, context) if step > 0 else None
-        if unit is None:
-            raise FormatError(
-                f"{spec.name}: the second moment that it is measured by, or its step, is missing"
-            )
-        offsets = dither(integer(encoded.params, spec, "seed", 0, _SEEDS - 1), spec.numel)
-        levels: U8 = np.asarray(planes["levels"], np.uint8)
-        value: F32 = (levels.astype(np.float32) - np.float32(_RADIUS) - offsets) * unit
-        return torch.from_numpy(value).reshape(spec.shape)
+
+@dataclass(frozen=True, kw_only=True)
+class DitheredMomentumCodec(_DitheredCodec):
+    """Dithered levels of a momentum in units of its own root mean square by row and column.
+
+    For optimizers without a second moment, as SGD with momentum, Lion or Muon. Guarantees: the error is uniform within
+    half a step and independent of the momentum, where the level is not clipped (126 steps).
+    """
+
+    id: ClassVar[str] = "dithered-own-units"
+
+    step: float = 4.0
+    """Distance of two levels in root mean squares."""
+
+    def _measure(self, values: F32, spec: TensorSpec, context: Context) -> tuple[F32, dict[str, bytes]]:
+        factors = Factors.of_roots(values.reshape(matrix_shape(spec.shape)))
+        units = factors.product()
+        if not np.isfinite(units * np.float32(_REACH * self.step)).all():
+            raise CannotRepresentError(f"{spec.name} reaches the end of fp32's range: stored exactly")
+        return units, {"factors": factors.encode(context.threads)}
+
+    def _units(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> F32:
+        check_sections(encoded, spec, "levels", "factors")
+        return Factors.read(encoded, spec, context.threads).product()
+
+
+def _restore(
+    plane: U8, units: F32, step: np.float32, seed: int, radius: int, spec: TensorSpec
+) -> torch.Tensor:
+    from shrinkpoint.schemes import dither_kernels  # numba
+
+    values = np.empty(plane.size, np.float32)
+    dither_kernels.unlevel(plane, units, step, seed, radius, values)
+    return torch.from_numpy(values).reshape(spec.shape)
+
+
+def _check_dtype(spec: TensorSpec) -> None:
+    if spec.dtype is not torch.float32 or spec.numel == 0:
+        raise FormatError(f"{spec.name}: a moment of {spec.dtype} and shape {spec.shape} is stored exactly")
 
 
 def _fp32(tensor: torch.Tensor, spec: TensorSpec) -> F32:
     if tensor.dtype is not torch.float32:
         raise CannotRepresentError(f"{spec.name}: moments of dtype {tensor.dtype} are stored exactly")
+    if tensor.numel() == 0:
+        raise CannotRepresentError(f"{spec.name} is empty: stored exactly")
     values: F32 = tensor.detach().contiguous().reshape(-1).numpy()
     if not np.isfinite(values).all():
         raise CannotRepresentError(f"{spec.name} holds NaN or infinity and is stored exactly")
     return values
 
 
-def _unit(step: np.float32, spec: TensorSpec, context: Context) -> F32 | None:
-    """A step's size at every element, or None without a second moment beside this one."""
+def _roots(spec: TensorSpec, context: Context) -> F32 | None:
+    """The root of the second moment at every element, or None without one beside this tensor."""
     second = context.siblings.get(Role.EXP_AVG_SQ.value)
     if second is None or second.numel() != spec.numel or second.dtype is not torch.float32:
         return None
     values = second.reshape(-1).numpy()
     if values.size and not (values.min() >= 0 and values.max() < np.inf):  # also false for NaN
         return None
-    unit: F32 = step * np.sqrt(values)  # IEEE 754 rounds the root correctly: the same everywhere
-    return unit
-
-
-def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
-    if len(shape) < 2:
-        return 1, int(np.prod(shape, dtype=np.int64))
-    return shape[0], int(np.prod(shape[1:], dtype=np.int64))
+    roots: F32 = np.sqrt(values)  # IEEE 754 rounds the root correctly: the same everywhere
+    return roots

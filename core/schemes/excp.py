@@ -193,6 +193,8 @@ class ExCP:
             if not is_weight(spec, self.options.min_elements):
                 continue
             first, second = (_moment(moments, spec, role) for role in (Role.EXP_AVG, Role.EXP_AVG_SQ))
+            if second is None:  # a momentum of another kind than Adam's
+                first = None
             held = held_value(self.reference, spec, ExcpWeightCodec.id)
             if held is None:
                 makers[spec.name] = partial(ExcpWeightCodec, options=self.options)

@@ -17,6 +17,7 @@ from shrinkpoint.partition import ScoreSketches
 from shrinkpoint.schemes.base import TensorCodec
 from shrinkpoint.schemes.levels import Clustering, LevelsCodec
 from shrinkpoint.schemes.moments import FirstMomentCodec, SecondMomentCodec
+from shrinkpoint.schemes.recipe import with_second_moment
 from shrinkpoint.search.space import Configuration
 from shrinkpoint.sensitivity import sensitivity_score
 from shrinkpoint.state import LayerType, Role, TensorSpec, TrainingState
@@ -146,6 +147,7 @@ class Inshrinkerator:
         """See `Scheme.codecs`."""
         makers: dict[str, Callable[[], TensorCodec]] = {}
         sketched = {spec.name for spec in self.weights.specs}
+        squared = with_second_moment(state)
         for name, spec in state.specs.items():
             if name in sketched:
                 makers[name] = partial(self.weights.codec, spec, self.configuration)
@@ -153,7 +155,11 @@ class Inshrinkerator:
                 makers[name] = partial(_refuse, name)
             elif spec.numel >= self.options.min_elements and spec.tag.role is Role.EXP_AVG_SQ:
                 makers[name] = partial(SecondMomentCodec, step=self.options.second_moment_step)
-            elif spec.numel >= self.options.min_elements and spec.tag.role is Role.EXP_AVG:
+            elif (
+                spec.numel >= self.options.min_elements
+                and spec.tag.role is Role.EXP_AVG
+                and spec.tag.parameter in squared
+            ):
                 makers[name] = partial(FirstMomentCodec, step=self.options.first_moment_step)
         return makers
 
@@ -188,7 +194,9 @@ def _gradients(
     moments = {
         spec.tag.parameter: state.tensors[name]
         for name, spec in state.specs.items()
-        if spec.tag.role is Role.EXP_AVG and spec.tag.parameter is not None
+        if spec.tag.role is Role.EXP_AVG
+        and spec.tag.parameter is not None
+        and not spec.name.endswith("/momentum_buffer")  # SGD's is no average, but a sum over many steps
     }
     chosen = {}
     for spec in specs:

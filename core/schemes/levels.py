@@ -4,6 +4,7 @@ Source: Inshrinkerator (arXiv 2306.11800), sections 4.2-4.4. Values are quantize
 accumulates along a chain; only the levels are delta-coded, losslessly.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -142,6 +143,15 @@ class LevelsCodec:
         protected = tensor_from_bytes(raw, half, (int(np.count_nonzero(levels == _PROTECTED)),))
         shaped = torch.from_numpy(levels).reshape(spec.shape)
         return Quantized(shaped, torch.from_numpy(codebook), protected).value(spec.dtype)
+
+    def rebase(
+        self, encoded: EncodedTensor, held: Held, spec: TensorSpec, beside: Mapping[str, Held]
+    ) -> EncodedTensor | None:
+        """See `Rebasable.rebase`."""
+        levels = np.ascontiguousarray(held.planes["levels"], dtype=np.uint8)
+        payload = encode_levels(levels, _count(encoded.params, spec), None, None)
+        sections = {**encoded.sections, "levels": payload}
+        return EncodedTensor(self.id, encoded.params, sections)
 
 
 def _within(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -7,7 +7,7 @@ units of the restored root of the second, in which it is of order one whatever t
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -67,6 +67,12 @@ def _read_plane(encoded: EncodedTensor, spec: TensorSpec, name: str, alphabet: i
     return decode_symbols(
         _section(encoded, spec, name), previous, spec.numel, alphabet, contexts, threads=context.threads
     )
+
+
+def _rebased(encoded: EncodedTensor, held: Held, alphabet: int) -> EncodedTensor:
+    plane = np.ascontiguousarray(held.planes["levels"], dtype=np.uint8)
+    sections = {**encoded.sections, "levels": encode_symbols(plane, None, alphabet, 1)}
+    return replace(encoded, sections=sections, uses_reference=False)
 
 
 def _previous(name: str, size: int, reference: Held | None) -> U8 | None:
@@ -171,6 +177,12 @@ class SecondMomentCodec:
         value = self._restore(compact, codebook, self._factor(rows, columns))
         return torch.from_numpy(value).reshape(spec.shape)
 
+    def rebase(
+        self, encoded: EncodedTensor, held: Held, spec: TensorSpec, beside: Mapping[str, Held]
+    ) -> EncodedTensor | None:
+        """See `Rebasable.rebase`."""
+        return _rebased(encoded, held, 2 * _V_REACH + 2)
+
     @staticmethod
     def _factors(matrix: F32) -> tuple[F32, F32]:
         wide = matrix.astype(np.float64)
@@ -252,6 +264,12 @@ class FirstMomentCodec:
         if root is None:
             raise FormatError(f"{spec.name}: the second moment that it is measured by is missing")
         return self._restore(planes["levels"], _number(encoded.params, spec, "step") * root, spec)
+
+    def rebase(
+        self, encoded: EncodedTensor, held: Held, spec: TensorSpec, beside: Mapping[str, Held]
+    ) -> EncodedTensor | None:
+        """See `Rebasable.rebase`."""
+        return _rebased(encoded, held, 2 * _M_REACH + 1)
 
     @staticmethod
     def _restore(plane: Array, unit: F32, spec: TensorSpec) -> torch.Tensor:

@@ -22,6 +22,7 @@ __all__ = [
     "held_value",
     "is_weight",
     "weight_codecs",
+    "with_second_moment",
 ]
 
 Moments = Literal["exact", "levels"]
@@ -68,18 +69,24 @@ def is_weight(spec: TensorSpec, min_elements: int) -> bool:
     )
 
 
+def with_second_moment(state: TrainingState) -> frozenset[str | None]:
+    """Parameters that have a second moment: the published schemes leave any other momentum exact."""
+    return frozenset(spec.tag.parameter for spec in state.specs.values() if spec.tag.role is Role.EXP_AVG_SQ)
+
+
 def weight_codecs(
     state: TrainingState, options: WeightOptions, make: Callable[[TensorSpec], TensorCodec]
 ) -> dict[str, Callable[[], TensorCodec]]:
     """`Scheme.codecs` of a scheme for weights: `make` is called with each weight's spec just before it is coded."""
     makers: dict[str, Callable[[], TensorCodec]] = {}
+    squared = with_second_moment(state)
     for name, spec in state.specs.items():
         if is_weight(spec, options.min_elements):
             makers[name] = partial(make, spec)
         elif options.moments == "levels" and spec.numel >= options.min_elements:
             if spec.tag.role is Role.EXP_AVG_SQ:
                 makers[name] = SecondMomentCodec
-            elif spec.tag.role is Role.EXP_AVG:
+            elif spec.tag.role is Role.EXP_AVG and spec.tag.parameter in squared:
                 makers[name] = FirstMomentCodec
     return makers
 

@@ -108,9 +108,8 @@ def test_moments_have_the_role_and_shape_of_their_parameter(name):
             if expected is not Role.OTHER:
                 found.add(key)
                 assert model.get_parameter(tag.parameter).shape == value.shape
-    assert found == (
-        {"exp_avg", "exp_avg_sq"} if "AdamW" in name else {"exp_avg"} if name == "Adamax" else set()
-    )
+    known = {"Adamax": {"exp_avg"}, "SGD": {"momentum_buffer"}}
+    assert found == ({"exp_avg", "exp_avg_sq"} if "AdamW" in name else known.get(name, set()))
 
 
 @pytest.mark.parametrize(
@@ -164,3 +163,17 @@ def test_each_optimizer_has_its_own_parameters():
     first, second = (torch.optim.Adam(layer.parameters()) for layer in model)
     tag = describe(model, first, second)(("optimizers", "1", "state", "0", "exp_avg_sq"), torch.ones(3, 3))
     assert tag == Tag(role=Role.EXP_AVG_SQ, layer_type=LayerType.LINEAR, parameter="1.weight")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("key", ["master", "master_param", "master_weight", "fp32_param"])
+def test_an_fp32_copy_of_a_half_precision_parameter_is_its_master(key, dtype):
+    model = nn.Linear(3, 3).to(dtype)
+    tag_of = describe(model, torch.optim.Adam(model.parameters()))
+    path = ("optimizers", "0", "state", "0", key)
+    assert tag_of(path, torch.ones(3, 3)) == Tag(
+        role=Role.MASTER, layer_type=LayerType.LINEAR, parameter="weight"
+    )
+    for other in (torch.ones(3, 3, dtype=dtype), torch.ones(3), torch.ones(3, 3, dtype=torch.float64)):
+        assert tag_of(path, other) == Tag()
+    assert describe(model.float(), torch.optim.Adam(model.parameters()))(path, torch.ones(3, 3)) == Tag()
