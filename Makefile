@@ -9,7 +9,7 @@ FOLDERS := $(shell find core callbacks integrations -type d -not -name __pycache
 LLMFOUNDRY_TESTS = $(wildcard $(addprefix tests/core/, test_store_*.py test_cli_*.py test_checkpointer.py test_saver.py) \
   $(addprefix tests/core/, test_single.py test_export.py test_worker.py) tests/*/test_composer_*.py)
 
-.PHONY: demo demo-composer test test-newest test-llmfoundry test-slow lint format clean help
+.PHONY: demo demo-composer bench test test-newest test-llmfoundry test-slow lint format clean help
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -19,6 +19,9 @@ demo: .venv-demo/ready  ## train, kill -9, resume, and print what it cost (5 min
 
 demo-composer: .venv/ready  ## the same with Composer, beside Lightning's numbers where there are some
 	.venv/bin/python examples/demo.py --framework composer
+
+bench: .venv/ready  ## every scheme on real trainings: docs/schemes.md (hours; may be stopped and continued)
+	.venv/bin/python examples/benchmarks/schemes.py --workers 2
 
 test: .venv/ready  ## the fast suite (under 10 minutes on 2 cores)
 	.venv/bin/pytest -n 2 --dist worksteal
