@@ -1,7 +1,8 @@
 """Checkpoints for a hand-written PyTorch loop."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from types import TracebackType
 from typing import Any, Literal, Protocol
 
@@ -10,7 +11,7 @@ from torch import nn
 
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError, ShrinkpointWarning, StateMismatchError
-from shrinkpoint.evaluation import Evaluate
+from shrinkpoint.evaluation import Evaluate, ResumedSteps
 from shrinkpoint.reports import Accepted, SaveReport
 from shrinkpoint.resume import (
     ResumePolicy,
@@ -19,6 +20,7 @@ from shrinkpoint.resume import (
     require_same_model,
     resume_from,
 )
+from shrinkpoint.resumed import ResumedRun, UntilFailure, obstacle
 from shrinkpoint.rng import capture_rng, restore_rng
 from shrinkpoint.roles import describe_training
 from shrinkpoint.saver import Saver
@@ -57,6 +59,11 @@ class Checkpointer:
         every: save after so many calls of `step`; None saves on `save` only.
         evaluate: the held-out loss of `model` as it stands; makes the search for the smallest configuration possible,
             and `max_degradation` a measured bound. Called with other weights in place, in eval mode, without gradients.
+        train_loss: the training loss of `model` on the i-th of some fixed training batches, i = 0, 1, ..., as training
+            computes it (under autocast, if it does), unscaled. With `evaluate` it lets `max_degradation` be measured after
+            some steps from a restore, which are taken and taken back between two of the training's own. Called in train
+            mode; it must not read from the training's iterators.
+        clip_grad_norm: the greatest norm of all gradients together, if training limits it.
         resume: continue from the newest sound checkpoint if there is one (``auto``), never, or refuse to start
             without one (``must``).
         config: how to save; or give its fields as keyword arguments.
@@ -76,6 +83,8 @@ class Checkpointer:
         *,
         every: int | None = None,
         evaluate: Callable[[], float] | None = None,
+        train_loss: Callable[[int], torch.Tensor] | None = None,
+        clip_grad_norm: float | None = None,
         resume: ResumePolicy = "auto",
         config: SaverConfig | None = None,
         storage_options: Mapping[str, object] | None = None,
@@ -84,6 +93,10 @@ class Checkpointer:
         check_policy(resume)
         if every is not None and (type(every) is not int or every < 1):
             raise ConfigError(f"every must be a positive number of steps, or None, not {every!r}")
+        if train_loss is not None and evaluate is None:
+            raise ConfigError(
+                "train_loss is of use with evaluate= only: what the steps come to is measured by that"
+            )
         fields = {name: stateful.pop(name) for name in list(stateful) if name in SaverConfig.names()}
         if fields and config is not None:
             raise ConfigError(f"give either config= or its fields ({', '.join(fields)}), not both")
@@ -97,6 +110,9 @@ class Checkpointer:
         self._optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
         self._every = every
         self._loss = evaluate
+        self._train_loss = train_loss
+        self._clip_grad_norm = clip_grad_norm
+        self._until_failure = UntilFailure(_warn)
         self._policy = resume
         self._stateful: dict[str, Stateful] = stateful
         self._last_step: int | None = None
@@ -158,6 +174,7 @@ class Checkpointer:
             describe=describe,
             metrics=metrics,
             evaluate=self._evaluate if self._loss is not None else None,
+            resumed=self._until_failure.guard(self._resumed()),
             exact=exact,
             wait=wait,
         )
@@ -242,3 +259,34 @@ class Checkpointer:
                 return float(loss())
 
         return evaluate
+
+    def _resumed(self) -> ResumedSteps | None:
+        """How to go on from a state that `_state` gave."""
+        loss, evaluate, config = self._train_loss, self._loss, self.saver.config
+        if loss is None or evaluate is None or not config.probe_steps or config.scheme == "lossless":
+            return None
+        reason = obstacle(self._model, self._optimizers)
+        if reason is not None:
+            self._until_failure.give_up(reason)
+            return None
+        run = ResumedRun(
+            module=self._model,
+            optimizers=self._optimizers,
+            losses=lambda index: [loss(index)],
+            evaluate=evaluate,
+            clip=self._clip,
+        )
+
+        def resumed(state: Any, marks: Sequence[int]) -> Sequence[float]:
+            return run.steps(state["model"], state["optimizers"], marks)
+
+        return resumed
+
+    def _clip(self) -> None:
+        if self._clip_grad_norm is not None:
+            groups = [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
+            nn.utils.clip_grad_norm_(chain.from_iterable(groups), self._clip_grad_norm)
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, ShrinkpointWarning, stacklevel=2)

@@ -290,3 +290,55 @@ def test_close_says_that_the_last_save_failed(tmp_path, monkeypatch):
     with pytest.raises(SaveFailedError, match="No space left"):
         run.checkpointer.close()
     assert Run(tmp_path).checkpointer.resume() == 0
+
+
+def test_steps_are_tried_from_restored_states_and_training_does_not_notice(tmp_path):
+    model = []  # the loss must be that of the run's own model
+
+    class Remembered(TinyMLP):
+        def __init__(self):
+            super().__init__()
+            model[:] = [self]
+
+    def run(url, **options):
+        torch.manual_seed(17)
+        run = Run(url, "SGD", Remembered)
+        given = {"scheme": "inshrinkerator", "max_degradation": 0.9, "restore_budget": 1, "busy": "wait"}
+        run.checkpointer = Checkpointer(
+            str(url), run.model, run.optimizer, every=2, scheduler=run.scheduler, **given, **options
+        )
+        run.train(until=9)
+        return run
+
+    def held_out():
+        return float(model[0].loss(5))
+
+    probing = {"search_overhead": float("inf"), "probe_steps": 4, "clip_grad_norm": 1.0}
+    plain = run(tmp_path / "plain", evaluate=held_out)
+    probed = run(
+        tmp_path / "probed", evaluate=held_out, train_loss=lambda i: model[0].loss(100 + i), **probing
+    )
+    assert probed.losses == plain.losses
+    assert identical(probed.model.state_dict(), plain.model.state_dict())
+    assert identical(probed.optimizer.state_dict(), plain.optimizer.state_dict())
+    assert {"1", "4"} in [set(report.resumed) for report in probed.checkpointer.reports()]
+    assert not any(report.resumed for report in plain.checkpointer.reports())
+
+
+def test_why_no_steps_can_be_tried_is_told_once(tmp_path):
+    model = TinyMLP()
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: gradient)
+    options = {"evaluate": lambda: model.loss(0), "train_loss": model.loss, "busy": "wait"}
+    options["scheme"] = "inshrinkerator"
+    checkpointer = Checkpointer(str(tmp_path), model, torch.optim.SGD(model.parameters()), **options)
+    with pytest.warns(ShrinkpointWarning, match="hooks on their gradients"):
+        checkpointer.save(1)
+    checkpointer.save(2)
+    checkpointer.close()
+
+
+def test_a_training_loss_needs_an_evaluation(tmp_path):
+    model = TinyMLP()
+    with pytest.raises(ConfigError, match="train_loss is of use with evaluate="):
+        Checkpointer(str(tmp_path), model, torch.optim.SGD(model.parameters()), train_loss=model.loss)
