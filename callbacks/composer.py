@@ -55,7 +55,8 @@ class CompressedCheckpoint(Callback):
             save, or oftener while a search has budget.
         storage_options: passed to fsspec.
         options: every field of `shrinkpoint.saver.SaverConfig`: ``scheme``, ``max_degradation``, ``key_every``,
-            ``busy``, ``max_failures``, and so on.
+            ``busy``, ``max_failures``, and so on. ``probe_steps`` counts where the run is on one process with
+            one optimizer, no algorithm that takes part in a step.
 
     Raises:
         ConfigError: an option has a value that cannot work. Nothing is read or written before the ``Trainer`` is built.

@@ -57,7 +57,8 @@ class CompressedCheckpoint(Checkpoint):
             save, or oftener while a search has budget.
         storage_options: passed to fsspec.
         options: every field of `shrinkpoint.saver.SaverConfig`: ``scheme``, ``max_degradation``, ``key_every``,
-            ``busy``, ``max_failures``, and so on.
+            ``busy``, ``max_failures``, and so on. ``probe_steps`` counts where the run is on one process with
+            one optimizer that Lightning steps by itself.
 
     Raises:
         ConfigError: an option has a value that cannot work. Nothing is read or written before ``Trainer.fit``.
@@ -165,7 +166,7 @@ class CompressedCheckpoint(Checkpoint):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """A batch goes past."""
-        self._session.probe.see_training(batch)
+        self._session.batch_starts(trainer, batch, batch_idx)
 
     def on_validation_batch_start(
         self,

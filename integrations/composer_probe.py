@@ -4,7 +4,7 @@
 and the model's own loss is computed on them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -51,6 +51,16 @@ class LossProbe:
         with _NoCommunication() if world_size() > 1 else nullcontext():  # type: ignore[no-untyped-call]
             return _mean_loss(state, module, values, self.kept.batches)
 
+    def measurement(self, state: State) -> Callable[[], float]:
+        """The mean loss of the model as it stands over the batches that are kept now, whatever is kept later.
+
+        Args:
+            state: of the only process. Whoever calls what is returned sees to it that the model is in eval mode, and left
+                as it was.
+        """
+        batches = list(self.kept.batches)
+        return lambda: _losses_mean(state, trained_module(state), batches)
+
     def evaluate_sharded(self, state: State, weights: Mapping[str, torch.Tensor] | None) -> float:
         """As `evaluate`, for a model whose parameters are sharded; called on every rank.
 
@@ -86,15 +96,19 @@ class LossProbe:
 def _mean_loss(
     state: State, module: nn.Module, weights: Mapping[str, torch.Tensor], batches: Sequence[Any]
 ) -> float:
+    with metrics_untouched(module), swapped_weights(module, weights):
+        return _losses_mean(state, module, batches)
+
+
+def _losses_mean(state: State, module: nn.Module, batches: Sequence[Any]) -> float:
     if not batches:
         raise ConfigError("there is nothing to measure the loss with: no batch has been seen")
     model: Any = module
     losses = []
-    with metrics_untouched(module), swapped_weights(module, weights):
-        for kept in batches:
-            batch = state.device.batch_to_device(to_host(kept))  # a copy: some models change their batch
-            with get_precision_context(state.precision, state.precision_config, fp8_autocast_enabled=False):
-                losses.append(loss_of(model.loss(model(batch), batch)))
+    for kept in batches:
+        batch = state.device.batch_to_device(to_host(kept))  # a copy: some models change their batch
+        with get_precision_context(state.precision, state.precision_config, fp8_autocast_enabled=False):
+            losses.append(loss_of(model.loss(model(batch), batch)))
     return sum(losses) / len(losses)
 
 

@@ -15,6 +15,7 @@ from composer.utils import dist
 from shrinkpoint.errors import ConfigError, ShrinkpointWarning
 from shrinkpoint.integrations.composer_data import DataPlace
 from shrinkpoint.integrations.composer_probe import LossProbe
+from shrinkpoint.integrations.composer_probe_steps import StepProbe
 from shrinkpoint.integrations.composer_reports import current_metrics, log_reports
 from shrinkpoint.integrations.composer_resume import continue_run, require_supported
 from shrinkpoint.integrations.composer_settings import Settings
@@ -54,6 +55,7 @@ class Session:
         self.settings = settings
         self.run = RunSession(settings.run)
         self._probe = LossProbe(batches=settings.run.probe_batches)
+        self._steps = StepProbe(self._probe, steps=self.run.probe_steps)
         self._data = DataPlace()
         self._gradients = GradientCollector()
         self._termination = TerminationRequest()
@@ -105,6 +107,7 @@ class Session:
             )
         self._termination.watch()
         self._data.fit_starts(state)
+        self._steps.starts(state)
 
     # ---- during training
 
@@ -119,11 +122,13 @@ class Session:
     def batch_starts(self, state: State) -> None:
         """A batch is about to be trained on."""
         self._data.batch_starts(state)
+        self._steps.batch_starts()
 
     def trains(self, state: State) -> None:
         """The model is about to get a batch of training, or the part of one that fits into memory."""
         if is_first() or state.fsdp_enabled:
             self._probe.kept.see_training(state.batch)
+        self._steps.see(state)
 
     def evaluates(self, state: State) -> None:
         """The model is about to get a batch of evaluation, or the part of one that fits into memory."""
@@ -217,6 +222,7 @@ class Session:
                 describe=describe_state(state),
                 metrics=current_metrics(state),
                 evaluate=self._evaluation(state),
+                resumed=self._steps.resumed(state),
                 gradients=self._gradients.take(state.optimizers),
                 exact=exact,
                 last=last,
@@ -268,6 +274,7 @@ class Session:
         self.run.fail()
         self.run.release()
         self._probe = LossProbe(batches=self.settings.run.probe_batches)
+        self._steps = StepProbe(self._probe, steps=self.run.probe_steps)
         self._gradients = GradientCollector()
 
 

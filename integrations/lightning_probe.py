@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.integrations.probe import KeptBatches, metrics_untouched, number_of
+from shrinkpoint.integrations.probe import KeptBatches, metrics_untouched, number_of, to_host
 from shrinkpoint.swap import swapped_weights
 
-__all__ = ["LossProbe"]
+__all__ = ["LossProbe", "arguments", "captured_logs"]
 
 
 class LossProbe:
@@ -56,28 +57,46 @@ class LossProbe:
         Raises:
             ConfigError: no batch has been seen, or the module tells no loss.
         """
-        batches = self._kept.batches
-        step, context = _step(trainer, module, held_out=self._kept.held_out)
-        if not batches or step is None:
-            raise ConfigError(
-                "there is nothing to measure the loss with: no batch has been seen, or no step is usable"
-            )
-        values = []
+        measure = self.measurement(trainer, module)
         with metrics_untouched(module), swapped_weights(module, weights or {}):
-            for index, batch in enumerate(batches):
-                with _captured_logs(module, alone=trainer.world_size == 1) as logged, context():
-                    returned = step(*_arguments(step, move_data_to_device(batch, module.device), index))
+            return measure()
+
+    def measurement(self, trainer: Trainer, module: LightningModule) -> Callable[[], float]:
+        """The mean loss of the module as it stands over the batches that are kept now, whatever is kept later.
+
+        Args:
+            trainer: between two batches.
+            module: whoever calls what is returned sees to it that it is in eval mode, and left as it was.
+
+        Raises:
+            ConfigError: by what is returned, if no batch has been seen, or the module tells no loss.
+        """
+        batches = list(self._kept.batches)
+        step, context = _step(trainer, module, held_out=self._kept.held_out)
+
+        def measure() -> float:
+            if not batches or step is None:
+                raise ConfigError(
+                    "there is nothing to measure the loss with: no batch has been seen, or no step is usable"
+                )
+            values = []
+            for index, kept in enumerate(batches):
+                batch = move_data_to_device(to_host(kept), module.device)
+                with captured_logs(trainer, module) as logged, context():
+                    returned = step(*arguments(step, batch, index))
                 values.append(_loss(logged, returned, self._metric))
-        return sum(values) / len(values)
+            return sum(values) / len(values)
+
+        return measure
 
 
 @contextmanager
-def _captured_logs(module: LightningModule, *, alone: bool) -> Iterator[dict[str, Any]]:
+def captured_logs(trainer: Trainer, module: LightningModule) -> Iterator[dict[str, Any]]:
     """Let the step log into a dict: the trainer's loggers, metrics and progress bars see nothing.
 
     Args:
+        trainer: whose loggers are replaced meanwhile, for a step may write to them itself.
         module: whose methods are replaced meanwhile.
-        alone: there is no other process, so that the step may gather from all of them.
     """
     logged: dict[str, Any] = {}
 
@@ -94,13 +113,16 @@ def _captured_logs(module: LightningModule, *, alone: bool) -> Iterator[dict[str
         )
 
     shadows: dict[str, Callable[..., None]] = {"log": log, "log_dict": log_dict}
-    if not alone:
+    if trainer.world_size > 1:
         shadows["all_gather"] = all_gather
     before = {name: module.__dict__[name] for name in shadows if name in module.__dict__}
     module.__dict__.update(shadows)
+    loggers = trainer.loggers
+    trainer.loggers = [DummyLogger() for _ in loggers]
     try:
         yield logged
     finally:
+        trainer.loggers = loggers
         for name in shadows:
             del module.__dict__[name]
         module.__dict__.update(before)
@@ -117,7 +139,12 @@ def _step(
     return None, None
 
 
-def _arguments(step: Callable[..., Any], batch: Any, index: int) -> list[Any]:
+def arguments(step: Callable[..., Any], batch: Any, index: int) -> list[Any]:
+    """What a training or validation step is called with.
+
+    Raises:
+        ConfigError: it reads its batches itself.
+    """
     names = list(inspect.signature(step).parameters)
     if "dataloader_iter" in names:
         raise ConfigError("a step that takes dataloader_iter cannot be used to measure the loss")

@@ -12,6 +12,7 @@ from shrinkpoint.integrations.lightning_io import RunCheckpointIO, require_suppo
 from shrinkpoint.integrations.lightning_moments import ends_epoch, validation_follows
 from shrinkpoint.integrations.lightning_position import POSITION_KEY, Position
 from shrinkpoint.integrations.lightning_probe import LossProbe
+from shrinkpoint.integrations.lightning_probe_steps import StepProbe
 from shrinkpoint.integrations.lightning_reports import finite_metrics, log_reports
 from shrinkpoint.integrations.lightning_resume import continue_run, is_tuning, require_module
 from shrinkpoint.integrations.lightning_settings import Settings
@@ -37,6 +38,7 @@ class Session:
         self.run = RunSession(settings.run)
         metric = settings.run.monitor if settings.run.mode == "min" else None
         self.probe = LossProbe(metric=metric, batches=settings.run.probe_batches)
+        self._steps = StepProbe(self.probe, steps=self.run.probe_steps)
         self._trigger = Trigger(settings.schedule)
         self._gradients = GradientCollector()
         self._active = False
@@ -94,6 +96,7 @@ class Session:
         Position.of(trainer).apply(trainer, module)
         self._trigger.start(step=trainer.global_step, epochs=trainer.current_epoch)
         self._seen_step = trainer.global_step
+        self._steps.starts(trainer, module)
         loaded = Address.parse(str(trainer.ckpt_path))
         if self._active and loaded is not None and loaded.url == self.settings.run.url:
             self.run.saved_step = trainer.global_step
@@ -126,6 +129,12 @@ class Session:
     def epoch_starts(self, trainer: Trainer) -> None:
         """Right before an epoch's iterator is built."""
         Position.of(trainer).epoch_starts(trainer)
+
+    def batch_starts(self, trainer: Trainer, batch: Any, batch_idx: int) -> None:
+        """A batch is about to be trained on."""
+        self.probe.see_training(batch)
+        if self._active:
+            self._steps.see(trainer, batch, batch_idx)
 
     def before_step(self, trainer: Trainer, module: LightningModule) -> None:
         """The gradients of an optimizer step are complete."""
@@ -235,6 +244,7 @@ class Session:
             ),
             metrics=finite_metrics(trainer),
             evaluate=lambda weights: self.probe.evaluate(trainer, module, weights),
+            resumed=self._steps.resumed(trainer, module),
             gradients=self._gradients.take(trainer.optimizers),
             exact=exact,
             last=last,

@@ -2,9 +2,10 @@
 
 import copy
 import warnings
+from collections import deque
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -12,7 +13,9 @@ from torch import nn
 
 from shrinkpoint.errors import ConfigError, ShrinkpointWarning
 
-__all__ = ["KeptBatches", "loss_of", "metrics_untouched", "number_of", "to_host"]
+__all__ = ["KeptBatches", "RecentBatches", "loss_of", "metrics_untouched", "number_of", "to_host"]
+
+_MOST_BYTES = 256 * 2**20
 
 
 class KeptBatches:
@@ -59,6 +62,78 @@ class KeptBatches:
                 ShrinkpointWarning,
                 stacklevel=3,
             )
+
+
+@dataclass
+class _Kept:
+    parts: list[Any] = field(default_factory=list)
+    nbytes: int = 0
+
+
+class RecentBatches:
+    """Some batches that were trained on, on the host: as many new ones after each time that they were asked for.
+
+    Args:
+        count: how many to keep; 0 keeps none.
+        most_bytes: how much memory their tensors may take; the oldest ones make room.
+    """
+
+    def __init__(self, count: int, *, most_bytes: int = _MOST_BYTES) -> None:
+        self._count = self._wanted = count
+        self._most_bytes = most_bytes
+        self._kept: deque[_Kept] = deque()
+        self._current: _Kept | None = None
+
+    def see(self, part: Any, *, first: bool = True) -> None:
+        """Keep a batch, or a part of one, if it is wanted; the model gets it after this.
+
+        Args:
+            part: all that the model gets at once.
+            first: whether it begins what a step is made for; the others are kept with it.
+        """
+        if first:
+            self._begin()
+        if self._current is None:
+            return
+        try:
+            self._current.parts.append(to_host(part))
+        except Exception:  # noqa: BLE001 - whatever a batch's own methods raise, training goes on; `KeptBatches` tells
+            self.stop()
+            return
+        self._current.nbytes += _nbytes(part)
+        while sum(kept.nbytes for kept in self._kept) > self._most_bytes:
+            if self._kept.popleft() is self._current:
+                self._current = None
+
+    def stop(self) -> None:
+        """Keep none, now and later."""
+        self._count = self._wanted = 0
+        self._kept.clear()
+        self._current = None
+
+    def take(self) -> list[list[Any]]:
+        """The parts of each batch that is kept, the oldest first; not to be changed, `to_host` makes copies."""
+        self._wanted, self._current = self._count, None
+        return [list(kept.parts) for kept in self._kept]
+
+    def _begin(self) -> None:
+        self._current = None
+        if self._wanted > 0:
+            self._wanted -= 1
+            if len(self._kept) == self._count:
+                self._kept.popleft()
+            self._current = _Kept()
+            self._kept.append(self._current)
+
+
+def _nbytes(batch: Any) -> int:
+    if isinstance(batch, torch.Tensor):
+        return batch.nbytes
+    if isinstance(batch, Mapping):
+        return sum(_nbytes(item) for item in batch.values())
+    if isinstance(batch, (list, tuple)):
+        return sum(_nbytes(item) for item in batch)
+    return sum(_nbytes(item) for item in vars(batch).values()) if hasattr(batch, "__dict__") else 0
 
 
 def to_host(batch: Any) -> Any:

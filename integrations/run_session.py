@@ -12,12 +12,13 @@ import torch
 
 from shrinkpoint.container.reader import ContainerReader
 from shrinkpoint.errors import ShrinkpointError, ShrinkpointWarning
-from shrinkpoint.evaluation import Evaluate
+from shrinkpoint.evaluation import Evaluate, ResumedSteps
 from shrinkpoint.integrations.ranks import broadcast, is_first, on_first
 from shrinkpoint.integrations.reports import BestCheckpoints, metrics_of
 from shrinkpoint.integrations.settings import RunSettings
 from shrinkpoint.reports import SaveReport
 from shrinkpoint.resume import resume_from
+from shrinkpoint.resumed import UntilFailure
 from shrinkpoint.saver import Saver
 from shrinkpoint.state import Describe, TrainingState
 from shrinkpoint.store.manifest import Manifest
@@ -50,6 +51,7 @@ class RunSession:
         self._taken = 0
         self._untold: list[SaveReport] = []
         self._warned: set[str] = set()
+        self._until_failure = UntilFailure(self.warn_once)
 
     @property
     def saver(self) -> Saver:
@@ -58,6 +60,12 @@ class RunSession:
             settings = self.settings
             self._saver = Saver(settings.url, settings.saver, storage_options=settings.storage_options)
         return self._saver
+
+    @property
+    def probe_steps(self) -> int:
+        """For how many steps the training may be tried from a restored state; 0 for never."""
+        saver = self.settings.saver
+        return saver.probe_steps if saver.scheme != "lossless" else 0
 
     # ---- before training
 
@@ -155,6 +163,7 @@ class RunSession:
         describe: Describe,
         metrics: Mapping[str, float],
         evaluate: Evaluate | None,
+        resumed: ResumedSteps | None = None,
         gradients: Mapping[str, torch.Tensor] | None,
         exact: bool,
         last: bool,
@@ -167,6 +176,8 @@ class RunSession:
             describe: gives each tensor's role.
             metrics: finite numbers; a missing monitor is warned about, once.
             evaluate: the held-out loss with given weights; that it fails is warned about, once.
+            resumed: goes on from such a state for some steps and back; when it has failed, that is warned about, and it is
+                not tried again.
             gradients: their moving average by parameter name; None takes Adam's first moments.
             exact: spend no time on a search.
             last: there will be no other: wait until it is committed if one is under way.
@@ -184,6 +195,7 @@ class RunSession:
             describe=describe,
             metrics=metrics,
             evaluate=None if evaluate is None else self._warning(evaluate),
+            resumed=self._until_failure.guard(resumed),
             gradients=gradients,
             exact=exact,
             wait=last and self.saver.busy,

@@ -13,7 +13,14 @@ import torchmetrics
 from torch.nn.utils.rnn import pack_sequence
 
 from shrinkpoint.errors import ConfigError, ShrinkpointWarning
-from shrinkpoint.integrations.probe import KeptBatches, loss_of, metrics_untouched, number_of, to_host
+from shrinkpoint.integrations.probe import (
+    KeptBatches,
+    RecentBatches,
+    loss_of,
+    metrics_untouched,
+    number_of,
+    to_host,
+)
 
 
 class Pair(NamedTuple):
@@ -184,3 +191,46 @@ def test_metrics_do_not_wait_for_processes_that_do_not_evaluate() -> None:
     with metrics_untouched(torch.nn.ModuleList([metric])):
         assert not metric.distributed_available_fn()
     assert metric.distributed_available_fn is available
+
+
+def test_recent_batches_are_copies_of_the_first_ones_after_each_time_they_were_asked_for() -> None:
+    recent = RecentBatches(2)
+    assert recent.take() == []
+    batch = torch.zeros(2)
+    for value in range(3):
+        recent.see(batch.fill_(value))
+    assert [[part.tolist() for part in parts] for parts in recent.take()] == [[[0, 0]], [[1, 1]]]
+    recent.see(batch.fill_(9))
+    assert [parts[0][0].item() for parts in recent.take()] == [1, 9]
+    recent.stop()
+    recent.see(batch)
+    assert recent.take() == []
+
+
+def test_parts_of_one_batch_stay_together() -> None:
+    recent = RecentBatches(2)
+    recent.see("late", first=False)  # its first part went past before anybody looked
+    for part in range(6):
+        recent.see(part, first=part % 2 == 0)
+    assert recent.take() == [[0, 1], [2, 3]]
+
+
+def test_recent_batches_stay_within_their_bound() -> None:
+    recent = RecentBatches(3, most_bytes=40)
+    for value in range(3):
+        recent.see({"x": torch.full((4,), float(value)), "y": [Sample(torch.zeros(1), "name")]})
+    assert [parts[0]["x"][0].item() for parts in recent.take()] == [1, 2]
+    recent.see(torch.zeros(11))
+    assert recent.take() == []
+    recent.see([torch.zeros(5)])
+    recent.see((torch.zeros(6),), first=False)
+    recent.see(torch.zeros(1), first=False)
+    assert recent.take() == []
+
+
+def test_batches_that_cannot_be_copied_are_not_kept() -> None:
+    recent = RecentBatches(2)
+    recent.see(Stubborn(tensor()))
+    assert recent.take() == []
+    recent.see(tensor())
+    assert recent.take() == []
