@@ -58,10 +58,10 @@ class FactoredSecondMomentCodec:
         if values.min() < 0:
             raise CannotRepresentError(f"{spec.name} has negative second moments: stored exactly")
         factors = Factors.of_second_moment(values.reshape(matrix_shape(spec.shape)))
-        value = torch.from_numpy(factors.product()).reshape(spec.shape)
-        if not bool(torch.isfinite(value).all()):
+        product = factors.product()
+        if not np.isfinite(product).all():
             raise CannotRepresentError(f"{spec.name} reaches the end of fp32's range: stored exactly")
-        return factors, value
+        return factors, torch.from_numpy(product).reshape(spec.shape)
 
     def decode(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> Planes:
         """See `TensorCodec.decode`; nothing of it helps to decode the next checkpoint."""

@@ -46,6 +46,7 @@ from shrinkpoint.schemes.planes import (
     integer,
     number,
     section,
+    widened,
 )
 from shrinkpoint.schemes.recipe import check_choice
 from shrinkpoint.state import TensorSpec
@@ -70,19 +71,18 @@ def curvature_exponents(second: torch.Tensor, shape: tuple[int, ...]) -> tuple[I
         int8 (rows,) and int8 (columns,), each -12 to 12: minus the octaves of the row's mean above the geometric mean of
         all rows' means, and the same for columns. A row without any second moment gets the largest step.
     """
-    wide = second.detach().reshape(matrix_shape(shape))
-    rows, columns = (wide.mean(dim=axis, dtype=torch.float64) for axis in (1, 0))
-    return _exponents(rows), _exponents(columns)
+    wide = widened(second).reshape(matrix_shape(shape))
+    return _exponents(wide.mean(axis=1, dtype=np.float64)), _exponents(wide.mean(axis=0, dtype=np.float64))
 
 
-def _exponents(means: torch.Tensor) -> I8:
+def _exponents(means: npt.NDArray[np.float64]) -> I8:
     used = means > 0
-    if not bool(used.any()):
-        return np.zeros(means.numel(), np.int8)
-    octaves = torch.where(used, means, means[used].min()).log2()
-    above = octaves - octaves[used].mean()
-    exponents = torch.where(used, -above, torch.full_like(above, REACH)).round().clamp(-REACH, REACH)
-    return exponents.to(torch.int8).numpy()
+    if not used.any():
+        return np.zeros(means.size, np.int8)
+    octaves = np.log2(means, where=used, out=np.zeros_like(means))
+    below = np.where(used, octaves[used].mean() - octaves, REACH)
+    exponents: I8 = np.clip(np.rint(below), -REACH, REACH).astype(np.int8)
+    return exponents
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,7 +209,7 @@ class LatticeCodec:
 
 def _value(lattice: Lattice, index: I16, spec: TensorSpec) -> torch.Tensor:
     value = emit(lattice.points(index), spec)
-    if not bool(torch.isfinite(value).all()):
+    if not np.isfinite(widened(value)).all():
         raise CannotRepresentError(f"{spec.name} reaches the end of {spec.dtype}'s range: stored exactly")
     return value
 
