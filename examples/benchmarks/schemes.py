@@ -161,7 +161,7 @@ def _fill(cache: Cache, results: Iterator[tuple[Cell, dict[str, Any] | str]]) ->
     return failed
 
 
-def plan(missing: Sequence[Cell], cache: Cache) -> str:
+def plan(missing: Sequence[Cell], cache: Cache, folder: Path) -> str:
     """What is missing, and how long it will take in one process, as far as cells of its kind were measured."""
     lines, total = [], 0.0
     for kind in dict.fromkeys((cell.course.model, cell.course.every, cell.part) for cell in missing):
@@ -175,9 +175,13 @@ def plan(missing: Sequence[Cell], cache: Cache) -> str:
         total += count * (each or 0.0)
         words = f"{each:.0f} s each" if each is not None else "of unknown length"
         lines.append(f"{kind[0]}, every {kind[1]}: {count} cells of {kind[2]}, {words}")
-    return "\n".join(
-        [*lines, f"known of: {total / 3600:.1f} hours in one process, without the undisturbed runs"]
-    )
+    runs = [
+        c for c in dict.fromkeys(cell.course for cell in missing) if not Undisturbed(c, folder / "runs").ready
+    ]
+    steps = sum(course.steps for course in runs)
+    lines.append(f"cells: {total / 3600:.1f} hours in one process, as far as known")
+    lines.append(f"undisturbed runs: {len(runs)} of {steps} steps together")
+    return "\n".join(lines)
 
 
 def write(planned: Sequence[Cell], cache: Cache, out: Path) -> None:
@@ -241,8 +245,9 @@ def main() -> None:
     cache = Cache(arguments.cache)
     planned = list(cells(arguments))
     missing = [cell for cell in planned if arguments.fresh or cell.key not in cache]
+    missing.sort(key=lambda cell: (cell.course.every, cell.course.seed))  # all models before a second seed
     if arguments.plan:
-        print(plan(missing, cache))
+        print(plan(missing, cache, arguments.cache))
         return
     failed = 0
     if missing and not arguments.table:

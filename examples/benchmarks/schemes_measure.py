@@ -45,7 +45,8 @@ class Chain:
         self._setting = setting
         self.files: list[bytes] = []
         self.sizes: list[Size] = []
-        self.kept_exactly: set[str] = set()
+        self.kept_exactly: dict[str, str] = {}
+        """Tensors that the scheme refused at some save, with the reason."""
         self._held: dict[str, Held] | None = None
         self._parent: str | None = None
         self._restored = False
@@ -74,7 +75,7 @@ class Chain:
                 raw_weights=sum(entry.spec.nbytes for entry in weights),
             )
         )
-        self.kept_exactly |= set(coded.kept_exactly)
+        self.kept_exactly |= coded.kept_exactly
         self._held, self._parent = dict(coded.held), coded.checkpoint.state_digest
         self._restored = False
 
@@ -90,7 +91,7 @@ class Chain:
 
     def summary(self) -> dict[str, Any]:
         """Sizes in JSON's kinds."""
-        return {"sizes": [asdict(size) for size in self.sizes], "kept_exactly": len(self.kept_exactly)}
+        return {"sizes": [asdict(size) for size in self.sizes], "kept_exactly": self.kept_exactly}
 
 
 def measure_chain(run: Undisturbed, setting: Setting) -> dict[str, Any]:

@@ -30,7 +30,7 @@ COLORS = {
 _OTHER = "#616e7c"
 
 _WIDTH, _LEFT, _GAP, _RIGHT = 1080, 70, 74, 24
-_TOP, _HEIGHT, _ROW = 118, 250, 350
+_TOP, _HEIGHT, _ROW = 136, 250, 366
 _LINEAR = 0.001  # rises up to this are drawn on a linear scale, beyond it on a logarithmic one
 _HIGHEST = 0.3
 _Y_TICKS = (-0.01, -0.001, 0.0, 0.001, 0.005, 0.02, 0.05, 0.2)
@@ -114,7 +114,7 @@ def _after_restores(row: Row) -> Point | None:
 
 def _frame(panel: _Panel, title: str, across: str, bound: float) -> list[str]:
     right, bottom = panel.left + panel.width, panel.top + _HEIGHT
-    parts = [_text(panel.left, panel.top - 10, title, font_weight="600")]
+    parts = [_text(panel.left, panel.top - 10, title)]
     for tick in _Y_TICKS:
         if panel.y_span[0] <= tick <= panel.y_span[1]:
             parts.append(_line(panel.left, panel.y(tick), right, panel.y(tick), GRID))
@@ -199,12 +199,17 @@ def picture(rows: Sequence[Row], mark: int, names: Callable[[str], str]) -> str:
     )  # fmt: skip
     for index, (model, every) in enumerate(trainings):
         of_it = [row for row in rows if (row.model, row.every) == (model, every)]
+        where = f"{names(model)}, a checkpoint every {every} steps"
+        body.append(_text(_LEFT, _TOP + index * _ROW - 32, where, font_weight="600", font_size=15))
         for side, (point, title, across, bound) in enumerate(sides):
             curves = _curves(of_it, point)
             left = _LEFT + side * (width + _GAP)
             panel = _Panel(left, _TOP + index * _ROW, width, *_spans(curves))
-            where = f"{names(model)}, every {every}: " if side == 0 else ""
-            body += _frame(panel, where + title, across, bound)
+            body += _frame(panel, title, across, bound)
+            if not curves:
+                body.append(
+                    _text(left + width / 2, panel.top + 60, "not measured", anchor="middle", color=FAINT)
+                )
             for curve in reversed(curves):  # ours on top
                 body += _drawn(panel, curve)
     head = (

@@ -53,10 +53,13 @@ class Setting:
 
 
 def _auto() -> Iterator[Setting]:
-    for scale in (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0):
+    for scale in (0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0):
         options = AutoOptions(weight_scale=scale)
         yield Setting(
-            scheme="auto", label=f"scale {scale:g}", options=options, restores=scale in (0.5, 1.0, 2.0)
+            scheme="auto",
+            label=f"scale {scale:g}",
+            options=options,
+            restores=scale in (0.125, 0.25, 0.5, 1.0, 2.0),
         )
     for effort in ("fast", "max"):
         yield Setting(
@@ -84,8 +87,8 @@ def _inshrinkerator() -> Iterator[Setting]:
 
 
 def _weights_only() -> Iterator[Setting]:
-    """The schemes for weights: as published, moments exact; and with Adam's moments in levels, which the whole state needs."""
-    published: Sequence[tuple[str, str, Any]] = (
+    """The schemes for weights: as published, moments exact; and swept, with Adam's moments in levels, for the whole state."""
+    swept: Sequence[tuple[str, str, Any]] = (
         ("lc-checkpoint", "2 bit", LCCheckpointOptions(bits=2)),
         ("lc-checkpoint", "3 bit", LCCheckpointOptions()),
         ("lc-checkpoint", "3 bit, mended", LCCheckpointOptions(representative="mean", priority="energy", paired=True)),
@@ -102,9 +105,9 @@ def _weights_only() -> Iterator[Setting]:
         ("scar", "an eighth", ScarOptions()),
         ("scar", "half", ScarOptions(fraction=0.5)),
     )  # fmt: skip
-    for scheme, label, options in published:
-        default = options == options_of(scheme)
-        yield Setting(scheme=scheme, label=label, options=options, restores=default)
+    for scheme, label, options in swept:
+        if options == options_of(scheme):
+            yield Setting(scheme=scheme, label=label, options=options, restores=True)
         moments = replace(options, moments="levels")
         yield Setting(scheme=scheme, label=f"{label}, moments too", options=moments)
 

@@ -289,7 +289,7 @@ def bench(*arguments: object) -> subprocess.CompletedProcess[str]:
         "1",
         *map(str, arguments),
     ]
-    return subprocess.run(command, capture_output=True, check=False, text=True, env=os.environ, timeout=280)
+    return subprocess.run(command, capture_output=True, check=False, text=True, env=os.environ, timeout=600)
 
 
 @pytest.mark.parametrize(
@@ -312,20 +312,13 @@ def test_unknown_names_are_refused(monkeypatch, capsys, arguments, said):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_bench_runs_from_end_to_end_and_continues(tmp_path):
-    named = (
-        "--cache",
-        tmp_path,
-        "--models",
-        "gpt,conv",
-        "--only",
-        "auto:scale 1",
-        "--only",
-        "lossless,excp,topn",
-    )
-    done = bench(*named, "--models", "gpt", "--parts", "chain")
+    only = ("--only", "auto:scale 1,excp:alpha 0.001,lossless")
+    done = bench("--cache", tmp_path, *only, "--models", "gpt", "--parts", "chain")
     assert done.returncode == 0, done.stderr
     assert "chain of lossless" in done.stdout
+    named = ("--cache", tmp_path, *only, "--models", "gpt,conv")
     planned = bench(*named, "--plan")
     assert "gpt, every 8: " in planned.stdout
     assert "cells of restores, of unknown length" in planned.stdout
@@ -336,6 +329,6 @@ def test_bench_runs_from_end_to_end_and_continues(tmp_path):
     for heading in ("## GPT", "## Convolutional network", "## Speed", "## On a slice"):
         assert heading in text
     exact = [line for line in text.splitlines() if line.startswith("| lossless | exact |")]
-    assert all(line.count("+0.00 %") == 5 for line in exact[:2]), "what is restored bit by bit costs nothing"
+    assert all(line.count("+0.00 %") == 4 for line in exact[:2]), "what is restored bit by bit costs nothing"
     ElementTree.fromstring((tmp_path / "schemes.svg").read_text())
     assert "seed 1" not in bench(*named).stdout, "nothing is left to measure"
