@@ -35,11 +35,11 @@ def restored_model(
         scheme: set up for this save.
         reference: what a reader holds of the previous checkpoint; it stays as it is.
     """
-    values = restored_values(state, scheme, reference, roles=_MODEL)
+    values = restored_values(state, scheme, reference, roles=(Role.MASTER, *_MODEL))
     return {
         spec.tag.parameter: values[spec.name]
         for spec in state.specs.values()
-        if spec.name in values and spec.tag.parameter is not None
+        if spec.tag.role in _MODEL and spec.tag.parameter is not None
     }
 
 

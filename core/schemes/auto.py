@@ -10,6 +10,7 @@ What is known of each optimizer's state:
 
 * Adam and its kin: the second moment as a row times a column, the first in units of its root;
 * SGD with momentum, Lion: the momentum in units of its own root mean square by rows and columns;
+* masters of half-precision weights: on the lattice, and the weights rounded from them;
 * any other state, and whatever is small: exactly.
 """
 
@@ -24,10 +25,15 @@ import torch
 
 from shrinkpoint.entropy.context import Effort
 from shrinkpoint.schemes.base import Occasion, TensorCodec
-from shrinkpoint.schemes.dithered_moments import DitheredFirstMomentCodec, FactoredSecondMomentCodec
+from shrinkpoint.schemes.dithered_moments import (
+    DitheredFirstMomentCodec,
+    DitheredMomentumCodec,
+    FactoredSecondMomentCodec,
+)
 from shrinkpoint.schemes.lattice import LatticeCodec, curvature_exponents
 from shrinkpoint.schemes.planes import WEIGHT_DTYPES
 from shrinkpoint.schemes.recipe import check_choice, check_number, described
+from shrinkpoint.schemes.rounded import RoundedCodec
 from shrinkpoint.state import LayerType, Role, TensorSpec, TrainingState
 from shrinkpoint.tree import JSON
 
@@ -41,6 +47,9 @@ _FARTHEST = 64.0  # no tensor's curvature changes its steps by more
 _LEAST = 1e-30
 _FINER = 8  # biases and norms: few elements, each of which counts for many
 _FEW = 2000  # so do those of small tensors
+# Of a running mean over ten steps, Adam's unit is 1 / 0.23 root mean squares: the same noise for the weights.
+_OWN_UNITS = 4.3
+_WIDEST = 64.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +78,14 @@ class AutoOptions:
 
     def takes(self, spec: TensorSpec) -> bool:
         """Whether the tensor is coded as a weight."""
-        of_a_kind = spec.tag.role is Role.WEIGHT and spec.dtype in WEIGHT_DTYPES
+        of_a_kind = spec.tag.role in (Role.WEIGHT, Role.MASTER) and spec.dtype in WEIGHT_DTYPES
         return of_a_kind and spec.numel >= self.min_elements
+
+
+def _by_parameter(state: TrainingState, role: Role) -> dict[str | None, str]:
+    """Names of the tensors of a role, by their parameter."""
+    specs = state.specs.items()
+    return {spec.tag.parameter: name for name, spec in specs if spec.tag.role is role and spec.tag.parameter}
 
 
 class _Step(NamedTuple):
@@ -101,16 +116,33 @@ class Auto:
         steps = self._steps(state)
         paired = {spec.tag.parameter for spec in state.specs.values() if spec.tag.role is Role.EXP_AVG_SQ}
         for name, spec in state.specs.items():
-            if name in steps:
+            master = self._master(state, spec)
+            if master is not None:
+                makers[name] = partial(RoundedCodec, master=master)
+            elif name in steps:
                 makers[name] = partial(self._lattice, spec, steps[name])
-            elif spec.numel < self.options.min_elements:
-                continue
-            elif spec.tag.role is Role.EXP_AVG_SQ:
-                makers[name] = FactoredSecondMomentCodec
-            elif spec.tag.role is Role.EXP_AVG and spec.tag.parameter in paired:
-                step = self.options.first_moment_step / _finer(spec)
-                makers[name] = partial(DitheredFirstMomentCodec, step=step, seed=self._seed(spec))
+            elif spec.numel >= self.options.min_elements:
+                maker = self._moment(spec, spec.tag.parameter in paired)
+                makers |= {name: maker} if maker is not None else {}
         return makers
+
+    def _moment(self, spec: TensorSpec, paired: bool) -> Callable[[], TensorCodec] | None:
+        step, effort = self.options.first_moment_step / _finer(spec), self.options.effort
+        if spec.tag.role is Role.EXP_AVG_SQ:
+            return FactoredSecondMomentCodec
+        if spec.tag.role is Role.EXP_AVG and paired:
+            return partial(DitheredFirstMomentCodec, step=step, seed=self._seed(spec), effort=effort)
+        if spec.tag.role is Role.EXP_AVG:
+            step = min(_WIDEST, step * _OWN_UNITS)
+            return partial(DitheredMomentumCodec, step=step, seed=self._seed(spec), effort=effort)
+        return None
+
+    def _master(self, state: TrainingState, spec: TensorSpec) -> torch.Tensor | None:
+        """The fp32 weight that this half of it is rounded from, if it is."""
+        if spec.tag.role is not Role.WEIGHT or spec.dtype not in (torch.float16, torch.bfloat16):
+            return None
+        name = _by_parameter(state, Role.MASTER).get(spec.tag.parameter)
+        return state.tensors[name] if name is not None and state.specs[name].shape == spec.shape else None
 
     def describe(self) -> JSON:
         """See `Scheme.describe`."""
@@ -128,7 +160,8 @@ class Auto:
     def _lattice(self, spec: TensorSpec, step: _Step) -> TensorCodec:
         exponents = curvature_exponents(step.curvature, spec.shape) if step.curvature is not None else None
         fresh = self.occasion.reference is None or self.occasion.restored
-        return LatticeCodec(step=step.step, exponents=exponents, seed=self._seed(spec) if fresh else None)
+        seed = self._seed(spec) if fresh else None
+        return LatticeCodec(step=step.step, exponents=exponents, seed=seed, effort=self.options.effort)
 
     def _seed(self, spec: TensorSpec) -> int:
         return zlib.crc32(f"{self.occasion.step}/{spec.name}".encode())

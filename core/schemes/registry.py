@@ -7,7 +7,11 @@ from shrinkpoint.errors import UnsupportedFormatError
 from shrinkpoint.schemes.adaptive import AdaptiveRowsCodec
 from shrinkpoint.schemes.base import TensorCodec
 from shrinkpoint.schemes.delta_dnn import DeltaDnnCodec
-from shrinkpoint.schemes.dithered_moments import DitheredFirstMomentCodec, FactoredSecondMomentCodec
+from shrinkpoint.schemes.dithered_moments import (
+    DitheredFirstMomentCodec,
+    DitheredMomentumCodec,
+    FactoredSecondMomentCodec,
+)
 from shrinkpoint.schemes.exact import ExactCodec
 from shrinkpoint.schemes.excp_codecs import ExcpMomentCodec, ExcpWeightCodec
 from shrinkpoint.schemes.gobo import GoboCodec
@@ -16,6 +20,7 @@ from shrinkpoint.schemes.lc_checkpoint import LCDeltaCodec
 from shrinkpoint.schemes.levels import LevelsCodec
 from shrinkpoint.schemes.moments import FirstMomentCodec, SecondMomentCodec
 from shrinkpoint.schemes.partial import PartialCodec
+from shrinkpoint.schemes.rounded import RoundedCodec
 from shrinkpoint.schemes.uniform import UniformCodec
 
 __all__ = ["CODECS", "codec_for_reading"]
@@ -25,6 +30,8 @@ _CLASSES: tuple[type[TensorCodec], ...] = (
     LatticeCodec,
     FactoredSecondMomentCodec,
     DitheredFirstMomentCodec,
+    DitheredMomentumCodec,
+    RoundedCodec,
     LevelsCodec,
     SecondMomentCodec,
     FirstMomentCodec,

@@ -1,0 +1,182 @@
+import math
+
+import pytest
+import torch
+from support.chains import save_chain, state_of
+from support.containers import identical
+from support.training import OPTIMIZERS, TinyConvNet, TinyGPT, TinyMLP, capture, train
+
+from shrinkpoint.coding import decode_chain, encode_state
+from shrinkpoint.errors import ConfigError
+from shrinkpoint.schemes.auto import Auto, AutoOptions
+from shrinkpoint.schemes.base import Occasion
+from shrinkpoint.state import Role, TrainingState
+
+OPTIONS = AutoOptions(weight_scale=0.5)
+
+
+def training(optimizer="AdamW", model=TinyGPT, saves=3):
+    torch.manual_seed(0)
+    model = model()
+    optimizer = OPTIMIZERS[optimizer](model)
+    states = []
+    for start in range(saves):
+        train(model, optimizer, range(3 * start, 3 * start + 3))
+        states.append(capture(model, optimizer))
+    return states
+
+
+def coded(state, reference=None, *, step=1, restored=False, options=OPTIONS, **more):
+    occasion = Occasion(state=state, step=step, reference=reference, restored=restored, **more)
+    scheme = Auto(options=options, occasion=occasion)
+    parent = "0" * 32 if reference is not None else None
+    return encode_state(state, scheme, step=step, reference=reference, parent=parent)
+
+
+def codec_of(encoded):
+    return {entry.spec.name: entry.encoded.codec for entry in encoded.checkpoint.entries}
+
+
+def seeds_of(encoded):
+    return {
+        entry.spec.name: entry.encoded.params["seed"]
+        for entry in encoded.checkpoint.entries
+        if entry.encoded.codec == "lattice"
+    }
+
+
+@pytest.mark.parametrize("model", [TinyGPT, TinyConvNet])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer_has_its_weights_coded_and_its_unknown_state_kept(optimizer, model):
+    states = training(optimizer, model)
+    checkpoints, told = save_chain(
+        states,
+        lambda reference: Auto(
+            options=OPTIONS, occasion=Occasion(state=states[0], step=1, reference=reference)
+        ),
+    )
+    assert not any(one.kept_exactly for one in told)
+    decoded = decode_chain(checkpoints).state
+    for name, spec in states[-1].specs.items():
+        if spec.tag.role is Role.WEIGHT and spec.numel >= 64:
+            assert codec_of(told[-1])[name] == "lattice"
+        elif spec.tag.role is Role.OTHER:
+            assert identical(decoded.tensors[name], states[-1].tensors[name])
+
+
+def test_adams_moments_are_coded_in_units_of_the_second():
+    (state,) = training(saves=1)
+    codecs = codec_of(coded(state))
+    assert {codecs[n] for n, s in state.specs.items() if s.tag.role is Role.EXP_AVG_SQ and s.numel >= 64} == {
+        "factored"
+    }
+    assert {codecs[n] for n, s in state.specs.items() if s.tag.role is Role.EXP_AVG and s.numel >= 64} == {
+        "dithered-root-units"
+    }
+
+
+def test_steps_are_narrower_where_the_curvature_is_large_and_in_small_tensors():
+    weight = torch.randn(64, 64)
+    state = state_of(
+        a__w=weight, a__exp_avg=weight * 0, a__exp_avg_sq=torch.full_like(weight, 1e-6),
+        b__w=weight.clone(), b__exp_avg=weight * 0, b__exp_avg_sq=torch.full_like(weight, 1e-10),
+        c__w=torch.randn(100), c__exp_avg=torch.zeros(100), c__exp_avg_sq=torch.full((100,), 1e-8),
+    )  # fmt: skip
+    steps = {
+        entry.spec.name: entry.encoded.params["step"]
+        for entry in coded(state).checkpoint.entries
+        if entry.encoded.codec == "lattice"
+    }
+    assert steps["b/w"] / steps["a/w"] == pytest.approx(10.0, rel=1e-5)
+    assert steps["a/w"] * math.sqrt(10) == pytest.approx(0.5 * float(weight.square().mean().sqrt()), rel=1e-4)
+    assert steps["c/w"] * 8 == pytest.approx(steps["a/w"] * math.sqrt(10), rel=1e-4)
+
+
+def test_a_chain_keeps_its_dither_and_a_base_or_a_restore_changes_it():
+    one, two, _ = training()
+    base = coded(one, step=1)
+    held = dict(base.held)
+    assert seeds_of(coded(two, held, step=2)) == seeds_of(base)
+    after = seeds_of(coded(two, held, step=2, restored=True))
+    assert all(after[name] != seed for name, seed in seeds_of(base).items())
+    assert seeds_of(coded(two, step=2)) == after
+    assert len(set(after.values())) == len(after)
+
+
+def test_the_gradients_stand_in_where_the_optimizer_keeps_nothing():
+    torch.manual_seed(0)
+    model = TinyMLP()
+    state = capture(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    gradients = {
+        name: torch.randn_like(p) * (1e-3 if name == "inner.weight" else 1e-1)
+        for name, p in model.named_parameters()
+    }
+    plain, informed = (
+        {e.spec.name: e.encoded.params.get("step") for e in coded(state, gradients=g).checkpoint.entries}
+        for g in (None, gradients)
+    )
+    assert plain["model/inner.weight"] == pytest.approx(plain["model/outer.weight"], rel=0.1)
+    assert informed["model/inner.weight"] > 5 * informed["model/outer.weight"]
+
+
+def test_a_first_save_before_the_optimizer_has_state_and_one_after():
+    torch.manual_seed(0)
+    model = TinyMLP()
+    optimizer = OPTIMIZERS["AdamW"](model)
+    before = capture(model, optimizer)
+    train(model, optimizer, range(2))
+    after = capture(model, optimizer)
+    base = coded(before)
+    delta = coded(after, dict(base.held), step=2)
+    assert not base.kept_exactly
+    assert not delta.kept_exactly
+    assert codec_of(delta)["optimizers/0/state/0/exp_avg"] == "dithered-root-units"
+
+
+def test_moments_that_are_not_finite_are_kept_and_steer_nothing():
+    one, two, _ = training()
+    tensors = dict(two.tensors)
+    name = next(n for n, s in two.specs.items() if s.tag.role is Role.EXP_AVG_SQ and s.numel > 2000)
+    tensors[name] = tensors[name].clone()
+    tensors[name].view(-1)[7] = math.inf
+    delta = coded(TrainingState(two.tree, tensors, two.specs), dict(coded(one).held), step=2)
+    assert name in delta.kept_exactly
+    assert name.replace("exp_avg_sq", "exp_avg") in delta.kept_exactly
+    weight = next(
+        n
+        for n, s in two.specs.items()
+        if s.tag.role is Role.WEIGHT and s.tag.parameter == two.specs[name].tag.parameter
+    )
+    assert codec_of(delta)[weight] == "lattice"
+
+
+def test_a_tensor_of_another_shape_starts_anew():
+    one, two = state_of(a__w=torch.randn(40, 50)), state_of(a__w=torch.randn(50, 50))
+    delta = coded(two, dict(coded(one).held), step=2)
+    assert [entry.encoded.uses_reference for entry in delta.checkpoint.entries] == [False]
+
+
+@pytest.mark.parametrize(
+    "weight", [torch.zeros(30, 30), torch.full((30, 30), 1e-40), torch.full((30, 30), 3e38)]
+)
+def test_weights_of_extreme_size(weight):
+    state = state_of(a__w=weight, b__w=torch.randn(30, 30))
+    encoded = coded(state)
+    value = decode_chain([encoded.checkpoint]).state.tensors["a/w"]
+    assert bool(torch.isfinite(value).all())
+    assert float((value - weight).abs().max()) <= float(torch.cat([weight, state.tensors["b/w"]]).abs().max())
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("weight_scale", 0),
+        ("weight_scale", "1"),
+        ("first_moment_step", 100),
+        ("effort", "most"),
+        ("min_elements", 0),
+    ],
+)
+def test_a_bad_option_is_named(field, value):
+    with pytest.raises(ConfigError, match=field):
+        AutoOptions(**{field: value})
