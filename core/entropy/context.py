@@ -9,37 +9,41 @@ a row is predicted from the directions of the rows before (:mod:`shrinkpoint.ent
 effort     model
 =========  ==========================================================================================================
 fast       static tables under the level of the one or two most telling side planes
-default    static tables under a decision tree over prediction, side planes, neighbourhood and activity
+default    static tables under a decision tree over prediction, side planes and activity
 max        binary decisions, each predicted by a mixture of up to 10 adaptive contexts
 =========  ==========================================================================================================
 
-No payload is larger than that of ``fast``. Payload (integers are little-endian, "varint" is 7 bits per byte)::
+``fast`` and ``default`` code zeros in runs (entropy/context_runs.py), so that a delta, which is mostly zeros, costs
+little more time than what is not zero. A payload is as a rule no larger than that of ``fast``, which is tried wherever it
+may be shorter. Payload (integers are little-endian, "varint" is 7 bits per byte)::
 
-    nothing                                                     if there are no symbols
-    0x00, n, side indices (n bytes, n <= 2), rANS payload       fast; entropy/rans.py, contexts as below
-    0x01, model, chunk byte, splits, used, tables, lengths, chunks    default; entropy/context_cells.py, entropy/tables.py
-    0x02, model, chunk byte, table, lengths, chunks             max; the table holds the tree's weights
+    nothing                                                                if there are no symbols
+    0x00, n, side indices (n bytes, n <= 2), rANS payload                  fast, small or not sparse; entropy/rans.py
+    0x03, n, side indices, chunk byte, zero, used, tables, lengths, chunks    fast; entropy/tables.py
+    0x01, model, chunk byte, splits, zero, used, tables, lengths, chunks   default; entropy/context_cells.py
+    0x02, model, chunk byte, table, lengths, chunks                        max; the table holds the tree's weights
 
 The contexts of ``fast`` are the side's levels, or for two sides ``16 a + b`` of their classes (`class_map`). The model
-is described in entropy/context_model.py. The chunk byte is log2 of the symbols per chunk; a chunk is the whole rows that
-fit, or where a plane has fewer than 8 or more than 2^15 columns, that many symbols as a single row.
-Lengths are one varint per chunk but the last. A chunk of ``default`` is four 6-byte states and 16-bit words, as in
-entropy/rans.py; one of ``max`` is an arithmetic code without its trailing zeros. Chunks do not depend on each other nor on
-the number of threads.
+is described in entropy/context_model.py. The chunk byte is log2 of the symbols per chunk; but for ``fast``, a chunk is the
+whole rows that fit, or where a plane has fewer than 8 or more than 2^15 columns, that many symbols as a single row.
+Zero is the symbol whose runs are coded; ``used`` has one bit per context or leaf, first one highest: whether it occurs and
+has a table. Tables in which zero has at least 5/8 code gaps, with the frequencies that entropy/context_tables.py derives.
+Lengths are one varint per chunk but the last. A chunk of 0x01 and 0x03 is four 6-byte states and 16-bit words, as in
+entropy/rans.py, event i on state i mod 4; one of ``max`` is an arithmetic code without its trailing zeros. Chunks do not
+depend on each other nor on the number of threads.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from shrinkpoint.entropy.context_choice import choose_model, pair_counts
+from shrinkpoint.entropy.context_choice import choose_model
 from shrinkpoint.entropy.context_chunks import Plan, decode_mixed, decode_static, encode_mixed, encode_static
-from shrinkpoint.entropy.context_model import class_map
-from shrinkpoint.entropy.rans import decode_symbols, encode_symbols, predict_bytes
-from shrinkpoint.entropy.symbols import check_array, check_sizes, count_symbols, frozen
+from shrinkpoint.entropy.context_fast import FastPlan, decode_plain, decode_runs
+from shrinkpoint.entropy.context_sample import PlaneSample, Side
+from shrinkpoint.entropy.symbols import check_array, check_sizes, count_symbols
 from shrinkpoint.entropy.wire import ByteReader, Payload
 from shrinkpoint.errors import FormatError
 
@@ -49,24 +53,11 @@ Int64s = npt.NDArray[np.int64]
 UInt8s = npt.NDArray[np.uint8]
 
 Effort = Literal["fast", "default", "max"]
-"""``default`` takes about five times as long as ``fast``, and ``max`` four times as long as ``default``."""
+"""``default`` takes three to five times as long as ``fast``, and ``max`` ten times as long as ``default``."""
 
-_FAST, _STATIC, _MIXED = 0, 1, 2
+_FAST, _STATIC, _MIXED, _RUNS = 0, 1, 2, 3
+_DEFAULT_TRIAL, _MAX_TRIAL = 1 << 14, 1 << 15  # symbols on which predictions are tried
 _MIN_SYMBOLS = 256  # below, no model pays for itself
-_PAIR_CLASSES = 16
-
-
-@dataclass(frozen=True)
-class Side:
-    """A plane that encoder and decoder both have.
-
-    Attributes:
-        plane: uint8 (n,), one level per symbol, each below ``alphabet``.
-        alphabet: 1..256.
-    """
-
-    plane: UInt8s
-    alphabet: int
 
 
 def encode_plane(
@@ -102,17 +93,31 @@ def encode_plane(
     if symbols.size == 0:
         return b""
     counts = count_symbols(symbols, None, alphabet, 1)[0]
-    pairs = pair_counts(symbols, alphabet, [(side.plane, side.alphabet) for side in sides])
-    fast = _encode_fast(symbols, alphabet, sides, counts, pairs, threads)
-    if effort == "fast" or symbols.size < _MIN_SYMBOLS or np.count_nonzero(counts) < 2:
-        return fast
+    sample = PlaneSample.of(symbols, alphabet, sides)
+    fast = FastPlan.of(sample)
+    payload = b""
+    if effort != "fast" and symbols.size >= _MIN_SYMBOLS and np.count_nonzero(counts) > 1:
+        plan = _plan(symbols, columns, sides, sample, effort)
+        if effort == "max":
+            payload = bytes([_MIXED]) + encode_mixed(plan, symbols, counts, threads)
+        else:
+            payload = bytes([_STATIC]) + encode_static(plan, symbols, alphabet, threads)
+        if len(payload) < fast.least(sample.step):
+            return payload
+    runs, coded = fast.encode(symbols, alphabet, sides, counts, threads)
+    coded = bytes([_RUNS if runs else _FAST]) + coded
+    return min(payload or coded, coded, key=len)
+
+
+def _plan(symbols: UInt8s, columns: int, sides: Sequence[Side], sample: PlaneSample, effort: Effort) -> Plan:
+    from shrinkpoint.entropy import context_kernels, context_segments  # numba
+
     planes = [side.plane for side in sides]
-    plan = Plan.of(choose_model(symbols, columns, planes, counts, pairs), planes, symbols.size, columns)
     if effort == "max":
-        payload = bytes([_MIXED]) + encode_mixed(plan, symbols, counts, threads)
+        model = choose_model(symbols, columns, planes, sample, context_kernels.measure, _MAX_TRIAL)
     else:
-        payload = bytes([_STATIC]) + encode_static(plan, symbols, alphabet, threads)
-    return min(fast, payload, key=len)
+        model = choose_model(symbols, columns, planes, sample, context_segments.measure, _DEFAULT_TRIAL)
+    return Plan.of(model, planes, symbols.size, columns)
 
 
 def decode_plane(
@@ -142,8 +147,9 @@ def decode_plane(
         reader.finish()
         return np.zeros(0, dtype=np.uint8)
     mode = reader.byte()
-    if mode == _FAST:
-        return _decode_fast(reader, size, alphabet, sides, threads)
+    if mode in (_FAST, _RUNS):
+        decode_fast = decode_plain if mode == _FAST else decode_runs
+        return decode_fast(reader, size, alphabet, sides, threads)
     if mode not in (_STATIC, _MIXED):
         raise FormatError(f"context payload: unknown mode {mode}")
     plan = Plan.read(reader, [side.plane for side in sides], size, columns)
@@ -166,53 +172,3 @@ def _check(size: int, alphabet: int, columns: int, sides: Sequence[Side]) -> Non
             raise ValueError(
                 f"sides[{index}] has level {int(side.plane.max())} in an alphabet of {side.alphabet}"
             )
-
-
-def _encode_fast(
-    symbols: UInt8s,
-    alphabet: int,
-    sides: Sequence[Side],
-    counts: Int64s,
-    pairs: Sequence[Int64s],
-    threads: int,
-) -> bytes:
-    """Static tables under the best side plane, or the best two if that is shorter, or none."""
-    found: list[tuple[float, tuple[int, ...]]] = [(predict_bytes(counts[None]), ())]
-    found += [(predict_bytes(pair), (index,)) for index, pair in enumerate(pairs)]
-    order = sorted(found[1:])
-    if len(order) > 1 and symbols.size >= _MIN_SYMBOLS:
-        both = (order[0][1][0], order[1][1][0])
-        joint, n_contexts = _fast_contexts(sides, both)
-        found.append((predict_bytes(count_symbols(symbols, joint, alphabet, n_contexts)), both))
-    _, chosen = min(found)
-    contexts, n_contexts = _fast_contexts(sides, chosen)
-    payload = encode_symbols(symbols, contexts, alphabet, n_contexts, threads)
-    return bytes([_FAST, len(chosen), *chosen]) + payload
-
-
-def _fast_contexts(sides: Sequence[Side], chosen: Sequence[int]) -> tuple[UInt8s | None, int]:
-    from shrinkpoint.entropy import context_static  # numba
-
-    if not chosen:
-        return None, 1
-    if len(chosen) == 1:
-        side = sides[chosen[0]]
-        return side.plane, side.alphabet
-    first, second = (sides[index] for index in chosen)
-    coarse = [class_map(_counts(side), _PAIR_CLASSES) for side in (first, second)]
-    joint = np.empty(first.plane.size, dtype=np.uint8)
-    planes = frozen(first.plane), frozen(second.plane)
-    context_static.pair_classes(*planes, coarse[0] * np.uint8(_PAIR_CLASSES), coarse[1], joint)
-    return joint, 256
-
-
-def _counts(side: Side) -> Int64s:
-    return np.asarray(count_symbols(side.plane, None, side.alphabet, 1)[0])
-
-
-def _decode_fast(reader: ByteReader, size: int, alphabet: int, sides: Sequence[Side], threads: int) -> UInt8s:
-    chosen = bytes(reader.take(reader.byte()))
-    if len(chosen) > 2 or any(index >= len(sides) for index in chosen):
-        raise FormatError(f"context payload: it needs side planes {list(chosen)}, {len(sides)} are given")
-    contexts, n_contexts = _fast_contexts(sides, chosen)
-    return decode_symbols(reader.rest(), contexts, size, alphabet, n_contexts, threads)

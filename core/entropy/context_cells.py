@@ -10,10 +10,12 @@ of the tables as the price of a leaf.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
+from shrinkpoint.entropy.tables import data_bits
 from shrinkpoint.entropy.wire import ByteReader
 from shrinkpoint.errors import FormatError
 
@@ -29,6 +31,7 @@ MAX_LEVELS = 64
 _MAX_LEAVES = 64
 _SPLIT_BITS = 24.0
 _MIN_MEMBERS = 64
+_WORTH_PREDICTING = 0.012  # share of the bits that the first feature must save
 
 
 @dataclass(frozen=True)
@@ -94,19 +97,12 @@ def _fits(used: set[int], levels: Sequence[int]) -> bool:
     return int(np.prod([levels[feature] for feature in used], dtype=np.int64)) <= MAX_CELLS
 
 
-@dataclass
-class _Leaf:
-    members: Int64s
-    counts: Int64s  # (features, MAX_LEVELS, alphabet)
-    gain: float = 0.0
-    feature: int = 0
-    threshold: int = 0
-
-
 def grow_cells(
     features: UInt8s, symbols: UInt8s, alphabet: int, levels: tuple[int, ...], weight: float
 ) -> Cells:
     """Grow the tree on a sample.
+
+    The first feature, which takes longest to compute, is left out where it saves next to nothing.
 
     Args:
         features: uint8 (features, m), each below its levels.
@@ -115,45 +111,36 @@ def grow_cells(
         levels: levels of each feature, at most `MAX_LEVELS`.
         weight: how many symbols of the plane one of the sample stands for.
     """
-    used: set[int] = set()
-    splits: list[tuple[int, int, int]] = []
-    leaves = [_leaf(features, symbols, np.arange(symbols.size, dtype=np.int64), alphabet)]
-    _price(leaves[0], used, levels, weight)
-    while len(leaves) < _MAX_LEAVES:
-        best = max(range(len(leaves)), key=lambda index: leaves[index].gain)
-        leaf = leaves[best]
-        if leaf.gain <= 0:
-            break
-        splits.append((best, leaf.feature, leaf.threshold))
-        upper = features[leaf.feature, leaf.members] >= leaf.threshold
-        parts = [leaf.members[~upper], leaf.members[upper]]
-        small = int(parts[1].size < parts[0].size)
-        counted = _leaf(features, symbols, parts[small], alphabet)
-        other = _Leaf(parts[1 - small], leaf.counts - counted.counts)
-        leaves[best], new = (other, counted) if small else (counted, other)
-        leaves.append(new)
-        fresh = leaf.feature not in used
-        used.add(leaf.feature)
-        for changed in leaves if fresh else (leaves[best], new):
-            _price(changed, used, levels, weight)
-    return Cells(tuple(splits), levels)
+    splits, saved = _grow(features, symbols, alphabet, levels, weight)
+    if any(feature == 0 for _, feature, _ in splits):
+        without, saved_without = _grow(features, symbols, alphabet, (0, *levels[1:]), weight)
+        counts = np.bincount(symbols, minlength=alphabet).astype(np.int64)
+        if saved - saved_without < _WORTH_PREDICTING * (weight * float(data_bits(counts)) - saved):
+            splits = without
+    return Cells(splits, levels)
 
 
-def _leaf(features: UInt8s, symbols: UInt8s, members: Int64s, alphabet: int) -> _Leaf:
-    from shrinkpoint.entropy import context_static  # numba
+def _grow(
+    features: UInt8s, symbols: UInt8s, alphabet: int, levels: tuple[int, ...], weight: float
+) -> tuple[tuple[tuple[int, int, int], ...], float]:
+    from shrinkpoint.entropy.context_growth import Limits, Sample, grow  # numba
 
-    counts = np.zeros((features.shape[0], MAX_LEVELS, alphabet), dtype=np.int64)
-    context_static.count_members(features, symbols, members, counts)
-    return _Leaf(members, counts)
+    sample = Sample(
+        features=features,
+        symbols=symbols,
+        levels=np.array(levels, dtype=np.int64),
+        alphabet=alphabet,
+        weight=weight,
+        lengths=_lengths(symbols.size.bit_length()),
+    )
+    limits = Limits(leaves=_MAX_LEAVES, cells=MAX_CELLS, members=_MIN_MEMBERS, split_bits=_SPLIT_BITS)
+    splits = np.zeros((_MAX_LEAVES - 1, 3), dtype=np.int64)
+    count, saved = grow(sample, limits, splits)
+    return tuple((int(leaf), int(feature), int(level)) for leaf, feature, level in splits[:count]), saved
 
 
-def _price(leaf: _Leaf, used: set[int], levels: tuple[int, ...], weight: float) -> None:
-    """Find the leaf's best split among the features that may still be used."""
-    from shrinkpoint.entropy import context_static  # numba
-
-    leaf.gain = 0.0
-    if leaf.members.size < _MIN_MEMBERS:
-        return
-    allowed = [n if f in used or _fits({*used, f}, levels) else 0 for f, n in enumerate(levels)]
-    found = context_static.best_split(leaf.counts, np.array(allowed, dtype=np.int64), weight, _SPLIT_BITS)
-    leaf.gain, leaf.feature, leaf.threshold = found
+@lru_cache(maxsize=4)
+def _lengths(bits: int) -> npt.NDArray[np.float64]:
+    """``n log2 n`` for n below ``2 ** bits``."""
+    numbers = np.arange(1 << bits, dtype=np.float64)
+    return np.asarray(numbers * np.log2(np.maximum(numbers, 1)), dtype=np.float64)

@@ -1,6 +1,7 @@
 """How the encoder of the context coder chooses a plane's model: by counting, and by trying predictions on a sample."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,27 +14,27 @@ from shrinkpoint.entropy.context_model import (
     SidePlane,
     build_scene,
 )
-from shrinkpoint.entropy.rans import predict_bytes
+from shrinkpoint.entropy.context_sample import PlaneSample
 from shrinkpoint.entropy.symbols import count_symbols
 
-__all__ = ["choose_model", "pair_counts"]
+__all__ = ["choose_model"]
 
 Int64s = npt.NDArray[np.int64]
 UInt8s = npt.NDArray[np.uint8]
+Measure = Callable[[Any, UInt8s], tuple[Any, Any]]
 
 _MIN_COLUMNS, _MIN_ROWS = 24, 24  # of a plane whose directions are worth learning
 _MIN_EXPLAINED = 0.004  # share of the values' power
-_SAMPLE = 1 << 15
 _NO_MAPS = (np.zeros((0, 256), dtype=np.uint8), np.zeros((0, 256), dtype=np.uint8))
 
 
-def pair_counts(symbols: UInt8s, alphabet: int, sides: Sequence[tuple[UInt8s, int]]) -> list[Int64s]:
-    """Counts (side's alphabet, alphabet) of the symbols given each side plane."""
-    return [count_symbols(symbols, plane, alphabet, n) for plane, n in sides]
-
-
 def choose_model(
-    symbols: UInt8s, columns: int, sides: Sequence[UInt8s], counts: Int64s, pairs: Sequence[Int64s]
+    symbols: UInt8s,
+    columns: int,
+    sides: Sequence[UInt8s],
+    sample: PlaneSample,
+    measure: Measure,
+    trial: int,
 ) -> PlaneModel:
     """Choose side planes, meanings of levels and low-rank prediction.
 
@@ -41,13 +42,14 @@ def choose_model(
         symbols: uint8 (n,), the plane.
         columns: its columns, which divide n.
         sides: uint8 (n,) each, the side planes.
-        counts: int64 (alphabet,), the plane's.
-        pairs: of :func:`pair_counts`.
+        sample: of all of them.
+        measure: the kernel of the effort that tries a prediction.
+        trial: how many symbols to try it on, about.
     """
+    counts, pairs = sample.counts, sample.pairs
     meaning = LevelMeaning.guess(counts)
-    alone = predict_bytes(counts[None])
-    given = [predict_bytes(pair) for pair in pairs]
-    order = sorted((i for i in range(len(sides)) if given[i] < 0.999 * alone), key=lambda i: given[i])
+    given = sample.given
+    order = sorted((i for i in range(len(sides)) if given[i] < 0.999 * sample.alone), key=lambda i: given[i])
     chosen = tuple(SidePlane(i, LevelMeaning.guess(pairs[i].sum(axis=1))) for i in order[:MAX_SIDES])
     mean = int(256 * (counts * meaning.magnitudes()[: counts.size]).sum() // counts.sum())
     model = PlaneModel(
@@ -56,8 +58,8 @@ def choose_model(
     rows = symbols.size // columns
     if rows < _MIN_ROWS or not _MIN_COLUMNS <= columns <= MAX_COLUMNS:
         return model
-    sample = min(max(_SAMPLE // columns, _MIN_ROWS, rows // 32), rows)
-    return _choose_prediction(model, symbols, columns, sample, sides, counts, pairs)
+    first = min(max(trial // columns, _MIN_ROWS, rows // 32), rows)
+    return _choose_prediction(model, symbols, columns, first, sides, counts, pairs, measure)
 
 
 def _choose_prediction(
@@ -68,14 +70,13 @@ def _choose_prediction(
     sides: Sequence[UInt8s],
     counts: Int64s,
     pairs: Sequence[Int64s],
+    measure: Measure,
 ) -> PlaneModel:
     """Try the readings of the levels, then each side plane as the one from which directions are learned first."""
     cut = sample * columns
     sampled = count_symbols(symbols[:cut], None, counts.size, 1)[0]
 
     def explained(meaning: LevelMeaning, warm: SidePlane | None) -> tuple[float, int]:
-        from shrinkpoint.entropy.context_kernels import measure  # numba
-
         trial = PlaneModel(meaning=meaning, sides=(), low_rank=True, warm=warm, scale=1, mean=model.mean)
         scene = build_scene(trial, [side[:cut] for side in sides], _NO_MAPS, (sample, columns))
         predicted, error = measure(scene, symbols[:cut].reshape(sample, columns))

@@ -13,26 +13,35 @@ from shrinkpoint.entropy.context_model import (
     PlaneModel,
     build_scene,
     class_map,
+    level_counts,
+)
+from shrinkpoint.entropy.context_tables import (
+    check_end,
+    join_chunks,
+    open_chunk,
+    put_chunk,
+    read_run_tables,
+    run_tables,
+    split_chunks,
 )
 from shrinkpoint.entropy.context_tree import build_decisions, logits
 from shrinkpoint.entropy.rans import map_in_threads
-from shrinkpoint.entropy.symbols import count_symbols, frozen
-from shrinkpoint.entropy.tables import SCALE_BITS, TableSet, plan_tables, read_tables, write_tables
-from shrinkpoint.entropy.wire import ByteReader, write_uvarint
+from shrinkpoint.entropy.symbols import count_symbols
+from shrinkpoint.entropy.tables import TableSet, plan_tables, read_tables, write_tables
+from shrinkpoint.entropy.wire import ByteReader
 from shrinkpoint.errors import CorruptionError, FormatError
 
 __all__ = ["Plan", "decode_mixed", "decode_static", "encode_mixed", "encode_static"]
 
 Int64s = npt.NDArray[np.int64]
 UInt8s = npt.NDArray[np.uint8]
+UInt16s = npt.NDArray[np.uint16]
 Span = tuple[int, int]
 
 _MIN_CHUNK_LOG2, _MAX_CHUNK_LOG2 = 18, 23
 _CHUNK_ROWS = 256  # below, the directions of the rows are relearned too often
 _MIN_WIDTH = 8
-_STATE_BYTES = 6
-_LOOKUP_BITS = 10
-_SAMPLE = 1 << 15
+_MIN_SAMPLE, _MAX_SAMPLE = 1 << 13, 1 << 15
 _ONE_CONTEXT = np.ones(1, dtype=np.bool_)
 
 
@@ -63,7 +72,7 @@ class Plan:
         """Derive the classes of levels, and the chunks unless they are given."""
         from shrinkpoint.entropy.context_mixing import COARSE_CLASSES, FINE_CLASSES  # numba
 
-        counts = [count_symbols(planes[side.index], None, 256, 1)[0] for side in model.sides]
+        counts = [level_counts(planes[side.index]) for side in model.sides]
         fine, coarse = (
             np.array([class_map(c, limit) for c in counts], dtype=np.uint8).reshape(-1, 256)
             for limit in (FINE_CLASSES, COARSE_CLASSES)
@@ -110,7 +119,7 @@ class Plan:
 
     def levels(self) -> tuple[int, ...]:
         """Levels of each feature of the static contexts."""
-        from shrinkpoint.entropy.context_static import FEATURES, LEVELS  # numba
+        from shrinkpoint.entropy.context_segments import FEATURES, LEVELS  # numba
 
         known = (*LEVELS, *(int(row[-1]) + 1 for row in self.maps[0]))
         return known + (1,) * (FEATURES - len(known))
@@ -120,7 +129,7 @@ class Plan:
 
 
 def encode_static(plan: Plan, symbols: UInt8s, alphabet: int, threads: int) -> bytes:
-    """Code all symbols under the contexts of a tree that is grown on a sample of their first chunk.
+    """Code all symbols under the contexts of a tree that is grown on a sample.
 
     Args:
         plan: the model.
@@ -128,97 +137,79 @@ def encode_static(plan: Plan, symbols: UInt8s, alphabet: int, threads: int) -> b
         alphabet: 2..256.
         threads: how many threads share the chunks.
     """
-    from shrinkpoint.entropy import context_static, kernels  # numba
+    from shrinkpoint.entropy import context_growth, context_segments  # numba
 
-    cells = _grow(plan, symbols)
-    leaves, strides = cells.leaves(), cells.strides
+    found = np.empty(symbols.size, dtype=np.uint16)
     contexts = np.empty(symbols.size, dtype=np.uint8)
 
     def find(span: Span) -> None:
         shape = plan.shape(span)
-        plane, out = _cut(symbols, span, shape), contexts[slice(*span)].reshape(shape)
-        context_static.find_contexts(plan.scene(span), plane, strides, leaves, out)
+        out = found[slice(*span)].reshape(shape)
+        context_segments.find_features(plan.scene(span), _cut(symbols, span, shape), out)
 
     map_in_threads(find, plan.spans(), threads)
-    n_leaves = len(cells.splits) + 1
-    counts = count_symbols(symbols, contexts, alphabet, n_leaves)
+    cells = _grow(plan, symbols, found)
+    leaves, strides = cells.leaves(), cells.strides
+    numbers = np.arange(context_segments.LEVELS[0] * context_segments.LEVELS[1])
+    own = (
+        numbers % context_segments.LEVELS[0] * strides[0] + numbers // context_segments.LEVELS[0] * strides[1]
+    )
+
+    def name(span: Span) -> None:
+        part, scene = slice(*span), plan.scene(span)
+        sides = scene.sides.reshape(scene.sides.shape[0], span[1] - span[0])
+        classes = context_segments.side_cells(scene, strides)
+        arguments = leaves, own.astype(np.int32), found[part], classes, sides, contexts[part]
+        context_growth.name_leaves(*arguments)
+
+    map_in_threads(name, plan.spans(), threads)
+    counts = count_symbols(symbols, contexts, alphabet, len(cells.splits) + 1)
+    zero = int(np.argmax(counts.sum(axis=0)))
     tables = plan_tables(counts)
-    entries = tables.entries()[tables.rows]
+    coder = run_tables(tables.entries(), zero)
+    rows = tables.rows.astype(np.uint8)
 
     def encode(span: Span) -> bytes:
-        part, states = slice(*span), np.empty(4, dtype=np.int64)
-        words = np.empty(2 * (span[1] - span[0]), dtype=np.uint16)
-        position = kernels.encode_four(
-            frozen(symbols[part]), frozen(contexts[part]), 1, entries, words, states
-        )
-        head = b"".join(int(state).to_bytes(_STATE_BYTES, "little") for state in states)
-        return head + words[position:].astype("<u2", copy=False).tobytes()
+        return put_chunk(coder, rows[contexts[slice(*span)]], symbols[slice(*span)])
 
     out = bytearray()
     plan.write(out)
     cells.write(out)
     used = counts.any(axis=1)
-    out += np.packbits(used).tobytes()
+    out += bytes([zero]) + np.packbits(used).tobytes()
     write_tables(out, tables, used)
-    return _join(out, map_in_threads(encode, plan.spans(), threads))
+    return join_chunks(out, map_in_threads(encode, plan.spans(), threads))
 
 
 def decode_static(reader: ByteReader, plan: Plan, alphabet: int, threads: int) -> UInt8s:
     """Inverse of :func:`encode_static`, for what follows the plan."""
-    from shrinkpoint.entropy import context_static  # numba
+    from shrinkpoint.entropy import context_segments  # numba
 
     cells = Cells.read(reader, plan.levels())
-    n_leaves = len(cells.splits) + 1
-    used = np.unpackbits(np.frombuffer(reader.take((n_leaves + 7) // 8), dtype=np.uint8))[:n_leaves] > 0
-    if not used.any():
-        raise FormatError("context payload: no context has a table")
-    tables = read_tables(reader, used, alphabet)
-    rows = tables.rows[cells.leaves()].astype(np.uint8)
-    entries, strides = tables.entries(), cells.strides
-    shift = SCALE_BITS - _LOOKUP_BITS
-    slots = np.arange(1 << _LOOKUP_BITS, dtype=np.int64) << shift
-    ends = (entries >> 32) + (entries & 0xFFFFFFFF)
-    lookup = np.stack([np.searchsorted(row, slots, side="right") for row in ends]).astype(np.uint8)
+    tables, coder = read_run_tables(reader, len(cells.splits) + 1, alphabet)
+    rows, strides = tables.rows[cells.leaves()].astype(np.uint8), cells.strides
 
     def decode(chunk: memoryview, scene: Any, plane: UInt8s) -> None:
-        part = ByteReader(chunk, "context chunk")
-        states = [int.from_bytes(part.take(_STATE_BYTES), "little") for _ in range(4)]
-        if part.remaining % 2:
-            raise FormatError(f"context chunk: {part.remaining} bytes are not whole 16-bit words")
-        words = np.frombuffer(bytes(part.rest()), dtype="<u2").astype(np.uint16)
-        arguments = (
-            scene,
-            plane,
-            strides,
-            rows,
-            lookup,
-            shift,
-            entries,
-            words,
-            np.array(states, dtype=np.int64),
-        )
-        if not context_static.decode_chunk(*arguments):
-            raise CorruptionError(
-                "context chunk: the data do not end in the state from which the encoder began"
-            )
+        words, cursor = open_chunk(chunk)
+        plane.fill(coder.zero)
+        check_end(context_segments.decode_chunk(scene, plane, strides, rows, coder, words, cursor))
 
     return _decode_chunks(reader, plan, decode, threads)
 
 
-def _grow(plan: Plan, symbols: UInt8s) -> Cells:
-    """Grow the tree on the first rows: a sixteenth of the plane, at least `_SAMPLE` symbols, at most a chunk."""
-    from shrinkpoint.entropy import context_static  # numba
+def _grow(plan: Plan, symbols: UInt8s, found: UInt16s) -> Cells:
+    """Grow the tree on symbols from all over the plane, whose own features are ``found``."""
+    from shrinkpoint.entropy.context_segments import FEATURES, LEVELS  # numba
 
-    span = plan.spans()[0]
-    rows, columns = plan.shape(span)
-    sample = min(max(_SAMPLE, symbols.size // 16) // columns + 1, rows)
-    span = (0, sample * columns)
-    features = np.zeros((context_static.FEATURES, *plan.shape(span)), dtype=np.uint8)
-    context_static.find_features(plan.scene(span), _cut(symbols, span, plan.shape(span)), features)
-    flat = features.reshape(context_static.FEATURES, -1)
-    levels, ranks = np.unique(symbols[slice(*span)], return_inverse=True)
-    weight = symbols.size / span[1]
-    return grow_cells(flat, frozen(ranks.astype(np.uint8)), levels.size, plan.levels(), weight)
+    size = min(max(symbols.size // 4, _MIN_SAMPLE), _MAX_SAMPLE, symbols.size)
+    places = np.arange(size) * symbols.size // size
+    features = np.zeros((FEATURES, size), dtype=np.uint8)
+    features[1], features[0] = np.divmod(found[places], np.uint16(LEVELS[0]))
+    for row, classes, side in zip(features[len(LEVELS) :], plan.maps[0], plan.model.sides, strict=False):
+        row[:] = classes[plan.planes[side.index][places]]
+    levels, ranks = np.unique(symbols[places], return_inverse=True)
+    weight = symbols.size / size
+    return grow_cells(features, ranks.astype(np.uint8), levels.size, plan.levels(), weight)
 
 
 def encode_mixed(plan: Plan, symbols: UInt8s, counts: Int64s, threads: int) -> bytes:
@@ -249,7 +240,7 @@ def encode_mixed(plan: Plan, symbols: UInt8s, counts: Int64s, threads: int) -> b
     out = bytearray()
     plan.write(out)
     write_tables(out, tables, _ONE_CONTEXT)
-    return _join(out, map_in_threads(encode, plan.spans(), threads))
+    return join_chunks(out, map_in_threads(encode, plan.spans(), threads))
 
 
 def decode_mixed(reader: ByteReader, plan: Plan, alphabet: int, threads: int) -> UInt8s:
@@ -278,18 +269,11 @@ def _cut(symbols: UInt8s, span: Span, shape: tuple[int, int]) -> UInt8s:
     return np.array(symbols[slice(*span)], dtype=np.uint8).reshape(shape)
 
 
-def _join(out: bytearray, chunks: Sequence[bytes]) -> bytes:
-    for chunk in chunks[:-1]:
-        write_uvarint(out, len(chunk))
-    return bytes(out) + b"".join(chunks)
-
-
 def _decode_chunks(
     reader: ByteReader, plan: Plan, decode: Callable[[memoryview, Any, UInt8s], None], threads: int
 ) -> UInt8s:
     spans = plan.spans()
-    lengths = [reader.uvarint(reader.remaining, "chunk length") for _ in spans[:-1]]
-    chunks = [reader.take(length) for length in lengths] + [reader.rest()]
+    chunks = split_chunks(reader, len(spans))
     out = np.empty(plan.size, dtype=np.uint8)
 
     def run(work: tuple[Span, memoryview]) -> None:

@@ -1,4 +1,4 @@
-"""The compiled part of the context coder that both of its back ends share: what contexts are made of.
+"""The compiled part of the context coder that says what contexts are made of, and those of effort ``max``.
 
 Importing this module imports numba, so it is only ever imported from inside a function of its callers. All arithmetic
 is on integers, and every index is clamped or below what a validated level can make it.

@@ -10,7 +10,8 @@ a side plane; a row's coefficients ``u`` are estimated while it is coded, by a K
 
     predict   p_j = u . v_j          observe  e = x_j - p_j          correct  u += k_j e
 
-Its gains ``k_j`` depend on the directions, not on the data, and are computed once per block of rows. That leaves two
+That is what effort ``max`` does; ``default`` does it for a segment at a time (entropy/context_segments.py).
+The gains ``k_j`` depend on the directions, not on the data, and are computed once per block of rows. That leaves two
 products of length `RANK` per symbol.
 
 Sources: I. Mitliagkas et al., "Memory limited, streaming PCA" (arXiv 1307.0032), algorithm 1; R. Kalman (1960).
@@ -30,7 +31,7 @@ Int64s = npt.NDArray[np.int64]
 Integer = int | np.int64
 
 RANK = 16
-"""Directions of the low-rank prediction."""
+"""Directions that effort ``max`` follows."""
 
 _V_LIMIT = 2047  # of a direction's entries, in 1/256
 _GAIN_LIMIT = 1 << 16  # in 2^-14
@@ -98,7 +99,7 @@ def _scale(z: Int32s, factor: Integer, out: Int32s) -> None:
 
 @jit
 def _orthonormalise(grown: Int32s, directions: Int32s, strengths: Int64s, shifts: Int64s) -> None:
-    """Gram-Schmidt over the rows of ``grown`` (RANK, columns), below 2^11: directions, and what they measured."""
+    """Gram-Schmidt over the rows of ``grown`` (rank, columns), below 2^11: directions, and what they measured."""
     rank, columns = grown.shape
     for a in range(rank):
         z = grown[a]
@@ -124,14 +125,16 @@ def _grow(
         for j in range(total.size):
             total[j] = np.int32(total[j] + coefficient * row[j])
     kept, fresh = np.int64(strength) * 15, np.int64(64 // coefficients.size)
+    sums = np.empty(total.size, dtype=np.int64)
     largest = np.int64(0)
     for j in range(total.size):
-        largest = max(largest, abs(np.int64(direction[j]) * kept + np.int64(total[j]) * fresh))
+        sums[j] = np.int64(direction[j]) * kept + np.int64(total[j]) * fresh
+        largest = max(largest, abs(sums[j]))
     shift = np.int64(0)
     while largest >> shift >= 1 << 11:
         shift += 1
     for j in range(total.size):
-        out[j] = (np.int64(direction[j]) * kept + np.int64(total[j]) * fresh) >> shift
+        out[j] = sums[j] >> shift
     return shift
 
 
@@ -139,13 +142,13 @@ def _grow(
 def start_directions(directions: Int32s, strengths: Int64s, powers: Int64s) -> None:
     """Fixed signs, of next to no strength: the first rows replace them."""
     seed = np.int64(12345)
-    for a in range(RANK):
+    for a in range(directions.shape[0]):
         for j in range(directions.shape[1]):
             seed = (seed * 1103515245 + 12345) & 0x7FFFFFFF
             directions[a, j] = 256 if seed >> 20 & 1 else -256
         strengths[a] = 16
         powers[a] = 0
-    powers[RANK] = 1 << 18
+    powers[directions.shape[0]] = 1 << 18
 
 
 @jit
@@ -154,20 +157,21 @@ def advance(rows: Int32s, directions: Int32s, strengths: Int64s, powers: Int64s)
 
     Args:
         rows: (at most 8, columns), values of a root mean square near 32, below 512.
-        directions: (RANK, columns), in 1/256; changed.
-        strengths: (RANK,), their eigenvalues in 1/16; changed.
-        powers: (RANK + 1,), mean squares of the coefficients and of what they leave, in 1/256; changed.
+        directions: (rank, columns), in 1/256; changed.
+        strengths: (rank,), their eigenvalues in 1/16; changed.
+        powers: (rank + 1,), mean squares of the coefficients and of what they leave, in 1/256; changed.
     """
     n, columns = rows.shape
+    rank = directions.shape[0]
     grown = np.empty(directions.shape, dtype=np.int32)
-    coefficients, shifts = np.empty(n, dtype=np.int32), np.empty(RANK, dtype=np.int64)
+    coefficients, shifts = np.empty(n, dtype=np.int32), np.empty(rank, dtype=np.int64)
     total = np.empty(columns, dtype=np.int32)
     noise = np.int64(0)
     for i in range(n):
         noise += _dot(rows[i], rows[i])
     noise = (noise << 8) // (n * columns)
     floor = noise >> 4
-    for a in range(RANK):
+    for a in range(rank):
         power = np.int64(0)
         for i in range(n):
             coefficients[i] = (_dot(rows[i], directions[a]) >> 2) // columns  # in 1/64
@@ -176,7 +180,7 @@ def advance(rows: Int32s, directions: Int32s, strengths: Int64s, powers: Int64s)
         noise -= power
         powers[a] += (power - powers[a]) >> 3
         shifts[a] = _grow(rows, coefficients, directions[a], strengths[a], total, grown[a])
-    powers[RANK] += (clamp(max(noise, floor), 0, _POWER_LIMIT) - powers[RANK]) >> 3
+    powers[rank] += (clamp(max(noise, floor), 0, _POWER_LIMIT) - powers[rank]) >> 3
     _orthonormalise(grown, directions, strengths, shifts)
 
 

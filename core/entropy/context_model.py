@@ -12,10 +12,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from shrinkpoint.entropy.symbols import count_symbols
 from shrinkpoint.entropy.wire import ByteReader
 from shrinkpoint.errors import FormatError
 
-__all__ = ["MAX_COLUMNS", "MAX_SIDES", "LevelMeaning", "PlaneModel", "SidePlane", "build_scene", "class_map"]
+__all__ = [
+    "MAX_COLUMNS",
+    "MAX_SIDES",
+    "LevelMeaning",
+    "PlaneModel",
+    "SidePlane",
+    "build_scene",
+    "class_map",
+    "level_counts",
+]
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
@@ -30,6 +40,8 @@ MAX_COLUMNS = 1 << 15
 _TYPICAL = 32  # root mean square of values
 _VALUE_LIMIT = 511
 _SCALE_LIMIT = 0xFFFF
+_MEAN_LIMIT = 3 * 256
+_SAMPLE_LOG2 = 16
 # Half an octave each, around 64 = as busy as the plane; 0 and the last reach to the ends.
 _ACTIVITY_STARTS = (8, 16, 23, 32, 45, 64, 91, 128, 181, 256, 362)
 _AROUND_STARTS = (1, 2, 3, 4, 5, 7, 10)
@@ -155,8 +167,8 @@ class PlaneModel:
             if plane.index >= n_sides:
                 raise FormatError(f"context payload: it needs side plane {plane.index}, {n_sides} are given")
         scale, mean = (int.from_bytes(reader.take(2), "little") for _ in range(2))
-        if not mean:
-            raise FormatError("context payload: a mean magnitude of 0")
+        if not 0 < mean <= _MEAN_LIMIT:
+            raise FormatError(f"context payload: a mean magnitude of {mean}/256 is not possible")
         return PlaneModel(
             meaning=meaning,
             sides=tuple(planes[: flags & 3]),
@@ -165,6 +177,12 @@ class PlaneModel:
             scale=scale,
             mean=mean,
         )
+
+
+def level_counts(plane: UInt8s) -> Int64s:
+    """int64 (256,), how often each level occurs in a sample of a plane, the same for encoder and decoder."""
+    step = (plane.size >> _SAMPLE_LOG2) | 1  # odd: columns are even
+    return np.asarray(count_symbols(plane[::step], None, 256, 1)[0])
 
 
 def class_map(counts: Int64s, limit: int) -> UInt8s:

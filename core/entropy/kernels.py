@@ -27,6 +27,9 @@ __all__ = [
     "encode_one",
     "huffman_decode",
     "huffman_encode",
+    "pop",
+    "push",
+    "refill",
 ]
 
 Int64s = npt.NDArray[np.int64]
@@ -69,7 +72,7 @@ def count_pairs(symbols: UInt8s, contexts: UInt8s, step: int, counts: Int64s) ->
 
 
 @_jit
-def _push(x: Integer, entry: Integer, words: UInt16s, position: int) -> tuple[Integer, int]:
+def push(x: Integer, entry: Integer, words: UInt16s, position: int) -> tuple[Integer, int]:
     """Put one symbol on state ``x``; ``entry`` packs its frequency (high half) and first slot (low half)."""
     frequency = entry >> 32
     limit = frequency << _LIMIT_SHIFT
@@ -100,7 +103,7 @@ def encode_one(
     x = np.int64(0)
     position = words.size
     for i in range(symbols.size - 1, -1, -1):
-        x, position = _push(x, entries[contexts[i * step], symbols[i]], words, position)
+        x, position = push(x, entries[contexts[i * step], symbols[i]], words, position)
     return position, x
 
 
@@ -115,22 +118,22 @@ def encode_four(
     for i in range(symbols.size - 1, whole - 1, -1):
         entry = entries[contexts[i * step], symbols[i]]
         if i & 3 == 2:
-            x2, position = _push(x2, entry, words, position)
+            x2, position = push(x2, entry, words, position)
         elif i & 3 == 1:
-            x1, position = _push(x1, entry, words, position)
+            x1, position = push(x1, entry, words, position)
         else:
-            x0, position = _push(x0, entry, words, position)
+            x0, position = push(x0, entry, words, position)
     for i in range(whole - 4, -1, -4):
-        x3, position = _push(x3, entries[contexts[(i + 3) * step], symbols[i + 3]], words, position)
-        x2, position = _push(x2, entries[contexts[(i + 2) * step], symbols[i + 2]], words, position)
-        x1, position = _push(x1, entries[contexts[(i + 1) * step], symbols[i + 1]], words, position)
-        x0, position = _push(x0, entries[contexts[i * step], symbols[i]], words, position)
+        x3, position = push(x3, entries[contexts[(i + 3) * step], symbols[i + 3]], words, position)
+        x2, position = push(x2, entries[contexts[(i + 2) * step], symbols[i + 2]], words, position)
+        x1, position = push(x1, entries[contexts[(i + 1) * step], symbols[i + 1]], words, position)
+        x0, position = push(x0, entries[contexts[i * step], symbols[i]], words, position)
     states[0], states[1], states[2], states[3] = x0, x1, x2, x3
     return position
 
 
 @_jit
-def _pop(x: Integer, row: Integer, lookup: UInt8s, shift: int, entries: Int64s) -> tuple[Integer, Integer]:
+def pop(x: Integer, row: Integer, lookup: UInt8s, shift: int, entries: Int64s) -> tuple[Integer, Integer]:
     """Take one symbol off state ``x`` under table ``row``; the state comes back without renormalisation."""
     slot = x & _SLOT_MASK
     symbol = np.int64(lookup[row, slot >> shift])
@@ -145,7 +148,7 @@ def _pop(x: Integer, row: Integer, lookup: UInt8s, shift: int, entries: Int64s) 
 
 
 @_jit
-def _refill(x: Integer, words: UInt16s, position: int) -> tuple[Integer, int]:
+def refill(x: Integer, words: UInt16s, position: int) -> tuple[Integer, int]:
     """Read words until the state is back in its interval; past the end, only count them."""
     if x < LOWER:
         if position < words.size:
@@ -177,7 +180,7 @@ def decode_one(
     """
     position = 0
     for i in range(out.size):
-        x, symbol = _pop(x, rows[contexts[i * step]], lookup, shift, entries)
+        x, symbol = pop(x, rows[contexts[i * step]], lookup, shift, entries)
         out[i] = symbol
         # The encoder's state started below LOWER and no word left it until it had passed it.
         while x < LOWER and position < words.size:
@@ -203,19 +206,19 @@ def decode_four(
     position = 0
     whole = out.size & ~3
     for i in range(0, whole, 4):
-        x0, symbol0 = _pop(x0, rows[contexts[i * step]], lookup, shift, entries)
-        x1, symbol1 = _pop(x1, rows[contexts[(i + 1) * step]], lookup, shift, entries)
-        x2, symbol2 = _pop(x2, rows[contexts[(i + 2) * step]], lookup, shift, entries)
-        x3, symbol3 = _pop(x3, rows[contexts[(i + 3) * step]], lookup, shift, entries)
+        x0, symbol0 = pop(x0, rows[contexts[i * step]], lookup, shift, entries)
+        x1, symbol1 = pop(x1, rows[contexts[(i + 1) * step]], lookup, shift, entries)
+        x2, symbol2 = pop(x2, rows[contexts[(i + 2) * step]], lookup, shift, entries)
+        x3, symbol3 = pop(x3, rows[contexts[(i + 3) * step]], lookup, shift, entries)
         out[i], out[i + 1], out[i + 2], out[i + 3] = symbol0, symbol1, symbol2, symbol3
-        x0, position = _refill(x0, words, position)
-        x1, position = _refill(x1, words, position)
-        x2, position = _refill(x2, words, position)
-        x3, position = _refill(x3, words, position)
+        x0, position = refill(x0, words, position)
+        x1, position = refill(x1, words, position)
+        x2, position = refill(x2, words, position)
+        x3, position = refill(x3, words, position)
     for i in range(whole, out.size):
-        x0, symbol0 = _pop(x0, rows[contexts[i * step]], lookup, shift, entries)
+        x0, symbol0 = pop(x0, rows[contexts[i * step]], lookup, shift, entries)
         out[i] = symbol0
-        x0, position = _refill(x0, words, position)
+        x0, position = refill(x0, words, position)
         x0, x1, x2 = x1, x2, x0
     return bool(position == words.size and x0 == LOWER and x1 == LOWER and x2 == LOWER and x3 == LOWER)
 

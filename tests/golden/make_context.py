@@ -1,4 +1,4 @@
-"""Makes the golden payloads of the context coder, one for each effort, and what they decode to. Run by hand, once.
+"""Makes the golden payloads of the context coder, one for each effort and one of runs, and what they decode to. Run by hand, once.
 
     PYTHONPATH=tests python tests/golden/make_context.py
 
@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import get_args
 
-from support.context_planes import golden_planes
+from support.context_planes import golden_planes, sparse
 
 from shrinkpoint.entropy.context import Effort, encode_plane
 
@@ -19,14 +19,16 @@ HERE = Path(__file__).parent / "context"
 
 def main() -> None:
     plane, sides = golden_planes()
-    for effort in get_args(Effort):
-        path = HERE / f"v1_{effort}.bin"
+    planes = dict.fromkeys(get_args(Effort), plane) | {"runs": sparse(plane)}
+    for name, levels in planes.items():
+        path = HERE / f"v1_{name}.bin"
         if path.exists():
             raise SystemExit(
                 f"{path} exists: golden files are made once; delete it only before its first release"
             )
-        path.write_bytes(encode_plane(plane, 31, columns=120, sides=sides, effort=effort))
-    told = {"sha256": hashlib.sha256(plane.tobytes()).hexdigest()}
+        effort = "fast" if name == "runs" else name
+        path.write_bytes(encode_plane(levels, 31, columns=120, sides=sides, effort=effort))
+    told = {name: hashlib.sha256(levels.tobytes()).hexdigest() for name, levels in planes.items()}
     (HERE / "v1.json").write_text(json.dumps(told, indent=1) + "\n")
 
 

@@ -7,14 +7,16 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.context_planes import golden_planes, low_rank_planes
+from support.context_planes import golden_planes, low_rank_planes, sparse
 from support.payloads import check_survives, check_truncations, damaged, damages, untimed
 
 from shrinkpoint.entropy.context import Effort, Side, decode_plane, encode_plane
 from shrinkpoint.entropy.rans import encode_symbols
+from shrinkpoint.entropy.symbols import conditional_entropy_bits
 from shrinkpoint.errors import CorruptionError, FormatError
 
 EFFORTS: tuple[Effort, ...] = ("fast", "default", "max")
+MODES = {"fast": 0, "runs": 3, "default": 1, "max": 2}
 GOLDEN = Path(__file__).parents[2] / "golden" / "context"
 
 Case = tuple[np.ndarray, int, int, list[Side]]
@@ -65,6 +67,32 @@ def test_chunks_do_not_depend_on_threads(effort: Effort, columns: int) -> None:
     for threads in (1, 2):
         decoded = decode_plane(payload, symbols.size, 5, columns=columns, sides=[side], threads=threads)
         np.testing.assert_array_equal(decoded, symbols)
+
+
+@pytest.mark.parametrize("effort", ["fast", "default"])
+@pytest.mark.parametrize("share", [1e-5, 0.001, 0.06, 0.3])
+def test_runs_cost_what_the_symbols_hold(effort: Effort, share: float) -> None:
+    """Zeros in runs, each context's apart: within a percent of the conditional entropy and what the payload adds."""
+    rng = np.random.default_rng(4)
+    side = rng.integers(0, 8, 400_000).astype(np.uint8)
+    busy = rng.random(side.size) < share * side / 4
+    symbols = np.where(busy, rng.choice([8, 9, 11, 12], side.size), 10).astype(np.uint8)
+    payload = encode_plane(symbols, 21, columns=1000, sides=[Side(side, 8)], effort=effort)
+    decoded = decode_plane(payload, symbols.size, 21, columns=1000, sides=[Side(side, 8)])
+    np.testing.assert_array_equal(decoded, symbols)
+    assert 8 * len(payload) < 1.01 * conditional_entropy_bits(symbols, side, 21, 8) + 2000
+
+
+def test_a_context_that_is_only_zeros() -> None:
+    """And one whose last gap is longer than any that is written."""
+    side = np.repeat(np.array([0, 1, 2], np.uint8), 100_000)
+    symbols = np.zeros(side.size, np.uint8)
+    symbols[100_000::7] = 3
+    symbols[200_010:] = 0
+    payload = encode_plane(symbols, 4, columns=100, sides=[Side(side, 3)], effort="fast")
+    assert payload[0] == 3
+    decoded = decode_plane(payload, symbols.size, 4, columns=100, sides=[Side(side, 3)])
+    np.testing.assert_array_equal(decoded, symbols)
 
 
 def test_what_a_plane_knows_of_itself() -> None:
@@ -118,15 +146,17 @@ def test_strided_and_read_only_input() -> None:
         np.testing.assert_array_equal(decoded, plane.ravel())
 
 
-@pytest.mark.parametrize("effort", EFFORTS)
-def test_golden_payloads(effort: Effort) -> None:
+@pytest.mark.parametrize("effort", MODES)
+def test_golden_payloads(effort: str) -> None:
     """Stored checkpoints hold such payloads: the bytes decode to the same plane for ever."""
     plane, sides = golden_planes()
-    expected = json.loads((GOLDEN / "v1.json").read_text())
+    if effort == "runs":
+        plane = sparse(plane)
+    expected = json.loads((GOLDEN / "v1.json").read_text())[effort]
     payload = (GOLDEN / f"v1_{effort}.bin").read_bytes()
     decoded = decode_plane(payload, plane.size, 31, columns=120, sides=sides)
-    assert hashlib.sha256(decoded.tobytes()).hexdigest() == expected["sha256"]
-    assert payload[0] == EFFORTS.index(effort)
+    assert hashlib.sha256(decoded.tobytes()).hexdigest() == expected
+    assert payload[0] == MODES[effort]
 
 
 @untimed
@@ -138,7 +168,14 @@ def test_any_bytes(payload: bytes, n_sides: int) -> None:
         return decode_plane(data, 2000, 10, columns=50, sides=sides)
 
     model = bytes([4, 0, 5, 0, 1, 9, 9, 0, 1])
-    for prefix in (b"", b"\0\1", b"\1" + model, b"\1" + model + b"\x12\0\x80", b"\2" + model + b"\x12\0\2"):
+    for prefix in (
+        b"",
+        b"\0\1",
+        b"\3\0\x12\0\x80",
+        b"\1" + model,
+        b"\1" + model + b"\x12\0\0\x80",
+        b"\2" + model + b"\x12\0\2",
+    ):
         check_survives(decode, prefix + payload, 2000, 10)
 
 
@@ -146,6 +183,8 @@ def test_any_bytes(payload: bytes, n_sides: int) -> None:
 @given(changes=damages(), effort=st.sampled_from(EFFORTS), n_sides=st.integers(0, 2))
 def test_damaged_payloads(changes: list[tuple[int, int]], effort: Effort, n_sides: int) -> None:
     plane, sides = golden_planes()
+    if effort != "max" and n_sides:
+        plane = sparse(plane)
     payload = encode_plane(plane, 31, columns=120, sides=sides[:n_sides], effort=effort)
 
     def decode(data: bytes) -> np.ndarray:
@@ -158,8 +197,10 @@ def test_damaged_payloads(changes: list[tuple[int, int]], effort: Effort, n_side
 
 
 @pytest.mark.parametrize("effort", EFFORTS)
-def test_truncated_payloads(effort: Effort) -> None:
+@pytest.mark.parametrize("thin", [False, True])
+def test_truncated_payloads(effort: Effort, thin: bool) -> None:
     plane, sides = golden_planes()
+    plane = sparse(plane) if thin else plane
     payload = encode_plane(plane, 31, columns=120, sides=sides, effort=effort)
     check_truncations(
         lambda data: decode_plane(data, plane.size, 31, columns=120, sides=sides), payload, plane.size
@@ -178,7 +219,7 @@ def test_a_changed_word_is_noticed() -> None:
     ("payload", "message"),
     [
         (b"", "1 bytes expected"),
-        (b"\3", "unknown mode 3"),
+        (b"\4", "unknown mode 4"),
         (b"\0\1\0", r"needs side planes \[0\], 0 are given"),
         (b"\0\3\0\0\0", "needs side planes"),
         (b"\1\x10", "unknown flags"),
@@ -187,12 +228,18 @@ def test_a_changed_word_is_noticed() -> None:
         (b"\1\4\0\5\0\0", "meaning of the levels"),
         (b"\1\1\0\5\0\1\0\0\5\0\1\0\1\0\1", "needs side plane 0, 0 are given"),
         (b"\1\0\0\5\0\1\0\1\0\0", "mean magnitude of 0"),
+        (b"\1\0\0\5\0\1\0\1\1\3", "mean magnitude of 769"),
         (b"\1\0\0\5\0\1\0\1\0\1\x11", r"chunks of 2\^17"),
         (b"\1\0\0\5\0\1\0\1\0\1\x12\x40", "64 splits"),
         (b"\1\0\0\5\0\1\0\1\0\1\x12\1\1\0\1", "split of contexts is malformed"),
         (b"\1\0\0\5\0\1\0\1\0\1\x12\1\0\0\0", "split of contexts is malformed"),
-        (b"\1\0\0\5\0\1\0\1\0\1\x12\0\0", "no context has a table"),
+        (b"\1\0\0\5\0\1\0\1\0\1\x12\0\x0a", "zero is symbol 10"),
+        (b"\1\0\0\5\0\1\0\1\0\1\x12\0\0\0", "no context has a table"),
         (b"\2\0\0\5\0\1\0\1\0\1\x12\0\0\1\1", "fewer than two symbols"),
+        (b"\3\1\0", r"needs side planes \[0\], 0 are given"),
+        (b"\3\0\x18", r"chunks of 2\^24"),
+        (b"\3\0\x12\x0a", "zero is symbol 10"),
+        (b"\3\0\x12\0\0", "no context has a table"),
     ],
 )
 def test_malformed_payloads(payload: bytes, message: str) -> None:

@@ -1,0 +1,199 @@
+"""The compiled growth of a tree of contexts on a sample, and what it makes of a plane.
+
+Importing this module imports numba, so it is only ever imported from inside a function of its callers.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from shrinkpoint.entropy.context_lowrank import jit
+
+__all__ = ["Limits", "Sample", "grow", "name_leaves"]
+
+Float64s = npt.NDArray[np.float64]
+Int32s = npt.NDArray[np.int32]
+Int64s = npt.NDArray[np.int64]
+UInt8s = npt.NDArray[np.uint8]
+UInt16s = npt.NDArray[np.uint16]
+Integer = int | np.int64
+
+_SYMBOL_BITS = 16.0  # of a table, for every symbol that occurs in it: its count and its position
+_TABLE_BITS = 8.0
+_NOISE_BITS = 4.0  # what the best of many splits saves on a sample by chance alone
+
+
+class Sample(NamedTuple):
+    """What the tree is grown on.
+
+    Attributes:
+        features: uint8 (features, m), each below its levels.
+        symbols: uint8 (m,), below ``alphabet``.
+        levels: int64 (features,), fewer than 2 where a feature may not be used.
+        alphabet: 1..256.
+        weight: how many symbols of the plane one of the sample stands for.
+        lengths: float64, ``n log2 n`` for n up to m.
+    """
+
+    features: UInt8s
+    symbols: UInt8s
+    levels: Int64s
+    alphabet: int
+    weight: float
+    lengths: Float64s
+
+
+class Limits(NamedTuple):
+    """What bounds the tree: leaves, product of the used features' levels, the least sample of a leaf, price of a split."""
+
+    leaves: int
+    cells: int
+    members: int
+    split_bits: float
+
+
+@jit
+def grow(sample: Sample, limits: Limits, splits: Int64s) -> tuple[int, float]:
+    """Split the leaf that gains most until none gains.
+
+    Args:
+        sample: what to grow on.
+        limits: when to stop.
+        splits: int64 (leaves - 1, 3), receives leaf, feature and threshold of each split.
+
+    Returns:
+        The number of splits, and the bits that they save.
+    """
+    n_features, m = sample.features.shape
+    members = np.arange(m).astype(np.int32)
+    ends = np.zeros((limits.leaves, 2), dtype=np.int64)
+    ends[0, 1] = m
+    depth = max(sample.levels.max(), 1)
+    counts = np.zeros((limits.leaves, n_features, depth, sample.alphabet), dtype=np.int32)
+    gains, choices = np.zeros(limits.leaves), np.zeros((limits.leaves, 2), dtype=np.int64)
+    used = np.zeros(n_features, dtype=np.bool_)
+    _count(sample, members, counts[0])
+    _price(sample, limits, counts[0], used, 0, gains, choices)
+    saved = 0.0
+    n = 1
+    while n < limits.leaves:
+        best = np.argmax(gains[:n])
+        if gains[best] <= 0:
+            break
+        saved += gains[best]
+        feature, threshold = choices[best, 0], choices[best, 1]
+        splits[n - 1, 0], splits[n - 1, 1], splits[n - 1, 2] = best, feature, threshold
+        start, stop = ends[best, 0], ends[best, 1]
+        middle = start + _partition(members[start:stop], sample.features[feature], threshold)
+        ends[best, 1], ends[n, 0], ends[n, 1] = middle, middle, stop
+        # the smaller part is counted, the other one is what it leaves
+        if middle - start < stop - middle:
+            counts[n] = counts[best]
+            counts[best] = 0
+            _count(sample, members[start:middle], counts[best])
+            counts[n] -= counts[best]
+        else:
+            _count(sample, members[middle:stop], counts[n])
+            counts[best] -= counts[n]
+        fresh = not used[feature]
+        used[feature] = True
+        n += 1
+        for leaf in range(n):
+            if fresh or leaf == best or leaf == n - 1:
+                _price(sample, limits, counts[leaf], used, leaf, gains, choices)
+    return n - 1, saved
+
+
+@jit
+def _count(sample: Sample, members: Int32s, counts: Int32s) -> None:
+    """Count symbols by each feature's level."""
+    for f in range(counts.shape[0]):
+        if sample.levels[f] > 1 or f == 0:
+            feature, table = sample.features[f], counts[f]
+            for index in members:
+                table[min(np.int64(feature[index]), table.shape[0] - 1), sample.symbols[index]] += 1
+
+
+@jit
+def _partition(members: Int32s, feature: UInt8s, threshold: Integer) -> Integer:
+    """Put those below the threshold first; return how many these are."""
+    low, high = 0, members.size
+    while low < high:
+        if feature[members[low]] < threshold:
+            low += 1
+        else:
+            high -= 1
+            members[low], members[high] = members[high], members[low]
+    return low
+
+
+@jit
+def _length(counts: Int64s, lengths: Float64s) -> float:
+    """Ideal code length in bits: N log N - sum n log n."""
+    total, inner = np.int64(0), 0.0
+    for n in counts:
+        total += n
+        inner += lengths[n]
+    return float(lengths[total] - inner)
+
+
+@jit
+def _price(
+    sample: Sample, limits: Limits, counts: Int32s, used: UInt8s, leaf: int, gains: Float64s, choices: Int64s
+) -> None:
+    """Find a leaf's best split among the features that may still be used."""
+    gains[leaf] = 0.0
+    alphabet = sample.alphabet
+    everything = np.zeros(alphabet, dtype=np.int64)
+    for level in range(counts.shape[1]):
+        everything += counts[0, level]
+    if everything.sum() < limits.members:
+        return
+    cells = np.int64(1)
+    for f in range(used.size):
+        if used[f]:
+            cells *= sample.levels[f]
+    whole, present = _length(everything, sample.lengths), np.count_nonzero(everything)
+    below, above = np.empty(alphabet, dtype=np.int64), np.empty(alphabet, dtype=np.int64)
+    for f in range(used.size):
+        levels = sample.levels[f]
+        if not used[f] and cells * levels > limits.cells:
+            continue
+        below[:] = 0
+        for level in range(levels - 1):
+            table = counts[f, level]
+            occurs, tables = False, 0
+            for s in range(alphabet):
+                occurs |= table[s] > 0
+                below[s] += table[s]
+                above[s] = everything[s] - below[s]
+                tables += (below[s] > 0) + (above[s] > 0)
+            if not occurs:
+                continue
+            gain = whole - _length(below, sample.lengths) - _length(above, sample.lengths)
+            price = limits.split_bits + _TABLE_BITS + _SYMBOL_BITS * (tables - present)
+            gain = sample.weight * (gain - _NOISE_BITS) - price
+            if gain > gains[leaf]:
+                gains[leaf], choices[leaf, 0], choices[leaf, 1] = gain, f, level + 1
+
+
+@jit
+def name_leaves(
+    leaves: UInt8s, own: Int32s, found: UInt16s, classes: Int32s, sides: UInt8s, out: UInt8s
+) -> None:
+    """Fill ``out`` with the leaf of every symbol.
+
+    Args:
+        leaves: uint8 (cells,).
+        own: int32, what a number in ``found`` adds to the cell.
+        found: uint16 (n,), of `find_features`.
+        classes: int32 (s, 256), what a level of each side plane adds.
+        sides: uint8 (s, n).
+        out: uint8 (n,).
+    """
+    for i in range(out.size):
+        cell = own[found[i]]
+        for s in range(sides.shape[0]):
+            cell += classes[s, sides[s, i]]
+        out[i] = leaves[cell]

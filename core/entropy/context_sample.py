@@ -1,0 +1,64 @@
+"""The planes that the context coder is given, and a sample of them from which its encoder decides."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from shrinkpoint.entropy.rans import predict_bytes
+from shrinkpoint.entropy.symbols import count_symbols, frozen
+
+__all__ = ["PlaneSample", "Side"]
+
+Int64s = npt.NDArray[np.int64]
+UInt8s = npt.NDArray[np.uint8]
+
+_SAMPLE_LOG2 = 17
+
+
+@dataclass(frozen=True)
+class Side:
+    """A plane that encoder and decoder both have.
+
+    Attributes:
+        plane: uint8 (n,), one level per symbol, each below ``alphabet``.
+        alphabet: 1..256.
+    """
+
+    plane: UInt8s
+    alphabet: int
+
+
+class PlaneSample(NamedTuple):
+    """Every so many symbols of a plane and its sides, and how often they occur together.
+
+    Attributes:
+        step: how many symbols one of the sample stands for.
+        symbols: uint8 (m,).
+        sides: of m levels each.
+        counts: int64 (alphabet,), ``step`` times how often each symbol occurs.
+        pairs: int64 (side's alphabet, alphabet) each, the same for each level of each side.
+        alone: bytes that the plane takes without a side.
+        given: bytes that it takes given each side.
+    """
+
+    step: int
+    symbols: UInt8s
+    sides: list[Side]
+    counts: Int64s
+    pairs: list[Int64s]
+    alone: float
+    given: list[float]
+
+    @staticmethod
+    def of(symbols: UInt8s, alphabet: int, sides: Sequence[Side]) -> "PlaneSample":
+        """Take all of a small plane."""
+        step = (symbols.size >> _SAMPLE_LOG2) | 1  # odd: columns are even
+        few = frozen(symbols[::step])
+        beside = [Side(frozen(side.plane[::step]), side.alphabet) for side in sides]
+        pairs = [step * count_symbols(few, side.plane, alphabet, side.alphabet) for side in beside]
+        counts = step * count_symbols(few, None, alphabet, 1)[0]
+        given = [predict_bytes(pair) for pair in pairs]
+        return PlaneSample(step, few, beside, counts, pairs, predict_bytes(counts[None]), given)
