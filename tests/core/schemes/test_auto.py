@@ -11,6 +11,7 @@ from shrinkpoint.errors import ConfigError
 from shrinkpoint.schemes.auto import Auto, AutoOptions
 from shrinkpoint.schemes.base import Occasion
 from shrinkpoint.state import Role, TrainingState
+from shrinkpoint.trial import restored_model
 
 OPTIONS = AutoOptions(weight_scale=0.5)
 
@@ -180,3 +181,45 @@ def test_weights_of_extreme_size(weight):
 def test_a_bad_option_is_named(field, value):
     with pytest.raises(ConfigError, match=field):
         AutoOptions(**{field: value})
+
+
+class MasterSGD(torch.optim.Optimizer):
+    """Updates an fp32 copy of each half-precision parameter, and rounds it into the parameter."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            state = self.state[parameter]
+            master = state.setdefault("master_param", parameter.detach().float().clone())
+            state.setdefault("exp_avg", torch.zeros_like(master)).lerp_(parameter.grad.float(), 0.1)
+            master.sub_(0.05 * state["exp_avg"])
+            parameter.copy_(master)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_half_precision_weight_is_rounded_from_its_restored_master(dtype):
+    torch.manual_seed(0)
+    model = TinyMLP().to(dtype)
+    optimizer = MasterSGD(model.parameters())
+    for seed in range(3):
+        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(seed)).to(dtype)
+        (model(x) - x.roll(1, dims=1)).float().square().mean().backward()
+        optimizer.step()
+    state = capture(model, optimizer)
+    encoded = coded(state)
+    restored = decode_chain([encoded.checkpoint]).state.tensors
+    weights = [name for name, spec in state.specs.items() if spec.tag.role is Role.WEIGHT]
+    masters = {spec.tag.parameter: name for name, spec in state.specs.items() if spec.tag.role is Role.MASTER}
+    assert len(weights) == len(masters) == 4
+    assert {codec_of(encoded)[name] for name in weights} == {"rounded"}
+    assert {codec_of(encoded)[name] for name in masters.values()} == {"lattice"}
+    for name in weights:
+        master = restored[masters[state.specs[name].tag.parameter]]
+        assert identical({name: restored[name]}, {name: master.to(dtype)})
+        assert not torch.equal(master, state.tensors[masters[state.specs[name].tag.parameter]])
+    scheme = Auto(options=OPTIONS, occasion=Occasion(state=state, step=1))
+    tried = restored_model(state, scheme, None)
+    assert identical(tried, {state.specs[name].tag.parameter: restored[name] for name in weights})
