@@ -23,11 +23,12 @@ may be shorter. Payload (integers are little-endian, "varint" is 7 bits per byte
     0x01, model, chunk byte, splits, zero, used, tables, lengths, chunks   default; entropy/context_cells.py
     0x02, model, chunk byte, table, lengths, chunks                        max; the table holds the tree's weights
 
-The contexts of ``fast`` are the side's levels, or for two sides ``16 a + b`` of their classes (`class_map`). The model
-is described in entropy/context_model.py. The chunk byte is log2 of the symbols per chunk; but for ``fast``, a chunk is the
+The contexts of ``fast`` are the side's levels, or for two sides ``16 a + b`` of their classes (`class_map` of
+`level_counts`). The model is described in entropy/context_model.py. The chunk byte is log2 of the symbols per chunk; but for ``fast``, a chunk is the
 whole rows that fit, or where a plane has fewer than 8 or more than 2^15 columns, that many symbols as a single row.
 Zero is the symbol whose runs are coded; ``used`` has one bit per context or leaf, first one highest: whether it occurs and
-has a table. Tables in which zero has at least 5/8 code gaps, with the frequencies that entropy/context_tables.py derives.
+has a table. Tables in which zero has at least 5/8 code gaps, with the frequencies that `set_gaps` and
+entropy/context_tables.py derive.
 Lengths are one varint per chunk but the last. A chunk of 0x01 and 0x03 is four 6-byte states and 16-bit words, as in
 entropy/rans.py, event i on state i mod 4; one of ``max`` is an arithmetic code without its trailing zeros. Chunks do not
 depend on each other nor on the number of threads.
@@ -77,7 +78,7 @@ def encode_plane(
         alphabet: how many levels there are, 1..256.
         columns: the plane's columns, which divide n.
         sides: planes to be passed to the decoder again, up to 255 and in any order; what does not help is not used.
-        effort: how much time to spend; decoding takes as long as encoding.
+        effort: how much time to spend; decoding takes as long as encoding, or less.
         threads: how many threads share the chunks; the bytes do not depend on it.
 
     Returns:
