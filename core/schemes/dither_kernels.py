@@ -46,7 +46,9 @@ _ROUND = np.float32(
     1.5 * 2**23
 )  # added and taken away, it rounds what is below 2**22 to the nearest even integer
 _SLOT_SHIFT = 7  # of the 16 bits of a dither
-_TINY = np.float32(np.finfo(np.float32).tiny)
+# Products below count as zero. Half of it is the least normal number, to which a product may be rounded that a process
+# without subnormals takes for zero.
+_LEAST = np.float32(2.0**-125)
 _ZERO = np.float32(0)
 
 
@@ -188,16 +190,16 @@ def remember(index: I16, predicted: I16, before: U8, table: U8, down: int, up: i
 def levels(values: F32, scale: F32, step: np.float32, seed: int, reach: int, out: U8) -> int:
     """Dithered levels ``rint(value / (step * scale) + d)`` within ``reach``, moved to begin at 0; the largest of all.
 
-    Where a unit is zero or subnormal the level is 0.
+    Where a unit is zero or about to be subnormal the level is 0.
     """
     start = np.uint64(seed) << _SHIFTS[4]
     bound = np.float32(reach)
     largest = np.int32(0)
     for i in range(out.size):
         unit = step * scale[i]
-        x = values[i] / max(unit, _TINY) + _offset(start, i)
+        x = values[i] / max(unit, _LEAST) + _offset(start, i)
         level = np.int32(_rint(min(max(x, -bound), bound)))
-        level = level if unit >= _TINY else np.int32(0)
+        level = level if unit >= _LEAST else np.int32(0)
         largest = max(largest, abs(level))
         out[i] = np.uint8(level + reach)
     return int(largest)
@@ -205,10 +207,10 @@ def levels(values: F32, scale: F32, step: np.float32, seed: int, reach: int, out
 
 @jit
 def unlevel(symbols: U8, scale: F32, step: np.float32, seed: int, radius: int, out: F32) -> None:
-    """``(level - d) * unit``; subnormal units and products are zero, which no process treats in its own way."""
+    """``(level - d) * unit``; units and products that are about to be subnormal are zero, as in every process."""
     start = np.uint64(seed) << _SHIFTS[4]
     for i in range(out.size):
         unit = step * scale[i]
         level = np.float32(np.int32(symbols[i]) - np.int32(radius))
         value = (level - _offset(start, i)) * unit
-        out[i] = value if unit >= _TINY and abs(value) >= _TINY else _ZERO
+        out[i] = value if unit >= _LEAST and abs(value) >= _LEAST else _ZERO

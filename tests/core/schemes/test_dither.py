@@ -78,18 +78,18 @@ def test_levels_and_what_they_stand_for(seed, step):
     scale = (generator.random(SIZE) * 10.0 ** generator.integers(-44, 10, SIZE)).astype(np.float32)
     scale[generator.random(SIZE) < 0.1] = 0
     offsets, step = dither_by_numpy(seed, SIZE), np.float32(step)
-    tiny = np.finfo(np.float32).tiny
+    least = np.float32(2.0**-125)
     with np.errstate(all="ignore"):
         unit = step * scale
-        place = values / np.maximum(unit, tiny) + offsets
-    expected = np.where(unit >= tiny, np.rint(np.clip(place, -126, 126)), 0).astype(np.int64)
+        place = values / np.maximum(unit, least) + offsets
+    expected = np.where(unit >= least, np.rint(np.clip(place, -126, 126)), 0).astype(np.int64)
     out, restored = np.empty(SIZE, np.uint8), np.empty(SIZE, np.float32)
     assert kernels.levels(values, scale, step, seed, 126, out) == abs(expected).max()
     assert np.array_equal(out, expected + 126)
     kernels.unlevel(out, scale, step, seed, 126, restored)
     with np.errstate(all="ignore"):
         value = (expected.astype(np.float32) - offsets) * unit
-    value = np.where((unit >= tiny) & (abs(value) >= tiny), value, np.float32(0))
+    value = np.where((unit >= least) & (abs(value) >= least), value, np.float32(0))
     assert np.array_equal(restored.view(np.uint32), value.view(np.uint32))
 
 

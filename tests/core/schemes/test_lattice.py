@@ -271,3 +271,23 @@ def test_efforts_are_read_alike(effort):
         assert torch.equal(reread(coded, spec_of(weight), context), coded.value)
         context = held(coded)
         weight = weight + 0.02 * torch.randn(200, 100, generator=generator)
+
+
+@pytest.mark.parametrize("scale", [1e-29, 1.0, 1e28])
+def test_a_process_without_subnormals_restores_the_same_bits(scale):
+    generator = torch.Generator().manual_seed(0)
+    weight = scale * torch.randn(40, 30, generator=generator)
+    exponents = curvature_exponents(torch.rand(40, 30, generator=generator) ** 40, (40, 30))
+    spec, context, chain = spec_of(weight), Context(), []
+    for step, seed in ((0.2, None), (0.2, 5), (0.9, None), (0.9, None)):
+        coded = LatticeCodec(step=step * scale, exponents=exponents, seed=seed).encode(weight, spec, context)
+        chain.append((coded, context))
+        context, weight = held(coded), weight + 0.1 * scale * torch.randn(40, 30, generator=generator)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor always has subnormals")
+    try:
+        again = [reread(coded, spec, before) for coded, before in chain]
+    finally:
+        torch.set_flush_denormal(False)
+    for (coded, _), value in zip(chain, again, strict=True):
+        assert torch.equal(value.view(torch.int32), coded.value.view(torch.int32))
