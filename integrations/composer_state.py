@@ -13,7 +13,7 @@ from torch import nn
 from shrinkpoint.errors import StateMismatchError
 from shrinkpoint.integrations.ranks import on_first
 from shrinkpoint.resume import require_same_groups, require_same_model
-from shrinkpoint.roles import model_tags, moment_role
+from shrinkpoint.roles import is_master, model_tags, moment_role
 from shrinkpoint.state import Describe, Role, Tag
 from shrinkpoint.tree import Path
 
@@ -88,16 +88,18 @@ def describe_state(state: State) -> Describe:
     """The role of each tensor of a `stored_state`: Composer names moments after their parameters."""
     module = trained_module(state)
     tags = {_without_wrappers(name): _renamed(tag) for name, tag in model_tags(module).items()}
-    shapes = {_without_wrappers(name): value.shape for name, value in module.named_parameters()}
+    parameters = {_without_wrappers(name): value for name, value in module.named_parameters()}
     optimizers = {type(optimizer).__qualname__: optimizer for optimizer in state.optimizers}
 
     def describe(path: Path, tensor: torch.Tensor) -> Tag:
         match path:
             case ("state", "model", name):
                 return tags.get(name, Tag())
-            case ("state", "optimizers", kind, "state", name, key) if kind in optimizers and name in tags:
+            case ("state", "optimizers", kind, "state", name, key) if kind in optimizers and name in parameters:
                 role = moment_role(key, optimizers[kind])
-                if role is not Role.OTHER and tensor.shape == shapes.get(name):
+                if is_master(key, tensor, parameters[name]):
+                    role = Role.MASTER
+                if role is not Role.OTHER and tensor.shape == parameters[name].shape:
                     return Tag(role=role, layer_type=tags[name].layer_type, parameter=tags[name].parameter)
         return Tag()
 
