@@ -61,8 +61,10 @@ class Planner:
             exact: the user wants this checkpoint bit-exact.
         """
         self._healing.saw(occasion.step)
+        remains = self._remains(resume)
         plan = self._choose(occasion, measure, resume, exact)
-        self._cost = max(0.0, plan.resumed[max(plan.resumed)] if plan.resumed else plan.degradation or 0.0)
+        left = plan.resumed[max(plan.resumed)] if plan.resumed else remains * (plan.degradation or 0.0)
+        self._cost = max(0.0, left)
         return plan
 
     def _choose(
@@ -74,6 +76,8 @@ class Planner:
         self._tell_not_finite(not_finite)
         if not finite:
             return exactly("the state holds no weight that could be quantized")
+        if self._budget.left <= 0:
+            return exactly("nothing is left of max_degradation that a restore may cost: stored exactly")
         if measure is None:
             self._warn_unmeasured()
             return self._strategy.unmeasured(occasion)
@@ -86,8 +90,8 @@ class Planner:
         self, strategy: Strategy, occasion: Occasion, measure: Measure, resume: ResumedSteps | None
     ) -> Plan:
         """At a restore the loss may rise by all that is left, if training makes good all but the share of one restore."""
-        remains = self._healing.remains if resume is not None else 1.0
-        plan = strategy.measured(occasion, measure, min(self._budget.left, self._budget.share / remains))
+        allowed = min(self._budget.left, self._budget.share / self._remains(resume))
+        plan = strategy.measured(occasion, measure, allowed)
         if resume is None or plan.configuration == "exact" or not self._healing.due:
             return plan
         plan = replace(plan, resumed=self._resumed(plan, occasion, resume))
@@ -99,13 +103,18 @@ class Planner:
             plan.degradation if plan.degradation is not None and plan.degradation > 0 else self._budget.share
         )
         stricter = strategy.measured(occasion, measure, _AIM * cost * self._budget.share / left)
+        stricter = replace(stricter, evaluations=plan.evaluations + stricter.evaluations)
         if stricter.configuration == "exact":
             return replace(stricter, reason=f"{told}; {stricter.reason}")
         stricter = replace(stricter, resumed=self._resumed(stricter, occasion, resume))
         if self._holds(stricter):
             return replace(stricter, reason=f"{told}; {stricter.reason}")
-        evaluations = plan.evaluations + stricter.evaluations
-        return exactly(f"{told}, and with milder settings too: stored exactly", plan.baseline, evaluations)
+        told = f"{told}, and with milder settings too: stored exactly"
+        return exactly(told, plan.baseline, stricter.evaluations)
+
+    def _remains(self, resume: ResumedSteps | None) -> float:
+        """The share of a restore's cost that counts; all of it where nothing shows that training makes the rest good."""
+        return self._healing.remains if resume is not None else 1.0
 
     def _holds(self, plan: Plan) -> bool:
         return plan.resumed[max(plan.resumed)] <= self._budget.share
@@ -139,7 +148,8 @@ class Planner:
             self._warned = True
             warnings.warn(
                 "there is no way to evaluate the model, so max_degradation cannot be checked: weights are stored with"
-                " the mildest configuration, unmeasured. Give evaluate=, or validation data, or scheme='lossless'",
+                f" {self._config.scheme}'s mildest settings, or those given, unmeasured. Give evaluate=, or validation data,"
+                " or scheme='lossless'",
                 ShrinkpointWarning,
                 stacklevel=2,
             )
@@ -159,19 +169,24 @@ class Planner:
         Raises:
             ConfigError: it is no such state; what could be read of it is kept.
         """
-        restores = state.get("restores")
-        if isinstance(restores, dict):
-            self._budget.load_state_dict(restores)
-            cost = restores.get("cost")
-            self._budget.restored(cost if isinstance(cost, float) else 0.0)
-        healing, strategy = state.get("healing"), state.get("strategy")
-        if isinstance(healing, dict):
-            self._healing.load_state_dict(healing)
+        self._load_restores(state.get("restores"))
         if self._strategy is None or state.get("scheme") != self._config.scheme:
-            return
-        if not isinstance(strategy, dict):
+            return  # how training makes good what another scheme has cost says nothing of this one
+        healing, strategy = state.get("healing"), state.get("strategy")
+        if not isinstance(healing, dict) or not isinstance(strategy, dict):
             raise ConfigError("the search state is malformed: start a new search")
+        self._healing.load_state_dict(healing)
         self._strategy.load_state_dict(strategy)
+
+    def _load_restores(self, stored: object) -> None:
+        """What was spent before, and this restore; one of a checkpoint that tells nothing counts too."""
+        self._budget = RestoreBudget(self._config.max_degradation, self._config.restore_budget)
+        told: dict[str, object] = stored if isinstance(stored, dict) else {"spent": 0.0, "restores": 0}
+        cost = told.get("cost")
+        try:
+            self._budget.load_state_dict(told)
+        finally:
+            self._budget.restored(float(cost) if isinstance(cost, int | float) else 0.0)
 
 
 def _strategy(config: SaverConfig, spent_s: Callable[[], float]) -> Strategy | None:

@@ -6,7 +6,7 @@ import torch
 
 from shrinkpoint.coding import restored_values
 from shrinkpoint.schemes.base import Held, Scheme
-from shrinkpoint.state import Role, TrainingState
+from shrinkpoint.state import Role, TensorSpec, TrainingState
 
 __all__ = ["restored_model", "restored_state", "true_model"]
 
@@ -28,7 +28,7 @@ def true_model(state: TrainingState) -> dict[str, torch.Tensor]:
 def restored_model(
     state: TrainingState, scheme: Scheme, reference: Mapping[str, Held] | None
 ) -> dict[str, torch.Tensor]:
-    """The same as a reader of the snapshot under a scheme would get them.
+    """The same as a reader of the snapshot under a scheme would get them, and train on.
 
     Args:
         state: the snapshot.
@@ -36,8 +36,20 @@ def restored_model(
         reference: what a reader holds of the previous checkpoint; it stays as it is.
     """
     values = restored_values(state, scheme, reference, roles=(Role.MASTER, *_MODEL))
+    masters = {
+        (spec.tag.parameter, spec.shape): values[spec.name]
+        for spec in state.specs.values()
+        if spec.tag.role is Role.MASTER and values[spec.name] is not state.tensors[spec.name]
+    }
+
+    def value(spec: TensorSpec) -> torch.Tensor:
+        """Of a weight that is kept while its master is not, what the first step will make of it."""
+        kept = values[spec.name] is state.tensors[spec.name]
+        master = masters.get((spec.tag.parameter, spec.shape)) if kept else None
+        return values[spec.name] if master is None else master.to(spec.dtype)
+
     return {
-        spec.tag.parameter: values[spec.name]
+        spec.tag.parameter: value(spec)
         for spec in state.specs.values()
         if spec.tag.role in _MODEL and spec.tag.parameter is not None
     }

@@ -9,13 +9,14 @@ from support.training import OPTIMIZERS, TinyMLP, capture, train
 
 from shrinkpoint.coding import encode_state
 from shrinkpoint.config import SaverConfig
-from shrinkpoint.errors import ShrinkpointWarning
+from shrinkpoint.errors import ConfigError, ShrinkpointWarning
 from shrinkpoint.evaluation import EvaluationUnavailableError
 from shrinkpoint.planner import Planner
-from shrinkpoint.schemes.auto import AutoOptions
+from shrinkpoint.schemes.auto import Auto, AutoOptions
 from shrinkpoint.schemes.base import Occasion
 from shrinkpoint.schemes.gobo import GoboOptions
-from shrinkpoint.trial import restored_model
+from shrinkpoint.state import Role, Tag, TrainingState
+from shrinkpoint.trial import restored_model, restored_state
 
 
 @pytest.fixture(scope="module")
@@ -193,3 +194,104 @@ def test_one_warning_when_nothing_can_be_measured(states):
         warnings.simplefilter("error")
         run.save(measure=False)
     assert run.asked == []
+
+
+def test_a_bound_of_nothing_is_kept_without_a_way_to_measure_too(states):
+    for measure in (True, False):
+        run = Run(states, max_degradation=0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            plan = run.save(measure=measure)
+        assert plan.scheme.name == "lossless"
+        assert "nothing is left" in plan.reason
+        assert run.asked == []
+
+
+def test_a_bound_of_nothing_holds_for_a_search_that_measures_an_improvement(states):
+    run = Run(states, max_degradation=0, scheme="inshrinkerator", slope=-1e-2)
+    assert run.save(resume=False).scheme.name == "lossless"
+
+
+def test_a_restore_costs_what_is_left_of_it_where_no_probe_was_due(states):
+    run = Run(states, remains=0.25)
+    run.save()
+    run.planner._healing._overhead = 0.0
+    run.held = None
+    plan = run.save()
+    assert plan.resumed == {}
+    told = run.planner.state_dict()
+    assert told["restores"]["cost"] == pytest.approx(plan.degradation / 4)
+    assert told["restores"]["cost"] <= 0.001 < plan.degradation
+
+
+def test_as_many_restores_as_planned_are_lossy_when_training_makes_them_good(states):
+    told = {}
+    for _ in range(10):
+        run = Run(states, remains=0.25)
+        if told:
+            run.planner.load_state_dict(told)
+        run.planner._healing.remains, run.planner._healing._overhead = 0.25, 0.0
+        assert run.save().scheme.name == "auto"
+        told = run.planner.state_dict()
+    assert told["restores"]["spent"] <= 0.01
+
+
+def test_a_checkpoint_restored_twice_counts_once(states):
+    run = Run(states)
+    run.save()
+    told, again = run.planner.state_dict(), Run(states)
+    again.planner.load_state_dict(told)
+    again.planner.load_state_dict(told)
+    assert again.planner.state_dict()["restores"]["restores"] == 1
+
+
+def test_a_checkpoint_that_tells_nothing_of_restores_counts_as_one(states):
+    former = {"version": 1, "phase": "exhaustive", "incumbent": None}  # a search's own state, bare
+    for told in (former, {}):
+        run = Run(states)
+        run.planner.load_state_dict(told)
+        assert run.planner.state_dict()["restores"] == {"spent": 0.0, "restores": 1, "cost": 0.0}
+
+
+def test_what_training_makes_good_of_another_schemes_cost_says_nothing(states):
+    run = Run(states, remains=0.25)
+    run.save()
+    told = run.planner.state_dict()
+    assert told["healing"]["remains"] < 0.3
+    same, other = Run(states), Run(states, scheme="gobo", options=GoboOptions(bits=3))
+    same.planner.load_state_dict(told)
+    other.planner.load_state_dict(told)
+    assert same.planner.state_dict()["healing"] == told["healing"]
+    assert other.planner.state_dict()["healing"] == {"remains": 1.0}
+    assert other.planner.state_dict()["restores"]["restores"] == 1
+
+
+def test_a_malformed_state_counts_the_restore_all_the_same(states):
+    run = Run(states)
+    with pytest.raises(ConfigError, match="malformed"):
+        run.planner.load_state_dict({"restores": {"spent": "much", "restores": 1, "cost": 0.0}})
+    assert run.planner.state_dict()["restores"]["restores"] == 1
+
+
+def test_a_probe_that_finds_too_much_tells_all_evaluations(states):
+    run = Run(states, remains=20.0)
+    plan = run.save()
+    assert plan.evaluations > 2
+    assert plan.evaluations == len(run.asked) - 2  # two of the true weights
+
+
+def test_a_master_that_is_coded_is_measured_where_its_weight_is_kept():
+    """A weight that is not its master rounded is kept exactly; training would go on from the master."""
+    master = torch.randn(60, 50, generator=torch.Generator().manual_seed(0))
+    weight = master.bfloat16()
+    weight[0, 0] += 1
+    tags = {
+        "w": Tag(role=Role.WEIGHT, parameter="w"),
+        "master": Tag(role=Role.MASTER, parameter="w"),
+    }
+    state = TrainingState.capture({"w": weight, "master": master}, lambda path, tensor: tags[path[-1]])
+    scheme = Auto(options=AutoOptions(), occasion=Occasion(state=state), scale=1.0)
+    whole, model = restored_state(state, scheme, None).tensors, restored_model(state, scheme, None)
+    assert torch.equal(whole["w"], weight)
+    assert not torch.equal(whole["master"], master)
+    assert torch.equal(model["w"], whole["master"].bfloat16())
