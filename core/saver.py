@@ -27,6 +27,7 @@ from shrinkpoint.errors import (
 )
 from shrinkpoint.evaluation import Evaluate, EvaluationDesk, ResumedSteps
 from shrinkpoint.reports import Accepted, SaveReport
+from shrinkpoint.schemes.base import Held
 from shrinkpoint.snapshot import Snapshotter
 from shrinkpoint.state import Describe, TrainingState, plain
 from shrinkpoint.store.manifest import Manifest
@@ -90,6 +91,7 @@ class Saver:
         self._evaluate: Evaluate | None = None
         self._resumed: ResumedSteps | None = None
         self._newest: tuple[Manifest, Decoded] | None = None
+        self._restored: tuple[Manifest, Mapping[str, Held]] | None = None
         self._reports: list[SaveReport] = []
         self._failures = 0
         self._failed = False
@@ -172,6 +174,7 @@ class Saver:
                 self.skipped += 1
                 return None
             self.flush()
+        self._go_on()
         self._evaluate, self._resumed = evaluate, resumed
         job = Job(
             snapshot=self._snapshotter.take(TrainingState.capture(state, describe)),
@@ -307,15 +310,13 @@ class Saver:
         else:
             manifest = which if isinstance(which, Manifest) else self._at_step(which)
             decoded = self._decode(manifest, self.store.fetch(manifest))
-        self._newest = None
-        if not self.busy:
-            self._committer.adopt(manifest, decoded.held)
-            self._resume_search(manifest)
+        self._newest, self._restored = None, (manifest, decoded.held)
+        self._go_on()
         return Restored(manifest, decoded.state)
 
     def forget(self) -> None:
         """Hold nothing of what was read: the next save makes a base."""
-        self._newest = None
+        self._newest = self._restored = None
         if not self.busy:
             self._committer.forget()
 
@@ -332,12 +333,18 @@ class Saver:
             f"{self.url} holds no checkpoint of step {step}; the newest steps are: {steps}"
         )
 
+    def _go_on(self) -> None:
+        """Let saves continue what was restored; one that is under way belongs to the training before that."""
+        if self._restored is None or self.busy:
+            return
+        (manifest, held), self._restored = self._restored, None
+        self._committer.adopt(manifest, held)
+        self._resume_search(manifest)
+
     def _resume_search(self, manifest: Manifest) -> None:
         search = manifest.meta.get("search")
-        if not isinstance(search, dict):
-            return
         try:
-            self._committer.planner.load_state_dict(search)
+            self._committer.planner.load_state_dict(search if isinstance(search, dict) else {})
         except ConfigError as error:
             warnings.warn(f"the search starts over: {error}", ShrinkpointWarning, stacklevel=2)
 

@@ -385,6 +385,22 @@ def test_the_search_goes_on_where_it_was_after_a_restart(objects):
     assert again.saver.reports()[0].evaluations < first.evaluations
 
 
+def test_a_restore_while_a_save_is_under_way_is_what_the_next_save_continues(objects):
+    loop = Loop(scheme="auto", busy="wait")
+    loop.train()
+    loop.save(evaluate=loop.evaluate, wait=True)
+    loop.train()
+    loop.save(evaluate=loop.evaluate)
+    back = loop.saver.restore(1)
+    assert loop.saver.busy  # nobody has evaluated yet
+    loop.train()
+    loop.save(evaluate=loop.evaluate, wait=True)
+    newest = loop.saver.store.manifests()[0]
+    assert newest.parent_digest == back.manifest.digest
+    assert newest.meta["search"]["restores"]["restores"] == 1
+    loop.saver.close()
+
+
 def test_a_search_state_that_cannot_be_read_is_left_with_a_warning(objects):
     loop = Loop(scheme="inshrinkerator")
     loop.train()
