@@ -24,6 +24,7 @@ _NOISE = 0.0002  # a rise that is less tells nothing of the next step
 _FARTHEST = 2 * _PER_OCTAVE
 _REMEMBERED = 8
 _TRIES = 3
+_FEWEST = 3  # rungs: in a chain, a step within 30 % of the previous one is not exchanged for it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,7 @@ class ScaleSearch:
     def __init__(self) -> None:
         self._rung = _START
         self._seen: list[float] = []
+        self._out_of_reach = False  # whether the narrowest steps broke the bound at the last save
 
     @property
     def started(self) -> bool:
@@ -83,17 +85,16 @@ class ScaleSearch:
             return _exact(baseline, measured, "the loss of the true weights is not finite: stored exactly")
         if allowed <= 0:
             return _exact(baseline, measured, "nothing is left that a restore may cost: stored exactly")
+        if fixed is None and self._out_of_reach and rise(_NARROWEST) > allowed:
+            return self._refused(baseline, measured, rise(_NARROWEST), allowed)
         first = not self._seen
         rung = self._wider(allowed) if base else self._rung
         if rung != self._rung and rise(rung) > allowed:
             rung = self._rung
         if fixed is None:
-            rung = self._hold(rung, rise, allowed)
+            rung = self._hold(rung, rise, allowed, fewest=1 if base else _FEWEST)
         if rise(rung) > allowed:
-            return _exact(
-                baseline, measured, f"the mildest steps tried would change the loss by {rise(rung):+.3g},"
-                f" the bound for one restore is {allowed:.3g}: stored exactly",
-            )  # fmt: skip
+            return self._refused(baseline, measured, rise(rung), allowed)
         if first and fixed is None:
             rung = self._explore(rung, rise, allowed, affords)
         self._note(rung, rise(rung))
@@ -103,12 +104,23 @@ class ScaleSearch:
             scale=scale, degradation=rise(rung), baseline=baseline, evaluations=len(measured), reason=reason
         )
 
-    def _hold(self, rung: int, rise: Callable[[int], float], allowed: float) -> int:
+    def _refused(
+        self, baseline: float, measured: Mapping[int, float], rise: float, allowed: float
+    ) -> ScaleChoice:
+        """Store exactly; the next save asks the narrowest steps first, and the others only if these hold."""
+        self._out_of_reach = True
+        reason = (
+            f"the mildest steps tried would change the loss by {rise:+.3g}, the bound for one restore is {allowed:.3g}:"
+            " stored exactly"
+        )
+        return _exact(baseline, measured, reason)
+
+    def _hold(self, rung: int, rise: Callable[[int], float], allowed: float, *, fewest: int) -> int:
         """The rung, or one so much narrower that it holds; after some tries the narrowest of all."""
         for _ in range(_TRIES):
             if rise(rung) <= allowed or rung == _NARROWEST:
                 return rung
-            rung = max(_NARROWEST, rung + min(-1, _shift(rise(rung), allowed)))
+            rung = max(_NARROWEST, rung + min(-fewest, _shift(rise(rung), allowed)))
         return rung if rise(rung) <= allowed else _NARROWEST
 
     def _explore(
@@ -134,6 +146,7 @@ class ScaleSearch:
     def _note(self, rung: int, degradation: float) -> None:
         if rung != self._rung:
             self._seen = []
+        self._out_of_reach = False
         self._rung = rung
         self._seen = [*self._seen, degradation][-_REMEMBERED:]
 

@@ -98,3 +98,24 @@ def test_the_state_moves_to_another_search():
 def test_another_state_is_refused(state):
     with pytest.raises(ConfigError, match="start a new search"):
         ScaleSearch().load_state_dict(state)
+
+
+def test_a_bound_out_of_reach_costs_two_evaluations_a_save():
+    search, steep, mild = ScaleSearch(), Model(100.0), Model(1e-3)
+    search.choose(steep, 1e-3, base=True)
+    for _ in range(5):
+        steep.asked.clear()
+        choice = search.choose(steep, 1e-3, base=False)
+        assert choice.scale is None
+        assert choice.evaluations == 1
+        assert len(steep.asked) == 2
+    assert search.choose(mild, 1e-3, base=False).scale > 0.3
+    assert search.choose(mild, 1e-3, base=False).evaluations == 1
+
+
+def test_in_a_chain_steps_become_narrower_by_enough_to_be_exchanged():
+    search = ScaleSearch()
+    before = search.choose(Model(1e-3), 1e-3, base=True).scale
+    after = search.choose(Model(1.001e-3 / before**2), 1e-3, base=False)
+    assert after.scale <= before * 2**-0.75
+    assert after.evaluations == 2
