@@ -18,6 +18,7 @@ __all__ = ["is_plain_tensor", "untouched"]
 
 # Of a longer container, as a data set that a model holds, the elements are taken not to change, only their order.
 _LOOKED_INTO = 100_000
+_ATTEMPTS = 3
 
 _TENSORS = (torch.Tensor, nn.Parameter)
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
@@ -67,8 +68,20 @@ class _Memory:
                 waiting.extend(self._remember(value))
 
     def put_back(self) -> None:
+        """Undo everything, even if one of the undos fails or is interrupted; what was raised first is raised at the end."""
+        raised: BaseException | None = None
         for undo in self._undo:
-            undo()
+            for _ in range(_ATTEMPTS):  # each can be repeated
+                try:
+                    undo()
+                    break
+                except KeyboardInterrupt as error:
+                    raised = raised or error
+                except Exception as error:  # noqa: BLE001 - raised below
+                    raised = raised or error
+                    break
+        if raised is not None:
+            raise raised
 
     def _remember(self, value: Any) -> Iterable[object]:
         """Remember one object.

@@ -101,3 +101,28 @@ def test_what_is_no_plain_memory_is_let_be() -> None:
     assert not is_plain_tensor(sparse)
     assert not is_plain_tensor(meta)
     assert is_plain_tensor(nn.Parameter(torch.ones(1)))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_an_undo_that_fails_or_is_interrupted_leaves_none_of_the_others_out(monkeypatch, error) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    times = []
+
+    def write(memory: torch.Tensor, copy: torch.Tensor) -> None:
+        times.append(None)
+        if len(times) == 1:
+            raise error
+        memory.copy_(copy)
+
+    monkeypatch.setattr("shrinkpoint.untouched._write", write)
+
+    def change() -> None:
+        with untouched(model), torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+
+    with pytest.raises(error):
+        change()
+    same = [torch.equal(now, value) for now, value in zip(model.parameters(), before, strict=True)]
+    assert same.count(False) == (0 if error is KeyboardInterrupt else 1)
