@@ -116,6 +116,7 @@ class Checkpointer:
         self._policy = resume
         self._stateful: dict[str, Stateful] = stateful
         self._last_step: int | None = None
+        self._told_unmeasurable = False
         self.saver = Saver(url, config or SaverConfig(**fields), storage_options=storage_options)
         self.saver.check()
 
@@ -255,8 +256,17 @@ class Checkpointer:
         assert loss is not None
 
         def evaluate(weights: Mapping[str, torch.Tensor]) -> float:
-            with swapped_weights(self._model, weights):
-                return float(loss())
+            try:
+                with swapped_weights(self._model, weights):
+                    return float(loss())
+            except Exception as error:
+                if not self._told_unmeasurable:
+                    self._told_unmeasurable = True
+                    _warn(
+                        "the quality of checkpoints cannot be measured, so they are stored exactly: evaluate() raised"
+                        f" {type(error).__name__}: {error}"
+                    )
+                raise
 
         return evaluate
 

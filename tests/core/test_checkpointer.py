@@ -342,3 +342,14 @@ def test_a_training_loss_needs_an_evaluation(tmp_path):
     model = TinyMLP()
     with pytest.raises(ConfigError, match="train_loss is of use with evaluate="):
         Checkpointer(str(tmp_path), model, torch.optim.SGD(model.parameters()), train_loss=model.loss)
+
+
+def test_an_evaluation_that_fails_is_told_once(tmp_path):
+    model = TinyMLP()
+    options = {"evaluate": lambda: 1 / 0, "busy": "wait"}
+    checkpointer = Checkpointer(str(tmp_path), model, torch.optim.SGD(model.parameters()), **options)
+    with pytest.warns(ShrinkpointWarning, match=r"stored exactly: evaluate\(\) raised ZeroDivisionError"):
+        checkpointer.save(1, wait=True)
+    checkpointer.save(2, wait=True)
+    assert [report.scheme for report in checkpointer.reports()] == ["lossless", "lossless"]
+    checkpointer.close()
