@@ -17,7 +17,7 @@ __all__ = ["ScaleChoice", "ScaleSearch"]
 STATE_VERSION = 1
 
 _PER_OCTAVE = 4
-_NARROWEST, _WIDEST = -5 * _PER_OCTAVE, 2 * _PER_OCTAVE
+_NARROWEST, _WIDEST = -8 * _PER_OCTAVE, 2 * _PER_OCTAVE
 _START = -1 * _PER_OCTAVE
 _AIM = 0.7  # of what is allowed: the next checkpoint of the chain may cost more than this one
 _NOISE = 0.0002  # a rise that is less tells nothing of the next step

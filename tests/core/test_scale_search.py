@@ -119,3 +119,11 @@ def test_in_a_chain_steps_become_narrower_by_enough_to_be_exchanged():
     after = search.choose(Model(1.001e-3 / before**2), 1e-3, base=False)
     assert after.scale <= before * 2**-0.75
     assert after.evaluations == 2
+
+
+def test_where_small_steps_cost_much_they_become_smaller_before_all_is_exact():
+    """Right after the start, with embeddings far larger than the other weights."""
+    search, model = ScaleSearch(), Model(3.0)
+    choice = search.choose(model, 1e-3, base=True)
+    assert choice.scale is not None
+    assert choice.degradation <= 1e-3
