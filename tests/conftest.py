@@ -1,5 +1,6 @@
 """Options and guards of the whole suite."""
 
+import os
 import signal
 import sys
 from importlib.util import find_spec
@@ -7,6 +8,10 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+# Before torch is imported, here or in a test's process: the models are tiny, and where two workers with two threads each share
+# two cores, torch's threads spend their time waiting for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 ROOT = Path(__file__).parents[1]
 SUBPACKAGE = {
