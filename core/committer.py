@@ -49,6 +49,8 @@ class _Link:
     held: dict[str, Held]
     restored: bool = False
     """Whether the training went on from a restore of it."""
+    exact: bool = False
+    """Whether nothing of it was quantized, so that its weights stand for themselves, as after a restore."""
 
 
 class Committer:
@@ -114,7 +116,7 @@ class Committer:
             state=state,
             step=job.step,
             reference=link.held if link else None,
-            restored=link is not None and link.restored,
+            restored=link is not None and (link.restored or link.exact),
             gradients=job.gradients,
         )
         plan = self.planner.plan(occasion, job.measure, job.resume, exact=job.exact)
@@ -140,7 +142,7 @@ class Committer:
             state_digest=encoded.checkpoint.state_digest,
             meta={"save": report.to_json(), "search": self.planner.state_dict()},
         )
-        self._link = _Link(manifest, dict(encoded.held))
+        self._link = _Link(manifest, dict(encoded.held), exact=plan.configuration == "exact")
         return replace(report, seq=manifest.seq, write_s=time.perf_counter() - encoded_at)
 
     def _take_link(self) -> _Link | None:

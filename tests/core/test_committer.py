@@ -7,6 +7,7 @@ from shrinkpoint.committer import Committer, Job, record_of
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.container.reader import read_container
 from shrinkpoint.errors import RunMismatchError
+from shrinkpoint.saver import decode_checkpoint
 from shrinkpoint.snapshot import Snapshot
 from shrinkpoint.store.manifest import BlobRef, Manifest
 from shrinkpoint.store.run import RunStore
@@ -81,6 +82,42 @@ def test_forgetting_makes_a_base(objects):
     training.commit()
     training.committer.forget()
     assert training.commit().kind == "base"
+
+
+def lattices(store):
+    """The seed of every weight's dither in the newest checkpoint."""
+    newest = read_container(store.fetch(store.manifests()[0])[-1])
+    return [entry.encoded.params["seed"] for entry in newest.entries if entry.encoded.codec == "lattice"]
+
+
+def test_a_dither_goes_on_through_a_chain_and_begins_anew_after_a_restore(objects):
+    training = Training(objects, scheme="auto")
+    seeds = []
+    for restored in (False, False, True, False):
+        if restored:
+            newest = training.store.manifests()[0]
+            held = decode_checkpoint(newest, training.store.fetch(newest)).held
+            training.committer.forget()
+            training.committer.adopt(newest, held)
+        training.commit(measure=lambda weights: 1.0)
+        seeds.append(lattices(training.store))
+    assert seeds[0] == seeds[1] != seeds[2] == seeds[3]
+    assert all(len(set(chosen)) == len(chosen) for chosen in seeds)
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_dither_begins_anew_after_a_checkpoint_that_is_exact(objects, resumed):
+    training = Training(objects, scheme="auto")
+    training.commit(measure=lambda weights: 1.0)
+    before = lattices(training.store)
+    if resumed:
+        newest = training.store.manifests()[0]
+        training.committer.adopt(newest, decode_checkpoint(newest, training.store.fetch(newest)).held)
+    training.commit(exact=True)
+    assert lattices(training.store) == []
+    assert training.commit(measure=lambda weights: 1.0).kind == "delta"
+    after = lattices(training.store)
+    assert len(set(after) - {0} - set(before)) == len(before)
 
 
 @pytest.mark.parametrize("operation", ["put", "put_if_absent"])
