@@ -61,7 +61,6 @@ class ScaleSearch:
         *,
         base: bool,
         fixed: float | None = None,
-        affords: Callable[[], bool] = lambda: True,
     ) -> ScaleChoice:
         """Choose for one save.
 
@@ -70,7 +69,6 @@ class ScaleSearch:
             allowed: the most that the loss may rise, relative.
             base: whether the save starts a chain.
             fixed: the only scale to be considered, where the user wants this one.
-            affords: whether there is time for one more evaluation than every save makes.
         """
         baseline = loss(None)
         measured: dict[int, float] = {}
@@ -96,7 +94,7 @@ class ScaleSearch:
         if rise(rung) > allowed:
             return self._refused(baseline, measured, rise(rung), allowed)
         if first and fixed is None:
-            rung = self._explore(rung, rise, allowed, affords)
+            rung = self._explore(rung, rise, allowed)
         self._note(rung, rise(rung))
         scale = _scale(rung) if fixed is None else fixed
         reason = f"scale {scale:.3g} changes the loss by {rise(rung):+.3g}, the bound for one restore is {allowed:.3g}"
@@ -123,13 +121,9 @@ class ScaleSearch:
             rung = max(_NARROWEST, rung + min(-fewest, _shift(rise(rung), allowed)))
         return rung if rise(rung) <= allowed else _NARROWEST
 
-    def _explore(
-        self, rung: int, rise: Callable[[int], float], allowed: float, affords: Callable[[], bool]
-    ) -> int:
+    def _explore(self, rung: int, rise: Callable[[int], float], allowed: float) -> int:
         """At the first save there is only one measurement to go by: the rung that it predicts is tried at once."""
         for _ in range(_TRIES):
-            if not affords():
-                break
             wider = min(_WIDEST, rung + _shift(rise(rung), allowed))
             if wider <= rung or rise(wider) > allowed:
                 break
