@@ -118,6 +118,8 @@ class ResumedRun:
 class UntilFailure:
     """Offers the steps until they have failed once: what failed, as for want of memory, would fail at every save.
 
+    Where the model or its optimizer has changed since the save, as by unfreezing layers, only the second failure in a row counts.
+
     Args:
         tell: gets a message, once.
     """
@@ -125,6 +127,7 @@ class UntilFailure:
     def __init__(self, tell: Callable[[str], None]) -> None:
         self._tell = tell
         self._failed = False
+        self._changed = False
 
     def guard(self, resumed: ResumedSteps | None) -> ResumedSteps | None:
         """The same steps, watched; None where there are none or they have failed."""
@@ -133,10 +136,14 @@ class UntilFailure:
 
         def watched(state: object, marks: Sequence[int]) -> Sequence[float]:
             try:
-                return resumed(state, marks)
+                reached = resumed(state, marks)
             except Exception as error:
-                self.give_up(f"{type(error).__name__}: {error}")
+                if self._changed or not isinstance(error, StateMismatchError):
+                    self.give_up(f"{type(error).__name__}: {error}")
+                self._changed = True
                 raise
+            self._changed = False
+            return reached
 
         return watched
 

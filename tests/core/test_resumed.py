@@ -325,3 +325,37 @@ def test_after_a_failure_nothing_is_offered() -> None:
     assert once.guard(fail) is None
     assert len(told) == 1
     assert "MemoryError: too little" in told[0]
+
+
+def test_steps_are_offered_until_they_fail_or_until_the_model_has_changed_twice_in_a_row() -> None:
+    told: list[str] = []
+    outcomes: list[Exception | None] = []
+
+    def steps(state: object, marks: Any) -> list[float]:
+        outcome = outcomes.pop(0)
+        if outcome is not None:
+            raise outcome
+        return [1.0]
+
+    watch = UntilFailure(told.append)
+    changed = StateMismatchError("other parameters")
+    for outcome in (changed, None, changed, changed):
+        guarded = watch.guard(steps)
+        assert guarded is not None
+        outcomes.append(outcome)
+        if outcome is None:
+            assert guarded(None, [1]) == [1.0]
+        else:
+            with pytest.raises(StateMismatchError):
+                guarded(None, [1])
+    assert watch.guard(steps) is None
+    assert len(told) == 1
+    assert "other parameters" in told[0]
+
+    watch = UntilFailure(told.append)
+    guarded = watch.guard(steps)
+    assert guarded is not None
+    outcomes.append(MemoryError())
+    with pytest.raises(MemoryError):
+        guarded(None, [1])
+    assert watch.guard(steps) is None
