@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -15,7 +16,7 @@ Evaluate: TypeAlias = Callable[[Configuration | None], float]
 
 
 def relative_rise(loss: float, baseline: float) -> float:
-    """``(loss - baseline) / |baseline|``; ``inf`` when either is not finite.
+    """``(loss - baseline) / |baseline|``; ``inf`` when either is not finite, and never ``-inf``.
 
     Over a baseline of 0 no rise has a size: none at all is 0, any other is ``inf``.
     """
@@ -23,7 +24,7 @@ def relative_rise(loss: float, baseline: float) -> float:
         return math.inf
     if baseline == 0:
         return 0.0 if loss <= 0 else math.inf
-    return (loss - baseline) / abs(baseline)
+    return max((loss - baseline) / abs(baseline), -sys.float_info.max)
 
 
 class Measurements:
