@@ -53,8 +53,8 @@ class SaverConfig:
     threads: int | None = None
     """Threads that encode and decode; None takes half of the processors."""
     search_overhead: float = 0.01
-    """Share of the training time that the search's evaluations may take, beyond two for every save; and as much again for
-    steps from restored states."""
+    """Share of the training time that the search's evaluations may take, beyond two for every save and a few where settings
+    must change; and as much again for steps from restored states."""
     options: Any = None
     """The scheme's own settings, as in ``scheme="excp", options=ExcpOptions(alpha=1e-4)``; None takes its defaults."""
 
