@@ -92,6 +92,7 @@ class Saver:
         self._resumed: ResumedSteps | None = None
         self._newest: tuple[Manifest, Decoded] | None = None
         self._restored: tuple[Manifest, Mapping[str, Held]] | None = None
+        self._forgets = False
         self._reports: list[SaveReport] = []
         self._failures = 0
         self._failed = False
@@ -317,8 +318,8 @@ class Saver:
     def forget(self) -> None:
         """Hold nothing of what was read: the next save makes a base."""
         self._newest = self._restored = None
-        if not self.busy:
-            self._committer.forget()
+        self._forgets = True
+        self._go_on()
 
     def _decode(self, manifest: Manifest, containers: list[bytes]) -> Decoded:
         return decode_checkpoint(manifest, containers, threads=self.config.encoder_threads)
@@ -334,12 +335,16 @@ class Saver:
         )
 
     def _go_on(self) -> None:
-        """Let saves continue what was restored; one that is under way belongs to the training before that."""
-        if self._restored is None or self.busy:
+        """Let saves continue what was restored, or nothing; one that is under way belongs to the training before that."""
+        if self.busy:
             return
-        (manifest, held), self._restored = self._restored, None
-        self._committer.adopt(manifest, held)
-        self._resume_search(manifest)
+        if self._forgets:
+            self._committer.forget()
+            self._forgets = False
+        if self._restored is not None:
+            (manifest, held), self._restored = self._restored, None
+            self._committer.adopt(manifest, held)
+            self._resume_search(manifest)
 
     def _resume_search(self, manifest: Manifest) -> None:
         search = manifest.meta.get("search")

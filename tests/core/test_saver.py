@@ -474,6 +474,19 @@ def test_a_saver_that_forgets_what_it_read_makes_a_base(loop):
     assert again.saver.reports()[-1].kind == "base"
 
 
+def test_forgetting_while_a_save_is_under_way_makes_a_base_of_the_next_one(objects):
+    loop = Loop(scheme="auto", busy="wait")
+    for _ in range(3):
+        loop.train()
+        loop.save(evaluate=loop.evaluate)
+        assert loop.saver.busy  # nobody has evaluated yet
+        if loop.steps == 2:
+            loop.saver.forget()
+    loop.saver.flush()
+    assert [report.kind for report in loop.saver.reports()] == ["base", "delta", "base"]
+    loop.saver.close()
+
+
 def test_an_overtaken_writer_is_told_and_harms_nothing(loop):
     loop.train()
     loop.save(wait=True)
