@@ -59,7 +59,7 @@ class Healing:
         return 2 * self.marks[-1] * _MARGIN * self._step_s
 
     def measured(self, at_restore: float, resumed: Mapping[int, float], seconds: float) -> None:
-        """Take over a measurement.
+        """Take over a measurement: a worse one at once, a better one half, for one alone may be luck.
 
         Args:
             at_restore: the rise of the loss at the restore.
@@ -71,7 +71,8 @@ class Healing:
         if not math.isfinite(left):
             self.remains = 1.0
         elif at_restore > _NOISE or left > _NOISE:
-            self.remains = min(1.0, max(_LEAST, left / max(at_restore, _NOISE)))
+            share = min(1.0, max(_LEAST, left / max(at_restore, _NOISE)))
+            self.remains = max(share, (self.remains + share) / 2)
 
     def state_dict(self) -> dict[str, object]:
         """What a resumed training needs, in JSON primitives."""

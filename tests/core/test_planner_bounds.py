@@ -105,8 +105,9 @@ def test_a_restore_may_cost_more_at_once_when_training_makes_it_good(states):
     costs = {}
     for remains in (0.25, 1.0):
         run = Run(states, remains=remains)
-        run.save()
-        run.held = None
+        for _ in states[1:]:
+            run.save()
+            run.held = None
         costs[remains] = run.save().degradation
     assert costs[1.0] <= 0.001 < costs[0.25] <= 0.004
 
@@ -220,8 +221,8 @@ def test_a_restore_costs_what_is_left_of_it_where_no_probe_was_due(states):
     plan = run.save()
     assert plan.resumed == {}
     told = run.planner.state_dict()
-    assert told["restores"]["cost"] == pytest.approx(plan.degradation / 4)
-    assert told["restores"]["cost"] <= 0.001 < plan.degradation
+    assert told["restores"]["cost"] == pytest.approx(plan.degradation * told["healing"]["remains"])
+    assert told["restores"]["cost"] <= 0.001
 
 
 def test_as_many_restores_as_planned_are_lossy_when_training_makes_them_good(states):
@@ -257,7 +258,7 @@ def test_what_training_makes_good_of_another_schemes_cost_says_nothing(states):
     run = Run(states, remains=0.25)
     run.save()
     told = run.planner.state_dict()
-    assert told["healing"]["remains"] < 0.3
+    assert told["healing"]["remains"] < 0.7
     same, other = Run(states), Run(states, scheme="gobo", options=GoboOptions(bits=3))
     same.planner.load_state_dict(told)
     other.planner.load_state_dict(told)

@@ -82,8 +82,17 @@ def test_measuring_waits_until_training_has_paid_for_it():
 )  # fmt: skip
 def test_what_remains_is_between_a_quarter_and_all(at_restore, left, remains):
     healing = Healing(4, 0.01)
-    healing.measured(at_restore, {1: 0.0, 4: left}, 1.0)
-    assert healing.remains == pytest.approx(remains)
+    for _ in range(12):
+        healing.measured(at_restore, {1: 0.0, 4: left}, 1.0)
+    assert healing.remains == pytest.approx(remains, rel=1e-3)
+
+
+def test_a_better_measurement_is_believed_half_and_a_worse_one_at_once():
+    healing = Healing(4, 0.01)
+    healing.measured(0.002, {1: 0.0, 4: -0.001}, 1.0)
+    assert healing.remains == pytest.approx(0.625)
+    healing.measured(0.002, {1: 0.0, 4: 0.0016}, 1.0)
+    assert healing.remains == pytest.approx(0.8)
 
 
 def test_no_steps_measure_nothing():
