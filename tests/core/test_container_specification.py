@@ -1,174 +1,33 @@
-"""A second reader of the entropy coders, by docs/format.md alone and without a thought for speed, reads what ours wrote."""
+"""A second reader, by docs/format.md alone and without a thought for speed, reads what ours wrote."""
+
+import hashlib
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
-import zstandard
+from support.context_planes import golden_planes, low_rank_planes, sparse
+from support.format_codecs import read_chain
+from support.format_models import read_model_plane
+from support.format_reader import (
+    read_context_plane,
+    read_huffman,
+    read_planes,
+    read_ranked,
+    read_rans,
+    read_symbol_plane,
+)
 
+from shrinkpoint.entropy import context
 from shrinkpoint.entropy.bytes import delta_bits, encode_bytes
 from shrinkpoint.entropy.huffman import encode_huffman
+from shrinkpoint.entropy.ranked import encode_ranks, rank_lengths
 from shrinkpoint.entropy.rans import encode_symbols
 from shrinkpoint.entropy.rle import encode_runs
+from shrinkpoint.schemes.symbol_coders import encode_plane
 
-
-class Cursor:
-    def __init__(self, data):
-        self.data, self.at = data, 0
-
-    def take(self, count):
-        self.at += count
-        assert self.at <= len(self.data)
-        return self.data[self.at - count : self.at]
-
-    def byte(self):
-        return self.take(1)[0]
-
-    def varint(self):
-        value = shift = 0
-        while True:
-            byte = self.byte()
-            value |= (byte & 127) << shift
-            shift += 7
-            if byte < 128:
-                return value
-
-    def rest(self):
-        return self.take(len(self.data) - self.at)
-
-
-def read_frequencies(cursor, alphabet):
-    """Intervals of slots, (start, end, symbol), of one table."""
-    present, listed = cursor.byte() + 1, -(-alphabet // 8)
-    if present == alphabet:
-        symbols = list(range(alphabet))
-    elif present <= listed:
-        symbols = list(cursor.take(present))
-    else:
-        bitmap = cursor.take(listed)
-        symbols = [s for s in range(alphabet) if bitmap[s // 8] >> (7 - s % 8) & 1]
-    codes = dict(zip(symbols, cursor.take(present), strict=True))
-    weights = {s: c if c < 8 else (8 + c % 8) * 2 ** max(c // 8 - 1, 0) for s, c in codes.items()}
-    total = sum(weights.values())
-    frequencies = {s: max(w * 2**20 // total, 1) for s, w in weights.items()}
-    missing = 2**20 - sum(frequencies.values())
-    if missing > 0:
-        for symbol in sorted(weights, key=lambda s: (-(weights[s] * 2**20 % total), s))[:missing]:
-            frequencies[symbol] += 1
-    elif missing < 0:
-        frequencies[min(frequencies, key=lambda s: (-frequencies[s], s))] += missing
-    start, intervals = 0, []
-    for symbol in sorted(frequencies):
-        intervals.append((start, start + frequencies[symbol], symbol))
-        start += frequencies[symbol]
-    assert start == 2**20
-    return intervals
-
-
-def read_tables(cursor, contexts, alphabet):
-    occurring = sorted(set(contexts))
-    count = cursor.byte() + 1
-    if count == len(occurring):
-        which = range(count)
-    elif count > 1:
-        which = cursor.take(len(occurring))
-    else:
-        which = [0] * len(occurring)
-    tables = [read_frequencies(cursor, alphabet) for _ in range(count)]
-    return {context: tables[index] for context, index in zip(occurring, which, strict=True)}
-
-
-def read_chunk(data, contexts, tables, lanes):
-    cursor = Cursor(data)
-    states = [int.from_bytes(cursor.take(6), "little") for _ in range(4)] if lanes == 4 else [cursor.varint()]
-    words = list(np.frombuffer(cursor.rest(), "<u2"))[::-1]
-    symbols = []
-    for i, context in enumerate(contexts):
-        x = states[i % lanes]
-        slot = x % 2**20
-        start, end, symbol = next(part for part in tables[context] if part[0] <= slot < part[1])
-        x = (end - start) * (x // 2**20) + slot - start
-        taken = 0
-        while x < 2**32 and words and (lanes == 1 or taken < 2):
-            x = x * 2**16 + int(words.pop())
-            taken += 1
-        states[i % lanes] = x
-        symbols.append(symbol)
-    assert not words
-    assert set(states) == {2**32 if lanes == 4 else 0}
-    return symbols
-
-
-def read_rans(data, contexts, alphabet):
-    """`contexts` has one entry per symbol; all 0 where there are none."""
-    cursor, count = Cursor(data), len(contexts)
-    if not count:
-        assert not data
-        return []
-    mode = cursor.byte()
-    if mode == 0:
-        return [cursor.byte()] * count
-    if mode == 1:
-        width = next(width for width in (1, 2, 4, 8) if alphabet <= 2**width)
-        packed = cursor.rest()
-        return [packed[i * width // 8] >> (i * width % 8) & (2**width - 1) for i in range(count)]
-    assert mode == 2
-    head = cursor.byte()
-    assert head & 0x60 == 0
-    size = 2 ** (head & 31)
-    tables = read_tables(cursor, contexts, alphabet)
-    chunks = [contexts[start : start + size] for start in range(0, count, size)]
-    lengths = [cursor.varint() for _ in chunks[:-1]]
-    parts = [cursor.take(length) for length in lengths] + [cursor.rest()]
-    lanes = 4 if head & 0x80 else 1
-    return [
-        s for data, part in zip(parts, chunks, strict=True) for s in read_chunk(data, part, tables, lanes)
-    ]
-
-
-def read_planes(data, count, item_size):
-    cursor = Cursor(data)
-    starts = [(plane, start) for plane in range(item_size) for start in range(0, count, 2**20)]
-    heads = [(cursor.byte(), cursor.varint()) for _ in starts]
-    elements = np.zeros((count, item_size), np.uint8)
-    for (plane, start), (method, length) in zip(starts, heads, strict=True):
-        chunk, size = cursor.take(length), min(2**20, count - start)
-        if method == 1:
-            chunk = zstandard.ZstdDecompressor().decompress(chunk)
-        elif method == 2:
-            chunk = bytes(read_rans(chunk, [0] * size, 256))
-        elements[start : start + size, plane] = np.frombuffer(chunk, np.uint8)
-    assert not cursor.rest()
-    return elements.tobytes()
-
-
-def read_huffman(data):
-    cursor = Cursor(data)
-    count = cursor.varint()
-    if not count:
-        return []
-    distinct = cursor.varint()
-    first = cursor.varint()
-    values = [first // 2 if first % 2 == 0 else -(first + 1) // 2]
-    for _ in range(distinct - 1):
-        values.append(values[-1] + cursor.varint())
-    lengths = cursor.take(distinct)
-    if distinct == 1:
-        return values * count
-    codes, code, previous = {}, 0, 0
-    for length, value in sorted(zip(lengths, values, strict=True)):
-        code <<= length - previous
-        codes[length, code] = value
-        code, previous = code + 1, length
-    bits = iter("".join(f"{byte:08b}" for byte in cursor.rest()))
-    symbols = []
-    for _ in range(count):
-        word = ""
-        while (len(word), int(word or "0", 2)) not in codes:
-            word += next(bits)
-        symbols.append(codes[len(word), int(word, 2)])
-    rest = list(bits)
-    assert len(rest) < 8
-    assert "1" not in rest
-    return symbols
+EACH = Path(__file__).parents[1] / "golden" / "each"
+CHAINS = json.loads((EACH / "v1.json").read_text())
 
 
 @pytest.mark.parametrize("skew", [0.0, 0.3, 2.0])
@@ -218,3 +77,76 @@ def test_run_lengths():
     values = np.repeat(np.array([3, 0, 9, 3], np.uint8), [1, 70_000, 2, 65_536])
     runs = encode_runs(values).tolist()
     assert runs == [-3, 0, 65_535, 0, 4465, -9, 2, -3, 65_535, -3]
+
+
+@pytest.mark.parametrize("counts", [[9], [5, 5], [900, 50, 20, 7, 1], [2**k for k in range(32)][::-1]])
+def test_ranked_codes(counts):
+    lengths = rank_lengths(np.array(counts))
+    ranks = np.random.default_rng(0).integers(0, len(counts), 500)
+    data = encode_ranks(ranks, lengths)
+    assert read_ranked(data, ranks.size, lengths) == ranks.tolist()
+
+
+@pytest.mark.parametrize("alphabet", [1, 2, 9, 16, 256])
+@pytest.mark.parametrize(
+    ("coder", "methods"),
+    [("packed", {0}), ("lzma", {1}), ("huffman", {2}), ("cyclic", {3}), ("rans", {4, 5})],
+)
+def test_symbol_planes(coder, methods, alphabet):
+    rng = np.random.default_rng(alphabet)
+    previous = rng.integers(0, alphabet, 5000).astype(np.uint8)
+    plane = np.where(rng.random(5000) < 0.8, previous, (previous.astype(int) + 1) % alphabet).astype(np.uint8)
+    data = encode_plane(plane, alphabet, coder, previous)
+    assert data[0] in methods
+    assert read_symbol_plane(data, plane.size, alphabet, previous.tolist()) == plane.tolist()
+
+
+def read_context(data, plane, alphabet, columns, sides):
+    given = [(side.plane.tolist(), side.alphabet) for side in sides]
+    return read_context_plane(data, plane.size, alphabet, columns, given, read_model_plane)
+
+
+@pytest.mark.parametrize(
+    ("effort", "columns", "modes"),
+    [("fast", 120, {0}), ("default", 120, {1}), ("max", 90, {2}), ("max", 5, {2})],
+)
+def test_context_coder(effort, columns, modes):
+    plane, sides = golden_planes()
+    data = context.encode_plane(plane, 31, columns=columns, sides=sides, effort=effort)
+    assert data[0] in modes
+    assert read_context(data, plane, 31, columns, sides) == plane.tolist()
+
+
+def test_context_coder_of_several_chunks():
+    plane, sides = golden_planes()
+    sides = [context.Side(np.tile(side.plane, 16), side.alphabet) for side in sides]
+    for effort, given, levels, mode in ("fast", sides, sparse(plane), 3), ("default", [], plane, 1):
+        tiled = np.tile(levels, 16)
+        data = context.encode_plane(tiled, 31, columns=120, sides=given, effort=effort)
+        assert data[0] == mode
+        assert read_context(data, tiled, 31, 120, given) == tiled.tolist()
+
+
+def split_features(data):
+    """The features by which mode 1 tells contexts apart."""
+    at = 10 + 5 * ((data[1] & 3) + (data[1] >> 3))
+    return set(data[at + 3 : at + 2 + 3 * data[at + 1] : 3])
+
+
+@pytest.mark.parametrize("effort", ["default", "max"])
+@pytest.mark.parametrize("warm", [False, True])
+def test_context_coder_of_planes_of_low_rank(effort, warm):
+    plane, side = low_rank_planes(150, 72, 3)
+    sides = [context.Side(side.reshape(-1), 63)] if warm else []
+    data = context.encode_plane(plane.reshape(-1), 63, columns=72, sides=sides, effort=effort)
+    assert data[0] == {"default": 1, "max": 2}[effort]
+    assert data[1] & 4
+    assert effort == "max" or {0, 1} <= split_features(data)
+    assert read_context(data, plane.reshape(-1), 63, 72, sides) == plane.reshape(-1).tolist()
+
+
+@pytest.mark.parametrize("case", CHAINS)
+def test_golden_chains(case):
+    files = [(EACH / f"v1_{case}_{index}.shrink").read_bytes() for index in range(len(CHAINS[case]))]
+    for values, expected in zip(read_chain(files), CHAINS[case], strict=True):
+        assert {name: hashlib.sha256(value).hexdigest() for name, value in values.items()} == expected

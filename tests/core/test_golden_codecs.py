@@ -1,7 +1,9 @@
-"""The golden chain, which uses every codec, decodes to the very bytes that it always did."""
+"""The golden chains, which use every codec, decode to the very bytes that they always did."""
 
 import hashlib
 import json
+import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -11,24 +13,50 @@ from shrinkpoint.container.reader import read_container
 from shrinkpoint.dtypes import tensor_to_bytes
 from shrinkpoint.schemes.registry import CODECS
 
-FOLDER = Path(__file__).parents[1] / "golden" / "codecs"
-CHAIN = sorted(FOLDER.glob("v1_*.shrink"))
-EXPECTED = json.loads((FOLDER / "v1.json").read_text())
+ROOT = Path(__file__).parents[2]
+GOLDEN = ROOT / "tests" / "golden"
+CHAIN = sorted((GOLDEN / "codecs").glob("v1_*.shrink"))
+EXPECTED = json.loads((GOLDEN / "codecs" / "v1.json").read_text())
+EACH = json.loads((GOLDEN / "each" / "v1.json").read_text())
+WITHOUT_DELTAS = {"factored", "dithered-root-units", "dithered-own-units", "rounded"}
+
+
+def decoded(paths: Iterable[Path], threads: int) -> dict[str, str]:
+    state = decode_chain((read_container(path.read_bytes()) for path in paths), threads=threads).state
+    return {
+        n: hashlib.sha256(tensor_to_bytes(tensor).data).hexdigest() for n, tensor in state.tensors.items()
+    }
+
+
+def chain_of(case: str) -> list[Path]:
+    return [GOLDEN / "each" / f"v1_{case}_{index}.shrink" for index in range(len(EACH[case]))]
 
 
 @pytest.mark.parametrize("length", [1, 2, 3])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_golden_chain_decodes_as_it_always_did(length: int, threads: int) -> None:
-    decoded = decode_chain((read_container(path.read_bytes()) for path in CHAIN[:length]), threads=threads)
-    found = {
-        name: hashlib.sha256(tensor_to_bytes(tensor).data).hexdigest()
-        for name, tensor in decoded.state.tensors.items()
-    }
-    assert found == EXPECTED[length - 1]
+    assert decoded(CHAIN[:length], threads) == EXPECTED[length - 1]
 
 
-def test_the_golden_chain_uses_every_codec_as_base_and_as_delta() -> None:
-    base, *deltas = [read_container(path.read_bytes()) for path in CHAIN]
-    assert {entry.encoded.codec for entry in base.entries} == set(CODECS)
-    referring = {e.encoded.codec for delta in deltas for e in delta.entries if e.encoded.uses_reference}
-    assert referring == set(CODECS)
+@pytest.mark.parametrize("case", EACH)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_golden_chain_of_each_codec_decodes_as_it_always_did(case: str, threads: int) -> None:
+    for length in range(1, len(EACH[case]) + 1):
+        assert decoded(chain_of(case)[:length], threads) == EACH[case][length - 1]
+
+
+def test_every_codec_has_a_golden_chain_and_stands_in_it_as_base_and_as_delta() -> None:
+    for folder in "codecs", "each":
+        assert len(list((GOLDEN / folder).glob("*.shrink"))) == (
+            len(EXPECTED) if folder == "codecs" else sum(map(len, EACH.values()))
+        )
+    uses: dict[str, set[bool]] = {}
+    for path in [*CHAIN, *(path for case in EACH for path in chain_of(case))]:
+        for entry in read_container(path.read_bytes()).entries:
+            uses.setdefault(entry.encoded.codec, set()).add(entry.encoded.uses_reference)
+    assert uses == {codec: {False} if codec in WITHOUT_DELTAS else {False, True} for codec in CODECS}
+
+
+def test_every_codec_has_a_section_in_the_page_of_the_format() -> None:
+    page = (ROOT / "docs" / "format.md").read_text().partition("\n## Codecs\n")[2]
+    assert sorted(re.findall(r"^### `(.+)`$", page, re.MULTILINE)) == sorted(CODECS)

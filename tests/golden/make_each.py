@@ -1,0 +1,305 @@
+"""Makes a golden chain for every codec that the chain of make_codecs.py does not have, and what they decode to. Run by hand, once.
+
+    python tests/golden/make_each.py
+
+A chain is a base and two deltas of some small tensors, each by the same codec in another way. As with the other golden
+files, a released chain is never made again: for a new codec, add a case; the script makes the chains that there are not.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from shrinkpoint.coding import EncodedState, decode_chain, encode_state
+from shrinkpoint.container.layout import Checkpoint
+from shrinkpoint.container.reader import read_container
+from shrinkpoint.container.writer import write_container
+from shrinkpoint.dtypes import tensor_to_bytes
+from shrinkpoint.entropy import lstm
+from shrinkpoint.schemes.adaptive import AdaptiveOptions, AdaptiveRowsCodec
+from shrinkpoint.schemes.base import TensorCodec
+from shrinkpoint.schemes.delta_dnn import DeltaDnnCodec, DeltaDnnOptions
+from shrinkpoint.schemes.dithered_moments import (
+    DitheredFirstMomentCodec,
+    DitheredMomentumCodec,
+    FactoredSecondMomentCodec,
+)
+from shrinkpoint.schemes.excp_codecs import ExcpMomentCodec, ExcpOptions, ExcpWeightCodec
+from shrinkpoint.schemes.gobo import GoboCodec, GoboOptions
+from shrinkpoint.schemes.lattice import LatticeCodec, curvature_exponents
+from shrinkpoint.schemes.lc_checkpoint import LCCheckpointOptions, LCDeltaCodec, merge_super_step
+from shrinkpoint.schemes.partial import PartialCodec
+from shrinkpoint.schemes.rounded import RoundedCodec
+from shrinkpoint.schemes.symbol_coders import LstmCoder
+from shrinkpoint.schemes.uniform import UniformCodec, UniformOptions
+from shrinkpoint.state import LayerType, Role, Tag, TrainingState
+
+HERE = Path(__file__).parent / "each"
+SHAPE = (24, 40)
+STEPS = 3
+
+Maker = Callable[[int, Mapping[str, torch.Tensor]], TensorCodec]
+"""A codec by the number of the checkpoint and the tensors of its parameter."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One parameter of a chain, and which codec takes which of its tensors; all others are stored exactly."""
+
+    makers: Mapping[str, Maker]
+    dtype: torch.dtype = torch.float32
+    shape: tuple[int, ...] = SHAPE
+    beside: tuple[str, ...] = ()
+    """Further tensors, stored exactly."""
+
+
+@dataclass(frozen=True)
+class ByName:
+    """The scheme of a golden chain."""
+
+    makers: Mapping[str, Callable[[], TensorCodec]]
+    name = "golden"
+
+    def codecs(self, state: TrainingState) -> Mapping[str, Callable[[], TensorCodec]]:
+        return self.makers
+
+    def describe(self) -> str:
+        return self.name
+
+
+def weight(maker: Maker, **options: object) -> Variant:
+    return Variant({"weight": maker}, **options)
+
+
+def lattice(**options: object) -> Maker:
+    def make(step: int, tensors: Mapping[str, torch.Tensor]) -> TensorCodec:
+        wide = curvature_exponents(tensors["exp_avg_sq"], tuple(tensors["weight"].shape))
+        return LatticeCodec(step=0.002, exponents=wide, **options)
+
+    return make
+
+
+def symbol_coders() -> dict[str, dict]:
+    coders: dict[str, dict] = {
+        name: {"options": ExcpOptions(coder=name, bits=bits)}
+        for name, bits in (("packed", 3), ("lzma", 4), ("huffman", 4), ("cyclic", 4), ("rans", 2))
+    }
+    options = lstm.LstmOptions(width=8, chunk=9)
+    return {**coders, "lstm": {"options": ExcpOptions(), "coder": LstmCoder(options)}}
+
+
+def moments(maker: Maker, *beside: str) -> Variant:
+    return Variant({"exp_avg": maker}, beside=beside)
+
+
+CASES: Mapping[str, Mapping[str, Variant]] = {
+    "lattice": {
+        "kept": weight(lattice()),
+        "exchanged": weight(lambda step, tensors: lattice(seed=step)(step, tensors)),
+        "max": weight(lattice(effort="max")),
+        "half": weight(lattice(effort="fast"), dtype=torch.bfloat16),
+        "half-16": weight(lambda step, _: LatticeCodec(step=0.003 * 4**step), dtype=torch.float16),
+        "vector": weight(lambda step, _: LatticeCodec(step=0.001), shape=(300,)),
+        "sparse": weight(lambda *_: LatticeCodec(step=0.02, effort="fast"), shape=(96, 96)),
+        "large": weight(lambda *_: LatticeCodec(step=0.02), shape=(96, 96)),
+    },
+    "factored": {
+        "matrix": Variant({"exp_avg_sq": lambda *_: FactoredSecondMomentCodec()}),
+        "wide": Variant({"exp_avg_sq": lambda *_: FactoredSecondMomentCodec()}, shape=(8, 3, 5)),
+        "vector": Variant({"exp_avg_sq": lambda *_: FactoredSecondMomentCodec()}, shape=(50,)),
+    },
+    "dithered-root-units": {
+        "coarse": moments(lambda step, _: DitheredFirstMomentCodec(seed=step), "exp_avg_sq"),
+        "fine": moments(
+            lambda step, _: DitheredFirstMomentCodec(step=0.1, seed=2**32 - 1 - step), "exp_avg_sq"
+        ),
+        "factored": Variant(
+            {
+                "exp_avg_sq": lambda *_: FactoredSecondMomentCodec(),
+                "exp_avg": lambda step, _: DitheredFirstMomentCodec(step=1.0, seed=step, effort="max"),
+            }
+        ),
+    },
+    "dithered-own-units": {
+        "coarse": moments(lambda step, _: DitheredMomentumCodec(seed=step)),
+        "fine": moments(lambda step, _: DitheredMomentumCodec(step=0.05, seed=step, effort="fast")),
+    },
+    "rounded": {
+        name: Variant(
+            {"weight": lambda _, tensors: RoundedCodec(master=tensors["master"])},
+            dtype=dtype,
+            beside=("master",),
+        )
+        for name, dtype in (("bfloat16", torch.bfloat16), ("float16", torch.float16))
+    },
+    "lc-delta": {
+        "published": weight(lambda *_: LCDeltaCodec()),
+        "paired": weight(lambda *_: LCDeltaCodec(options=LCCheckpointOptions(bits=2, paired=True))),
+        "half": weight(lambda *_: LCDeltaCodec(options=LCCheckpointOptions(bits=5)), dtype=torch.bfloat16),
+    },
+    "excp-residual": {
+        name: weight(lambda step, _, keys=keys: ExcpWeightCodec(threshold=0.002, **keys))
+        for name, keys in symbol_coders().items()
+    }
+    | {"half": weight(lambda *_: ExcpWeightCodec(threshold=0.001), dtype=torch.float16)},
+    "excp-moment": {
+        name: moments(lambda step, _, keys=keys: ExcpMomentCodec(**keys))
+        for name, keys in symbol_coders().items()
+    }
+    | {
+        refill: Variant(
+            {
+                "exp_avg_sq": lambda step, tensors, refill=refill: ExcpMomentCodec(
+                    options=ExcpOptions(refill=refill),
+                    keep=(tensors["exp_avg"].abs() > 0.002).reshape(-1).numpy(),
+                )
+            }
+        )
+        for refill in ("none", "mean", "factored")
+    },
+    "uniform-cyclic": {
+        "cyclic": weight(lambda *_: UniformCodec()),
+        "rans": weight(lambda *_: UniformCodec(options=UniformOptions(bits=4, coder="rans"))),
+        "narrower": weight(
+            lambda step, _: UniformCodec(options=UniformOptions(bits=6 - step)), dtype=torch.bfloat16
+        ),
+    },
+    "adaptive-rows": {
+        "packed": weight(lambda *_: AdaptiveRowsCodec()),
+        "rans": weight(lambda *_: AdaptiveRowsCodec(options=AdaptiveOptions(bits=2, coder="rans"))),
+        "half": weight(lambda *_: AdaptiveRowsCodec(options=AdaptiveOptions(bits=8)), dtype=torch.bfloat16),
+    },
+    "gobo": {
+        "packed": weight(lambda *_: GoboCodec(options=GoboOptions(threshold=-1.0))),
+        "rans": weight(
+            lambda *_: GoboCodec(options=GoboOptions(bits=2, standardized=True, coder="rans")),
+            dtype=torch.bfloat16,
+        ),
+    },
+    "delta-dnn": {
+        "lzma": weight(lambda *_: DeltaDnnCodec()),
+        "planes": weight(
+            lambda step, _: DeltaDnnCodec(options=DeltaDnnOptions(error_bound=1e-6, coder="planes"))
+        ),
+        "half": weight(
+            lambda *_: DeltaDnnCodec(options=DeltaDnnOptions(error_bound=1e-5)), dtype=torch.bfloat16
+        ),
+    },
+    "partial": {
+        "elements": weight(lambda *_: PartialCodec()),
+        "rows": weight(lambda *_: PartialCodec(rows=True, fraction=0.25)),
+        "half": weight(lambda *_: PartialCodec(fraction=0.5), dtype=torch.float16),
+    },
+}
+CASES_MERGED = "lc-delta.super-step"
+"""The two deltas of ``lc-delta`` as one."""
+
+
+class Training:
+    """Something like Adam on something like gradients, one parameter alone."""
+
+    def __init__(self, variant: Variant, seed: int) -> None:
+        self._random = torch.Generator().manual_seed(seed)
+        self._shape, self._dtype = variant.shape, variant.dtype
+        self._scale = torch.exp2(torch.randint(-3, 2, variant.shape[:1], generator=self._random)).reshape(
+            -1, *(1 for _ in variant.shape[1:])
+        )
+        if len(variant.shape) == 3:
+            self._scale *= torch.logspace(-12, 2, variant.shape[0]).reshape(-1, 1, 1)
+        self._master = 0.05 * torch.randn(variant.shape, generator=self._random)
+        self._first, self._second = torch.zeros(variant.shape), torch.zeros(variant.shape)
+
+    def step(self) -> dict[str, torch.Tensor]:
+        for _ in range(4):
+            gradient = 0.01 * self._scale * torch.randn(self._shape, generator=self._random)
+            gradient[3] = 0  # untouched, as an embedding's rows
+            gradient.reshape(-1)[-2:] = 0
+            self._first = 0.9 * self._first + 0.1 * gradient
+            self._second = 0.99 * self._second + 0.01 * gradient.square()
+            self._master = self._master - 0.002 * self._first / (self._second.sqrt() + 1e-8)
+        self._master.reshape(-1)[7] += 0.9  # far
+        return {
+            "exp_avg": self._first,
+            "exp_avg_sq": self._second,
+            "master": self._master,
+            "weight": self._master.to(self._dtype),
+        }
+
+
+def describe(path: tuple[str, ...], tensor: torch.Tensor) -> Tag:
+    return Tag(role=Role(path[-1]), layer_type=LayerType.LINEAR, parameter=path[0])
+
+
+def encode(variants: Mapping[str, Variant]) -> list[EncodedState]:
+    """The chain of one case."""
+    trainings = {name: Training(variant, seed) for seed, (name, variant) in enumerate(variants.items())}
+    chain: list[EncodedState] = []
+    for step in range(STEPS):
+        tensors = {name: training.step() for name, training in trainings.items()}
+        wanted = {name: [*variant.makers, *variant.beside] for name, variant in variants.items()}
+        live = {name: {role: tensors[name][role].clone() for role in wanted[name]} for name in variants}
+        makers = {
+            f"{name}/{role}": partial(maker, step, tensors[name])
+            for name, variant in variants.items()
+            for role, maker in variant.makers.items()
+        }
+        encoded = encode_state(
+            TrainingState.capture(live, describe),
+            ByName(makers),
+            step=step,
+            reference=chain[-1].held if chain else None,
+            parent=chain[-1].checkpoint.state_digest if chain else None,
+            provenance={"golden": 1},
+        )
+        assert not encoded.kept_exactly, encoded.kept_exactly
+        chain.append(encoded)
+    return chain
+
+
+def merged(base: Checkpoint, deltas: list[Checkpoint]) -> list[Checkpoint]:
+    """A chain of a base and one delta that stands for several."""
+    entries = []
+    for entry in deltas[-1].entries:
+        if entry.encoded.codec == LCDeltaCodec.id:
+            parts = [e.encoded for delta in deltas for e in delta.entries if e.spec.name == entry.spec.name]
+            entry = replace(entry, encoded=merge_super_step(parts, entry.spec))
+        entries.append(entry)
+    return [base, replace(deltas[-1], entries=tuple(entries), parent=base.state_digest)]
+
+
+def digests(chain: list[bytes]) -> list[dict[str, str]]:
+    """SHA-256 of every tensor's bytes by name, for each checkpoint of a chain."""
+    told = []
+    for length in range(1, len(chain) + 1):
+        tensors = decode_chain(map(read_container, chain[:length])).state.tensors
+        told.append({n: hashlib.sha256(tensor_to_bytes(t).data).hexdigest() for n, t in tensors.items()})
+    return told
+
+
+def main() -> None:
+    # the network would not pay for itself in planes as small as these
+    lstm._encode_ordinary = lambda *_: bytes(1 << 20)
+    chains: dict[str, list[Checkpoint]] = {}
+    for name, variants in CASES.items():
+        if not (HERE / f"v1_{name}_0.shrink").exists():
+            chains[name] = [encoded.checkpoint for encoded in encode(variants)]
+    if "lc-delta" in chains:
+        base, *deltas = chains["lc-delta"]
+        chains[CASES_MERGED] = merged(base, deltas)
+    told_path = HERE / "v1.json"
+    told = json.loads(told_path.read_text()) if told_path.exists() else {}
+    for name, chain in chains.items():
+        data = [write_container(checkpoint) for checkpoint in chain]
+        told[name] = digests(data)
+        for index, container in enumerate(data):
+            (HERE / f"v1_{name}_{index}.shrink").write_bytes(container)
+    told_path.write_text(json.dumps(told, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,331 @@
+"""A reader of chains by docs/format.md alone and without a thought for speed; but for the LSTM's network, which is the library's."""
+
+import lzma
+from math import prod
+
+import numpy as np
+import torch
+from support.containers import take_apart
+from support.format_models import read_model_plane
+from support.format_reader import (
+    Cursor,
+    read_context_plane,
+    read_huffman,
+    read_planes,
+    read_ranked,
+    read_rans,
+    read_symbol_plane,
+)
+
+from shrinkpoint.entropy import lstm
+
+F32 = np.float32
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+ITEM_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
+ENDS = (8, 11, 16, 23, 32, 45, 64, 91, 128)
+AGES = (1, 1, 1, 1, 1, 2, 2, 3, 4, 7)
+
+
+def flushed(values):
+    bits = np.asarray(values, F32).view(np.uint32)
+    return np.where(bits & 0x7F80_0000, bits, 0).astype(np.uint32).view(F32)
+
+
+def mixed_bits(seed, count):
+    mask, found = 2**64 - 1, []
+    for i in range(count):
+        x = (i + 1 + 2**32 * seed) * 0x9E3779B97F4A7C15 & mask
+        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & mask
+        x = (x ^ x >> 27) * 0x94D049BB133111EB & mask
+        found.append((x ^ x >> 31) >> 48)
+    return found
+
+
+def dither(seed, count):
+    return np.array([(t + 0.5) / 2**16 - 0.5 for t in mixed_bits(seed, count)], F32)
+
+
+def edge(k):
+    near = sum(end <= min(k, 511 - k) for end in ENDS)
+    return 19 - near if k >= 256 else near
+
+
+def quarters(exponents):
+    table = (1, F32(1.1892071), F32(1.4142135), F32(1.6817929))
+    return np.array([float(table[e % 4]) * 2.0 ** (e // 4) for e in exponents], F32)
+
+
+class Tensor:
+    """One tensor of a header, with its sections, its predecessor and its siblings."""
+
+    def __init__(self, entry, sections, before, siblings):
+        self.entry, self.sections, self.siblings = entry, sections, siblings
+        self.params, self.shape = entry["params"], entry["shape"]
+        self.count = prod(self.shape)
+        self.rows = self.shape[0] if len(self.shape) > 1 else 1
+        self.columns = self.count // self.rows
+        self.item = ITEM_SIZES[entry["dtype"]]
+        same = before is not None and before["codec"] == entry["codec"] and before["count"] == self.count
+        self.before = before if same and entry["uses_reference"] else None
+        assert self.before is not None or not entry["uses_reference"]
+
+    def floats(self, name):
+        return flushed(np.frombuffer(self.sections[name], "<f4"))
+
+    def number(self, name):
+        return flushed([self.params[name]])[0]
+
+    def widen(self, data):
+        raw = torch.frombuffer(bytearray(data), dtype=DTYPES[self.entry["dtype"]]) if data else torch.empty(0)
+        return raw.to(torch.float32).numpy()
+
+    def rounded(self, values):
+        dtype = DTYPES[self.entry["dtype"]]
+        return torch.from_numpy(np.array(values, F32)).to(dtype).view(torch.uint8).numpy().tobytes()
+
+    def symbol_plane(self, name, alphabet, previous=None, count=None):
+        def network(body):
+            plane = None if previous is None else np.array(previous, np.uint8)
+            return lstm.decode_plane(
+                body, self.count, alphabet, columns=self.columns, previous=plane
+            ).tolist()
+
+        count = self.count if count is None else count
+        return read_symbol_plane(self.sections[name], count, alphabet, previous, network)
+
+    def context_plane(self, alphabet, sides):
+        data = self.sections["levels"]
+        return read_context_plane(data, self.count, alphabet, self.columns, sides, read_model_plane)
+
+    def factors(self):
+        cursor = Cursor(self.sections["factors"])
+        size = self.rows + self.columns
+        if cursor.byte():
+            exponents = np.frombuffer(read_planes(cursor.rest(), size, 2), "<i2").tolist()
+        else:
+            lowest = np.frombuffer(cursor.take(4), "<i2").tolist()
+            contexts = [0] * self.rows + [1] * self.columns
+            symbols = read_rans(cursor.rest(), contexts, 256)
+            exponents = [lowest[c] + s - 1 if s else -32768 for c, s in zip(contexts, symbols, strict=True)]
+        values = quarters([e if e != -32768 else 0 for e in exponents])
+        product = np.maximum(np.multiply.outer(values[: self.rows], values[self.rows :]), F32(2.0**-126))
+        none = np.array(exponents) == -32768
+        product[none[: self.rows]] = 0
+        product[:, none[self.rows :]] = 0
+        return product.reshape(-1)
+
+
+def factored(t):
+    return t.rounded(t.factors()), {}
+
+
+def dithered(t, unit):
+    seed, radius = t.params["seed"], t.params["radius"]
+    side = [edge(bits >> 7) for bits in mixed_bits(seed, t.count)]
+    plane = np.array(t.context_plane(2 * radius + 1, [(side, 20)]), F32)
+    w = t.number("step") * unit
+    value = ((plane - F32(radius)) - dither(seed, t.count)) * w
+    value[(w < F32(2.0**-125)) | (np.abs(value) < F32(2.0**-125))] = 0
+    return t.rounded(value), {}
+
+
+def dithered_root(t):
+    return dithered(t, np.sqrt(np.frombuffer(t.siblings["exp_avg_sq"], F32)))
+
+
+def dithered_own(t):
+    return dithered(t, t.factors())
+
+
+def lattice(t):
+    step, seed, radius = t.number("step"), t.params["seed"], t.params["radius"]
+    d, before = dither(seed, t.count), t.before
+    if "exponents" in t.sections:
+        data = read_planes(t.sections["exponents"], t.rows + t.columns, 1)
+        both = np.frombuffer(data, np.int8).astype(int)
+        e = (both[: t.rows, None] + both[None, t.rows :]).reshape(-1)
+    else:
+        assert before["step"] == step
+        e = before["e"]
+    w = step * quarters(e)
+    table = {}
+    if before is None:
+        predicted = np.zeros(t.count, int)
+        sides = [([edge(bits >> 7) for bits in mixed_bits(seed, t.count)], 20), (e + 24, 49)]
+    else:
+        same = (before["step"], before["seed"]) == (step, seed) and np.array_equal(before["e"], e)
+        if same:
+            predicted, known, levels = before["index"], before["history"], 17
+            table = {h: h - 1 if h > 9 else h + 1 if h < 7 else h for h in range(17)}
+        else:
+            place = before["points"] / w + d
+            nearest = np.rint(np.clip(place, F32(-30000), F32(30000)))
+            predicted = nearest.astype(int)
+            slots = np.clip(((place - nearest) + F32(0.5)) * F32(512), 0, 511).astype(int)
+            known, levels = [edge(k) for k in slots.tolist()], 20
+            table = {x: 17 - AGES[x] if x < 10 else AGES[19 - x] - 1 for x in range(20)}
+        halves = np.clip(np.rint(F32(2) * (predicted.astype(F32) - d)), -12, 12).astype(int) + 12
+        sides = [(known, levels), (halves, 25)]
+    sides = [([int(x) for x in plane], number) for plane, number in sides]
+    symbols = t.context_plane(2 * radius + 2, sides)
+    far = read_planes(t.sections["far"], symbols.count(2 * radius + 1), 4)
+    far = iter(np.frombuffer(far, "<i4").tolist())
+    moves = [s - radius if s <= 2 * radius else next(far) for s in symbols]
+    index = predicted + np.array(moves)
+    history = [8] * t.count
+    if before is not None:
+        history = [16 if m > 0 else 0 if m < 0 else table[k] for m, k in zip(moves, sides[0][0], strict=True)]
+    points = (index.astype(F32) - d) * w
+    kept = {"step": step, "seed": seed, "e": e, "index": index, "history": history, "points": points}
+    return t.rounded(points), kept
+
+
+def closed_loop(decode):
+    def read(t):
+        if t.before is None:
+            value, more = t.widen(read_planes(t.sections["base"], t.count, t.item)), {}
+        else:
+            value, more = decode(t)
+        return t.rounded(value), {"value": value, **more}
+
+    return read
+
+
+def step_by(value, x):
+    return flushed(flushed(value) + x)
+
+
+def lc_delta(t):
+    counts, value = t.params["symbols"], t.before["value"]
+    if len(counts) == 1:
+        joint = np.array(read_ranked(t.sections["ranks"], t.count, t.params["lengths"]))
+    else:
+        joint = np.array(read_huffman(t.sections["ranks"]))
+    start, rest = 0, prod(counts)
+    for number in counts:
+        rest //= number
+        table = t.floats("representatives")[start : start + number]
+        value, joint, start = step_by(value, table[joint // rest]), joint % rest, start + number
+    return value, {}
+
+
+def excp_symbols(t):
+    bits, previous = t.params["bits"], None
+    if t.before is not None and t.before.get("bits") == bits:
+        previous = t.before["symbols"]
+    return t.symbol_plane("symbols", 2**bits, previous)
+
+
+def excp_residual(t):
+    symbols = excp_symbols(t)
+    table = np.concatenate([np.zeros(1, F32), t.floats("codebook")])
+    return step_by(t.before["value"], table[symbols]), {"symbols": symbols, "bits": t.params["bits"]}
+
+
+def excp_moment(t):
+    symbols = excp_symbols(t)
+    table = np.concatenate([np.zeros(1, F32), t.floats("codebook")])
+    value, refill = table[symbols], t.floats("refill")
+    if refill.size == 1:
+        refill = np.repeat(refill, t.count)
+    elif refill.size:
+        refill = flushed(np.multiply.outer(refill[: t.rows], refill[t.rows :])).reshape(-1)
+    if refill.size:
+        value = np.where(np.array(symbols) == 0, refill, value)
+    return t.rounded(value), {"symbols": symbols, "bits": t.params["bits"]}
+
+
+def uniform(t):
+    number = 2 ** t.params["bits"]
+    previous = [level % number for level in t.before["levels"]] if t.before else None
+    levels = t.symbol_plane("levels", number, previous)
+    value = flushed(flushed(np.array(levels, F32) * t.number("step")) + t.number("low"))
+    return t.rounded(value), {"levels": levels}
+
+
+def adaptive(t):
+    chosen = np.array(read_rans(t.sections["rows"], [0] * t.shape[0], 2)) > 0
+    width = t.count // t.shape[0]
+    count = int(chosen.sum())
+    low, scale = t.floats("bounds").reshape(2, count)
+    levels = t.symbol_plane("levels", 2 ** t.params["bits"], count=count * width)
+    fresh = flushed(flushed(np.array(levels, F32).reshape(count, width) * scale[:, None]) + low[:, None])
+    value = t.before["value"].reshape(-1, width).copy() if t.before else np.zeros((t.shape[0], width), F32)
+    assert t.before or chosen.all()
+    value[chosen] = fresh
+    return t.rounded(value.reshape(-1)), {"value": value.reshape(-1)}
+
+
+def gobo(t):
+    number = t.params["levels"]
+    previous = t.before["levels"] if t.before and t.before["number"] == number else None
+    levels = np.array(t.symbol_plane("levels", number, previous))
+    value = np.concatenate([np.zeros(1, F32), t.floats("centroids")])[levels]
+    value[levels == 0] = t.widen(read_planes(t.sections["outliers"], int((levels == 0).sum()), t.item))
+    return t.rounded(value), {"levels": levels.tolist(), "number": number}
+
+
+def delta_dnn(t):
+    size, body = t.params["size"], t.sections["steps"][1:]
+    if t.sections["steps"][0]:
+        filters = [{"id": lzma.FILTER_LZMA2, "dict_size": 2**23}]
+        data = lzma.decompress(body, format=lzma.FORMAT_RAW, filters=filters)
+    else:
+        data = read_planes(body, t.count, size)
+    steps = [int(z) >> 1 if z % 2 == 0 else ~(int(z) >> 1) for z in np.frombuffer(data, f"<u{size}")]
+    return step_by(t.before["value"], flushed(np.array(steps, F32) * t.number("step"))), {}
+
+
+def partial(t):
+    count = t.shape[0] if t.params["rows"] else t.count
+    chosen = np.repeat(np.array(read_rans(t.sections["chosen"], [0] * count, 2)) > 0, t.count // count)
+    value = t.before["value"].copy()
+    value[chosen] = t.widen(read_planes(t.sections["values"], int(chosen.sum()), t.item))
+    return value, {}
+
+
+def exact(t):
+    assert t.before is None
+    return read_planes(t.sections["bytes"], t.count, t.item), {}
+
+
+def rounded(t):
+    return t.rounded(np.frombuffer(t.siblings["master"], F32)), {}
+
+
+CODECS = {
+    "exact": exact,
+    "factored": factored,
+    "dithered-root-units": dithered_root,
+    "dithered-own-units": dithered_own,
+    "lattice": lattice,
+    "rounded": rounded,
+    "lc-delta": closed_loop(lc_delta),
+    "excp-residual": closed_loop(excp_residual),
+    "excp-moment": excp_moment,
+    "uniform-cyclic": uniform,
+    "adaptive-rows": adaptive,
+    "gobo": gobo,
+    "delta-dnn": closed_loop(delta_dnn),
+    "partial": closed_loop(partial),
+}
+
+
+def read_chain(files):
+    """The bytes of every tensor by name, for each checkpoint of a chain."""
+    held = {}
+    for data in files:
+        header, _, rest = take_apart(data)
+        now, values = {}, {}
+        for entry in header["tensors"]:
+            sections = {}
+            for name, size in entry["sections"].items():
+                sections[name], rest = rest[:size], rest[size:]
+            folder, _, _ = entry["name"].rpartition("/")
+            siblings = values.setdefault((entry["parameter"], folder), {})
+            t = Tensor(entry, sections, held.get(entry["name"]), siblings)
+            value, kept = CODECS[entry["codec"]](t)
+            siblings[entry["role"]] = value
+            now[entry["name"]] = {"codec": entry["codec"], "count": t.count, "bytes": value, **kept}
+        held = now
+        yield {name: kept["bytes"] for name, kept in now.items()}
