@@ -43,6 +43,7 @@ SEARCH_SPACE: Mapping[str, tuple[object, ...]] = {"bits": (1, 2, 3, 4)}
 _BUCKETS = 1 << 9  # sign and exponent of fp32
 _MAX_BITS = 5
 _MAX_JOINT = 1 << 16  # symbols of a super-step: the product of its members' numbers of symbols
+_MAX_STEPS = 32  # of a super-step: each takes memory while it is decoded, also one of a single symbol
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +172,7 @@ def _counts(encoded: EncodedTensor, spec: TensorSpec) -> list[int]:
     counts = encoded.params.get("symbols")
     if (
         not isinstance(counts, list)
-        or not counts
+        or not 1 <= len(counts) <= _MAX_STEPS
         or any(type(count) is not int or not 1 <= count <= MAX_RANKS for count in counts)
         or int(np.prod(counts, dtype=object)) > _MAX_JOINT
     ):
@@ -216,9 +217,10 @@ def merge_super_step(deltas: Sequence[EncodedTensor], spec: TensorSpec) -> Encod
         if delta.codec != LCDeltaCodec.id or not delta.uses_reference:
             raise ConfigError(f"{spec.name}: only deltas of codec {LCDeltaCodec.id!r} can be merged")
     counts = [count for delta in deltas for count in _counts(delta, spec)]
-    if not counts or int(np.prod(counts, dtype=object)) > _MAX_JOINT:
+    if not 1 <= len(counts) <= _MAX_STEPS or int(np.prod(counts, dtype=object)) > _MAX_JOINT:
         raise ConfigError(
-            f"{spec.name}: a super-step has 1..{_MAX_JOINT} symbols; merge fewer checkpoints than {len(deltas)}"
+            f"{spec.name}: a super-step has 1..{_MAX_STEPS} steps and 1..{_MAX_JOINT} symbols;"
+            f" merge fewer checkpoints than {len(deltas)}"
         )
     steps = [step for delta in deltas for step in _steps(delta, spec)]
     if len(steps) == 1:

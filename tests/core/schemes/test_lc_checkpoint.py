@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -15,7 +17,7 @@ from support.chains import (
 from support.containers import identical
 
 from shrinkpoint.coding import decode_chain
-from shrinkpoint.errors import CannotRepresentError, ConfigError
+from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
 from shrinkpoint.schemes.base import Context, Held
 from shrinkpoint.schemes.lc_checkpoint import (
     LCCheckpoint,
@@ -139,6 +141,20 @@ def test_what_cannot_be_merged():
     delta = LCDeltaCodec().encode(torch.randn(1, 4000), spec, Context(held)).encoded
     with pytest.raises(ConfigError, match="fewer"):
         merge_super_step([delta] * 6, spec)
+
+
+def test_a_super_step_has_no_more_steps_than_memory_is_bounded_for():
+    spec = spec_of(torch.zeros(4, 4))
+    held = Held(LCDeltaCodec.id, {}, {"value": np.zeros(16, np.float32)})
+    still = LCDeltaCodec().encode(torch.zeros(4, 4), spec, Context(held)).encoded
+    assert merge_super_step([still] * 32, spec).params == {"symbols": [1] * 32}
+    with pytest.raises(ConfigError, match="fewer"):
+        merge_super_step([still] * 33, spec)
+    many = replace(
+        still, params={"symbols": [1] * 33}, sections={**still.sections, "representatives": bytes(132)}
+    )
+    with pytest.raises(FormatError, match="super-step"):
+        LCDeltaCodec().decode(many, spec, Context(held))
 
 
 @pytest.mark.parametrize("bits", [2, 4])
