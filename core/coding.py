@@ -1,7 +1,7 @@
 """States to checkpoints and back: runs a scheme's codecs over the tensors, parameter by parameter, in closed loop."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -18,7 +18,6 @@ from shrinkpoint.tree import JSON
 
 __all__ = ["Decoded", "EncodedState", "decode_chain", "encode_state", "restored_values"]
 
-T = TypeVar("T")
 R = TypeVar("R")
 
 # Second moments are restored first: they scale the first ones, and both may explain the weights. A weight of half
@@ -322,9 +321,22 @@ def _beside(spec: TensorSpec, earlier: Iterable[tuple[TensorSpec, Held]]) -> dic
     return beside
 
 
-def _map(function: Callable[[T], R], items: Iterable[T], threads: int) -> Iterator[R]:
-    if threads <= 1:
-        yield from map(function, items)
+def _map(
+    function: Callable[[Sequence[TensorSpec]], R], groups: Iterable[Sequence[TensorSpec]], threads: int
+) -> Iterator[R]:
+    """``map(function, groups)``; threads begin with the largest groups, so that none is left alone with one at the end."""
+    work = list(groups)
+    if threads <= 1 or len(work) < 2:
+        yield from map(function, work)
         return
+    sizes = [sum(spec.nbytes for spec in group) for group in work]
     with ThreadPoolExecutor(threads, thread_name_prefix="shrinkpoint-code") as pool:
-        yield from pool.map(function, items)
+        futures: dict[int, Future[R]] = {}
+        for index in sorted(range(len(work)), key=lambda index: -sizes[index]):
+            futures[index] = pool.submit(function, work[index])
+        try:
+            for index in range(len(work)):
+                yield futures.pop(index).result()
+        finally:
+            for future in futures.values():
+                future.cancel()

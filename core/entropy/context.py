@@ -105,8 +105,10 @@ def encode_plane(
             payload = bytes([_STATIC]) + encode_static(plan, symbols, alphabet, threads)
         if len(payload) < fast.least(sample.step):
             return payload
-    runs, coded = fast.encode(symbols, alphabet, sides, counts, threads)
-    coded = bytes([_RUNS if runs else _FAST]) + coded
+    plain = fast.encode(symbols, alphabet, sides, counts, threads, len(payload) if payload else None)
+    if plain is None:
+        return payload
+    coded = bytes([_RUNS if plain[0] else _FAST]) + plain[1]
     return min(payload or coded, coded, key=len)
 
 

@@ -26,7 +26,7 @@ from shrinkpoint.entropy.context_tables import (
 )
 from shrinkpoint.entropy.context_tree import build_decisions, logits
 from shrinkpoint.entropy.rans import map_in_threads
-from shrinkpoint.entropy.symbols import count_symbols
+from shrinkpoint.entropy.symbols import count_symbols, frozen
 from shrinkpoint.entropy.tables import TableSet, plan_tables, read_tables, write_tables
 from shrinkpoint.entropy.wire import ByteReader
 from shrinkpoint.errors import CorruptionError, FormatError
@@ -170,7 +170,9 @@ def encode_static(plan: Plan, symbols: UInt8s, alphabet: int, threads: int) -> b
     rows = tables.rows.astype(np.uint8)
 
     def encode(span: Span) -> bytes:
-        return put_chunk(coder, rows[contexts[slice(*span)]], symbols[slice(*span)])
+        part = contexts[slice(*span)]
+        context_growth.rename(rows, frozen(part), part)
+        return put_chunk(coder, part, symbols[slice(*span)])
 
     out = bytearray()
     plan.write(out)

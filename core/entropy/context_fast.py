@@ -29,6 +29,7 @@ Int64s = npt.NDArray[np.int64]
 UInt8s = npt.NDArray[np.uint8]
 
 _HEAD_BYTES = 16  # what the prediction may be wrong by in a small plane
+_WORTH_TRYING = 0.998  # of another payload, below which a predicted one is coded to be compared
 _MIN_SYMBOLS = 256  # below, two sides are not worth a table
 _PAIR_CLASSES = 16
 _MIN_CHUNK_LOG2, _MAX_CHUNK_LOG2 = 18, 23
@@ -67,14 +68,34 @@ class FastPlan(NamedTuple):
         return (0.995 if step == 1 else 0.98) * self.size - _HEAD_BYTES
 
     def encode(
-        self, symbols: UInt8s, alphabet: int, sides: Sequence[Side], totals: Int64s, threads: int
-    ) -> tuple[bool, bytes]:
-        """Whether gaps are coded, and the payload; ``totals`` is how often each symbol occurs."""
+        self,
+        symbols: UInt8s,
+        alphabet: int,
+        sides: Sequence[Side],
+        totals: Int64s,
+        threads: int,
+        bound: int | None = None,
+    ) -> tuple[bool, bytes] | None:
+        """Whether gaps are coded, and the payload.
+
+        Args:
+            symbols: the plane.
+            alphabet: how many levels there are.
+            sides: the planes of the plan's sample.
+            totals: how often each symbol occurs.
+            threads: how many threads share the chunks.
+            bound: bytes from which on the payload is not wanted: None is returned where counting shows that already.
+        """
         contexts, n_contexts = _contexts(sides, self.chosen)
         head = bytes([len(self.chosen), *self.chosen])
-        if symbols.size < _RUNS_SYMBOLS or not _RUNS_SHARE * symbols.size <= totals.max() < symbols.size:
+        runs = symbols.size >= _RUNS_SYMBOLS and _RUNS_SHARE * symbols.size <= totals.max() < symbols.size
+        if not runs and bound is None:
             return False, head + encode_symbols(symbols, contexts, alphabet, n_contexts, threads)
         counts = count_symbols(symbols, contexts, alphabet, n_contexts)
+        if bound is not None and predict_bytes(counts) > _WORTH_TRYING * bound:
+            return None
+        if not runs:
+            return False, head + encode_symbols(symbols, contexts, alphabet, n_contexts, threads)
         return True, head + self._runs(symbols, contexts, counts, int(np.argmax(totals)), threads)
 
     def _runs(
@@ -135,9 +156,12 @@ def _spans(size: int, chunk_log2: int) -> list[slice]:
 
 def _rows(rows: UInt8s, contexts: UInt8s | None, span: slice, size: int) -> UInt8s:
     """The table of every symbol of a chunk."""
-    if contexts is None:
-        return np.zeros(len(range(*span.indices(size))), dtype=np.uint8)
-    return np.take(rows, contexts[span])
+    from shrinkpoint.entropy import context_growth  # numba
+
+    found = np.zeros(len(range(*span.indices(size))), dtype=np.uint8)
+    if contexts is not None:
+        context_growth.rename(rows, frozen(contexts[span]), found)
+    return found
 
 
 def _read_chosen(reader: ByteReader, sides: Sequence[Side]) -> tuple[int, ...]:

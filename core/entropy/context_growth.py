@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from shrinkpoint.entropy.context_lowrank import jit
 
-__all__ = ["Limits", "Sample", "grow", "name_leaves"]
+__all__ = ["Limits", "Sample", "grow", "name_leaves", "rename"]
 
 Float64s = npt.NDArray[np.float64]
 Int32s = npt.NDArray[np.int32]
@@ -19,6 +19,7 @@ UInt8s = npt.NDArray[np.uint8]
 UInt16s = npt.NDArray[np.uint16]
 Integer = int | np.int64
 
+_BLOCK = 1024
 _SYMBOL_BITS = 16.0  # of a table, for every symbol that occurs in it: its count and its position
 _TABLE_BITS = 8.0
 _NOISE_BITS = 4.0  # what the best of many splits saves on a sample by chance alone
@@ -192,8 +193,22 @@ def name_leaves(
         sides: uint8 (s, n).
         out: uint8 (n,).
     """
-    for i in range(out.size):
-        cell = own[found[i]]
+    block = np.empty(_BLOCK, dtype=np.uint32)
+    for first in range(0, out.size, _BLOCK):
+        part, numbers = out[first : first + _BLOCK], found[first : first + _BLOCK]
+        cells = block[: part.size]
+        for i in range(part.size):
+            cells[i] = own[numbers[i]]
         for s in range(sides.shape[0]):
-            cell += classes[s, sides[s, i]]
-        out[i] = leaves[cell]
+            side, added = sides[s, first : first + _BLOCK], classes[s]
+            for i in range(part.size):
+                cells[i] += np.uint32(added[side[i]])
+        for i in range(part.size):
+            part[i] = leaves[cells[i]]
+
+
+@jit
+def rename(names: UInt8s, old: UInt8s, out: UInt8s) -> None:
+    """``names[old]``; the caller has checked that there are so many names."""
+    for i in range(out.size):
+        out[i] = names[old[i]]

@@ -57,17 +57,29 @@ def _jit(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @_jit
 def count_pairs(symbols: UInt8s, contexts: UInt8s, step: int, counts: Int64s) -> bool:
-    """Add the (context, symbol) pairs to ``counts`` of shape (2, n_contexts, alphabet); False if one is out of range.
+    """Add the (context, symbol) pairs to ``counts`` of shape (4 or 1, n_contexts, alphabet); False if one is out of range.
 
-    Two tables are filled in turn: with one, a skewed plane would wait for its own last increment each time.
+    Four tables are filled in turn: with one, a skewed plane would wait for its own last increment each time. ``step`` is
+    1, or 0 where ``contexts`` is one zero.
     """
-    n_contexts, alphabet = counts.shape[1], counts.shape[2]
+    highest, widest = np.uint8(0), np.uint8(0)
     for i in range(symbols.size):
-        context = contexts[i * step]
-        symbol = symbols[i]
-        if context >= n_contexts or symbol >= alphabet:
-            return False
-        counts[i & 1, context, symbol] += 1
+        highest = max(highest, symbols[i])
+    for i in range(contexts.size):
+        widest = max(widest, contexts[i])
+    lanes, alphabet = counts.shape[0], np.uint64(counts.shape[2])
+    if symbols.size and (highest >= counts.shape[2] or widest >= counts.shape[1]):
+        return False
+    flat = counts.reshape(lanes, counts.shape[1] * counts.shape[2])
+    first, second, third, fourth = flat[0], flat[1 % lanes], flat[2 % lanes], flat[3 % lanes]
+    whole = symbols.size // 4 * 4
+    for i in range(0, whole, 4):
+        first[contexts[i * step] * alphabet + symbols[i]] += 1
+        second[contexts[(i + 1) * step] * alphabet + symbols[i + 1]] += 1
+        third[contexts[(i + 2) * step] * alphabet + symbols[i + 2]] += 1
+        fourth[contexts[(i + 3) * step] * alphabet + symbols[i + 3]] += 1
+    for i in range(whole, symbols.size):
+        first[contexts[i * step] * alphabet + symbols[i]] += 1
     return True
 
 

@@ -17,6 +17,7 @@ __all__ = [
 Int64s = npt.NDArray[np.int64]
 UInt8s = npt.NDArray[np.uint8]
 
+_FEW_CELLS = 1 << 11  # four tables of more do not stay in the cache, and are hardly hit twice in a row
 _NO_CONTEXT = np.zeros(1, dtype=np.uint8)
 
 
@@ -73,7 +74,9 @@ def count_symbols(symbols: UInt8s, contexts: UInt8s | None, alphabet: int, n_con
     check_array(symbols, "symbols")
     if contexts is not None:
         check_array(contexts, "contexts", symbols.size)
-    counts = np.zeros((2, n_contexts, alphabet), dtype=np.int64)
+    cells = n_contexts * alphabet
+    lanes = 1 if cells > min(_FEW_CELLS, symbols.size // 4) else 4
+    counts = np.zeros((lanes, n_contexts, alphabet), dtype=np.int64)
     view, step = context_view(contexts, 0, symbols.size)
     if not kernels.count_pairs(frozen(symbols), view, step, counts):
         raise ValueError(f"every symbol must be below {alphabet} and every context below {n_contexts}")

@@ -123,9 +123,11 @@ def plan_tables(counts: Int64s) -> TableSet:
 
 def _payload_bits(counts: Int64s, labels: Int64s) -> float:
     """Size of data, tables and map if context i of those that occur uses table ``labels[i]``."""
-    merged = _merge(counts, labels)
-    map_bits = 8 * labels.size if 1 < merged.shape[0] < labels.size else 0
-    return float(data_bits(merged).sum() + _row_bits(merged).sum()) + map_bits
+    from shrinkpoint.entropy import table_kernels  # numba
+
+    merged = np.zeros((int(labels.max()) + 1, counts.shape[1]), dtype=np.int64)
+    bits = float(table_kernels.payload_bits(counts, labels, merged))
+    return bits + (8 * labels.size if 1 < merged.shape[0] < labels.size else 0)
 
 
 def _merge(counts: Int64s, labels: Int64s) -> Int64s:
@@ -136,37 +138,15 @@ def _merge(counts: Int64s, labels: Int64s) -> Int64s:
 
 def _cluster(counts: Int64s) -> Int64s:
     """Merge contexts two by two, best pair first, while that makes the payload smaller; return a label per context."""
+    from shrinkpoint.entropy import table_kernels  # numba
+
     labels = np.arange(counts.shape[0], dtype=np.int64)
     if counts.shape[0] > _MAX_CLUSTERED:
         order = np.argsort(-counts.sum(axis=1), kind="stable")
         labels[order] = np.minimum(np.arange(counts.shape[0]), _MAX_CLUSTERED - 1)
     groups = _merge(counts, labels)
-    cost = data_bits(groups) + _row_bits(groups)
-    n_groups = groups.shape[0]
-    gain = np.full((n_groups, n_groups), -np.inf)
-    for i in range(1, n_groups):
-        gain[i, :i] = cost[i] + cost[:i] - _pair_cost(groups[:i], groups[i])
-    alive = np.ones(n_groups, dtype=bool)
-    for _ in range(n_groups - 1):
-        i, j = (int(index) for index in np.unravel_index(np.argmax(gain), gain.shape))
-        if not gain[i, j] > 0:
-            break
-        labels[labels == i] = j
-        groups[j] += groups[i]
-        cost[j] = data_bits(groups[j]) + _row_bits(groups[j])
-        alive[i] = False
-        gain[i, :] = gain[:, i] = gain[j, :] = gain[:, j] = -np.inf
-        others = np.flatnonzero(alive & (np.arange(n_groups) != j))
-        fresh = cost[j] + cost[others] - _pair_cost(groups[others], groups[j])
-        gain[np.maximum(others, j), np.minimum(others, j)] = fresh
-    # Numbered by the first context that uses them, so that the map is the identity when nothing was merged.
-    _, first, inverse = np.unique(labels, return_index=True, return_inverse=True)
-    return np.argsort(np.argsort(first))[inverse].astype(np.int64)
-
-
-def _pair_cost(groups: Int64s, other: Int64s) -> Float64s:
-    pairs = groups + other
-    return np.asarray(data_bits(pairs) + _row_bits(pairs), dtype=np.float64)
+    table_kernels.cluster(groups, labels)  # numbered so that the map is the identity when nothing was merged
+    return labels
 
 
 def write_tables(out: bytearray, tables: TableSet, used: npt.NDArray[np.bool_]) -> None:

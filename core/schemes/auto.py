@@ -16,11 +16,12 @@ What is known of each optimizer's state:
 
 import math
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar, NamedTuple
 
+import numpy as np
 import torch
 
 from shrinkpoint.entropy.context import Effort
@@ -31,7 +32,7 @@ from shrinkpoint.schemes.dithered_moments import (
     FactoredSecondMomentCodec,
 )
 from shrinkpoint.schemes.lattice import LatticeCodec, curvature_exponents
-from shrinkpoint.schemes.planes import WEIGHT_DTYPES
+from shrinkpoint.schemes.planes import WEIGHT_DTYPES, widened
 from shrinkpoint.schemes.recipe import check_choice, check_number, described
 from shrinkpoint.schemes.rounded import RoundedCodec
 from shrinkpoint.state import LayerType, Role, TensorSpec, TrainingState
@@ -42,7 +43,7 @@ __all__ = ["MILD_SCALE", "Auto", "AutoOptions"]
 MILD_SCALE = 0.25
 """Without a way to measure; a restore then costs about a hundredth of a percent of the loss on the models of the bench."""
 
-_SAMPLE = 1 << 16
+_SAMPLE = 1 << 14
 _FARTHEST = 64.0  # no tensor's curvature changes its steps by more
 _LEAST = 1e-30
 _FINER = 8  # biases and norms: few elements, each of which counts for many
@@ -88,6 +89,14 @@ def _by_parameter(state: TrainingState, role: Role) -> dict[str | None, str]:
     return {spec.tag.parameter: name for name, spec in specs if spec.tag.role is role and spec.tag.parameter}
 
 
+def _master(state: TrainingState, spec: TensorSpec, masters: Mapping[str | None, str]) -> torch.Tensor | None:
+    """The fp32 weight that this half of it is rounded from, if it is."""
+    if spec.tag.role is not Role.WEIGHT or spec.dtype not in (torch.float16, torch.bfloat16):
+        return None
+    name = masters.get(spec.tag.parameter)
+    return state.tensors[name] if name is not None and state.specs[name].shape == spec.shape else None
+
+
 class _Step(NamedTuple):
     step: float
     curvature: torch.Tensor | None
@@ -114,9 +123,10 @@ class Auto:
         """See `Scheme.codecs`."""
         makers: dict[str, Callable[[], TensorCodec]] = {}
         steps = self._steps(state)
+        masters = _by_parameter(state, Role.MASTER)
         paired = {spec.tag.parameter for spec in state.specs.values() if spec.tag.role is Role.EXP_AVG_SQ}
         for name, spec in state.specs.items():
-            master = self._master(state, spec)
+            master = _master(state, spec, masters)
             if master is not None:
                 makers[name] = partial(RoundedCodec, master=master)
             elif name in steps:
@@ -136,13 +146,6 @@ class Auto:
             step = min(_WIDEST, step * _OWN_UNITS)
             return partial(DitheredMomentumCodec, step=step, seed=self._seed(spec), effort=effort)
         return None
-
-    def _master(self, state: TrainingState, spec: TensorSpec) -> torch.Tensor | None:
-        """The fp32 weight that this half of it is rounded from, if it is."""
-        if spec.tag.role is not Role.WEIGHT or spec.dtype not in (torch.float16, torch.bfloat16):
-            return None
-        name = _by_parameter(state, Role.MASTER).get(spec.tag.parameter)
-        return state.tensors[name] if name is not None and state.specs[name].shape == spec.shape else None
 
     def describe(self) -> JSON:
         """See `Scheme.describe`."""
@@ -168,7 +171,14 @@ class Auto:
 
     def _steps(self, state: TrainingState) -> dict[str, _Step]:
         specs = [spec for spec in state.specs.values() if self.options.takes(spec)]
-        found = {spec.name: self._curvature(state, spec) for spec in specs}
+        moments: dict[str, list[TensorSpec]] = {}
+        for spec in state.specs.values():
+            if spec.tag.parameter is not None and spec.tag.role in (Role.EXP_AVG, Role.EXP_AVG_SQ):
+                moments.setdefault(spec.tag.parameter, []).append(spec)
+        found = {
+            spec.name: self._curvature(state, spec, moments.get(spec.tag.parameter or "", ()))
+            for spec in specs
+        }
         many = [spec for spec in specs if _finer(spec) == 1] or specs
         size = _size([state.tensors[spec.name] for spec in many])
         means = _means([(found[spec.name], spec.numel) for spec in many])
@@ -186,12 +196,10 @@ class Auto:
             steps[spec.name] = _Step(step, tensor)
         return steps
 
-    def _curvature(self, state: TrainingState, weight: TensorSpec) -> "_Curvature | None":
-        beside = {
-            spec.tag.role: name
-            for name, spec in state.specs.items()
-            if spec.tag.parameter == weight.tag.parameter is not None and spec.shape == weight.shape
-        }
+    def _curvature(
+        self, state: TrainingState, weight: TensorSpec, moments: Sequence[TensorSpec]
+    ) -> "_Curvature | None":
+        beside = {spec.tag.role: spec.name for spec in moments if spec.shape == weight.shape}
         gradient = (self.occasion.gradients or {}).get(weight.tag.parameter or weight.name)
         if Role.EXP_AVG_SQ in beside:
             return _curvature("second moment", state.tensors[beside[Role.EXP_AVG_SQ]])
@@ -215,11 +223,17 @@ class _Curvature(NamedTuple):
 
 
 def _curvature(kind: str, tensor: torch.Tensor) -> _Curvature | None:
-    sample = tensor.reshape(-1)[:: max(1, tensor.numel() // _SAMPLE)].double()
-    usable = bool(torch.isfinite(tensor.sum())) and bool((tensor >= 0).all()) and bool((sample > 0).any())
-    if tensor.is_complex() or not usable:
+    if tensor.is_complex() or tensor.numel() == 0:
         return None
-    return _Curvature(kind, tensor, float(sample[sample > 0].clamp_min(_LEAST).log().mean()))
+    least, most = torch.aminmax(tensor)
+    if not (bool(least >= 0) and bool(most > 0) and bool(torch.isfinite(most))):  # NaN is neither
+        return None
+    sample = widened(tensor.reshape(-1)[:: max(1, tensor.numel() // _SAMPLE)])
+    positive = sample[sample > 0]
+    if positive.size == 0:
+        return None
+    logarithms = np.log(np.maximum(positive, np.float32(_LEAST)))
+    return _Curvature(kind, tensor, float(logarithms.mean(dtype=np.float64)))
 
 
 def _square(tensor: torch.Tensor) -> torch.Tensor:
@@ -228,9 +242,9 @@ def _square(tensor: torch.Tensor) -> torch.Tensor:
 
 def _size(tensors: list[torch.Tensor]) -> float:
     """Root of the mean square of all elements that are finite in sum."""
-    squares = [
-        (float(tensor.float().square().sum(dtype=torch.float64)), tensor.numel()) for tensor in tensors
-    ]
+    from shrinkpoint.schemes import matrix_kernels  # numba
+
+    squares = [(float(matrix_kernels.square_sum(widened(tensor))), tensor.numel()) for tensor in tensors]
     finite = [(square, count) for square, count in squares if math.isfinite(square)]
     return math.sqrt(sum(s for s, _ in finite) / max(1, sum(n for _, n in finite)))
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from shrinkpoint.schemes.planes import F32, U8
 
-__all__ = ["EDGE_CLASSES", "SEEDS", "dither", "dither_edges", "edge_table"]
+__all__ = ["EDGE_CLASSES", "SEEDS", "dither", "dither_edges", "edge_starts", "edge_table"]
 
 SEEDS = 2**32
 """Seeds are below."""
@@ -50,7 +50,7 @@ def dither_edges(seed: int, count: int) -> U8:
     from shrinkpoint.schemes import dither_kernels  # numba
 
     out = np.empty(count, np.uint8)
-    dither_kernels.edges(seed, edge_table(), out)
+    dither_kernels.edges(seed, edge_starts(), out)
     return out
 
 
@@ -61,3 +61,9 @@ def edge_table() -> U8:
     near = np.searchsorted(np.array(_ENDS), distance, side="right")
     classes: npt.NDArray[np.int64] = np.where(np.arange(512) < 256, near, EDGE_CLASSES - 1 - near)
     return classes.astype(np.uint8)
+
+
+@lru_cache(maxsize=1)
+def edge_starts() -> npt.NDArray[np.int16]:
+    """int16 (`EDGE_CLASSES` - 1,): the part at which each class but the first begins."""
+    return (np.flatnonzero(np.diff(edge_table())) + 1).astype(np.int16)

@@ -4,8 +4,9 @@ Importing this module imports numba, so it is only ever imported from inside a f
 the GIL and keep no state. What decoders depend on is integers and single IEEE 754 operations on fp32 in a fixed order,
 none of which is a product followed by a sum that a compiler might contract: every machine gets the same bits.
 
-All arrays are flat and of one length n; tables have the length that is named. The caller has checked that exponents lie
-within their table of steps and dithers within 2**32.
+Most are written so that they vectorise: no table is looked up where arithmetic gives the same bits, and no loop has two
+results. All arrays are flat and of one length n; tables have the length that is named. The caller has checked that
+exponents are 0 to 48 and dithers within 2**32. ``quarters`` (4,) are the steps of exponents 24 to 27.
 """
 
 import numpy as np
@@ -16,6 +17,7 @@ from shrinkpoint.entropy.context_lowrank import jit
 __all__ = [
     "EDGE_SLOTS",
     "carry",
+    "count_beyond",
     "edges",
     "halves",
     "largest_move",
@@ -45,6 +47,8 @@ _HALF, _DOWN = np.float32(0.5), np.float32(2.0**-16)
 _ROUND = np.float32(
     1.5 * 2**23
 )  # added and taken away, it rounds what is below 2**22 to the nearest even integer
+_OCTAVE_ZERO, _MANTISSA_BITS = 127 - 6, 23
+_BLOCK = 1024
 _SLOT_SHIFT = 7  # of the 16 bits of a dither
 # Products below count as zero. Half of it is the least normal number, to which a product may be rounded that a process
 # without subnormals takes for zero.
@@ -68,6 +72,16 @@ def _offset(start: np.uint64, i: int) -> np.float32:
 
 
 @jit
+def _step(q0: np.float32, q1: np.float32, q2: np.float32, q3: np.float32, exponent: np.uint8) -> np.float32:
+    """``quarters[e % 4] * 2 ** (e // 4 - 6)``, of which the product is exact."""
+    k = np.int32(exponent)
+    low = q1 if k & 1 else q0
+    high = q3 if k & 1 else q2
+    octave = np.int32(((k >> 2) + _OCTAVE_ZERO) << _MANTISSA_BITS)
+    return (high if k & 2 else low) * octave.view(np.float32)
+
+
+@jit
 def _rint(x: np.float32) -> np.float32:
     return (x + _ROUND) - _ROUND
 
@@ -81,43 +95,56 @@ def offsets(seed: int, out: F32) -> None:
 
 
 @jit
-def edges(seed: int, table: U8, out: U8) -> None:
-    """``table`` (EDGE_SLOTS,) of the slot of each dither."""
+def edges(seed: int, starts: I16, out: U8) -> None:
+    """The class of each dither's slot; classes 1 to k begin at the slots ``starts`` (k,)."""
     start = np.uint64(seed) << _SHIFTS[4]
-    for i in range(out.size):
-        out[i] = table[np.int64(_bits(start, i)) >> _SLOT_SHIFT]
+    block = np.empty(_BLOCK, np.int16)
+    for first in range(0, out.size, _BLOCK):
+        classes = out[first : first + _BLOCK]
+        slots = block[: classes.size]
+        at = start + np.uint64(first)
+        for i in range(classes.size):
+            slots[i] = np.int16(_bits(at, i) >> np.uint64(_SLOT_SHIFT))
+        classes[:] = 0
+        for slot in starts:
+            for i in range(classes.size):
+                classes[i] += np.uint8(slots[i] >= slot)
 
 
 @jit
-def nearest(values: F32, exponents: U8, steps: F32, seed: int, limit: int, out: I16) -> bool:
-    """The index of the lattice point nearest to each value; False if one is beyond ``limit``, at most 32767."""
+def nearest(values: F32, exponents: U8, quarters: F32, seed: int, limit: int, out: I16) -> bool:
+    """The index of the lattice point nearest to each value; False if one is beyond ``limit``, at most 32766."""
     start = np.uint64(seed) << _SHIFTS[4]
-    bound = np.float32(limit)
-    inside = True
+    q0, q1, q2, q3 = quarters[0], quarters[1], quarters[2], quarters[3]
+    bound = np.float32(limit + 1)
+    largest = np.int32(0)
     for i in range(out.size):
-        x = values[i] / steps[exponents[i]] + _offset(start, i)
-        inside &= abs(x) <= bound
-        out[i] = np.int16(_rint(min(max(x, -bound), bound)))
-    return inside
+        x = values[i] / _step(q0, q1, q2, q3, exponents[i]) + _offset(start, i)
+        whole = np.int32(_rint(min(max(x, -bound), bound)))
+        largest = max(largest, abs(whole))
+        out[i] = np.int16(whole)
+    return bool(largest <= limit)
 
 
 @jit
-def points(index: I16, exponents: U8, steps: F32, seed: int, out: F32) -> None:
+def points(index: I16, exponents: U8, quarters: F32, seed: int, out: F32) -> None:
     """The values of lattice points: a subtraction and a product."""
     start = np.uint64(seed) << _SHIFTS[4]
+    q0, q1, q2, q3 = quarters[0], quarters[1], quarters[2], quarters[3]
     for i in range(out.size):
-        out[i] = (np.float32(index[i]) - _offset(start, i)) * steps[exponents[i]]
+        out[i] = (np.float32(index[i]) - _offset(start, i)) * _step(q0, q1, q2, q3, exponents[i])
 
 
 @jit
 def carry(
-    before: F32, exponents: U8, steps: F32, seed: int, limit: int, table: U8, index: I16, classes: U8
+    before: F32, exponents: U8, quarters: F32, seed: int, limit: int, table: U8, index: I16, classes: U8
 ) -> None:
     """Where values lie on another lattice: the nearest point, and ``table`` (EDGE_SLOTS,) of the slot of its cell."""
     start = np.uint64(seed) << _SHIFTS[4]
+    q0, q1, q2, q3 = quarters[0], quarters[1], quarters[2], quarters[3]
     bound, slots, last = np.float32(limit), np.float32(EDGE_SLOTS), np.float32(EDGE_SLOTS - 1)
     for i in range(index.size):
-        place = before[i] / steps[exponents[i]] + _offset(start, i)
+        place = before[i] / _step(q0, q1, q2, q3, exponents[i]) + _offset(start, i)
         whole = _rint(min(max(place, -bound), bound))
         index[i] = np.int16(whole)
         # the difference to the nearest integer is exact, the sum with 1/2 need not be, but is one operation
@@ -147,6 +174,10 @@ def largest_move(index: I16, predicted: I16) -> int:
 @jit
 def moves(index: I16, predicted: I16, radius: int, out: U8, far: I32) -> int:
     """Symbols ``move + radius``; the moves beyond ``radius`` are ``2 * radius + 1`` and fill ``far``; how many these are."""
+    if largest_move(index, predicted) <= radius:
+        for i in range(index.size):
+            out[i] = np.uint8(np.int32(index[i]) - np.int32(predicted[i]) + np.int32(radius))
+        return 0
     at = 0
     for i in range(index.size):
         move = np.int32(index[i]) - np.int32(predicted[i])
@@ -163,18 +194,23 @@ def moves(index: I16, predicted: I16, radius: int, out: U8, far: I32) -> int:
 @jit
 def unmove(symbols: U8, predicted: I16, radius: int, far: I32, limit: int, out: I16) -> bool:
     """Inverse of `moves`, ``far`` being as long as there are far symbols; False if an index is beyond ``limit``."""
-    at = 0
-    inside = True
+    at, largest = 0, np.int32(0)
+    if far.size == 0:
+        for i in range(out.size):
+            whole = np.int32(predicted[i]) + np.int32(symbols[i]) - np.int32(radius)
+            largest = max(largest, abs(whole))
+            out[i] = np.int16(whole)
+        return bool(largest <= limit)
     for i in range(out.size):
         symbol = int(symbols[i])
-        if symbol <= 2 * radius:
-            index = int(predicted[i]) + symbol - radius
-        else:
-            index = int(predicted[i]) + int(far[at])
+        move = symbol - radius
+        if symbol > 2 * radius:
+            move = int(far[at])
             at += 1
-        inside = inside and abs(index) <= limit
-        out[i] = np.int16(min(max(index, -limit), limit))
-    return inside
+        whole = np.int32(min(max(int(predicted[i]) + move, -limit - 1), limit + 1))
+        largest = max(largest, abs(whole))
+        out[i] = np.int16(whole)
+    return bool(largest <= limit)
 
 
 @jit
@@ -203,6 +239,15 @@ def levels(values: F32, scale: F32, step: np.float32, seed: int, reach: int, out
         largest = max(largest, abs(level))
         out[i] = np.uint8(level + reach)
     return int(largest)
+
+
+@jit
+def count_beyond(values: F32, scale: F32, limit: np.float32) -> int:
+    """How many values are more than ``limit`` units large, where the unit is not zero."""
+    count = np.int32(0)
+    for i in range(values.size):
+        count += np.int32((abs(values[i]) > limit * scale[i]) & (scale[i] > _ZERO))
+    return int(count)
 
 
 @jit

@@ -22,7 +22,7 @@ from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
 from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes
 from shrinkpoint.schemes.dither import EDGE_CLASSES, SEEDS, dither_edges
 from shrinkpoint.schemes.factors import Factors, matrix_shape
-from shrinkpoint.schemes.planes import F32, U8, check_sections, integer, number, section
+from shrinkpoint.schemes.planes import F32, U8, check_sections, finite, integer, number, section
 from shrinkpoint.schemes.recipe import check_choice
 from shrinkpoint.state import Role, TensorSpec
 
@@ -59,7 +59,7 @@ class FactoredSecondMomentCodec:
             raise CannotRepresentError(f"{spec.name} has negative second moments: stored exactly")
         factors = Factors.of_second_moment(values.reshape(matrix_shape(spec.shape)))
         product = factors.product()
-        if not np.isfinite(product).all():
+        if not finite(product):
             raise CannotRepresentError(f"{spec.name} reaches the end of fp32's range: stored exactly")
         return factors, torch.from_numpy(product).reshape(spec.shape)
 
@@ -189,12 +189,13 @@ class DitheredFirstMomentCodec(_DitheredCodec):
     """Distance of two levels in units of sqrt(v)."""
 
     def _measure(self, values: F32, spec: TensorSpec, context: Context) -> tuple[F32, dict[str, bytes]]:
+        from shrinkpoint.schemes import dither_kernels  # numba
+
         roots = _roots(spec, context)
         if roots is None:
             raise CannotRepresentError(f"{spec.name} has no second moment to be measured by: stored exactly")
         usual = min(max(_STRANGE_STEPS * self.step, _STRANGE_ROOTS), _REACH * self.step)
-        strange = np.abs(values) > np.float32(usual) * roots
-        if np.count_nonzero(strange & (roots > 0)) > _STRANGERS * values.size:
+        if dither_kernels.count_beyond(values, roots, np.float32(usual)) > _STRANGERS * values.size:
             raise CannotRepresentError(f"{spec.name} is too large for its second moment: stored exactly")
         return roots, {}
 
@@ -252,7 +253,7 @@ def _fp32(tensor: torch.Tensor, spec: TensorSpec) -> F32:
     if tensor.numel() == 0:
         raise CannotRepresentError(f"{spec.name} is empty: stored exactly")
     values: F32 = tensor.detach().contiguous().reshape(-1).numpy()
-    if not np.isfinite(values).all():
+    if not finite(values):
         raise CannotRepresentError(f"{spec.name} holds NaN or infinity and is stored exactly")
     return values
 

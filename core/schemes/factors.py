@@ -19,7 +19,7 @@ from shrinkpoint.schemes.base import EncodedTensor
 from shrinkpoint.schemes.planes import F32, section
 from shrinkpoint.state import TensorSpec
 
-__all__ = ["Factors", "matrix_shape"]
+__all__ = ["Factors", "matrix_shape", "row_and_column_means"]
 
 I16 = npt.NDArray[np.int16]
 F64 = npt.NDArray[np.float64]
@@ -54,15 +54,14 @@ class Factors:
         Args:
             values: fp32 (rows, columns), finite and not negative.
         """
-        rows, columns = _means(values)
-        used = values > 0
-        count = np.count_nonzero(used)
+        rows, columns = _means(*row_and_column_means(values))
+        total, count = _log_sum(values)
         if not count:
             return cls._rounded(rows, columns)
-        with np.errstate(divide="ignore"):
-            total = float(np.log2(values, where=used, out=np.zeros_like(values)).sum(dtype=np.float64))
+        used = values > 0 if count < values.size else None
         for octaves, axis in ((rows, 1), (columns, 0)):
-            each = np.count_nonzero(used, axis=axis)
+            every = np.full(octaves.size, values.shape[axis])
+            each = np.count_nonzero(used, axis=axis) if used is not None else every
             total -= float((octaves[each > 0] * each[each > 0]).sum())
         return cls._rounded(rows + total / count, columns)
 
@@ -75,9 +74,10 @@ class Factors:
         """
         largest = np.abs(values).max(initial=0)
         if largest == 0:
-            return cls._rounded(*_means(values))
+            return cls._rounded(*_means(*row_and_column_means(values)))
         shift = int(np.frexp(largest)[1])
-        rows, columns = _means(np.square(np.ldexp(values.astype(np.float64), -shift)))
+        squares = np.square(np.ldexp(values.astype(np.float64), -shift))
+        rows, columns = _means(squares.mean(axis=1), squares.mean(axis=0))
         return cls._rounded(rows / 2 + shift, columns / 2)
 
     @classmethod
@@ -89,9 +89,12 @@ class Factors:
         rows, columns = _power(self.rows), _power(self.columns)
         with np.errstate(over="ignore", under="ignore"):
             product: F32 = np.multiply.outer(rows, columns)
-        np.maximum(product, _TINY, out=product)
-        product[rows == 0] = 0
-        product[:, columns == 0] = 0
+        zeros = not (rows.all() and columns.all())
+        if zeros or rows.min(initial=1) * columns.min(initial=1) < _TINY:  # rounding keeps order
+            np.maximum(product, _TINY, out=product)
+        if zeros:
+            product[rows == 0] = 0
+            product[:, columns == 0] = 0
         return product.reshape(-1)
 
     def encode(self, threads: int = 1) -> bytes:
@@ -136,13 +139,32 @@ class Factors:
         return cls(rows=narrow[:height], columns=narrow[height:])
 
 
-def _means(values: npt.NDArray[np.float32] | F64) -> tuple[F64, F64]:
+def row_and_column_means(values: F32) -> tuple[F64, F64]:
+    """float64 (rows,) and (columns,), the means of an fp32 matrix."""
+    from shrinkpoint.schemes import matrix_kernels  # numba
+
+    rows, columns = np.empty(values.shape[0]), np.zeros(values.shape[1])
+    matrix_kernels.add_up(values, rows, columns)
+    return rows / values.shape[1], columns / values.shape[0]
+
+
+def _means(rows: F64, columns: F64) -> tuple[F64, F64]:
     """log2 of rows' means, and of columns' means over the mean of all; minus infinity for those without any."""
-    rows = values.mean(axis=1, dtype=np.float64)
-    columns = values.mean(axis=0, dtype=np.float64)
     with np.errstate(divide="ignore", invalid="ignore"):
         mean = rows.mean()
         return np.log2(rows), np.log2(columns / mean) if mean else np.full_like(columns, -np.inf)
+
+
+def _log_sum(values: F32) -> tuple[float, int]:
+    """The sum of log2 over the positive elements, and how many these are."""
+    from shrinkpoint.schemes import matrix_kernels  # numba
+
+    total, count, subnormal = matrix_kernels.log_sum(values.reshape(-1).view(np.int32))
+    if not subnormal:
+        return total, count
+    used = values > 0
+    octaves = np.log2(values, where=used, out=np.zeros_like(values))
+    return float(octaves.sum(dtype=np.float64)), int(np.count_nonzero(used))
 
 
 def _exponents(octaves: F64) -> I16:

@@ -28,7 +28,7 @@ from shrinkpoint.entropy.context import Effort, decode_plane, encode_plane
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
 from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Held, Planes
 from shrinkpoint.schemes.dither import SEEDS
-from shrinkpoint.schemes.factors import matrix_shape
+from shrinkpoint.schemes.factors import matrix_shape, row_and_column_means
 from shrinkpoint.schemes.lattice_points import (
     FARTHEST,
     REACH,
@@ -39,10 +39,11 @@ from shrinkpoint.schemes.lattice_points import (
     split_exponents,
 )
 from shrinkpoint.schemes.planes import (
+    F32,
     WEIGHT_DTYPES,
     as_float32,
     check_sections,
-    emit,
+    finite,
     integer,
     number,
     section,
@@ -71,8 +72,8 @@ def curvature_exponents(second: torch.Tensor, shape: tuple[int, ...]) -> tuple[I
         int8 (rows,) and int8 (columns,), each -12 to 12: minus the octaves of the row's mean above the geometric mean of
         all rows' means, and the same for columns. A row without any second moment gets the largest step.
     """
-    wide = widened(second).reshape(matrix_shape(shape))
-    return _exponents(wide.mean(axis=1, dtype=np.float64)), _exponents(wide.mean(axis=0, dtype=np.float64))
+    rows, columns = row_and_column_means(widened(second).reshape(matrix_shape(shape)))
+    return _exponents(rows), _exponents(columns)
 
 
 def _exponents(means: npt.NDArray[np.float64]) -> I8:
@@ -169,7 +170,8 @@ class LatticeCodec:
     ) -> tuple[dict[str, bytes], int]:
         from shrinkpoint.schemes import dither_kernels  # numba
 
-        radius = min(_RADIUS, int(dither_kernels.largest_move(index, outlook.predicted)))
+        largest = int(dither_kernels.largest_move(index, outlook.predicted))
+        radius = min(_RADIUS, largest)
         symbols, far = np.empty(index.size, np.uint8), np.zeros(0, np.int32)
         count = dither_kernels.moves(index, outlook.predicted, radius, symbols, far)
         if count:
@@ -204,14 +206,23 @@ class LatticeCodec:
         seed = integer(encoded.params, spec, "seed", 0, SEEDS - 1)
         exponents = np.asarray(planes["exponent"], np.uint8)
         lattice = Lattice(step=_step(encoded, spec), exponents=exponents, seed=seed)
-        return emit(lattice.points(np.asarray(planes["index"], np.int16)), spec)
+        return _tensor(lattice.points(np.asarray(planes["index"], np.int16)), spec)
 
 
 def _value(lattice: Lattice, index: I16, spec: TensorSpec) -> torch.Tensor:
-    value = emit(lattice.points(index), spec)
-    if not np.isfinite(widened(value)).all():
+    value = _tensor(lattice.points(index), spec)
+    if not finite(widened(value)):
         raise CannotRepresentError(f"{spec.name} reaches the end of {spec.dtype}'s range: stored exactly")
     return value
+
+
+def _tensor(points: F32, spec: TensorSpec) -> torch.Tensor:
+    """The points, which nobody else holds, as a tensor of the spec's dtype and shape."""
+    if spec.dtype not in WEIGHT_DTYPES or points.size != spec.numel:
+        raise FormatError(
+            f"{spec.name}: {points.size} lattice points cannot become {spec.dtype} {spec.shape}"
+        )
+    return torch.from_numpy(points).to(spec.dtype).reshape(spec.shape)
 
 
 def _params(lattice: Lattice, radius: int) -> dict[str, JSON]:

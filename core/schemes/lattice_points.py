@@ -68,7 +68,7 @@ class Lattice:
         from shrinkpoint.schemes import dither_kernels  # numba
 
         index = np.empty(values.size, np.int16)
-        if not dither_kernels.nearest(values, self.exponents, self._steps(), self.seed, FARTHEST, index):
+        if not dither_kernels.nearest(values, self.exponents, self._quarters(), self.seed, FARTHEST, index):
             raise CannotRepresentError(f"{spec.name}: the step {self.step} is too small for its values")
         return index
 
@@ -77,7 +77,7 @@ class Lattice:
         from shrinkpoint.schemes import dither_kernels  # numba
 
         values = np.empty(index.size, np.float32)
-        dither_kernels.points(index, self.exponents, self._steps(), self.seed, values)
+        dither_kernels.points(index, self.exponents, self._quarters(), self.seed, values)
         return values
 
     def outlook(self, reference: "HeldLattice | None") -> "Outlook":
@@ -96,7 +96,7 @@ class Lattice:
             predicted, known, table = np.empty(size, np.int16), np.empty(size, np.uint8), _from_edges()
             before = reference.points(reference.index)
             dither_kernels.carry(
-                before, self.exponents, self._steps(), self.seed, FARTHEST, edge_table(), predicted, known
+                before, self.exponents, self._quarters(), self.seed, FARTHEST, edge_table(), predicted, known
             )
             first = Side(known, EDGE_CLASSES)
         values = np.empty(size, np.uint8)
@@ -107,8 +107,8 @@ class Lattice:
         same = (self.step, self.seed) == (other.step, other.seed)
         return same and np.array_equal(self.exponents, other.exponents)
 
-    def _steps(self) -> F32:
-        steps: F32 = self.step * _table()
+    def _quarters(self) -> F32:
+        steps: F32 = self.step * _QUARTERS
         return steps
 
 
@@ -161,8 +161,10 @@ class Outlook:
 
 def join_exponents(rows: I8, columns: I8) -> U8:
     """`Lattice.exponents` from those of rows and columns, each from -12 to 12."""
-    total = rows.astype(np.int16)[:, None] + columns.astype(np.int16)[None, :] + 2 * REACH
-    return total.astype(np.uint8).reshape(-1)
+    shifted = (rows.astype(np.int16) + 2 * REACH).astype(np.uint8)
+    # in eight bits: what wraps there is back in range with the sum
+    total: U8 = np.add(shifted[:, None], columns.view(np.uint8)[None, :])
+    return total.reshape(-1)
 
 
 def split_exponents(exponents: U8, shape: tuple[int, int]) -> tuple[I8, I8]:
@@ -172,13 +174,6 @@ def split_exponents(exponents: U8, shape: tuple[int, int]) -> tuple[I8, I8]:
     # any number may be moved from the columns to the rows, as long as both stay within reach
     moved = max(-REACH - int(rows.min()), int(columns.max()) - REACH)
     return (rows + moved).astype(np.int8), (columns - moved).astype(np.int8)
-
-
-@lru_cache(maxsize=1)
-def _table() -> F32:
-    octaves, quarters = np.divmod(np.arange(_EXPONENTS), 4)
-    table: F32 = np.ldexp(_QUARTERS[quarters], octaves - REACH // 2).astype(np.float32)
-    return table
 
 
 @lru_cache(maxsize=1)

@@ -20,6 +20,7 @@ __all__ = [
     "as_float32",
     "check_sections",
     "emit",
+    "finite",
     "floats",
     "integer",
     "normal",
@@ -49,9 +50,14 @@ def as_float32(tensor: torch.Tensor, spec: TensorSpec) -> F32:
     if tensor.numel() == 0:
         raise CannotRepresentError(f"{spec.name} is empty: stored exactly")
     values = widened(tensor)
-    if not np.isfinite(values).all():
+    if not finite(values):
         raise CannotRepresentError(f"{spec.name} holds NaN or infinity: stored exactly")
     return values
+
+
+def finite(values: F32) -> bool:
+    """Whether none is NaN or infinite, without an array of answers."""
+    return values.size == 0 or bool(np.isfinite(values.min()) and np.isfinite(values.max()))
 
 
 def widened(tensor: torch.Tensor) -> F32:

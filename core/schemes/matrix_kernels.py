@@ -1,0 +1,78 @@
+"""The compiled sums over weights and moments from which encoders choose steps and factors.
+
+Importing this module imports numba, so it is only ever imported from inside a function of its callers. Sums are
+reassociated, so that they vectorise: their last bits depend on the machine. Nothing here is needed to decode.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["add_up", "log_sum", "square_sum"]
+
+F32 = npt.NDArray[np.float32]
+F64 = npt.NDArray[np.float64]
+I32 = npt.NDArray[np.int32]
+
+_BLOCK = 512  # mantissas whose product is within double precision's range
+_MANTISSA, _ONE, _BIAS, _BITS = np.int32(0x7F_FFFF), np.int32(0x3F80_0000), np.int32(127), np.int32(23)
+
+
+def _jit(function: Callable[..., Any]) -> Callable[..., Any]:
+    """As `context_lowrank.jit`, for sums in any order."""
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": {"reassoc", "nsz"}}
+    try:
+        compiled: Callable[..., Any] = numba.njit(cache=True, **options)(function)
+    except RuntimeError:  # numba's "cannot cache function": read-only install and no home folder
+        compiled = numba.njit(**options)(function)
+    return compiled
+
+
+@_jit
+def add_up(values: F32, rows: F64, columns: F64) -> None:
+    """Fill the sums of the rows, and add to those of the columns, of a matrix."""
+    for i in range(values.shape[0]):
+        row, total = values[i], np.float64(0)
+        for j in range(row.size):
+            total += np.float64(row[j])
+        rows[i] = total
+        for j in range(row.size):
+            columns[j] += np.float64(row[j])
+
+
+@_jit
+def square_sum(values: F32) -> float:
+    """The sum of all squares of a flat array."""
+    total = np.float64(0)
+    for i in range(values.size):
+        total += np.float64(values[i]) * np.float64(values[i])
+    return float(total)
+
+
+@_jit
+def log_sum(bits: I32) -> tuple[float, int, int]:
+    """The sum of log2 over the positive normal numbers, how many these are, and how many positive subnormals.
+
+    Args:
+        bits: a flat fp32 array, none of them negative, viewed as int32.
+    """
+    total, used, subnormal = np.float64(0), np.int64(0), np.int64(0)
+    for first in range(0, bits.size, _BLOCK):
+        block = bits[first : first + _BLOCK]
+        product, octaves = np.float64(1), np.int32(0)
+        normal, positive = np.int32(0), np.int32(0)
+        for i in range(block.size):
+            exponent = block[i] >> _BITS
+            is_normal = exponent > 0
+            mantissa = np.int32((block[i] & _MANTISSA if is_normal else np.int32(0)) | _ONE)
+            product *= np.float64(mantissa.view(np.float32))
+            octaves += exponent - _BIAS if is_normal else np.int32(0)
+            normal += np.int32(is_normal)
+            positive += np.int32(block[i] > 0)
+        total += np.float64(octaves) + np.log2(product)
+        used += normal
+        subnormal += positive - normal
+    return float(total), int(used), int(subnormal)
