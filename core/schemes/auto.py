@@ -162,8 +162,9 @@ class Auto:
 
     def _lattice(self, spec: TensorSpec, step: _Step) -> TensorCodec:
         exponents = curvature_exponents(step.curvature, spec.shape) if step.curvature is not None else None
-        fresh = self.occasion.reference is None or self.occasion.restored
-        seed = self._seed(spec) if fresh else None
+        held = (self.occasion.reference or {}).get(spec.name)
+        goes_on = held is not None and held.codec == LatticeCodec.id and not self.occasion.restored
+        seed = None if goes_on else self._seed(spec)
         return LatticeCodec(step=step.step, exponents=exponents, seed=seed, effort=self.options.effort)
 
     def _seed(self, spec: TensorSpec) -> int:

@@ -104,6 +104,17 @@ def test_a_chain_keeps_its_dither_and_a_base_or_a_restore_changes_it():
     assert len(set(after.values())) == len(after)
 
 
+def test_a_tensor_that_was_stored_exactly_begins_with_a_dither_of_its_own():
+    one, two, _ = training()
+    tensors = dict(one.tensors)
+    tensors["model/up.weight"] = torch.full_like(tensors["model/up.weight"], math.nan)
+    base = coded(TrainingState(one.tree, tensors, one.specs))
+    after = seeds_of(coded(two, dict(base.held), step=2))
+    assert "model/up.weight" in base.kept_exactly
+    assert after["model/up.weight"] == seeds_of(coded(two, step=2))["model/up.weight"]
+    assert after["model/down.weight"] == seeds_of(base)["model/down.weight"]
+
+
 def test_the_gradients_stand_in_where_the_optimizer_keeps_nothing():
     torch.manual_seed(0)
     model = TinyMLP()
