@@ -95,7 +95,9 @@ def describe_state(state: State) -> Describe:
         match path:
             case ("state", "model", name):
                 return tags.get(name, Tag())
-            case ("state", "optimizers", kind, "state", name, key) if kind in optimizers and name in parameters:
+            case ("state", "optimizers", kind, "state", name, key) if (
+                kind in optimizers and name in parameters
+            ):
                 role = moment_role(key, optimizers[kind])
                 if is_master(key, tensor, parameters[name]):
                     role = Role.MASTER
