@@ -1,0 +1,264 @@
+"""Exact coding of a real training state: ours against zstd, byte planes, ZipNN and DCP's zstd extension.
+
+    OMP_NUM_THREADS=1 python examples/benchmarks/lossless.py
+
+Trains the GPT of examples/gpt.py with AdamW (minutes) and codes two of its states: the last one alone, and as a difference
+to the one ``--every`` steps before. Every tensor of at least 4096 elements goes through every coder by itself, on one thread,
+and comes back bit by bit. Where a coder has no differences of its own it gets the XOR of the two states' bytes.
+
+"ratio" is raw bytes over coded bytes. Speeds are raw bytes per second of CPU time, over all three groups, and as multiples
+of those of zstd -3 on the same bytes in the same run. ZipNN is measured where ``pip install zipnn`` has been run.
+"""
+
+import argparse
+import importlib.util
+import io
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import zstandard
+from torch.distributed.checkpoint._extension import ZStandard
+
+from shrinkpoint.dtypes import tensor_to_bytes
+from shrinkpoint.schemes.base import Context, EncodedTensor, Held, TensorCodec
+from shrinkpoint.schemes.bit_planes import BitPlanesCodec
+from shrinkpoint.schemes.exact import ExactCodec
+from shrinkpoint.state import TensorSpec
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from gpt import GPT, GPTConfig, build_optimizer, load_corpus, train_loader
+
+UInt8s = npt.NDArray[np.uint8]
+Tensors = dict[str, dict[str, torch.Tensor]]
+"""By role, then by parameter's name."""
+
+GROUPS = {"exp_avg_sq": "second moments", "exp_avg": "first moments", "weight": "weights"}
+"""In the order in which a checkpoint's tensors are coded."""
+
+_LEAST = 4096
+
+
+def trained(config: GPTConfig, every: int) -> tuple[Tensors, Tensors]:
+    """The states ``every`` steps before the end of the training and at its end."""
+    torch.manual_seed(0)
+    model = GPT(config)
+    optimizer, scheduler = build_optimizer(model, config)
+    states = []
+    loader = train_loader(load_corpus()[0], config)
+    for step, batch in enumerate(islice(loader, config.steps), 1):
+        loss = model.loss(batch)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        if step in (config.steps - every, config.steps):
+            states.append(_copied(model, optimizer))
+    return states[0], states[1]
+
+
+def _copied(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
+    found: Tensors = {role: {} for role in GROUPS}
+    for name, parameter in model.named_parameters():
+        if parameter.numel() >= _LEAST:
+            kept = {**optimizer.state[parameter], "weight": parameter.detach()}
+            for role in GROUPS:
+                found[role][name] = kept[role].clone()
+    return found
+
+
+@dataclass
+class Result:
+    """What one coder made of one group."""
+
+    raw: int = 0
+    size: int = 0
+    encode_s: float = 0.0
+    decode_s: float = 0.0
+
+    def __add__(self, other: "Result") -> "Result":
+        return Result(
+            self.raw + other.raw,
+            self.size + other.size,
+            self.encode_s + other.encode_s,
+            self.decode_s + other.decode_s,
+        )
+
+
+class Coder(ABC):
+    """One row of the tables."""
+
+    name: str
+
+    @abstractmethod
+    def measure(self, now: Tensors, before: Tensors | None) -> dict[str, Result]:
+        """Code every tensor of a state and decode it again."""
+
+
+class Bytes(Coder):
+    """A compressor of bytes."""
+
+    @abstractmethod
+    def compress(self, data: bytes) -> bytes: ...
+
+    @abstractmethod
+    def decompress(self, data: bytes) -> bytes: ...
+
+    def measure(self, now: Tensors, before: Tensors | None) -> dict[str, Result]:
+        found = {role: Result() for role in GROUPS}
+        for role, name, tensor in _walk(now):
+            raw = tensor_to_bytes(tensor)
+            reference = None if before is None else tensor_to_bytes(before[role][name])
+            started = time.thread_time()
+            data = raw.tobytes() if reference is None else (raw ^ reference).tobytes()
+            coded = self.compress(data)
+            encoded = time.thread_time()
+            back = np.frombuffer(self.decompress(coded), dtype=np.uint8)
+            restored = back if reference is None else back ^ reference
+            decoded = time.thread_time()
+            assert np.array_equal(restored, raw)
+            found[role] += Result(raw.size, len(coded), encoded - started, decoded - encoded)
+        return found
+
+
+class Zstd(Bytes):
+    name = "zstd -3"
+
+    def compress(self, data: bytes) -> bytes:
+        return zstandard.ZstdCompressor(level=3).compress(data)
+
+    def decompress(self, data: bytes) -> bytes:
+        return zstandard.ZstdDecompressor().decompress(data)
+
+
+class Dcp(Bytes):
+    name = "DCP, ZStandard extension"
+
+    def compress(self, data: bytes) -> bytes:
+        out = io.BytesIO()
+        stream = ZStandard().transform_to(out)
+        stream.write(data)
+        stream.flush()
+        return out.getvalue()
+
+    def decompress(self, data: bytes) -> bytes:
+        return bytes(ZStandard().transform_from(io.BytesIO(data)).read())
+
+
+class ZipNN(Bytes):
+    name = "ZipNN"
+
+    def __init__(self) -> None:
+        from zipnn import ZipNN as Compressor
+
+        self._compressor: Any = Compressor(input_format="byte", bytearray_dtype="float32", threads=1)
+
+    def compress(self, data: bytes) -> bytes:
+        return bytes(self._compressor.compress(bytearray(data)))
+
+    def decompress(self, data: bytes) -> bytes:
+        return bytes(self._compressor.decompress(data))
+
+
+class Ours(Coder):
+    """A codec of ours, with what it has beside a tensor in a checkpoint."""
+
+    def __init__(self, name: str, codec: TensorCodec) -> None:
+        self.name = name
+        self._codec = codec
+
+    def measure(self, now: Tensors, before: Tensors | None) -> dict[str, Result]:
+        found = {role: Result() for role in GROUPS}
+        beside: dict[str, dict[str, Held]] = {}
+        for role, name, tensor in _walk(now):
+            spec = TensorSpec(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape))
+            reference = None if before is None else self._base(before[role][name], spec)
+            near = beside.setdefault(name, {})
+            context = Context(reference=reference, beside=dict(near))
+            started = time.thread_time()
+            coded = self._codec.encode(tensor, spec, context)
+            encoded = time.thread_time()
+            size = _size(coded.encoded)
+            if not coded.encoded.uses_reference:
+                context = replace(context, reference=None)
+            again = time.thread_time()
+            planes = self._codec.decode(coded.encoded, spec, context)
+            restored = self._codec.reconstruct(coded.encoded, planes, spec, context)
+            decoded = time.thread_time()
+            assert np.array_equal(tensor_to_bytes(restored), tensor_to_bytes(tensor))
+            near[role] = Held(coded.encoded.codec, coded.encoded.params, planes)
+            found[role] += Result(spec.nbytes, size, encoded - started, decoded - again)
+        return found
+
+    def _base(self, tensor: torch.Tensor, spec: TensorSpec) -> Held:
+        coded = self._codec.encode(tensor, spec, Context())
+        return Held(coded.encoded.codec, coded.encoded.params, coded.planes)
+
+
+def _size(encoded: EncodedTensor) -> int:
+    """Sections, and what names them and their params in a header, roughly."""
+    return encoded.nbytes + len(repr(dict(encoded.params))) + 20 * len(encoded.sections)
+
+
+def _walk(state: Tensors) -> Iterator[tuple[str, str, torch.Tensor]]:
+    for role in GROUPS:
+        for name, tensor in state[role].items():
+            yield role, name, tensor
+
+
+def coders() -> list[Coder]:
+    """All that are installed, zstd first."""
+    found: list[Coder] = [Zstd(), Dcp()]
+    if importlib.util.find_spec("zipnn") is not None:
+        found.append(ZipNN())
+    return [*found, Ours("byte planes (`exact`)", ExactCodec()), Ours("`bit-planes`", BitPlanesCodec())]
+
+
+def table(title: str, found: Mapping[str, Mapping[str, Result]]) -> Iterator[str]:
+    """Lines of Markdown."""
+    yield f"| {title} | " + " | ".join(GROUPS.values()) + " | all | encode | decode |"
+    yield "|---|" + "---:|" * (len(GROUPS) + 3)
+    zstd = sum(found[Zstd.name].values(), Result())
+    for name, groups in found.items():
+        whole = sum(groups.values(), Result())
+        ratios = " | ".join(f"{r.raw / r.size:.3f}" for r in (*groups.values(), whole))
+        speeds = f"{zstd.encode_s / whole.encode_s:.2f}x | {zstd.decode_s / whole.decode_s:.2f}x"
+        yield f"| {name} | {ratios} | {speeds} |"
+    if ZipNN.name not in found:
+        yield "| ZipNN | " + " | ".join(["not installed"] + [""] * (len(GROUPS) + 2)) + " |"
+    yield f"\nzstd -3: {zstd.raw / zstd.encode_s / 1e6:.0f} MB/s, {zstd.raw / zstd.decode_s / 1e6:.0f} MB/s back.\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    defaults = GPTConfig()
+    parser.add_argument("--steps", type=int, default=defaults.steps)
+    parser.add_argument("--every", type=int, default=50, help="steps between the two states")
+    parser.add_argument("--width", type=int, default=defaults.width)
+    parser.add_argument("--layers", type=int, default=defaults.layers)
+    arguments = parser.parse_args()
+    if not 0 < arguments.every < arguments.steps:
+        parser.error("--every must be less than --steps")
+    config = GPTConfig(width=arguments.width, layers=arguments.layers, steps=arguments.steps)
+    before, now = trained(config, arguments.every)
+    measured = coders()
+    for title, reference in (("alone", None), (f"against {arguments.every} steps before", before)):
+        # the first round compiles kernels
+        found = {coder.name: [coder.measure(now, reference) for _ in range(2)][-1] for coder in measured}
+        print("\n".join(table(title, found)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
