@@ -105,7 +105,7 @@ def test_ctrl_c_ends_the_demo_and_its_training(tmp_path):
             assert time.monotonic() < deadline
             time.sleep(0.1)
         demo.send_signal(signal.SIGINT)
-        shown, _ = demo.communicate(timeout=60)
+        shown, _ = demo.communicate(timeout=180)
     finally:
         demo.kill()
     assert demo.returncode == 130
