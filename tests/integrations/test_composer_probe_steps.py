@@ -5,6 +5,9 @@ import warnings
 from typing import Any
 
 import pytest
+
+pytest.importorskip("composer")
+
 from composer import Callback
 from composer.algorithms import GradientClipping
 from composer.algorithms.gradient_clipping import apply_gradient_clipping
