@@ -6,6 +6,7 @@ from types import MappingProxyType
 from shrinkpoint.errors import UnsupportedFormatError
 from shrinkpoint.schemes.adaptive import AdaptiveRowsCodec
 from shrinkpoint.schemes.base import TensorCodec
+from shrinkpoint.schemes.bit_planes import BitPlanesCodec
 from shrinkpoint.schemes.delta_dnn import DeltaDnnCodec
 from shrinkpoint.schemes.dithered_moments import (
     DitheredFirstMomentCodec,
@@ -27,6 +28,7 @@ __all__ = ["CODECS", "codec_for_reading"]
 
 _CLASSES: tuple[type[TensorCodec], ...] = (
     ExactCodec,
+    BitPlanesCodec,
     LatticeCodec,
     FactoredSecondMomentCodec,
     DitheredFirstMomentCodec,

@@ -23,6 +23,7 @@ from shrinkpoint.dtypes import tensor_to_bytes
 from shrinkpoint.entropy import lstm
 from shrinkpoint.schemes.adaptive import AdaptiveOptions, AdaptiveRowsCodec
 from shrinkpoint.schemes.base import TensorCodec
+from shrinkpoint.schemes.bit_planes import BitPlanesCodec
 from shrinkpoint.schemes.delta_dnn import DeltaDnnCodec, DeltaDnnOptions
 from shrinkpoint.schemes.dithered_moments import (
     DitheredFirstMomentCodec,
@@ -95,6 +96,10 @@ def symbol_coders() -> dict[str, dict]:
 
 def moments(maker: Maker, *beside: str) -> Variant:
     return Variant({"exp_avg": maker}, beside=beside)
+
+
+def exactly(*roles: str, **options: object) -> Variant:
+    return Variant({role: lambda *_: BitPlanesCodec() for role in roles}, **options)
 
 
 CASES: Mapping[str, Mapping[str, Variant]] = {
@@ -194,6 +199,14 @@ CASES: Mapping[str, Mapping[str, Variant]] = {
         "elements": weight(lambda *_: PartialCodec()),
         "rows": weight(lambda *_: PartialCodec(rows=True, fraction=0.25)),
         "half": weight(lambda *_: PartialCodec(fraction=0.5), dtype=torch.float16),
+    },
+    "bit-planes": {
+        "adam": exactly("exp_avg_sq", "exp_avg", "weight", shape=(64, 80)),
+        "bfloat16": exactly("weight", shape=(64, 80), dtype=torch.bfloat16),
+        "float16": exactly("weight", shape=(5000,), dtype=torch.float16),
+        "float64": exactly("exp_avg_sq", "weight", shape=(16, 9, 30), dtype=torch.float64),
+        "float8": exactly("weight", dtype=torch.float8_e4m3fn),
+        "rare": exactly("exp_avg_sq", shape=(4, 600)),
     },
 }
 CASES_MERGED = "lc-delta.super-step"

@@ -6,6 +6,7 @@ from math import prod
 import numpy as np
 import torch
 from support.containers import take_apart
+from support.format_bits import bit_planes
 from support.format_models import read_model_plane
 from support.format_reader import (
     Cursor,
@@ -21,7 +22,7 @@ from shrinkpoint.entropy import lstm
 
 F32 = np.float32
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-ITEM_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
+ITEM_SIZES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
 ENDS = (8, 11, 16, 23, 32, 45, 64, 91, 128)
 AGES = (1, 1, 1, 1, 1, 2, 2, 3, 4, 7)
 
@@ -295,6 +296,7 @@ def rounded(t):
 
 CODECS = {
     "exact": exact,
+    "bit-planes": bit_planes,
     "factored": factored,
     "dithered-root-units": dithered_root,
     "dithered-own-units": dithered_own,
