@@ -6,7 +6,6 @@ comparison; `optimal_clusters` is the exact optimum on the same buckets, determi
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -325,10 +324,9 @@ def _seed_centres(values: _Array, weights: _Array, k: int, generator: np.random.
 
 @lru_cache(maxsize=1)
 def _solver() -> Callable[[_Array, _Array, _Array, int], npt.NDArray[np.int32]]:
-    import numba  # here, since it takes longer to import than everything else in this package
+    from shrinkpoint.jit import jit  # numba takes longer to import than everything else in this package
 
-    compiled: Any = numba.njit(cache=True, nogil=True)(_solve)
-    return compiled  # type: ignore[no-any-return]
+    return jit(_solve)
 
 
 def _solve(mass: _Array, moment: _Array, square: _Array, rows: int) -> npt.NDArray[np.int32]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from shrinkpoint.entropy.context_lowrank import jit
+from shrinkpoint.jit import jit
 
 __all__ = ["Limits", "Sample", "grow", "name_leaves", "rename"]
 

@@ -14,11 +14,11 @@ from shrinkpoint.entropy.context_lowrank import (
     advance,
     clamp,
     correct,
-    jit,
     predict,
     refresh,
     start_directions,
 )
+from shrinkpoint.jit import jit
 
 __all__ = [
     "ACTIVITIES",

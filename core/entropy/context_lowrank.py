@@ -17,14 +17,12 @@ products of length `RANK` per symbol.
 Sources: I. Mitliagkas et al., "Memory limited, streaming PCA" (arXiv 1307.0032), algorithm 1; R. Kalman (1960).
 """
 
-from collections.abc import Callable
-from typing import Any
-
-import numba
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["RANK", "advance", "clamp", "correct", "jit", "predict", "refresh", "start_directions"]
+from shrinkpoint.jit import jit
+
+__all__ = ["RANK", "advance", "clamp", "correct", "predict", "refresh", "start_directions"]
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
@@ -37,15 +35,6 @@ _V_LIMIT = 2047  # of a direction's entries, in 1/256
 _GAIN_LIMIT = 1 << 16  # in 2^-14
 _POWER_LIMIT = 1 << 26
 _P_LIMIT = 1023 << 2
-
-
-def jit(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile lazily, cached on disk where numba finds a folder it may write to, in memory elsewhere."""
-    try:
-        compiled: Callable[..., Any] = numba.njit(nogil=True, cache=True, error_model="numpy")(function)
-    except RuntimeError:  # numba's "cannot cache function": read-only install and no home folder
-        compiled = numba.njit(nogil=True, error_model="numpy")(function)
-    return compiled
 
 
 @jit

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from shrinkpoint.entropy.context_lowrank import jit
 from shrinkpoint.entropy.kernels import LOWER, pop, push, refill
 from shrinkpoint.entropy.tables import SCALE_BITS
+from shrinkpoint.jit import jit
 
 __all__ = [
     "GAP_SHIFT",

@@ -17,8 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from shrinkpoint.entropy.context_kernels import ACTIVITIES, BLOCK_ROWS, FINE, Scene
-from shrinkpoint.entropy.context_lowrank import advance, jit, start_directions
+from shrinkpoint.entropy.context_lowrank import advance, start_directions
 from shrinkpoint.entropy.context_runs import Tables, finished, new_counters, take_runs
+from shrinkpoint.jit import jit
 
 __all__ = ["FEATURES", "LEVELS", "decode_chunk", "find_features", "measure", "side_cells"]
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from shrinkpoint.entropy.context_mixing import Decisions, Logits
+    from shrinkpoint.entropy.mixer import Decisions, Logits
 
 __all__ = ["build_decisions", "logits"]
 
@@ -25,7 +25,7 @@ def build_decisions(weights: Int64s) -> "Decisions":
     Args:
         weights: int64 (alphabet,), at least two of them positive; only those symbols are in the tree.
     """
-    from shrinkpoint.entropy.context_mixing import Decisions  # numba
+    from shrinkpoint.entropy.mixer import Decisions  # numba
 
     paths: dict[int, list[int]] = {int(symbol): [] for symbol in np.flatnonzero(weights)}
     children: list[list[int]] = []
@@ -65,7 +65,7 @@ def _split(symbols: list[int], weights: Int64s, first: bool) -> tuple[list[int],
 @lru_cache(maxsize=1)
 def logits() -> "Logits":
     """The logistic function and its inverse, by decimal arithmetic that is exact to the last digit everywhere."""
-    from shrinkpoint.entropy.context_mixing import Logits  # numba
+    from shrinkpoint.entropy.mixer import Logits  # numba
 
     with localcontext() as context:
         context.prec = 25

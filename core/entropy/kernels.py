@@ -9,14 +9,11 @@ words, and probabilities are multiples of 2^-20. A state stays below 2^53, hence
 one IEEE double division, which modern CPUs pipeline where they do not pipeline the integer one.
 """
 
-from collections.abc import Callable
-from typing import Any
-
-import numba
 import numpy as np
 import numpy.typing as npt
 
 from shrinkpoint.entropy.tables import SCALE_BITS
+from shrinkpoint.jit import jit
 
 __all__ = [
     "LOWER",
@@ -46,16 +43,7 @@ _SLOT_MASK = (1 << SCALE_BITS) - 1
 _LOW32 = (1 << 32) - 1
 
 
-def _jit(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile lazily, cached on disk where numba finds a folder it may write to, in memory elsewhere."""
-    try:
-        compiled: Callable[..., Any] = numba.njit(nogil=True, cache=True, error_model="numpy")(function)
-    except RuntimeError:  # numba's "cannot cache function": read-only install and no home folder
-        compiled = numba.njit(nogil=True, error_model="numpy")(function)
-    return compiled
-
-
-@_jit
+@jit
 def count_pairs(symbols: UInt8s, contexts: UInt8s, step: int, counts: Int64s) -> bool:
     """Add the (context, symbol) pairs to ``counts`` of shape (4 or 1, n_contexts, alphabet); False if one is out of range.
 
@@ -83,7 +71,7 @@ def count_pairs(symbols: UInt8s, contexts: UInt8s, step: int, counts: Int64s) ->
     return True
 
 
-@_jit
+@jit
 def push(x: Integer, entry: Integer, words: UInt16s, position: int) -> tuple[Integer, int]:
     """Put one symbol on state ``x``; ``entry`` packs its frequency (high half) and first slot (low half)."""
     frequency = entry >> 32
@@ -100,7 +88,7 @@ def push(x: Integer, entry: Integer, words: UInt16s, position: int) -> tuple[Int
     return quotient * ((1 << SCALE_BITS) - frequency) + x + (entry & _LOW32), position
 
 
-@_jit
+@jit
 def encode_one(
     symbols: UInt8s, contexts: UInt8s, step: int, entries: Int64s, words: UInt16s
 ) -> tuple[int, Integer]:
@@ -119,7 +107,7 @@ def encode_one(
     return position, x
 
 
-@_jit
+@jit
 def encode_four(
     symbols: UInt8s, contexts: UInt8s, step: int, entries: Int64s, words: UInt16s, states: Int64s
 ) -> int:
@@ -144,7 +132,7 @@ def encode_four(
     return position
 
 
-@_jit
+@jit
 def pop(x: Integer, row: Integer, lookup: UInt8s, shift: int, entries: Int64s) -> tuple[Integer, Integer]:
     """Take one symbol off state ``x`` under table ``row``; the state comes back without renormalisation."""
     slot = x & _SLOT_MASK
@@ -159,7 +147,7 @@ def pop(x: Integer, row: Integer, lookup: UInt8s, shift: int, entries: Int64s) -
     return (entry >> 32) * (x >> SCALE_BITS) + offset, symbol
 
 
-@_jit
+@jit
 def refill(x: Integer, words: UInt16s, position: int) -> tuple[Integer, int]:
     """Read words until the state is back in its interval; past the end, only count them."""
     if x < LOWER:
@@ -173,7 +161,7 @@ def refill(x: Integer, words: UInt16s, position: int) -> tuple[Integer, int]:
     return x, position
 
 
-@_jit
+@jit
 def decode_one(
     out: UInt8s,
     contexts: UInt8s,
@@ -201,7 +189,7 @@ def decode_one(
     return bool(x == 0 and position == words.size)
 
 
-@_jit
+@jit
 def decode_four(
     out: UInt8s,
     contexts: UInt8s,
@@ -235,7 +223,7 @@ def decode_four(
     return bool(position == words.size and x0 == LOWER and x1 == LOWER and x2 == LOWER and x3 == LOWER)
 
 
-@_jit
+@jit
 def huffman_encode(indices: Int64s, codes: Int64s, lengths: Int64s, out: UInt8s) -> None:
     """Write the code of each symbol, first bit highest, into ``out``, which has exactly the bytes needed."""
     buffer = np.int64(0)
@@ -254,7 +242,7 @@ def huffman_encode(indices: Int64s, codes: Int64s, lengths: Int64s, out: UInt8s)
         out[position] = (buffer << (8 - filled)) & 0xFF
 
 
-@_jit
+@jit
 def huffman_decode(
     stream: UInt8s,
     lookup: Int64s,

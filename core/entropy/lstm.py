@@ -107,10 +107,10 @@ class _Plan:
 
     def code(self, offset: int, symbols: UInt8s, stream: UInt8s, decoding: bool) -> int:
         """Code one chunk; how many bytes that takes when encoding, has taken at most when decoding."""
-        from shrinkpoint.entropy import lstm_chunk  # numba
+        from shrinkpoint.entropy import lstm_chunk, range_coder  # numba
 
         learner = new_learner(self.rarity, self.options.width, 1 << (24 - self.options.rate))
-        coder = lstm_chunk.new_coder(stream, decoding)
+        coder = range_coder.new_coder(stream, decoding)
         for start in range(0, symbols.size, _SPAN):
             stop = min(start + _SPAN, symbols.size)
             arguments: tuple[Any, ...] = (learner, curves(), self.previous, offset, symbols, start, stop)

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from shrinkpoint.entropy.context_lowrank import jit
 from shrinkpoint.entropy.lstm_network import (
     BATCH,
     GATES,
@@ -26,8 +25,9 @@ from shrinkpoint.entropy.lstm_network import (
     improve,
     shares,
 )
+from shrinkpoint.jit import jit
 
-__all__ = ["Learner", "code_span", "finish", "new_coder"]
+__all__ = ["Learner", "code_span", "finish"]
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
@@ -107,17 +107,6 @@ def _find_contexts(
             found += 1
         which[n] = slots[slot]
     return found
-
-
-@jit
-def new_coder(stream: UInt8s, decoding: bool) -> Int64s:
-    """Low end and width of the interval, the code, and the position in the stream."""
-    coder = np.array([0, 0xFFFFFFFF, 0, 0])
-    if decoding:
-        for i in range(4):
-            coder[2] = coder[2] << 8 | (np.int64(stream[i]) if i < stream.size else 0)
-        coder[3] = 4
-    return coder
 
 
 @jit
@@ -206,7 +195,7 @@ def code_span(
         symbols: the chunk's; when encoding, each is below the alphabet, which the caller has checked.
         start: a multiple of `BATCH`.
         stop: a multiple of `BATCH`, or the end.
-        coder: of :func:`new_coder`.
+        coder: of `range_coder.new_coder`.
         stream: what does not fit is dropped, but counted.
         decoding: whether symbols are filled in.
     """

@@ -20,7 +20,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from shrinkpoint.entropy.context_lowrank import clamp, jit
+from shrinkpoint.entropy.context_lowrank import clamp
+from shrinkpoint.jit import jit
 
 __all__ = [
     "BATCH",

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shrinkpoint.entropy.context_lowrank import jit
+from shrinkpoint.jit import jit
 
 __all__ = ["classify", "pack", "unpack"]
 

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from shrinkpoint.entropy.context_lowrank import jit
+from shrinkpoint.jit import jit
 
 __all__ = ["cluster", "payload_bits"]
 

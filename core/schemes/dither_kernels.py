@@ -12,7 +12,7 @@ exponents are 0 to 48 and dithers within 2**32. ``quarters`` (4,) are the steps 
 import numpy as np
 import numpy.typing as npt
 
-from shrinkpoint.entropy.context_lowrank import jit
+from shrinkpoint.jit import jit
 
 __all__ = [
     "EDGE_SLOTS",

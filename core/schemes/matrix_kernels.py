@@ -4,12 +4,10 @@ Importing this module imports numba, so it is only ever imported from inside a f
 reassociated, so that they vectorise: their last bits depend on the machine. Nothing here is needed to decode.
 """
 
-from collections.abc import Callable
-from typing import Any
-
-import numba
 import numpy as np
 import numpy.typing as npt
+
+from shrinkpoint.jit import jit_in_any_order
 
 __all__ = ["add_up", "log_sum", "square_sum"]
 
@@ -21,17 +19,7 @@ _BLOCK = 512  # mantissas whose product is within double precision's range
 _MANTISSA, _ONE, _BIAS, _BITS = np.int32(0x7F_FFFF), np.int32(0x3F80_0000), np.int32(127), np.int32(23)
 
 
-def _jit(function: Callable[..., Any]) -> Callable[..., Any]:
-    """As `context_lowrank.jit`, for sums in any order."""
-    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": {"reassoc", "nsz"}}
-    try:
-        compiled: Callable[..., Any] = numba.njit(cache=True, **options)(function)
-    except RuntimeError:  # numba's "cannot cache function": read-only install and no home folder
-        compiled = numba.njit(**options)(function)
-    return compiled
-
-
-@_jit
+@jit_in_any_order
 def add_up(values: F32, rows: F64, columns: F64) -> None:
     """Fill the sums of the rows, and add to those of the columns, of a matrix."""
     for i in range(values.shape[0]):
@@ -43,7 +31,7 @@ def add_up(values: F32, rows: F64, columns: F64) -> None:
             columns[j] += np.float64(row[j])
 
 
-@_jit
+@jit_in_any_order
 def square_sum(values: F32) -> float:
     """The sum of all squares of a flat array."""
     total = np.float64(0)
@@ -52,7 +40,7 @@ def square_sum(values: F32) -> float:
     return float(total)
 
 
-@_jit
+@jit_in_any_order
 def log_sum(bits: I32) -> tuple[float, int, int]:
     """The sum of log2 over the positive normal numbers, how many these are, and how many positive subnormals.
 

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -79,11 +79,14 @@ class Quantization:
         name: what the table calls it.
         order: planes in the order in which they are coded; later ones have the earlier ones as sides.
         levels: of each checkpoint after the first.
+        own: bytes of the last checkpoint's planes as a scheme of the library codes them, by effort, matrix and plane;
+            empty where the levels are no scheme's own.
     """
 
     name: str
     order: tuple[str, ...]
     levels: list[Levels]
+    own: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
 
 
 def dead_zone(states: list[Tensors], step: float, moment_step: float) -> Quantization:

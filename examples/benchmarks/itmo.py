@@ -9,10 +9,11 @@ after the training; ``--blocks 4`` takes the whole model. ``--states`` takes a f
 optim, param_names) instead of a training, and ``--steps`` which four of them.
 
 Columns: entropy of order 0, and given the symbol at the same place before (both ideal, tables not counted); ``stored``, what
-scheme ``itmo`` writes, which is by tables where those are shorter, and in how many matrices of how many the LSTM won;
+scheme ``itmo`` writes, which is by tables where those are shorter;
 ``one LSTM``, a single network that learns on through all matrices of the same width, one under the other, as the paper may
-mean it; the context coder given the same previous plane and no other; and as it is used, given sibling planes as well.
-All bytes are counted, and everything is decoded and compared.
+mean it; the context coder given the same previous plane and no other; and ``used``, what the scheme gives it: for ExCP's planes the
+previous one and siblings, for the lattices what their codecs know of a dither and of a weight's history. The last line of each is the
+sum over a parameter's planes. All bytes are counted, and everything is decoded and compared.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from context_planes import Levels, Quantization, Tensors, UInt8s, excp, states_of, states_of_training
 from rich.console import Console
@@ -37,18 +39,28 @@ from shrinkpoint.schemes.lattice import LatticeCodec, curvature_exponents
 from shrinkpoint.state import Role, Tag, TensorSpec
 
 EFFORTS: tuple[Effort, ...] = ("default", "max")
-HEADS = ("order 0", "previous", "stored", "one LSTM", *EFFORTS, "def+sib", "max+sib", "LSTM/max", "LSTM won")
+HEADS = ("order 0", "previous", "stored", "one LSTM", *EFFORTS, "def used", "max used", "LSTM/def")
 RADIUS = 126
 
 
 def lattice(states: list[Tensors], scale: float, moment_step: float) -> Quantization:
     """Moves on dithered lattices and dithered first moments, as `shrinkpoint.schemes.auto` sets them up for Adam."""
+    by_effort = {effort: _chain(states, scale, moment_step, effort) for effort in EFFORTS}
+    own = {effort: sizes for effort, (_, sizes) in by_effort.items()}
+    return Quantization(f"lattice, scale {scale:g}", ("m", "w"), by_effort["default"][0], own)
+
+
+def _chain(
+    states: list[Tensors], scale: float, moment_step: float, effort: Effort
+) -> tuple[list[Levels], dict[str, dict[str, int]]]:
+    """The planes of all checkpoints, and the codecs' own bytes of the last one's."""
     elements = sum(weight.size for weight, _, _ in states[0].values())
     size = math.sqrt(
         sum(float((w.astype(np.float64) ** 2).sum()) for w, _, _ in states[0].values()) / elements
     )
     held: dict[str, Held] = {}
-    out: list[Levels] = []
+    planes: list[Levels] = []
+    sizes: dict[str, dict[str, int]] = {}
     for number, state in enumerate(states):
         logs = {name: float(np.log(np.maximum(v, 1e-30)).mean()) for name, (_, _, v) in state.items()}
         mean = sum(logs[name] * v.size for name, (_, _, v) in state.items()) / elements
@@ -57,13 +69,14 @@ def lattice(states: list[Tensors], scale: float, moment_step: float) -> Quantiza
             weight, first, second = map(torch.from_numpy, parts)
             shape = tuple(weight.shape)
             v = FactoredSecondMomentCodec().encode(second, spec(name, shape, Role.EXP_AVG_SQ), Context())
-            m = DitheredFirstMomentCodec(step=moment_step, seed=number).encode(
-                first, spec(name, shape, Role.EXP_AVG), Context(siblings={Role.EXP_AVG_SQ.value: v.value})
-            )
+            moment = DitheredFirstMomentCodec(step=moment_step, seed=number, effort=effort)
+            siblings = {Role.EXP_AVG_SQ.value: v.value}
+            m = moment.encode(first, spec(name, shape, Role.EXP_AVG), Context(siblings=siblings))
             codec = LatticeCodec(
                 step=scale * size * math.exp((mean - logs[name]) / 4),
                 exponents=curvature_exponents(second, shape),
                 tolerance=0.99,  # of one lattice's indices only the differences are moves
+                effort=effort,
             )
             w = codec.encode(weight, spec(name, shape, Role.WEIGHT), Context(held.get(name)))
             index = np.asarray(w.planes["index"], np.int64)
@@ -74,8 +87,9 @@ def lattice(states: list[Tensors], scale: float, moment_step: float) -> Quantiza
                 "w": moved.astype(np.uint8).reshape(shape),
             }
             held[name] = Held(w.encoded.codec, w.encoded.params, w.planes)
-        out.append(levels)
-    return Quantization(f"lattice, scale {scale:g}", ("m", "w"), out)
+            sizes[name] = {key: len(coded.encoded.sections["levels"]) for key, coded in (("m", m), ("w", w))}
+        planes.append(levels)
+    return planes, sizes
 
 
 def spec(name: str, shape: tuple[int, ...], role: Role) -> TensorSpec:
@@ -120,31 +134,37 @@ class Timer:
         return payload
 
 
-def row(quantization: Quantization, key: str, names: list[str], options: LstmOptions, timer: Timer) -> str:
-    """One line of the table."""
+def row(
+    quantization: Quantization, key: str, names: list[str], options: LstmOptions, timer: Timer
+) -> npt.NDArray[np.float64]:
+    """Bits per symbol of one plane: the columns of `HEADS`, up to those of its efforts."""
     now, before = quantization.levels[-1], quantization.levels[-2]
     siblings = quantization.order[: quantization.order.index(key)]
-    bits, won = np.zeros(8), 0
+    bits = np.zeros(8)
     for name in names:
         plane, previous = now[name][key], before[name][key]
-        stored = timer.code(plane, previous, options)
-        won += stored[0] >= 2
         bits[0] += conditional_entropy_bits(plane.ravel(), None, 256, 1)
         bits[1] += conditional_entropy_bits(plane.ravel(), previous.ravel())
-        bits[2] += 8 * len(stored)
+        bits[2] += 8 * len(timer.code(plane, previous, options))
         for place, effort in enumerate(EFFORTS):
             bits[4 + place] += 8 * by_contexts(plane, [previous], effort)
-            with_siblings = [previous, *(now[name][sibling] for sibling in siblings)]
-            bits[6 + place] += 8 * by_contexts(plane, with_siblings, effort)
+            if quantization.own:
+                bits[6 + place] += 8 * quantization.own[effort][name][key]
+            else:
+                sides = [previous, *(now[name][sibling] for sibling in siblings)]
+                bits[6 + place] += 8 * by_contexts(plane, sides, effort)
     whole = LstmOptions(width=options.width, rate=options.rate, chunk=24)
     for width in {now[name][key].shape[1] for name in names}:
         same = [name for name in names if now[name][key].shape[1] == width]
         stacked = (np.concatenate([levels[name][key] for name in same]) for levels in (now, before))
         bits[3] += 8 * len(timer.code(*stacked, whole))
-    bits /= sum(now[name][key].size for name in names)
-    best = min(bits[2], bits[3]) / bits[7]
-    numbers = "".join(f"{b:>10.4f}" for b in bits)
-    return f"{quantization.name:<22}{key:>3}{numbers}{best:>10.2f}{f'{won} of {len(names)}':>10}"
+    return bits / sum(now[name][key].size for name in names)
+
+
+def line(name: str, key: str, bits: npt.NDArray[np.float64]) -> str:
+    """One line of the table; its last column is how many times smaller the planes are than by the better LSTM."""
+    ratio = min(bits[2], bits[3]) / bits[6]
+    return f"{name:<22}{key:>5}" + "".join(f"{b:>10.4f}" for b in bits) + f"{ratio:>10.2f}"
 
 
 def main() -> None:
@@ -166,15 +186,20 @@ def main() -> None:
     quantizations = [excp(states, options.alpha), lattice(states, options.scale, 3.0)]
     network = LstmOptions(width=options.width, rate=options.rate)
     total = sum(4 * states[0][name][0].size * len(q.order) for q in quantizations for name in names)
-    print(f"{'bits per symbol':<25}" + "".join(f"{head:>10}" for head in HEADS))
+    print(f"{'bits per symbol':<27}" + "".join(f"{head:>10}" for head in HEADS))
     with Progress(console=Console(stderr=True), transient=True) as bar:
         timer = Timer(bar, total)
         for quantization in quantizations:
+            total = np.zeros(8)
             for key in quantization.order:
                 before = timer.symbols, timer.seconds
-                line = row(quantization, key, names, network, timer)
+                bits = row(quantization, key, names, network, timer)
+                total += bits
                 speed = (timer.symbols - before[0]) / (timer.seconds - before[1])
-                print(f"{line}   {speed / 1e3:.0f} thousand symbols/s", flush=True)
+                print(
+                    f"{line(quantization.name, key, bits)}   {speed / 1e3:.0f} thousand symbols/s", flush=True
+                )
+            print(line(quantization.name, "all", total), flush=True)
 
 
 if __name__ == "__main__":
