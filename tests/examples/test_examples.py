@@ -95,7 +95,11 @@ def test_demo_leaves_earlier_output_alone(tmp_path, modules):
 
 def test_ctrl_c_ends_the_demo_and_its_training(tmp_path):
     demo = subprocess.Popen(
-        command("demo.py", "--quick", "--out", tmp_path), stdout=subprocess.PIPE, text=True
+        command("demo.py", "--quick", "--out", tmp_path),
+        stdout=subprocess.PIPE,
+        text=True,
+        # what a shell starts in the background ignores SIGINT, and so do its children
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     events = tmp_path / "001" / "reference.events.jsonl"
     try:
