@@ -1,7 +1,8 @@
 """The scheme of our own: weights on a dithered lattice, moments in units of their second one, planes that explain each other.
 
 The step of a weight is ``scale * size * (v / V) ** -1/4``: `size` the root mean square of all matrices, v the row's and
-column's second moment, V the geometric mean over all matrices; one scale for the whole model, which the search chooses.
+column's second moment, V the geometric mean of all matrices' own; one scale for the whole model, which the search chooses.
+A matrix's own is its arithmetic mean: in an embedding, most rows may hardly be used, and the others must not pay for them.
 Biases, norms and other small tensors take an eighth of it: they cost few bytes.
 The curvature is Adam's second moment, or what an optimizer keeps that grows with it: the square of its momentum, or of the
 gradients' mean that was collected. Where there is nothing of the kind, steps are a share of the tensor's own size.
@@ -21,7 +22,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar, NamedTuple
 
-import numpy as np
 import torch
 
 from shrinkpoint.entropy.context import Effort
@@ -32,6 +32,7 @@ from shrinkpoint.schemes.dithered_moments import (
     FactoredSecondMomentCodec,
 )
 from shrinkpoint.schemes.lattice import LatticeCodec, curvature_exponents
+from shrinkpoint.schemes.learning_rates import reach_of_first_moments
 from shrinkpoint.schemes.planes import WEIGHT_DTYPES, widened
 from shrinkpoint.schemes.recipe import check_choice, check_number, described
 from shrinkpoint.schemes.rounded import RoundedCodec
@@ -43,7 +44,6 @@ __all__ = ["MILD_SCALE", "Auto", "AutoOptions"]
 MILD_SCALE = 0.25
 """Without a way to measure; a restore then costs about a hundredth of a percent of the loss on the models of the bench."""
 
-_SAMPLE = 1 << 14
 _FARTHEST = 64.0  # no tensor's curvature changes its steps by more
 _LEAST = 1e-30
 _FINER = 8  # biases and norms: few elements, each of which counts for many
@@ -51,6 +51,10 @@ _FEW = 2000  # so do those of small tensors
 # Of a running mean over ten steps, Adam's unit is 1 / 0.23 root mean squares: the same noise for the weights.
 _OWN_UNITS = 4.3
 _WIDEST = 64.0
+# The noise of a weight for which its first moment may answer, in the weight's own: where bytes and noise balance.
+_MOMENTS_SHARE = 0.7
+_MOMENT_STEPS = 1.0, 12.0
+_MOMENT_STEP = 3.0  # where nothing is known of the learning rate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +67,8 @@ class AutoOptions:
 
     weight_scale: float | None = None
     """Steps of the weights' lattice, in root mean squares of all weights; None leaves it to the search."""
-    first_moment_step: float = 3.0
-    """Distance of two levels of Adam's first moment, in roots of the second."""
+    first_moment_step: float | None = None
+    """Distance of two levels of Adam's first moment, in roots of the second; None follows the learning rate."""
     effort: Effort = "default"
     """How much time the coder of the planes spends: ``fast``, ``default`` or ``max``."""
     min_elements: int = 64
@@ -73,7 +77,8 @@ class AutoOptions:
     def __post_init__(self) -> None:
         if self.weight_scale is not None:
             check_number(self, "weight_scale", 1e-4, 64)
-        check_number(self, "first_moment_step", 0.001, 64)
+        if self.first_moment_step is not None:
+            check_number(self, "first_moment_step", 0.001, 64)
         check_number(self, "min_elements", 1, 2**48, whole=True)
         check_choice(self, "effort", Effort)
 
@@ -123,6 +128,7 @@ class Auto:
         """See `Scheme.codecs`."""
         makers: dict[str, Callable[[], TensorCodec]] = {}
         steps = self._steps(state)
+        moments = self._moment_steps(state, steps)
         masters = _by_parameter(state, Role.MASTER)
         paired = {spec.tag.parameter for spec in state.specs.values() if spec.tag.role is Role.EXP_AVG_SQ}
         for name, spec in state.specs.items():
@@ -132,20 +138,38 @@ class Auto:
             elif name in steps:
                 makers[name] = partial(self._lattice, spec, steps[name])
             elif spec.numel >= self.options.min_elements:
-                maker = self._moment(spec, spec.tag.parameter in paired)
+                step = moments.get(spec.tag.parameter or "", self._usual / _finer(spec))
+                maker = self._moment(spec, step, spec.tag.parameter in paired)
                 makers |= {name: maker} if maker is not None else {}
         return makers
 
-    def _moment(self, spec: TensorSpec, paired: bool) -> Callable[[], TensorCodec] | None:
-        step, effort = self.options.first_moment_step / _finer(spec), self.options.effort
+    def _moment(self, spec: TensorSpec, step: float, paired: bool) -> Callable[[], TensorCodec] | None:
+        effort = self.options.effort
         if spec.tag.role is Role.EXP_AVG_SQ:
             return FactoredSecondMomentCodec
         if spec.tag.role is Role.EXP_AVG and paired:
             return partial(DitheredFirstMomentCodec, step=step, seed=self._seed(spec), effort=effort)
         if spec.tag.role is Role.EXP_AVG:
-            step = min(_WIDEST, step * _OWN_UNITS)
+            step = min(_WIDEST, self._usual / _finer(spec) * _OWN_UNITS)
             return partial(DitheredMomentumCodec, step=step, seed=self._seed(spec), effort=effort)
         return None
+
+    @property
+    def _usual(self) -> float:
+        return self.options.first_moment_step or _MOMENT_STEP
+
+    def _moment_steps(self, state: TrainingState, steps: Mapping[str, "_Step"]) -> dict[str, float]:
+        """Of Adam's first moments, by parameter: so wide that their noise moves a weight by a share of its own noise."""
+        reach = reach_of_first_moments(state.tree)
+        if self.options.first_moment_step is not None or reach is None:
+            return {}
+        found = {}
+        for name, step in steps.items():
+            spec = state.specs[name]
+            finer = _finer(spec)
+            wanted = _MOMENTS_SHARE * step.step * finer / max(reach, _LEAST)
+            found[spec.tag.parameter or name] = min(max(wanted, _MOMENT_STEPS[0]), _MOMENT_STEPS[1]) / finer
+        return found
 
     def describe(self) -> JSON:
         """See `Scheme.describe`."""
@@ -154,7 +178,8 @@ class Auto:
     @property
     def settings(self) -> str:
         """In short, for logs."""
-        return f"scale={self._scale:.3g} first_moment_step={self.options.first_moment_step:g}"
+        fixed = self.options.first_moment_step
+        return f"scale={self._scale:.3g}" + (f" first_moment_step={fixed:g}" if fixed is not None else "")
 
     @property
     def _scale(self) -> float:
@@ -189,7 +214,7 @@ class Auto:
             if curvature is None:
                 unit, tensor = _size([state.tensors[spec.name]]), None
             else:
-                octaves = (means.get(curvature.kind, curvature.mean) - curvature.mean) / 4
+                octaves = (means.get(curvature.kind, curvature.level) - curvature.level) / 4
                 unit = size * min(_FARTHEST, max(1 / _FARTHEST, math.exp(octaves)))
                 tensor = curvature.tensor
             # of a tensor that is all zeros or not finite; the lattice refuses the latter and any step does for the former
@@ -219,22 +244,20 @@ def _finer(spec: TensorSpec) -> int:
 class _Curvature(NamedTuple):
     kind: str
     tensor: torch.Tensor
-    mean: float
-    """Of the natural logarithms."""
+    level: float
+    """Natural logarithm of the mean."""
 
 
 def _curvature(kind: str, tensor: torch.Tensor) -> _Curvature | None:
+    from shrinkpoint.schemes import matrix_kernels  # numba
+
     if tensor.is_complex() or tensor.numel() == 0:
         return None
     least, most = torch.aminmax(tensor)
     if not (bool(least >= 0) and bool(most > 0) and bool(torch.isfinite(most))):  # NaN is neither
         return None
-    sample = widened(tensor.reshape(-1)[:: max(1, tensor.numel() // _SAMPLE)])
-    positive = sample[sample > 0]
-    if positive.size == 0:
-        return None
-    logarithms = np.log(np.maximum(positive, np.float32(_LEAST)))
-    return _Curvature(kind, tensor, float(logarithms.mean(dtype=np.float64)))
+    mean = matrix_kernels.total(widened(tensor)) / tensor.numel()
+    return _Curvature(kind, tensor, math.log(max(mean, _LEAST)))
 
 
 def _square(tensor: torch.Tensor) -> torch.Tensor:
@@ -251,10 +274,10 @@ def _size(tensors: list[torch.Tensor]) -> float:
 
 
 def _means(found: list[tuple[_Curvature | None, int]]) -> dict[str, float]:
-    """The mean logarithm over all elements, for each kind: kinds are not measured in the same unit."""
+    """The mean level over all elements, for each kind: kinds are not measured in the same unit."""
     totals: dict[str, tuple[float, int]] = {}
     for curvature, count in found:
         if curvature is not None:
             total, before = totals.get(curvature.kind, (0.0, 0))
-            totals[curvature.kind] = total + count * curvature.mean, before + count
+            totals[curvature.kind] = total + count * curvature.level, before + count
     return {kind: total / count for kind, (total, count) in totals.items()}

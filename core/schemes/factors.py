@@ -25,6 +25,9 @@ I16 = npt.NDArray[np.int16]
 F64 = npt.NDArray[np.float64]
 
 _PER_OCTAVE = 4
+# Quarters that a second moment's factors are rounded to. Its elements lie octaves away from the product of their row and
+# column anyway: what finer steps say costs bytes, and no resumed run tells the difference.
+_ROUNDED = 4
 # 2 ** (k / 4), written out: a library's power function may differ by a rounding from one machine to another
 _QUARTERS = np.array([1.0, 1.1892071, 1.4142135, 1.6817929], np.float32)
 _NONE = -(2**15)  # the exponent of zero
@@ -57,13 +60,13 @@ class Factors:
         rows, columns = _means(*row_and_column_means(values))
         total, count = _log_sum(values)
         if not count:
-            return cls._rounded(rows, columns)
+            return cls._rounded(rows, columns, _ROUNDED)
         used = values > 0 if count < values.size else None
         for octaves, axis in ((rows, 1), (columns, 0)):
             every = np.full(octaves.size, values.shape[axis])
             each = np.count_nonzero(used, axis=axis) if used is not None else every
             total -= float((octaves[each > 0] * each[each > 0]).sum())
-        return cls._rounded(rows + total / count, columns)
+        return cls._rounded(rows + total / count, columns, _ROUNDED)
 
     @classmethod
     def of_roots(cls, values: F32) -> "Factors":
@@ -81,8 +84,8 @@ class Factors:
         return cls._rounded(rows / 2 + shift, columns / 2)
 
     @classmethod
-    def _rounded(cls, rows: F64, columns: F64) -> "Factors":
-        return cls(rows=_exponents(rows), columns=_exponents(columns))
+    def _rounded(cls, rows: F64, columns: F64, quarters: int = 1) -> "Factors":
+        return cls(rows=_exponents(rows, quarters), columns=_exponents(columns, quarters))
 
     def product(self) -> F32:
         """fp32 (rows * columns,): at least the least normal number, or zero where a factor is."""
@@ -167,10 +170,11 @@ def _log_sum(values: F32) -> tuple[float, int]:
     return float(octaves.sum(dtype=np.float64)), int(np.count_nonzero(used))
 
 
-def _exponents(octaves: F64) -> I16:
+def _exponents(octaves: F64, quarters: int) -> I16:
+    """In quarter octaves, multiples of so many."""
     with np.errstate(invalid="ignore"):
-        quarters = np.clip(np.rint(octaves * _PER_OCTAVE), _LOW, _HIGH)
-    return np.where(np.isfinite(octaves), quarters, _NONE).astype(np.int16)
+        rounded = np.clip(np.rint(octaves * _PER_OCTAVE / quarters) * quarters, _LOW, _HIGH)
+    return np.where(np.isfinite(octaves), rounded, _NONE).astype(np.int16)
 
 
 def _power(exponents: I16) -> F32:

@@ -69,8 +69,8 @@ def curvature_exponents(second: torch.Tensor, shape: tuple[int, ...]) -> tuple[I
         shape: rows are the first axis, columns all others.
 
     Returns:
-        int8 (rows,) and int8 (columns,), each -12 to 12: minus the octaves of the row's mean above the geometric mean of
-        all rows' means, and the same for columns. A row without any second moment gets the largest step.
+        int8 (rows,) and int8 (columns,), each -12 to 12: minus the octaves of the row's mean above the tensor's, and the
+        same for columns. A row without any second moment gets the largest step.
     """
     rows, columns = row_and_column_means(widened(second).reshape(matrix_shape(shape)))
     return _exponents(rows), _exponents(columns)
@@ -81,7 +81,7 @@ def _exponents(means: npt.NDArray[np.float64]) -> I8:
     if not used.any():
         return np.zeros(means.size, np.int8)
     octaves = np.log2(means, where=used, out=np.zeros_like(means))
-    below = np.where(used, octaves[used].mean() - octaves, REACH)
+    below = np.where(used, np.log2(means.mean()) - octaves, REACH)
     exponents: I8 = np.clip(np.rint(below), -REACH, REACH).astype(np.int8)
     return exponents
 

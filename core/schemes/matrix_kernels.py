@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from shrinkpoint.jit import jit_in_any_order
 
-__all__ = ["add_up", "log_sum", "square_sum"]
+__all__ = ["add_up", "log_sum", "square_sum", "total"]
 
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
@@ -29,6 +29,15 @@ def add_up(values: F32, rows: F64, columns: F64) -> None:
         rows[i] = total
         for j in range(row.size):
             columns[j] += np.float64(row[j])
+
+
+@jit_in_any_order
+def total(values: F32) -> float:
+    """The sum of a flat array; one thread's work, so that steps do not depend on how many there are."""
+    found = np.float64(0)
+    for i in range(values.size):
+        found += np.float64(values[i])
+    return float(found)
 
 
 @jit_in_any_order
