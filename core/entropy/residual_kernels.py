@@ -6,14 +6,14 @@ states what its caller must have validated. What is computed is stated in entrop
 modulo 2^64.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from shrinkpoint.jit import jit
 
-__all__ = ["classify", "pack", "unpack"]
+__all__ = ["Classes", "Given", "classify", "pack", "unpack"]
 
 Int64s = npt.NDArray[np.int64]
 UInt8s = npt.NDArray[np.uint8]
@@ -23,6 +23,33 @@ Signed = npt.NDArray[np.signedinteger[Any]]
 Integer = int | np.signedinteger[Any]
 Plan = tuple[int, int, int, int, int, int]
 """Width in bits, cut, whether magnitudes are predicted, shares of previous and beside, whether signs are aligned."""
+
+
+class Given(NamedTuple):
+    """What both sides know of a chunk.
+
+    Attributes:
+        previous: the same numbers of the checkpoint before.
+        beside: those of another tensor of the same shape.
+        rows: offset of each row of the tensor, or of all numbers.
+        columns: offset of each column, which cover the tensor in rows of so many; or one number that is not used.
+        start: place of the chunk's first number in the tensor.
+    """
+
+    previous: Signed
+    beside: Signed
+    rows: Int64s
+    columns: Int64s
+    start: int
+
+
+class Classes(NamedTuple):
+    """Of each symbol: least magnitude, bits of the suffix, and sign, 0 for a positive zero, else 1 or -1."""
+
+    bases: Int64s
+    widths: Int64s
+    signs: Int64s
+
 
 ZERO, ESCAPE, FIRST = 0, 1, 2
 """Keys: a positive zero, a class without a symbol, and the first of the classes of residuals."""
@@ -64,16 +91,13 @@ def _add(out: Int64s, source: Signed, at: int, count: int, share: int, plan: Pla
 @jit
 def _predict(
     out: Int64s,
-    previous: Signed,
-    beside: Signed,
-    rows: Int64s,
-    columns: Int64s,
-    start: int,
+    given: Given,
     at: int,
     count: int,
     plan: Plan,
 ) -> None:
     """Fill ``out`` for the numbers at..at + count of a chunk that begins with number ``start`` of the tensor."""
+    previous, beside, rows, columns, start = given
     if columns.size > 1:
         row, column = (start + at) // columns.size, (start + at) % columns.size
         done = 0
@@ -96,17 +120,13 @@ def _predict(
 def _residuals(
     out: Int64s,
     bits: Signed,
-    previous: Signed,
-    beside: Signed,
-    rows: Int64s,
-    columns: Int64s,
-    start: int,
+    given: Given,
     at: int,
     count: int,
     plan: Plan,
 ) -> None:
     """Fill ``out`` with the differences to the predictions, modulo 2^width, as signed integers."""
-    _predict(out, previous, beside, rows, columns, start, at, count, plan)
+    _predict(out, given, at, count, plan)
     kept, turned = _masks(plan)
     unused = np.int64(64) - np.int64(plan[0])
     for i in range(count):
@@ -114,7 +134,7 @@ def _residuals(
         out[i] = (difference << unused) >> unused
     if plan[5]:
         for i in range(count):
-            sign = np.int64(previous[at + i]) >> 63
+            sign = np.int64(given.previous[at + i]) >> 63
             out[i] = (((out[i] ^ sign) - sign) << unused) >> unused
 
 
@@ -149,23 +169,18 @@ def _keys(bits: Signed, at: int, count: int, residuals: Int64s, plan: Plan, out:
 @jit
 def classify(
     bits: Signed,
-    previous: Signed,
-    beside: Signed,
-    rows: Int64s,
-    columns: Int64s,
-    start: int,
+    given: Given,
     plan: Plan,
     keys: UInt16s,
 ) -> None:
-    """Write the class of each number of a chunk that begins with number ``start``.
+    """Write the class of each number of a chunk.
 
-    Validated by the caller: ``previous`` and ``beside`` have the size of ``bits`` where the plan reads them; ``columns`` has
-    size 1 and ``rows`` a first number, or both cover the tensor in rows of ``columns.size``.
+    Validated by the caller: ``previous`` and ``beside`` have the size of ``bits`` where the plan reads them.
     """
     residuals = np.empty(_BLOCK, dtype=np.int64)
     for at in range(0, bits.size, _BLOCK):
         count = min(_BLOCK, bits.size - at)
-        _residuals(residuals, bits, previous, beside, rows, columns, start, at, count, plan)
+        _residuals(residuals, bits, given, at, count, plan)
         _keys(bits, at, count, residuals, plan, keys[at : at + count])
 
 
@@ -187,24 +202,19 @@ def _put(
 @jit
 def pack(
     bits: Signed,
-    previous: Signed,
-    beside: Signed,
-    rows: Int64s,
-    columns: Int64s,
-    start: int,
+    given: Given,
     plan: Plan,
     index: UInt8s,
-    bases: Int64s,
-    widths: Int64s,
-    signs: Int64s,
+    classes: Classes,
     symbols: UInt8s,
     words: UInt32s,
 ) -> Integer:
     """Write the symbol of each number, and its suffix into ``words``; return how many bits of those are used.
 
-    Validated by the caller: as :func:`classify`; ``index`` maps every key that occurs to a symbol, of which ``bases``,
-    ``widths`` and ``signs`` (0 for a positive zero, else 1 or -1) are told; ``words`` holds a word more than all suffixes.
+    Validated by the caller: as :func:`classify`; ``index`` maps every key that occurs to one of the ``classes``; ``words`` holds a
+    word more than all suffixes.
     """
+    bases, widths, signs = classes
     keys = np.empty(_BLOCK, dtype=np.uint16)
     wide = widths.max() > 31 - plan[2]
     residuals = np.empty(_BLOCK, dtype=np.int64)
@@ -212,7 +222,7 @@ def pack(
     held = filled = np.int64(0)
     for at in range(0, bits.size, _BLOCK):
         count = min(_BLOCK, bits.size - at)
-        _residuals(residuals, bits, previous, beside, rows, columns, start, at, count, plan)
+        _residuals(residuals, bits, given, at, count, plan)
         _keys(bits, at, count, residuals, plan, keys)
         for i in range(count):
             symbols[at + i] = index[keys[i]]
@@ -255,15 +265,9 @@ def _get(
 def unpack(
     symbols: UInt8s,
     words: UInt32s,
-    previous: Signed,
-    beside: Signed,
-    rows: Int64s,
-    columns: Int64s,
-    start: int,
+    given: Given,
     plan: Plan,
-    bases: Int64s,
-    widths: Int64s,
-    signs: Int64s,
+    classes: Classes,
     bits: Signed,
 ) -> Integer:
     """The inverse of :func:`pack`: fill ``bits``; return how many bits of ``words`` the symbols name.
@@ -271,6 +275,7 @@ def unpack(
     Validated by the caller: as :func:`pack`, and that symbols index the tables; the last of ``words`` is 0 and not part
     of the data.
     """
+    bases, widths, signs = classes
     wide = widths.max() > 32
     residuals = np.empty(_BLOCK, dtype=np.int64)
     predictions = np.empty(_BLOCK, dtype=np.int64)
@@ -293,8 +298,8 @@ def unpack(
                 shift = np.int64(32)
             position, held, filled, high = _get(words, position, held, filled, size)
             residuals[i] = signs[symbol] * (bases[symbol] + (low | (high << shift)))
-        _predict(predictions, previous, beside, rows, columns, start, at, count, plan)
-        _restore(residuals, predictions, tops, previous, at, count, plan, bits)
+        _predict(predictions, given, at, count, plan)
+        _restore(residuals, predictions, tops, given.previous, at, count, plan, bits)
         for i in range(count):
             bits[at + i] &= -np.int64(signs[symbols[at + i]] != 0)
     return np.int64(position) * 32 - filled

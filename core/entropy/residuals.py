@@ -18,7 +18,7 @@ differences is not published; predictions, classes by length, contexts and the r
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,9 @@ from shrinkpoint.entropy.rans import decode_symbols, encode_symbols, map_in_thre
 from shrinkpoint.entropy.symbols import count_symbols
 from shrinkpoint.entropy.wire import ByteReader, Payload, write_uvarint
 from shrinkpoint.errors import CorruptionError, FormatError
+
+if TYPE_CHECKING:
+    from shrinkpoint.entropy.residual_kernels import Given
 
 __all__ = [
     "ClassTable",
@@ -111,8 +114,10 @@ class Sources:
     columns: Int64s | None = None
     """Offset of each column."""
 
-    def arrays(self, layout: Layout, part: slice) -> tuple[Any, ...]:
-        """The kernels' arguments from ``previous`` to ``columns`` for a part of the numbers."""
+    def given(self, layout: Layout, start: int, part: slice) -> "Given":
+        """The same for the kernels: of a part of the numbers, the first of which stands at ``start``."""
+        from shrinkpoint.entropy.residual_kernels import Given  # numba
+
         dtype = np.dtype(f"i{layout.width // 8}")
         nothing = _fixed(np.zeros(1, dtype=dtype))
         before, near = (
@@ -120,7 +125,7 @@ class Sources:
             for source in (self.previous, self.beside)
         )
         columns = _NOTHING if self.columns is None else self.columns
-        return before, near, _fixed(self.rows), _fixed(columns)
+        return Given(before, near, _fixed(self.rows), _fixed(columns), start)
 
     def check(self, layout: Layout, count: int) -> None:
         """Raise ValueError unless the arrays fit ``count`` numbers of the layout."""
@@ -288,7 +293,7 @@ def decode_residuals(
     if reader.remaining < -(-count // _CHUNK) - 1:  # before memory is taken for a count that a header states
         raise FormatError(f"suffixes: {reader.remaining} bytes cannot hold {count} numbers")
     symbols = _decode_symbols(sections["symbols"], contexts, count, table.keys.size, threads)
-    tables = tuple(map(_fixed, table.tables()))
+    classes = residual_kernels.Classes(*map(_fixed, table.tables()))
     chunks = list(_chunks(count))
     lengths = [reader.uvarint(reader.remaining, "chunk length") for _ in chunks[:-1]]
     suffixes = [reader.take(length) for length in lengths] + [reader.rest()]
@@ -296,13 +301,11 @@ def decode_residuals(
 
     def decode(item: tuple[tuple[int, slice], memoryview]) -> None:
         (start, part), suffix = item
-        before, near, *fields = sources.arrays(layout, part)
+        given = sources.given(layout, start, part)
         words = _fixed(
             np.frombuffer(bytes(suffix) + bytes(-len(suffix) % 4 + 4), dtype="<u4").astype(np.uint32)
         )
-        used = residual_kernels.unpack(
-            _fixed(symbols[part]), words, before, near, *fields, start, layout.plan, *tables, out[part]
-        )
+        used = residual_kernels.unpack(_fixed(symbols[part]), words, given, layout.plan, classes, out[part])
         if -(-used // 8) != len(suffix):
             raise CorruptionError(
                 f"suffixes: a chunk has {len(suffix)} bytes where its classes name {-(-used // 8)}"
@@ -329,9 +332,8 @@ def _classify(
 ) -> None:
     from shrinkpoint.entropy import residual_kernels  # numba
 
-    before, near, *fields = sources.arrays(layout, part)
     signed = _fixed(bits[part].view(f"i{layout.width // 8}"))
-    residual_kernels.classify(signed, before, near, *fields, start, layout.plan, keys)
+    residual_kernels.classify(signed, sources.given(layout, start, part), layout.plan, keys)
 
 
 def _packer(
@@ -340,17 +342,15 @@ def _packer(
     from shrinkpoint.entropy import residual_kernels  # numba
 
     layout = table.layout
-    index, tables = _fixed(table.index()), tuple(map(_fixed, table.tables()))
-    widest = int(tables[1].max()) + int(layout.magnitude)
+    index, classes = _fixed(table.index()), residual_kernels.Classes(*map(_fixed, table.tables()))
+    widest = int(classes.widths.max()) + int(layout.magnitude)
 
     def pack(item: tuple[int, slice]) -> bytes:
         start, part = item
-        before, near, *fields = sources.arrays(layout, part)
+        given = sources.given(layout, start, part)
         signed = _fixed(bits[part].view(f"i{layout.width // 8}"))
         words = np.empty(signed.size * widest // 32 + 2, dtype=np.uint32)
-        used = residual_kernels.pack(
-            signed, before, near, *fields, start, layout.plan, index, *tables, symbols[part], words
-        )
+        used = residual_kernels.pack(signed, given, layout.plan, index, classes, symbols[part], words)
         return words.astype("<u4", copy=False).view(np.uint8)[: -(-used // 8)].tobytes()
 
     return pack

@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python examples/benchmarks/itmo.py
 
 A small GPT is trained for 200 steps and saved every 50. The last save's planes of one of its blocks are coded, given
-those of the save before: ExCP's symbols, for which the LSTM was published (arXiv 2506.12000), and those of shrinkpoint's own
-lattices: how many steps each weight has moved, and the levels of the first moments. That takes some two minutes
+those of the save before: ExCP's symbols, for which the LSTM was published (arXiv 2506.12000), and those of scheme ``auto``:
+how many steps of its lattice each weight has moved, and the levels of the first moments. That takes some two minutes
 after the training; ``--blocks 4`` takes the whole model. ``--states`` takes a folder of ``step_XXXX.pt`` files (keys model,
 optim, param_names) instead of a training, and ``--steps`` which four of them.
 
@@ -12,88 +12,97 @@ Columns: entropy of order 0, and given the symbol at the same place before (both
 scheme ``itmo`` writes, which is by tables where those are shorter;
 ``one LSTM``, a single network that learns on through all matrices of the same width, one under the other, as the paper may
 mean it; the context coder given the same previous plane and no other; and ``used``, what the scheme gives it: for ExCP's planes the
-previous one and siblings, for the lattices what their codecs know of a dither and of a weight's history. The last line of each is the
-sum over a parameter's planes. All bytes are counted, and everything is decoded and compared.
+previous one and siblings, for auto's what its codecs know of a dither and of a weight's history: the bytes that it stores. The last line
+of each is the sum over a parameter's planes. All bytes are counted, and everything is decoded and compared.
 """
 
 import argparse
-import math
 import time
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from pathlib import Path as FilePath
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from context_planes import Levels, Quantization, Tensors, UInt8s, excp, states_of, states_of_training
+from context_planes import (
+    Levels,
+    Quantization,
+    Tensors,
+    UInt8s,
+    excp,
+    learning_rates,
+    states_of,
+    states_of_training,
+)
 from rich.console import Console
 from rich.progress import Progress
 
+from shrinkpoint.coding import encode_state
 from shrinkpoint.entropy import context, lstm
 from shrinkpoint.entropy.context import Effort, Side
 from shrinkpoint.entropy.lstm import Advance, LstmOptions
 from shrinkpoint.entropy.symbols import conditional_entropy_bits
-from shrinkpoint.schemes.base import Context, Held
-from shrinkpoint.schemes.dithered_moments import DitheredFirstMomentCodec, FactoredSecondMomentCodec
-from shrinkpoint.schemes.lattice import LatticeCodec, curvature_exponents
-from shrinkpoint.state import Role, Tag, TensorSpec
+from shrinkpoint.schemes.auto import Auto, AutoOptions
+from shrinkpoint.schemes.base import Held, Occasion
+from shrinkpoint.state import LayerType, Role, Tag, TrainingState
+from shrinkpoint.tree import Path
 
 EFFORTS: tuple[Effort, ...] = ("default", "max")
 HEADS = ("order 0", "previous", "stored", "one LSTM", *EFFORTS, "def used", "max used", "LSTM/def")
 RADIUS = 126
 
 
-def lattice(states: list[Tensors], scale: float, moment_step: float) -> Quantization:
-    """Moves on dithered lattices and dithered first moments, as `shrinkpoint.schemes.auto` sets them up for Adam."""
-    by_effort = {effort: _chain(states, scale, moment_step, effort) for effort in EFFORTS}
-    own = {effort: sizes for effort, (_, sizes) in by_effort.items()}
-    return Quantization(f"lattice, scale {scale:g}", ("m", "w"), by_effort["default"][0], own)
+def lattice(states: list[Tensors], rates: list[float], scale: float, names: list[str]) -> Quantization:
+    """Moves on dithered lattices and dithered first moments, coded by scheme ``auto`` itself."""
+    chains = {
+        effort: _chain(states, rates, names, AutoOptions(weight_scale=scale, effort=effort))
+        for effort in EFFORTS
+    }
+    own = {effort: sizes for effort, (_, sizes) in chains.items()}
+    return Quantization(f"auto, scale {scale:g}", ("m", "w"), chains["default"][0], own)
 
 
 def _chain(
-    states: list[Tensors], scale: float, moment_step: float, effort: Effort
+    states: list[Tensors], rates: list[float], names: list[str], options: AutoOptions
 ) -> tuple[list[Levels], dict[str, dict[str, int]]]:
-    """The planes of all checkpoints, and the codecs' own bytes of the last one's."""
-    elements = sum(weight.size for weight, _, _ in states[0].values())
-    size = math.sqrt(
-        sum(float((w.astype(np.float64) ** 2).sum()) for w, _, _ in states[0].values()) / elements
-    )
-    held: dict[str, Held] = {}
+    """The planes of all checkpoints, and the bytes of the last one's."""
+    held: Mapping[str, Held] | None = None
     planes: list[Levels] = []
-    sizes: dict[str, dict[str, int]] = {}
-    for number, state in enumerate(states):
-        logs = {name: float(np.log(np.maximum(v, 1e-30)).mean()) for name, (_, _, v) in state.items()}
-        mean = sum(logs[name] * v.size for name, (_, _, v) in state.items()) / elements
+    for step, (tensors, rate) in enumerate(zip(states, rates, strict=True)):
+        state = _state(tensors, rate)
+        scheme = Auto(options=options, occasion=Occasion(state=state, step=step, reference=held))
+        parent = "0" * 32 if held is not None else None
+        coded = encode_state(state, scheme, step=step, reference=held, parent=parent)
         levels: Levels = {}
-        for name, parts in state.items():
-            weight, first, second = map(torch.from_numpy, parts)
-            shape = tuple(weight.shape)
-            v = FactoredSecondMomentCodec().encode(second, spec(name, shape, Role.EXP_AVG_SQ), Context())
-            moment = DitheredFirstMomentCodec(step=moment_step, seed=number, effort=effort)
-            siblings = {Role.EXP_AVG_SQ.value: v.value}
-            m = moment.encode(first, spec(name, shape, Role.EXP_AVG), Context(siblings=siblings))
-            codec = LatticeCodec(
-                step=scale * size * math.exp((mean - logs[name]) / 4),
-                exponents=curvature_exponents(second, shape),
-                tolerance=0.99,  # of one lattice's indices only the differences are moves
-                effort=effort,
+        for name in names:
+            shape = tensors[name][0].shape
+            index, before = (
+                np.asarray(chain[f"{name}/0"].planes["index"], np.int64).reshape(shape)
+                for chain in (coded.held, held or coded.held)
             )
-            w = codec.encode(weight, spec(name, shape, Role.WEIGHT), Context(held.get(name)))
-            index = np.asarray(w.planes["index"], np.int64)
-            before = np.asarray(held[name].planes["index"], np.int64) if name in held else index
             moved = np.clip(index - before, -RADIUS, RADIUS) + RADIUS
-            levels[name] = {
-                "m": np.asarray(m.planes["levels"], np.uint8).reshape(shape),
-                "w": moved.astype(np.uint8).reshape(shape),
-            }
-            held[name] = Held(w.encoded.codec, w.encoded.params, w.planes)
-            sizes[name] = {key: len(coded.encoded.sections["levels"]) for key, coded in (("m", m), ("w", w))}
+            first = np.asarray(coded.held[f"{name}/1"].planes["levels"], np.uint8)
+            levels[name] = {"m": first.reshape(shape), "w": moved.astype(np.uint8)}
         planes.append(levels)
+        held = coded.held
+    sections = {entry.spec.name: entry.encoded.sections for entry in coded.checkpoint.entries}
+    sizes = {
+        name: {key: len(sections[f"{name}/{number}"]["levels"]) for key, number in (("w", 0), ("m", 1))}
+        for name in names
+    }
     return planes, sizes
 
 
-def spec(name: str, shape: tuple[int, ...], role: Role) -> TensorSpec:
-    return TensorSpec(name=name, dtype=torch.float32, shape=shape, tag=Tag(role=role))
+def _state(tensors: Tensors, rate: float) -> TrainingState:
+    """Weights, first and second moments as ``name/0``, ``name/1`` and ``name/2``, with what an optimizer says of itself."""
+    roles = (Role.WEIGHT, Role.EXP_AVG, Role.EXP_AVG_SQ)
+
+    def describe(path: Path, tensor: torch.Tensor) -> Tag:
+        return Tag(role=roles[int(path[1])], layer_type=LayerType.LINEAR, parameter=path[0])
+
+    parts: dict[str, Any] = {name: list(map(torch.from_numpy, three)) for name, three in tensors.items()}
+    return TrainingState.capture({**parts, "param_groups": [{"lr": rate, "betas": (0.9, 0.95)}]}, describe)
 
 
 def by_lstm(plane: UInt8s, previous: UInt8s, options: LstmOptions, advance: Advance) -> bytes:
@@ -171,7 +180,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--states", type=Path, help="folder of step_XXXX.pt files instead of a training")
+    parser.add_argument("--states", type=FilePath, help="folder of step_XXXX.pt files instead of a training")
     parser.add_argument("--steps", type=int, nargs=4, default=[50, 100, 150, 200], help="saves, ascending")
     parser.add_argument("--blocks", type=int, default=1, help="how many of the model's blocks (default 1)")
     parser.add_argument("--alpha", type=float, default=1e-3, help="ExCP's threshold (default 1e-3)")
@@ -182,8 +191,9 @@ def main() -> None:
     found = states_of(options.states, options.steps) if options.states else states_of_training(options.steps)
     states = list(found)
     names = [name for name in states[0] for block in range(options.blocks) if f"blocks.{block}." in name]
-    states = [{name: state[name] for name in names} for state in states]
-    quantizations = [excp(states, options.alpha), lattice(states, options.scale, 3.0)]
+    blocks = [{name: state[name] for name in names} for state in states]
+    rates = learning_rates(options.steps)
+    quantizations = [excp(blocks, options.alpha), lattice(states, rates, options.scale, names)]
     network = LstmOptions(width=options.width, rate=options.rate)
     total = sum(4 * states[0][name][0].size * len(q.order) for q in quantizations for name in names)
     print(f"{'bits per symbol':<27}" + "".join(f"{head:>10}" for head in HEADS))

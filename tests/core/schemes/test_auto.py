@@ -93,6 +93,44 @@ def test_steps_are_narrower_where_the_curvature_is_large_and_in_small_tensors():
     assert steps["c/w"] * 8 == pytest.approx(steps["a/w"] * math.sqrt(10), rel=1e-4)
 
 
+def test_rows_that_are_hardly_used_do_not_widen_the_steps_of_the_others():
+    """Of an embedding most rows may never have had a gradient: their weights are no reason to store the others worse."""
+    weight, second = torch.randn(256, 64), torch.full((256, 64), 1e-6)
+    rare = second.clone()
+    rare[16:] = 1e-24
+    error = {}
+    for name, v in (("all", second), ("some", rare)):
+        state = state_of(a__w=weight, a__exp_avg=weight * 0, a__exp_avg_sq=v)
+        restored = decode_chain([coded(state).checkpoint]).state.tensors["a/w"]
+        error[name] = float((restored - weight)[:16].square().mean().sqrt())
+    # sixteen times the others' mean: half their step
+    assert error["some"] == pytest.approx(error["all"] / 2, rel=0.2)
+
+
+def test_first_moments_are_as_noisy_as_their_weights_for_the_learning_rate():
+    """One step of the moment moves the weight by lr / (1 - beta1) of a root: seven tenths of a step of its lattice."""
+    weight = torch.randn(64, 64)
+    tensors = state_of(
+        a__w=weight, a__exp_avg=weight * 1e-4, a__exp_avg_sq=torch.full_like(weight, 1e-6),
+        b__w=torch.randn(128), b__exp_avg=torch.full((128,), 1e-4), b__exp_avg_sq=torch.full((128,), 1e-6),
+    )  # fmt: skip
+
+    def steps(rate, options=OPTIONS):
+        groups = [{"lr": rate, "betas": [0.9, 0.95]}]
+        state = TrainingState([tensors.tree, {"param_groups": groups}], tensors.tensors, tensors.specs)
+        entries = coded(state, options=options).checkpoint.entries
+        return {e.spec.name: e.encoded.params["step"] for e in entries if "step" in e.encoded.params}
+
+    found = steps(0.01)
+    assert found["a/exp_avg"] == pytest.approx(0.7 * found["a/w"] / 0.1, rel=1e-5)
+    assert found["b/exp_avg"] == pytest.approx(0.7 * found["b/w"] / 0.1, rel=1e-5)
+    assert steps(0.02)["a/exp_avg"] == pytest.approx(found["a/exp_avg"] / 2, rel=1e-5)
+    assert (steps(1.0)["a/exp_avg"], steps(1.0)["b/exp_avg"]) == (1, 1 / 8)
+    assert (steps(0.0)["a/exp_avg"], steps(0.0)["b/exp_avg"]) == (12, 12 / 8)
+    assert steps(None)["a/exp_avg"] == 3
+    assert steps(0.01, AutoOptions(weight_scale=0.5, first_moment_step=2))["a/exp_avg"] == 2
+
+
 def test_a_chain_keeps_its_dither_and_a_base_or_a_restore_changes_it():
     one, two, _ = training()
     base = coded(one, step=1)

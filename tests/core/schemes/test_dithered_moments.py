@@ -127,6 +127,18 @@ def test_rows_that_have_not_been_seen_for_long_keep_their_factor():
     assert bool((coded.value[4] > 0.5).all())
 
 
+def test_a_second_moments_factors_are_whole_octaves_and_a_momentums_quarters():
+    generator = torch.Generator().manual_seed(0)
+    values = torch.rand((20, 30), generator=generator).numpy()
+    second, own = (
+        Factors.of_second_moment(values),
+        Factors.of_roots(values * np.arange(1, 31, dtype=np.float32)),
+    )
+    assert not (second.rows % 4).any()
+    assert not (second.columns % 4).any()
+    assert (own.columns % 4).any()
+
+
 def test_roots_are_found_where_squares_are_beyond_fp32():
     generator = torch.Generator().manual_seed(0)
     for scale in (1e-36, 1e30):

@@ -118,6 +118,9 @@ def test_steps_follow_the_curvature():
     rows, columns = curvature_exponents(second, (4, 6))
     assert rows[1] - rows[0] == -4  # sixteen times the second moment is half the step: four quarter octaves
     assert columns[2] - columns[0] > 0
+    alike, used = curvature_exponents(torch.full((4, 6), 3e-9), (4, 6))
+    assert not alike.any()
+    assert not used.any()
     second[3] = 0
     assert curvature_exponents(second, (4, 6))[0][3] == 12
 
