@@ -31,7 +31,8 @@ from shrinkpoint.schemes.dithered_moments import (
     DitheredMomentumCodec,
     FactoredSecondMomentCodec,
 )
-from shrinkpoint.schemes.lattice import LatticeCodec, curvature_exponents
+from shrinkpoint.schemes.lattice import LatticeCodec
+from shrinkpoint.schemes.lattice_steps import curvature_exponents
 from shrinkpoint.schemes.learning_rates import reach_of_first_moments
 from shrinkpoint.schemes.planes import WEIGHT_DTYPES, widened
 from shrinkpoint.schemes.recipe import check_choice, check_number, described

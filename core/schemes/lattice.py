@@ -5,9 +5,8 @@ lattice stays through a chain, so that a delta codes how far each weight has mov
 reconstruction's error is bounded by half a step at every checkpoint and never adds up. After a restore the weights lie
 exactly on the lattice, and small updates would be rounded away: the next checkpoint takes another dither (`seed`).
 
-Steps are proportional to ``v ** -1/4``: reverse water-filling with the curvature taken as the root of Adam's second moment
-v (for which ``sqrt(v)`` stands in Adam's own update), of which the mean of each row and of each column is kept, as in
-Adafactor (arXiv 1804.04235, section 3). They are powers of ``2 ** (1/4)``, so that every machine computes the same ones.
+Steps follow the curvature (`shrinkpoint.schemes.lattice_steps`). They are powers of ``2 ** (1/4)`` times the tensor's own, so
+that every machine computes the same ones.
 
 What a reader knows of a weight's place in its cell tells more than anything else whether it will leave it. One that has
 just crossed a border is still near it, and may return; where the lattice was exchanged, the old point's place in the new
@@ -28,7 +27,7 @@ from shrinkpoint.entropy.context import Effort, decode_plane, encode_plane
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
 from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Held, Planes
 from shrinkpoint.schemes.dither import SEEDS
-from shrinkpoint.schemes.factors import matrix_shape, row_and_column_means
+from shrinkpoint.schemes.factors import matrix_shape
 from shrinkpoint.schemes.lattice_points import (
     FARTHEST,
     REACH,
@@ -38,6 +37,7 @@ from shrinkpoint.schemes.lattice_points import (
     join_exponents,
     split_exponents,
 )
+from shrinkpoint.schemes.lattice_steps import Steps
 from shrinkpoint.schemes.planes import (
     F32,
     WEIGHT_DTYPES,
@@ -53,37 +53,12 @@ from shrinkpoint.schemes.recipe import check_choice
 from shrinkpoint.state import TensorSpec
 from shrinkpoint.tree import JSON
 
-__all__ = ["LatticeCodec", "curvature_exponents"]
+__all__ = ["LatticeCodec"]
 
 I16 = npt.NDArray[np.int16]
 I8 = npt.NDArray[np.int8]
 
 _RADIUS = 126  # moves farther than this are stored apart
-
-
-def curvature_exponents(second: torch.Tensor, shape: tuple[int, ...]) -> tuple[I8, I8]:
-    """How many quarter octaves the steps of each row and of each column lie above the tensor's own.
-
-    Args:
-        second: Adam's second moment, of `shape`; finite and not negative.
-        shape: rows are the first axis, columns all others.
-
-    Returns:
-        int8 (rows,) and int8 (columns,), each -12 to 12: minus the octaves of the row's mean above the tensor's, and the
-        same for columns. A row without any second moment gets the largest step.
-    """
-    rows, columns = row_and_column_means(widened(second).reshape(matrix_shape(shape)))
-    return _exponents(rows), _exponents(columns)
-
-
-def _exponents(means: npt.NDArray[np.float64]) -> I8:
-    used = means > 0
-    if not used.any():
-        return np.zeros(means.size, np.int8)
-    octaves = np.log2(means, where=used, out=np.zeros_like(means))
-    below = np.where(used, np.log2(means.mean()) - octaves, REACH)
-    exponents: I8 = np.clip(np.rint(below), -REACH, REACH).astype(np.int8)
-    return exponents
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,11 +77,11 @@ class LatticeCodec:
     step: float = 1e-3
     """Distance of two lattice points where the curvature is the tensor's mean one."""
     exponents: tuple[I8, I8] | None = None
-    """What `curvature_exponents` gives; None for equal steps."""
+    """What `lattice_steps.curvature_exponents` gives; None for equal steps."""
     seed: int | None = None
     """Seed of the dither; None goes on with the previous checkpoint's, or starts with 0."""
-    tolerance: float = 0.3
-    """The previous checkpoint's steps are kept while the wanted one is within this share of it."""
+    slack: float = 0.2
+    """The previous checkpoint's steps are kept while the loss is at most this share larger than with the wanted ones."""
     effort: Effort = "default"
     """How much time the coder of the moves spends."""
 
@@ -115,28 +90,29 @@ class LatticeCodec:
             raise ConfigError(f"step={self.step} must be a positive number of ordinary size")
         if self.seed is not None and (type(self.seed) is not int or not 0 <= self.seed < SEEDS):
             raise ConfigError(f"seed={self.seed!r} must be an integer from 0 to {SEEDS - 1}, or None")
-        if not 0 <= self.tolerance < 1:
-            raise ConfigError(f"tolerance={self.tolerance} must be at least 0 and below 1")
+        if not 0 <= self.slack <= 100:
+            raise ConfigError(f"slack={self.slack} must be between 0 and 100")
         check_choice(self, "effort", Effort)
 
     def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
         """See `TensorCodec.encode`; refuses NaN, infinity, other dtypes than floats, and steps too small by far."""
         values = as_float32(tensor, spec)
         reference = HeldLattice.of(context.reference, spec)
-        lattice, kept = self._lattice(reference, spec)
+        lattice = self._lattice(reference, spec)
         index = lattice.nearest(values, spec)
         value = _value(lattice, index, spec)
         outlook = lattice.outlook(reference)
         sections, radius = self._code(index, outlook, spec, context.threads)
-        if not kept:
-            sections["exponents"] = _stored(*self._wanted(spec), context.threads)
+        if reference is None or not lattice.has_steps_of(reference):
+            rows, columns = split_exponents(lattice.exponents, matrix_shape(spec.shape))
+            sections["exponents"] = _stored(rows, columns, context.threads)
         encoded = EncodedTensor(self.id, _params(lattice, radius), sections, reference is not None)
         return Coded(encoded, _planes(lattice, index, outlook), value)
 
     def restored(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> torch.Tensor:
         """See `Quantizer.restored`."""
         values = as_float32(tensor, spec)
-        lattice, _ = self._lattice(HeldLattice.of(context.reference, spec), spec)
+        lattice = self._lattice(HeldLattice.of(context.reference, spec), spec)
         return _value(lattice, lattice.nearest(values, spec), spec)
 
     def rebase(
@@ -152,18 +128,22 @@ class LatticeCodec:
             self.id, _params(lattice, radius), {**sections, "exponents": _stored(*shared, 1)}
         )
 
-    def _lattice(self, reference: HeldLattice | None, spec: TensorSpec) -> tuple[Lattice, bool]:
-        """The lattice to be used, and whether its steps are the reference's."""
-        wanted, seed = np.float32(self.step), self.seed
-        if seed is None:
-            seed = reference.seed if reference is not None else 0
-        if reference is None or abs(float(wanted / reference.step) - 1) > self.tolerance:
-            return Lattice(step=wanted, exponents=join_exponents(*self._wanted(spec)), seed=seed), False
-        return Lattice(step=reference.step, exponents=reference.exponents, seed=seed), True
+    def _lattice(self, reference: HeldLattice | None, spec: TensorSpec) -> Lattice:
+        """The lattice to be used."""
+        wanted = self._wanted(spec)
+        if reference is None or self.seed is not None:  # under another dither, other steps cost nothing more
+            return _lattice(wanted, self.seed or 0)
+        rows, columns = split_exponents(reference.exponents, matrix_shape(spec.shape))
+        held = Steps(step=reference.step, rows=rows, columns=columns)
+        followed = held.followed(wanted, self.slack)
+        if followed is held:
+            return Lattice(step=reference.step, exponents=reference.exponents, seed=reference.seed)
+        return _lattice(followed, reference.seed)
 
-    def _wanted(self, spec: TensorSpec) -> tuple[I8, I8]:
+    def _wanted(self, spec: TensorSpec) -> Steps:
         height, width = matrix_shape(spec.shape)
-        return self.exponents or (np.zeros(height, np.int8), np.zeros(width, np.int8))
+        rows, columns = self.exponents or (np.zeros(height, np.int8), np.zeros(width, np.int8))
+        return Steps(step=np.float32(self.step), rows=rows, columns=columns)
 
     def _code(
         self, index: I16, outlook: Outlook, spec: TensorSpec, threads: int
@@ -231,6 +211,10 @@ def _params(lattice: Lattice, radius: int) -> dict[str, JSON]:
 
 def _planes(lattice: Lattice, index: I16, outlook: Outlook) -> Planes:
     return {"index": index, "exponent": lattice.exponents, "history": outlook.history(index)}
+
+
+def _lattice(steps: Steps, seed: int) -> Lattice:
+    return Lattice(step=steps.step, exponents=join_exponents(steps.rows, steps.columns), seed=seed)
 
 
 def _stored(rows: I8, columns: I8, threads: int) -> bytes:

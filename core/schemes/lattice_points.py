@@ -103,9 +103,12 @@ class Lattice:
         dither_kernels.halves(predicted, self.seed, _HALVES, values)
         return Outlook(predicted, known, table, (first, Side(values, 2 * _HALVES + 1)))
 
+    def has_steps_of(self, other: "Lattice") -> bool:
+        """Whether every element's step is the same in both."""
+        return self.step == other.step and np.array_equal(self.exponents, other.exponents)
+
     def _is(self, other: "Lattice") -> bool:
-        same = (self.step, self.seed) == (other.step, other.seed)
-        return same and np.array_equal(self.exponents, other.exponents)
+        return self.seed == other.seed and self.has_steps_of(other)
 
     def _quarters(self) -> F32:
         steps: F32 = self.step * _QUARTERS

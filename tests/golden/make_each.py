@@ -32,7 +32,8 @@ from shrinkpoint.schemes.dithered_moments import (
 )
 from shrinkpoint.schemes.excp_codecs import ExcpMomentCodec, ExcpOptions, ExcpWeightCodec
 from shrinkpoint.schemes.gobo import GoboCodec, GoboOptions
-from shrinkpoint.schemes.lattice import LatticeCodec, curvature_exponents
+from shrinkpoint.schemes.lattice import LatticeCodec
+from shrinkpoint.schemes.lattice_steps import curvature_exponents
 from shrinkpoint.schemes.lc_checkpoint import LCCheckpointOptions, LCDeltaCodec, merge_super_step
 from shrinkpoint.schemes.partial import PartialCodec
 from shrinkpoint.schemes.rounded import RoundedCodec

@@ -8,7 +8,8 @@ from support.chains import check_malformed, spec_of, walks
 from shrinkpoint.errors import CannotRepresentError, ConfigError
 from shrinkpoint.schemes.base import Coded, Context, Held, Quantizer
 from shrinkpoint.schemes.dither import dither
-from shrinkpoint.schemes.lattice import LatticeCodec, curvature_exponents
+from shrinkpoint.schemes.lattice import LatticeCodec
+from shrinkpoint.schemes.lattice_steps import curvature_exponents
 
 
 def held(coded: Coded) -> Context:
@@ -100,29 +101,34 @@ def test_after_a_restore_another_dither_keeps_small_updates_on_average():
     assert fresh.encoded.nbytes < alone.encoded.nbytes / 3  # the decoder knows how far the lattice was moved
 
 
-def test_steps_near_the_wanted_one_are_kept_and_others_taken():
+def test_steps_near_the_wanted_ones_are_kept_and_others_taken():
     weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
     first = LatticeCodec(step=0.1).encode(weight, spec_of(weight), Context())
-    near = LatticeCodec(step=0.12).encode(weight, spec_of(weight), held(first))
-    far = LatticeCodec(step=0.2).encode(weight, spec_of(weight), held(first))
+    near, far, restored = (
+        LatticeCodec(step=step, seed=seed).encode(weight, spec_of(weight), held(first))
+        for step, seed in ((0.12, None), (0.2, None), (0.12, 1))
+    )
     assert near.encoded.params["step"] == first.encoded.params["step"]
     assert "exponents" not in near.encoded.sections
-    assert far.encoded.params["step"] == pytest.approx(0.2)
+    assert torch.equal(near.value, first.value)
     assert "exponents" in far.encoded.sections
+    assert 0.05 < float((far.value - weight).abs().max()) <= 0.1 + 1e-6  # half of the wider step
+    assert restored.encoded.params["step"] == pytest.approx(0.12)
 
 
-def test_steps_follow_the_curvature():
-    second = torch.ones(4, 6)
-    second[1] *= 16.0
-    second[:, 2] *= 1 / 16.0
-    rows, columns = curvature_exponents(second, (4, 6))
-    assert rows[1] - rows[0] == -4  # sixteen times the second moment is half the step: four quarter octaves
-    assert columns[2] - columns[0] > 0
-    alike, used = curvature_exponents(torch.full((4, 6), 3e-9), (4, 6))
-    assert not alike.any()
-    assert not used.any()
-    second[3] = 0
-    assert curvature_exponents(second, (4, 6))[0][3] == 12
+def test_a_row_that_takes_another_step_leaves_the_others_where_they_are():
+    generator = torch.Generator().manual_seed(0)
+    weight, columns = torch.randn(64, 64, generator=generator), np.zeros(64, np.int8)
+    first = LatticeCodec(step=0.1).encode(weight, spec_of(weight), Context())
+    rows = np.zeros(64, np.int8)
+    rows[5] = -12
+    codec = LatticeCodec(step=0.1, exponents=(rows, columns))
+    then = codec.encode(weight, spec_of(weight), held(first))
+    others = torch.arange(64) != 5
+    assert torch.equal(then.value[others], first.value[others])
+    assert float((then.value - weight)[5].abs().max()) <= 0.1 / 8 / 2 + 1e-6
+    assert then.encoded.nbytes < first.encoded.nbytes / 8
+    assert torch.equal(reread(then, spec_of(weight), held(first)), then.value)
 
 
 @pytest.mark.parametrize("outlier", [10.0, 1e3])
@@ -156,7 +162,7 @@ def test_what_cannot_stand_on_a_lattice_is_refused():
         {"step": float("nan")},
         {"seed": -1},
         {"seed": 2**32},
-        {"tolerance": 1},
+        {"slack": -1},
         {"effort": "slow"},
     ],
 )

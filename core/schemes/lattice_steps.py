@@ -1,0 +1,92 @@
+"""The steps of a lattice's rows and columns: what the curvature wants, and how much of it a chain follows.
+
+Steps are proportional to ``v ** -1/4``: reverse water-filling with the curvature taken as the root of Adam's second moment
+v (for which ``sqrt(v)`` stands in Adam's own update), of which the mean of each row and of each column is kept, as in
+Adafactor (arXiv 1804.04235, section 3).
+
+A weight whose step changes must be told its place anew, which costs most of a bit; one whose step is too wide costs loss,
+with the square of what it is too wide by. While training has only begun, second moments change by octaves, and lattices
+that stayed as they were would cost several times the loss. So a tensor keeps its steps until too much is lost, and then
+only rows and columns that are off take others.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from shrinkpoint.schemes.factors import matrix_shape, row_and_column_means
+from shrinkpoint.schemes.lattice_points import REACH
+from shrinkpoint.schemes.planes import widened
+
+__all__ = ["Steps", "curvature_exponents"]
+
+I8 = npt.NDArray[np.int8]
+F64 = npt.NDArray[np.float64]
+
+_PER_OCTAVE = 4
+_NARROWER, _WIDER = 2, 4  # quarter octaves that a row or column must be off to take another step
+_IDLE = 2.0  # quarter octaves that steps may on average be narrower than wanted: half a bit
+
+
+def curvature_exponents(second: torch.Tensor, shape: tuple[int, ...]) -> tuple[I8, I8]:
+    """How many quarter octaves the steps of each row and of each column lie above the tensor's own.
+
+    Args:
+        second: Adam's second moment, of `shape`; finite and not negative.
+        shape: rows are the first axis, columns all others.
+
+    Returns:
+        int8 (rows,) and int8 (columns,), each -12 to 12: minus the octaves of the row's mean above the tensor's, and the
+        same for columns. A row without any second moment gets the largest step.
+    """
+    rows, columns = row_and_column_means(widened(second).reshape(matrix_shape(shape)))
+    return _exponents(rows), _exponents(columns)
+
+
+def _exponents(means: F64) -> I8:
+    used = means > 0
+    if not used.any():
+        return np.zeros(means.size, np.int8)
+    octaves = np.log2(means, where=used, out=np.zeros_like(means))
+    below = np.where(used, np.log2(means.mean()) - octaves, REACH)
+    exponents: I8 = np.clip(np.rint(below), -REACH, REACH).astype(np.int8)
+    return exponents
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steps:
+    """Of all rows and columns of one tensor: ``step * 2 ** ((row + column) / 4)``."""
+
+    step: np.float32
+    rows: I8
+    columns: I8
+
+    def followed(self, wanted: "Steps", slack: float) -> "Steps":
+        """The steps to go on with where `wanted` are asked for: these, these with some rows and columns changed, or those.
+
+        Args:
+            wanted: of the same shape.
+            slack: share by which the loss may be larger than with the wanted steps.
+        """
+        octaves = math.log2(float(wanted.step) / float(self.step))
+        off_columns = wanted.columns - self.columns.astype(np.float64)
+        shared = _PER_OCTAVE * octaves + float(off_columns.mean())
+        off_rows = wanted.rows - self.rows.astype(np.float64) + shared
+        off_columns -= off_columns.mean()
+        lost = float(np.exp2(-off_rows / 2).mean() * np.exp2(-off_columns / 2).mean()) - 1
+        if lost <= slack and float(off_rows.mean()) <= _IDLE:
+            return self
+        changed = [_changed(*pair) for pair in ((self.rows, off_rows), (self.columns, off_columns))]
+        if any(np.abs(side).max(initial=0) > REACH for side in changed):
+            return wanted
+        new_rows, new_columns = (side.astype(np.int8) for side in changed)
+        return Steps(step=self.step, rows=new_rows, columns=new_columns)
+
+
+def _changed(exponents: I8, off: F64) -> F64:
+    """Exponents, with those that are off put right."""
+    far = (off <= -_NARROWER) | (off >= _WIDER)
+    return exponents + np.where(far, np.rint(off), 0)
