@@ -89,4 +89,5 @@ class Steps:
 def _changed(exponents: I8, off: F64) -> F64:
     """Exponents, with those that are off put right."""
     far = (off <= -_NARROWER) | (off >= _WIDER)
-    return exponents + np.where(far, np.rint(off), 0)
+    changed: F64 = exponents + np.where(far, np.rint(off), 0.0)
+    return changed
