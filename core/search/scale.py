@@ -24,7 +24,7 @@ _NOISE = 0.0002  # a rise that is less tells nothing of the next step
 _FARTHEST = 2 * _PER_OCTAVE
 _REMEMBERED = 8
 _TRIES = 3
-_FEWEST = 3  # rungs: in a chain, a step within 30 % of the previous one is not exchanged for it
+_FEWEST = 3  # rungs: in a chain, rows whose steps are less than half an octave too wide keep them
 
 
 @dataclass(frozen=True, kw_only=True)
