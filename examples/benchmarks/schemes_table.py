@@ -123,6 +123,20 @@ def _range(spread: Spread) -> str:
     return f"{spread.mean:.3g}x" + (f" ({low:.3g} to {high:.3g})" if len(spread.values) > 1 else "")
 
 
+def _seeds(rows: Sequence[Row]) -> list[str]:
+    """Which settings were measured with how many seeds."""
+    measured: dict[int, int] = {}
+    for row in rows:
+        count = len({*row.chain} | {*row.restores})
+        measured[count] = measured.get(count, 0) + 1
+    if len(measured) == 1:
+        return [f"Seeds: {next(iter(measured))}."]
+    told = (
+        f"{count} {'seed' if count == 1 else 'seeds'}: {n} settings" for count, n in sorted(measured.items())
+    )
+    return [f"Measured with {'; '.join(told)} (those with a `±`)."]
+
+
 def _verdicts(rows: Sequence[Row], mark: int) -> list[str]:
     """How many times smaller ours is than its strongest rival."""
     ours, theirs = ([row for row in rows if row.scheme == name] for name in (_OURS, _RIVAL))
@@ -173,7 +187,8 @@ def _speeds(rows: Sequence[Row]) -> list[str]:
     said = (
         "MB of raw state per second, and in brackets as a multiple of zstd at level 3 in the same minute (which decodes"
         " in one thread). Encoding: the last delta, from tensors in memory to the bytes of the file. Decoding: a chain"
-        " of three files, per checkpoint."
+        " of three files, per checkpoint. The state is small, so that what each of its tensors costs counts:"
+        " `examples/benchmarks/auto_speed.py` measures `auto` on larger ones."
     )
     return ["## Speed", "", said, "", *markdown_table(headings, lines), ""]
 
@@ -213,7 +228,9 @@ def document(rows: Sequence[Row], marks: Sequence[int], seeds: Sequence[int]) ->
         seeds: what was asked for.
     """
     versions = f"torch {torch.__version__.split('+')[0]}, Python {platform.python_version()}"
-    with_seeds = f"with {len(seeds)} seeds" if len(seeds) > 1 else "with one seed"
+    some = any({*row.chain} < {*seeds} for row in rows if row.chain)
+    many = f"with {'up to ' if some else ''}{len(seeds)} seeds"
+    with_seeds = many if len(seeds) > 1 else "with one seed"
     after = ", ".join(f"+{mark}" for mark in marks if mark)
     lines = [_HEAD.format(versions=versions, seeds=with_seeds, marks=after)]
     for model, every in dict.fromkeys((row.model, row.every) for row in rows):
@@ -221,6 +238,7 @@ def document(rows: Sequence[Row], marks: Sequence[int], seeds: Sequence[int]) ->
         if not any(row.chain or row.restores for row in of_it):
             continue
         lines += [f"## {name_of(model)}, {every} steps between checkpoints", ""]
+        lines += [*_seeds(of_it), ""]
         lines += [*_verdicts(of_it, marks[-1]), ""]
         lines += [
             f"The smallest settings under {share(BOUND)} after {marks[-1]} resumed steps, for every seed by itself"
