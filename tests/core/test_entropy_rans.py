@@ -231,17 +231,3 @@ def test_entropy_of_known_arrays() -> None:
 def test_numba_is_imported_on_first_use_only() -> None:
     code = "import sys, shrinkpoint.levels, shrinkpoint.entropy.bytes; sys.exit('numba' in sys.modules)"
     assert run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_kernels_compile_where_nothing_can_be_cached(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shrinkpoint.entropy import kernels
-
-    njit = kernels.numba.njit
-
-    def without_cache(cache: bool = False, **options: object) -> object:
-        if cache:
-            raise RuntimeError("cannot cache function: no locator available")
-        return njit(**options)
-
-    monkeypatch.setattr(kernels.numba, "njit", without_cache)
-    assert kernels._jit(lambda x: x + 1)(2) == 3
