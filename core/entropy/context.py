@@ -9,7 +9,7 @@ a row is predicted from the directions of the rows before (:mod:`shrinkpoint.ent
 effort     model
 =========  ==========================================================================================================
 fast       static tables under the level of the one or two most telling side planes
-default    static tables under a decision tree over prediction, side planes and activity
+default    static tables under a decision tree over prediction, side planes and activity, shared by a value and its negative
 max        binary decisions, each predicted by a mixture of up to 10 adaptive contexts
 =========  ==========================================================================================================
 
@@ -20,13 +20,13 @@ may be shorter. Payload (integers are little-endian, "varint" is 7 bits per byte
     nothing                                                                if there are no symbols
     0x00, n, side indices (n bytes, n <= 2), rANS payload                  fast, small or not sparse; entropy/rans.py
     0x03, n, side indices, chunk byte, zero, used, tables, lengths, chunks    fast; entropy/tables.py
-    0x01, model, chunk byte, splits, zero, used, tables, lengths, chunks   default; entropy/context_cells.py
+    0x01, model, chunk byte, tree, tables, lengths, chunks                 default; entropy/context_cells.py, leaf_tables.py
     0x02, model, chunk byte, table, lengths, chunks                        max; the table holds the tree's weights
 
 The contexts of ``fast`` are the side's levels, or for two sides ``16 a + b`` of their classes (`class_map` of
 `level_counts`). The model is described in entropy/context_model.py. The chunk byte is log2 of the symbols per chunk; but for ``fast``, a chunk is the
 whole rows that fit, or where a plane has fewer than 8 or more than 2^15 columns, that many symbols as a single row.
-Zero is the symbol whose runs are coded; ``used`` has one bit per context or leaf, first one highest: whether it occurs and
+Zero is the symbol whose runs are coded; ``used`` has one bit per context, first one highest: whether it occurs and
 has a table. Tables in which zero has at least 5/8 code gaps, with the frequencies that `set_gaps` and
 entropy/context_tables.py derive.
 Lengths are one varint per chunk but the last. A chunk of 0x01 and 0x03 is four 6-byte states and 16-bit words, as in
@@ -35,6 +35,7 @@ depend on each other nor on the number of threads.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -115,12 +116,15 @@ def encode_plane(
 def _plan(symbols: UInt8s, columns: int, sides: Sequence[Side], sample: PlaneSample, effort: Effort) -> Plan:
     from shrinkpoint.entropy import context_kernels, context_segments  # numba
 
-    planes = [side.plane for side in sides]
     if effort == "max":
-        model = choose_model(symbols, columns, planes, sample, context_kernels.measure, _MAX_TRIAL)
+        model = choose_model(symbols, columns, sides, sample, context_kernels.measure, _MAX_TRIAL)
     else:
-        model = choose_model(symbols, columns, planes, sample, context_segments.measure, _DEFAULT_TRIAL)
-    return Plan.of(model, planes, symbols.size, columns)
+        model = choose_model(symbols, columns, sides, sample, context_segments.measure, _DEFAULT_TRIAL)
+        if model.sides:
+            first = sides[model.sides[0].index]
+            placed = model.low_rank and first.places is not None
+            model = replace(model, placed=placed, mirrored=first.two_sided)
+    return Plan.of(model, sides, symbols.size, columns)
 
 
 def decode_plane(
@@ -155,7 +159,9 @@ def decode_plane(
         return decode_fast(reader, size, alphabet, sides, threads)
     if mode not in (_STATIC, _MIXED):
         raise FormatError(f"context payload: unknown mode {mode}")
-    plan = Plan.read(reader, [side.plane for side in sides], size, columns)
+    plan = Plan.read(reader, sides, size, columns)
+    if mode == _MIXED and (plan.model.placed or plan.model.mirrored):
+        raise FormatError("context payload: mixed contexts are neither placed nor mirrored")
     decode = decode_static if mode == _STATIC else decode_mixed
     return decode(reader, plan, alphabet, threads)
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shrinkpoint.entropy.tables import data_bits
-from shrinkpoint.entropy.wire import ByteReader
+from shrinkpoint.entropy.wire import BitReader, BitWriter
 from shrinkpoint.errors import FormatError
 
 __all__ = ["MAX_LEVELS", "Cells", "grow_cells"]
@@ -29,9 +29,19 @@ MAX_LEVELS = 64
 """Levels of one feature at most."""
 
 _MAX_LEAVES = 64
-_SPLIT_BITS = 24.0
+_SPLIT_BITS = 8.0
 _MIN_MEMBERS = 64
-_WORTH_PREDICTING = 0.012  # share of the bits that the first feature must save
+_WORTH_PREDICTING = 0.005  # share of the bits that the first feature must save
+
+
+Split = tuple[int, int, int]
+
+
+@dataclass
+class _Node:
+    """A node of the tree: feature, threshold, lower and upper part, or a leaf."""
+
+    split: "tuple[int, int, _Node, _Node] | None" = None
 
 
 @dataclass(frozen=True)
@@ -39,11 +49,12 @@ class Cells:
     """The tree.
 
     Attributes:
-        splits: (leaf, feature, threshold) in the order of growth: levels from the threshold on go to a new leaf.
+        splits: (leaf, feature, threshold): levels from the threshold on go to a new leaf, which has the split's number,
+            counted from 1. A split stands before those of its lower part, and these before those of its upper part.
         levels: levels of each feature.
     """
 
-    splits: tuple[tuple[int, int, int], ...]
+    splits: tuple[Split, ...]
     levels: tuple[int, ...]
 
     @property
@@ -68,29 +79,70 @@ class Cells:
             leaves[(leaves == leaf) & (level >= threshold)] = new
         return leaves
 
-    def write(self, out: bytearray) -> None:
-        """Append the number of splits, and 3 bytes for each."""
-        out.append(len(self.splits))
-        for split in self.splits:
-            out += bytes(split)
+    def write(self, out: BitWriter) -> None:
+        """Append the tree: a bit for each node, and for each that is split its feature and the threshold less one."""
+        _write(out, _tree(self.splits), self.levels)
 
     @staticmethod
-    def read(reader: ByteReader, levels: tuple[int, ...]) -> "Cells":
+    def read(reader: BitReader, levels: tuple[int, ...]) -> "Cells":
         """Inverse of :meth:`write`; the product of the used features' levels is bounded before anything is built."""
-        count = reader.byte()
-        if count >= _MAX_LEAVES:
-            raise FormatError(
-                f"context payload: {count} splits of contexts, at most {_MAX_LEAVES - 1} are possible"
-            )
-        splits = []
-        for index in range(count):
-            leaf, feature, threshold = reader.take(3)
-            if leaf > index or feature >= len(levels) or not 0 < threshold < levels[feature]:
-                raise FormatError("context payload: a split of contexts is malformed")
-            splits.append((leaf, feature, threshold))
+        splits: list[Split] = []
+        _read(reader, levels, 0, splits)
         if not _fits({feature for _, feature, _ in splits}, levels):
             raise FormatError("context payload: too many cells of contexts")
         return Cells(tuple(splits), levels)
+
+
+def _tree(splits: Sequence[Split]) -> _Node:
+    """The root; splits may stand in any order in which leaves are split after they came to be."""
+    root = _Node()
+    leaves = [root]
+    for leaf, feature, threshold in splits:
+        low, high = _Node(), _Node()
+        leaves[leaf].split = feature, threshold, low, high
+        leaves[leaf] = low
+        leaves.append(high)
+    return root
+
+
+def _in_order(node: _Node, leaf: int, found: list[Split]) -> None:
+    """Append the splits of a node, which is ``leaf`` until it is split, in the order of `Cells.splits`."""
+    if node.split is None:
+        return
+    feature, threshold, low, high = node.split
+    found.append((leaf, feature, threshold))
+    new = len(found)
+    _in_order(low, leaf, found)
+    _in_order(high, new, found)
+
+
+def _write(out: BitWriter, node: _Node, levels: Sequence[int]) -> None:
+    out.put(int(node.split is not None), 1)
+    if node.split is not None:
+        feature, threshold, low, high = node.split
+        out.put(feature, _feature_bits(levels))
+        out.put(threshold - 1, (levels[feature] - 2).bit_length())
+        _write(out, low, levels)
+        _write(out, high, levels)
+
+
+def _read(reader: BitReader, levels: Sequence[int], leaf: int, splits: list[Split]) -> None:
+    if not reader.take(1):
+        return
+    feature = reader.take(_feature_bits(levels))
+    if feature >= len(levels) or levels[feature] < 2 or len(splits) >= _MAX_LEAVES - 1:
+        raise FormatError("context payload: a split of contexts is malformed")
+    threshold = reader.take((levels[feature] - 2).bit_length()) + 1
+    if threshold >= levels[feature]:
+        raise FormatError("context payload: a split of contexts is malformed")
+    splits.append((leaf, feature, threshold))
+    new = len(splits)
+    _read(reader, levels, leaf, splits)
+    _read(reader, levels, new, splits)
+
+
+def _feature_bits(levels: Sequence[int]) -> int:
+    return (len(levels) - 1).bit_length()
 
 
 def _fits(used: set[int], levels: Sequence[int]) -> bool:
@@ -117,12 +169,14 @@ def grow_cells(
         counts = np.bincount(symbols, minlength=alphabet).astype(np.int64)
         if saved - saved_without < _WORTH_PREDICTING * (weight * float(data_bits(counts)) - saved):
             splits = without
-    return Cells(splits, levels)
+    found: list[Split] = []
+    _in_order(_tree(splits), 0, found)
+    return Cells(tuple(found), levels)
 
 
 def _grow(
     features: UInt8s, symbols: UInt8s, alphabet: int, levels: tuple[int, ...], weight: float
-) -> tuple[tuple[tuple[int, int, int], ...], float]:
+) -> tuple[tuple[Split, ...], float]:
     from shrinkpoint.entropy.context_growth import Limits, Sample, grow  # numba
 
     sample = Sample(

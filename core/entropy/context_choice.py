@@ -1,6 +1,7 @@
 """How the encoder of the context coder chooses a plane's model: by counting, and by trying predictions on a sample."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from shrinkpoint.entropy.context_model import (
     SidePlane,
     build_scene,
 )
-from shrinkpoint.entropy.context_sample import PlaneSample
+from shrinkpoint.entropy.context_sample import PlaneSample, Side
 from shrinkpoint.entropy.symbols import count_symbols
 
 __all__ = ["choose_model"]
@@ -24,14 +25,14 @@ UInt8s = npt.NDArray[np.uint8]
 Measure = Callable[[Any, UInt8s], tuple[Any, Any]]
 
 _MIN_COLUMNS, _MIN_ROWS = 24, 24  # of a plane whose directions are worth learning
-_MIN_EXPLAINED = 0.004  # share of the values' power
+_MIN_EXPLAINED = 0.002  # share of the values' power
 _NO_MAPS = (np.zeros((0, 256), dtype=np.uint8), np.zeros((0, 256), dtype=np.uint8))
 
 
 def choose_model(
     symbols: UInt8s,
     columns: int,
-    sides: Sequence[UInt8s],
+    sides: Sequence[Side],
     sample: PlaneSample,
     measure: Measure,
     trial: int,
@@ -41,7 +42,7 @@ def choose_model(
     Args:
         symbols: uint8 (n,), the plane.
         columns: its columns, which divide n.
-        sides: uint8 (n,) each, the side planes.
+        sides: the side planes, of n levels each.
         sample: of all of them.
         measure: the kernel of the effort that tries a prediction.
         trial: how many symbols to try it on, about.
@@ -53,7 +54,14 @@ def choose_model(
     chosen = tuple(SidePlane(i, LevelMeaning.guess(pairs[i].sum(axis=1))) for i in order[:MAX_SIDES])
     mean = int(256 * (counts * meaning.magnitudes()[: counts.size]).sum() // counts.sum())
     model = PlaneModel(
-        meaning=meaning, sides=chosen, low_rank=False, warm=None, scale=1, mean=min(max(mean, 1), 0xFFFF)
+        meaning=meaning,
+        sides=chosen,
+        low_rank=False,
+        warm=None,
+        placed=False,
+        mirrored=False,
+        scale=1,
+        mean=min(max(mean, 1), 0xFFFF),
     )
     rows = symbols.size // columns
     if rows < _MIN_ROWS or not _MIN_COLUMNS <= columns <= MAX_COLUMNS:
@@ -67,7 +75,7 @@ def _choose_prediction(
     symbols: UInt8s,
     columns: int,
     sample: int,
-    sides: Sequence[UInt8s],
+    sides: Sequence[Side],
     counts: Int64s,
     pairs: Sequence[Int64s],
     measure: Measure,
@@ -77,8 +85,8 @@ def _choose_prediction(
     sampled = count_symbols(symbols[:cut], None, counts.size, 1)[0]
 
     def explained(meaning: LevelMeaning, warm: SidePlane | None) -> tuple[float, int]:
-        trial = PlaneModel(meaning=meaning, sides=(), low_rank=True, warm=warm, scale=1, mean=model.mean)
-        scene = build_scene(trial, [side[:cut] for side in sides], _NO_MAPS, (sample, columns))
+        trial = replace(model, meaning=meaning, sides=(), low_rank=True, warm=warm)
+        scene = build_scene(trial, sides, _NO_MAPS, (sample, columns), slice(cut))
         predicted, error = measure(scene, symbols[:cut].reshape(sample, columns))
         return 1 - error / max(16 * _variance(sampled, meaning), 1.0), int(predicted)
 
@@ -99,7 +107,8 @@ def _choose_prediction(
     # a coarse bucket is a third of the predictions' root mean square wide
     spread = max(best[1] ** 0.5, 1.0)
     mean = int(256 * (counts * meaning.magnitudes()[: counts.size]).sum() // counts.sum())
-    return PlaneModel(
+    return replace(
+        model,
         meaning=meaning,
         sides=tuple(SidePlane(s.index, _reading(meaning, pairs[s.index].sum(axis=1))) for s in model.sides),
         low_rank=True,

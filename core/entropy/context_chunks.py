@@ -14,21 +14,23 @@ from shrinkpoint.entropy.context_model import (
     build_scene,
     class_map,
     level_counts,
+    side_levels,
 )
+from shrinkpoint.entropy.context_sample import Side
 from shrinkpoint.entropy.context_tables import (
     check_end,
     join_chunks,
     open_chunk,
     put_chunk,
-    read_run_tables,
     run_tables,
     split_chunks,
 )
 from shrinkpoint.entropy.context_tree import build_decisions, logits
+from shrinkpoint.entropy.leaf_tables import levelled, read_leaf_tables, write_leaf_tables
 from shrinkpoint.entropy.rans import map_in_threads
 from shrinkpoint.entropy.symbols import count_symbols, frozen
 from shrinkpoint.entropy.tables import TableSet, plan_tables, read_tables, write_tables
-from shrinkpoint.entropy.wire import ByteReader
+from shrinkpoint.entropy.wire import BitReader, BitWriter, ByteReader
 from shrinkpoint.errors import CorruptionError, FormatError
 
 __all__ = ["Plan", "decode_mixed", "decode_static", "encode_mixed", "encode_static"]
@@ -51,7 +53,7 @@ class Plan:
 
     Attributes:
         model: what stands in the payload.
-        planes: the caller's side planes.
+        given: the caller's side planes.
         maps: uint8 (sides of the model, 256) each, fine and coarse classes of their levels.
         size: number of symbols.
         columns: divides ``size``.
@@ -59,7 +61,7 @@ class Plan:
     """
 
     model: PlaneModel
-    planes: Sequence[UInt8s]
+    given: Sequence[Side]
     maps: tuple[UInt8s, UInt8s]
     size: int
     columns: int
@@ -67,12 +69,12 @@ class Plan:
 
     @staticmethod
     def of(
-        model: PlaneModel, planes: Sequence[UInt8s], size: int, columns: int, chunk_log2: int | None = None
+        model: PlaneModel, given: Sequence[Side], size: int, columns: int, chunk_log2: int | None = None
     ) -> "Plan":
         """Derive the classes of levels, and the chunks unless they are given."""
         from shrinkpoint.entropy.context_mixing import COARSE_CLASSES, FINE_CLASSES  # numba
 
-        counts = [level_counts(planes[side.index]) for side in model.sides]
+        counts = [level_counts(given[side.index].plane) for side in model.sides]
         fine, coarse = (
             np.array([class_map(c, limit) for c in counts], dtype=np.uint8).reshape(-1, 256)
             for limit in (FINE_CLASSES, COARSE_CLASSES)
@@ -80,12 +82,12 @@ class Plan:
         if chunk_log2 is None:
             wanted = (columns * _CHUNK_ROWS - 1).bit_length() if columns <= MAX_COLUMNS else 0
             chunk_log2 = max(wanted, _MIN_CHUNK_LOG2)
-        return Plan(model, planes, (fine, coarse), size, columns, chunk_log2)
+        return Plan(model, given, (fine, coarse), size, columns, chunk_log2)
 
     @staticmethod
-    def read(reader: ByteReader, planes: Sequence[UInt8s], size: int, columns: int) -> "Plan":
+    def read(reader: ByteReader, given: Sequence[Side], size: int, columns: int) -> "Plan":
         """Inverse of :meth:`write`."""
-        model = PlaneModel.read(reader, len(planes))
+        model = PlaneModel.read(reader, given)
         chunk_log2 = reader.byte()
         if not _MIN_CHUNK_LOG2 <= chunk_log2 <= _MAX_CHUNK_LOG2:
             raise FormatError(f"context payload: chunks of 2^{chunk_log2} symbols are not in this format")
@@ -93,7 +95,7 @@ class Plan:
             raise FormatError(
                 f"context payload: low-rank prediction of {columns} columns is not in this format"
             )
-        return Plan.of(model, planes, size, columns, chunk_log2)
+        return Plan.of(model, given, size, columns, chunk_log2)
 
     def write(self, out: bytearray) -> None:
         """Append the model and the chunk byte."""
@@ -114,8 +116,7 @@ class Plan:
 
     def scene(self, span: Span) -> Any:
         """What the kernels read for a chunk."""
-        planes = [plane[slice(*span)] for plane in self.planes]
-        return build_scene(self.model, planes, self.maps, self.shape(span))
+        return build_scene(self.model, self.given, self.maps, self.shape(span), slice(*span))
 
     def levels(self) -> tuple[int, ...]:
         """Levels of each feature of the static contexts."""
@@ -137,18 +138,22 @@ def encode_static(plan: Plan, symbols: UInt8s, alphabet: int, threads: int) -> b
         alphabet: 2..256.
         threads: how many threads share the chunks.
     """
-    from shrinkpoint.entropy import context_growth, context_segments  # numba
+    from shrinkpoint.entropy import context_growth, context_kernels, context_segments  # numba
 
     found = np.empty(symbols.size, dtype=np.uint16)
     contexts = np.empty(symbols.size, dtype=np.uint8)
+    coded = symbols.copy() if plan.model.mirrored else symbols
 
     def find(span: Span) -> None:
-        shape = plan.shape(span)
+        shape, scene = plan.shape(span), plan.scene(span)
         out = found[slice(*span)].reshape(shape)
-        context_segments.find_features(plan.scene(span), _cut(symbols, span, shape), out)
+        context_segments.find_features(scene, _cut(symbols, span, shape), out)
+        if plan.model.mirrored:
+            part = coded[slice(*span)]
+            context_kernels.turn_symbols(part, scene.turned.reshape(-1), 0, part.size, _last(alphabet))
 
     map_in_threads(find, plan.spans(), threads)
-    cells = _grow(plan, symbols, found)
+    cells = _grow(plan, coded, found)
     leaves, strides = cells.leaves(), cells.strides
     numbers = np.arange(context_segments.LEVELS[0] * context_segments.LEVELS[1])
     own = (
@@ -163,23 +168,22 @@ def encode_static(plan: Plan, symbols: UInt8s, alphabet: int, threads: int) -> b
         context_growth.name_leaves(*arguments)
 
     map_in_threads(name, plan.spans(), threads)
-    counts = count_symbols(symbols, contexts, alphabet, len(cells.splits) + 1)
+    counts = count_symbols(coded, contexts, alphabet, len(cells.splits) + 1)
     zero = int(np.argmax(counts.sum(axis=0)))
-    tables = plan_tables(counts)
+    tables = levelled(counts, plan_tables(counts).rows, zero)
     coder = run_tables(tables.entries(), zero)
     rows = tables.rows.astype(np.uint8)
 
     def encode(span: Span) -> bytes:
         part = contexts[slice(*span)]
         context_growth.rename(rows, frozen(part), part)
-        return put_chunk(coder, part, symbols[slice(*span)])
+        return put_chunk(coder, part, coded[slice(*span)])
 
-    out = bytearray()
+    out, bits = bytearray(), BitWriter()
     plan.write(out)
-    cells.write(out)
-    used = counts.any(axis=1)
-    out += bytes([zero]) + np.packbits(used).tobytes()
-    write_tables(out, tables, used)
+    cells.write(bits)
+    write_leaf_tables(bits, tables, zero)
+    out += bits.to_bytes()
     return join_chunks(out, map_in_threads(encode, plan.spans(), threads))
 
 
@@ -187,14 +191,19 @@ def decode_static(reader: ByteReader, plan: Plan, alphabet: int, threads: int) -
     """Inverse of :func:`encode_static`, for what follows the plan."""
     from shrinkpoint.entropy import context_segments  # numba
 
-    cells = Cells.read(reader, plan.levels())
-    tables, coder = read_run_tables(reader, len(cells.splits) + 1, alphabet)
+    bits = BitReader(reader)
+    cells = Cells.read(bits, plan.levels())
+    zero, tables = read_leaf_tables(bits, len(cells.splits) + 1, alphabet)
+    bits.finish()
+    coder = run_tables(tables.entries(), zero)
     rows, strides = tables.rows[cells.leaves()].astype(np.uint8), cells.strides
 
     def decode(chunk: memoryview, scene: Any, plane: UInt8s) -> None:
         words, cursor = open_chunk(chunk)
         plane.fill(coder.zero)
-        check_end(context_segments.decode_chunk(scene, plane, strides, rows, coder, words, cursor))
+        check_end(
+            context_segments.decode_chunk(scene, plane, _last(alphabet), strides, rows, coder, words, cursor)
+        )
 
     return _decode_chunks(reader, plan, decode, threads)
 
@@ -207,11 +216,12 @@ def _grow(plan: Plan, symbols: UInt8s, found: UInt16s) -> Cells:
     places = np.arange(size) * symbols.size // size
     features = np.zeros((FEATURES, size), dtype=np.uint8)
     features[1], features[0] = np.divmod(found[places], np.uint16(LEVELS[0]))
-    for row, classes, side in zip(features[len(LEVELS) :], plan.maps[0], plan.model.sides, strict=False):
-        row[:] = classes[plan.planes[side.index][places]]
-    levels, ranks = np.unique(symbols[places], return_inverse=True)
+    sides, _ = side_levels(plan.model, plan.given, places)
+    for row, classes, levels in zip(features[len(LEVELS) :], plan.maps[0], sides, strict=False):
+        row[:] = classes[levels]
+    present, ranks = np.unique(symbols[places], return_inverse=True)
     weight = symbols.size / size
-    return grow_cells(features, ranks.astype(np.uint8), levels.size, plan.levels(), weight)
+    return grow_cells(features, ranks.astype(np.uint8), present.size, plan.levels(), weight)
 
 
 def encode_mixed(plan: Plan, symbols: UInt8s, counts: Int64s, threads: int) -> bytes:
@@ -260,6 +270,11 @@ def decode_mixed(reader: ByteReader, plan: Plan, alphabet: int, threads: int) ->
             raise CorruptionError("context chunk: bytes follow the end of the code")
 
     return _decode_chunks(reader, plan, decode, threads)
+
+
+def _last(alphabet: int) -> int:
+    """The symbol that 0 is mirrored to."""
+    return (alphabet - 1) // 2 * 2
 
 
 def _weights(tables: TableSet) -> Int64s:

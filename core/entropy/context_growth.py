@@ -20,8 +20,8 @@ UInt16s = npt.NDArray[np.uint16]
 Integer = int | np.int64
 
 _BLOCK = 1024
-_SYMBOL_BITS = 16.0  # of a table, for every symbol that occurs in it: its count and its position
-_TABLE_BITS = 8.0
+_SYMBOL_BITS = 6.0  # of a table, for every symbol that occurs in it: its count and its position
+_TABLE_BITS = 4.0
 _NOISE_BITS = 4.0  # what the best of many splits saves on a sample by chance alone
 
 

@@ -37,6 +37,8 @@ __all__ = [
     "new_tracker",
     "see",
     "start_row",
+    "turn",
+    "turn_symbols",
 ]
 
 Int32s = npt.NDArray[np.int32]
@@ -67,6 +69,7 @@ class Scene(NamedTuple):
         values: int32 (256,), what a level of the plane stands for; the root mean square is near 32.
         magnitudes: uint8 (256,), its class, 0..3.
         sides: uint8 (n, rows, columns), planes that the decoder has.
+        turned: uint8 (rows, columns), 1 for symbols that are coded mirrored; no rows if none are.
         fine: uint8 (n, 256), classes of a side's levels, below `FINE_CLASSES`.
         coarse: uint8 (n, 256), fewer of them, below `COARSE_CLASSES`.
         side_magnitudes: uint8 (256,), those of the first side.
@@ -74,6 +77,8 @@ class Scene(NamedTuple):
         warm_values: int32 (256,), what its levels stand for.
         low_rank: whether values are predicted at all.
         scale: predictions (1/4) times this are coarse buckets in 1/65536.
+        places: int32 (256,), where in its level's cell, in 1/256, a value is by the first side.
+        unit: predictions (1/4) times this are levels in 1/65536; 0 where they are not added to places.
         mean: mean magnitude of the plane in 1/256, at least 1.
         activities: uint8 (512,), class of an activity in 1/64.
         around: uint8 (25,), class of a sum of 8 magnitudes.
@@ -82,6 +87,7 @@ class Scene(NamedTuple):
     values: Int32s
     magnitudes: UInt8s
     sides: UInt8s
+    turned: UInt8s
     fine: UInt8s
     coarse: UInt8s
     side_magnitudes: UInt8s
@@ -89,6 +95,8 @@ class Scene(NamedTuple):
     warm_values: Int32s
     low_rank: bool
     scale: int
+    places: Int32s
+    unit: int
     mean: int
     activities: UInt8s
     around: UInt8s
@@ -242,3 +250,30 @@ def neighbourhood(magnitudes: UInt8s, plane: UInt8s, row: int, levels: UInt8s, o
         if j >= 0:
             out[j] = levels[left + centre + right - magnitudes[plane[row, j]]]
         left, centre = centre, right
+
+
+@jit
+def turn(levels: UInt8s, alphabets: Int64s, turned: UInt8s) -> None:
+    """Mirror the levels of sides (n, symbols) wherever the first one's is in the lower half, and note where in ``turned``.
+
+    Validated by the caller: levels are below ``alphabets``, which are 0 for sides that are not two-sided, but never the first.
+    """
+    last = np.uint8(alphabets[0] - 1)
+    first = levels[0]
+    for i in range(first.size):
+        other = np.uint8(last - first[i])
+        turned[i] = first[i] < other
+        first[i] = max(first[i], other)
+    for s in range(1, levels.shape[0]):
+        if alphabets[s]:
+            side, last = levels[s], np.uint8(alphabets[s] - 1)
+            for i in range(side.size):
+                side[i] = np.uint8(last - side[i]) if turned[i] else side[i]
+
+
+@jit
+def turn_symbols(symbols: UInt8s, turned: UInt8s, start: int, stop: int, last: int) -> None:
+    """Mirror those symbols from ``start`` to ``stop`` that are turned, 0 to ``last`` among themselves; its own inverse."""
+    for i in range(start, stop):
+        mirrored = np.uint8(last - symbols[i])
+        symbols[i] = mirrored if turned[i] and symbols[i] <= last else symbols[i]

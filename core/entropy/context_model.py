@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from shrinkpoint.entropy.context_sample import Side
 from shrinkpoint.entropy.symbols import count_symbols
 from shrinkpoint.entropy.wire import ByteReader
 from shrinkpoint.errors import FormatError
@@ -42,6 +43,7 @@ _VALUE_LIMIT = 511
 _SCALE_LIMIT = 0xFFFF
 _MEAN_LIMIT = 3 * 256
 _SAMPLE_LOG2 = 16
+_UNIT_LIMIT = 1 << 18  # predictions times this are within 32 bits
 # Half an octave each, around 64 = as busy as the plane; 0 and the last reach to the ends.
 _ACTIVITY_STARTS = (8, 16, 23, 32, 45, 64, 91, 128, 181, 256, 362)
 _AROUND_STARTS = (1, 2, 3, 4, 5, 7, 10)
@@ -132,6 +134,8 @@ class PlaneModel:
         sides: the side planes that are contexts, best first, at most `MAX_SIDES`.
         low_rank: whether values are predicted from the directions of the rows before.
         warm: the side plane from which those are learned first; None starts without.
+        placed: whether predictions are added to the places that the first side knows.
+        mirrored: whether symbols of which the first side says that they are rather negative are coded mirrored.
         scale: predictions (1/4) times this are coarse buckets in 1/65536.
         mean: mean magnitude in 1/256.
     """
@@ -140,12 +144,16 @@ class PlaneModel:
     sides: tuple[SidePlane, ...]
     low_rank: bool
     warm: SidePlane | None
+    placed: bool
+    mirrored: bool
     scale: int
     mean: int
 
     def write(self, out: bytearray) -> None:
-        """Append the model: 1 byte of flags (bits 0-1 sides, 2 low rank, 3 warm), meanings, scale, mean."""
+        """Append the model: 1 byte of flags (bits 0-1 sides, 2 low rank, 3 warm, 4 placed, 5 mirrored), meanings, scale,
+        mean."""
         flags = len(self.sides) | self.low_rank << 2 | (self.warm is not None) << 3
+        flags |= self.placed << 4 | self.mirrored << 5
         out.append(flags)
         self.meaning.write(out)
         for side in (*self.sides, *([self.warm] if self.warm else [])):
@@ -154,18 +162,25 @@ class PlaneModel:
         out += self.scale.to_bytes(2, "little") + self.mean.to_bytes(2, "little")
 
     @staticmethod
-    def read(reader: ByteReader, n_sides: int) -> "PlaneModel":
-        """Inverse of :meth:`write`, for a caller who has ``n_sides`` side planes."""
+    def read(reader: ByteReader, given: Sequence[Side]) -> "PlaneModel":
+        """Inverse of :meth:`write`, for a caller who has these side planes."""
         flags = reader.byte()
-        if flags >> 4 or flags & 12 == 8:
+        if flags >> 6 or flags & 12 == 8 or flags & 20 == 16:
             raise FormatError(f"context payload: unknown flags {flags:#04x}")
         meaning = LevelMeaning.read(reader)
         planes = [
-            SidePlane(reader.byte(), LevelMeaning.read(reader)) for _ in range((flags & 3) + (flags >> 3))
+            SidePlane(reader.byte(), LevelMeaning.read(reader)) for _ in range((flags & 3) + (flags >> 3 & 1))
         ]
         for plane in planes:
-            if plane.index >= n_sides:
-                raise FormatError(f"context payload: it needs side plane {plane.index}, {n_sides} are given")
+            if plane.index >= len(given):
+                raise FormatError(
+                    f"context payload: it needs side plane {plane.index}, {len(given)} are given"
+                )
+        first = given[planes[0].index] if flags & 3 else None
+        if flags & 16 and not (first and first.places):
+            raise FormatError("context payload: its first side plane knows no places")
+        if flags & 32 and not (first and first.two_sided):
+            raise FormatError("context payload: its first side plane is not two-sided")
         scale, mean = (int.from_bytes(reader.take(2), "little") for _ in range(2))
         if not 0 < mean <= _MEAN_LIMIT:
             raise FormatError(f"context payload: a mean magnitude of {mean}/256 is not possible")
@@ -174,6 +189,8 @@ class PlaneModel:
             sides=tuple(planes[: flags & 3]),
             low_rank=bool(flags & 4),
             warm=planes[-1] if flags & 8 else None,
+            placed=bool(flags & 16),
+            mirrored=bool(flags & 32),
             scale=scale,
             mean=mean,
         )
@@ -207,32 +224,55 @@ def class_map(counts: Int64s, limit: int) -> UInt8s:
     return np.cumsum(first).astype(np.uint8)
 
 
+def side_levels(model: PlaneModel, given: Sequence[Side], part: slice | Int64s) -> tuple[UInt8s, UInt8s]:
+    """The levels of the model's sides, uint8 (sides, n), and which symbols are turned, uint8 (n,); empty if none may be."""
+    from shrinkpoint.entropy.context_kernels import turn  # numba
+
+    found = [given[side.index] for side in model.sides]
+    size = len(range(*part.indices(found[0].plane.size))) if found and isinstance(part, slice) else 0
+    levels = np.empty((len(found), size if isinstance(part, slice) else part.size), dtype=np.uint8)
+    for row, side in zip(levels, found, strict=True):
+        row[:] = side.plane[part]
+    turned = np.empty(levels.shape[1] if model.mirrored else 0, dtype=np.uint8)
+    if model.mirrored:
+        turn(levels, np.array([side.alphabet * side.two_sided for side in found], np.int64), turned)
+    return levels, turned
+
+
 def build_scene(
-    model: PlaneModel, planes: Sequence[UInt8s], maps: tuple[UInt8s, UInt8s], shape: tuple[int, int]
+    model: PlaneModel,
+    given: Sequence[Side],
+    maps: tuple[UInt8s, UInt8s],
+    shape: tuple[int, int],
+    part: slice = slice(None),
 ) -> Any:
     """The ``Scene`` that the kernels read for one chunk.
 
     Args:
         model: the plane's model.
-        planes: the caller's side planes, cut to the chunk: uint8 (rows * columns,) each.
+        given: the caller's side planes.
         maps: uint8 (sides, 256) each, the fine and the coarse classes of the model's sides.
         shape: rows and columns of the chunk.
+        part: where in the planes the chunk is.
     """
     from shrinkpoint.entropy.context_kernels import Scene  # numba
 
     rows, columns = shape
-    sides = np.empty((len(model.sides), rows, columns), dtype=np.uint8)
-    for row, side in zip(sides, model.sides, strict=True):
-        row[:] = planes[side.index].reshape(shape)
+    sides, turned = side_levels(model, given, part)
     warm = np.empty((0, columns), dtype=np.uint8)
     if model.warm is not None:
-        warm = np.array(planes[model.warm.index].reshape(shape))
+        warm = np.array(given[model.warm.index].plane[part].reshape(shape))
+    places = np.zeros(256, dtype=np.int32)
+    if model.placed:
+        known = given[model.sides[0].index].places or ()
+        places[: len(known)] = known
     activities, around = _class_tables()
     first = model.sides[0].meaning if model.sides else model.meaning
     return Scene(
         values=model.meaning.values(),
         magnitudes=model.meaning.magnitudes(),
-        sides=sides,
+        sides=sides.reshape(-1, rows, columns),
+        turned=turned.reshape(-1, columns),
         fine=maps[0],
         coarse=maps[1],
         side_magnitudes=first.magnitudes(),
@@ -240,6 +280,8 @@ def build_scene(
         warm_values=(model.warm.meaning if model.warm else model.meaning).values(),
         low_rank=model.low_rank,
         scale=model.scale,
+        places=places,
+        unit=min((1 << 22) // model.meaning.scale, _UNIT_LIMIT) if model.placed else 0,
         mean=model.mean,
         activities=activities,
         around=around,

@@ -1,7 +1,7 @@
 """The planes that the context coder is given, and a sample of them from which its encoder decides."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -25,10 +25,17 @@ class Side:
     Attributes:
         plane: uint8 (n,), one level per symbol, each below ``alphabet``.
         alphabet: 1..256.
+        places: of each level, where between the borders of its own level a value lies that has been rounded to the most
+            frequent symbol, or would have been but for what it changed by since: in 1/256 of a level, -128 being the
+            lower border. None where that is not known.
+        two_sided: whether a level says of a value what ``alphabet - 1 - level`` says of its negative, which the symbol
+            mirrored in the middle of the plane's own alphabet stands for. Tables are then shared by the two.
     """
 
     plane: UInt8s
     alphabet: int
+    places: tuple[int, ...] | None = None
+    two_sided: bool = False
 
 
 class PlaneSample(NamedTuple):
@@ -57,7 +64,7 @@ class PlaneSample(NamedTuple):
         """Take all of a small plane."""
         step = (symbols.size >> _SAMPLE_LOG2) | 1  # odd: columns are even
         few = frozen(symbols[::step])
-        beside = [Side(frozen(side.plane[::step]), side.alphabet) for side in sides]
+        beside = [replace(side, plane=frozen(side.plane[::step])) for side in sides]
         pairs = [step * count_symbols(few, side.plane, alphabet, side.alphabet) for side in beside]
         counts = step * count_symbols(few, None, alphabet, 1)[0]
         given = [predict_bytes(pair) for pair in pairs]

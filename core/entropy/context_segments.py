@@ -6,6 +6,10 @@ A cell (entropy/context_cells.py) is made of the prediction, of how busy row and
 levels. What a row tells of itself, its coefficients and its activity, is looked at once per segment: the price is a few
 thousandths of the size, and what it buys is that nothing within a segment waits for the symbol before it.
 
+Where a side plane knows the place of each value in its cell, prediction and place are one feature, their sum: it is what
+decides which border is crossed. Where it knows whether a value rather goes up or down, the latter are mirrored: both then
+share all tables, of which small planes have too many.
+
 The prediction is that of entropy/context_lowrank.py with half the directions, but with all covariances: a segment's
 errors ``e`` move the row's coefficients by ``C V e``, C being the inverse of ``noise / power + sum of V V'`` over the
 columns so far. It is computed in double precision by single IEEE operations in fixed order, and rounded to integers.
@@ -16,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from shrinkpoint.entropy.context_kernels import ACTIVITIES, BLOCK_ROWS, FINE, Scene
+from shrinkpoint.entropy.context_kernels import ACTIVITIES, BLOCK_ROWS, FINE, Scene, turn_symbols
 from shrinkpoint.entropy.context_lowrank import advance, start_directions
 from shrinkpoint.entropy.context_runs import Tables, finished, new_counters, take_runs
 from shrinkpoint.jit import jit
@@ -30,12 +34,12 @@ UInt8s = npt.NDArray[np.uint8]
 UInt16s = npt.NDArray[np.uint16]
 Integer = int | np.int64
 
-SEGMENT = 32
+SEGMENT = 16
 """Columns of a segment."""
 
 _RANK = 8
-LEVELS = (2 * FINE + 1, ACTIVITIES)
-"""Levels of the features that every plane has: prediction, activity."""
+LEVELS = (44, ACTIVITIES)
+"""Levels of the features that every plane has: prediction, activity. Predictions without a place take 2 * FINE + 1."""
 
 FEATURES = len(LEVELS) + 3
 """Then come the fine classes of up to three sides."""
@@ -47,6 +51,22 @@ _EARLY_ROWS = 64  # after which trust changes slowly
 _PRIOR = 8  # columns of mean activity that a row starts with
 _OCTAVES = np.array([0] + [(k**4).bit_length() - 1 for k in range(1, 3 * 1024 + 2)], dtype=np.int32)
 """4 log2 of an activity in 1/1024, rounded down."""
+
+_FAR = 256
+_STEPS = np.array((2, 4, 6, 8, 12, 16, 23, 32, 45, 64), dtype=np.int32)
+
+
+def _place_classes() -> Int32s:
+    """int32 (2 * _FAR,), class of a place from -_FAR on, in 1/256 of a level: by the distance to the nearer border."""
+    places = np.arange(-_FAR, _FAR)
+    beyond = np.where(places < 0, -1 - places, places) - 128
+    steps = np.searchsorted(_STEPS, np.where(beyond < 0, -1 - beyond, beyond), side="right")
+    outwards = np.where(beyond < 0, _STEPS.size - steps, _STEPS.size + 1 + steps)
+    half = LEVELS[0] // 2
+    return np.where(places < 0, half - 1 - outwards, half + outwards).astype(np.int32)
+
+
+_PLACES = _place_classes()
 
 
 class Rows(NamedTuple):
@@ -65,6 +85,8 @@ class Rows(NamedTuple):
         busy: int32 (columns,), decayed mean magnitude in 1/1024.
         activity: int32 (columns,), its `_OCTAVES`.
         magnitudes: int32 (columns,), those of the row in 1/1024.
+        places: int32 (columns,), those of the row by the first side.
+        signs: int32 (columns,), -1 for symbols that are coded mirrored, else 1.
     """
 
     directions: Int32s
@@ -79,6 +101,8 @@ class Rows(NamedTuple):
     busy: Int32s
     activity: Int32s
     magnitudes: Int32s
+    places: Int32s
+    signs: Int32s
 
 
 @jit
@@ -98,6 +122,8 @@ def _new_rows(scene: Scene, columns: int, low_rank: bool) -> Rows:
         np.full(padded, 4 * scene.mean, dtype=np.int32),
         np.zeros(padded, dtype=np.int32),
         np.zeros(padded, dtype=np.int32),
+        np.zeros(padded, dtype=np.int32),
+        np.ones(padded, dtype=np.int32),
     )
     if low_rank:
         start_directions(rows.directions, rows.strengths, rows.powers)
@@ -124,9 +150,7 @@ def _refresh(directions: Int32s, powers: Int64s, trust: Float64s) -> None:
         for a in range(_RANK):
             for b in range(a + 1):
                 left, right, total = fans[a, s], fans[b, s], np.int32(0)
-                for j in range(
-                    left.size
-                ):  # not SEGMENT: unrolled before it is vectorised, it would stay scalar
+                for j in range(left.size):
                     total = np.int32(total + left[j] * right[j])
                 precision[a, b] += np.float64(total) / 65536.0
                 precision[b, a] = precision[a, b]
@@ -152,10 +176,11 @@ def _invert(matrix: Float64s) -> None:
                     other[j] = other[j] - factor * row[j]
 
 
+# Loops over a segment are written without its constant size: unrolled before they are vectorised, they would stay scalar.
 @jit
 def _predict(fans: Int32s, part: int, u: Int32s, out: Int32s) -> None:
     """Predict a segment in 1/4."""
-    for j in range(SEGMENT):
+    for j in range(out.size):
         total = np.int32(0)
         for a in range(_RANK):
             total = np.int32(total + u[a] * fans[a, part, j])
@@ -173,13 +198,11 @@ def _correct(
     prediction: Int32s,
 ) -> None:
     """Move the coefficients by a segment's errors, which replace the prediction."""
-    for j in range(SEGMENT):
+    for j in range(prediction.size):
         prediction[j] = np.int32((values[j] << 2) - prediction[j])
     for b in range(_RANK):
         told = np.int32(0)
-        for j in range(
-            prediction.size
-        ):  # not SEGMENT: unrolled before it is vectorised, it would stay scalar
+        for j in range(prediction.size):
             told = np.int32(told + fans[b, part, j] * prediction[j])
         for a in range(u.size):
             u[a] += trust[part, b, a] * np.float64(told)
@@ -208,6 +231,14 @@ def _start_row(scene: Scene, rows: Rows, row: int, strides: Int64s, classes: Int
             side, cells, table = scene.sides[s, row], rows.cells, classes[s]
             for j in range(side.size):
                 cells[j] += table[side[j]]
+    if scene.turned.shape[0]:
+        turned, signs = scene.turned[row], rows.signs
+        for j in range(turned.size):
+            signs[j] = 1 - 2 * np.int32(turned[j])
+    if scene.unit:
+        side, places, known = scene.sides[0, row], rows.places, scene.places
+        for j in range(side.size):
+            places[j] = known[side[j]]
     if strides[1]:
         activity, busy = rows.activity, rows.busy
         for j in range(activity.size):
@@ -222,17 +253,30 @@ def _row_activity(so_far: Integer, seen: int, mean: int) -> Integer:
 
 
 @jit
-def _add_prediction(cells: Int32s, part: int, prediction: Int32s, scale: int, stride: Integer) -> None:
+def _add_prediction(
+    cells: Int32s, part: int, prediction: Int32s, signs: Int32s, scale: int, stride: Integer
+) -> None:
     factor, by = np.int32(2 * scale), np.int32(stride)
-    for j in range(SEGMENT):
-        level = int(np.int32(prediction[j] * factor + 32768) >> 16)
+    for j in range(prediction.size):
+        level = int(np.int32(prediction[j] * signs[part, j] * factor + 32768) >> 16)
         cells[part, j] += np.int32((min(max(level, -FINE), FINE) + FINE) * by)
+
+
+@jit
+def _add_place(
+    cells: Int32s, part: int, prediction: Int32s, signs: Int32s, places: Int32s, unit: int, stride: Integer
+) -> None:
+    """As `_add_prediction`, where it is known from which place the values are moved."""
+    factor, by = np.int32(unit), np.int32(stride)
+    for j in range(prediction.size):
+        place = np.int32((prediction[j] * signs[part, j] * factor) >> 8) + places[part, j]
+        cells[part, j] += np.int32(_PLACES[min(max(place, -_FAR), _FAR - 1) + _FAR] * by)
 
 
 @jit
 def _add_activity(cells: Int32s, part: int, activity: Int32s, of_row: Integer, stride: Integer) -> None:
     base, by = np.int32(of_row), np.int32(stride)
-    for j in range(SEGMENT):
+    for j in range(cells.shape[1]):
         level = int(np.int32(activity[part, j] + base) >> 1)
         cells[part, j] += np.int32(min(max(level, 0), ACTIVITIES - 1) * by)
 
@@ -285,6 +329,7 @@ def find_features(scene: Scene, plane: UInt8s, out: UInt16s) -> None:
     u, rounded, prediction, trust = rows.u, rows.rounded, rows.prediction, rows.trust
     fans = rows.directions.reshape(_RANK, trust.shape[0], SEGMENT)
     cells, activity = rows.cells.reshape(-1, SEGMENT), rows.activity.reshape(-1, SEGMENT)
+    places, signs = rows.places.reshape(-1, SEGMENT), rows.signs.reshape(-1, SEGMENT)
     values, classes = np.zeros(SEGMENT, dtype=np.int32), side_cells(scene, strides)
     for i in range(height):
         _start_row(scene, rows, i, strides, classes)
@@ -295,7 +340,10 @@ def find_features(scene: Scene, plane: UInt8s, out: UInt16s) -> None:
             stop = min(start + SEGMENT, columns)
             if low_rank:
                 _predict(fans, part, rounded, prediction)
-                _add_prediction(cells, part, prediction, scene.scale, 1)
+                if scene.unit:
+                    _add_place(cells, part, prediction, signs, places, scene.unit, 1)
+                else:
+                    _add_prediction(cells, part, prediction, signs, scene.scale, 1)
             _add_activity(cells, part, activity, _row_activity(so_far, start, scene.mean), strides[1])
             so_far += _take_in(symbols, start, stop, scene.magnitudes, rows.magnitudes)
             if low_rank:
@@ -311,6 +359,7 @@ def find_features(scene: Scene, plane: UInt8s, out: UInt16s) -> None:
 def decode_chunk(
     scene: Scene,
     plane: UInt8s,
+    last: int,
     strides: Int64s,
     leaf_rows: UInt8s,
     tables: Tables,
@@ -319,14 +368,16 @@ def decode_chunk(
 ) -> bool:
     """Fill ``plane`` (rows, columns), which is all zero's symbol; False if the words do not end where they must.
 
-    Validated by the caller: cells index ``leaf_rows``, which indexes the tables; see `take_runs`.
+    Symbols 0 to ``last`` are mirrored among themselves. Validated by the caller: cells index ``leaf_rows``, which indexes the tables; see `take_runs`.
     """
     height, columns = plane.shape
     low_rank, lively = bool(scene.low_rank and strides[0] != 0), strides[1] != 0
+    mirrored = scene.turned.shape[0] > 0
     rows = _new_rows(scene, columns, low_rank)
     u, rounded, prediction, trust = rows.u, rows.rounded, rows.prediction, rows.trust
     fans = rows.directions.reshape(_RANK, trust.shape[0], SEGMENT)
     cells, activity = rows.cells.reshape(-1, SEGMENT), rows.activity.reshape(-1, SEGMENT)
+    places, signs = rows.places.reshape(-1, SEGMENT), rows.signs.reshape(-1, SEGMENT)
     values, classes = np.zeros(SEGMENT, dtype=np.int32), side_cells(scene, strides)
     counters = new_counters(tables)
     contexts = np.empty(SEGMENT, dtype=np.uint8)
@@ -339,12 +390,17 @@ def decode_chunk(
             stop = min(start + SEGMENT, columns)
             if low_rank:
                 _predict(fans, part, rounded, prediction)
-                _add_prediction(cells, part, prediction, scene.scale, strides[0])
+                if scene.unit:
+                    _add_place(cells, part, prediction, signs, places, scene.unit, strides[0])
+                else:
+                    _add_prediction(cells, part, prediction, signs, scene.scale, strides[0])
             if lively:
                 _add_activity(cells, part, activity, _row_activity(so_far, start, scene.mean), strides[1])
             for j in range(stop - start):
                 contexts[j] = leaf_rows[cells[part, j]]
             take_runs(tables, counters, contexts, symbols, start, stop, words, cursor)
+            if mirrored:
+                turn_symbols(symbols, scene.turned[i], start, stop, last)
             if lively:
                 so_far += _take_in(symbols, start, stop, scene.magnitudes, rows.magnitudes)
             if low_rank:

@@ -13,7 +13,16 @@ import numpy.typing as npt
 from shrinkpoint.entropy.wire import ByteReader
 from shrinkpoint.errors import FormatError
 
-__all__ = ["SCALE_BITS", "TableSet", "data_bits", "plan_tables", "read_tables", "write_tables"]
+__all__ = [
+    "SCALE_BITS",
+    "TableSet",
+    "data_bits",
+    "plan_tables",
+    "read_tables",
+    "round_counts",
+    "weights_of",
+    "write_tables",
+]
 
 Int64s = npt.NDArray[np.int64]
 UInt8s = npt.NDArray[np.uint8]
@@ -69,7 +78,12 @@ def _normalise(weights: Int64s) -> Int64s:
     return frequencies
 
 
-def _round_counts(counts: Int64s) -> UInt8s:
+def weights_of(codes: UInt8s | int) -> Int64s:
+    """What codes stand for."""
+    return np.asarray(_VALUES[codes], dtype=np.int64)
+
+
+def round_counts(counts: Int64s) -> UInt8s:
     """Nearest 8-bit code of each count; a present symbol keeps a code above 0."""
     excess = int(counts.max(initial=0)) >> 34
     if excess:
@@ -118,7 +132,7 @@ def plan_tables(counts: Int64s) -> TableSet:
                 labels, bits = shared, shared_bits
     rows = np.zeros(counts.shape[0], dtype=np.int64)
     rows[used] = labels
-    return TableSet(rows=rows, codes=_round_counts(_merge(occurring, labels)), bits=bits)
+    return TableSet(rows=rows, codes=round_counts(_merge(occurring, labels)), bits=bits)
 
 
 def _payload_bits(counts: Int64s, labels: Int64s) -> float:

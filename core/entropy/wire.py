@@ -2,7 +2,7 @@
 
 from shrinkpoint.errors import FormatError
 
-__all__ = ["ByteReader", "Payload", "write_uvarint"]
+__all__ = ["BitReader", "BitWriter", "ByteReader", "Payload", "write_uvarint"]
 
 Payload = bytes | bytearray | memoryview
 
@@ -30,7 +30,7 @@ class ByteReader:
     def __init__(self, payload: Payload, what: str) -> None:
         self._view = memoryview(payload).cast("B")
         self._position = 0
-        self._what = what
+        self.what = what
 
     @property
     def remaining(self) -> int:
@@ -40,7 +40,7 @@ class ByteReader:
     def take(self, length: int) -> memoryview:
         """Return the next ``length`` bytes without copying them."""
         if length > self.remaining:
-            raise FormatError(f"{self._what}: {length} bytes expected, {self.remaining} are left")
+            raise FormatError(f"{self.what}: {length} bytes expected, {self.remaining} are left")
         start = self._position
         self._position += length
         return self._view[start : self._position]
@@ -57,9 +57,9 @@ class ByteReader:
             value |= (byte & 0x7F) << (7 * index)
             if byte < 0x80:
                 if value > limit:
-                    raise FormatError(f"{self._what}: {field} is {value}, at most {limit} is possible")
+                    raise FormatError(f"{self.what}: {field} is {value}, at most {limit} is possible")
                 return value
-        raise FormatError(f"{self._what}: {field} is a varint of more than {_MAX_UVARINT_BYTES} bytes")
+        raise FormatError(f"{self.what}: {field} is a varint of more than {_MAX_UVARINT_BYTES} bytes")
 
     def rest(self) -> memoryview:
         """Return everything that has not been read."""
@@ -68,4 +68,65 @@ class ByteReader:
     def finish(self) -> None:
         """Raise unless every byte has been read."""
         if self.remaining:
-            raise FormatError(f"{self._what}: {self.remaining} bytes follow the end of the data")
+            raise FormatError(f"{self.what}: {self.remaining} bytes follow the end of the data")
+
+
+class BitWriter:
+    """Fields of so many bits each, low bits first, the first field in a byte's low bits."""
+
+    def __init__(self) -> None:
+        self._bits: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._bits)
+
+    def put(self, value: int, width: int) -> None:
+        """Append ``value``, which is below ``2 ** width``."""
+        self._bits += [value >> place & 1 for place in range(width)]
+
+    def put_rice(self, value: int, low: int) -> None:
+        """Append a Rice code: ``value >> low`` ones, a zero, then the ``low`` lowest bits."""
+        self._bits += [1] * (value >> low) + [0]
+        self.put(value & ((1 << low) - 1), low)
+
+    def to_bytes(self) -> bytes:
+        """All fields, filled up with zeros to whole bytes."""
+        padded = self._bits + [0] * (-len(self._bits) % 8)
+        octets = [padded[start : start + 8] for start in range(0, len(padded), 8)]
+        return bytes(sum(bit << place for place, bit in enumerate(octet)) for octet in octets)
+
+
+class BitReader:
+    """Inverse of `BitWriter`: takes bytes from a reader as they are needed."""
+
+    def __init__(self, reader: ByteReader) -> None:
+        self._reader = reader
+        self._held = self._filled = 0
+
+    def take(self, width: int) -> int:
+        """Return the next ``width`` bits as an integer."""
+        while self._filled < width:
+            self._held |= self._reader.byte() << self._filled
+            self._filled += 8
+        value = self._held & ((1 << width) - 1)
+        self._held >>= width
+        self._filled -= width
+        return value
+
+    def take_rice(self, low: int, limit: int) -> int:
+        """Return the next Rice code, which must not exceed ``limit``."""
+        high = 0
+        while self.take(1):
+            high += 1
+            if high << low > limit:
+                break
+        else:
+            value = high << low | self.take(low)
+            if value <= limit:
+                return value
+        raise FormatError(f"{self._reader.what}: a Rice code is above {limit}")
+
+    def finish(self) -> None:
+        """Raise unless what fills the last byte is zero."""
+        if self._held:
+            raise FormatError(f"{self._reader.what}: the bits behind the last field are not zero")

@@ -9,13 +9,14 @@ care about small ones: nearly all of a small value's levels that are not zero ha
 """
 
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 from shrinkpoint.schemes.planes import F32, U8
 
-__all__ = ["EDGE_CLASSES", "SEEDS", "dither", "dither_edges", "edge_starts", "edge_table"]
+__all__ = ["EDGE_CLASSES", "EDGE_PLACES", "SEEDS", "dither", "dither_edges", "edge_starts", "edge_table"]
 
 SEEDS = 2**32
 """Seeds are below."""
@@ -25,6 +26,10 @@ EDGE_CLASSES = 20
 
 # distances from a border in 1/512 of a cell at which classes end, half an octave each
 _ENDS = (8, 11, 16, 23, 32, 45, 64, 91, 128, 256)
+_BELOW = tuple((start + end) // 4 - 128 for start, end in pairwise((0, *_ENDS)))
+
+EDGE_PLACES = (*_BELOW, *(-place for place in reversed(_BELOW)))
+"""The middle of each class, in 1/256 of a cell from its middle."""
 
 
 def dither(seed: int, count: int) -> F32:

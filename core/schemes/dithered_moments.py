@@ -20,7 +20,7 @@ import torch
 from shrinkpoint.entropy.context import Effort, Side, decode_plane, encode_plane
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
 from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes
-from shrinkpoint.schemes.dither import EDGE_CLASSES, SEEDS, dither_edges
+from shrinkpoint.schemes.dither import EDGE_CLASSES, EDGE_PLACES, SEEDS, dither_edges
 from shrinkpoint.schemes.factors import Factors, matrix_shape
 from shrinkpoint.schemes.planes import F32, U8, check_sections, finite, integer, number, section
 from shrinkpoint.schemes.recipe import check_choice
@@ -116,7 +116,7 @@ class _DitheredCodec(ABC):
             plane,
             2 * radius + 1,
             columns=matrix_shape(spec.shape)[1],
-            sides=[Side(dither_edges(self.seed, plane.size), EDGE_CLASSES)],
+            sides=[_edges(self.seed, plane.size)],
             effort=self.effort,
             threads=context.threads,
         )
@@ -155,7 +155,7 @@ class _DitheredCodec(ABC):
             spec.numel,
             2 * radius + 1,
             columns=matrix_shape(spec.shape)[1],
-            sides=[Side(dither_edges(seed, spec.numel), EDGE_CLASSES)],
+            sides=[_edges(seed, spec.numel)],
             threads=context.threads,
         )
         return {"levels": plane}
@@ -223,13 +223,19 @@ class DitheredMomentumCodec(_DitheredCodec):
     def _measure(self, values: F32, spec: TensorSpec, context: Context) -> tuple[F32, dict[str, bytes]]:
         factors = Factors.of_roots(values.reshape(matrix_shape(spec.shape)))
         units = factors.product()
-        if not np.isfinite(units * np.float32(_REACH * self.step)).all():
+        with np.errstate(over="ignore"):
+            reached = units * np.float32(_REACH * self.step)
+        if not np.isfinite(reached).all():
             raise CannotRepresentError(f"{spec.name} reaches the end of fp32's range: stored exactly")
         return units, {"factors": factors.encode(context.threads)}
 
     def _units(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> F32:
         check_sections(encoded, spec, "levels", "factors")
         return Factors.read(encoded, spec, context.threads).product()
+
+
+def _edges(seed: int, count: int) -> Side:
+    return Side(dither_edges(seed, count), EDGE_CLASSES, EDGE_PLACES, two_sided=True)
 
 
 def _restore(

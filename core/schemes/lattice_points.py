@@ -10,7 +10,7 @@ import numpy.typing as npt
 from shrinkpoint.entropy.context import Side
 from shrinkpoint.errors import CannotRepresentError
 from shrinkpoint.schemes.base import Held
-from shrinkpoint.schemes.dither import EDGE_CLASSES, SEEDS, dither_edges, edge_table
+from shrinkpoint.schemes.dither import EDGE_CLASSES, EDGE_PLACES, SEEDS, dither_edges, edge_table
 from shrinkpoint.schemes.planes import F32, U8, integer, number, plane_of
 from shrinkpoint.state import TensorSpec
 
@@ -87,21 +87,21 @@ class Lattice:
         size = self.exponents.size
         if reference is None:
             classes = dither_edges(self.seed, size)
-            sides = (Side(classes, EDGE_CLASSES), Side(self.exponents, _EXPONENTS))
+            sides = (Side(classes, EDGE_CLASSES, two_sided=True), Side(self.exponents, _EXPONENTS))
             return Outlook(np.zeros(size, np.int16), classes, _all_unknown(), sides)
         if self._is(reference):
             predicted, known, table = reference.index, reference.history, _aged()
-            first = Side(known, 2 * _AGES + 1)
+            first = Side(known, 2 * _AGES + 1, two_sided=True)
         else:
             predicted, known, table = np.empty(size, np.int16), np.empty(size, np.uint8), _from_edges()
             before = reference.points(reference.index)
             dither_kernels.carry(
                 before, self.exponents, self._quarters(), self.seed, FARTHEST, edge_table(), predicted, known
             )
-            first = Side(known, EDGE_CLASSES)
+            first = Side(known, EDGE_CLASSES, EDGE_PLACES, two_sided=True)
         values = np.empty(size, np.uint8)
         dither_kernels.halves(predicted, self.seed, _HALVES, values)
-        return Outlook(predicted, known, table, (first, Side(values, 2 * _HALVES + 1)))
+        return Outlook(predicted, known, table, (first, Side(values, 2 * _HALVES + 1, two_sided=True)))
 
     def has_steps_of(self, other: "Lattice") -> bool:
         """Whether every element's step is the same in both."""

@@ -241,7 +241,7 @@ class FirstMomentCodec:
         if root is None:
             raise CannotRepresentError(f"{spec.name} has no second moment to be measured by: stored exactly")
         unit = np.float32(self.step) * root
-        with np.errstate(divide="ignore", invalid="ignore"):
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             level = np.where(unit > 0, np.rint(values / unit), 0)
         limit = np.float32(max(_M_REACH * self.step, _M_BEYOND))
         if np.count_nonzero((np.abs(values) > limit * root) & (root > 0)) > _M_STRANGERS * values.size:

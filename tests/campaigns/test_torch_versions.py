@@ -1,4 +1,4 @@
-"""What one version of torch (and of numpy) saved, another one restores, bit for bit, and continues.
+"""What one version of torch (and of numpy) saved, another one restores, bit for bit, and continues: under every scheme.
 
 The other interpreter is SHRINKPOINT_NEWEST_PYTHON, or the one of `make .venv-newest/ready`. Without it the tests skip, or
 fail if SHRINKPOINT_REQUIRE_NEWEST=1.
@@ -10,11 +10,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any, get_args
 
 import pytest
-from support import version_worker
+from support import scheme_worker, version_worker
 from support.journal import read_journal
+from support.scheme_worker import CASES, SAVES
 from support.training_worker import Scheme, TrainingConfig
 
 ROOT = Path(__file__).parents[2]
@@ -24,16 +26,17 @@ STEPS = 6  # with a base every four
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-def _ask(python: str, *commands: list[Any]) -> list[Any]:
+def _ask(python: str, *commands: list[Any], worker: ModuleType = version_worker) -> list[Any]:
+    assert worker.__file__ is not None
     done = subprocess.run(
-        [python, version_worker.__file__],
+        [python, worker.__file__],
         input=json.dumps(commands),
         capture_output=True,
         text=True,
         env={
             **os.environ,
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(Path(version_worker.__file__).parents[1]),
+            "PYTHONPATH": str(Path(worker.__file__).parents[1]),
         },
         check=False,
     )
@@ -85,3 +88,60 @@ def test_a_run_moves_between_versions(
     if scheme == "lossless":
         saved = next(event for event in events if event["event"] == "saving" and event["step"] == STEPS)
         assert other["digest"] == saved["digest"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Chains:
+    """The chains of every case, encoded by each version, and what each version decodes those of each to."""
+
+    folders: dict[str, Path]
+    versions: dict[str, Any]
+    """Of the libraries of each interpreter."""
+    states: dict[str, Any]
+    """Digests of what each version encoded."""
+    read: dict[tuple[str, str], Any]
+    """By writer and reader."""
+
+    def file(self, writer: str, case: str, number: int) -> bytes:
+        return (self.folders[writer] / case / f"{number}.shrink").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def chains(pythons: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Chains:
+    folders = {version: tmp_path_factory.mktemp(version) for version in pythons}
+    versions, states = {}, {}
+    read: dict[tuple[str, str], Any] = {}
+    for version, python in pythons.items():
+        commands = ["version"], ["encode", str(folders[version])]
+        versions[version], states[version] = _ask(python, *commands, worker=scheme_worker)
+    for reader, python in pythons.items():
+        found = _ask(python, *(["decode", str(folder)] for folder in folders.values()), worker=scheme_worker)
+        read |= {(writer, reader): readings for writer, readings in zip(folders, found, strict=True)}
+    return Chains(folders, versions, states, read)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("writer", "reader"), [("this", "newest"), ("newest", "this")])
+def test_every_scheme_is_decoded_alike_by_the_other_version(
+    chains: Chains, writer: str, reader: str, case: str
+) -> None:
+    own, other = chains.read[writer, writer][case], chains.read[writer, reader][case]
+    assert [reading.get("kind") for reading in own] == ["base"] + ["delta"] * (SAVES - 1), own
+    assert other == own
+    assert {*own[-1]["codecs"].values()} > {"exact"}  # whatever is of the scheme's own making
+    if case == "lossless":
+        assert [reading["tensors"] for reading in own] == chains.states[writer][case]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_scheme_is_encoded_alike_by_both_versions(chains: Chains, case: str) -> None:
+    """No reader needs that, since settings are stored, but nothing depends on how torch or numpy add up.
+
+    What zstandard makes of a header, and the last bits of the sums that numba compiles, may depend on their versions.
+    """
+    assert chains.states["this"][case] == chains.states["newest"][case]
+    this, newest = chains.versions.values()
+    if differ := [name for name in ("numba", "zstandard") if this[name] != newest[name]]:
+        pytest.skip(f"the interpreters have different versions of {' and '.join(differ)}")
+    for number in range(SAVES):
+        assert chains.file("this", case, number) == chains.file("newest", case, number), number

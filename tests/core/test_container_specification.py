@@ -6,10 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.context_planes import golden_planes, low_rank_planes, sparse
+from support.context_planes import dithered_planes, golden_planes, low_rank_planes, sparse
 from support.format_codecs import read_chain
-from support.format_models import read_model_plane
+from support.format_models import Model, StaticReader, read_model_plane
 from support.format_reader import (
+    Cursor,
+    Side,
     read_context_plane,
     read_huffman,
     read_planes,
@@ -102,8 +104,7 @@ def test_symbol_planes(coder, methods, alphabet):
 
 
 def read_context(data, plane, alphabet, columns, sides):
-    given = [(side.plane.tolist(), side.alphabet) for side in sides]
-    return read_context_plane(data, plane.size, alphabet, columns, given, read_model_plane)
+    return read_context_plane(data, plane.size, alphabet, columns, second_sides(sides), read_model_plane)
 
 
 @pytest.mark.parametrize(
@@ -127,10 +128,16 @@ def test_context_coder_of_several_chunks():
         assert read_context(data, tiled, 31, 120, given) == tiled.tolist()
 
 
-def split_features(data):
+def split_features(data, alphabet, sides):
     """The features by which mode 1 tells contexts apart."""
-    at = 10 + 5 * ((data[1] & 3) + (data[1] >> 3))
-    return set(data[at + 3 : at + 2 + 3 * data[at + 1] : 3])
+    cursor = Cursor(data[1:])
+    model = Model(1, cursor, sides)
+    cursor.byte()
+    return StaticReader(model, cursor, alphabet).tree.used
+
+
+def second_sides(sides):
+    return [Side(side.plane.tolist(), side.alphabet, side.places, side.two_sided) for side in sides]
 
 
 @pytest.mark.parametrize("effort", ["default", "max"])
@@ -141,8 +148,18 @@ def test_context_coder_of_planes_of_low_rank(effort, warm):
     data = context.encode_plane(plane.reshape(-1), 63, columns=72, sides=sides, effort=effort)
     assert data[0] == {"default": 1, "max": 2}[effort]
     assert data[1] & 4
-    assert effort == "max" or {0, 1} <= split_features(data)
+    assert effort == "max" or {0, 1} <= split_features(data, 63, second_sides(sides))
     assert read_context(data, plane.reshape(-1), 63, 72, sides) == plane.reshape(-1).tolist()
+
+
+@pytest.mark.parametrize(("placed", "two_sided"), [(True, False), (False, True), (True, True)])
+def test_context_coder_of_dithered_planes(placed, two_sided):
+    plane, told, plain = dithered_planes(90, 70)
+    side = context.Side(told.plane, 32, told.places if placed else None, two_sided)
+    data = context.encode_plane(plane, 7, columns=70, sides=[side, plain])
+    assert data[0] == 1
+    assert data[1] >> 4 == placed + 2 * two_sided
+    assert read_context(data, plane, 7, 70, [side, plain]) == plane.tolist()
 
 
 @pytest.mark.parametrize("case", CHAINS)

@@ -1,4 +1,4 @@
-"""Makes the golden payloads of the context coder, one for each effort and one of runs, and what they decode to. Run by hand, once.
+"""Makes the golden payloads of the context coder, one for each effort, one of runs and one of a dithered plane, and what they decode to. Run by hand, once.
 
     PYTHONPATH=tests python tests/golden/make_context.py
 
@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import get_args
 
-from support.context_planes import golden_planes, sparse
+from support.context_planes import golden_dithered_plane, golden_planes, sparse
 
 from shrinkpoint.entropy.context import Effort, encode_plane
 
@@ -20,16 +20,18 @@ HERE = Path(__file__).parent / "context"
 def main() -> None:
     plane, sides = golden_planes()
     planes = dict.fromkeys(get_args(Effort), plane) | {"runs": sparse(plane)}
-    for name, levels in planes.items():
+    planes = {name: (levels, 31, sides) for name, levels in planes.items()}
+    dithered, told = golden_dithered_plane()
+    planes["dithered"] = dithered, 5, [told]
+    for name, (levels, alphabet, given) in planes.items():
         path = HERE / f"v1_{name}.bin"
         if path.exists():
-            raise SystemExit(
-                f"{path} exists: golden files are made once; delete it only before its first release"
-            )
-        effort = "fast" if name == "runs" else name
-        path.write_bytes(encode_plane(levels, 31, columns=120, sides=sides, effort=effort))
-    told = {name: hashlib.sha256(levels.tobytes()).hexdigest() for name, levels in planes.items()}
-    (HERE / "v1.json").write_text(json.dumps(told, indent=1) + "\n")
+            print(f"{path} exists: golden files are made once; delete it only before its first release")
+            continue
+        effort = {"runs": "fast", "dithered": "default"}.get(name, name)
+        path.write_bytes(encode_plane(levels, alphabet, columns=120, sides=given, effort=effort))
+    digests = {name: hashlib.sha256(levels.tobytes()).hexdigest() for name, (levels, _, _) in planes.items()}
+    (HERE / "v1.json").write_text(json.dumps(digests, indent=1) + "\n")
 
 
 if __name__ == "__main__":

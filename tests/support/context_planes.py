@@ -19,6 +19,19 @@ def low_rank_planes(rows: int, columns: int, rank: int) -> tuple[UInt8s, UInt8s]
     return planes[0], planes[1]
 
 
+def dithered_planes(rows: int, columns: int) -> tuple[UInt8s, Side, Side]:
+    """Levels of values around zero that rows share a direction of, with what is known of each value's dither."""
+    rng = np.random.default_rng(6)
+    shared = np.outer(rng.standard_normal(rows), rng.standard_normal(columns))
+    values = 0.2 * shared + 0.1 * rng.standard_normal((rows, columns))
+    part = rng.integers(0, 32, values.shape)
+    levels = np.clip(np.rint(values + (part - 15.5) / 32), -3, 3) + 3
+    places = tuple(8 * k - 124 for k in range(32))
+    known = part.astype(np.uint8).reshape(-1)
+    told = Side(known, 32, places, two_sided=True)
+    return levels.astype(np.uint8).reshape(-1), told, Side(known, 32)
+
+
 def golden_planes() -> tuple[UInt8s, list[Side]]:
     """The plane of the golden payloads, 150 x 120 levels 0..30, and its two sides; made with integers alone."""
     i, j = np.indices((150, 120), dtype=np.int64)
@@ -27,6 +40,16 @@ def golden_planes() -> tuple[UInt8s, list[Side]]:
     plane = np.clip(15 + wave + noise - 2, 0, 30).astype(np.uint8)
     sides = [np.clip(plane.astype(np.int64) + noise % 3 - 1, 0, 30) // 2, np.abs(wave + (i + j) % 2)]
     return plane.reshape(-1), [Side(side.astype(np.uint8).reshape(-1), 31) for side in sides]
+
+
+def golden_dithered_plane() -> tuple[UInt8s, Side]:
+    """A plane of few levels as of first moments, 150 x 120 levels 0..4, and its dither; made with integers alone."""
+    i, j = np.indices((150, 120), dtype=np.int64)
+    wave = ((i * i * 3 % 41) - 20) * ((j * j * 5 % 37) - 18)
+    part = (i * 7919 + j * 104729 + (i * j) % 1013 * 31) % 8191 % 32
+    levels = (16 * wave + 300 * (2 * part - 31) + 9600) // 19200 + 2  # wave / 1200 + dither, rounded
+    told = Side(part.astype(np.uint8).reshape(-1), 32, tuple(8 * k - 124 for k in range(32)), two_sided=True)
+    return np.clip(levels, 0, 4).astype(np.uint8).reshape(-1), told
 
 
 def sparse(plane: UInt8s) -> UInt8s:

@@ -10,6 +10,7 @@ from support.format_bits import bit_planes
 from support.format_models import read_model_plane
 from support.format_reader import (
     Cursor,
+    Side,
     read_context_plane,
     read_huffman,
     read_planes,
@@ -24,6 +25,8 @@ F32 = np.float32
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 ITEM_SIZES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
 ENDS = (8, 11, 16, 23, 32, 45, 64, 91, 128)
+EDGE_PLACES = (-126, -124, -122, -119, -115, -109, -101, -90, -74, -32)
+EDGE_PLACES += tuple(-x for x in reversed(EDGE_PLACES))
 AGES = (1, 1, 1, 1, 1, 2, 2, 3, 4, 7)
 
 
@@ -122,8 +125,8 @@ def factored(t):
 
 def dithered(t, unit):
     seed, radius = t.params["seed"], t.params["radius"]
-    side = [edge(bits >> 7) for bits in mixed_bits(seed, t.count)]
-    plane = np.array(t.context_plane(2 * radius + 1, [(side, 20)]), F32)
+    side = Side([edge(bits >> 7) for bits in mixed_bits(seed, t.count)], 20, EDGE_PLACES, two_sided=True)
+    plane = np.array(t.context_plane(2 * radius + 1, [side]), F32)
     w = t.number("step") * unit
     value = ((plane - F32(radius)) - dither(seed, t.count)) * w
     value[(w < F32(2.0**-125)) | (np.abs(value) < F32(2.0**-125))] = 0
@@ -152,22 +155,24 @@ def lattice(t):
     table = {}
     if before is None:
         predicted = np.zeros(t.count, int)
-        sides = [([edge(bits >> 7) for bits in mixed_bits(seed, t.count)], 20), (e + 24, 49)]
+        sides = [
+            Side([edge(bits >> 7) for bits in mixed_bits(seed, t.count)], 20, two_sided=True),
+            Side((e + 24).tolist(), 49),
+        ]
     else:
         same = (before["step"], before["seed"]) == (step, seed) and np.array_equal(before["e"], e)
         if same:
-            predicted, known, levels = before["index"], before["history"], 17
+            predicted, known = before["index"], Side(before["history"], 17, two_sided=True)
             table = {h: h - 1 if h > 9 else h + 1 if h < 7 else h for h in range(17)}
         else:
             place = before["points"] / w + d
             nearest = np.rint(np.clip(place, F32(-30000), F32(30000)))
             predicted = nearest.astype(int)
             slots = np.clip(((place - nearest) + F32(0.5)) * F32(512), 0, 511).astype(int)
-            known, levels = [edge(k) for k in slots.tolist()], 20
+            known = Side([edge(k) for k in slots.tolist()], 20, EDGE_PLACES, two_sided=True)
             table = {x: 17 - AGES[x] if x < 10 else AGES[19 - x] - 1 for x in range(20)}
         halves = np.clip(np.rint(F32(2) * (predicted.astype(F32) - d)), -12, 12).astype(int) + 12
-        sides = [(known, levels), (halves, 25)]
-    sides = [([int(x) for x in plane], number) for plane, number in sides]
+        sides = [known, Side(halves.tolist(), 25, two_sided=True)]
     symbols = t.context_plane(2 * radius + 2, sides)
     far = read_planes(t.sections["far"], symbols.count(2 * radius + 1), 4)
     far = iter(np.frombuffer(far, "<i4").tolist())
@@ -175,7 +180,9 @@ def lattice(t):
     index = predicted + np.array(moves)
     history = [8] * t.count
     if before is not None:
-        history = [16 if m > 0 else 0 if m < 0 else table[k] for m, k in zip(moves, sides[0][0], strict=True)]
+        history = [
+            16 if m > 0 else 0 if m < 0 else table[k] for m, k in zip(moves, sides[0].levels, strict=True)
+        ]
     points = (index.astype(F32) - d) * w
     kept = {"step": step, "seed": seed, "e": e, "index": index, "history": history, "points": points}
     return t.rounded(points), kept

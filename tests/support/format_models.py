@@ -1,12 +1,14 @@
 """A reader of the context coder's modes 1 and 2 by docs/format.md alone and without a thought for speed."""
 
 from decimal import Decimal, getcontext
-from math import isqrt
+from math import isqrt, prod
 
 import numpy as np
-from support.format_reader import Runs, classes, read_lengths, read_tables
+from support.format_reader import Bits, Runs, classes, frequencies_of, read_lengths, read_tables
 
 getcontext().prec = 40
+SEGMENT = 16
+ENDS = (2, 4, 6, 8, 12, 16, 23, 32, 45, 64)
 
 
 def clamp(x, k):
@@ -23,6 +25,7 @@ class Meaning:
         zero_first, p = cursor.byte(), cursor.byte()
         q = int.from_bytes(cursor.take(2), "little")
         assert zero_first < 2
+        self.scale = q
         raw = [level - p + (zero_first and level >= p) for level in range(256)]
         if zero_first:
             raw[0] = 0
@@ -32,14 +35,18 @@ class Meaning:
 
 
 class Model:
-    def __init__(self, cursor, planes):
+    def __init__(self, mode, cursor, given):
         flags = cursor.byte()
-        assert flags < 16
-        self.low_rank = bool(flags & 4)
+        assert flags < (64 if mode == 1 else 16)
+        number, self.low_rank, warm = flags & 3, bool(flags & 4), flags >> 3 & 1
+        self.placed, self.mirrored = bool(flags & 16), bool(flags & 32)
         self.own = Meaning(cursor)
-        sides = [(planes[cursor.byte()], Meaning(cursor)) for _ in range((flags & 3) + (flags >> 3))]
-        self.sides = sides[: flags & 3]
-        self.warm = sides[-1] if flags & 8 else None
+        sides = [(given[cursor.byte()], Meaning(cursor)) for _ in range(number + warm)]
+        self.sides = sides[:number]
+        self.warm = sides[-1] if warm else None
+        assert self.low_rank or not (warm or self.placed)
+        assert not self.placed or self.sides[0][0].places is not None
+        assert not self.mirrored or self.sides[0][0].two_sided
         self.scale, self.mean = (int.from_bytes(cursor.take(2), "little") for _ in range(2))
         assert 1 <= self.mean <= 768
 
@@ -88,25 +95,24 @@ class Directions:
     def warm_up(self, model, start, rows, columns, most):
         if model.warm is None:
             return
-        plane, meaning = model.warm
-        used = meaning.values[np.array(plane[start : start + rows * columns])].reshape(rows, columns)[:most]
+        side, meaning = model.warm
+        levels = np.array(side.levels[start : start + rows * columns])
+        used = meaning.values[levels].reshape(rows, columns)[:most]
         for i in range(0, len(used), 8):
             block = np.zeros((len(used[i : i + 8]), self.d.shape[1]), np.int64)
             block[:, :columns] = used[i : i + 8]
             self.advance(block)
 
 
-def read_model_plane(mode, cursor, count, alphabet, columns, planes):
-    model = Model(cursor, planes)
+def read_model_plane(mode, cursor, count, alphabet, columns, sides):
+    model = Model(mode, cursor, sides)
     size, width = 2 ** cursor.byte(), columns
     if 8 <= columns <= 2**15:
         size = size // columns * columns
     else:
         width = None
     if mode == 1:
-        splits = [tuple(cursor.take(3)) for _ in range(cursor.byte())]
-        coder = Runs(cursor, len(splits) + 1, alphabet)
-        reader = StaticReader(model, splits, coder)
+        reader = StaticReader(model, cursor, alphabet)
     else:
         reader = MixedReader(model, read_tables(cursor, [0], alphabet)[1][0])
     starts, symbols = range(0, count, size), []
@@ -117,22 +123,98 @@ def read_model_plane(mode, cursor, count, alphabet, columns, planes):
     return symbols
 
 
-class StaticReader:
-    def __init__(self, model, splits, coder):
-        self.model, self.splits, self.coder = model, splits, coder
-        self.classes = [classes(plane, 48) for plane, _ in model.sides]
+class Leaves:
+    """The tree of mode 1. A node is the number of a leaf, or a feature, a threshold and two nodes."""
+
+    def __init__(self, bits, levels):
+        self.bits, self.levels, self.number, self.used = bits, levels, 1, set()
+        self.first = self.node(0)
+        assert self.number <= 64
+        assert prod(levels[feature] for feature in self.used) <= 2**16
+
+    def node(self, lowest):
+        if not self.bits.take(1):
+            return lowest
+        upper = self.number
+        self.number += 1
+        feature = self.bits.take(3)
+        self.used.add(feature)
+        assert self.levels[feature] > 1
+        threshold = 1 + self.bits.take((self.levels[feature] - 2).bit_length())
+        below = self.node(lowest)
+        return feature, threshold, below, self.node(upper)
 
     def leaf(self, features):
-        leaf = 0
-        for k, (old, feature, threshold) in enumerate(self.splits, 1):
-            if leaf == old and features[feature] >= threshold:
-                leaf = k
-        return leaf
+        node = self.first
+        while not isinstance(node, int):
+            feature, threshold, below, others = node
+            node = others if features[feature] >= threshold else below
+        return node
+
+
+def unfold(x):
+    return x // 2 if x % 2 == 0 else -(x + 1) // 2
+
+
+def read_leaf_tables(bits, leaves, alphabet):
+    zero = bits.take((alphabet - 1).bit_length())
+    code_of_zero = bits.take(8)
+    numbers, count = {}, 0
+    for leaf in range(leaves):
+        numbers[leaf] = bits.take(count.bit_length())
+        assert numbers[leaf] <= count
+        count = max(count, numbers[leaf] + 1)
+    of_ranges, of_first, of_others = (bits.take(3) for _ in range(3))
+    tables, codes, ends = [], [0] * alphabet, [0, alphabet - 1]
+    for number in range(count):
+        ends = [end + unfold(bits.rice(of_ranges)) for end in ends]
+        assert min(ends) >= 0
+        assert max(ends) < alphabet
+        before, codes = codes, [0] * alphabet
+        codes[zero] = code_of_zero if bits.take(1) else 0
+        for s in range(ends[0], ends[1] + 1):
+            if s != zero:
+                near = before[s] or (codes[s - 1] if s else 0)
+                codes[s] = near + unfold(bits.rice(of_others if number else of_first))
+        assert min(codes) >= 0
+        assert 0 < max(codes) < 256
+        tables.append(frequencies_of({s: c for s, c in enumerate(codes) if c}))
+    return Runs(zero, numbers, tables)
+
+
+class StaticReader:
+    def __init__(self, model, cursor, alphabet):
+        self.model, self.middle = model, (alphabet - 1) // 2
+        self.classes = [classes(side.levels, 48) for side, _ in model.sides]
+        levels = [44, 12, *(max(table) + 1 for table in self.classes), 1, 1, 1]
+        bits = Bits(cursor)
+        self.tree = Leaves(bits, levels[:5])
+        self.coder = read_leaf_tables(bits, self.tree.number, alphabet)
+        bits.end()
+
+    def turned(self, place):
+        if not self.model.mirrored:
+            return False
+        side = self.model.sides[0][0]
+        return 2 * side.levels[place] < side.alphabet - 1
+
+    def side_levels(self, place):
+        """The levels that a symbol has in the model sides."""
+        found = []
+        for side, _ in self.model.sides:
+            level = side.levels[place]
+            found.append(side.alphabet - 1 - level if self.turned(place) and side.two_sided else level)
+        return found
+
+    def symbol(self, coded, place):
+        if self.turned(place) and coded <= 2 * self.middle:
+            return 2 * self.middle - coded
+        return coded
 
     def read(self, chunk, start, shape):
         model, (rows, columns) = self.model, shape
         take, end = self.coder.open(chunk)
-        segments = -(-columns // 32)
+        segments = -(-columns // SEGMENT)
         v, predictor = [4 * model.mean] * columns, None
         if model.low_rank:
             predictor = Predictor(model, start, rows, columns, segments)
@@ -143,15 +225,17 @@ class StaticReader:
             if predictor:
                 predictor.start_row()
             for part in range(segments):
-                u = 32 * part
-                levels = predictor.levels(part) if predictor else [0] * 32
+                u = SEGMENT * part
+                if predictor:
+                    predictor.predict(part)
                 base = octaves((1024 * q + 32 * model.mean) // (u + 8)) - 2 * octaves(4 * model.mean) + 13
-                for j in range(u, min(u + 32, columns)):
-                    features = [levels[j - u], min(max((busy[j] + base) >> 1, 0), 11)]
+                for j in range(u, min(u + SEGMENT, columns)):
                     place = start + i * columns + j
-                    for (plane, _), table in zip(model.sides, self.classes, strict=True):
-                        features.append(table[plane[place]])
-                    row.append(take(self.leaf([*features, 0, 0, 0])))
+                    sides = self.side_levels(place)
+                    level = predictor.level(j - u, self.turned(place), sides) if predictor else 0
+                    features = [level, min(max((busy[j] + base) >> 1, 0), 11)]
+                    features += [table[x] for table, x in zip(self.classes, sides, strict=True)]
+                    row.append(self.symbol(take(self.tree.leaf(features)), place))
                 q += sum(model.own.magnitudes[s] for s in row[u:])
                 if predictor:
                     predictor.see(part, row[u:])
@@ -169,14 +253,24 @@ def octaves(k):
     return (k**4).bit_length() - 1 if k else 0
 
 
+def centred(x):
+    """e(x) of a placed prediction."""
+    x = min(max(x, -256), 255)
+    if x < 0:
+        return 43 - centred(-1 - x)
+    if x < 128:
+        return 32 - sum(end <= 127 - x for end in ENDS)
+    return 33 + sum(end <= x - 128 for end in ENDS)
+
+
 class Predictor:
     """The prediction of mode 1."""
 
     def __init__(self, model, start, rows, columns, segments):
         self.model, self.segments = model, segments
-        self.directions = Directions(8, 32 * segments, columns)
+        self.directions = Directions(8, SEGMENT * segments, columns)
         self.directions.warm_up(model, start, rows, columns, 128)
-        self.block = np.zeros((8, 32 * segments), np.int64)
+        self.block = np.zeros((8, SEGMENT * segments), np.int64)
         self.refresh()
 
     def refresh(self):
@@ -184,7 +278,7 @@ class Predictor:
         z = np.float64(max(w[8], 64))
         p, self.trust = np.diag([z / np.float64(max(x, 1)) for x in w[:8]]), []
         for part in range(self.segments):
-            fan = d[:, 32 * part : 32 * part + 32]
+            fan = d[:, SEGMENT * part : SEGMENT * part + SEGMENT]
             p = p + wrap(fan @ fan.T) / 65536
             t = p.copy()
             for k in range(8):
@@ -201,15 +295,24 @@ class Predictor:
     def start_row(self):
         self.u, self.r = np.zeros(8), np.zeros(8, np.int64)
 
-    def levels(self, part):
-        fan = self.directions.d[:, 32 * part : 32 * part + 32]
+    def predict(self, part):
+        fan = self.directions.d[:, SEGMENT * part : SEGMENT * part + SEGMENT]
         self.p = np.clip(wrap(self.r @ fan) >> 16, -4092, 4092)
-        return (np.clip(wrap(2 * self.model.scale * self.p + 32768) >> 16, -20, 20) + 20).tolist()
+
+    def level(self, j, turned, sides):
+        """Of the j-th symbol of the segment, which has these levels in the model sides."""
+        model, p = self.model, int(self.p[j])
+        if turned:
+            p = -p
+        if model.placed:
+            x = p * min(2**22 // model.own.scale, 2**18) >> 8
+            return centred(x + model.sides[0][0].places[sides[0]])
+        return clamp(wrap(2 * model.scale * p + 32768) >> 16, 20) + 20
 
     def see(self, part, symbols):
-        x = np.zeros(32, np.int64)
+        x = np.zeros(SEGMENT, np.int64)
         x[: len(symbols)] = self.model.own.values[symbols]
-        fan = self.directions.d[:, 32 * part : 32 * part + 32]
+        fan = self.directions.d[:, SEGMENT * part : SEGMENT * part + SEGMENT]
         told = wrap(fan @ (4 * x - self.p))
         for b in range(8):
             self.u = self.u + self.trust[part][b] * np.float64(told[b])
@@ -260,8 +363,8 @@ class MixedReader:
     def __init__(self, model, frequencies):
         self.model, self.tree = model, Tree(frequencies)
         self.squash, self.stretch = logistic()
-        self.fine = [classes(plane, 48) for plane, _ in model.sides]
-        self.coarse = [classes(plane, 16) for plane, _ in model.sides]
+        self.fine = [classes(side.levels, 48) for side, _ in model.sides]
+        self.coarse = [classes(side.levels, 16) for side, _ in model.sides]
 
     def read(self, chunk, start, shape):
         model, (rows, columns) = self.model, shape
@@ -305,7 +408,7 @@ class MixedReader:
         around, level, kind = 0, m[i + 1, j + 1], bucket(p, model.scale, 8)
         coarse, fine, contexts = kind, [], []
         if model.sides:
-            plane, meaning = model.sides[0]
+            plane, meaning = model.sides[0][0].levels, model.sides[0][1]
             total = 0
             for di in (-1, 0, 1):
                 for dj in (-1, 0, 1):
@@ -321,10 +424,10 @@ class MixedReader:
             (3, near * 8 + around),
             (4, activity(column) * 12 + activity(row)),
         ]
-        for s, (plane, _) in enumerate(model.sides):
-            fine, rough = self.fine[s][plane[place]], self.coarse[s][plane[place]]
+        for s, (side, _) in enumerate(model.sides):
+            fine, rough = self.fine[s][side.levels[place]], self.coarse[s][side.levels[place]]
             contexts.append((5 + 2 * s, coarse * 48 + fine))
-            first = self.coarse[0][model.sides[0][0][place]]
+            first = self.coarse[0][model.sides[0][0].levels[place]]
             contexts.append((6 + 2 * s, activity(both) * 48 + fine if s == 0 else first * 16 + rough))
         return contexts, kind
 

@@ -1,7 +1,9 @@
 """Readers of the entropy coders by docs/format.md alone and without a thought for speed."""
 
 import lzma
+from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import zstandard
@@ -32,6 +34,31 @@ class Cursor:
         return self.take(len(self.data) - self.at)
 
 
+class Bits:
+    """Numbers from the bits of a cursor, the first ones in a byte's low bits."""
+
+    def __init__(self, cursor):
+        self.cursor, self.held, self.left = cursor, 0, 0
+
+    def take(self, count):
+        value = 0
+        for k in range(count):
+            if not self.left:
+                self.held, self.left = self.cursor.byte(), 8
+            value |= (self.held & 1) << k
+            self.held, self.left = self.held >> 1, self.left - 1
+        return value
+
+    def rice(self, k):
+        ones = 0
+        while self.take(1):
+            ones += 1
+        return ones << k | self.take(k)
+
+    def end(self):
+        assert not self.held
+
+
 def read_frequencies(cursor, alphabet):
     """Frequency of each present symbol of one table, ascending."""
     present, listed = cursor.byte() + 1, -(-alphabet // 8)
@@ -42,7 +69,10 @@ def read_frequencies(cursor, alphabet):
     else:
         bitmap = cursor.take(listed)
         symbols = [s for s in range(alphabet) if bitmap[s // 8] >> (7 - s % 8) & 1]
-    codes = dict(zip(symbols, cursor.take(present), strict=True))
+    return frequencies_of(dict(zip(symbols, cursor.take(present), strict=True)))
+
+
+def frequencies_of(codes):
     weights = {s: c if c < 8 else (8 + c % 8) * 2 ** max(c // 8 - 1, 0) for s, c in codes.items()}
     total = sum(weights.values())
     frequencies = {s: max(w * 2**20 // total, 1) for s, w in weights.items()}
@@ -228,14 +258,18 @@ def classes(levels, limit):
     return [max(sum(start <= level for start in starts) - 1, 0) for level in range(256)]
 
 
-class Runs:
-    """Tables of a run coder, and the chunks that they code."""
+def read_run_tables(cursor, contexts, alphabet):
+    zero = cursor.byte()
+    packed = cursor.take((contexts + 7) // 8)
+    occurring = [c for c in range(contexts) if packed[c // 8] >> (7 - c % 8) & 1]
+    return Runs(zero, *read_tables(cursor, occurring, alphabet))
 
-    def __init__(self, cursor, contexts, alphabet):
-        self.zero = cursor.byte()
-        packed = cursor.take((contexts + 7) // 8)
-        occurring = [c for c in range(contexts) if packed[c // 8] >> (7 - c % 8) & 1]
-        self.numbers, tables = read_tables(cursor, occurring, alphabet)
+
+class Runs:
+    """Tables of a run coder, by number, the numbers by context, and the chunks that they code."""
+
+    def __init__(self, zero, numbers, tables):
+        self.zero, self.numbers = zero, numbers
         self.tables = [self._derive(table) for table in tables]
 
     def _derive(self, table):
@@ -299,28 +333,39 @@ def read_lengths(cursor, count):
     return [cursor.take(length) for length in lengths] + [cursor.rest()]
 
 
+class Side(NamedTuple):
+    """A side plane and what a codec says of it; `places` has one entry per level of the alphabet."""
+
+    levels: Sequence[int]
+    alphabet: int
+    places: Sequence[int] | None = None
+    two_sided: bool = False
+
+
 def read_context_plane(data, count, alphabet, columns, sides, models=None):
-    """`sides` are pairs of levels and how many these are; `models` reads what modes 1 and 2 have."""
+    """`sides` are what a `Side` has, or as much of it as there is; `models` reads what modes 1 and 2 have."""
+    sides = [Side(*side) for side in sides]
     cursor = Cursor(data)
     if not count:
         assert not data
         return []
     mode = cursor.byte()
     if mode in (1, 2):
-        return models(mode, cursor, count, alphabet, columns, [plane for plane, _ in sides])
+        return models(mode, cursor, count, alphabet, columns, sides)
     assert mode in (0, 3)
     chosen = [sides[index] for index in cursor.take(cursor.byte())]
     contexts, number = [0] * count, 1
     if len(chosen) == 1:
-        contexts, number = list(chosen[0][0]), chosen[0][1]
+        contexts, number = list(chosen[0].levels), chosen[0].alphabet
     if len(chosen) == 2:
-        first, second = (classes(plane, 16) for plane, _ in chosen)
-        contexts = [16 * first[a] + second[b] for a, b in zip(chosen[0][0], chosen[1][0], strict=True)]
+        one, other = (side.levels for side in chosen)
+        first, second = classes(one, 16), classes(other, 16)
+        contexts = [16 * first[a] + second[b] for a, b in zip(one, other, strict=True)]
         number = 256
     if mode == 0:
         return read_rans(cursor.rest(), contexts, alphabet)
     size = 2 ** cursor.byte()
-    runs = Runs(cursor, number, alphabet)
+    runs = read_run_tables(cursor, number, alphabet)
     starts = range(0, count, size)
     symbols = []
     for start, chunk in zip(starts, read_lengths(cursor, len(starts)), strict=True):

@@ -8,6 +8,7 @@ digests every checkpoint of the run.
 import hashlib
 import json
 import sys
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -17,12 +18,13 @@ from support.training_worker import TrainingConfig, train
 from shrinkpoint.saver import Saver
 from shrinkpoint.state import TrainingState
 
-__all__ = ["Readings"]
+__all__ = ["Readings", "digests", "versions"]
 
 Readings = dict[str, dict[str, Any]]
 
 
-def _digests(state: TrainingState) -> dict[str, str]:
+def digests(state: TrainingState) -> dict[str, str]:
+    """Of every tensor by its name, computed without shrinkpoint."""
     found = {}
     for name, tensor in state.tensors.items():
         sha = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -40,16 +42,22 @@ def _read(url: str) -> Readings:
         readings[str(manifest.step)] = {
             "kind": manifest.kind,
             "state_digest": manifest.state_digest,
-            "tensors": _digests(restored.state),
+            "tensors": digests(restored.state),
             "tree": repr(restored.state.tree),
         }
     saver.close()
     return readings
 
 
+def versions() -> dict[str, str]:
+    """Of what numbers are computed by, and of what compresses."""
+    others = {name: version(name) for name in ("numba", "zstandard")}
+    return {"torch": torch.__version__, "numpy": np.__version__, **others}
+
+
 def _answer(command: str, *args: Any) -> Any:
     if command == "version":
-        return {"torch": torch.__version__, "numpy": np.__version__}
+        return versions()
     return _read(*args) if command == "read" else train(TrainingConfig(**args[0]))
 
 

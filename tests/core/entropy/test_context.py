@@ -1,3 +1,4 @@
+import dataclasses
 import hashlib
 import json
 import tracemalloc
@@ -7,7 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.context_planes import golden_planes, low_rank_planes, sparse
+from support.context_planes import (
+    dithered_planes,
+    golden_dithered_plane,
+    golden_planes,
+    low_rank_planes,
+    sparse,
+)
 from support.payloads import check_survives, check_truncations, damaged, damages, untimed
 
 from shrinkpoint.entropy.context import Effort, Side, decode_plane, encode_plane
@@ -16,7 +23,10 @@ from shrinkpoint.entropy.symbols import conditional_entropy_bits
 from shrinkpoint.errors import CorruptionError, FormatError
 
 EFFORTS: tuple[Effort, ...] = ("fast", "default", "max")
-MODES = {"fast": 0, "runs": 3, "default": 1, "max": 2}
+MODES = {"fast": 0, "runs": 3, "default": 1, "max": 2, "dithered": 1}
+HEAD = b"\1\0\0\5\0\1\0\1\0\1\x12"
+"""Of a plane without sides and predictions, up to the tree."""
+
 GOLDEN = Path(__file__).parents[2] / "golden" / "context"
 
 Case = tuple[np.ndarray, int, int, list[Side]]
@@ -41,7 +51,8 @@ def cases(draw: st.DrawFn) -> Case:
     for _ in range(draw(st.integers(0, 5))):
         noise = rng.integers(0, alphabet, size)
         told = np.where(rng.random(size) < draw(st.sampled_from([0.0, 0.1, 1.0])), noise, plane)
-        sides.append(Side(told.astype(np.uint8), alphabet))
+        places = tuple(map(int, rng.integers(-128, 129, alphabet))) if draw(st.booleans()) else None
+        sides.append(Side(told.astype(np.uint8), alphabet, places, two_sided=draw(st.booleans())))
     return plane, alphabet, columns, sides
 
 
@@ -123,6 +134,21 @@ def test_sides_explain_each_other(effort: Effort) -> None:
     assert both < 0.93 * one < 0.93 * alone
 
 
+def test_places_are_added_to_predictions() -> None:
+    """A side that says where in its cell a value lies is worth more if the coder knows what it says."""
+    plane, told, plain = dithered_planes(400, 200)
+    placed = dataclasses.replace(told, two_sided=False)
+    with_places = len(encode_plane(plane, 7, columns=200, sides=[placed]))
+    assert with_places < 0.97 * len(encode_plane(plane, 7, columns=200, sides=[plain]))
+
+
+def test_a_small_plane_shares_tables_between_values_and_their_negatives() -> None:
+    plane, told, _ = dithered_planes(80, 60)
+    plain = dataclasses.replace(told, two_sided=False)
+    both = len(encode_plane(plane, 7, columns=60, sides=[told]))
+    assert both < 0.98 * len(encode_plane(plane, 7, columns=60, sides=[plain]))
+
+
 @pytest.mark.parametrize("effort", EFFORTS)
 def test_noise_costs_what_it_costs_without_contexts(effort: Effort) -> None:
     rng = np.random.default_rng(1)
@@ -150,11 +176,15 @@ def test_strided_and_read_only_input() -> None:
 def test_golden_payloads(effort: str) -> None:
     """Stored checkpoints hold such payloads: the bytes decode to the same plane for ever."""
     plane, sides = golden_planes()
+    alphabet = 31
     if effort == "runs":
         plane = sparse(plane)
+    if effort == "dithered":
+        plane, told = golden_dithered_plane()
+        alphabet, sides = 5, [told]
     expected = json.loads((GOLDEN / "v1.json").read_text())[effort]
     payload = (GOLDEN / f"v1_{effort}.bin").read_bytes()
-    decoded = decode_plane(payload, plane.size, 31, columns=120, sides=sides)
+    decoded = decode_plane(payload, plane.size, alphabet, columns=120, sides=sides)
     assert hashlib.sha256(decoded.tobytes()).hexdigest() == expected
     assert payload[0] == MODES[effort]
 
@@ -162,18 +192,20 @@ def test_golden_payloads(effort: str) -> None:
 @untimed
 @given(payload=st.binary(max_size=120), n_sides=st.integers(0, 2))
 def test_any_bytes(payload: bytes, n_sides: int) -> None:
-    sides = [Side((np.arange(2000) % 7).astype(np.uint8), 7)] * n_sides
+    sides = [Side((np.arange(2000) % 7).astype(np.uint8), 7, (0,) * 7, two_sided=True)] * n_sides
 
     def decode(data: bytes) -> np.ndarray:
         return decode_plane(data, 2000, 10, columns=50, sides=sides)
 
     model = bytes([4, 0, 5, 0, 1, 9, 9, 0, 1])
+    turned = bytes([53, 0, 5, 0, 1, 0, 0, 3, 0, 1, 9, 9, 0, 1])
     for prefix in (
         b"",
         b"\0\1",
         b"\3\0\x12\0\x80",
         b"\1" + model,
-        b"\1" + model + b"\x12\0\0\x80",
+        b"\1" + model + b"\x12\0\0",
+        b"\1" + turned,
         b"\2" + model + b"\x12\0\2",
     ):
         check_survives(decode, prefix + payload, 2000, 10)
@@ -222,7 +254,6 @@ def test_a_changed_word_is_noticed() -> None:
         (b"\4", "unknown mode 4"),
         (b"\0\1\0", r"needs side planes \[0\], 0 are given"),
         (b"\0\3\0\0\0", "needs side planes"),
-        (b"\1\x10", "unknown flags"),
         (b"\1\x08\0\5\0\1", "unknown flags"),
         (b"\1\4\2\5\0\1", "meaning of the levels"),
         (b"\1\4\0\5\0\0", "meaning of the levels"),
@@ -230,11 +261,16 @@ def test_a_changed_word_is_noticed() -> None:
         (b"\1\0\0\5\0\1\0\1\0\0", "mean magnitude of 0"),
         (b"\1\0\0\5\0\1\0\1\1\3", "mean magnitude of 769"),
         (b"\1\0\0\5\0\1\0\1\0\1\x11", r"chunks of 2\^17"),
-        (b"\1\0\0\5\0\1\0\1\0\1\x12\x40", "64 splits"),
-        (b"\1\0\0\5\0\1\0\1\0\1\x12\1\1\0\1", "split of contexts is malformed"),
-        (b"\1\0\0\5\0\1\0\1\0\1\x12\1\0\0\0", "split of contexts is malformed"),
-        (b"\1\0\0\5\0\1\0\1\0\1\x12\0\x0a", "zero is symbol 10"),
-        (b"\1\0\0\5\0\1\0\1\0\1\x12\0\0\0", "no context has a table"),
+        (HEAD + b"\x05", "split of contexts is malformed"),  # of a side that there is not
+        (HEAD + b"\x0f", "split of contexts is malformed"),  # of a sixth feature
+        (HEAD + b"\xf1\x03", "split of contexts is malformed"),  # at the 64th of 44 levels
+        (HEAD + b"\x14", "zero is symbol 10"),
+        (HEAD + b"\0\0\0\0\0", "a table has no symbol"),
+        (HEAD + b"\0\0\xc0" + 70 * b"\xff", "Rice code is above"),
+        (b"\1\x10\0\5\0\1\0\1\0\1", "unknown flags"),
+        (b"\1\x20\0\5\0\1\0\1\0\1", "not two-sided"),
+        (b"\1\x14\0\5\0\1\0\1\0\1", "knows no places"),
+        (b"\1\x40", "unknown flags"),
         (b"\2\0\0\5\0\1\0\1\0\1\x12\0\0\1\1", "fewer than two symbols"),
         (b"\3\1\0", r"needs side planes \[0\], 0 are given"),
         (b"\3\0\x18", r"chunks of 2\^24"),
@@ -245,6 +281,17 @@ def test_a_changed_word_is_noticed() -> None:
 def test_malformed_payloads(payload: bytes, message: str) -> None:
     with pytest.raises(FormatError, match=message):
         decode_plane(payload, 2000, 10, columns=50)
+
+
+@pytest.mark.parametrize("flag", [16, 32])
+def test_mixed_contexts_are_neither_placed_nor_mirrored(flag: int) -> None:
+    plane, told, _ = dithered_planes(40, 50)
+    payload = bytearray(encode_plane(plane, 7, columns=50, sides=[told], effort="max"))
+    assert payload[0] == MODES["max"]
+    assert payload[1] & 5 == 5
+    payload[1] |= flag
+    with pytest.raises(FormatError, match="neither placed nor mirrored"):
+        decode_plane(payload, plane.size, 7, columns=50, sides=[told])
 
 
 def test_low_rank_prediction_is_bounded() -> None:
