@@ -181,3 +181,8 @@ def _check(size: int, alphabet: int, columns: int, sides: Sequence[Side]) -> Non
             raise ValueError(
                 f"sides[{index}] has level {int(side.plane.max())} in an alphabet of {side.alphabet}"
             )
+        places = side.places
+        if places is not None and (len(places) != side.alphabet or max(map(abs, places)) > 128):
+            raise ValueError(
+                f"sides[{index}].places must be {side.alphabet} integers from -128 to 128, or None"
+            )

@@ -68,7 +68,7 @@ class Scene(NamedTuple):
     Attributes:
         values: int32 (256,), what a level of the plane stands for; the root mean square is near 32.
         magnitudes: uint8 (256,), its class, 0..3.
-        sides: uint8 (n, rows, columns), planes that the decoder has.
+        sides: uint8 (n, rows, columns), planes that the decoder has; two-sided ones mirrored where ``turned``.
         turned: uint8 (rows, columns), 1 for symbols that are coded mirrored; no rows if none are.
         fine: uint8 (n, 256), classes of a side's levels, below `FINE_CLASSES`.
         coarse: uint8 (n, 256), fewer of them, below `COARSE_CLASSES`.

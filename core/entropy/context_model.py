@@ -26,6 +26,7 @@ __all__ = [
     "build_scene",
     "class_map",
     "level_counts",
+    "side_levels",
 ]
 
 Int32s = npt.NDArray[np.int32]
@@ -177,9 +178,9 @@ class PlaneModel:
                     f"context payload: it needs side plane {plane.index}, {len(given)} are given"
                 )
         first = given[planes[0].index] if flags & 3 else None
-        if flags & 16 and not (first and first.places):
+        if flags & 16 and (first is None or first.places is None):
             raise FormatError("context payload: its first side plane knows no places")
-        if flags & 32 and not (first and first.two_sided):
+        if flags & 32 and (first is None or not first.two_sided):
             raise FormatError("context payload: its first side plane is not two-sided")
         scale, mean = (int.from_bytes(reader.take(2), "little") for _ in range(2))
         if not 0 < mean <= _MEAN_LIMIT:
@@ -263,8 +264,8 @@ def build_scene(
     if model.warm is not None:
         warm = np.array(given[model.warm.index].plane[part].reshape(shape))
     places = np.zeros(256, dtype=np.int32)
-    if model.placed:
-        known = given[model.sides[0].index].places or ()
+    known = given[model.sides[0].index].places if model.placed else None
+    if known is not None:
         places[: len(known)] = known
     activities, around = _class_tables()
     first = model.sides[0].meaning if model.sides else model.meaning

@@ -25,9 +25,8 @@ class Side:
     Attributes:
         plane: uint8 (n,), one level per symbol, each below ``alphabet``.
         alphabet: 1..256.
-        places: of each level, where between the borders of its own level a value lies that has been rounded to the most
-            frequent symbol, or would have been but for what it changed by since: in 1/256 of a level, -128 being the
-            lower border. None where that is not known.
+        places: of each level an integer of -128..128, to which predictions are added: where a value lies in the cell of the
+            level that it is expected at, in 1/256 of the distance of two levels from the middle. None where nobody knows.
         two_sided: whether a level says of a value what ``alphabet - 1 - level`` says of its negative, which the symbol
             mirrored in the middle of the plane's own alphabet stands for. Tables are then shared by the two.
     """

@@ -9,7 +9,7 @@ most frequent symbol of the plane always has the same one, and for the others as
     Rice parameters                   3 bits each: of ranges, of the first table's codes, of the others' codes
     tables                            range, whether the most frequent symbol occurs (1 bit), codes of the range's others
 
-A table's range is its lowest and its highest symbol. All but bits are Rice codes of differences: 2 d for d >= 0 and
+A table's range is its lowest and its highest symbol. Ranges and codes are Rice codes of differences: 2 d for d >= 0 and
 -2 d - 1 for others.
 """
 
@@ -18,7 +18,7 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
-from shrinkpoint.entropy.tables import TableSet, round_counts, weights_of
+from shrinkpoint.entropy.tables import TableSet, merge_counts, round_counts, weights_of
 from shrinkpoint.entropy.wire import BitReader, BitWriter
 from shrinkpoint.errors import FormatError
 
@@ -28,8 +28,11 @@ Int64s = npt.NDArray[np.int64]
 
 _CODE_BITS, _LARGEST = 8, 255
 _PARAMETER_BITS = 3
-_COARSER = 24  # codes, of 8 to the octave: what rare symbols lose is less than what finer codes would take
-_FINEST, _COARSEST = 160, 64  # codes of the most frequent symbol
+_COARSER = (
+    24  # by how many codes, of 8 to the octave: rare symbols lose less than what finer codes would take
+)
+_LEAST_OF_ZERO, _MOST_OF_ZERO = 64, 160
+_CODED_BITS = 34  # of a count that has a code
 
 
 def levelled(counts: Int64s, rows: Int64s, zero: int) -> TableSet:
@@ -40,13 +43,17 @@ def levelled(counts: Int64s, rows: Int64s, zero: int) -> TableSet:
         rows: int64 (leaves,), the table of each leaf.
         zero: the most frequent symbol.
     """
-    merged = np.zeros((int(rows.max()) + 1, counts.shape[1]), dtype=np.int64)
-    np.add.at(merged, rows, counts)
+    merged = merge_counts(counts, rows)
     of_zero = merged[:, zero, None]
-    code = int(round_counts(of_zero.max()))
-    weight = int(weights_of(np.clip(code - _COARSER, _COARSEST, _FINEST)))
-    scaled = np.where(merged > 0, np.maximum(merged * weight // np.maximum(of_zero, 1), 1), 0)
-    return TableSet(rows=rows, codes=round_counts(np.where(of_zero > 0, scaled, merged)))
+    code = int(round_counts(of_zero.max())) - _COARSER
+    weight = int(weights_of(min(max(code, _LEAST_OF_ZERO), _MOST_OF_ZERO)))
+    scaled = np.where(of_zero > 0, merged * weight // np.maximum(of_zero, 1), merged)
+    # codes end at 2^34: a table where zero is rarer than that allows has zero's code too, and all others are scaled down
+    excess = (scaled.max(axis=1) >> _CODED_BITS).astype(np.float64)
+    scaled >>= np.frexp(excess)[1][:, None]
+    scaled = np.where(merged > 0, np.maximum(scaled, 1), 0)
+    scaled[:, zero] = np.where(of_zero[:, 0] > 0, weight, 0)
+    return TableSet(rows=rows, codes=round_counts(scaled))
 
 
 def write_leaf_tables(out: BitWriter, tables: TableSet, zero: int) -> None:

@@ -132,7 +132,7 @@ def plan_tables(counts: Int64s) -> TableSet:
                 labels, bits = shared, shared_bits
     rows = np.zeros(counts.shape[0], dtype=np.int64)
     rows[used] = labels
-    return TableSet(rows=rows, codes=round_counts(_merge(occurring, labels)), bits=bits)
+    return TableSet(rows=rows, codes=round_counts(merge_counts(occurring, labels)), bits=bits)
 
 
 def _payload_bits(counts: Int64s, labels: Int64s) -> float:
@@ -144,7 +144,8 @@ def _payload_bits(counts: Int64s, labels: Int64s) -> float:
     return bits + (8 * labels.size if 1 < merged.shape[0] < labels.size else 0)
 
 
-def _merge(counts: Int64s, labels: Int64s) -> Int64s:
+def merge_counts(counts: Int64s, labels: Int64s) -> Int64s:
+    """int64 (tables, alphabet): how often each symbol occurs under each table, that of context i being ``labels[i]``."""
     merged = np.zeros((int(labels.max()) + 1, counts.shape[1]), dtype=np.int64)
     np.add.at(merged, labels, counts)
     return merged
@@ -158,7 +159,7 @@ def _cluster(counts: Int64s) -> Int64s:
     if counts.shape[0] > _MAX_CLUSTERED:
         order = np.argsort(-counts.sum(axis=1), kind="stable")
         labels[order] = np.minimum(np.arange(counts.shape[0]), _MAX_CLUSTERED - 1)
-    groups = _merge(counts, labels)
+    groups = merge_counts(counts, labels)
     table_kernels.cluster(groups, labels)  # numbered so that the map is the identity when nothing was merged
     return labels
 

@@ -116,15 +116,19 @@ class BitReader:
     def take_rice(self, low: int, limit: int) -> int:
         """Return the next Rice code, which must not exceed ``limit``."""
         high = 0
-        while self.take(1):
-            high += 1
+        while True:
+            ones = (~self._held & self._held + 1).bit_length() - 1  # a byte at a time: hostile codes are long
+            high += ones
             if high << low > limit:
+                raise FormatError(f"{self._reader.what}: a Rice code is above {limit}")
+            if ones < self._filled:
                 break
-        else:
-            value = high << low | self.take(low)
-            if value <= limit:
-                return value
-        raise FormatError(f"{self._reader.what}: a Rice code is above {limit}")
+            self._held, self._filled = self._reader.byte(), 8
+        self.take(ones + 1)
+        value = high << low | self.take(low)
+        if value > limit:
+            raise FormatError(f"{self._reader.what}: a Rice code is above {limit}")
+        return value
 
     def finish(self) -> None:
         """Raise unless what fills the last byte is zero."""

@@ -162,6 +162,17 @@ def test_context_coder_of_dithered_planes(placed, two_sided):
     assert read_context(data, plane, 7, 70, [side, plain]) == plane.tolist()
 
 
+def test_context_coder_of_mirrored_planes_of_several_chunks():
+    plane, told, _ = dithered_planes(90, 70)
+    side = context.Side(np.tile(told.plane, 43), 32, told.places, two_sided=True)
+    tiled = np.tile(plane, 43)
+    data = context.encode_plane(tiled, 7, columns=70, sides=[side])
+    assert data == context.encode_plane(tiled, 7, columns=70, sides=[side], threads=2)
+    assert data[0] == 1
+    assert data[1] & 32
+    assert read_context(data, tiled, 7, 70, [side]) == tiled.tolist()
+
+
 @pytest.mark.parametrize("case", CHAINS)
 def test_golden_chains(case):
     files = [(EACH / f"v1_{case}_{index}.shrink").read_bytes() for index in range(len(CHAINS[case]))]

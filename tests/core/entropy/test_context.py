@@ -20,6 +20,7 @@ from support.payloads import check_survives, check_truncations, damaged, damages
 from shrinkpoint.entropy.context import Effort, Side, decode_plane, encode_plane
 from shrinkpoint.entropy.rans import encode_symbols
 from shrinkpoint.entropy.symbols import conditional_entropy_bits
+from shrinkpoint.entropy.wire import BitWriter
 from shrinkpoint.errors import CorruptionError, FormatError
 
 EFFORTS: tuple[Effort, ...] = ("fast", "default", "max")
@@ -27,7 +28,22 @@ MODES = {"fast": 0, "runs": 3, "default": 1, "max": 2, "dithered": 1}
 HEAD = b"\1\0\0\5\0\1\0\1\0\1\x12"
 """Of a plane without sides and predictions, up to the tree."""
 
+SPLIT = [(1, 1), (0, 3), (20, 6)]
+"""Fields of a node of the tree that is split by its prediction."""
+
 GOLDEN = Path(__file__).parents[2] / "golden" / "context"
+
+
+def bits(*fields: tuple[int, int]) -> bytes:
+    """The bytes of (value, width)."""
+    out = BitWriter()
+    for value, width in fields:
+        out.put(value, width)
+    return out.to_bytes()
+
+
+DEEP_TREE = b"\x12" + bits(*SPLIT, *SPLIT, (0, 3), (5, 4), (90, 8))
+"""Chunk byte, two splits and the head of the tables, of an alphabet of 10."""
 
 Case = tuple[np.ndarray, int, int, list[Side]]
 
@@ -49,10 +65,11 @@ def cases(draw: st.DrawFn) -> Case:
     plane = symbols.astype(np.uint8)
     sides = []
     for _ in range(draw(st.integers(0, 5))):
-        noise = rng.integers(0, alphabet, size)
-        told = np.where(rng.random(size) < draw(st.sampled_from([0.0, 0.1, 1.0])), noise, plane)
-        places = tuple(map(int, rng.integers(-128, 129, alphabet))) if draw(st.booleans()) else None
-        sides.append(Side(told.astype(np.uint8), alphabet, places, two_sided=draw(st.booleans())))
+        other = draw(st.sampled_from([1, 2, 3, alphabet, 255, 256]))
+        noise = rng.integers(0, other, size)
+        told = np.where(rng.random(size) < draw(st.sampled_from([0.0, 0.1, 1.0])), noise, plane.astype(np.int64) % other)
+        places = tuple(map(int, rng.integers(-128, 129, other))) if draw(st.booleans()) else None
+        sides.append(Side(told.astype(np.uint8), other, places, two_sided=draw(st.booleans())))
     return plane, alphabet, columns, sides
 
 
@@ -205,7 +222,8 @@ def test_any_bytes(payload: bytes, n_sides: int) -> None:
         b"\3\0\x12\0\x80",
         b"\1" + model,
         b"\1" + model + b"\x12\0\0",
-        b"\1" + turned,
+        b"\1" + turned + b"\x12",
+        b"\1" + turned + DEEP_TREE,
         b"\2" + model + b"\x12\0\2",
     ):
         check_survives(decode, prefix + payload, 2000, 10)
@@ -217,26 +235,54 @@ def test_damaged_payloads(changes: list[tuple[int, int]], effort: Effort, n_side
     plane, sides = golden_planes()
     if effort != "max" and n_sides:
         plane = sparse(plane)
-    payload = encode_plane(plane, 31, columns=120, sides=sides[:n_sides], effort=effort)
+    check_damaged(plane, 31, sides[:n_sides], effort, changes)
+
+
+@untimed
+@given(changes=damages())
+def test_damaged_payloads_of_a_dithered_plane(changes: list[tuple[int, int]]) -> None:
+    plane, told = golden_dithered_plane()
+    check_damaged(plane, 5, [told], "default", changes)
+
+
+def check_damaged(
+    plane: np.ndarray, alphabet: int, sides: list[Side], effort: Effort, changes: list[tuple[int, int]]
+) -> None:
+    payload = encode_plane(plane, alphabet, columns=120, sides=sides, effort=effort)
 
     def decode(data: bytes) -> np.ndarray:
-        return decode_plane(data, plane.size, 31, columns=120, sides=sides[:n_sides])
+        return decode_plane(data, plane.size, alphabet, columns=120, sides=sides)
 
     # most damage goes to the model: the chunks are hardly ever hit there
     near = [(position % 100, change) for position, change in changes]
-    check_survives(decode, damaged(payload, changes), plane.size, 31)
-    check_survives(decode, damaged(payload, near), plane.size, 31)
+    check_survives(decode, damaged(payload, changes), plane.size, alphabet)
+    check_survives(decode, damaged(payload, near), plane.size, alphabet)
 
 
 @pytest.mark.parametrize("effort", EFFORTS)
-@pytest.mark.parametrize("thin", [False, True])
-def test_truncated_payloads(effort: Effort, thin: bool) -> None:
+@pytest.mark.parametrize("kind", ["full", "thin", "dithered"])
+def test_truncated_payloads(effort: Effort, kind: str) -> None:
     plane, sides = golden_planes()
-    plane = sparse(plane) if thin else plane
-    payload = encode_plane(plane, 31, columns=120, sides=sides, effort=effort)
+    alphabet = 31
+    if kind == "thin":
+        plane = sparse(plane)
+    if kind == "dithered":
+        plane, told = golden_dithered_plane()
+        alphabet, sides = 5, [told]
+    payload = encode_plane(plane, alphabet, columns=120, sides=sides, effort=effort)
     check_truncations(
-        lambda data: decode_plane(data, plane.size, 31, columns=120, sides=sides), payload, plane.size
+        lambda data: decode_plane(data, plane.size, alphabet, columns=120, sides=sides), payload, plane.size
     )
+
+
+def test_a_tree_of_too_many_cells() -> None:
+    """Three sides of 48 classes and the prediction's levels would be five million."""
+    plane = (np.arange(2000) % 48).astype(np.uint8)
+    sides = [Side(plane, 48)] * 3
+    model = bytes([3, 0, 5, 0, 1]) + 3 * bytes([0, 0, 5, 0, 1]) + bytes([1, 0, 1, 0, 0x12])
+    splits = [field for feature in (2, 3, 4) for field in ((1, 1), (feature, 3), (20, 6))]
+    with pytest.raises(FormatError, match="too many cells of contexts"):
+        decode_plane(b"\1" + model + bits(*splits, (0, 40)), 2000, 10, columns=50, sides=sides)
 
 
 def test_a_changed_word_is_noticed() -> None:
@@ -264,6 +310,7 @@ def test_a_changed_word_is_noticed() -> None:
         (HEAD + b"\x05", "split of contexts is malformed"),  # of a side that there is not
         (HEAD + b"\x0f", "split of contexts is malformed"),  # of a sixth feature
         (HEAD + b"\xf1\x03", "split of contexts is malformed"),  # at the 64th of 44 levels
+        (HEAD + bits(*63 * SPLIT, (1, 1), (0, 63)), "split of contexts is malformed"),  # a 65th leaf
         (HEAD + b"\x14", "zero is symbol 10"),
         (HEAD + b"\0\0\0\0\0", "a table has no symbol"),
         (HEAD + b"\0\0\xc0" + 70 * b"\xff", "Rice code is above"),
@@ -301,12 +348,16 @@ def test_low_rank_prediction_is_bounded() -> None:
 
 
 @pytest.mark.parametrize("effort", EFFORTS)
-def test_memory_is_a_small_multiple_of_the_plane(effort: Effort) -> None:
-    plane = np.random.default_rng(0).binomial(6, 0.3, 1 << 20).astype(np.uint8)
-    payload = encode_plane(plane, 7, columns=1024, effort=effort)
-    decode_plane(payload, plane.size, 7, columns=1024)
+@pytest.mark.parametrize("n_sides", [0, 2])
+def test_memory_is_a_small_multiple_of_the_plane(effort: Effort, n_sides: int) -> None:
+    rng = np.random.default_rng(0)
+    plane = rng.binomial(6, 0.3, 1 << 20).astype(np.uint8)
+    told = np.minimum(plane + rng.integers(0, 2, plane.size), 6).astype(np.uint8)
+    sides = n_sides * [Side(told, 7, tuple(range(-3, 4)), two_sided=True)]
+    payload = encode_plane(plane, 7, columns=1024, sides=sides, effort=effort)
+    decode_plane(payload, plane.size, 7, columns=1024, sides=sides)
     tracemalloc.start()
-    decode_plane(payload, plane.size, 7, columns=1024)
+    decode_plane(payload, plane.size, 7, columns=1024, sides=sides)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 6 * plane.size
@@ -324,6 +375,8 @@ def test_memory_is_a_small_multiple_of_the_plane(effort: Effort) -> None:
         ),
         ({"columns": 5, "sides": [Side(np.full(10, 2, np.uint8), 2)]}, "level 2 in an alphabet of 2"),
         ({"columns": 5, "sides": [Side(np.zeros(10, np.uint8), 2)] * 256}, "at most 255 sides"),
+        ({"columns": 5, "sides": [Side(np.zeros(10, np.uint8), 2, (0,))]}, "places must be 2 integers"),
+        ({"columns": 5, "sides": [Side(np.zeros(10, np.uint8), 2, (0, 129))]}, "from -128 to 128"),
     ],
 )
 def test_wrong_arguments(options: dict, message: str) -> None:

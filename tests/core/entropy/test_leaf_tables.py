@@ -6,7 +6,7 @@ from support.payloads import untimed
 
 from shrinkpoint.entropy.leaf_tables import levelled, read_leaf_tables, write_leaf_tables
 from shrinkpoint.entropy.symbols import conditional_entropy_bits
-from shrinkpoint.entropy.tables import SCALE_BITS, plan_tables, write_tables
+from shrinkpoint.entropy.tables import SCALE_BITS, TableSet, plan_tables, round_counts, write_tables
 from shrinkpoint.entropy.wire import BitReader, BitWriter, ByteReader
 from shrinkpoint.errors import FormatError
 
@@ -55,6 +55,28 @@ def test_few_bits_for_good_tables() -> None:
     frequencies = (found.entries() >> 32)[found.rows]
     bits = -(counts * np.log2(np.maximum(frequencies, 1) / (1 << SCALE_BITS))).sum()
     assert bits < 1.003 * conditional_entropy_bits(symbols, found.rows[leaves].astype(np.uint8), 9, 16)
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        [[5 * 10**7, 5000, 500], [1, 8 * 10**6, 10], [0, 2 * 10**5, 300]],
+        [[2**27 - 1, 2**20, 2**15], [1, 2**26, 10], [0, 2**20, 30]],
+        [[2**31, 1, 0], [1, 2**31, 1], [0, 1, 2**31]],
+        [[10**5, 10, 1], [10, 10**5, 1], [1, 10, 10**5]],
+    ],
+)
+def test_no_leaf_spoils_the_tables_of_others(counts: list[list[int]]) -> None:
+    """Nor does zero's code cost more than a thousandth of a bit where it hardly ever occurs."""
+    given = np.array(counts, dtype=np.int64)
+    rows = np.arange(given.shape[0])
+
+    def cost(tables: TableSet) -> float:
+        frequencies = np.maximum(tables.entries() >> 32, 1)
+        return float(-(given * np.log2(frequencies / (1 << SCALE_BITS))).sum())
+
+    apart = TableSet(rows=rows, codes=round_counts(given))
+    assert cost(levelled(given, rows, 0)) < 1.05 * cost(apart) + 0.001 * given.sum() + 100
 
 
 def bits(*fields: tuple[int, int]) -> BitReader:

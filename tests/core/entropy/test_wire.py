@@ -59,6 +59,14 @@ def test_the_end_is_noticed(payload: bytes) -> None:
         reader_of(payload).take_rice(0, 100)
 
 
+def test_long_rice_codes_end_where_they_end() -> None:
+    reader = reader_of(b"\xfe\xff\x03\x05")
+    assert reader.take(1) == 0
+    assert reader.take_rice(0, 100) == 17
+    assert reader.take(5) == 0
+    assert reader.take_rice(1, 100) == 3
+
+
 @pytest.mark.parametrize("payload", [b"\x1f", b"\xff\xff"])
 def test_rice_codes_are_bounded(payload: bytes) -> None:
     with pytest.raises(FormatError, match="above 4"):
