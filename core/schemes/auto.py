@@ -161,7 +161,7 @@ class Auto:
 
     def _moment_steps(self, state: TrainingState, steps: Mapping[str, "_Step"]) -> dict[str, float]:
         """Of Adam's first moments, by parameter: so wide that their noise moves a weight by a share of its own noise."""
-        reach = reach_of_first_moments(state.tree)
+        reach = reach_of_first_moments(state)
         if self.options.first_moment_step is not None or reach is None:
             return {}
         found = {}

@@ -6,46 +6,52 @@ they are found in the tree of a state does not matter.
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import TypeGuard
 
+import torch
+
+from shrinkpoint.state import TrainingState
 from shrinkpoint.tree import JSON
 
 __all__ = ["reach_of_first_moments"]
 
+Tensors = Mapping[str, torch.Tensor]
 
-def reach_of_first_moments(tree: JSON) -> float | None:
+
+def reach_of_first_moments(state: TrainingState) -> float | None:
     """How far a first moment of one root of the second moves its weight until it has decayed: ``lr / (1 - beta1)``.
 
     Args:
-        tree: of a training state.
+        state: of a training, as copied: learning rates may be tensors.
 
     Returns:
-        The largest of all parameter groups; None where no group says its learning rate and betas in plain numbers.
+        The largest of all parameter groups; None where no group says its learning rate and betas in numbers.
     """
-    found = [lr / (1 - beta) for lr, beta in _rates(tree) if 0 <= lr < math.inf and 0 <= beta < 1]
+    rates = _rates(state.tree, state.tensors)
+    found = [lr / (1 - beta) for lr, beta in rates if 0 <= lr < math.inf and 0 <= beta < 1]
     return max(found, default=None)
 
 
-def _rates(node: JSON) -> Iterator[tuple[float, float]]:
+def _rates(node: JSON, tensors: Tensors) -> Iterator[tuple[float, float]]:
     """Learning rate and beta1 of every parameter group below."""
     if isinstance(node, list):
         for child in node:
-            yield from _rates(child)
+            yield from _rates(child, tensors)
     elif isinstance(node, Mapping):
         groups = _members(node).get("param_groups")
         for group in groups if isinstance(groups, list) else ():
-            yield from _rate(_members(group))
+            yield from _rate(_members(group), tensors)
         for child in node.values():
-            yield from _rates(child)
+            yield from _rates(child, tensors)
 
 
-def _rate(group: Mapping[str, JSON]) -> Iterator[tuple[float, float]]:
-    rate, betas = group.get("lr"), group.get("betas")
+def _rate(group: Mapping[str, JSON], tensors: Tensors) -> Iterator[tuple[float, float]]:
+    betas = group.get("betas")
     if isinstance(betas, Mapping):  # a tuple
         betas = betas.get("items")
-    first = betas[0] if isinstance(betas, list) and betas else None
-    if _is_number(rate) and _is_number(first):
-        yield float(rate), float(first)
+    rate = _number(group.get("lr"), tensors)
+    first = _number(betas[0] if isinstance(betas, list) and betas else None, tensors)
+    if rate is not None and first is not None:
+        yield rate, first
 
 
 def _members(node: JSON) -> Mapping[str, JSON]:
@@ -63,5 +69,12 @@ def _members(node: JSON) -> Mapping[str, JSON]:
     return {key: value for key, value in found if isinstance(key, str)}
 
 
-def _is_number(value: JSON) -> TypeGuard[int | float]:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _number(node: JSON, tensors: Tensors) -> float | None:
+    """A number, or a tensor of one, as capturable optimizers have."""
+    if isinstance(node, Mapping) and node.get("$") == "tensor":
+        tensor = tensors.get(str(node.get("name")))
+        single = tensor is not None and tensor.numel() == 1 and not tensor.is_complex()
+        return float(tensor) if tensor is not None and single else None
+    if isinstance(node, (int, float)) and not isinstance(node, bool):
+        return float(node)
+    return None

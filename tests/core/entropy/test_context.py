@@ -67,7 +67,9 @@ def cases(draw: st.DrawFn) -> Case:
     for _ in range(draw(st.integers(0, 5))):
         other = draw(st.sampled_from([1, 2, 3, alphabet, 255, 256]))
         noise = rng.integers(0, other, size)
-        told = np.where(rng.random(size) < draw(st.sampled_from([0.0, 0.1, 1.0])), noise, plane.astype(np.int64) % other)
+        told = np.where(
+            rng.random(size) < draw(st.sampled_from([0.0, 0.1, 1.0])), noise, plane.astype(np.int64) % other
+        )
         places = tuple(map(int, rng.integers(-128, 129, other))) if draw(st.booleans()) else None
         sides.append(Side(told.astype(np.uint8), other, places, two_sided=draw(st.booleans())))
     return plane, alphabet, columns, sides

@@ -10,7 +10,7 @@ from shrinkpoint.state import TrainingState
 
 
 def reach(saved):
-    return reach_of_first_moments(TrainingState.capture(saved).tree)
+    return reach_of_first_moments(TrainingState.capture(saved))
 
 
 def optimizer(kind=torch.optim.AdamW, **settings):
@@ -33,6 +33,11 @@ def test_dicts_of_every_kind():
     assert reach({3: OrderedDict(param_groups=[group])}) == pytest.approx(2)
 
 
+@pytest.mark.parametrize("rate", [torch.tensor(1e-3), torch.tensor([1e-3], dtype=torch.float64)])
+def test_rates_of_capturable_optimizers_are_tensors(rate):
+    assert reach(optimizer(lr=rate, betas=(0.9, 0.95), capturable=True)) == pytest.approx(1e-2)
+
+
 def test_a_rate_of_zero_is_one():
     assert reach(optimizer(lr=0.0)) == 0
 
@@ -43,7 +48,8 @@ def test_a_rate_of_zero_is_one():
         None,
         {},
         optimizer(torch.optim.SGD, lr=0.1, momentum=0.9),
-        optimizer(lr=torch.tensor(1e-3), capturable=True),
+        {"param_groups": [{"lr": torch.zeros(2), "betas": (0.9, 0.95)}]},
+        {"param_groups": [{"lr": torch.zeros((), dtype=torch.complex64), "betas": (0.9, 0.95)}]},
         {"param_groups": {"lr": 1e-3}},
         {"param_groups": [{"lr": True, "betas": (0.9, 0.95)}, {"lr": 1e-3, "betas": ()}, 7]},
         {"param_groups": [{"lr": float("nan"), "betas": (0.9, 0.95)}, {"lr": 1e-3, "betas": (1.0, 0.9)}]},
