@@ -128,6 +128,8 @@ def _seeds(rows: Sequence[Row]) -> list[str]:
     measured: dict[int, int] = {}
     for row in rows:
         count = len({*row.chain} | {*row.restores})
+        if not count:  # on a slice alone
+            continue
         measured[count] = measured.get(count, 0) + 1
     if len(measured) == 1:
         return [f"Seeds: {next(iter(measured))}."]
