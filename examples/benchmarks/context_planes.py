@@ -59,18 +59,6 @@ def states_of_training(steps: list[int]) -> Iterator[Tensors]:
             yield _matrices({k: v.clone() for k, v in model.state_dict().items()}, moments)
 
 
-def learning_rates(steps: list[int]) -> list[float]:
-    """Those of that training after so many steps."""
-    config = GPTConfig(steps=600)
-    optimizer, schedule = build_optimizer(GPT(config), config)
-    rates = {}
-    for step in range(1, steps[-1] + 1):
-        optimizer.step()
-        schedule.step()
-        rates[step] = float(optimizer.param_groups[0]["lr"])
-    return [rates[step] for step in steps]
-
-
 def _matrices(weights: dict[str, torch.Tensor], moments: dict[str, Any]) -> Tensors:
     return {
         name: (

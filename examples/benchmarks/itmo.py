@@ -1,108 +1,108 @@
-"""Bits per symbol of the ITMO coder's LSTM beside those of the context coder, on planes of levels from real training.
+"""Bits per symbol of the ITMO coder's LSTM beside those of the context coder, on planes of levels from the bench's trainings.
 
-    OMP_NUM_THREADS=1 python examples/benchmarks/itmo.py
+    OMP_NUM_THREADS=1 python examples/benchmarks/itmo.py [--model gpt] [--every 50] [--seeds 1,2,3] [--parameters "*"] [--deltas]
 
-A small GPT is trained for 200 steps and saved every 50. The last save's planes of one of its blocks are coded, given
-those of the save before: ExCP's symbols, for which the LSTM was published (arXiv 2506.12000), and those of scheme ``auto``:
-how many steps of its lattice each weight has moved, and the levels of the first moments. That takes some two minutes
-after the training; ``--blocks 4`` takes the whole model. ``--states`` takes a folder of ``step_XXXX.pt`` files (keys model,
-optim, param_names) instead of a training, and ``--steps`` which four of them.
+A training of `schemes.py` is taken from its cache, or run. The planes of its middle and its last checkpoint (``--deltas``:
+of all but the first) are coded, given those of the checkpoint before: ExCP's symbols, for which the LSTM was published (arXiv 2506.12000), and those of scheme
+``auto``: how many steps of its lattice each weight has moved, and the levels of the first moments. For one block of
+the GPT that takes some minutes a seed; ``--parameters "*"`` takes all matrices, ``--only auto`` leaves ExCP's symbols out.
 
 Columns: entropy of order 0, and given the symbol at the same place before (both ideal, tables not counted); ``stored``, what
-scheme ``itmo`` writes, which is by tables where those are shorter;
-``one LSTM``, a single network that learns on through all matrices of the same width, one under the other, as the paper may
-mean it; the context coder given the same previous plane and no other; and ``used``, what the scheme gives it: for ExCP's planes the
-previous one and siblings, for auto's what its codecs know of a dither and of a weight's history: the bytes that it stores. The last line
-of each is the sum over a parameter's planes. All bytes are counted, and everything is decoded and compared.
+scheme ``itmo`` writes, which is by tables where those are shorter; ``one LSTM``, a single network that learns on through all
+matrices of the same width, one under the other, as the paper may mean it; the context coder given the same previous plane and
+no other; and ``used``, what the scheme gives it: for ExCP's planes the previous one and siblings, for auto's what its codecs
+know of a dither and of a weight's history: the bytes that it stores. ``LSTM`` is the better of its two, chosen for every kind
+of plane and width by itself, and the last columns how many times those bits are what is used. The last line of each is the sum over a
+parameter's planes. All bytes are counted, and everything is decoded and compared.
 """
 
 import argparse
 import time
-from collections.abc import Mapping, Sequence
-from pathlib import Path as FilePath
-from typing import Any
+from collections.abc import Sequence
+from fnmatch import fnmatch
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from context_planes import (
-    Levels,
-    Quantization,
-    Tensors,
-    UInt8s,
-    excp,
-    learning_rates,
-    states_of,
-    states_of_training,
-)
+from context_planes import Levels, Quantization, Tensors, UInt8s, excp
 from rich.console import Console
 from rich.progress import Progress
+from schemes import ROOT, course_of
+from schemes_measure import Chain
+from schemes_models import MODELS, Undisturbed
+from schemes_settings import Setting
 
-from shrinkpoint.coding import encode_state
 from shrinkpoint.entropy import context, lstm
 from shrinkpoint.entropy.context import Effort, Side
 from shrinkpoint.entropy.lstm import Advance, LstmOptions
 from shrinkpoint.entropy.symbols import conditional_entropy_bits
-from shrinkpoint.schemes.auto import Auto, AutoOptions
-from shrinkpoint.schemes.base import Held, Occasion
-from shrinkpoint.state import LayerType, Role, Tag, TrainingState
-from shrinkpoint.tree import Path
+from shrinkpoint.schemes.auto import AutoOptions
+from shrinkpoint.state import Role, TrainingState
 
 EFFORTS: tuple[Effort, ...] = ("default", "max")
-HEADS = ("order 0", "previous", "stored", "one LSTM", *EFFORTS, "def used", "max used", "LSTM/def")
+HEADS = ("order 0", "previous", "stored", "one LSTM", *EFFORTS, "def used", "max used", "LSTM")
+LSTM_COLUMN = len(HEADS) - 1
 RADIUS = 126
 
 
-def lattice(states: list[Tensors], rates: list[float], scale: float, names: list[str]) -> Quantization:
-    """Moves on dithered lattices and dithered first moments, coded by scheme ``auto`` itself."""
-    chains = {
-        effort: _chain(states, rates, names, AutoOptions(weight_scale=scale, effort=effort))
-        for effort in EFFORTS
-    }
-    own = {effort: sizes for effort, (_, sizes) in chains.items()}
-    return Quantization(f"auto, scale {scale:g}", ("m", "w"), chains["default"][0], own)
-
-
-def _chain(
-    states: list[Tensors], rates: list[float], names: list[str], options: AutoOptions
-) -> tuple[list[Levels], dict[str, dict[str, int]]]:
-    """The planes of all checkpoints, and the bytes of the last one's."""
-    held: Mapping[str, Held] | None = None
-    planes: list[Levels] = []
-    for step, (tensors, rate) in enumerate(zip(states, rates, strict=True)):
-        state = _state(tensors, rate)
-        scheme = Auto(options=options, occasion=Occasion(state=state, step=step, reference=held))
-        parent = "0" * 32 if held is not None else None
-        coded = encode_state(state, scheme, step=step, reference=held, parent=parent)
-        levels: Levels = {}
-        for name in names:
-            shape = tensors[name][0].shape
-            index, before = (
-                np.asarray(chain[f"{name}/0"].planes["index"], np.int64).reshape(shape)
-                for chain in (coded.held, held or coded.held)
-            )
-            moved = np.clip(index - before, -RADIUS, RADIUS) + RADIUS
-            first = np.asarray(coded.held[f"{name}/1"].planes["levels"], np.uint8)
-            levels[name] = {"m": first.reshape(shape), "w": moved.astype(np.uint8)}
-        planes.append(levels)
-        held = coded.held
-    sections = {entry.spec.name: entry.encoded.sections for entry in coded.checkpoint.entries}
-    sizes = {
-        name: {key: len(sections[f"{name}/{number}"]["levels"]) for key, number in (("w", 0), ("m", 1))}
-        for name in names
-    }
-    return planes, sizes
-
-
-def _state(tensors: Tensors, rate: float) -> TrainingState:
-    """Weights, first and second moments as ``name/0``, ``name/1`` and ``name/2``, with what an optimizer says of itself."""
+def matrices(state: TrainingState, pattern: str) -> Tensors:
+    """Weight, first and second moment, as rows and columns, of every parameter of that name which has several rows."""
+    found: dict[str, dict[Role, npt.NDArray[np.float32]]] = {}
+    for name, spec in state.specs.items():
+        parameter = spec.tag.parameter
+        if parameter and len(spec.shape) > 1 and fnmatch(parameter, pattern):
+            rows = state.tensors[name].reshape(spec.shape[0], -1).numpy()
+            found.setdefault(parameter, {})[spec.tag.role] = rows
     roles = (Role.WEIGHT, Role.EXP_AVG, Role.EXP_AVG_SQ)
+    return {name: tuple(parts[role] for role in roles) for name, parts in found.items()}  # type: ignore[misc]
 
-    def describe(path: Path, tensor: torch.Tensor) -> Tag:
-        return Tag(role=roles[int(path[1])], layer_type=LayerType.LINEAR, parameter=path[0])
 
-    parts: dict[str, Any] = {name: list(map(torch.from_numpy, three)) for name, three in tensors.items()}
-    return TrainingState.capture({**parts, "param_groups": [{"lr": rate, "betas": (0.9, 0.95)}]}, describe)
+def chains(run: Undisturbed, steps: Sequence[int], scale: float, pattern: str) -> dict[int, Quantization]:
+    """Moves on dithered lattices and dithered first moments, as scheme ``auto`` codes a chain of the run's states."""
+    planes: dict[int, Levels] = {}
+    sizes: dict[int, dict[Effort, dict[str, dict[str, int]]]] = {step: {} for step in steps}
+    for effort in EFFORTS:
+        options = AutoOptions(weight_scale=scale, effort=effort)
+        chain, before = Chain(Setting(scheme="auto", label=effort, options=options)), None
+        for step in (step for step in run.course.save_steps if step <= max(steps)):
+            coded = chain.add(run.state(step), step)
+            before = before or coded.held
+            levels: Levels = {}
+            stored: dict[str, dict[str, int]] = {}
+            for entry in coded.checkpoint.entries:
+                spec, held = entry.spec, coded.held[entry.spec.name].planes
+                parameter = spec.tag.parameter
+                key = {Role.WEIGHT: "w", Role.EXP_AVG: "m"}.get(spec.tag.role)
+                if key is None or not parameter or len(spec.shape) < 2 or not fnmatch(parameter, pattern):
+                    continue
+                if key == "w":
+                    index = np.asarray(held["index"], np.int64)
+                    last = np.asarray(before[spec.name].planes["index"], np.int64)
+                    plane = np.clip(index - last, -RADIUS, RADIUS) + RADIUS
+                else:
+                    plane = np.asarray(held["levels"])
+                levels.setdefault(parameter, {})[key] = plane.astype(np.uint8).reshape(spec.shape[0], -1)
+                stored.setdefault(parameter, {})[key] = len(entry.encoded.sections["levels"])
+            planes[step], before = levels, coded.held
+            if step in sizes:
+                sizes[step][effort] = stored
+    return {
+        step: Quantization(
+            f"auto, scale {scale:g}", ("m", "w"), [planes[step - run.course.every], planes[step]], sizes[step]
+        )
+        for step in steps
+    }
+
+
+def pruned(run: Undisturbed, step: int, alpha: float, pattern: str) -> Quantization:
+    """ExCP's symbols of a save, after a chain of up to three before it; the second save has no planes before it but zeros."""
+    steps = [s for s in run.course.save_steps if s <= step][-4:]
+    found = excp([matrices(run.state(s), pattern) for s in steps], alpha)
+    if len(found.levels) == 1:
+        zeros = {name: {key: 0 * plane for key, plane in p.items()} for name, p in found.levels[0].items()}
+        found.levels.insert(0, zeros)
+    return found
 
 
 def by_lstm(plane: UInt8s, previous: UInt8s, options: LstmOptions, advance: Advance) -> bytes:
@@ -146,70 +146,127 @@ class Timer:
 def row(
     quantization: Quantization, key: str, names: list[str], options: LstmOptions, timer: Timer
 ) -> npt.NDArray[np.float64]:
-    """Bits per symbol of one plane: the columns of `HEADS`, up to those of its efforts."""
+    """Bits per symbol of one kind of plane: the columns of `HEADS`."""
     now, before = quantization.levels[-1], quantization.levels[-2]
     siblings = quantization.order[: quantization.order.index(key)]
-    bits = np.zeros(8)
-    for name in names:
-        plane, previous = now[name][key], before[name][key]
-        bits[0] += conditional_entropy_bits(plane.ravel(), None, 256, 1)
-        bits[1] += conditional_entropy_bits(plane.ravel(), previous.ravel())
-        bits[2] += 8 * len(timer.code(plane, previous, options))
-        for place, effort in enumerate(EFFORTS):
-            bits[4 + place] += 8 * by_contexts(plane, [previous], effort)
-            if quantization.own:
-                bits[6 + place] += 8 * quantization.own[effort][name][key]
-            else:
-                sides = [previous, *(now[name][sibling] for sibling in siblings)]
-                bits[6 + place] += 8 * by_contexts(plane, sides, effort)
     whole = LstmOptions(width=options.width, rate=options.rate, chunk=24)
-    for width in {now[name][key].shape[1] for name in names}:
+    total = np.zeros(len(HEADS))
+    for width in sorted({now[name][key].shape[1] for name in names}):
         same = [name for name in names if now[name][key].shape[1] == width]
+        bits = np.zeros(len(HEADS))
+        for name in same:
+            plane, previous = now[name][key], before[name][key]
+            bits[0] += conditional_entropy_bits(plane.ravel(), None, 256, 1)
+            bits[1] += conditional_entropy_bits(plane.ravel(), previous.ravel())
+            bits[2] += 8 * len(timer.code(plane, previous, options))
+            for place, effort in enumerate(EFFORTS):
+                bits[4 + place] += 8 * by_contexts(plane, [previous], effort)
+                if quantization.own:
+                    bits[6 + place] += 8 * quantization.own[effort][name][key]
+                else:
+                    sides = [previous, *(now[name][sibling] for sibling in siblings)]
+                    bits[6 + place] += 8 * by_contexts(plane, sides, effort)
         stacked = (np.concatenate([levels[name][key] for name in same]) for levels in (now, before))
         bits[3] += 8 * len(timer.code(*stacked, whole))
-    return bits / sum(now[name][key].size for name in names)
+        bits[LSTM_COLUMN] = min(bits[2], bits[3])
+        total += bits
+    return total / sum(now[name][key].size for name in names)
+
+
+def ratios(bits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """How many times the bits that are used, by effort, the LSTM's are."""
+    return bits[LSTM_COLUMN] / bits[6 : 6 + len(EFFORTS)]
 
 
 def line(name: str, key: str, bits: npt.NDArray[np.float64]) -> str:
-    """One line of the table; its last column is how many times smaller the planes are than by the better LSTM."""
-    ratio = min(bits[2], bits[3]) / bits[6]
-    return f"{name:<22}{key:>5}" + "".join(f"{b:>10.4f}" for b in bits) + f"{ratio:>10.2f}"
+    """One line of the table."""
+    return (
+        f"{name:<36}{key:>4}"
+        + "".join(f"{b:>10.4f}" for b in bits)
+        + "".join(f"{r:>8.3f}" for r in ratios(bits))
+    )
 
 
-def main() -> None:
+def measure(
+    name: str, quantization: Quantization, network: LstmOptions, timer: Timer
+) -> npt.NDArray[np.float64]:
+    """Print the lines of one checkpoint, and return the last: bits per parameter."""
+    names = list(quantization.levels[-1])
+    total = np.zeros(len(HEADS))
+    for key in quantization.order:
+        before = timer.symbols, timer.seconds
+        bits = row(quantization, key, names, network, timer)
+        total += bits
+        speed = (timer.symbols - before[0]) / (timer.seconds - before[1])
+        print(f"{line(name, key, bits)}   {speed / 1e3:.0f} thousand symbols/s", flush=True)
+    print(line(name, "all", total), flush=True)
+    return total
+
+
+def summary(name: str, bits: dict[int, list[npt.NDArray[np.float64]]]) -> str:
+    """How many times the bits that are used the LSTM's are, over all checkpoints of a seed, and over the seeds."""
+    quotients = np.stack([ratios(np.sum(checkpoints, axis=0)) for checkpoints in bits.values()])
+    alone = np.stack([ratios(b) for checkpoints in bits.values() for b in checkpoints])
+    return "\n".join(
+        f"{name}, {effort}: {values.mean():.3f} ({values.min():.3f} to {values.max():.3f}, {len(values)} seeds);"
+        f" single checkpoints {each.min():.3f} to {each.max():.3f}"
+        for effort, values, each in zip(EFFORTS, quotients.T, alone.T, strict=True)
+    )
+
+
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--states", type=FilePath, help="folder of step_XXXX.pt files instead of a training")
-    parser.add_argument("--steps", type=int, nargs=4, default=[50, 100, 150, 200], help="saves, ascending")
-    parser.add_argument("--blocks", type=int, default=1, help="how many of the model's blocks (default 1)")
+    parser.add_argument("--model", choices=MODELS, default="gpt", help="which training (default gpt)")
+    parser.add_argument("--every", type=int, default=None, help="steps between checkpoints (default 50)")
+    parser.add_argument("--seeds", default="1", help="of the trainings, by commas (default 1)")
+    parser.add_argument("--parameters", default="blocks.0.*", help='which, "*" for all (default blocks.0.*)')
+    parser.add_argument("--deltas", action="store_true", help="all checkpoints but the first")
+    parser.add_argument("--only", choices=("excp", "auto"), help="one kind of symbols alone")
     parser.add_argument("--alpha", type=float, default=1e-3, help="ExCP's threshold (default 1e-3)")
-    parser.add_argument("--scale", type=float, default=1.0, help="of the lattice's steps (default 1)")
+    parser.add_argument("--scale", type=float, default=2.0, help="of auto's steps (default 2)")
     parser.add_argument("--width", type=int, default=32, help="units per layer (default 32)")
     parser.add_argument("--rate", type=int, default=7, help="learning rate 2^-rate (default 7)")
-    options = parser.parse_args()
-    found = states_of(options.states, options.steps) if options.states else states_of_training(options.steps)
-    states = list(found)
-    names = [name for name in states[0] for block in range(options.blocks) if f"blocks.{block}." in name]
-    blocks = [{name: state[name] for name in names} for state in states]
-    rates = learning_rates(options.steps)
-    quantizations = [excp(blocks, options.alpha), lattice(states, rates, options.scale, names)]
+    parser.add_argument("--quick", action="store_true", help="a small model and few steps: no real numbers")
+    parser.add_argument("--cache", type=Path, default=ROOT / "build" / "bench-schemes", help="of the bench")
+    return parser.parse_args()
+
+
+def compare(run: Undisturbed, options: argparse.Namespace) -> dict[str, list[npt.NDArray[np.float64]]]:
+    """Print the lines of one training's checkpoints; bits per parameter of each, by kind of symbols."""
     network = LstmOptions(width=options.width, rate=options.rate)
-    total = sum(4 * states[0][name][0].size * len(q.order) for q in quantizations for name in names)
-    print(f"{'bits per symbol':<27}" + "".join(f"{head:>10}" for head in HEADS))
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        timer = Timer(bar, total)
-        for quantization in quantizations:
-            total = np.zeros(8)
-            for key in quantization.order:
-                before = timer.symbols, timer.seconds
-                bits = row(quantization, key, names, network, timer)
-                total += bits
-                speed = (timer.symbols - before[0]) / (timer.seconds - before[1])
-                print(
-                    f"{line(quantization.name, key, bits)}   {speed / 1e3:.0f} thousand symbols/s", flush=True
-                )
-            print(line(quantization.name, "all", total), flush=True)
+    steps = run.course.save_steps[1:] if options.deltas else run.course.probes
+    coded = chains(run, steps, options.scale, options.parameters) if options.only != "excp" else {}
+    found: dict[str, list[npt.NDArray[np.float64]]] = {}
+    for step in steps:
+        quantizations = [coded[step]] if coded else []
+        if options.only != "auto":
+            quantizations.insert(0, pruned(run, step, options.alpha, options.parameters))
+        planes = [plane for q in quantizations for p in q.levels[-1].values() for plane in p.values()]
+        with Progress(console=Console(stderr=True), transient=True) as bar:
+            timer = Timer(bar, 2 * sum(plane.size for plane in planes))
+            for quantization in quantizations:
+                name = f"seed {run.course.seed}, step {step}: {quantization.name}"
+                found.setdefault(quantization.name, []).append(measure(name, quantization, network, timer))
+    return found
+
+
+def main() -> None:
+    options = arguments()
+    torch.set_num_threads(1)
+    print(f"{'bits per symbol':<40}" + "".join(f"{head:>10}" for head in HEADS) + " LSTM/def LSTM/max")
+    found: dict[str, dict[int, list[npt.NDArray[np.float64]]]] = {}
+    for seed in map(int, options.seeds.split(",")):
+        run = Undisturbed(
+            course_of(options.model, seed, options.every, options.quick), options.cache / "runs"
+        )
+        run.train()
+        for name, bits in compare(run, options).items():
+            found.setdefault(name, {})[seed] = bits
+    print("the LSTM's bits over those used, all these checkpoints of a seed together:")
+    for name, by_seed in found.items():
+        print(summary(name, by_seed))
 
 
 if __name__ == "__main__":

@@ -74,22 +74,28 @@ class Cell:
         )
 
 
+def course_of(model: str, seed: int, every: int | None, quick: bool, saves: int | None = None) -> Course:
+    """One training, with this bench's numbers for what is None."""
+    every = every or (8 if quick else 50)
+    return Course(
+        model=model,
+        seed=seed,
+        every=every,
+        saves=saves or (QUICK_SAVES if quick else WIDE_SAVES if every >= WIDE else SAVES),
+        marks=QUICK_MARKS if quick else MARKS,
+        quick=quick,
+        held_out=4 if quick else Course.held_out,
+    )
+
+
 def courses(arguments: argparse.Namespace) -> list[Course]:
     """The trainings, in the order of the tables."""
     return [
-        Course(
-            model=model,
-            seed=seed,
-            every=every,
-            saves=arguments.saves or (QUICK_SAVES if arguments.quick else WIDE_SAVES if every >= WIDE else SAVES),
-            marks=QUICK_MARKS if arguments.quick else MARKS,
-            quick=arguments.quick,
-            held_out=4 if arguments.quick else Course.held_out,
-        )
+        course_of(model, seed, every, arguments.quick, arguments.saves)
         for every in arguments.every
         for model in arguments.models
         for seed in range(1, arguments.seeds + 1)
-    ]  # fmt: skip
+    ]
 
 
 def cells(arguments: argparse.Namespace) -> Iterator[Cell]:

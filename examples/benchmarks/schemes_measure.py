@@ -60,7 +60,7 @@ class Chain:
         )
         return coded, write_container(coded.checkpoint)
 
-    def add(self, state: TrainingState, step: int) -> None:
+    def add(self, state: TrainingState, step: int) -> EncodedState:
         """Code a state as the next checkpoint."""
         coded, file = self.encode(state, step)
         entries = coded.checkpoint.entries
@@ -78,6 +78,7 @@ class Chain:
         self.kept_exactly |= coded.kept_exactly
         self._held, self._parent = dict(coded.held), coded.checkpoint.state_digest
         self._restored = False
+        return coded
 
     def read(self, count: int | None = None, threads: int = 1) -> Decoded:
         """What a reader gets of the last one of so many checkpoints; None counts all."""

@@ -332,3 +332,38 @@ def test_bench_runs_from_end_to_end_and_continues(tmp_path):
     assert all(line.count("+0.00 %") == 4 for line in exact[:2]), "what is restored bit by bit costs nothing"
     ElementTree.fromstring((tmp_path / "schemes.svg").read_text())
     assert "seed 1" not in bench(*named).stdout, "nothing is left to measure"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_lstm_is_compared_with_the_bytes_that_the_scheme_stores(tmp_path, monkeypatch, capsys):
+    flags = ("--quick", "--deltas", "--seeds", "1,2", "--cache", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["itmo.py", *flags])
+    import itmo
+    from schemes import course_of
+    from schemes_measure import Chain
+    from schemes_models import Undisturbed
+    from schemes_settings import SETTINGS, chosen
+
+    itmo.main()
+    said = capsys.readouterr().out.splitlines()
+    lines = [line for line in said if line.startswith("seed ")]
+    assert len(lines) == 2 * 2 * (3 + 1 + 2 + 1), "planes of ExCP and of auto, and their sums"
+    assert any(line.startswith("auto, scale 2, default: ") and "2 seeds)" in line for line in said)
+
+    run = Undisturbed(course_of("gpt", 2, None, quick=True), tmp_path / "runs")
+    chain = Chain(*chosen(SETTINGS, {"auto:scale 2"}))
+    *_, last = [chain.add(run.state(step), step) for step in run.course.save_steps]
+    for role, key in (("weight", "w"), ("exp_avg", "m")):
+        entries = [
+            entry
+            for entry in last.checkpoint.entries
+            if entry.spec.tag.role.value == role
+            and entry.spec.tag.parameter.startswith("blocks.0.")
+            and len(entry.spec.shape) == 2
+        ]
+        stored = 8 * sum(len(entry.encoded.sections["levels"]) for entry in entries)
+        bits = stored / sum(entry.spec.numel for entry in entries)
+        place = f"seed 2, step {run.course.save_steps[-1]}: auto, scale 2 "
+        (line,) = [line for line in lines if line.startswith(place) and f" {key} " in line]
+        assert f"{bits:.4f}" in line
