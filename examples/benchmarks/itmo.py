@@ -18,7 +18,7 @@ parameter's planes. All bytes are counted, and everything is decoded and compare
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -38,7 +38,9 @@ from shrinkpoint.entropy.context import Effort, Side
 from shrinkpoint.entropy.lstm import Advance, LstmOptions
 from shrinkpoint.entropy.symbols import conditional_entropy_bits
 from shrinkpoint.schemes.auto import AutoOptions
-from shrinkpoint.state import Role, TrainingState
+from shrinkpoint.schemes.base import Held
+from shrinkpoint.schemes.lattice_points import HeldLattice
+from shrinkpoint.state import Role, TensorSpec, TrainingState
 
 EFFORTS: tuple[Effort, ...] = ("default", "max")
 HEADS = ("order 0", "previous", "stored", "one LSTM", *EFFORTS, "def used", "max used", "LSTM")
@@ -64,25 +66,24 @@ def chains(run: Undisturbed, steps: Sequence[int], scale: float, pattern: str) -
     sizes: dict[int, dict[Effort, dict[str, dict[str, int]]]] = {step: {} for step in steps}
     for effort in EFFORTS:
         options = AutoOptions(weight_scale=scale, effort=effort)
-        chain, before = Chain(Setting(scheme="auto", label=effort, options=options)), None
+        chain = Chain(Setting(scheme="auto", label=effort, options=options))
+        before: Mapping[str, Held] | None = None
         for step in (step for step in run.course.save_steps if step <= max(steps)):
             coded = chain.add(run.state(step), step)
-            before = before or coded.held
             levels: Levels = {}
             stored: dict[str, dict[str, int]] = {}
             for entry in coded.checkpoint.entries:
-                spec, held = entry.spec, coded.held[entry.spec.name].planes
+                spec, symbols_of = entry.spec, SYMBOLS.get(entry.spec.tag.role)
                 parameter = spec.tag.parameter
-                key = {Role.WEIGHT: "w", Role.EXP_AVG: "m"}.get(spec.tag.role)
-                if key is None or not parameter or len(spec.shape) < 2 or not fnmatch(parameter, pattern):
+                if (
+                    symbols_of is None
+                    or not parameter
+                    or len(spec.shape) < 2
+                    or not fnmatch(parameter, pattern)
+                ):
                     continue
-                if key == "w":
-                    index = np.asarray(held["index"], np.int64)
-                    last = np.asarray(before[spec.name].planes["index"], np.int64)
-                    plane = np.clip(index - last, -RADIUS, RADIUS) + RADIUS
-                else:
-                    plane = np.asarray(held["levels"])
-                levels.setdefault(parameter, {})[key] = plane.astype(np.uint8).reshape(spec.shape[0], -1)
+                key, symbols = symbols_of(coded.held[spec.name], (before or {}).get(spec.name), spec)
+                levels.setdefault(parameter, {})[key] = symbols.reshape(spec.shape[0], -1)
                 stored.setdefault(parameter, {})[key] = len(entry.encoded.sections["levels"])
             planes[step], before = levels, coded.held
             if step in sizes:
@@ -93,6 +94,27 @@ def chains(run: Undisturbed, steps: Sequence[int], scale: float, pattern: str) -
         )
         for step in steps
     }
+
+
+def _moves(held: Held, before: Held | None, spec: TensorSpec) -> tuple[str, UInt8s]:
+    """How far each weight is from where it is expected: where it was, or the point next to that on a lattice with other steps."""
+    lattice = HeldLattice.of(held, spec)
+    if lattice is None:
+        raise SystemExit(f"{spec.name} is not on a lattice")
+    expected = lattice.outlook(HeldLattice.of(before, spec)).predicted
+    moves = lattice.index.astype(np.int64) - expected
+    return "w", (np.clip(moves, -RADIUS, RADIUS) + RADIUS).astype(np.uint8)
+
+
+def _first_moments(held: Held, _: Held | None, spec: TensorSpec) -> tuple[str, UInt8s]:
+    return "m", np.asarray(held.planes["levels"], np.uint8)
+
+
+SYMBOLS: Mapping[Role, Callable[[Held, Held | None, TensorSpec], tuple[str, UInt8s]]] = {
+    Role.WEIGHT: _moves,
+    Role.EXP_AVG: _first_moments,
+}
+"""The symbols that auto codes, by role, given what is held of this checkpoint and of the one before."""
 
 
 def pruned(run: Undisturbed, step: int, alpha: float, pattern: str) -> Quantization:

@@ -191,16 +191,19 @@ def test_strided_and_read_only_input() -> None:
         np.testing.assert_array_equal(decoded, plane.ravel())
 
 
+def golden(kind: str) -> tuple[np.ndarray, int, list[Side]]:
+    """A plane, its alphabet and what is beside it."""
+    if kind == "dithered":
+        plane, told = golden_dithered_plane()
+        return plane, 5, [told]
+    plane, sides = golden_planes()
+    return (sparse(plane) if kind == "runs" else plane), 31, sides
+
+
 @pytest.mark.parametrize("effort", MODES)
 def test_golden_payloads(effort: str) -> None:
     """Stored checkpoints hold such payloads: the bytes decode to the same plane for ever."""
-    plane, sides = golden_planes()
-    alphabet = 31
-    if effort == "runs":
-        plane = sparse(plane)
-    if effort == "dithered":
-        plane, told = golden_dithered_plane()
-        alphabet, sides = 5, [told]
+    plane, alphabet, sides = golden(effort)
     expected = json.loads((GOLDEN / "v1.json").read_text())[effort]
     payload = (GOLDEN / f"v1_{effort}.bin").read_bytes()
     decoded = decode_plane(payload, plane.size, alphabet, columns=120, sides=sides)
@@ -243,8 +246,7 @@ def test_damaged_payloads(changes: list[tuple[int, int]], effort: Effort, n_side
 @untimed
 @given(changes=damages())
 def test_damaged_payloads_of_a_dithered_plane(changes: list[tuple[int, int]]) -> None:
-    plane, told = golden_dithered_plane()
-    check_damaged(plane, 5, [told], "default", changes)
+    check_damaged(*golden("dithered"), "default", changes)
 
 
 def check_damaged(
@@ -262,15 +264,9 @@ def check_damaged(
 
 
 @pytest.mark.parametrize("effort", EFFORTS)
-@pytest.mark.parametrize("kind", ["full", "thin", "dithered"])
+@pytest.mark.parametrize("kind", ["full", "runs", "dithered"])
 def test_truncated_payloads(effort: Effort, kind: str) -> None:
-    plane, sides = golden_planes()
-    alphabet = 31
-    if kind == "thin":
-        plane = sparse(plane)
-    if kind == "dithered":
-        plane, told = golden_dithered_plane()
-        alphabet, sides = 5, [told]
+    plane, alphabet, sides = golden(kind)
     payload = encode_plane(plane, alphabet, columns=120, sides=sides, effort=effort)
     check_truncations(
         lambda data: decode_plane(data, plane.size, alphabet, columns=120, sides=sides), payload, plane.size
