@@ -6,7 +6,9 @@ Started once for each process with RANK, WORLD_SIZE and so on in the environment
 Each process leaves ``<folder>/<scenario>-<rank>.pt``.
 """
 
+import os
 import sys
+import time
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,6 +97,9 @@ def play(scenario: Scenario, url: str) -> dict[str, Outcome]:
 def main(folder: str, *names: str) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    # A child of CPython 3.11.7 and older hangs for ever if it is forked while another thread makes itself a thread state
+    # (python/cpython#112275), as gloo's may to let go of a collective's tensors: they get the time for it.
+    os.register_at_fork(before=lambda: time.sleep(0.05))
     dist.initialize_dist("cpu", timeout=60)
     for name in names:
         number = list(SCENARIOS).index(name)
