@@ -160,7 +160,11 @@ def audit(store: RunStore, account: Account, journals: list[Path]) -> Account:
     events = [event for run in runs for event in run]
     acks = [event for event in events if event["event"] == "ack"]
     retired = {seq for event in events if event["event"] == "retire" for seq in event["seqs"]}
-    manifests = {manifest.seq: manifest for manifest in store.manifests()}
+    try:
+        manifests = {manifest.seq: manifest for manifest in store.manifests()}
+    except ShrinkpointError as error:  # a manifest that two writers have torn, on a server that lets them
+        account.lost.append(f"the run cannot be read: {type(error).__name__}: {error}")
+        return account
     account.acked, account.retired, account.listed = len(acks), len(retired), len(manifests)
     account.collections = sum(event["event"] == "retired" for event in events)
     failures = [event["error"] for event in events if "error" in event]
