@@ -3,9 +3,10 @@
     OMP_NUM_THREADS=1 python examples/benchmarks/itmo.py [--model gpt] [--every 50] [--seeds 1,2,3] [--parameters "*"] [--deltas]
 
 A training of `schemes.py` is taken from its cache, or run. The planes of its middle and its last checkpoint (``--deltas``:
-of all but the first) are coded, given those of the checkpoint before: ExCP's symbols, for which the LSTM was published (arXiv 2506.12000), and those of scheme
-``auto``: how many steps of its lattice each weight has moved, and the levels of the first moments. For one block of
-the GPT that takes some minutes a seed; ``--parameters "*"`` takes all matrices, ``--only auto`` leaves ExCP's symbols out.
+of all but the first) are coded, given those of the checkpoint before: ExCP's symbols, for which the LSTM was published
+(arXiv 2506.12000), and those of scheme ``auto``: how many steps of its lattice each weight has moved, and the levels of the
+first moments. For one block of the GPT that takes some minutes a seed; ``--parameters "*"`` takes all matrices, ``--only auto``
+leaves ExCP's symbols out.
 
 Columns: entropy of order 0, and given the symbol at the same place before (both ideal, tables not counted); ``stored``, what
 scheme ``itmo`` writes, which is by tables where those are shorter; ``one LSTM``, a single network that learns on through all
@@ -48,12 +49,18 @@ LSTM_COLUMN = len(HEADS) - 1
 RADIUS = 126
 
 
+def chosen(spec: TensorSpec, pattern: str) -> str | None:
+    """The parameter that a tensor belongs to, if it has several rows and its name is asked for."""
+    parameter = spec.tag.parameter
+    return parameter if parameter and len(spec.shape) > 1 and fnmatch(parameter, pattern) else None
+
+
 def matrices(state: TrainingState, pattern: str) -> Tensors:
     """Weight, first and second moment, as rows and columns, of every parameter of that name which has several rows."""
     found: dict[str, dict[Role, npt.NDArray[np.float32]]] = {}
     for name, spec in state.specs.items():
-        parameter = spec.tag.parameter
-        if parameter and len(spec.shape) > 1 and fnmatch(parameter, pattern):
+        parameter = chosen(spec, pattern)
+        if parameter is not None:
             rows = state.tensors[name].reshape(spec.shape[0], -1).numpy()
             found.setdefault(parameter, {})[spec.tag.role] = rows
     roles = (Role.WEIGHT, Role.EXP_AVG, Role.EXP_AVG_SQ)
@@ -74,13 +81,8 @@ def chains(run: Undisturbed, steps: Sequence[int], scale: float, pattern: str) -
             stored: dict[str, dict[str, int]] = {}
             for entry in coded.checkpoint.entries:
                 spec, symbols_of = entry.spec, SYMBOLS.get(entry.spec.tag.role)
-                parameter = spec.tag.parameter
-                if (
-                    symbols_of is None
-                    or not parameter
-                    or len(spec.shape) < 2
-                    or not fnmatch(parameter, pattern)
-                ):
+                parameter = chosen(spec, pattern)
+                if symbols_of is None or parameter is None:
                     continue
                 key, symbols = symbols_of(coded.held[spec.name], (before or {}).get(spec.name), spec)
                 levels.setdefault(parameter, {})[key] = symbols.reshape(spec.shape[0], -1)
