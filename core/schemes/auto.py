@@ -51,10 +51,10 @@ _FINER = 8  # biases and norms: few elements, each of which counts for many
 _FEW = 2000  # so do those of small tensors
 # Of a running mean over ten steps, Adam's unit is 1 / 0.23 root mean squares: the same noise for the weights.
 _OWN_UNITS = 4.3
-_WIDEST = 64.0
+_NARROWEST, _WIDEST = 1 / 64, 64.0
 # The noise of a weight for which its first moment may answer, in the weight's own: where bytes and noise balance.
 _MOMENTS_SHARE = 0.7
-_MOMENT_STEPS = 1.0, 12.0
+_MOMENT_STEPS = 1.0, 12.0  # of moments that are corrected for their bias, as those of long trainings are
 _MOMENT_STEP = 3.0  # where nothing is known of the learning rate
 
 
@@ -168,8 +168,10 @@ class Auto:
         for name, step in steps.items():
             spec = state.specs[name]
             finer = _finer(spec)
-            wanted = _MOMENTS_SHARE * step.step * finer / max(reach, _LEAST)
-            found[spec.tag.parameter or name] = min(max(wanted, _MOMENT_STEPS[0]), _MOMENT_STEPS[1]) / finer
+            wanted = _MOMENTS_SHARE * step.step * finer / max(reach.distance, _LEAST)
+            corrected = min(max(wanted, _MOMENT_STEPS[0]), _MOMENT_STEPS[1])
+            stored = corrected / max(reach.correction, _LEAST)
+            found[spec.tag.parameter or name] = min(max(stored, _NARROWEST), _WIDEST) / finer
         return found
 
     def describe(self) -> JSON:

@@ -115,8 +115,8 @@ def test_first_moments_are_as_noisy_as_their_weights_for_the_learning_rate():
         b__w=torch.randn(128), b__exp_avg=torch.full((128,), 1e-4), b__exp_avg_sq=torch.full((128,), 1e-6),
     )  # fmt: skip
 
-    def steps(rate, options=OPTIONS):
-        groups = [{"lr": rate, "betas": [0.9, 0.95]}]
+    def steps(rate, options=OPTIONS, **more):
+        groups = [{"lr": rate, "betas": [0.9, 0.95], **more}]
         state = TrainingState([tensors.tree, {"param_groups": groups}], tensors.tensors, tensors.specs)
         entries = coded(state, options=options).checkpoint.entries
         return {e.spec.name: e.encoded.params["step"] for e in entries if "step" in e.encoded.params}
@@ -127,6 +127,12 @@ def test_first_moments_are_as_noisy_as_their_weights_for_the_learning_rate():
     assert steps(0.02)["a/exp_avg"] == pytest.approx(found["a/exp_avg"] / 2, rel=1e-5)
     assert (steps(1.0)["a/exp_avg"], steps(1.0)["b/exp_avg"]) == (1, 1 / 8)
     assert (steps(0.0)["a/exp_avg"], steps(0.0)["b/exp_avg"]) == (12, 12 / 8)
+    early = steps(
+        0.01, step=10
+    )  # of a second moment that is stored at 0.40 of its size, and a first one at 0.65
+    assert early["a/exp_avg"] == pytest.approx(found["a/exp_avg"] * (1 - 0.9**10) / (1 - 0.95**10) ** 0.5)
+    assert steps(0.0, step=1, betas=[0.0, 0.9999])["a/exp_avg"] == 64
+    assert steps(1.0, step=1, betas=[0.999, 0.5])["a/exp_avg"] == 1 / 64
     assert steps(None)["a/exp_avg"] == 3
     assert steps(0.01, AutoOptions(weight_scale=0.5, first_moment_step=2))["a/exp_avg"] == 2
 
