@@ -17,6 +17,8 @@ __all__ = ["Reach", "reach_of_first_moments"]
 
 Tensors = Mapping[str, torch.Tensor]
 
+_SWITCHES = "bias_correction", "use_bias_correction"  # of apex and DeepSpeed; of Prodigy and its kin
+
 
 @dataclass(frozen=True)
 class Reach:
@@ -68,7 +70,7 @@ def _reach(group: Mapping[str, JSON], steps: float | None, tensors: Tensors) -> 
     if rate is None or first is None or not (0 <= rate < math.inf and 0 <= first < 1):
         return
     own = _number(group.get("step"), tensors)
-    corrected = group.get("bias_correction") is not False
+    corrected = all(group.get(name) is not False for name in _SWITCHES)
     second, done = decays[1] if len(decays) > 1 else None, steps if own is None else own
     if corrected and second is not None and 0 <= second < 1 and done is not None and done >= 1:
         yield Reach(rate / (1 - first), math.sqrt(1 - second**done) / (1 - first**done))

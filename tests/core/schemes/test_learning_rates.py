@@ -110,6 +110,7 @@ def test_steps_are_those_of_the_optimizer_or_of_a_group():
         {"step": 0},
         {"step": float("nan")},
         {"step": 50, "bias_correction": False},
+        {"step": 50, "use_bias_correction": False},
         {"step": 50, "betas": (0.9,)},
         {"step": 50, "betas": (0.9, 1.0)},
         {"step": 50, "betas": (0.9, None)},
