@@ -59,7 +59,7 @@ def _auto() -> Iterator[Setting]:
             scheme="auto",
             label=f"scale {scale:g}",
             options=options,
-            restores=scale in (0.125, 0.25, 0.5, 1.0, 2.0),
+            restores=scale in (0.125, 0.25, 0.5, 1.0, 1.5, 2.0),
         )
     for effort in ("fast", "max"):
         yield Setting(
