@@ -38,8 +38,8 @@ def reach_of_first_moments(state: TrainingState) -> Reach | None:
 
     Returns:
         The farthest of all parameter groups; None where no group says its learning rate and betas in numbers. Where
-        an optimizer does not say how many steps it has done, or that it corrects no bias, the correction is 1. Of
-        parameters with different steps the most are taken, which is the narrower choice.
+        an optimizer does not say how many steps it has done, or says that it corrects no bias, the correction is 1. Of
+        its parameters' steps the most count: early in training a moment moves its weight less far than later.
     """
     found = list(_reaches(state.tree, state.tensors))
     return max(found, key=lambda reach: reach.distance * reach.correction, default=None)

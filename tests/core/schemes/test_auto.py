@@ -127,9 +127,8 @@ def test_first_moments_are_as_noisy_as_their_weights_for_the_learning_rate():
     assert steps(0.02)["a/exp_avg"] == pytest.approx(found["a/exp_avg"] / 2, rel=1e-5)
     assert (steps(1.0)["a/exp_avg"], steps(1.0)["b/exp_avg"]) == (1, 1 / 8)
     assert (steps(0.0)["a/exp_avg"], steps(0.0)["b/exp_avg"]) == (12, 12 / 8)
-    early = steps(
-        0.01, step=10
-    )  # of a second moment that is stored at 0.40 of its size, and a first one at 0.65
+    # the second moment is stored at 0.40 of its size, the first at 0.65
+    early = steps(0.01, step=10)
     assert early["a/exp_avg"] == pytest.approx(found["a/exp_avg"] * (1 - 0.9**10) / (1 - 0.95**10) ** 0.5)
     assert steps(0.0, step=1, betas=[0.0, 0.9999])["a/exp_avg"] == 64
     assert steps(1.0, step=1, betas=[0.999, 0.5])["a/exp_avg"] == 1 / 64
