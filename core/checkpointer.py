@@ -1,6 +1,5 @@
 """Checkpoints for a hand-written PyTorch loop."""
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from types import TracebackType
@@ -10,7 +9,7 @@ import torch
 from torch import nn
 
 from shrinkpoint.config import SaverConfig
-from shrinkpoint.errors import ConfigError, ShrinkpointWarning, StateMismatchError
+from shrinkpoint.errors import ConfigError, StateMismatchError
 from shrinkpoint.evaluation import Evaluate, ResumedSteps
 from shrinkpoint.reports import Accepted, SaveReport
 from shrinkpoint.resume import (
@@ -25,6 +24,7 @@ from shrinkpoint.rng import capture_rng, restore_rng
 from shrinkpoint.roles import describe_training
 from shrinkpoint.saver import Saver
 from shrinkpoint.swap import swapped_weights
+from shrinkpoint.telling import tell
 
 __all__ = ["Checkpointer", "Stateful"]
 
@@ -112,7 +112,7 @@ class Checkpointer:
         self._loss = evaluate
         self._train_loss = train_loss
         self._clip_grad_norm = clip_grad_norm
-        self._until_failure = UntilFailure(_warn)
+        self._until_failure = UntilFailure(tell)
         self._policy = resume
         self._stateful: dict[str, Stateful] = stateful
         self._last_step: int | None = None
@@ -242,9 +242,7 @@ class Checkpointer:
             optimizer.load_state_dict(stored_optimizer)
         for name in sorted(state["stateful"].keys() ^ self._stateful.keys()):
             where = "the checkpoint" if name in self._stateful else "this run"
-            warnings.warn(
-                f"{name!r} is not in {where}: its state is not restored", ShrinkpointWarning, stacklevel=3
-            )
+            tell(f"{name!r} is not in {where}: its state is not restored", stacklevel=3)
         for name, value in self._stateful.items():
             if name in state["stateful"]:
                 value.load_state_dict(state["stateful"][name])
@@ -262,7 +260,7 @@ class Checkpointer:
             except Exception as error:
                 if not self._told_unmeasurable:
                     self._told_unmeasurable = True
-                    _warn(
+                    tell(
                         "the quality of checkpoints cannot be measured, so they are stored exactly: evaluate() raised"
                         f" {type(error).__name__}: {error}"
                     )
@@ -296,7 +294,3 @@ class Checkpointer:
         if self._clip_grad_norm is not None:
             groups = [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
             nn.utils.clip_grad_norm_(chain.from_iterable(groups), self._clip_grad_norm)
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, ShrinkpointWarning, stacklevel=2)

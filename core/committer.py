@@ -2,7 +2,6 @@
 
 import platform
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -12,7 +11,7 @@ import shrinkpoint
 from shrinkpoint.coding import EncodedState, encode_state
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.container.writer import write_container
-from shrinkpoint.errors import ChainError, FencedError, ShrinkpointError, ShrinkpointWarning
+from shrinkpoint.errors import ChainError, FencedError, ShrinkpointError
 from shrinkpoint.evaluation import ResumedSteps
 from shrinkpoint.planner import Measure, Plan, Planner
 from shrinkpoint.reports import SaveReport
@@ -22,6 +21,7 @@ from shrinkpoint.snapshot import Snapshot
 from shrinkpoint.state import TensorSpec, TrainingState
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.run import RunStore, RunWriter
+from shrinkpoint.telling import tell
 from shrinkpoint.tree import JSON
 
 __all__ = ["Committer", "Job", "record_of"]
@@ -166,13 +166,10 @@ class Committer:
             self.open().collect(policy.select(records), seen=seen, grace_s=config.grace_s)
         except FencedError:
             raise
-        except (
-            ShrinkpointError
-        ) as error:  # as where nothing may be deleted; the checkpoint is committed all the same
-            warnings.warn(
-                f"the checkpoint is stored, but older ones could not be removed: {error}. The next save tries again",
-                ShrinkpointWarning,
-                stacklevel=2,
+        # as where nothing may be deleted; the checkpoint is committed all the same
+        except ShrinkpointError as error:
+            tell(
+                f"the checkpoint is stored, but older ones could not be removed: {error}. The next save tries again"
             )
 
 

@@ -1,13 +1,12 @@
 """Decides, for one snapshot, which scheme with which settings stores it; runs in the background thread."""
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
 from shrinkpoint.config import SaverConfig
-from shrinkpoint.errors import ConfigError, ShrinkpointWarning
+from shrinkpoint.errors import ConfigError
 from shrinkpoint.evaluation import EvaluationUnavailableError, ResumedSteps
 from shrinkpoint.planning.base import Measure, Plan, Strategy, exactly
 from shrinkpoint.planning.configurations import ConfigurationStrategy
@@ -18,6 +17,7 @@ from shrinkpoint.search.healing import Healing
 from shrinkpoint.search.measure import relative_rise
 from shrinkpoint.search.restores import RestoreBudget
 from shrinkpoint.state import TrainingState
+from shrinkpoint.telling import tell
 from shrinkpoint.trial import restored_state
 
 __all__ = ["Measure", "Plan", "Planner"]
@@ -136,22 +136,18 @@ class Planner:
         if names and not self._told_not_finite:
             self._told_not_finite = True
             more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-            warnings.warn(
+            tell(
                 f"NaN or infinity in the weights {', '.join(names[:_NAMED])}{more}: they are stored exactly, which makes"
-                " checkpoints large. Has the training diverged? Then go back to a checkpoint from before",
-                ShrinkpointWarning,
-                stacklevel=2,
+                " checkpoints large. Has the training diverged? Then go back to a checkpoint from before"
             )
 
     def _warn_unmeasured(self) -> None:
         if not self._warned:
             self._warned = True
-            warnings.warn(
+            tell(
                 "there is no way to evaluate the model, so max_degradation cannot be checked: weights are stored with"
                 f" {self._config.scheme}'s mildest settings, or those given, unmeasured. Give evaluate=, or validation data,"
-                " or scheme='lossless'",
-                ShrinkpointWarning,
-                stacklevel=2,
+                " or scheme='lossless'"
             )
 
     def state_dict(self) -> dict[str, object]:

@@ -6,7 +6,6 @@ collect. The job's only claim on the training thread is the forward passes of it
 
 import operator
 import time
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -23,7 +22,6 @@ from shrinkpoint.errors import (
     NoCheckpointError,
     SaveFailedError,
     ShrinkpointError,
-    ShrinkpointWarning,
 )
 from shrinkpoint.evaluation import Evaluate, EvaluationDesk, ResumedSteps
 from shrinkpoint.reports import Accepted, SaveReport
@@ -32,6 +30,7 @@ from shrinkpoint.snapshot import Snapshotter
 from shrinkpoint.state import Describe, TrainingState, plain
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.run import RunStore
+from shrinkpoint.telling import tell
 from shrinkpoint.worker import Worker
 
 __all__ = ["Restored", "Saver", "SaverConfig", "decode_checkpoint"]
@@ -271,7 +270,7 @@ class Saver:
             self._fatal.__cause__ = error
             self._failures = 0
         else:
-            warnings.warn(f"{message}. The next save tries again", ShrinkpointWarning, stacklevel=2)
+            tell(f"{message}. The next save tries again")
 
     # ---- restoring
 
@@ -351,7 +350,7 @@ class Saver:
         try:
             self._committer.planner.load_state_dict(search if isinstance(search, dict) else {})
         except ConfigError as error:
-            warnings.warn(f"the search starts over: {error}", ShrinkpointWarning, stacklevel=2)
+            tell(f"the search starts over: {error}")
 
 
 def _check_step(step: int) -> int:

@@ -22,6 +22,7 @@ from shrinkpoint.resumed import UntilFailure
 from shrinkpoint.saver import Saver
 from shrinkpoint.state import Describe, TrainingState
 from shrinkpoint.store.manifest import Manifest
+from shrinkpoint.telling import tell
 
 __all__ = ["RunSession"]
 
@@ -206,7 +207,7 @@ class RunSession:
         """Warn, unless the same message, or another one of the same `topic`, has been told already."""
         if (topic or message) not in self._warned:
             self._warned.add(topic or message)
-            warnings.warn(message, ShrinkpointWarning, stacklevel=2)
+            tell(message)
 
     def _has_room(self, last: bool) -> bool:
         room = last or self.settings.saver.busy == "wait" or not self.saver.busy

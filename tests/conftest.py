@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -36,6 +37,22 @@ def _signals_as_python_has_them() -> None:
     """Every test starts with the signal handlers that the suite started with."""
     for number, handler in SIGNALS.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True)
+def told_in_background(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Warning]]:
+    """Warnings that are errors and were only shown, since a thread in the background had them; a test that expects any clears it."""
+    told: list[Warning] = []
+    if "shrinkpoint.telling" in sys.modules:
+        show = sys.modules["shrinkpoint.telling"]._show
+
+        def shown(warning: Warning) -> None:
+            told.append(warning)
+            show(warning)
+
+        monkeypatch.setattr("shrinkpoint.telling._show", shown)
+    yield told
+    assert not told
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -12,19 +12,19 @@ It is slow, which it says once: see `shrinkpoint.entropy.lstm` for how slow, and
 """
 
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from shrinkpoint.entropy.lstm import Advance, LstmOptions
-from shrinkpoint.errors import ConfigError, ShrinkpointWarning
+from shrinkpoint.errors import ConfigError
 from shrinkpoint.schemes.base import Held, TensorCodec
 from shrinkpoint.schemes.excp import ExCP
 from shrinkpoint.schemes.excp_codecs import ExcpSettings, ExcpWeightCodec
 from shrinkpoint.schemes.recipe import described, held_value
 from shrinkpoint.schemes.symbol_coders import LstmCoder
 from shrinkpoint.state import Role, TrainingState
+from shrinkpoint.telling import tell
 from shrinkpoint.tree import JSON
 
 __all__ = ["ITMO", "ItmoOptions"]
@@ -90,12 +90,10 @@ class ITMO:
         seconds = symbols / _SYMBOLS_PER_S * (self.options.width / _USUAL_WIDTH) ** 2
         if seconds > _LONG_S and not _told.is_set():
             _told.set()
-            warnings.warn(
+            tell(
                 f"the scheme 'itmo' codes {symbols:,} symbols with an LSTM, twice: to write and to verify them. That takes"
                 f" up to {_readable(seconds)} of one core at every save, and half of it at every restore. It is meant for"
-                " comparison: scheme='auto' is smaller, and hundreds of times as fast",
-                ShrinkpointWarning,
-                stacklevel=2,
+                " comparison: scheme='auto' is smaller, and hundreds of times as fast"
             )
         return makers
 

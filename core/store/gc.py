@@ -5,15 +5,15 @@ names. A reader in the middle of a restore, or a writer that resumed from the ch
 Every step can be repeated: a collection that was interrupted anywhere is completed by the next one.
 """
 
-import warnings
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from shrinkpoint.errors import FormatError, ShrinkpointWarning, StoreError
+from shrinkpoint.errors import FormatError, StoreError
 from shrinkpoint.store.catalog import Catalog, Listing, read_checked
 from shrinkpoint.store.keys import check_data_key, is_probe_key, trash_key
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.objects import MissingKeyError, ObjectInfo, ObjectStore
+from shrinkpoint.telling import tell
 
 __all__ = ["DEFAULT_GRACE_S", "GcReport", "collect"]
 
@@ -192,11 +192,7 @@ def _sweep(objects: ObjectStore, before: float) -> int:
     try:
         return objects.sweep(before)
     except StoreError as error:
-        warnings.warn(
-            f"{error}: unfinished uploads stay; have the bucket abort them by a lifecycle rule",
-            ShrinkpointWarning,
-            stacklevel=2,
-        )
+        tell(f"{error}: unfinished uploads stay; have the bucket abort them by a lifecycle rule")
         return 0
 
 

@@ -1,11 +1,11 @@
 """Does this store honour put-if-absent? Some servers accept the condition and ignore it, or check it without a lock."""
 
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 
-from shrinkpoint.errors import ShrinkpointWarning, StoreError
+from shrinkpoint.errors import StoreError
 from shrinkpoint.store.keys import new_nonce, probe_key
 from shrinkpoint.store.objects import ObjectStore
+from shrinkpoint.telling import tell
 
 __all__ = ["honours_put_if_absent"]
 
@@ -45,8 +45,4 @@ def _remove(objects: ObjectStore, keys: list[str]) -> None:
     try:
         objects.delete(keys)
     except StoreError as error:
-        warnings.warn(
-            f"{error}: saving works, but old checkpoints cannot be removed from {objects.display}",
-            ShrinkpointWarning,
-            stacklevel=2,
-        )
+        tell(f"{error}: saving works, but old checkpoints cannot be removed from {objects.display}")

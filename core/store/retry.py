@@ -2,13 +2,13 @@
 
 import random
 import time
-import warnings
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TypeVar
 
-from shrinkpoint.errors import ConfigError, ShrinkpointWarning, StoreError
+from shrinkpoint.errors import ConfigError, StoreError
 from shrinkpoint.store.objects import ObjectInfo, ObjectStore, TransientStoreError
+from shrinkpoint.telling import tell
 
 __all__ = ["RetryPolicy", "RetryingObjects"]
 
@@ -68,11 +68,7 @@ class RetryPolicy:
                         f"{error} (gave up after {attempt} attempts in {elapsed:.0f} s)"
                     ) from error
                 if attempt == _TELL_AFTER:
-                    warnings.warn(
-                        f"{error}. Failed {attempt} times by now; trying again",
-                        ShrinkpointWarning,
-                        stacklevel=2,
-                    )
+                    tell(f"{error}. Failed {attempt} times by now; trying again")
             sleep(pause)
         raise AssertionError("attempts >= 1")
 

@@ -1,7 +1,6 @@
 """One run in a store: which checkpoints it has, their bytes, the newest sound one, and the way to a writer."""
 
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, TypeVar
@@ -12,7 +11,6 @@ from shrinkpoint.errors import (
     CorruptionError,
     FormatError,
     RunMismatchError,
-    ShrinkpointWarning,
     UnsupportedFormatError,
 )
 from shrinkpoint.store.catalog import Catalog, DamagedCheckpoint, Listing, read_checked
@@ -23,6 +21,7 @@ from shrinkpoint.store.objects import MissingKeyError, ObjectStore
 from shrinkpoint.store.probe import honours_put_if_absent
 from shrinkpoint.store.retry import RetryingObjects, RetryPolicy
 from shrinkpoint.store.writer import RunWriter
+from shrinkpoint.telling import tell
 
 __all__ = ["RunStore", "RunWriter"]
 
@@ -211,11 +210,9 @@ class RunStore:
             self._create()
         conditional = mode == "auto" and honours_put_if_absent(self._objects)
         if mode == "auto" and not conditional:
-            warnings.warn(
+            tell(
                 f"{self.display}: this store does not honour put-if-absent, so that two processes that write to the same"
-                " run cannot be kept apart reliably: make sure that there is only one, or use another store",
-                ShrinkpointWarning,
-                stacklevel=2,
+                " run cannot be kept apart reliably: make sure that there is only one, or use another store"
             )
         return RunWriter(
             self._objects,
@@ -234,7 +231,7 @@ class RunStore:
     def _warn(self, key: str, message: str) -> None:
         if key not in self._warned:
             self._warned.add(key)
-            warnings.warn(message, ShrinkpointWarning, stacklevel=4)
+            tell(message, stacklevel=4)
 
     def _fetch_blob(self, ref: BlobRef, manifest: Manifest) -> bytes:
         shown = self._objects.show(ref.key)
