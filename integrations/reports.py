@@ -27,7 +27,7 @@ class BestCheckpoints:
     best_path: str = ""
     current: float | None = None
     scores: dict[str, float] = field(default_factory=dict)
-    """The best `top_k` by address; all of them with -1."""
+    """The best `top_k` by address, oldest first; all of them with -1."""
 
     @property
     def best_score(self) -> float | None:
@@ -35,19 +35,25 @@ class BestCheckpoints:
         return self.scores.get(self.best_path)
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take a finished save into account; without a monitor the last one is the best one."""
+        """Take a finished save into account.
+
+        Of equals the newest is the best, as for `shrinkpoint.retention.KeepBest`: it must be one that is still there.
+        Without a monitor, or where none of the best is kept, the last one is the best one.
+        """
         self.last_path = str(Address(url=self.url, step=step))
-        if self.monitor is None:
+        self.current = metrics.get(self.monitor) if self.monitor is not None else None
+        if self.monitor is None or self.top_k == 0:
             self.best_path = self.last_path
             return
-        self.current = metrics.get(self.monitor)
         if self.current is None:
             return
+        self.scores.pop(self.last_path, None)
         self.scores[self.last_path] = self.current
-        ranked = sorted(self.scores, key=self.scores.__getitem__, reverse=self.mode == "max")
-        kept = ranked if self.top_k < 0 else ranked[: max(1, self.top_k)]
-        self.scores = {path: self.scores[path] for path in kept}
-        self.best_path = kept[0]
+        newest_first = list(reversed(self.scores))
+        ranked = sorted(newest_first, key=self.scores.__getitem__, reverse=self.mode == "max")
+        kept = set(ranked if self.top_k < 0 else ranked[: self.top_k])
+        self.scores = {path: score for path, score in self.scores.items() if path in kept}
+        self.best_path = ranked[0]
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:

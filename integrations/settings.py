@@ -147,6 +147,8 @@ class RunSettings:
         keep: dict[str, Any] = {} if save_top_k == -1 else {"keep_last": keep_last}
         if monitor is not None and type(save_top_k) is int and save_top_k > 0:
             keep["keep_best"] = save_top_k
+        elif monitor is not None and save_top_k == -1 and options.get("keep_every") is not None:
+            keep["keep_best"] = 1  # thinned out, but what is called the best is there
         return cls(
             url=url,
             saver=SaverConfig(**{"monitor": monitor, "mode": mode, **keep, **options}),

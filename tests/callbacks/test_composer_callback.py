@@ -126,7 +126,7 @@ def test_keeps_the_newest_and_the_best(saving: Make, monitor: str) -> None:
     callback = saving(save_interval="1ep", monitor=monitor, mode="max", keep_last=1)
     outcome = fit(callback, setup=Setup(eval_interval="1ep"))
     accuracy = dict(outcome.evaluations)
-    best = max(accuracy, key=accuracy.__getitem__)
+    best = max(reversed(accuracy), key=accuracy.__getitem__)  # of equals, the newest
     assert callback.best_model_path == f"{url_of(callback)}#step={best}"
     assert callback.last_model_path == f"{url_of(callback)}#step={WHOLE}"
     assert set(steps(callback)) == {best, WHOLE}

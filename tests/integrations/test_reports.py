@@ -5,6 +5,8 @@ import math
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shrinkpoint.integrations.reports import (
     BestCheckpoints,
@@ -15,6 +17,7 @@ from shrinkpoint.integrations.reports import (
     numbers,
 )
 from shrinkpoint.reports import SaveReport
+from shrinkpoint.retention import KeepBest, Record
 from shrinkpoint.saver import Saver
 
 REPORT = SaveReport(
@@ -58,10 +61,37 @@ def test_the_best_by_mode(mode: str, step: int, score: float) -> None:
     assert (best.last_path, best.current) == ("memory://run#step=3", 2.0)
 
 
-@pytest.mark.parametrize(("top_k", "steps"), [(0, {2}), (1, {2}), (2, {2, 3}), (-1, {1, 2, 3})])
+@pytest.mark.parametrize(("top_k", "steps"), [(0, set()), (1, {2}), (2, {2, 3}), (-1, {1, 2, 3})])
 def test_as_many_scores_as_are_kept(top_k: int, steps: set[int]) -> None:
     best = after(tracker(top_k=top_k), [3.0, 1.0, 2.0])
     assert best.scores.keys() == {f"memory://run#step={step}" for step in steps}
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+@pytest.mark.parametrize("top_k", [1, 2, 3, -1])
+@given(losses=st.lists(st.integers(0, 2), min_size=1, max_size=12))
+def test_the_best_is_what_retention_keeps(mode: str, top_k: int, losses: list[int]) -> None:
+    best = after(tracker(mode=mode, top_k=top_k), [float(loss) for loss in losses])
+    records = [Record(seq=step, step=step, metric=float(loss)) for step, loss in enumerate(losses, 1)]
+    count = top_k if top_k > 0 else len(losses)
+    kept = KeepBest(count=count, mode=mode).select(records)  # type: ignore[arg-type]
+    assert best.scores.keys() == {f"memory://run#step={step}" for step in kept}
+    [newest] = KeepBest(count=1, mode=mode).select(records)  # type: ignore[arg-type]
+    assert best.best_path == f"memory://run#step={newest}"
+
+
+def test_a_step_that_was_saved_again_counts_by_its_newest() -> None:
+    best = after(tracker(), [1.0, 2.0])
+    best.add(1, {"loss": 3.0})
+    assert (best.best_path, best.best_score) == ("memory://run#step=1", 3.0)  # of step 2, nothing was kept
+    best.add(2, {"loss": 3.0})
+    assert best.best_path == "memory://run#step=2"
+
+
+def test_where_none_of_the_best_is_kept_the_last_is_the_best() -> None:
+    best = after(tracker(top_k=0), [1.0, 2.0])
+    assert (best.best_path, best.current) == ("memory://run#step=2", 2.0)
+    assert best.best_score is None
 
 
 def test_without_a_monitor_the_last_is_the_best() -> None:

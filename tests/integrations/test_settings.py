@@ -26,6 +26,11 @@ def build(**given: Any) -> RunSettings:
             SaverConfig(monitor="loss", mode="max", keep_last=3, keep_best=2),
         ),
         ({"monitor": "loss", "save_top_k": 0}, SaverConfig(monitor="loss", keep_last=3)),
+        ({"monitor": "loss", "save_top_k": -1}, SaverConfig(monitor="loss")),
+        (
+            {"monitor": "loss", "save_top_k": -1, "keep_every": 10},
+            SaverConfig(monitor="loss", keep_every=10, keep_best=1),
+        ),
     ],
     ids=str,
 )
