@@ -75,9 +75,10 @@ def grow(sample: Sample, limits: Limits, splits: Int64s) -> tuple[int, float]:
     gains, choices = np.zeros(limits.leaves), np.zeros((limits.leaves, 2), dtype=np.int64)
     used = np.zeros(n_features, dtype=np.bool_)
     _count(sample, members, counts[0])
-    _price(sample, limits, counts[0], used, 0, gains, choices)
     saved = 0.0
     n = 1
+    # of leaf 0; given the constant, numba would compile a second version
+    _price(sample, limits, counts[0], used, n - 1, gains, choices)
     while n < limits.leaves:
         best = np.argmax(gains[:n])
         if gains[best] <= 0:

@@ -414,7 +414,8 @@ def decode_chunk(
 def measure(scene: Scene, plane: UInt8s) -> tuple[Integer, Integer]:
     """Mean squares of predictions and of their errors over a plane (rows, columns), in 1/16."""
     height, columns = plane.shape
-    rows = _new_rows(scene, columns, True)
+    low_rank = columns > 0  # always; numba compiles a second version of what gets a constant
+    rows = _new_rows(scene, columns, low_rank)
     u, rounded, prediction, trust = rows.u, rows.rounded, rows.prediction, rows.trust
     fans = rows.directions.reshape(_RANK, trust.shape[0], SEGMENT)
     values = np.zeros(SEGMENT, dtype=np.int32)
@@ -433,6 +434,6 @@ def measure(scene: Scene, plane: UInt8s) -> tuple[Integer, Integer]:
             _correct(fans, part, trust, u, rounded, values, prediction)
             for j in range(stop - start):
                 of_errors += np.int64(prediction[j]) * np.int64(prediction[j])
-        _end_row(scene, rows, i, True)
+        _end_row(scene, rows, i, low_rank)
     count = max(height * columns, 1)
     return of_predictions // count, of_errors // count
