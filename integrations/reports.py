@@ -8,6 +8,7 @@ from typing import Literal
 
 from shrinkpoint.address import Address
 from shrinkpoint.reports import SaveReport
+from shrinkpoint.retention import KeepBest, Record
 from shrinkpoint.store.manifest import Manifest
 
 __all__ = ["BestCheckpoints", "configuration", "finite", "log_line", "metrics_of", "numbers"]
@@ -37,7 +38,7 @@ class BestCheckpoints:
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take a finished save into account.
 
-        Of equals the newest is the best, as for `shrinkpoint.retention.KeepBest`: it must be one that is still there.
+        The best is what `shrinkpoint.retention.KeepBest` keeps, of equals the newest: it must be one that is still there.
         Without a monitor, or where none of the best is kept, the last one is the best one.
         """
         self.last_path = str(Address(url=self.url, step=step))
@@ -45,15 +46,19 @@ class BestCheckpoints:
         if self.monitor is None or self.top_k == 0:
             self.best_path = self.last_path
             return
-        if self.current is None:
+        if self.current is None or not math.isfinite(self.current):
             return
         self.scores.pop(self.last_path, None)
         self.scores[self.last_path] = self.current
-        newest_first = list(reversed(self.scores))
-        ranked = sorted(newest_first, key=self.scores.__getitem__, reverse=self.mode == "max")
-        kept = set(ranked if self.top_k < 0 else ranked[: self.top_k])
-        self.scores = {path: score for path, score in self.scores.items() if path in kept}
-        self.best_path = ranked[0]
+        [self.best_path] = self._best(1)
+        if self.top_k > 0:
+            self.scores = {path: self.scores[path] for path in self._best(self.top_k)}
+
+    def _best(self, count: int) -> list[str]:
+        """The paths that retention would keep of these, oldest first."""
+        records = [Record(seq=at, step=at, metric=score) for at, score in enumerate(self.scores.values())]
+        kept = KeepBest(count=count, mode=self.mode).select(records)
+        return [path for at, path in enumerate(self.scores) if at in kept]
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:

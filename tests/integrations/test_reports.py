@@ -107,6 +107,12 @@ def test_a_checkpoint_without_the_metric_is_not_ranked() -> None:
     assert best.current is None
 
 
+def test_a_metric_that_is_not_finite_is_not_ranked() -> None:
+    best = after(tracker(mode="max"), [1.0, math.nan, math.inf])
+    assert (best.best_path, best.best_score) == ("memory://run#step=1", 1.0)
+    assert best.last_path == "memory://run#step=3"
+
+
 def test_numbers_of_a_save() -> None:
     values = numbers(REPORT)
     assert all(name.startswith("checkpoint/") for name in values)
