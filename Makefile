@@ -24,9 +24,11 @@ bench: .venv/ready  ## every scheme on real trainings: docs/schemes.md (hours; m
 	.venv/bin/python examples/benchmarks/schemes.py --workers 2
 
 test: .venv/ready  ## the fast suite (under 10 minutes on 2 cores)
+	.venv/bin/shrinkpoint compile
 	.venv/bin/pytest -n 2 --dist worksteal
 
 test-newest: .venv-newest/ready  ## the same on the newest torch; the Composer tests skip, since mosaicml refuses it
+	.venv-newest/bin/shrinkpoint compile
 	.venv-newest/bin/pytest -n 2 --dist worksteal
 
 test-llmfoundry: .venv-llmfoundry/ready  ## stores and Composer beside the old fsspec and s3fs that llm-foundry pins

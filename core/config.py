@@ -52,6 +52,9 @@ class SaverConfig:
     """So many failed saves in a row end training with an error."""
     threads: int | None = None
     """Threads that encode and decode; None takes half of the processors."""
+    compile_ahead: bool = True
+    """Where the coders are not compiled yet, as in every fresh container, have it done in a process of its own as soon as
+    training begins; else the first save does it, in a thread for which training waits at every step."""
     search_overhead: float = 0.01
     """Share of the training time that the search's evaluations may take, beyond two for every save and a few where settings
     must change; and as much again for steps from restored states."""
@@ -78,6 +81,8 @@ class SaverConfig:
             raise ConfigError(f"monitor must be the name of a metric, not {self.monitor!r}")
         if type(self.probe_steps) is not int or self.probe_steps < 0:
             raise ConfigError(f"probe_steps must be a number of steps, 0 or more, not {self.probe_steps!r}")
+        if type(self.compile_ahead) is not bool:
+            raise ConfigError(f"compile_ahead must be True or False, not {self.compile_ahead!r}")
         if self.options is not None:
             check_options(self.scheme, self.options)
         if self.keep_best is not None and self.monitor is None:

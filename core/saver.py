@@ -31,6 +31,7 @@ from shrinkpoint.state import Describe, TrainingState, plain
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.run import RunStore
 from shrinkpoint.telling import tell
+from shrinkpoint.warmup import Warmup
 from shrinkpoint.worker import Worker
 
 __all__ = ["Restored", "Saver", "SaverConfig", "decode_checkpoint"]
@@ -87,6 +88,7 @@ class Saver:
         self._committer = Committer(self.store, self.config, lambda: self._desk.seconds)
         self._snapshotter = Snapshotter()
         self._worker = Worker("shrinkpoint-save", before_exit=self._desk.close)
+        self._warmup = Warmup(self.config.scheme, self.config.scheme_options)
         self._evaluate: Evaluate | None = None
         self._resumed: ResumedSteps | None = None
         self._newest: tuple[Manifest, Decoded] | None = None
@@ -120,11 +122,15 @@ class Saver:
     def check(self) -> None:
         """Make sure, before training starts, that the store can be written and holds nothing foreign.
 
+        The coders are compiled from then on, beside what follows.
+
         Raises:
             StoreError: the store cannot be reached or written, with the way out.
             RunMismatchError: the prefix holds something that is not a shrinkpoint run.
         """
         self._committer.open()
+        if self.config.compile_ahead:
+            self._warmup.start()
 
     # ---- saving
 
@@ -233,6 +239,7 @@ class Saver:
             return False
         self._desk.reopen()
         self._committer.close()
+        self._warmup.stop()
         return True
 
     def reports(self) -> list[SaveReport]:
@@ -247,6 +254,7 @@ class Saver:
     def _run(self, job: Job) -> None:
         """The background thread's whole life."""
         try:
+            self._warmup.wait()
             report = self._committer.commit(job)
         except FencedError as error:
             self._committer.forget()

@@ -9,6 +9,7 @@ from typer.core import TyperGroup
 
 import shrinkpoint
 from shrinkpoint.cli.checking import verify
+from shrinkpoint.cli.compiling import compile_now
 from shrinkpoint.cli.exporting import export
 from shrinkpoint.cli.listing import ls
 from shrinkpoint.cli.pruning import pin, prune, unpin
@@ -76,6 +77,7 @@ def _globals(
 
 for _command in (ls, show, verify, export, compact, prune, pin, unpin):
     app.command()(_command)
+app.command("compile")(compile_now)
 
 
 def main() -> None:

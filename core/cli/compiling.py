@@ -1,0 +1,36 @@
+"""``shrinkpoint compile``: compile the coders now, not when a training begins."""
+
+import time
+from typing import Annotated
+
+import typer
+
+from shrinkpoint.cli.output import console
+from shrinkpoint.errors import ShrinkpointError
+
+__all__ = ["compile_now"]
+
+
+def compile_now(
+    scheme: Annotated[str, typer.Option("--scheme", help="Whose coders.")] = "auto",
+    effort: Annotated[
+        str | None,
+        typer.Option(
+            "--effort", help="fast, default or max, for schemes that have a choice.", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Compile the coders now, a minute or two; else it is done when the first training on a machine begins."""
+    from shrinkpoint.compilation import compile_coders, is_compiled
+
+    out = console()
+    if is_compiled(scheme, effort) and is_compiled("lossless"):
+        out.print(f"the coders of scheme {scheme} are compiled already")
+        return
+    started = time.perf_counter()
+    if not (compile_coders(scheme, effort) and compile_coders("lossless")):
+        raise ShrinkpointError(
+            "the compiled coders cannot be kept: numba finds no folder that it may write to;"
+            " let NUMBA_CACHE_DIR name one, here and where training runs"
+        )
+    out.print(f"compiled the coders of scheme {scheme} in {time.perf_counter() - started:.0f} s")

@@ -1,0 +1,162 @@
+"""Compiles the coders of a scheme by making and restoring some checkpoints of a small training, and notes that it did.
+
+numba compiles what is called for the first time: a minute or two of one core for the coders of scheme ``auto``. It keeps what
+it compiled in a folder, and beside that stands one file for each scheme and effort, named after numba's version and the
+processor, whose content stands for the coders' sources.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import shrinkpoint
+from shrinkpoint.coding import decode_chain, encode_state
+from shrinkpoint.errors import ConfigError
+from shrinkpoint.roles import describe_training
+from shrinkpoint.schemes.base import Held, Occasion
+from shrinkpoint.schemes.catalogue import SCHEMES, build, options_of
+from shrinkpoint.state import TrainingState
+
+__all__ = ["cache_folder", "compile_coders", "is_compiled"]
+
+_WIDTH, _ROWS, _SAVES, _STEPS = 64, 512, 3, 10
+
+
+def compile_coders(scheme: str, effort: str | None = None) -> bool:
+    """Compile what saves and restores of a scheme call, by making some of a small training.
+
+    Args:
+        scheme: one of `shrinkpoint.schemes.catalogue.SCHEMES`.
+        effort: of the coder, for schemes that have several; None takes the scheme's default.
+
+    Returns:
+        Whether it lasts: False where numba has no folder that it may write to.
+
+    Raises:
+        ConfigError: there is no such scheme, or no such effort.
+    """
+    options = _options(scheme, effort)
+    _make_and_restore(scheme, options)
+    if getattr(options, "effort", "fast") != "fast":
+        _make_and_restore(
+            scheme, replace(options, effort="fast")
+        )  # which the others fall back on where it is shorter
+    mark = _mark(scheme, options)
+    if mark is None:
+        return False
+    mark.parent.mkdir(parents=True, exist_ok=True)
+    part = mark.with_suffix(f".{os.getpid()}")
+    part.write_text(_sources())
+    part.replace(mark)
+    return True
+
+
+def is_compiled(scheme: str, effort: str | None = None) -> bool:
+    """Whether `compile_coders` has been here since the coders, numba or the processor last changed.
+
+    Raises:
+        ConfigError: as `compile_coders`.
+    """
+    mark = _mark(scheme, _options(scheme, effort))
+    try:
+        return mark is not None and mark.read_text() == _sources()
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def cache_folder() -> Path | None:
+    """Where numba keeps the compiled coders; None where it finds no folder that it may write to."""
+    from shrinkpoint.entropy import kernels
+
+    folder = kernels.refill.stats.cache_path  # type: ignore[attr-defined]
+    return None if folder is None else Path(folder)
+
+
+def _options(scheme: str, effort: str | None) -> Any:
+    if scheme not in SCHEMES:
+        raise ConfigError(f"scheme={scheme!r} must be one of {', '.join(SCHEMES)}")
+    options = options_of(scheme)
+    if effort is None:
+        return options
+    if options is None or "effort" not in {item.name for item in fields(options)}:
+        raise ConfigError(f"effort={effort!r}: the scheme {scheme!r} has only one")
+    return replace(options, effort=effort)
+
+
+def _make_and_restore(scheme: str, options: Any) -> None:
+    training = _SmallTraining()
+    held: Mapping[str, Held] | None = None
+    parent, chain = None, []
+    for step in range(1, _SAVES + 1):
+        state = training.go_on()
+        occasion = Occasion(state=state, step=step, reference=held)
+        coder = build(scheme, options, occasion)
+        coded = encode_state(state, coder, step=step, reference=held, parent=parent)
+        held, parent = dict(coded.held), coded.checkpoint.state_digest
+        chain.append(coded.checkpoint)
+    decode_chain(chain)
+
+
+class _SmallTraining:
+    """With what a real one has, as far as coders choose by it: several shapes, rows that hardly change, and growing moments."""
+
+    def __init__(self) -> None:
+        self._random = torch.Generator().manual_seed(0)
+        with torch.random.fork_rng(devices=[]):
+            layers = (
+                nn.Embedding(_ROWS, _WIDTH),
+                nn.Linear(_WIDTH, _WIDTH),
+                nn.LayerNorm(_WIDTH),
+                nn.Linear(_WIDTH, _ROWS),
+            )
+        self._model = nn.Sequential(*layers)
+        self._optimizer = torch.optim.AdamW(self._model.parameters())
+        self._size = 1.0
+
+    def go_on(self) -> TrainingState:
+        """A copy of the state some steps later."""
+        self._size *= 3  # so that second moments grow by octaves, and steps with them
+        for _ in range(_STEPS):
+            tokens = torch.randint(_ROWS // 8, (32,), generator=self._random)
+            self._optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(self._model(tokens), tokens.roll(1))
+            (self._size * loss).backward()
+            self._optimizer.step()
+        live = {"model": self._model.state_dict(), "optimizers": [self._optimizer.state_dict()]}
+        describe = describe_training(
+            self._model, [self._optimizer], model_path=("model",), optimizers_path=("optimizers",)
+        )
+        state = TrainingState.capture(live, describe)
+        return TrainingState(state.tree, {name: t.clone() for name, t in state.tensors.items()}, state.specs)
+
+
+def _mark(scheme: str, options: object) -> Path | None:
+    """The file beside numba's own that tells of what was compiled for this processor; None where nothing is cached."""
+    import numba
+    from llvmlite import binding
+
+    folder = cache_folder()
+    if folder is None:
+        return None
+    processor = [numba.__version__, binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()]
+    named = hashlib.sha256(
+        json.dumps([scheme, getattr(options, "effort", None), processor]).encode()
+    ).hexdigest()[:16]
+    return folder / f"shrinkpoint-{named}.compiled"
+
+
+def _sources() -> str:
+    """What numba goes by to tell whether what it has cached is still valid: times and sizes of source files."""
+    folder = Path(shrinkpoint.__file__).parent
+    files = sorted(file for part in ("entropy", "schemes") for file in (folder / part).glob("*.py"))
+    stats = [
+        (file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in (*files, folder / "jit.py")
+    ]
+    return hashlib.sha256(json.dumps(stats).encode()).hexdigest()

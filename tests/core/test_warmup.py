@@ -1,0 +1,183 @@
+"""Coders are compiled beside the training; whatever becomes of that, saves go on."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from support.training import TinyMLP
+
+from shrinkpoint import warmup
+from shrinkpoint.checkpointer import Checkpointer
+from shrinkpoint.config import SaverConfig
+from shrinkpoint.errors import ConfigError
+from shrinkpoint.saver import Saver
+from shrinkpoint.warmup import Warmup
+
+WAITS = "import sys; sys.stdin.read(1)"
+FAILS = "import sys; print('no room', file=sys.stderr); sys.exit(3)"
+
+PARENT = """
+import sys, time
+from shrinkpoint.warmup import Warmup
+warmup = Warmup("auto", None)
+warmup.start()
+while warmup._child is None:
+    time.sleep(0.01)
+print(warmup._child.pid, flush=True)
+if sys.argv[1] == "lives":
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def child(monkeypatch: pytest.MonkeyPatch):
+    """Lets a program run in the place of the one that compiles, where nothing is compiled yet."""
+
+    def instead(program: str) -> None:
+        def spawn(scheme: str, effort: str | None, errors: object) -> subprocess.Popen[bytes]:
+            return subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stderr=errors)
+
+        monkeypatch.setattr(warmup, "_spawn", spawn)
+        monkeypatch.setattr(warmup, "is_compiled", lambda scheme, effort=None: False)
+
+    return instead
+
+
+def started(scheme: str = "auto") -> Warmup:
+    found = Warmup(scheme, SaverConfig(scheme=scheme).scheme_options)
+    found.start()
+    return found
+
+
+def wait_until(condition, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def runs(pid: int) -> bool:
+    """Whether the process is there, and not one that has ended and only waits for its parent."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_no_process_where_all_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warmup, "is_compiled", lambda scheme, effort=None: True)
+    monkeypatch.setattr(warmup, "_spawn", lambda *arguments: pytest.fail("started a process"))
+    started().wait()
+
+
+def test_a_process_where_anything_is_not(child, monkeypatch: pytest.MonkeyPatch) -> None:
+    child("pass")
+    asked = []
+    monkeypatch.setattr(
+        warmup, "is_compiled", lambda *coders: asked.append(coders) or coders != ("lossless",)
+    )
+    found = started()
+    found.wait()
+    assert asked == [("auto", "default"), ("lossless",)]
+    assert found._child is not None
+    assert found._child.returncode == 0
+
+
+def test_the_first_save_waits_for_it_in_the_background(child, tmp_path: Path) -> None:
+    child(WAITS)
+    checkpointer = Checkpointer(
+        str(tmp_path / "run"), model := TinyMLP(), torch.optim.AdamW(model.parameters())
+    )
+    saver = checkpointer.saver
+    assert checkpointer.save(1) is not None
+    wait_until(lambda: saver._warmup._child is not None)
+    assert not saver.flush(0.2)
+    assert saver.reports() == []
+    saver._warmup._child.stdin.close()
+    assert saver.flush(60)
+    assert [report.step for report in saver.reports()] == [1]
+    assert saver.close()
+
+
+def test_a_failure_is_told_and_the_save_goes_on(
+    child, tmp_path: Path, told_in_background: list[Warning]
+) -> None:
+    child(FAILS)
+    saver = Saver(str(tmp_path / "run"), SaverConfig(scheme="lossless"))
+    saver.check()
+    with pytest.warns(match="exit code 3: no room"):
+        assert saver.save({"weight": torch.zeros(8)}, step=1, wait=True) is not None
+    saver.close()
+    told_in_background.clear()
+
+
+def test_no_process_to_be_had_is_told(
+    monkeypatch: pytest.MonkeyPatch, told_in_background: list[Warning]
+) -> None:
+    def spawn(*arguments: object) -> None:
+        raise OSError("out of processes")
+
+    monkeypatch.setattr(warmup, "is_compiled", lambda scheme, effort=None: False)
+    monkeypatch.setattr(warmup, "_spawn", spawn)
+    with pytest.warns(match="out of processes"):
+        started().wait()
+    told_in_background.clear()
+
+
+def test_one_that_never_ends_is_ended(
+    child, monkeypatch: pytest.MonkeyPatch, told_in_background: list[Warning]
+) -> None:
+    child(WAITS)
+    monkeypatch.setattr(warmup, "_LIMIT_S", 0.1)
+    with pytest.warns(match="exit code -9"):
+        started().wait()
+    told_in_background.clear()
+
+
+@pytest.mark.filterwarnings("error")
+def test_close_ends_it_without_a_word(child, tmp_path: Path) -> None:
+    child(WAITS)
+    saver = Saver(str(tmp_path / "run"))
+    saver.check()
+    wait_until(lambda: saver._warmup._child is not None)
+    assert saver.close()
+    assert saver._warmup._child.returncode == -signal.SIGKILL
+
+
+def test_can_be_declined(child, tmp_path: Path) -> None:
+    child(WAITS)
+    saver = Saver(str(tmp_path / "run"), SaverConfig(compile_ahead=False))
+    saver.check()
+    assert saver._warmup._thread is None
+    with pytest.raises(ConfigError, match="compile_ahead"):
+        SaverConfig(compile_ahead=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("how", ["ends", "killed"])
+def test_it_does_not_outlive_the_training(tmp_path: Path, how: str) -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, "ends" if how == "ends" else "lives"],
+        env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    if how == "killed":
+        assert runs(pid)
+        parent.kill()
+    said = parent.communicate(timeout=60)[1]
+    wait_until(lambda: not runs(pid))
+    assert said == ""
+
+
+def test_without_a_cache_there_is_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warmup, "cache_folder", lambda: None)
+    monkeypatch.setattr(warmup, "_spawn", lambda *arguments: pytest.fail("started a process"))
+    started().wait()
