@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import weakref
+from dataclasses import dataclass
 from typing import IO
 
 from shrinkpoint.compilation import cache_folder, compile_coders, is_compiled
@@ -21,6 +22,23 @@ from shrinkpoint.telling import tell
 __all__ = ["Warmup"]
 
 _LIMIT_S = 900.0
+
+
+@dataclass(frozen=True)
+class _Child:
+    process: "subprocess.Popen[bytes]"
+    errors: IO[bytes]
+
+    def end(self) -> str:
+        """Make sure that it has ended; the last thing that it said. Once is enough, and more do no harm."""
+        if self.errors.closed:
+            return ""
+        if self.process.poll() is None:
+            self.process.kill()
+        with self.process, self.errors:  # which waits, and closes what led there
+            self.errors.seek(0)
+            lines = self.errors.read().decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "it said nothing"
 
 
 class Warmup:
@@ -34,45 +52,43 @@ class Warmup:
     def __init__(self, scheme: str, options: object) -> None:
         self._scheme = scheme
         self._effort: str | None = getattr(options, "effort", None)
-        self._thread: threading.Thread | None = None
-        self._child: subprocess.Popen[bytes] | None = None
-        self._stopped = threading.Event()
+        self._begun = False
+        self._child: _Child | None = None
 
     def start(self) -> None:
-        """Begin, unless it was begun; returns at once. Nothing happens where the coders are compiled already."""
-        if self._thread is None:
-            # looking whether they are imports numba, which takes a second
-            self._thread = threading.Thread(target=self._run, name="shrinkpoint-compile", daemon=True)
-            self._thread.start()
+        """Begin, unless it was begun; nothing happens where the coders are compiled already.
+
+        To be called before training starts: to see whether they are imports numba, which takes a second, and a thread that
+        imports while data loaders fork would leave them its locks.
+        """
+        if self._begun:
+            return
+        self._begun = True
+        try:
+            if _worthwhile(self._scheme, self._effort):
+                self._child = _spawn(self._scheme, self._effort)
+                weakref.finalize(self, self._child.end)  # when the interpreter exits, if not before
+        except OSError as error:
+            _tell_failure(str(error))
 
     def wait(self) -> None:
         """Return when what was begun has ended, in whatever way."""
-        if self._thread is not None:
-            self._thread.join()
+        child, self._child = self._child, None
+        if child is None:
+            return
+        try:
+            code: int | str = child.process.wait(_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            code = f"none after {_LIMIT_S:g} s"
+        said = child.end()
+        if code:
+            _tell_failure(f"exit code {code}: {said}")
 
     def stop(self) -> None:
         """End it: what is compiled by then stays so."""
-        self._stopped.set()
-        if self._child is not None:
-            _end(self._child)
-        self.wait()
-
-    def _run(self) -> None:
-        try:
-            if self._stopped.is_set() or not _worthwhile(self._scheme, self._effort):
-                return
-            with tempfile.TemporaryFile() as errors, _spawn(self._scheme, self._effort, errors) as child:
-                self._child = child
-                weakref.finalize(self, _give_up, child, self._stopped)  # when the interpreter exits
-                if self._stopped.is_set():
-                    _end(child)
-                code = _waited(child)
-                if code and not self._stopped.is_set():
-                    errors.seek(0)
-                    lines = errors.read().decode(errors="replace").strip().splitlines()
-                    _tell_failure(f"exit code {code}: {lines[-1] if lines else 'it said nothing'}")
-        except OSError as error:
-            _tell_failure(str(error))
+        child, self._child = self._child, None
+        if child is not None:
+            child.end()
 
 
 def _worthwhile(scheme: str, effort: str | None) -> bool:
@@ -81,35 +97,21 @@ def _worthwhile(scheme: str, effort: str | None) -> bool:
     return not (is_compiled(scheme, effort) and is_compiled("lossless"))
 
 
-def _spawn(scheme: str, effort: str | None, errors: IO[bytes]) -> "subprocess.Popen[bytes]":
-    command = [sys.executable, "-m", "shrinkpoint.warmup", scheme, *([effort] if effort else [])]
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,  # closed when this process ends, however it ends
-        stdout=subprocess.DEVNULL,
-        stderr=errors,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        start_new_session=True,  # a Ctrl-C is for the training to answer
-    )
-
-
-def _waited(child: "subprocess.Popen[bytes]") -> int:
+def _spawn(scheme: str, effort: str | None) -> _Child:
+    errors = tempfile.TemporaryFile()  # noqa: SIM115 - `_Child.end` closes it
     try:
-        return child.wait(_LIMIT_S)
-    except subprocess.TimeoutExpired:
-        _end(child)
-        return child.wait()
-
-
-def _give_up(child: "subprocess.Popen[bytes]", stopped: threading.Event) -> None:
-    stopped.set()
-    _end(child)
-
-
-def _end(child: "subprocess.Popen[bytes]") -> None:
-    if child.poll() is None:
-        child.kill()
-        child.wait()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "shrinkpoint.warmup", scheme, *([effort] if effort else [])],
+            stdin=subprocess.PIPE,  # closed when this process ends, however it ends
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            start_new_session=True,  # a Ctrl-C is for the training to answer
+        )
+    except OSError:
+        errors.close()
+        raise
+    return _Child(process, errors)
 
 
 def _tell_failure(why: str) -> None:
