@@ -22,6 +22,8 @@ from shrinkpoint.telling import tell
 __all__ = ["Warmup"]
 
 _LIMIT_S = 900.0
+# One thread and no GPU; and modules of the working folder are not taken for the library's own.
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONSAFEPATH": "1"}
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ def _spawn(scheme: str, effort: str | None) -> _Child:
             stdin=subprocess.PIPE,  # closed when this process ends, however it ends
             stdout=subprocess.DEVNULL,
             stderr=errors,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            env={**os.environ, **_ENVIRONMENT},
             start_new_session=True,  # a Ctrl-C is for the training to answer
         )
     except OSError:
@@ -119,7 +121,7 @@ def _tell_failure(why: str) -> None:
 
 
 def _die_with_parent() -> None:
-    sys.stdin.buffer.read(1)  # nothing is ever written: it returns when the other end is closed
+    os.read(0, 1)  # nothing is ever written: it returns when the other end is closed
     os._exit(1)
 
 

@@ -185,3 +185,16 @@ def test_without_a_cache_there_is_no_process(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(warmup, "cache_folder", lambda: None)
     monkeypatch.setattr(warmup, "_spawn", lambda *arguments: pytest.fail("started a process"))
     started().wait()
+
+
+@pytest.mark.skipif(
+    sys.version_info < (3, 11), reason="there, Python takes the working folder's modules first"
+)
+def test_modules_of_the_working_folder_are_not_taken_for_the_librarys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torch.py").write_text("raise SystemExit('taken for torch')")
+    monkeypatch.chdir(tmp_path)
+    child = warmup._spawn("lossless", None)
+    assert child.process.wait(300) == 0, child.end()
+    child.end()
