@@ -8,6 +8,7 @@ processor, whose content stands for the coders' sources.
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -72,11 +73,11 @@ def is_compiled(scheme: str, effort: str | None = None) -> bool:
 
 
 def cache_folder() -> Path | None:
-    """Where numba keeps the compiled coders; None where it finds no folder that it may write to."""
+    """Where numba keeps the compiled coders; None where it keeps none: no folder that it may write to, ``NUMBA_DISABLE_JIT``."""
     from shrinkpoint.entropy import kernels
 
-    folder = kernels.refill.stats.cache_path  # type: ignore[attr-defined]
-    return None if folder is None else Path(folder)
+    stats = getattr(kernels.refill, "stats", None)  # none where compiling is turned off
+    return Path(stats.cache_path) if stats is not None and stats.cache_path is not None else None
 
 
 def _options(scheme: str, effort: str | None) -> Any:
@@ -91,7 +92,11 @@ def _options(scheme: str, effort: str | None) -> Any:
 
 
 def _make_and_restore(scheme: str, options: Any) -> None:
-    training = _SmallTraining()
+    for dtype in (torch.float32, torch.bfloat16):
+        _make_and_restore_one(scheme, options, _SmallTraining(dtype))
+
+
+def _make_and_restore_one(scheme: str, options: Any, training: "_SmallTraining") -> None:
     held: Mapping[str, Held] | None = None
     parent, chain = None, []
     for step in range(1, _SAVES + 1):
@@ -107,7 +112,7 @@ def _make_and_restore(scheme: str, options: Any) -> None:
 class _SmallTraining:
     """With what a real one has, as far as coders choose by it: several shapes, rows that hardly change, and growing moments."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
         self._random = torch.Generator().manual_seed(0)
         with torch.random.fork_rng(devices=[]):
             layers = (
@@ -116,7 +121,7 @@ class _SmallTraining:
                 nn.LayerNorm(_WIDTH),
                 nn.Linear(_WIDTH, _ROWS),
             )
-        self._model = nn.Sequential(*layers)
+        self._model = nn.Sequential(*layers).to(dtype)
         self._optimizer = torch.optim.AdamW(self._model.parameters())
         self._size = 1.0
 
@@ -140,12 +145,13 @@ class _SmallTraining:
 def _mark(scheme: str, options: object) -> Path | None:
     """The file beside numba's own that tells of what was compiled for this processor; None where nothing is cached."""
     import numba
-    from llvmlite import binding
+    from numba.core.registry import cpu_target
 
     folder = cache_folder()
     if folder is None:
         return None
-    processor = [numba.__version__, binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()]
+    machine = cpu_target.target_context.codegen().magic_tuple()
+    processor = [numba.__version__, sys.implementation.cache_tag, repr(machine)]
     named = hashlib.sha256(
         json.dumps([scheme, getattr(options, "effort", None), processor]).encode()
     ).hexdigest()[:16]
@@ -153,10 +159,11 @@ def _mark(scheme: str, options: object) -> Path | None:
 
 
 def _sources() -> str:
-    """What numba goes by to tell whether what it has cached is still valid: times and sizes of source files."""
+    """What numba goes by to tell whether what it has cached is valid: sources, in older versions the times of their files."""
     folder = Path(shrinkpoint.__file__).parent
-    files = sorted(file for part in ("entropy", "schemes") for file in (folder / part).glob("*.py"))
-    stats = [
-        (file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in (*files, folder / "jit.py")
-    ]
-    return hashlib.sha256(json.dumps(stats).encode()).hexdigest()
+    digest = hashlib.sha256()
+    for pattern in ("entropy/*.py", "schemes/*.py", "clustering.py", "jit.py"):
+        for file in sorted(folder.glob(pattern)):
+            digest.update(f"{file.name} {int(file.stat().st_mtime)}\n".encode())
+            digest.update(file.read_bytes())
+    return digest.hexdigest()

@@ -291,7 +291,8 @@ class Saver:
             ChainError: there are checkpoints, and none of them is sound.
             StoreError: the store cannot be read.
         """
-        found = self.store.newest_sound(self._decode)
+        with self._warmup.paused():
+            found = self.store.newest_sound(self._decode)
         if found is None:
             return None
         self._newest = found
@@ -317,7 +318,8 @@ class Saver:
             manifest, decoded = self._newest
         else:
             manifest = which if isinstance(which, Manifest) else self._at_step(which)
-            decoded = self._decode(manifest, self.store.fetch(manifest))
+            with self._warmup.paused():
+                decoded = self._decode(manifest, self.store.fetch(manifest))
         self._newest, self._restored = None, (manifest, decoded.held)
         self._go_on()
         return Restored(manifest, decoded.state)

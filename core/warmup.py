@@ -7,12 +7,16 @@ meanwhile, from which the first save loads.
 Nothing depends on it. Where the child cannot run or fails, kernels are compiled where they are called.
 """
 
+import json
 import os
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO
 
@@ -21,9 +25,17 @@ from shrinkpoint.telling import tell
 
 __all__ = ["Warmup"]
 
-_LIMIT_S = 900.0
-# One thread and no GPU; and modules of the working folder are not taken for the library's own.
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONSAFEPATH": "1"}
+_LIMIT_S = 600.0
+_WATCH_S = 1.0
+_INSIDE = "SHRINKPOINT_WARMUP"
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", _INSIDE: "1"}
+# With the modules of this process and no others: the path of ``-m`` would begin with the working folder.
+_PROGRAM = """
+import json, sys
+sys.path[:], *arguments = json.loads(sys.argv[1])
+from shrinkpoint.warmup import _main
+_main(*arguments)
+"""
 
 
 @dataclass(frozen=True)
@@ -37,7 +49,8 @@ class _Child:
             return ""
         if self.process.poll() is None:
             self.process.kill()
-        with self.process, self.errors:  # which waits, and closes what led there
+        with self.errors:
+            self.process.wait()
             self.errors.seek(0)
             lines = self.errors.read().decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else "it said nothing"
@@ -56,9 +69,10 @@ class Warmup:
         self._effort: str | None = getattr(options, "effort", None)
         self._begun = False
         self._child: _Child | None = None
+        self._failure: str | None = None
 
     def start(self) -> None:
-        """Begin, unless it was begun; nothing happens where the coders are compiled already.
+        """Begin, unless it was begun; nothing happens where the coders are compiled already. Never raises.
 
         To be called before training starts: to see whether they are imports numba, which takes a second, and a thread that
         imports while data loaders fork would leave them its locks.
@@ -70,41 +84,53 @@ class Warmup:
             if _worthwhile(self._scheme, self._effort):
                 self._child = _spawn(self._scheme, self._effort)
                 weakref.finalize(self, self._child.end)  # when the interpreter exits, if not before
-        except OSError as error:
-            _tell_failure(str(error))
+        except Exception as error:  # noqa: BLE001 - training does without
+            self._failure = f"{type(error).__name__}: {error}"
 
     def wait(self) -> None:
-        """Return when what was begun has ended, in whatever way."""
+        """Return when what was begun has ended, in whatever way; a failure is told. Never raises in the background."""
         child, self._child = self._child, None
-        if child is None:
-            return
-        try:
-            code: int | str = child.process.wait(_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            code = f"none after {_LIMIT_S:g} s"
-        said = child.end()
-        if code:
-            _tell_failure(f"exit code {code}: {said}")
+        failure, self._failure = self._failure, None
+        if child is not None:
+            failure = _waited(child)
+        if failure is not None:
+            tell(
+                f"the coders could not be compiled in a process of their own ({failure}); the first save compiles them"
+            )
 
     def stop(self) -> None:
-        """End it: what is compiled by then stays so."""
+        """End it: what is compiled by then stays so. It may be started again."""
         child, self._child = self._child, None
+        self._begun = False
         if child is not None:
             child.end()
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Not while this process compiles, too: numba's cache is not made for two that store the same kernels at once."""
+        begun = self._begun
+        self.stop()
+        try:
+            yield
+        finally:
+            if begun:
+                self.start()
+
 
 def _worthwhile(scheme: str, effort: str | None) -> bool:
-    if not sys.executable or cache_folder() is None:
+    # in a frozen application the executable is not an interpreter but the application
+    if not sys.executable or getattr(sys, "frozen", False) or _INSIDE in os.environ or cache_folder() is None:
         return False
     return not (is_compiled(scheme, effort) and is_compiled("lossless"))
 
 
 def _spawn(scheme: str, effort: str | None) -> _Child:
+    arguments = [[os.path.abspath(folder) for folder in sys.path], os.getpid(), scheme, effort]
     errors = tempfile.TemporaryFile()  # noqa: SIM115 - `_Child.end` closes it
     try:
         process = subprocess.Popen(
-            [sys.executable, "-m", "shrinkpoint.warmup", scheme, *([effort] if effort else [])],
-            stdin=subprocess.PIPE,  # closed when this process ends, however it ends
+            [sys.executable, "-c", _PROGRAM, json.dumps(arguments)],
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=errors,
             env={**os.environ, **_ENVIRONMENT},
@@ -116,20 +142,26 @@ def _spawn(scheme: str, effort: str | None) -> _Child:
     return _Child(process, errors)
 
 
-def _tell_failure(why: str) -> None:
-    tell(f"the coders could not be compiled in a process of their own ({why}); the first save compiles them")
+def _waited(child: _Child) -> str | None:
+    """What went wrong, if anything did."""
+    code: int | str
+    try:
+        code = child.process.wait(_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        code = f"none after {_LIMIT_S:g} s"
+    except OSError as error:
+        code = f"none ({error})"
+    said = child.end()
+    return f"exit code {code}: {said}" if code else None
 
 
-def _die_with_parent() -> None:
-    os.read(0, 1)  # nothing is ever written: it returns when the other end is closed
-    os._exit(1)
-
-
-def _main(scheme: str, effort: str | None = None) -> None:
-    threading.Thread(target=_die_with_parent, daemon=True).start()
+def _main(parent: int, scheme: str, effort: str | None) -> None:
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     compile_coders(scheme, effort)
     compile_coders("lossless")  # for checkpoints that are stored bit-exactly
 
 
-if __name__ == "__main__":
-    _main(*sys.argv[1:])
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_WATCH_S)
+    os._exit(1)

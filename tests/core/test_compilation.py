@@ -39,18 +39,21 @@ if sys.argv[1] == "compile":
     assert compile_coders("auto", sys.argv[2]) and compile_coders("lossless")
     print(len(listener.names))
 else:
-    model = torch.nn.Sequential(torch.nn.Conv1d(24, 96, 3), torch.nn.Linear(30, 300), torch.nn.Embedding(200, 40))
-    optimizer = torch.optim.AdamW(model.parameters())
-    describe = describe_training(model, [optimizer], model_path=("model",), optimizers_path=("optimizers",))
-    saver = Saver(sys.argv[3], SaverConfig(options=AutoOptions(effort=sys.argv[2]), compile_ahead=False))
-    for step in range(1, 5):
-        for parameter in model.parameters():
-            parameter.grad = torch.randn_like(parameter) * 2**step
-        optimizer.step()
-        state = {"model": model.state_dict(), "optimizers": [optimizer.state_dict()]}
-        saver.save(state, step=step, describe=describe, exact=step == 4, wait=True)
-    assert [report.step for report in saver.reports()] == [1, 2, 3, 4]
-    Saver(sys.argv[3]).restore()
+    for dtype in (torch.float32, torch.bfloat16):
+        model = torch.nn.Sequential(torch.nn.Conv1d(24, 96, 3), torch.nn.Linear(30, 300), torch.nn.Embedding(200, 40))
+        model = model.to(dtype)
+        optimizer = torch.optim.AdamW(model.parameters())
+        describe = describe_training(model, [optimizer], model_path=("model",), optimizers_path=("optimizers",))
+        url = f"{sys.argv[3]}-{dtype}"
+        saver = Saver(url, SaverConfig(options=AutoOptions(effort=sys.argv[2]), compile_ahead=False))
+        for step in range(1, 5):
+            for parameter in model.parameters():
+                parameter.grad = torch.randn_like(parameter) * 2**step
+            optimizer.step()
+            state = {"model": model.state_dict(), "optimizers": [optimizer.state_dict()]}
+            saver.save(state, step=step, describe=describe, exact=step == 4, wait=True)
+        assert [report.step for report in saver.reports()] == [1, 2, 3, 4]
+        Saver(url).restore()
     print(*listener.names)
 """
 
@@ -98,6 +101,12 @@ def test_without_a_cache_nothing_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
     result = CliRunner().invoke(app, ["compile"])
     assert result.exit_code == 1
     assert "NUMBA_CACHE_DIR" in result.output
+
+
+def test_nothing_lasts_where_compiling_is_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shrinkpoint.entropy.kernels.refill", lambda x, words, position: None)
+    assert compilation.cache_folder() is None
+    assert not is_compiled("auto")
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from shrinkpoint.errors import ConfigError
 from shrinkpoint.saver import Saver
 from shrinkpoint.warmup import Warmup
 
-WAITS = "import sys; sys.stdin.read(1)"
+WAITS = "import time; time.sleep(600)"
 FAILS = "import sys; print('no room', file=sys.stderr); sys.exit(3)"
 
 PARENT = """
@@ -41,7 +41,7 @@ def child(monkeypatch: pytest.MonkeyPatch):
         def spawn(scheme: str, effort: str | None) -> warmup._Child:
             errors = tempfile.TemporaryFile()  # noqa: SIM115 - `_Child.end` closes it
             command = [sys.executable, "-c", program]
-            return warmup._Child(subprocess.Popen(command, stdin=subprocess.PIPE, stderr=errors), errors)
+            return warmup._Child(subprocess.Popen(command, stderr=errors), errors)
 
         monkeypatch.setattr(warmup, "_spawn", spawn)
         monkeypatch.setattr(warmup, "is_compiled", lambda scheme, effort=None: False)
@@ -93,16 +93,17 @@ def test_a_process_where_anything_is_not(child, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_first_save_waits_for_it_in_the_background(child, tmp_path: Path) -> None:
-    child(WAITS)
+    gate = tmp_path / "gate"
+    child(f"import os, time\nwhile not os.path.exists({str(gate)!r}): time.sleep(0.01)")
     checkpointer = Checkpointer(
         str(tmp_path / "run"), model := TinyMLP(), torch.optim.AdamW(model.parameters()), scheme="lossless"
     )
     saver = checkpointer.saver
-    process = saver._warmup._child.process
+    assert saver._warmup._child is not None
     assert checkpointer.save(1) is not None
     assert not saver.flush(0.2)
     assert saver.reports() == []
-    process.stdin.close()
+    gate.touch()
     assert saver.flush(60)
     assert [report.step for report in saver.reports()] == [1]
     assert saver.close()
@@ -120,16 +121,22 @@ def test_a_failure_is_told_and_the_save_goes_on(
     told_in_background.clear()
 
 
-def test_no_process_to_be_had_is_told(
-    monkeypatch: pytest.MonkeyPatch, told_in_background: list[Warning]
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("error", [OSError("out of processes"), AttributeError("of another numba")])
+def test_where_none_can_be_had_training_begins_and_the_save_tells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told_in_background: list[Warning], error: Exception
 ) -> None:
     def spawn(*arguments: object) -> None:
-        raise OSError("out of processes")
+        raise error
 
     monkeypatch.setattr(warmup, "is_compiled", lambda scheme, effort=None: False)
     monkeypatch.setattr(warmup, "_spawn", spawn)
-    with pytest.warns(match="out of processes"):
-        started().wait()
+    saver = Saver(str(tmp_path / "run"), SaverConfig(scheme="lossless"))
+    saver.check()
+    assert saver.save({"weight": torch.zeros(8)}, step=1, wait=True) is not None
+    saver.close()
+    assert [str(warning) for warning in told_in_background if str(error) in str(warning)]
+    told_in_background.clear()
 
 
 def test_one_that_never_ends_is_ended(
@@ -187,14 +194,51 @@ def test_without_a_cache_there_is_no_process(monkeypatch: pytest.MonkeyPatch) ->
     started().wait()
 
 
-@pytest.mark.skipif(
-    sys.version_info < (3, 11), reason="there, Python takes the working folder's modules first"
-)
-def test_modules_of_the_working_folder_are_not_taken_for_the_librarys(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("where", ["frozen", "itself", "nowhere"])
+def test_no_process_where_it_would_be_the_training_itself(
+    monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
+    """In a frozen application the executable is the application, which would begin to train, and so on."""
+    monkeypatch.setattr(warmup, "is_compiled", lambda scheme, effort=None: False)
+    monkeypatch.setattr(warmup, "_spawn", lambda *arguments: pytest.fail("started a process"))
+    if where == "frozen":
+        monkeypatch.setattr(sys, "frozen", True, raising=False)
+    elif where == "itself":
+        monkeypatch.setenv("SHRINKPOINT_WARMUP", "1")
+    else:
+        monkeypatch.setattr(sys, "executable", "")
+    found = started()
+    assert found._failure is None
+
+
+def test_modules_are_those_of_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the working folder's; to the end, with the real program."""
     (tmp_path / "torch.py").write_text("raise SystemExit('taken for torch')")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder])
     child = warmup._spawn("lossless", None)
     assert child.process.wait(300) == 0, child.end()
     child.end()
+
+
+def test_a_restore_has_the_cache_for_itself(child, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url, config = str(tmp_path / "run"), SaverConfig(scheme="lossless", compile_ahead=False)
+    first = Saver(url, config)
+    first.save({"weight": torch.zeros(8)}, step=1, wait=True)
+    first.close()
+    child(WAITS)
+    saver = Saver(url, SaverConfig(scheme="lossless"))
+    decode, seen = saver._decode, []
+    monkeypatch.setattr(saver, "_decode", lambda *a: seen.append(saver._warmup._child) or decode(*a))
+    saver.check()
+    before = saver._warmup._child
+    assert before is not None
+    assert saver.restore() is not None
+    assert saver.restore(1) is not None
+    assert seen == [None, None]
+    assert before.process.returncode == -signal.SIGKILL
+    assert saver._warmup._child is not None
+    saver.close()
+    unopened = Saver(url, SaverConfig(scheme="lossless"))
+    assert unopened.restore() is not None
+    assert unopened._warmup._child is None
