@@ -23,6 +23,7 @@ from shrinkpoint.errors import ConfigError
 from shrinkpoint.roles import describe_training
 from shrinkpoint.schemes.base import Held, Occasion
 from shrinkpoint.schemes.catalogue import SCHEMES, build, options_of
+from shrinkpoint.snapshot import Snapshotter
 from shrinkpoint.state import TrainingState
 
 __all__ = ["cache_folder", "compile_coders", "is_compiled"]
@@ -31,7 +32,7 @@ _WIDTH, _ROWS, _SAVES, _STEPS = 64, 512, 3, 10
 
 
 def compile_coders(scheme: str, effort: str | None = None) -> bool:
-    """Compile what saves and restores of a scheme call, by making some of a small training.
+    """Compile what saves and restores of a scheme call, exact ones too, by making some of a small training.
 
     Args:
         scheme: one of `shrinkpoint.schemes.catalogue.SCHEMES`.
@@ -46,9 +47,10 @@ def compile_coders(scheme: str, effort: str | None = None) -> bool:
     options = _options(scheme, effort)
     _make_and_restore(scheme, options)
     if getattr(options, "effort", "fast") != "fast":
-        _make_and_restore(
-            scheme, replace(options, effort="fast")
-        )  # which the others fall back on where it is shorter
+        # the other efforts fall back on it where it is shorter
+        _make_and_restore(scheme, replace(options, effort="fast"))
+    if scheme != "lossless":
+        _make_and_restore("lossless", None)
     mark = _mark(scheme, options)
     if mark is None:
         return False
@@ -123,6 +125,7 @@ class _SmallTraining:
             )
         self._model = nn.Sequential(*layers).to(dtype)
         self._optimizer = torch.optim.AdamW(self._model.parameters())
+        self._snapshotter = Snapshotter()
         self._size = 1.0
 
     def go_on(self) -> TrainingState:
@@ -138,8 +141,7 @@ class _SmallTraining:
         describe = describe_training(
             self._model, [self._optimizer], model_path=("model",), optimizers_path=("optimizers",)
         )
-        state = TrainingState.capture(live, describe)
-        return TrainingState(state.tree, {name: t.clone() for name, t in state.tensors.items()}, state.specs)
+        return self._snapshotter.take(TrainingState.capture(live, describe)).wait()
 
 
 def _mark(scheme: str, options: object) -> Path | None:

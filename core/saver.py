@@ -291,8 +291,7 @@ class Saver:
             ChainError: there are checkpoints, and none of them is sound.
             StoreError: the store cannot be read.
         """
-        with self._warmup.paused():
-            found = self.store.newest_sound(self._decode)
+        found = self.store.newest_sound(self._decode)
         if found is None:
             return None
         self._newest = found
@@ -318,8 +317,7 @@ class Saver:
             manifest, decoded = self._newest
         else:
             manifest = which if isinstance(which, Manifest) else self._at_step(which)
-            with self._warmup.paused():
-                decoded = self._decode(manifest, self.store.fetch(manifest))
+            decoded = self._decode(manifest, self.store.fetch(manifest))
         self._newest, self._restored = None, (manifest, decoded.held)
         self._go_on()
         return Restored(manifest, decoded.state)
@@ -331,7 +329,8 @@ class Saver:
         self._go_on()
 
     def _decode(self, manifest: Manifest, containers: list[bytes]) -> Decoded:
-        return decode_checkpoint(manifest, containers, threads=self.config.encoder_threads)
+        with self._warmup.paused():
+            return decode_checkpoint(manifest, containers, threads=self.config.encoder_threads)
 
     def _at_step(self, step: int | None) -> Manifest:
         manifests = self.store.manifests()

@@ -121,7 +121,7 @@ def _worthwhile(scheme: str, effort: str | None) -> bool:
     # in a frozen application the executable is not an interpreter but the application
     if not sys.executable or getattr(sys, "frozen", False) or _INSIDE in os.environ or cache_folder() is None:
         return False
-    return not (is_compiled(scheme, effort) and is_compiled("lossless"))
+    return not is_compiled(scheme, effort)
 
 
 def _spawn(scheme: str, effort: str | None) -> _Child:
@@ -158,7 +158,6 @@ def _waited(child: _Child) -> str | None:
 def _main(parent: int, scheme: str, effort: str | None) -> None:
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     compile_coders(scheme, effort)
-    compile_coders("lossless")  # for checkpoints that are stored bit-exactly
 
 
 def _end_with(parent: int) -> None:

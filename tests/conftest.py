@@ -56,10 +56,9 @@ def told_in_background(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Warning
 
 
 @pytest.fixture(autouse=True)
-def _compiled_where_called(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def compiled_where_called(monkeypatch: pytest.MonkeyPatch) -> None:
     """Savers of the test's own process start no child: which test would, depends on what ran on this machine before."""
-    if request.path.name != "test_warmup.py" and find_spec("shrinkpoint.warmup"):
-        monkeypatch.setattr("shrinkpoint.warmup.Warmup.start", lambda warmup: None)
+    monkeypatch.setattr("shrinkpoint.warmup.Warmup.start", lambda warmup: None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -24,11 +24,11 @@ def compile_now(
     from shrinkpoint.compilation import compile_coders, is_compiled
 
     out = console()
-    if is_compiled(scheme, effort) and is_compiled("lossless"):
+    if is_compiled(scheme, effort):
         out.print(f"the coders of scheme {scheme} are compiled already")
         return
     started = time.perf_counter()
-    if not (compile_coders(scheme, effort) and compile_coders("lossless")):
+    if not compile_coders(scheme, effort):
         raise ShrinkpointError(
             "the compiled coders cannot be kept: numba finds no folder that it may write to;"
             " let NUMBA_CACHE_DIR name one, here and where training runs"

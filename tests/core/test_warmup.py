@@ -16,7 +16,7 @@ from shrinkpoint import warmup
 from shrinkpoint.checkpointer import Checkpointer
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.saver import Saver
+from shrinkpoint.saver import Saver, decode_checkpoint
 from shrinkpoint.warmup import Warmup
 
 WAITS = "import time; time.sleep(600)"
@@ -31,6 +31,20 @@ print(warmup._child.process.pid, flush=True)
 if sys.argv[1] == "lives":
     time.sleep(600)
 """
+
+
+@pytest.fixture(autouse=True)
+def compiled_where_called() -> None:
+    """In the place of the suite's own: here, children are started."""
+
+
+@pytest.fixture
+def spawned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
+    """What a child was asked to compile, where nothing is compiled yet; none is started."""
+    asked: list[tuple[object, ...]] = []
+    monkeypatch.setattr(warmup, "is_compiled", lambda scheme, effort=None: False)
+    monkeypatch.setattr(warmup, "_spawn", lambda *coders: asked.append(coders))
+    return asked
 
 
 @pytest.fixture
@@ -70,26 +84,23 @@ def runs(pid: int) -> bool:
         return False
 
 
-def test_no_process_where_all_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warmup, "is_compiled", lambda scheme, effort=None: True)
-    monkeypatch.setattr(warmup, "_spawn", lambda *arguments: pytest.fail("started a process"))
-    started().wait()
-
-
-def test_a_process_where_anything_is_not(child, monkeypatch: pytest.MonkeyPatch) -> None:
-    child("pass")
+def test_no_process_where_all_is_compiled(spawned, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(
-        warmup, "is_compiled", lambda *coders: asked.append(coders) or coders != ("lossless",)
-    )
+    monkeypatch.setattr(warmup, "is_compiled", lambda *coders: asked.append(coders) or True)
+    started().wait()
+    assert asked == [("auto", "default")]
+    assert spawned == []
+
+
+def test_one_process_where_it_is_not(child) -> None:
+    child("pass")
     found = started()
-    assert asked == [("auto", "default"), ("lossless",)]
-    child = found._child
-    assert child is not None
+    running = found._child
+    assert running is not None
     found.start()
-    assert found._child is child
+    assert found._child is running
     found.wait()
-    assert child.process.returncode == 0
+    assert running.process.returncode == 0
 
 
 def test_the_first_save_waits_for_it_in_the_background(child, tmp_path: Path) -> None:
@@ -188,27 +199,25 @@ def test_it_does_not_outlive_the_training(tmp_path: Path, how: str) -> None:
     assert said == ""
 
 
-def test_without_a_cache_there_is_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_cache_there_is_no_process(spawned, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warmup, "cache_folder", lambda: None)
-    monkeypatch.setattr(warmup, "_spawn", lambda *arguments: pytest.fail("started a process"))
     started().wait()
+    assert spawned == []
 
 
 @pytest.mark.parametrize("where", ["frozen", "itself", "nowhere"])
 def test_no_process_where_it_would_be_the_training_itself(
-    monkeypatch: pytest.MonkeyPatch, where: str
+    spawned, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     """In a frozen application the executable is the application, which would begin to train, and so on."""
-    monkeypatch.setattr(warmup, "is_compiled", lambda scheme, effort=None: False)
-    monkeypatch.setattr(warmup, "_spawn", lambda *arguments: pytest.fail("started a process"))
     if where == "frozen":
         monkeypatch.setattr(sys, "frozen", True, raising=False)
     elif where == "itself":
         monkeypatch.setenv("SHRINKPOINT_WARMUP", "1")
     else:
         monkeypatch.setattr(sys, "executable", "")
-    found = started()
-    assert found._failure is None
+    assert started()._failure is None
+    assert spawned == []
 
 
 def test_modules_are_those_of_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,8 +237,13 @@ def test_a_restore_has_the_cache_for_itself(child, tmp_path: Path, monkeypatch: 
     first.close()
     child(WAITS)
     saver = Saver(url, SaverConfig(scheme="lossless"))
-    decode, seen = saver._decode, []
-    monkeypatch.setattr(saver, "_decode", lambda *a: seen.append(saver._warmup._child) or decode(*a))
+    seen = []
+
+    def decode(*arguments: object, **options: object) -> object:
+        seen.append(saver._warmup._child)
+        return decode_checkpoint(*arguments, **options)
+
+    monkeypatch.setattr("shrinkpoint.saver.decode_checkpoint", decode)
     saver.check()
     before = saver._warmup._child
     assert before is not None
