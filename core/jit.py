@@ -9,12 +9,17 @@ from typing import Any
 
 import numba
 
-__all__ = ["jit", "jit_in_any_order"]
+__all__ = ["jit", "jit_in_any_order", "jit_inlined"]
 
 
 def jit(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile lazily, cached on disk where numba finds a folder it may write to, in memory elsewhere."""
     return _compiled(function)
+
+
+def jit_inlined(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for what is called so often that handing over its arrays would take longer than what it does."""
+    return _compiled(function, forceinline=True)
 
 
 def jit_in_any_order(function: Callable[..., Any]) -> Callable[..., Any]:

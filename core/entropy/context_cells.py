@@ -150,11 +150,15 @@ def _fits(used: set[int], levels: Sequence[int]) -> bool:
 
 
 def grow_cells(
-    features: UInt8s, symbols: UInt8s, alphabet: int, levels: tuple[int, ...], weight: float
+    features: UInt8s,
+    symbols: UInt8s,
+    alphabet: int,
+    levels: tuple[int, ...],
+    weight: float,
+    *,
+    droppable: bool = True,
 ) -> Cells:
     """Grow the tree on a sample.
-
-    The first feature, which takes longest to compute, is left out where it saves next to nothing.
 
     Args:
         features: uint8 (features, m), each below its levels.
@@ -162,9 +166,10 @@ def grow_cells(
         alphabet: 1..256.
         levels: levels of each feature, at most `MAX_LEVELS`.
         weight: how many symbols of the plane one of the sample stands for.
+        droppable: whether the first feature takes so long to compute that it is left out where it saves next to nothing.
     """
     splits, saved = _grow(features, symbols, alphabet, levels, weight)
-    if any(feature == 0 for _, feature, _ in splits):
+    if droppable and any(feature == 0 for _, feature, _ in splits):
         without, saved_without = _grow(features, symbols, alphabet, (0, *levels[1:]), weight)
         counts = np.bincount(symbols, minlength=alphabet).astype(np.int64)
         if saved - saved_without < _WORTH_PREDICTING * (weight * float(data_bits(counts)) - saved):

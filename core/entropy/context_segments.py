@@ -25,7 +25,19 @@ from shrinkpoint.entropy.context_lowrank import advance, start_directions
 from shrinkpoint.entropy.context_runs import Tables, finished, new_counters, take_runs
 from shrinkpoint.jit import jit
 
-__all__ = ["FEATURES", "LEVELS", "decode_chunk", "find_features", "measure", "side_cells"]
+__all__ = [
+    "FEATURES",
+    "LEVELS",
+    "SEGMENT",
+    "SEGMENT_RANK",
+    "correct_segment",
+    "decode_chunk",
+    "find_features",
+    "measure",
+    "predict_segment",
+    "refresh_segments",
+    "side_cells",
+]
 
 Float64s = npt.NDArray[np.float64]
 Int32s = npt.NDArray[np.int32]
@@ -37,7 +49,9 @@ Integer = int | np.int64
 SEGMENT = 16
 """Columns of a segment."""
 
-_RANK = 8
+SEGMENT_RANK = 8
+"""Directions that are followed."""
+
 LEVELS = (44, ACTIVITIES)
 """Levels of the features that every plane has: prediction, activity. Predictions without a place take 2 * FINE + 1."""
 
@@ -110,13 +124,13 @@ def _new_rows(scene: Scene, columns: int, low_rank: bool) -> Rows:
     segments = (columns + SEGMENT - 1) // SEGMENT
     padded, tracked = segments * SEGMENT, segments if low_rank else 0
     rows = Rows(
-        np.zeros((_RANK, tracked * SEGMENT), dtype=np.int32),
-        np.zeros(_RANK, dtype=np.int64),
-        np.zeros(_RANK + 1, dtype=np.int64),
+        np.zeros((SEGMENT_RANK, tracked * SEGMENT), dtype=np.int32),
+        np.zeros(SEGMENT_RANK, dtype=np.int64),
+        np.zeros(SEGMENT_RANK + 1, dtype=np.int64),
         np.zeros((BLOCK_ROWS, tracked * SEGMENT), dtype=np.int32),
-        np.zeros((tracked, _RANK, _RANK)),
-        np.zeros(_RANK),
-        np.zeros(_RANK, dtype=np.int32),
+        np.zeros((tracked, SEGMENT_RANK, SEGMENT_RANK)),
+        np.zeros(SEGMENT_RANK),
+        np.zeros(SEGMENT_RANK, dtype=np.int32),
         np.zeros(SEGMENT, dtype=np.int32),
         np.zeros(padded, dtype=np.int32),
         np.full(padded, 4 * scene.mean, dtype=np.int32),
@@ -134,20 +148,20 @@ def _new_rows(scene: Scene, columns: int, low_rank: bool) -> Rows:
                 for j in range(columns):
                     rows.block[i, j] = scene.warm_values[scene.warm[first + i, j]]
             advance(rows.block[:n], rows.directions, rows.strengths, rows.powers)
-        _refresh(rows.directions, rows.powers, rows.trust)
+        refresh_segments(rows.directions, rows.powers, rows.trust)
     return rows
 
 
 @jit
-def _refresh(directions: Int32s, powers: Int64s, trust: Float64s) -> None:
+def refresh_segments(directions: Int32s, powers: Int64s, trust: Float64s) -> None:
     """Fill ``trust`` for the rows to come."""
-    fans = directions.reshape(_RANK, trust.shape[0], SEGMENT)
-    precision = np.zeros((_RANK, _RANK))
-    noise = np.float64(max(powers[_RANK], 64))
-    for a in range(_RANK):
+    fans = directions.reshape(SEGMENT_RANK, trust.shape[0], SEGMENT)
+    precision = np.zeros((SEGMENT_RANK, SEGMENT_RANK))
+    noise = np.float64(max(powers[SEGMENT_RANK], 64))
+    for a in range(SEGMENT_RANK):
         precision[a, a] = noise / np.float64(max(powers[a], 1))
     for s in range(trust.shape[0]):
-        for a in range(_RANK):
+        for a in range(SEGMENT_RANK):
             for b in range(a + 1):
                 left, right, total = fans[a, s], fans[b, s], np.int32(0)
                 for j in range(left.size):
@@ -161,34 +175,34 @@ def _refresh(directions: Int32s, powers: Int64s, trust: Float64s) -> None:
 @jit
 def _invert(matrix: Float64s) -> None:
     """Gauss-Jordan in place; a positive definite matrix needs no pivots."""
-    for k in range(_RANK):
+    for k in range(SEGMENT_RANK):
         pivot = 1.0 / matrix[k, k]
         row = matrix[k]
         row[k] = 1.0
-        for j in range(_RANK):
+        for j in range(SEGMENT_RANK):
             row[j] = row[j] * pivot
-        for i in range(_RANK):
+        for i in range(SEGMENT_RANK):
             if i != k:
                 other = matrix[i]
                 factor = other[k]
                 other[k] = 0.0
-                for j in range(_RANK):
+                for j in range(SEGMENT_RANK):
                     other[j] = other[j] - factor * row[j]
 
 
 # Loops over a segment are written without its constant size: unrolled before they are vectorised, they would stay scalar.
 @jit
-def _predict(fans: Int32s, part: int, u: Int32s, out: Int32s) -> None:
+def predict_segment(fans: Int32s, part: int, u: Int32s, out: Int32s) -> None:
     """Predict a segment in 1/4."""
     for j in range(out.size):
         total = np.int32(0)
-        for a in range(_RANK):
+        for a in range(SEGMENT_RANK):
             total = np.int32(total + u[a] * fans[a, part, j])
         out[j] = min(max(total >> 16, -_P_LIMIT), _P_LIMIT)
 
 
 @jit
-def _correct(
+def correct_segment(
     fans: Int32s,
     part: int,
     trust: Float64s,
@@ -200,13 +214,13 @@ def _correct(
     """Move the coefficients by a segment's errors, which replace the prediction."""
     for j in range(prediction.size):
         prediction[j] = np.int32((values[j] << 2) - prediction[j])
-    for b in range(_RANK):
+    for b in range(SEGMENT_RANK):
         told = np.int32(0)
         for j in range(prediction.size):
             told = np.int32(told + fans[b, part, j] * prediction[j])
         for a in range(u.size):
             u[a] += trust[part, b, a] * np.float64(told)
-    for a in range(_RANK):
+    for a in range(SEGMENT_RANK):
         rounded[a] = np.int32(min(max(u[a], -_U_LIMIT), _U_LIMIT))
 
 
@@ -312,7 +326,7 @@ def _end_row(scene: Scene, rows: Rows, row: int, low_rank: bool) -> None:
     if low_rank and row % BLOCK_ROWS == BLOCK_ROWS - 1:
         advance(rows.block, rows.directions, rows.strengths, rows.powers)
         if row < _EARLY_ROWS or row // BLOCK_ROWS % 2 == 0:
-            _refresh(rows.directions, rows.powers, rows.trust)
+            refresh_segments(rows.directions, rows.powers, rows.trust)
 
 
 @jit
@@ -327,7 +341,7 @@ def find_features(scene: Scene, plane: UInt8s, out: UInt16s) -> None:
     strides[1] = LEVELS[0]
     rows = _new_rows(scene, columns, low_rank)
     u, rounded, prediction, trust = rows.u, rows.rounded, rows.prediction, rows.trust
-    fans = rows.directions.reshape(_RANK, trust.shape[0], SEGMENT)
+    fans = rows.directions.reshape(SEGMENT_RANK, trust.shape[0], SEGMENT)
     cells, activity = rows.cells.reshape(-1, SEGMENT), rows.activity.reshape(-1, SEGMENT)
     places, signs = rows.places.reshape(-1, SEGMENT), rows.signs.reshape(-1, SEGMENT)
     values, classes = np.zeros(SEGMENT, dtype=np.int32), side_cells(scene, strides)
@@ -339,7 +353,7 @@ def find_features(scene: Scene, plane: UInt8s, out: UInt16s) -> None:
             start = part * SEGMENT
             stop = min(start + SEGMENT, columns)
             if low_rank:
-                _predict(fans, part, rounded, prediction)
+                predict_segment(fans, part, rounded, prediction)
                 if scene.unit:
                     _add_place(cells, part, prediction, signs, places, scene.unit, 1)
                 else:
@@ -348,7 +362,7 @@ def find_features(scene: Scene, plane: UInt8s, out: UInt16s) -> None:
             so_far += _take_in(symbols, start, stop, scene.magnitudes, rows.magnitudes)
             if low_rank:
                 _read_values(symbols, start, stop, scene.values, values, current)
-                _correct(fans, part, trust, u, rounded, values, prediction)
+                correct_segment(fans, part, trust, u, rounded, values, prediction)
         row_cells = rows.cells
         for j in range(columns):
             found[j] = row_cells[j]
@@ -375,7 +389,7 @@ def decode_chunk(
     mirrored = scene.turned.shape[0] > 0
     rows = _new_rows(scene, columns, low_rank)
     u, rounded, prediction, trust = rows.u, rows.rounded, rows.prediction, rows.trust
-    fans = rows.directions.reshape(_RANK, trust.shape[0], SEGMENT)
+    fans = rows.directions.reshape(SEGMENT_RANK, trust.shape[0], SEGMENT)
     cells, activity = rows.cells.reshape(-1, SEGMENT), rows.activity.reshape(-1, SEGMENT)
     places, signs = rows.places.reshape(-1, SEGMENT), rows.signs.reshape(-1, SEGMENT)
     values, classes = np.zeros(SEGMENT, dtype=np.int32), side_cells(scene, strides)
@@ -389,7 +403,7 @@ def decode_chunk(
             start = part * SEGMENT
             stop = min(start + SEGMENT, columns)
             if low_rank:
-                _predict(fans, part, rounded, prediction)
+                predict_segment(fans, part, rounded, prediction)
                 if scene.unit:
                     _add_place(cells, part, prediction, signs, places, scene.unit, strides[0])
                 else:
@@ -405,7 +419,7 @@ def decode_chunk(
                 so_far += _take_in(symbols, start, stop, scene.magnitudes, rows.magnitudes)
             if low_rank:
                 _read_values(symbols, start, stop, scene.values, values, current)
-                _correct(fans, part, trust, u, rounded, values, prediction)
+                correct_segment(fans, part, trust, u, rounded, values, prediction)
         _end_row(scene, rows, i, low_rank)
     return bool(finished(words, cursor))
 
@@ -417,7 +431,7 @@ def measure(scene: Scene, plane: UInt8s) -> tuple[Integer, Integer]:
     low_rank = columns > 0  # always; numba compiles a second version of what gets a constant
     rows = _new_rows(scene, columns, low_rank)
     u, rounded, prediction, trust = rows.u, rows.rounded, rows.prediction, rows.trust
-    fans = rows.directions.reshape(_RANK, trust.shape[0], SEGMENT)
+    fans = rows.directions.reshape(SEGMENT_RANK, trust.shape[0], SEGMENT)
     values = np.zeros(SEGMENT, dtype=np.int32)
     of_predictions = of_errors = np.int64(0)
     for i in range(height):
@@ -427,11 +441,11 @@ def measure(scene: Scene, plane: UInt8s) -> tuple[Integer, Integer]:
         for part in range(trust.shape[0]):
             start = part * SEGMENT
             stop = min(start + SEGMENT, columns)
-            _predict(fans, part, rounded, prediction)
+            predict_segment(fans, part, rounded, prediction)
             _read_values(symbols, start, stop, scene.values, values, current)
             for j in range(stop - start):
                 of_predictions += np.int64(prediction[j]) * np.int64(prediction[j])
-            _correct(fans, part, trust, u, rounded, values, prediction)
+            correct_segment(fans, part, trust, u, rounded, values, prediction)
             for j in range(stop - start):
                 of_errors += np.int64(prediction[j]) * np.int64(prediction[j])
         _end_row(scene, rows, i, low_rank)
