@@ -85,7 +85,8 @@ def encode_state(
             result, why = _encode_one(state.tensors[spec.name], spec, context, makers.get(spec.name))
             values[spec.name] = result.value
             entry = Entry(spec, result.encoded, tensor_digest(result.value))
-            coded.append((entry, Held(result.encoded.codec, result.encoded.params, result.planes), why))
+            held = Held(result.encoded.codec, result.encoded.params, result.planes, result.unseen)
+            coded.append((entry, held, why))
             if release is not None and spec.name in held_before:
                 release(spec.name)
         return coded
@@ -165,7 +166,7 @@ def _restore_one(
         coded = codec.encode(tensor, spec, context)
     except CannotRepresentError:
         return tensor, []
-    held = Held(coded.encoded.codec, coded.encoded.params, coded.planes)
+    held = Held(coded.encoded.codec, coded.encoded.params, coded.planes, coded.unseen)
     return coded.value, [(spec, held)]
 
 

@@ -46,9 +46,6 @@ def compile_coders(scheme: str, effort: str | None = None) -> bool:
     """
     options = _options(scheme, effort)
     _make_and_restore(scheme, options)
-    if getattr(options, "effort", "fast") != "fast":
-        # the other efforts fall back on it where it is shorter
-        _make_and_restore(scheme, replace(options, effort="fast"))
     if scheme != "lossless":
         _make_and_restore("lossless", None)
     mark = _mark(scheme, options)

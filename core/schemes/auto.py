@@ -25,6 +25,7 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from shrinkpoint.entropy.context import Effort
+from shrinkpoint.entropy.trellis import States
 from shrinkpoint.schemes.base import Occasion, TensorCodec
 from shrinkpoint.schemes.dithered_moments import (
     DitheredFirstMomentCodec,
@@ -37,6 +38,9 @@ from shrinkpoint.schemes.learning_rates import reach_of_first_moments
 from shrinkpoint.schemes.planes import WEIGHT_DTYPES, widened
 from shrinkpoint.schemes.recipe import check_choice, check_number, described
 from shrinkpoint.schemes.rounded import RoundedCodec
+from shrinkpoint.schemes.trellis_lattice import TrellisLatticeCodec
+from shrinkpoint.schemes.trellis_moments import TrellisFirstMomentCodec, TrellisMomentumCodec
+from shrinkpoint.schemes.trellis_points import WIDER
 from shrinkpoint.state import LayerType, Role, TensorSpec, TrainingState
 from shrinkpoint.tree import JSON
 
@@ -145,15 +149,21 @@ class Auto:
         return makers
 
     def _moment(self, spec: TensorSpec, step: float, paired: bool) -> Callable[[], TensorCodec] | None:
-        effort = self.options.effort
         if spec.tag.role is Role.EXP_AVG_SQ:
             return FactoredSecondMomentCodec
-        if spec.tag.role is Role.EXP_AVG and paired:
-            return partial(DitheredFirstMomentCodec, step=step, seed=self._seed(spec), effort=effort)
-        if spec.tag.role is Role.EXP_AVG:
+        if spec.tag.role is not Role.EXP_AVG:
+            return None
+        if not paired:
             step = min(_WIDEST, self._usual / _finer(spec) * _OWN_UNITS)
-            return partial(DitheredMomentumCodec, step=step, seed=self._seed(spec), effort=effort)
-        return None
+        seed, states = self._seed(spec), self._states
+        if states is not None:
+            step = min(_WIDEST, step * WIDER[states])
+            if paired:
+                return partial(TrellisFirstMomentCodec, step=step, seed=seed, states=states)
+            return partial(TrellisMomentumCodec, step=step, seed=seed, states=states)
+        if paired:
+            return partial(DitheredFirstMomentCodec, step=step, seed=seed, effort="fast")
+        return partial(DitheredMomentumCodec, step=step, seed=seed, effort="fast")
 
     @property
     def _usual(self) -> float:
@@ -190,10 +200,25 @@ class Auto:
 
     def _lattice(self, spec: TensorSpec, step: _Step) -> TensorCodec:
         exponents = curvature_exponents(step.curvature, spec.shape) if step.curvature is not None else None
+        states = self._states
+        if states is not None:
+            return TrellisLatticeCodec(
+                step=step.step * WIDER[states],
+                exponents=exponents,
+                seed=self._seed(spec),
+                went_on=self.occasion.restored,
+                states=states,
+            )
         held = (self.occasion.reference or {}).get(spec.name)
         goes_on = held is not None and held.codec == LatticeCodec.id and not self.occasion.restored
         seed = None if goes_on else self._seed(spec)
-        return LatticeCodec(step=step.step, exponents=exponents, seed=seed, effort=self.options.effort)
+        return LatticeCodec(step=step.step, exponents=exponents, seed=seed, effort="fast")
+
+    @property
+    def _states(self) -> States | None:
+        """Of the trellises; None for scalar quantizers, which take half the time."""
+        by_effort: dict[Effort, States | None] = {"fast": None, "default": 4, "max": 8}
+        return by_effort[self.options.effort]
 
     def _seed(self, spec: TensorSpec) -> int:
         return zlib.crc32(f"{self.occasion.step}/{spec.name}".encode())

@@ -54,6 +54,8 @@ class Held:
     codec: str
     params: Mapping[str, JSON]
     planes: Planes
+    unseen: Planes = field(default_factory=dict)
+    """What only the checkpoint's writer has beside them, and may make the next one smaller by; readers have nothing."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,8 @@ class Coded:
     planes: Planes
     value: torch.Tensor
     """The reconstruction that a reader will get, by the decoder's own arithmetic (closed loop)."""
+    unseen: Planes = field(default_factory=dict)
+    """See `Held.unseen`."""
 
 
 @dataclass(frozen=True)

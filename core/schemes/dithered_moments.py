@@ -26,7 +26,16 @@ from shrinkpoint.schemes.planes import F32, U8, check_sections, finite, integer,
 from shrinkpoint.schemes.recipe import check_choice
 from shrinkpoint.state import Role, TensorSpec
 
-__all__ = ["DitheredFirstMomentCodec", "DitheredMomentumCodec", "FactoredSecondMomentCodec"]
+__all__ = [
+    "DitheredFirstMomentCodec",
+    "DitheredMomentumCodec",
+    "FactoredSecondMomentCodec",
+    "check_dtype",
+    "fp32_values",
+    "known_roots",
+    "measured_own",
+    "measured_roots",
+]
 
 _REACH = 126  # levels to each side of zero
 _STRANGE_STEPS, _STRANGE_ROOTS = 15, 15.5  # first moments of one gradient hardly exceed either
@@ -54,7 +63,7 @@ class FactoredSecondMomentCodec:
         return self._factored(tensor, spec)[1]
 
     def _factored(self, tensor: torch.Tensor, spec: TensorSpec) -> tuple[Factors, torch.Tensor]:
-        values = _fp32(tensor, spec)
+        values = fp32_values(tensor, spec)
         if values.min() < 0:
             raise CannotRepresentError(f"{spec.name} has negative second moments: stored exactly")
         factors = Factors.of_second_moment(values.reshape(matrix_shape(spec.shape)))
@@ -72,7 +81,7 @@ class FactoredSecondMomentCodec:
     ) -> torch.Tensor:
         """See `TensorCodec.reconstruct`."""
         check_sections(encoded, spec, "factors")
-        _check_dtype(spec)
+        check_dtype(spec)
         product = Factors.read(encoded, spec, context.threads).product()
         return torch.from_numpy(product).reshape(spec.shape)
 
@@ -134,7 +143,7 @@ class _DitheredCodec(ABC):
     ) -> tuple[U8, int, F32, Mapping[str, bytes]]:
         from shrinkpoint.schemes import dither_kernels  # numba
 
-        values = _fp32(tensor, spec)
+        values = fp32_values(tensor, spec)
         units, sections = self._measure(values, spec, context)
         plane = np.empty(values.size, np.uint8)
         radius = int(dither_kernels.levels(values, units, np.float32(self.step), self.seed, _REACH, plane))
@@ -164,7 +173,7 @@ class _DitheredCodec(ABC):
         self, encoded: EncodedTensor, planes: Planes, spec: TensorSpec, context: Context
     ) -> torch.Tensor:
         """See `TensorCodec.reconstruct`."""
-        _check_dtype(spec)
+        check_dtype(spec)
         step = number(encoded.params, spec, "step")
         if step <= 0:
             raise FormatError(f"{spec.name}: the step {step} is not positive")
@@ -189,22 +198,11 @@ class DitheredFirstMomentCodec(_DitheredCodec):
     """Distance of two levels in units of sqrt(v)."""
 
     def _measure(self, values: F32, spec: TensorSpec, context: Context) -> tuple[F32, dict[str, bytes]]:
-        from shrinkpoint.schemes import dither_kernels  # numba
-
-        roots = _roots(spec, context)
-        if roots is None:
-            raise CannotRepresentError(f"{spec.name} has no second moment to be measured by: stored exactly")
-        usual = min(max(_STRANGE_STEPS * self.step, _STRANGE_ROOTS), _REACH * self.step)
-        if dither_kernels.count_beyond(values, roots, np.float32(usual)) > _STRANGERS * values.size:
-            raise CannotRepresentError(f"{spec.name} is too large for its second moment: stored exactly")
-        return roots, {}
+        return measured_roots(values, self.step, spec, context), {}
 
     def _units(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> F32:
         check_sections(encoded, spec, "levels")
-        roots = _roots(spec, context)
-        if roots is None:
-            raise FormatError(f"{spec.name}: the second moment that it is measured by is missing")
-        return roots
+        return known_roots(spec, context)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,13 +219,7 @@ class DitheredMomentumCodec(_DitheredCodec):
     """Distance of two levels in root mean squares."""
 
     def _measure(self, values: F32, spec: TensorSpec, context: Context) -> tuple[F32, dict[str, bytes]]:
-        factors = Factors.of_roots(values.reshape(matrix_shape(spec.shape)))
-        units = factors.product()
-        with np.errstate(over="ignore"):
-            reached = units * np.float32(_REACH * self.step)
-        if not np.isfinite(reached).all():
-            raise CannotRepresentError(f"{spec.name} reaches the end of fp32's range: stored exactly")
-        return units, {"factors": factors.encode(context.threads)}
+        return measured_own(values, self.step, spec, context)
 
     def _units(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> F32:
         check_sections(encoded, spec, "levels", "factors")
@@ -248,12 +240,18 @@ def _restore(
     return torch.from_numpy(values).reshape(spec.shape)
 
 
-def _check_dtype(spec: TensorSpec) -> None:
+def check_dtype(spec: TensorSpec) -> None:
+    """Raise FormatError unless a codec of moments may have stored the tensor."""
     if spec.dtype is not torch.float32 or spec.numel == 0:
         raise FormatError(f"{spec.name}: a moment of {spec.dtype} and shape {spec.shape} is stored exactly")
 
 
-def _fp32(tensor: torch.Tensor, spec: TensorSpec) -> F32:
+def fp32_values(tensor: torch.Tensor, spec: TensorSpec) -> F32:
+    """A moment's elements, flat in C order.
+
+    Raises:
+        CannotRepresentError: it is empty, of another dtype, or not finite.
+    """
     if tensor.dtype is not torch.float32:
         raise CannotRepresentError(f"{spec.name}: moments of dtype {tensor.dtype} are stored exactly")
     if tensor.numel() == 0:
@@ -262,6 +260,52 @@ def _fp32(tensor: torch.Tensor, spec: TensorSpec) -> F32:
     if not finite(values):
         raise CannotRepresentError(f"{spec.name} holds NaN or infinity and is stored exactly")
     return values
+
+
+def measured_roots(values: F32, step: float, spec: TensorSpec, context: Context) -> F32:
+    """The root of the second moment at every element, in which first moments are measured in so wide steps.
+
+    Raises:
+        CannotRepresentError: there is none, or the two are not moments of one gradient.
+    """
+    from shrinkpoint.schemes import dither_kernels  # numba
+
+    roots = _roots(spec, context)
+    if roots is None:
+        raise CannotRepresentError(f"{spec.name} has no second moment to be measured by: stored exactly")
+    usual = min(max(_STRANGE_STEPS * step, _STRANGE_ROOTS), _REACH * step)
+    if dither_kernels.count_beyond(values, roots, np.float32(usual)) > _STRANGERS * values.size:
+        raise CannotRepresentError(f"{spec.name} is too large for its second moment: stored exactly")
+    return roots
+
+
+def known_roots(spec: TensorSpec, context: Context) -> F32:
+    """The same for a reader.
+
+    Raises:
+        FormatError: there is no second moment.
+    """
+    roots = _roots(spec, context)
+    if roots is None:
+        raise FormatError(f"{spec.name}: the second moment that it is measured by is missing")
+    return roots
+
+
+def measured_own(
+    values: F32, step: float, spec: TensorSpec, context: Context
+) -> tuple[F32, dict[str, bytes]]:
+    """A momentum's root mean squares by row and column, and the section that tells them.
+
+    Raises:
+        CannotRepresentError: they reach the end of fp32's range.
+    """
+    factors = Factors.of_roots(values.reshape(matrix_shape(spec.shape)))
+    units = factors.product()
+    with np.errstate(over="ignore"):
+        reached = units * np.float32(_REACH * step)
+    if not np.isfinite(reached).all():
+        raise CannotRepresentError(f"{spec.name} reaches the end of fp32's range: stored exactly")
+    return units, {"factors": factors.encode(context.threads)}
 
 
 def _roots(spec: TensorSpec, context: Context) -> F32 | None:

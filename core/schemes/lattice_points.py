@@ -14,7 +14,16 @@ from shrinkpoint.schemes.dither import EDGE_CLASSES, EDGE_PLACES, SEEDS, dither_
 from shrinkpoint.schemes.planes import F32, U8, integer, number, plane_of
 from shrinkpoint.state import TensorSpec
 
-__all__ = ["FARTHEST", "REACH", "HeldLattice", "Lattice", "Outlook", "join_exponents", "split_exponents"]
+__all__ = [
+    "FARTHEST",
+    "QUARTERS",
+    "REACH",
+    "HeldLattice",
+    "Lattice",
+    "Outlook",
+    "join_exponents",
+    "split_exponents",
+]
 
 I16 = npt.NDArray[np.int16]
 I8 = npt.NDArray[np.int8]
@@ -28,7 +37,7 @@ FARTHEST = 30_000
 _EXPONENTS = 4 * REACH + 1
 _HALVES = 12  # half steps to each side of zero that are told apart
 # 2 ** (k / 4), written out: a library's power function may differ by a rounding from one machine to another
-_QUARTERS = np.array([1.0, 1.1892071, 1.4142135, 1.6817929], np.float32)
+QUARTERS = np.array([1.0, 1.1892071, 1.4142135, 1.6817929], np.float32)
 
 _AGES = 8  # that histories tell apart
 _UNKNOWN, _DOWN, _UP = (
@@ -111,7 +120,7 @@ class Lattice:
         return self.seed == other.seed and self.has_steps_of(other)
 
     def _quarters(self) -> F32:
-        steps: F32 = self.step * _QUARTERS
+        steps: F32 = self.step * QUARTERS
         return steps
 
 

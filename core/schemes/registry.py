@@ -22,6 +22,8 @@ from shrinkpoint.schemes.levels import LevelsCodec
 from shrinkpoint.schemes.moments import FirstMomentCodec, SecondMomentCodec
 from shrinkpoint.schemes.partial import PartialCodec
 from shrinkpoint.schemes.rounded import RoundedCodec
+from shrinkpoint.schemes.trellis_lattice import TrellisLatticeCodec
+from shrinkpoint.schemes.trellis_moments import TrellisFirstMomentCodec, TrellisMomentumCodec
 from shrinkpoint.schemes.uniform import UniformCodec
 
 __all__ = ["CODECS", "codec_for_reading"]
@@ -33,6 +35,9 @@ _CLASSES: tuple[type[TensorCodec], ...] = (
     FactoredSecondMomentCodec,
     DitheredFirstMomentCodec,
     DitheredMomentumCodec,
+    TrellisLatticeCodec,
+    TrellisFirstMomentCodec,
+    TrellisMomentumCodec,
     RoundedCodec,
     LevelsCodec,
     SecondMomentCodec,

@@ -8,6 +8,7 @@ from shrinkpoint.config import SaverConfig
 from shrinkpoint.container.reader import read_container
 from shrinkpoint.errors import RunMismatchError
 from shrinkpoint.saver import decode_checkpoint
+from shrinkpoint.schemes.auto import AutoOptions
 from shrinkpoint.snapshot import Snapshot
 from shrinkpoint.store.manifest import BlobRef, Manifest
 from shrinkpoint.store.run import RunStore
@@ -87,11 +88,12 @@ def test_forgetting_makes_a_base(objects):
 def lattices(store):
     """The seed of every weight's dither in the newest checkpoint."""
     newest = read_container(store.fetch(store.manifests()[0])[-1])
-    return [entry.encoded.params["seed"] for entry in newest.entries if entry.encoded.codec == "lattice"]
+    codecs = "lattice", "trellis-lattice"
+    return [entry.encoded.params["seed"] for entry in newest.entries if entry.encoded.codec in codecs]
 
 
 def test_a_dither_goes_on_through_a_chain_and_begins_anew_after_a_restore(objects):
-    training = Training(objects, scheme="auto")
+    training = Training(objects, scheme="auto", options=AutoOptions(effort="fast"))
     seeds = []
     for restored in (False, False, True, False):
         if restored:
@@ -103,6 +105,22 @@ def test_a_dither_goes_on_through_a_chain_and_begins_anew_after_a_restore(object
         seeds.append(lattices(training.store))
     assert seeds[0] == seeds[1] != seeds[2] == seeds[3]
     assert all(len(set(chosen)) == len(chosen) for chosen in seeds)
+
+
+def test_weights_are_told_to_have_been_restored_once(objects):
+    training = Training(objects, scheme="auto")
+    told = []
+    for restored in (False, False, True, False):
+        if restored:
+            newest = training.store.manifests()[0]
+            held = decode_checkpoint(newest, training.store.fetch(newest)).held
+            training.committer.forget()
+            training.committer.adopt(newest, held)
+        training.commit(measure=lambda weights: 1.0)
+        newest = read_container(training.store.fetch(training.store.manifests()[0])[-1])
+        weights = [e.encoded for e in newest.entries if e.encoded.codec == "trellis-lattice"]
+        told.append([one.params.get("went_on", False) for one in weights])
+    assert [set(one) for one in told] == [{False}, {False}, {True}, {False}]
 
 
 @pytest.mark.parametrize("resumed", [False, True])

@@ -26,6 +26,7 @@ from shrinkpoint.schemes.base import EncodedTensor
 from shrinkpoint.schemes.lattice import LatticeCodec
 from shrinkpoint.schemes.levels import LevelsCodec
 from shrinkpoint.schemes.moments import FirstMomentCodec, SecondMomentCodec
+from shrinkpoint.schemes.trellis_lattice import TrellisLatticeCodec
 from shrinkpoint.store.run import RunStore
 from shrinkpoint.store.writer import RunWriter
 
@@ -117,9 +118,9 @@ def test_a_recoding_that_changes_a_plane_is_not_used(
     before = restored(folder)
 
     def broken(self: object, encoded: EncodedTensor, *given: object) -> EncodedTensor:
-        return replace(encoded, sections={**encoded.sections, "levels": b"\x00"}, uses_reference=False)
+        return replace(encoded, sections=dict.fromkeys(encoded.sections, b"\x00"), uses_reference=False)
 
-    for codec in (LevelsCodec, SecondMomentCodec, FirstMomentCodec, LatticeCodec):
+    for codec in (LevelsCodec, SecondMomentCodec, FirstMomentCodec, LatticeCodec, TrellisLatticeCodec):
         monkeypatch.setattr(codec, "rebase", broken)
     compact(store, rebase(store, store.manifests()[0]))
     assert identical(restored(folder), before)

@@ -6,11 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from support.chains import spec_of
 from support.context_planes import dithered_planes, golden_planes, low_rank_planes, sparse
-from support.format_codecs import read_chain
+from support.format_codecs import CODECS, Tensor, read_chain
 from support.format_models import Model, StaticReader, read_model_plane
 from support.format_reader import (
     Cursor,
+    Runs,
     Side,
     read_context_plane,
     read_huffman,
@@ -19,14 +22,22 @@ from support.format_reader import (
     read_rans,
     read_symbol_plane,
 )
+from support.format_trellis import read_trellis_plane
 
-from shrinkpoint.entropy import context
+from shrinkpoint.entropy import context, trellis_planes
 from shrinkpoint.entropy.bytes import delta_bits, encode_bytes
 from shrinkpoint.entropy.huffman import encode_huffman
 from shrinkpoint.entropy.ranked import encode_ranks, rank_lengths
 from shrinkpoint.entropy.rans import encode_symbols
 from shrinkpoint.entropy.rle import encode_runs
+from shrinkpoint.entropy.trellis_planes import Path as TrellisPath
+from shrinkpoint.entropy.trellis_planes import decode_points, encode_points
+from shrinkpoint.errors import CorruptionError
+from shrinkpoint.schemes.base import Coded, Context, Held
 from shrinkpoint.schemes.symbol_coders import encode_plane
+from shrinkpoint.schemes.trellis_lattice import TrellisLatticeCodec
+from shrinkpoint.schemes.trellis_moments import TrellisFirstMomentCodec, TrellisMomentumCodec
+from shrinkpoint.schemes.trellis_points import nearest_points
 
 EACH = Path(__file__).parents[1] / "golden" / "each"
 CHAINS = json.loads((EACH / "v1.json").read_text())
@@ -171,6 +182,205 @@ def test_context_coder_of_mirrored_planes_of_several_chunks():
     assert data[0] == 1
     assert data[1] & 32
     assert read_context(data, tiled, 7, 70, [side]) == tiled.tolist()
+
+
+def trellis_plane(shape, states, *, spread=0.3, rank=0, sides=0, far=0.0, seed=0):
+    """Points of values that rows and columns say the size of, as sides do, and what a reader has."""
+    rng = np.random.default_rng(seed)
+    size = np.exp(0.6 * (rng.standard_normal((shape[0], 1)) + rng.standard_normal(shape[1])))
+    values = spread * size * rng.standard_normal(shape)
+    if rank:
+        values *= 0.3
+        values += spread * rng.standard_normal((shape[0], rank)) @ rng.standard_normal((rank, shape[1]))
+    told = np.clip(np.rint(3 * np.log2(np.abs(values.reshape(-1)) + 1e-3)) + 30, 0, 59).astype(np.uint8)
+    values[:, ::23] += far * rng.standard_normal(values[:, ::23].shape)
+    places = rng.integers(-256, 256, values.size).astype(np.int16)
+    target = (values.reshape(-1) + (places + 0.5) / 256).astype(np.float32)
+    noise = rng.integers(0, 5, values.size).astype(np.uint8)
+    given = (context.Side(told, 60), context.Side(noise, 5), context.Side(told // 4, 15))[:sides]
+    return nearest_points(target, shape[1], states), TrellisPath(places, shape[1], states, given)
+
+
+def check_trellis(points, path):
+    """Both readers have the same of what is coded, which is returned."""
+    coded = encode_points(points, path)
+    ours = decode_points(coded.payload, path)
+    sides = [side.plane.tolist() for side in path.sides]
+    found = read_trellis_plane(coded.payload, path.places, path.columns, path.states, sides)
+    for other in coded, ours:
+        for theirs, own in zip((other.points, other.errors, other.far), found, strict=True):
+            assert np.array_equal(theirs, own)
+    return coded
+
+
+@pytest.mark.parametrize("states", [4, 8])
+@pytest.mark.parametrize("sides", [0, 3])
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (3000, 1), (9, 7), (333, 10), (40, 64), (7, 70), (30, 384), (1, 5001), (1, 33_000)]
+)
+def test_trellis_coder(shape, sides, states):
+    coded = check_trellis(*trellis_plane(shape, states, sides=sides))
+    assert not coded.payload[0] & 4
+
+
+@pytest.mark.parametrize("states", [4, 8])
+@pytest.mark.parametrize(("shape", "sides"), [((100, 72), 0), ((90, 96), 2), ((60, 384), 0)])
+def test_trellis_coder_of_low_rank(shape, sides, states):
+    coded = check_trellis(*trellis_plane(shape, states, rank=2, sides=sides))
+    assert coded.payload[0] & 4
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("states", [4, 8])
+@pytest.mark.parametrize("spread", [0.02, 0.12, 1.5])
+def test_trellis_coder_of_other_spreads(spread, states, rank):
+    check_trellis(*trellis_plane((60, 80), states, spread=spread, rank=rank, sides=1))
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("states", [4, 8])
+def test_trellis_coder_of_far_points(states, rank):
+    points, path = trellis_plane((120, 96), states, rank=rank, far=300.0)
+    coded = check_trellis(points, path)
+    moved = points.astype(int) - coded.points
+    assert coded.far.any()
+    assert moved[coded.far].any()
+    assert not moved[~coded.far].any()
+    assert not (moved % 4).any()
+
+
+def test_trellis_coder_of_several_chunks():
+    points, path = trellis_plane((3700, 71), 8, rank=2, sides=1, spread=0.1)
+    coded = check_trellis(points, path)
+    assert points.size > 2**18
+    assert coded.payload[8] == 18
+
+
+@pytest.mark.parametrize(("scale", "mean"), [(128, 1), (65535, 8184), (30_000, 128)])
+def test_trellis_coder_of_models_that_no_encoder_writes(scale, mean, monkeypatch):
+    """What overflows or is clamped is the same for both, before the chunk's end shows that the data are damaged."""
+    points, path = trellis_plane((40, 80), 4, rank=2, sides=1, far=300.0)
+    payload = bytearray(encode_points(points, path).payload)
+    payload[0] |= 4
+    payload[3:7] = scale.to_bytes(2, "little") + mean.to_bytes(2, "little")
+    with pytest.raises(CorruptionError):
+        decode_points(payload, path)
+    opened = Runs.open
+    monkeypatch.setattr(trellis_planes, "check_end", lambda sound: None)
+    monkeypatch.setattr(Runs, "open", lambda self, data: (opened(self, data)[0], lambda: None))
+    ours = decode_points(payload, path)
+    sides = [side.plane.tolist() for side in path.sides]
+    found = read_trellis_plane(bytes(payload), path.places, 80, 4, sides)
+    for one, other in zip((ours.points, ours.errors, ours.far), found, strict=True):
+        assert np.array_equal(one, other)
+
+
+def read_next(encoded, tensor, before, siblings):
+    """What the second reader has of a tensor, as bytes, and what it keeps."""
+    entry = {
+        "codec": encoded.codec,
+        "params": json.loads(json.dumps(encoded.params)),
+        "shape": list(tensor.shape),
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "uses_reference": encoded.uses_reference,
+    }
+    beside = {role: value.numpy().tobytes() for role, value in siblings.items()}
+    t = Tensor(entry, encoded.sections, before, beside)
+    value, kept = CODECS[encoded.codec](t)
+    return value, {"codec": encoded.codec, "count": t.count, **kept}
+
+
+def check_chain(codecs, tensors, siblings):
+    """Both readers restore what the encoder says, which is returned for each checkpoint."""
+    writing = reading = before = None
+    chain: list[Coded] = []
+    for codec, tensor, beside in zip(codecs, tensors, siblings, strict=True):
+        spec = spec_of(tensor)
+        coded = codec.encode(tensor, spec, Context(writing, siblings=beside))
+        planes = type(codec)().decode(coded.encoded, spec, Context(reading))
+        ours = type(codec)().reconstruct(coded.encoded, planes, spec, Context(siblings=beside))
+        found, before = read_next(coded.encoded, tensor, before, beside)
+        assert torch.equal(ours, coded.value)
+        assert found == coded.value.view(torch.uint8).numpy().tobytes()
+        encoded = coded.encoded
+        writing = Held(encoded.codec, encoded.params, coded.planes, coded.unseen)
+        reading = Held(encoded.codec, encoded.params, planes)
+        chain.append(coded)
+    return chain
+
+
+def check_weights(options, *, shape=(40, 70), dtype=torch.float32, walk=0.02, far=0.0):
+    generator = torch.Generator().manual_seed(len(options))
+    weight, tensors = torch.randn(shape, generator=generator), []
+    for _ in options:
+        weight = weight + walk * torch.randn(shape, generator=generator)
+        weight.reshape(-1)[0] += far
+        tensors.append(weight.to(dtype))
+    codecs = [TrellisLatticeCodec(**{"step": 0.1, "seed": seed, **more}) for seed, more in enumerate(options)]
+    return check_chain(codecs, tensors, [{}] * len(codecs))
+
+
+def exponents_of(shape, seed):
+    rng = np.random.default_rng(seed)
+    return tuple(rng.integers(-12, 13, count).astype(np.int8) for count in shape)
+
+
+@pytest.mark.parametrize("states", [4, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_trellis_lattice(dtype, states):
+    base, *deltas = (coded.encoded for coded in check_weights([{"states": states}] * 3, dtype=dtype))
+    assert "exponents" in base.sections
+    assert all(delta.uses_reference and "exponents" not in delta.sections for delta in deltas)
+
+
+@pytest.mark.parametrize("states", [4, 8])
+def test_trellis_lattice_of_carried_noise(states):
+    _, *deltas = check_weights([{"states": states}] * 5, walk=0.004)
+    assert all(delta.encoded.params["carried"] > 0 for delta in deltas)
+    last = deltas[-1]
+    held = Held(last.encoded.codec, last.encoded.params, last.planes)
+    base = TrellisLatticeCodec().rebase(last.encoded, held, spec_of(last.value), {})
+    assert base.params["carried"] > 0
+    found, _ = read_next(base, last.value, None, {})
+    assert found == last.value.view(torch.uint8).numpy().tobytes()
+
+
+def test_trellis_lattice_of_other_steps():
+    options = [{"exponents": exponents_of((40, 70), k), "step": 0.1 * 3**k, "slack": 0.0} for k in range(4)]
+    chain = check_weights(options)
+    assert all("exponents" in coded.encoded.sections for coded in chain)
+
+
+@pytest.mark.parametrize("more", [{}, {"step": 0.23}])
+def test_trellis_lattice_of_a_training_that_went_on(more):
+    chain = check_weights([{}, {}, {"went_on": True, **more}, {}], walk=0.004)
+    assert [coded.encoded.params.get("went_on", False) for coded in chain] == [False, False, True, False]
+
+
+@pytest.mark.parametrize("shape", [(1,), (300,), (500, 3), (9, 4, 5)])
+def test_trellis_lattice_of_other_shapes(shape):
+    check_weights([{}] * 3, shape=shape)
+
+
+def test_trellis_lattice_of_far_weights():
+    chain = check_weights([{"states": 8}] * 3, far=200.0)
+    assert all(len(coded.encoded.sections["far"]) > 0 for coded in chain)
+
+
+@pytest.mark.parametrize("states", [4, 8])
+@pytest.mark.parametrize("step", [0.05, 1.0, 4.0])
+@pytest.mark.parametrize("shape", [(40, 70), (300,)])
+def test_trellis_moments(shape, step, states):
+    generator = torch.Generator().manual_seed(0)
+    second = torch.rand(shape, generator=generator) ** 4
+    first = second.sqrt() * torch.randn(shape, generator=generator)
+    second.reshape(-1)[::7] = 0
+    first.reshape(-1)[::7] = 0
+    second.reshape(-1)[1], first.reshape(-1)[1] = 2.0**-140, 2.0**-71
+    siblings = {"exp_avg_sq": second}
+    root = TrellisFirstMomentCodec(step=step, seed=2**32 - 1, states=states)
+    check_chain([root], [first], [siblings])
+    check_chain([TrellisMomentumCodec(step=step, states=states)], [first], [{}])
 
 
 @pytest.mark.parametrize("case", CHAINS)

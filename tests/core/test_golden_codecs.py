@@ -18,7 +18,9 @@ GOLDEN = ROOT / "tests" / "golden"
 CHAIN = sorted((GOLDEN / "codecs").glob("v1_*.shrink"))
 EXPECTED = json.loads((GOLDEN / "codecs" / "v1.json").read_text())
 EACH = json.loads((GOLDEN / "each" / "v1.json").read_text())
-WITHOUT_DELTAS = {"factored", "dithered-root-units", "dithered-own-units", "rounded"}
+WITHOUT_DELTAS = {
+    "factored", "dithered-root-units", "dithered-own-units", "trellis-root-units", "trellis-own-units", "rounded",
+}  # fmt: skip
 
 
 def decoded(paths: Iterable[Path], threads: int) -> dict[str, str]:

@@ -362,7 +362,7 @@ def test_lstm_is_compared_with_the_bytes_that_the_scheme_stores(tmp_path, monkey
             and entry.spec.tag.parameter.startswith("blocks.0.")
             and len(entry.spec.shape) == 2
         ]
-        stored = 8 * sum(len(entry.encoded.sections["levels"]) for entry in entries)
+        stored = 8 * sum(len(entry.encoded.sections["points"]) for entry in entries)
         bits = stored / sum(entry.spec.numel for entry in entries)
         place = f"seed 2, step {run.course.save_steps[-1]}: auto, scale 2 "
         (line,) = [line for line in lines if line.startswith(place) and f" {key} " in line]

@@ -38,6 +38,8 @@ from shrinkpoint.schemes.lc_checkpoint import LCCheckpointOptions, LCDeltaCodec,
 from shrinkpoint.schemes.partial import PartialCodec
 from shrinkpoint.schemes.rounded import RoundedCodec
 from shrinkpoint.schemes.symbol_coders import LstmCoder
+from shrinkpoint.schemes.trellis_lattice import TrellisLatticeCodec
+from shrinkpoint.schemes.trellis_moments import TrellisFirstMomentCodec, TrellisMomentumCodec
 from shrinkpoint.schemes.uniform import UniformCodec, UniformOptions
 from shrinkpoint.state import LayerType, Role, Tag, TrainingState
 
@@ -58,6 +60,8 @@ class Variant:
     shape: tuple[int, ...] = SHAPE
     beside: tuple[str, ...] = ()
     """Further tensors, stored exactly."""
+    rank: int | None = None
+    """Of the gradients of a matrix; None for any."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,14 @@ def lattice(**options: object) -> Maker:
     def make(step: int, tensors: Mapping[str, torch.Tensor]) -> TensorCodec:
         wide = curvature_exponents(tensors["exp_avg_sq"], tuple(tensors["weight"].shape))
         return LatticeCodec(step=0.002, exponents=wide, **options)
+
+    return make
+
+
+def trellis_lattice(**options: object) -> Maker:
+    def make(step: int, tensors: Mapping[str, torch.Tensor]) -> TensorCodec:
+        wide = curvature_exponents(tensors["exp_avg_sq"], tuple(tensors["weight"].shape))
+        return TrellisLatticeCodec(**{"step": 0.002, "exponents": wide, "seed": step, **options})
 
     return make
 
@@ -134,6 +146,44 @@ CASES: Mapping[str, Mapping[str, Variant]] = {
     "dithered-own-units": {
         "coarse": moments(lambda step, _: DitheredMomentumCodec(seed=step)),
         "fine": moments(lambda step, _: DitheredMomentumCodec(step=0.05, seed=step, effort="fast")),
+    },
+    "trellis-lattice": {
+        "kept": weight(trellis_lattice()),
+        "carried": weight(trellis_lattice(step=0.05, states=8), shape=(96, 96)),
+        "half": weight(trellis_lattice(step=0.02), dtype=torch.bfloat16),
+        "half-16": weight(
+            lambda step, _: TrellisLatticeCodec(step=0.003 * 4**step, seed=2**32 - 1 - step),
+            dtype=torch.float16,
+        ),
+        "vector": weight(lambda step, _: TrellisLatticeCodec(step=0.001, seed=step, states=8), shape=(300,)),
+        "narrow": weight(lambda step, _: TrellisLatticeCodec(step=0.01, seed=step), shape=(500, 5)),
+        "went-on": weight(
+            lambda step, _: TrellisLatticeCodec(step=0.02, seed=step, went_on=step == 2), shape=(40, 6, 4)
+        ),
+        "low-rank": weight(
+            lambda step, _: TrellisLatticeCodec(step=0.0005, seed=step), shape=(200, 72), rank=2
+        ),
+    },
+    "trellis-root-units": {
+        "coarse": moments(lambda step, _: TrellisFirstMomentCodec(seed=step), "exp_avg_sq"),
+        "fine": moments(
+            lambda step, _: TrellisFirstMomentCodec(step=0.1, seed=2**32 - 1 - step, states=8), "exp_avg_sq"
+        ),
+        "factored": Variant(
+            {
+                "exp_avg_sq": lambda *_: FactoredSecondMomentCodec(),
+                "exp_avg": lambda step, _: TrellisFirstMomentCodec(step=1.0, seed=step),
+            },
+            shape=(200, 72),
+            rank=2,
+        ),
+    },
+    "trellis-own-units": {
+        "coarse": moments(lambda step, _: TrellisMomentumCodec(seed=step)),
+        "fine": moments(lambda step, _: TrellisMomentumCodec(step=0.05, seed=step, states=8)),
+        "low-rank": Variant(
+            {"exp_avg": lambda step, _: TrellisMomentumCodec(step=0.5, seed=step)}, shape=(120, 96), rank=2
+        ),
     },
     "rounded": {
         name: Variant(
@@ -219,7 +269,7 @@ class Training:
 
     def __init__(self, variant: Variant, seed: int) -> None:
         self._random = torch.Generator().manual_seed(seed)
-        self._shape, self._dtype = variant.shape, variant.dtype
+        self._shape, self._dtype, self._rank = variant.shape, variant.dtype, variant.rank
         self._scale = torch.exp2(torch.randint(-3, 2, variant.shape[:1], generator=self._random)).reshape(
             -1, *(1 for _ in variant.shape[1:])
         )
@@ -230,7 +280,7 @@ class Training:
 
     def step(self) -> dict[str, torch.Tensor]:
         for _ in range(4):
-            gradient = 0.01 * self._scale * torch.randn(self._shape, generator=self._random)
+            gradient = 0.01 * self._scale * self._noise()
             gradient[3] = 0  # untouched, as an embedding's rows
             gradient.reshape(-1)[-2:] = 0
             self._first = 0.9 * self._first + 0.1 * gradient
@@ -243,6 +293,13 @@ class Training:
             "master": self._master,
             "weight": self._master.to(self._dtype),
         }
+
+    def _noise(self) -> torch.Tensor:
+        if self._rank is None:
+            return torch.randn(self._shape, generator=self._random)
+        rows, columns = self._shape
+        left = torch.randn(rows, self._rank, generator=self._random)
+        return left @ torch.randn(self._rank, columns, generator=self._random)
 
 
 def describe(path: tuple[str, ...], tensor: torch.Tensor) -> Tag:

@@ -18,6 +18,7 @@ from support.format_reader import (
     read_rans,
     read_symbol_plane,
 )
+from support.format_trellis import offset_gains, read_trellis_plane
 
 from shrinkpoint.entropy import lstm
 
@@ -35,18 +36,24 @@ def flushed(values):
     return np.where(bits & 0x7F80_0000, bits, 0).astype(np.uint32).view(F32)
 
 
-def mixed_bits(seed, count):
+def mixed_bits(seed, count, width=16):
     mask, found = 2**64 - 1, []
     for i in range(count):
         x = (i + 1 + 2**32 * seed) * 0x9E3779B97F4A7C15 & mask
         x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & mask
         x = (x ^ x >> 27) * 0x94D049BB133111EB & mask
-        found.append((x ^ x >> 31) >> 48)
+        found.append((x ^ x >> 31) >> (64 - width))
     return found
 
 
 def dither(seed, count):
     return np.array([(t + 0.5) / 2**16 - 0.5 for t in mixed_bits(seed, count)], F32)
+
+
+def wide_dither(seed, count):
+    """The dither, and its places."""
+    bits = np.array(mixed_bits(seed, count, 17))
+    return ((bits + 0.5) / 2**16 - 1).astype(F32), (bits >> 8) - 256
 
 
 def edge(k):
@@ -141,16 +148,18 @@ def dithered_own(t):
     return dithered(t, t.factors())
 
 
+def exponents(t):
+    if "exponents" not in t.sections:
+        assert t.before["step"] == t.number("step")
+        return t.before["e"]
+    data = read_planes(t.sections["exponents"], t.rows + t.columns, 1)
+    both = np.frombuffer(data, np.int8).astype(int)
+    return (both[: t.rows, None] + both[None, t.rows :]).reshape(-1)
+
+
 def lattice(t):
     step, seed, radius = t.number("step"), t.params["seed"], t.params["radius"]
-    d, before = dither(seed, t.count), t.before
-    if "exponents" in t.sections:
-        data = read_planes(t.sections["exponents"], t.rows + t.columns, 1)
-        both = np.frombuffer(data, np.int8).astype(int)
-        e = (both[: t.rows, None] + both[None, t.rows :]).reshape(-1)
-    else:
-        assert before["step"] == step
-        e = before["e"]
+    d, before, e = dither(seed, t.count), t.before, exponents(t)
     w = step * quarters(e)
     table = {}
     if before is None:
@@ -185,6 +194,58 @@ def lattice(t):
         ]
     points = (index.astype(F32) - d) * w
     kept = {"step": step, "seed": seed, "e": e, "index": index, "history": history, "points": points}
+    return t.rounded(points), kept
+
+
+def trellis(t, unit):
+    d, places = wide_dither(t.params["seed"], t.count)
+    points, _, _ = read_trellis_plane(t.sections["points"], places, t.columns, t.params["states"], [])
+    w = t.number("step") * unit
+    value = (points.astype(F32) / F32(2) - d) * w
+    value[(w < F32(2.0**-125)) | (np.abs(value) < F32(2.0**-125))] = 0
+    return t.rounded(value), {}
+
+
+def trellis_root(t):
+    return trellis(t, np.sqrt(np.frombuffer(t.siblings["exp_avg_sq"], F32)))
+
+
+def trellis_own(t):
+    return trellis(t, t.factors())
+
+
+def trellis_lattice(t):
+    step, states, carried = t.number("step"), t.params["states"], t.params["carried"]
+    d, dither_places = wide_dither(t.params["seed"], t.count)
+    e, before = exponents(t), t.before
+    g = F32(np.sqrt(1 - (carried / 16) ** 2))
+    n, w = step * quarters(e), (step * g) * quarters(e)
+    even, places, sides = np.zeros(t.count, int), dither_places, [(e + 24).tolist()]
+    offsets = np.zeros(t.count, int)
+    if before is not None:
+        known = 0 if t.params.get("went_on") else before["known"]
+        old = offsets if t.params.get("went_on") else before["offsets"]
+        z = (F32(1 - carried / 16) * old.astype(F32)) * before["n"]
+        z[np.abs(z) < F32(2.0**-118)] = 0
+        x = (before["points"] + z / F32(64)) / w + d
+        x = np.clip(x, F32(-14000), F32(14000))
+        k = F32(2) * np.floor(x / F32(2) + F32(0.5))
+        places = np.clip(np.floor(F32(256) * (x - k)), -256, 255).astype(int)
+        k = k.astype(int)
+        even = 2 * k
+        sizes = np.minimum((np.abs(256 * k + places - dither_places) + 64) >> 7, 12)
+        sides.append(sizes.tolist())
+    coded, errors, far = read_trellis_plane(t.sections["points"], places, t.columns, states, sides)
+    further = np.frombuffer(read_planes(t.sections["far"], int(far.sum()), 4), "<i4")
+    h = even + coded
+    h[far] += 4 * further.astype(int)
+    assert np.abs(h).max() <= 30000
+    if before is not None:
+        gains = offset_gains(e, states, carried, known, t.params["walk"], g)
+        offsets = np.clip(((512 - errors * gains) >> 10) + ((old * carried + 8) >> 4), -127, 127)
+        offsets[far] = 0
+    points = (h.astype(F32) / F32(2) - d) * w
+    kept = {"step": step, "e": e, "n": n, "points": points, "offsets": offsets, "known": t.params["known"]}
     return t.rounded(points), kept
 
 
@@ -308,6 +369,9 @@ CODECS = {
     "dithered-root-units": dithered_root,
     "dithered-own-units": dithered_own,
     "lattice": lattice,
+    "trellis-root-units": trellis_root,
+    "trellis-own-units": trellis_own,
+    "trellis-lattice": trellis_lattice,
     "rounded": rounded,
     "lc-delta": closed_loop(lc_delta),
     "excp-residual": closed_loop(excp_residual),

@@ -10,10 +10,14 @@ from shrinkpoint.coding import decode_chain, encode_state
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.schemes.auto import Auto, AutoOptions
 from shrinkpoint.schemes.base import Occasion
+from shrinkpoint.schemes.trellis_points import WIDER
 from shrinkpoint.state import Role, TrainingState
 from shrinkpoint.trial import restored_model
 
 OPTIONS = AutoOptions(weight_scale=0.5)
+FAST = AutoOptions(weight_scale=0.5, effort="fast")
+WIDE = WIDER[4]
+WEIGHTS = {"lattice", "trellis-lattice"}
 
 
 def training(optimizer="AdamW", model=TinyGPT, saves=3):
@@ -42,7 +46,7 @@ def seeds_of(encoded):
     return {
         entry.spec.name: entry.encoded.params["seed"]
         for entry in encoded.checkpoint.entries
-        if entry.encoded.codec == "lattice"
+        if entry.encoded.codec in WEIGHTS
     }
 
 
@@ -60,7 +64,7 @@ def test_every_optimizer_has_its_weights_coded_and_its_unknown_state_kept(optimi
     decoded = decode_chain(checkpoints).state
     for name, spec in states[-1].specs.items():
         if spec.tag.role is Role.WEIGHT and spec.numel >= 64:
-            assert codec_of(told[-1])[name] == "lattice"
+            assert codec_of(told[-1])[name] == "trellis-lattice"
         elif spec.tag.role is Role.OTHER:
             assert identical(decoded.tensors[name], states[-1].tensors[name])
 
@@ -72,8 +76,45 @@ def test_adams_moments_are_coded_in_units_of_the_second():
         "factored"
     }
     assert {codecs[n] for n, s in state.specs.items() if s.tag.role is Role.EXP_AVG and s.numel >= 64} == {
-        "dithered-root-units"
+        "trellis-root-units"
     }
+
+
+@pytest.mark.parametrize(
+    ("effort", "weights", "moments"),
+    [
+        ("fast", ("lattice", None), ("dithered-root-units", None)),
+        ("default", ("trellis-lattice", 4), ("trellis-root-units", 4)),
+        ("max", ("trellis-lattice", 8), ("trellis-root-units", 8)),
+    ],
+)
+def test_efforts_differ_in_their_quantizers(effort, weights, moments):
+    (state,) = training(saves=1)
+    options = AutoOptions(weight_scale=0.5, effort=effort)
+    entries = {entry.spec.name: entry.encoded for entry in coded(state, options=options).checkpoint.entries}
+    assert not coded(state, options=options).kept_exactly
+    for role, wanted in ((Role.WEIGHT, weights), (Role.EXP_AVG, moments)):
+        found = {
+            (entries[name].codec, entries[name].params.get("states"))
+            for name, spec in state.specs.items()
+            if spec.tag.role is role and spec.numel >= 64
+        }
+        assert found == {wanted}
+
+
+@pytest.mark.parametrize("effort", ["default", "max"])
+def test_a_trellis_makes_the_noise_of_a_lattice(effort):
+    """Steps are wider by as much as its noise is less: scales mean the same whatever the effort."""
+    weight = torch.randn(512, 256)
+    state = state_of(a__w=weight, a__exp_avg=weight * 1e-4, a__exp_avg_sq=torch.full_like(weight, 1e-6))
+    noise = {}
+    for chosen in ("fast", effort):
+        options = AutoOptions(weight_scale=0.5, effort=chosen)
+        restored = decode_chain([coded(state, options=options).checkpoint]).state.tensors
+        noise[chosen] = [
+            float((restored[name] - state.tensors[name]).square().mean()) for name in ("a/w", "a/exp_avg")
+        ]
+    assert noise[effort] == pytest.approx(noise["fast"], rel=0.03)
 
 
 def test_steps_are_narrower_where_the_curvature_is_large_and_in_small_tensors():
@@ -86,10 +127,11 @@ def test_steps_are_narrower_where_the_curvature_is_large_and_in_small_tensors():
     steps = {
         entry.spec.name: entry.encoded.params["step"]
         for entry in coded(state).checkpoint.entries
-        if entry.encoded.codec == "lattice"
+        if entry.encoded.codec in WEIGHTS
     }
     assert steps["b/w"] / steps["a/w"] == pytest.approx(10.0, rel=1e-5)
-    assert steps["a/w"] * math.sqrt(10) == pytest.approx(0.5 * float(weight.square().mean().sqrt()), rel=1e-4)
+    size = float(weight.square().mean().sqrt())
+    assert steps["a/w"] * math.sqrt(10) == pytest.approx(0.5 * WIDE * size, rel=1e-4)
     assert steps["c/w"] * 8 == pytest.approx(steps["a/w"] * math.sqrt(10), rel=1e-4)
 
 
@@ -125,25 +167,38 @@ def test_first_moments_are_as_noisy_as_their_weights_for_the_learning_rate():
     assert found["a/exp_avg"] == pytest.approx(0.7 * found["a/w"] / 0.1, rel=1e-5)
     assert found["b/exp_avg"] == pytest.approx(0.7 * found["b/w"] / 0.1, rel=1e-5)
     assert steps(0.02)["a/exp_avg"] == pytest.approx(found["a/exp_avg"] / 2, rel=1e-5)
-    assert (steps(1.0)["a/exp_avg"], steps(1.0)["b/exp_avg"]) == (1, 1 / 8)
-    assert (steps(0.0)["a/exp_avg"], steps(0.0)["b/exp_avg"]) == (12, 12 / 8)
+    for rate, least in ((1.0, 1.0), (0.0, 12.0)):
+        both = steps(rate)["a/exp_avg"], steps(rate)["b/exp_avg"]
+        assert both == pytest.approx((WIDE * least, WIDE * least / 8))
     # the second moment is stored at 0.40 of its size, the first at 0.65
     early = steps(0.01, step=10)
     assert early["a/exp_avg"] == pytest.approx(found["a/exp_avg"] * (1 - 0.9**10) / (1 - 0.95**10) ** 0.5)
     assert steps(0.0, step=1, betas=[0.0, 0.9999])["a/exp_avg"] == 64
-    assert steps(1.0, step=1, betas=[0.999, 0.5])["a/exp_avg"] == 1 / 64
-    assert steps(None)["a/exp_avg"] == 3
-    assert steps(0.01, AutoOptions(weight_scale=0.5, first_moment_step=2))["a/exp_avg"] == 2
+    assert steps(1.0, step=1, betas=[0.999, 0.5])["a/exp_avg"] == pytest.approx(WIDE / 64)
+    assert steps(None)["a/exp_avg"] == pytest.approx(3 * WIDE)
+    options = AutoOptions(weight_scale=0.5, first_moment_step=2)
+    assert steps(0.01, options)["a/exp_avg"] == pytest.approx(2 * WIDE)
 
 
-def test_a_chain_keeps_its_dither_and_a_base_or_a_restore_changes_it():
+def test_every_checkpoint_takes_other_dithers():
     one, two, _ = training()
     base = coded(one, step=1)
+    first, after = seeds_of(base), seeds_of(coded(two, dict(base.held), step=2))
+    assert all(after[name] != seed for name, seed in first.items())
+    assert len(set(after.values())) == len(after)
+    assert (
+        seeds_of(coded(two, dict(base.held), step=2, restored=True)) == after == seeds_of(coded(two, step=2))
+    )
+
+
+def test_a_chain_of_fast_checkpoints_keeps_its_dither_and_a_base_or_a_restore_changes_it():
+    one, two, _ = training()
+    base = coded(one, step=1, options=FAST)
     held = dict(base.held)
-    assert seeds_of(coded(two, held, step=2)) == seeds_of(base)
-    after = seeds_of(coded(two, held, step=2, restored=True))
+    assert seeds_of(coded(two, held, step=2, options=FAST)) == seeds_of(base)
+    after = seeds_of(coded(two, held, step=2, restored=True, options=FAST))
     assert all(after[name] != seed for name, seed in seeds_of(base).items())
-    assert seeds_of(coded(two, step=2)) == after
+    assert seeds_of(coded(two, step=2, options=FAST)) == after
     assert len(set(after.values())) == len(after)
 
 
@@ -151,11 +206,42 @@ def test_a_tensor_that_was_stored_exactly_begins_with_a_dither_of_its_own():
     one, two, _ = training()
     tensors = dict(one.tensors)
     tensors["model/up.weight"] = torch.full_like(tensors["model/up.weight"], math.nan)
-    base = coded(TrainingState(one.tree, tensors, one.specs))
-    after = seeds_of(coded(two, dict(base.held), step=2))
+    base = coded(TrainingState(one.tree, tensors, one.specs), options=FAST)
+    after = seeds_of(coded(two, dict(base.held), step=2, options=FAST))
     assert "model/up.weight" in base.kept_exactly
-    assert after["model/up.weight"] == seeds_of(coded(two, step=2))["model/up.weight"]
+    assert after["model/up.weight"] == seeds_of(coded(two, step=2, options=FAST))["model/up.weight"]
     assert after["model/down.weight"] == seeds_of(base)["model/down.weight"]
+
+
+def test_weights_that_a_restore_has_moved_are_expected_there():
+    weight = torch.randn(128, 128)
+    base = coded(state_of(a__w=weight), step=1)
+    later = state_of(a__w=weight + 0.1 * torch.randn(128, 128))
+    scheme = Auto(options=OPTIONS, occasion=Occasion(state=later, step=2, reference=dict(base.held)))
+    digest = base.checkpoint.state_digest
+    delta = encode_state(later, scheme, step=2, reference=dict(base.held), parent=digest)
+    reader = decode_chain([base.checkpoint, delta.checkpoint])
+    moved = state_of(a__w=reader.state.tensors["a/w"] + 1e-3 * torch.randn(128, 128))
+    sizes = {}
+    for told in (False, True):
+        delta = coded(moved, dict(reader.held), step=3, restored=told)
+        (encoded,) = (entry.encoded for entry in delta.checkpoint.entries)
+        assert encoded.params.get("went_on", False) is told
+        sizes[told] = len(encoded.sections["points"])
+    assert sizes[True] < 0.3 * sizes[False]
+
+
+@pytest.mark.parametrize("order", [("fast", "default"), ("default", "fast"), ("default", "max")])
+def test_an_effort_may_change_within_a_chain(order):
+    states = training(saves=2)
+    first, second = (AutoOptions(weight_scale=0.5, effort=effort) for effort in order)
+    base = coded(states[0], step=1, options=first)
+    occasion = Occasion(state=states[1], step=2, reference=dict(base.held))
+    scheme = Auto(options=second, occasion=occasion)
+    digest = base.checkpoint.state_digest
+    delta = encode_state(states[1], scheme, step=2, reference=dict(base.held), parent=digest)
+    assert not delta.kept_exactly
+    decode_chain([base.checkpoint, delta.checkpoint])  # checks what it restores
 
 
 def test_the_gradients_stand_in_where_the_optimizer_keeps_nothing():
@@ -185,7 +271,7 @@ def test_a_first_save_before_the_optimizer_has_state_and_one_after():
     delta = coded(after, dict(base.held), step=2)
     assert not base.kept_exactly
     assert not delta.kept_exactly
-    assert codec_of(delta)["optimizers/0/state/0/exp_avg"] == "dithered-root-units"
+    assert codec_of(delta)["optimizers/0/state/0/exp_avg"] == "trellis-root-units"
 
 
 def test_moments_that_are_not_finite_are_kept_and_steer_nothing():
@@ -202,7 +288,7 @@ def test_moments_that_are_not_finite_are_kept_and_steer_nothing():
         for n, s in two.specs.items()
         if s.tag.role is Role.WEIGHT and s.tag.parameter == two.specs[name].tag.parameter
     )
-    assert codec_of(delta)[weight] == "lattice"
+    assert codec_of(delta)[weight] == "trellis-lattice"
 
 
 def test_a_tensor_of_another_shape_starts_anew():
@@ -269,7 +355,7 @@ def test_a_half_precision_weight_is_rounded_from_its_restored_master(dtype):
     masters = {spec.tag.parameter: name for name, spec in state.specs.items() if spec.tag.role is Role.MASTER}
     assert len(weights) == len(masters) == 4
     assert {codec_of(encoded)[name] for name in weights} == {"rounded"}
-    assert {codec_of(encoded)[name] for name in masters.values()} == {"lattice"}
+    assert {codec_of(encoded)[name] for name in masters.values()} == {"trellis-lattice"}
     for name in weights:
         master = restored[masters[state.specs[name].tag.parameter]]
         assert identical({name: restored[name]}, {name: master.to(dtype)})

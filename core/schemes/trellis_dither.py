@@ -1,0 +1,254 @@
+"""The compiled loops that put values on a dithered trellis and take them off again.
+
+Importing this module imports numba, so it is only ever imported from inside a function of its callers. What readers depend
+on is integers and single IEEE 754 operations on fp32 in a fixed order, which numba contracts only where fast math is asked
+for: every machine gets the same bits.
+
+A point of h half steps stands for ``(h / 2 - d) step``, d being the element's dither, an odd multiple of 2**-17 in (-1, 1):
+points repeat after two steps, not after one. All arrays are flat and of one length n where nothing else is said;
+``quarters`` (4,) are the steps of exponents 24 to 27, as in schemes/dither_kernels.py.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from shrinkpoint.jit import jit
+
+__all__ = [
+    "LIMIT",
+    "expect",
+    "halves",
+    "measured",
+    "places",
+    "remember",
+    "scaled",
+    "sum_squares",
+    "unmeasured",
+    "values",
+]
+
+F32 = npt.NDArray[np.float32]
+F64 = npt.NDArray[np.float64]
+I8 = npt.NDArray[np.int8]
+I16 = npt.NDArray[np.int16]
+I32 = npt.NDArray[np.int32]
+U8 = npt.NDArray[np.uint8]
+U16 = npt.NDArray[np.uint16]
+
+LIMIT = 14_000
+"""Steps that a value may be from 0."""
+
+_WEYL = np.uint64(0x9E37_79B9_7F4A_7C15)
+_MIX_1, _MIX_2 = np.uint64(0xBF58_476D_1CE4_E5B9), np.uint64(0x94D0_49BB_1331_11EB)
+_30, _27, _31, _47, _32 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(47), np.uint64(32)
+_ONE = np.uint64(1)
+_HALF, _UNIT, _WHOLE, _TWO = np.float32(0.5), np.float32(2.0**-16), np.float32(1), np.float32(2)
+_PARTS, _OF_OFFSET = np.float32(256), np.float32(2.0**-6)
+_OCTAVE_ZERO, _MANTISSA_BITS = 127 - 6, 23
+# Products below count as zero, as in schemes/dither_kernels.py.
+_LEAST, _ZERO = np.float32(2.0**-125), np.float32(0)
+_LEAST_OFFSET = np.float32(2.0**-118)
+
+
+@jit
+def _bits(start: np.uint64, i: int) -> np.uint64:
+    """The 17 bits of an element's dither (SplitMix64 as a counter-based generator)."""
+    bits = (np.uint64(i) + _ONE + start) * _WEYL
+    bits = (bits ^ (bits >> _30)) * _MIX_1
+    bits = (bits ^ (bits >> _27)) * _MIX_2
+    return (bits ^ (bits >> _31)) >> _47
+
+
+@jit
+def _dither(start: np.uint64, i: int) -> np.float32:
+    return (np.float32(np.int32(_bits(start, i))) + _HALF) * _UNIT - _WHOLE
+
+
+@jit
+def _step(q0: np.float32, q1: np.float32, q2: np.float32, q3: np.float32, exponent: np.uint8) -> np.float32:
+    """``quarters[e % 4] * 2 ** (e // 4 - 6)``, of which the product is exact."""
+    k = np.int32(exponent)
+    low = q1 if k & 1 else q0
+    high = q3 if k & 1 else q2
+    octave = np.int32(((k >> 2) + _OCTAVE_ZERO) << _MANTISSA_BITS)
+    return (high if k & 2 else low) * octave.view(np.float32)
+
+
+@jit
+def places(seed: int, out: I16) -> None:
+    """Where zeros are expected, in 1/256 of a step from point 0."""
+    start = np.uint64(seed) << _32
+    for i in range(out.size):
+        out[i] = np.int16(np.int32(_bits(start, i) >> np.uint64(8)) - np.int32(256))
+
+
+@jit
+def measured(x: F32, scale: F32, step: np.float32, seed: int, reach: int, out: F32) -> None:
+    """Values in steps of ``step * scale``, within ``reach``, plus the dither; where a unit is zero or about to be subnormal,
+    the dither alone."""
+    start = np.uint64(seed) << _32
+    bound = np.float32(reach)
+    for i in range(out.size):
+        unit = step * scale[i]
+        whole = min(max(x[i] / max(unit, _LEAST), -bound), bound)
+        out[i] = (whole if unit >= _LEAST else _ZERO) + _dither(start, i)
+
+
+@jit
+def unmeasured(points: I16, scale: F32, step: np.float32, seed: int, out: F32) -> None:
+    """What points stand for; units and products that are about to be subnormal are zero, as in every process."""
+    start = np.uint64(seed) << _32
+    for i in range(out.size):
+        unit = step * scale[i]
+        value = (np.float32(points[i]) * _HALF - _dither(start, i)) * unit
+        out[i] = value if unit >= _LEAST and abs(value) >= _LEAST else _ZERO
+
+
+@jit
+def scaled(x: F32, exponents: U8, quarters: F32, seed: int, even: I16, out: F32) -> bool:
+    """Weights in steps, plus the dither, from the points ``even`` (half steps) on; False if one is beyond `LIMIT`."""
+    start = np.uint64(seed) << _32
+    q0, q1, q2, q3 = quarters[0], quarters[1], quarters[2], quarters[3]
+    largest = _ZERO
+    for i in range(out.size):
+        whole = x[i] / _step(q0, q1, q2, q3, exponents[i])
+        moved = (whole + _dither(start, i)) - np.float32(even[i]) * _HALF
+        largest = max(largest, max(abs(whole), abs(moved)))
+        out[i] = moved
+    return bool(largest <= np.float32(LIMIT))
+
+
+@jit
+def sum_squares(
+    x: F32,
+    before: I16,
+    offsets: I8,
+    exponents_before: U8,
+    fine: F32,
+    quarters_before: F32,
+    seed_before: int,
+    exponents: U8,
+    quarters: F32,
+    squares: F64,
+    counts: F64,
+) -> None:
+    """Add the squares of weights less where they were, in steps, to ``squares`` (49,), by exponent, and to ``counts`` how many
+    these are. Arguments as those of `expect`."""
+    start = np.uint64(seed_before) << _32
+    q0, q1, q2, q3 = quarters[0], quarters[1], quarters[2], quarters[3]
+    p0, p1, p2, p3 = quarters_before[0], quarters_before[1], quarters_before[2], quarters_before[3]
+    f0, f1, f2, f3 = fine[0], fine[1], fine[2], fine[3]
+    for i in range(x.size):
+        k = exponents_before[i]
+        mean = (np.float32(before[i]) * _HALF - _dither(start, i)) * _step(f0, f1, f2, f3, k)
+        mean += (np.float32(offsets[i]) * _OF_OFFSET) * _step(p0, p1, p2, p3, k)
+        error = np.float64((x[i] - mean) / _step(q0, q1, q2, q3, exponents[i]))
+        squares[exponents[i]] += error * error
+        counts[exponents[i]] += 1.0
+
+
+@jit
+def carry(
+    x: F32,
+    errors: I8,
+    exponents_before: U8,
+    quarters_before: F32,
+    exponents: U8,
+    quarters: F32,
+    share: np.float32,
+    out: F32,
+) -> None:
+    """Weights plus a share of their former noise, ``errors`` / 64 steps: of the steps of before or of now, the narrower ones."""
+    q0, q1, q2, q3 = quarters[0], quarters[1], quarters[2], quarters[3]
+    p0, p1, p2, p3 = quarters_before[0], quarters_before[1], quarters_before[2], quarters_before[3]
+    for i in range(out.size):
+        step = min(_step(q0, q1, q2, q3, exponents[i]), _step(p0, p1, p2, p3, exponents_before[i]))
+        out[i] = x[i] + (share * np.float32(errors[i]) * _OF_OFFSET) * step
+
+
+@jit
+def note_errors(x: F32, restored: F32, exponents: U8, quarters: F32, out: I8) -> None:
+    """The noise: what was restored less the weight, in 1/64 step."""
+    q0, q1, q2, q3 = quarters[0], quarters[1], quarters[2], quarters[3]
+    parts, most = np.float32(64), np.float32(127)
+    for i in range(out.size):
+        error = (restored[i] - x[i]) / _step(q0, q1, q2, q3, exponents[i]) * parts
+        out[i] = np.int8(np.int32(np.floor(min(max(error, -most), most) + _HALF)))
+
+
+@jit
+def values(points: I16, exponents: U8, quarters: F32, seed: int, out: F32) -> None:
+    """The weights that points stand for: a subtraction and a product."""
+    start = np.uint64(seed) << _32
+    q0, q1, q2, q3 = quarters[0], quarters[1], quarters[2], quarters[3]
+    for i in range(out.size):
+        out[i] = (np.float32(points[i]) * _HALF - _dither(start, i)) * _step(q0, q1, q2, q3, exponents[i])
+
+
+@jit
+def expect(
+    before: I16,
+    offsets: I8,
+    exponents_before: U8,
+    fine: F32,
+    quarters_before: F32,
+    seed_before: int,
+    moved: np.float32,
+    exponents: U8,
+    quarters: F32,
+    seed: int,
+    even: I16,
+    out: I16,
+) -> None:
+    """Where weights are expected on another trellis: the nearest even point, in half steps, and the place from there.
+
+    They are expected ``moved * offsets`` / 64 of the steps that the noise of before was of, ``quarters_before``, from the
+    points ``before``, whose steps were ``fine``.
+    """
+    start, start_before = np.uint64(seed) << _32, np.uint64(seed_before) << _32
+    q0, q1, q2, q3 = quarters[0], quarters[1], quarters[2], quarters[3]
+    p0, p1, p2, p3 = quarters_before[0], quarters_before[1], quarters_before[2], quarters_before[3]
+    f0, f1, f2, f3 = fine[0], fine[1], fine[2], fine[3]
+    bound = np.float32(LIMIT)
+    low, high = np.float32(-256), np.float32(255)
+    for i in range(out.size):
+        k = exponents_before[i]
+        point = (np.float32(before[i]) * _HALF - _dither(start_before, i)) * _step(f0, f1, f2, f3, k)
+        offset = (moved * np.float32(offsets[i])) * _step(p0, p1, p2, p3, k)
+        # 2**-6 times a product is exact, unless the result is about to be subnormal, which counts as zero
+        mean = point + (offset * _OF_OFFSET if abs(offset) >= _LEAST_OFFSET else _ZERO)
+        place = mean / _step(q0, q1, q2, q3, exponents[i]) + _dither(start, i)
+        place = min(max(place, -bound), bound)
+        near = np.floor(place * _HALF + _HALF) * _TWO
+        even[i] = np.int16(np.int32(near * _TWO))
+        out[i] = np.int16(np.int32(min(max(np.floor((place - near) * _PARTS), low), high)))
+
+
+@jit
+def halves(even: I16, here: I16, seed: int, reach: int, out: U8) -> None:
+    """How large the expected weight is, in half steps up to ``reach``."""
+    start = np.uint64(seed) << _32
+    most = np.int32(reach)
+    for i in range(out.size):
+        dither = np.int32(_bits(start, i) >> np.uint64(8)) - np.int32(256)
+        size = abs((np.int32(even[i]) << 7) + np.int32(here[i]) - dither)
+        out[i] = np.uint8(min((size + np.int32(64)) >> 7, most))
+
+
+@jit
+def remember(errors: I32, gains: U16, exponents: U8, carried: int, offsets: I8, out: I8) -> None:
+    """How far from its point each weight is expected, in 1/64 of the steps that the noise is of.
+
+    Args:
+        errors: points less places, in 1/256 of this checkpoint's steps.
+        gains: (256,), `Expectation.gains`.
+        exponents: of each element.
+        carried: `Expectation`'s share, in 1/16.
+        offsets: the same for the points of before.
+        out: receives it.
+    """
+    share = np.int32(carried)
+    for i in range(out.size):
+        back = (np.int32(512) - errors[i] * np.int32(gains[exponents[i]])) >> 10
+        back += (np.int32(offsets[i]) * share + np.int32(8)) >> 4
+        out[i] = np.int8(min(max(back, -127), 127))

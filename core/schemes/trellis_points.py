@@ -1,0 +1,127 @@
+"""Matrices on a trellis: the nearest path of each row, and the values that points stand for."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from shrinkpoint.entropy.rans import map_in_threads
+from shrinkpoint.entropy.trellis import NOISE, States, path_width
+from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
+from shrinkpoint.schemes.base import EncodedTensor
+from shrinkpoint.schemes.lattice_points import QUARTERS
+from shrinkpoint.schemes.planes import F32, U8, integer
+from shrinkpoint.state import TensorSpec
+
+__all__ = ["WIDER", "Grid", "check_states", "nearest_points", "read_states", "zero_places"]
+
+I8 = npt.NDArray[np.int8]
+I16 = npt.NDArray[np.int16]
+
+WIDER: dict[int, float] = {states: (1 / 12 / noise) ** 0.5 for states, noise in NOISE.items()}
+"""By how much steps may be wider than those of a scalar quantizer for the same noise, by states."""
+
+_WHOLE = np.float32(1)
+_PATHS = 64  # that a thread takes at a time, at least
+
+
+def check_states(states: int) -> None:
+    """Raise ConfigError unless there is such a trellis."""
+    if states not in NOISE:
+        raise ConfigError(f"states={states!r} must be 4 or 8")
+
+
+def read_states(encoded: EncodedTensor, spec: TensorSpec) -> States:
+    """The states that a stored tensor names.
+
+    Raises:
+        FormatError: there is no such trellis.
+    """
+    states = integer(encoded.params, spec, "states", 4, 8)
+    if states == 4:
+        return 4
+    if states == 8:
+        return 8
+    raise FormatError(f"{spec.name}: a trellis of {states} states is not in this format")
+
+
+def nearest_points(values: F32, columns: int, states: States, threads: int = 1) -> I16:
+    """The points nearest to whole rows of values in steps, int16 (n,) in half steps."""
+    from shrinkpoint.schemes import trellis_search  # numba
+
+    points, width = np.empty(values.size, np.int16), path_width(columns)
+    step = width * max(_PATHS, -(-values.size // (width * 16)))
+
+    def search(start: int) -> None:
+        part = slice(start, start + step)
+        trellis_search.nearest_path(values[part], width, states, points[part])
+
+    map_in_threads(search, range(0, values.size, step), threads)
+    return points
+
+
+def zero_places(seed: int, count: int) -> I16:
+    """Where zeros are expected, int16 (n,) in 1/256 of a step."""
+    from shrinkpoint.schemes import trellis_dither  # numba
+
+    out = np.empty(count, np.int16)
+    trellis_dither.places(seed, out)
+    return out
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """Where the points of one tensor's weights lie."""
+
+    step: np.float32
+    """That the noise is of."""
+    exponents: U8
+    """Quarter octaves of each element's step above ``step / 64``."""
+    seed: int
+    grain: np.float32 = _WHOLE
+    """How many of these steps lie between two points of one state: noise that was carried over is not new."""
+
+    def measured(self, values: F32, even: I16, spec: TensorSpec) -> F32:
+        """Values in steps, dithered, from even points (half steps) on.
+
+        Raises:
+            CannotRepresentError: one is too many steps from 0.
+        """
+        from shrinkpoint.schemes import trellis_dither  # numba
+
+        out = np.empty(values.size, np.float32)
+        if not trellis_dither.scaled(values, self.exponents, self.fine, self.seed, even, out):
+            raise CannotRepresentError(f"{spec.name}: the step {self.step} is too small for its values")
+        return out
+
+    def values(self, points: I16) -> F32:
+        """The values that points stand for: two IEEE operations each."""
+        from shrinkpoint.schemes import trellis_dither  # numba
+
+        out = np.empty(points.size, np.float32)
+        trellis_dither.values(points, self.exponents, self.fine, self.seed, out)
+        return out
+
+    def errors(self, values: F32, points: I16) -> I8:
+        """How far points lie from the values, int8 (n,) in 1/64 of the steps that the noise is of."""
+        from shrinkpoint.schemes import trellis_dither  # numba
+
+        out = np.empty(points.size, np.int8)
+        trellis_dither.note_errors(values, self.values(points), self.exponents, self.quarters, out)
+        return out
+
+    def has_steps_of(self, other: "Grid") -> bool:
+        """Whether every element's step is the same in both."""
+        return self.step == other.step and np.array_equal(self.exponents, other.exponents)
+
+    @property
+    def quarters(self) -> F32:
+        """fp32 (4,): the steps of exponents 24 to 27."""
+        steps: F32 = self.step * QUARTERS
+        return steps
+
+    @property
+    def fine(self) -> F32:
+        """fp32 (4,): the same of points."""
+        steps: F32 = (self.step * self.grain) * QUARTERS
+        return steps
