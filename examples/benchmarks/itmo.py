@@ -4,24 +4,29 @@
 
 A training of `schemes.py` is taken from its cache, or run. The planes of its middle and its last checkpoint (``--deltas``:
 of all but the first) are coded, given those of the checkpoint before: ExCP's symbols, for which the LSTM was published
-(arXiv 2506.12000), and those of scheme ``auto``: how many steps of its lattice each weight has moved, and the levels of the
-first moments. For one block of the GPT that takes some minutes a seed; ``--parameters "*"`` takes all matrices, ``--only auto``
+(arXiv 2506.12000), and those of scheme ``auto``: of weights and of first moments, how many points each lies from the one nearest to
+where it is expected, among those of its state of the trellis: what its quantizers give, before anything is made of it. With
+``--symbols ranks`` it is how many points each lies beyond the one that its coder finds the best by looking ahead: what is left
+when dither and trellis are taken into account, which the LSTM's contexts do not. Both are of one effort (``--effort``), since
+efforts differ in their trellises. For one block of the GPT that takes some minutes a seed; ``--parameters "*"`` takes all matrices, ``--only auto``
 leaves ExCP's symbols out.
 
 Columns: entropy of order 0, and given the symbol at the same place before (both ideal, tables not counted); ``stored``, what
 scheme ``itmo`` writes, which is by tables where those are shorter; ``one LSTM``, a single network that learns on through all
 matrices of the same width, one under the other, as the paper may mean it; the context coder given the same previous plane and
 no other; and ``used``, what the scheme gives it: for ExCP's planes the previous one and siblings, for auto's what its codecs
-know of a dither and of a weight's history: the bytes that it stores. ``LSTM`` is the better of its two, chosen for every kind
+know of dither, paths and places: the bytes that it stores. ``LSTM`` is the better of its two, chosen for every kind
 of plane and width by itself, and the last columns how many times those bits are what is used. The last line of each is the sum over a
 parameter's planes. All bytes are counted, and everything is decoded and compared.
 """
 
 import argparse
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
@@ -34,13 +39,13 @@ from schemes_measure import Chain
 from schemes_models import MODELS, Undisturbed
 from schemes_settings import Setting
 
-from shrinkpoint.entropy import context, lstm
+from shrinkpoint.entropy import context, lstm, trellis_planes
 from shrinkpoint.entropy.context import Effort, Side
 from shrinkpoint.entropy.lstm import Advance, LstmOptions
 from shrinkpoint.entropy.symbols import conditional_entropy_bits
+from shrinkpoint.entropy.trellis_planes import CodedPoints
+from shrinkpoint.schemes import trellis_lattice, trellis_moments
 from shrinkpoint.schemes.auto import AutoOptions
-from shrinkpoint.schemes.base import Held
-from shrinkpoint.schemes.lattice_points import HeldLattice
 from shrinkpoint.state import Role, TensorSpec, TrainingState
 
 EFFORTS: tuple[Effort, ...] = ("default", "max")
@@ -67,56 +72,64 @@ def matrices(state: TrainingState, pattern: str) -> Tensors:
     return {name: tuple(parts[role] for role in roles) for name, parts in found.items()}  # type: ignore[misc]
 
 
-def chains(run: Undisturbed, steps: Sequence[int], scale: float, pattern: str) -> dict[int, Quantization]:
-    """Moves on dithered lattices and dithered first moments, as scheme ``auto`` codes a chain of the run's states."""
+def chains(
+    run: Undisturbed, steps: Sequence[int], scale: float, pattern: str, effort: Effort, symbols: str
+) -> dict[int, Quantization]:
+    """The symbols of weights and of first moments, as scheme ``auto`` codes a chain of the run's states."""
     planes: dict[int, Levels] = {}
-    sizes: dict[int, dict[Effort, dict[str, dict[str, int]]]] = {step: {} for step in steps}
-    for effort in EFFORTS:
-        options = AutoOptions(weight_scale=scale, effort=effort)
-        chain = Chain(Setting(scheme="auto", label=effort, options=options))
-        before: Mapping[str, Held] | None = None
-        for step in (step for step in run.course.save_steps if step <= max(steps)):
+    sizes: dict[int, dict[Effort, dict[str, dict[str, int]]]] = {}
+    options = AutoOptions(weight_scale=scale, effort=effort)
+    chain = Chain(Setting(scheme="auto", label=effort, options=options))
+    for step in (step for step in run.course.save_steps if step <= max(steps)):
+        with recorded(symbols) as found:
             coded = chain.add(run.state(step), step)
-            levels: Levels = {}
-            stored: dict[str, dict[str, int]] = {}
-            for entry in coded.checkpoint.entries:
-                spec, symbols_of = entry.spec, SYMBOLS.get(entry.spec.tag.role)
-                parameter = chosen(spec, pattern)
-                if symbols_of is None or parameter is None:
-                    continue
-                key, symbols = symbols_of(coded.held[spec.name], (before or {}).get(spec.name), spec)
-                levels.setdefault(parameter, {})[key] = symbols.reshape(spec.shape[0], -1)
-                stored.setdefault(parameter, {})[key] = len(entry.encoded.sections["levels"])
-            planes[step], before = levels, coded.held
-            if step in sizes:
-                sizes[step][effort] = stored
+        levels: Levels = {}
+        stored: dict[str, dict[str, int]] = {}
+        entries = [entry for entry in coded.checkpoint.entries if "points" in entry.encoded.sections]
+        for entry, plane in zip(entries, found, strict=True):
+            spec = entry.spec
+            parameter, key = chosen(spec, pattern), KEYS.get(spec.tag.role)
+            if parameter is not None and key is not None:
+                levels.setdefault(parameter, {})[key] = plane.reshape(spec.shape[0], -1)
+                stored.setdefault(parameter, {})[key] = len(entry.encoded.sections["points"])
+        planes[step], sizes[step] = levels, {effort: stored}
     return {
         step: Quantization(
-            f"auto, scale {scale:g}", ("m", "w"), [planes[step - run.course.every], planes[step]], sizes[step]
+            f"auto, scale {scale:g}",
+            ("m", "w"),
+            [planes[step - run.course.every], planes[step]],
+            sizes[step],
         )
         for step in steps
     }
 
 
-def _moves(held: Held, before: Held | None, spec: TensorSpec) -> tuple[str, UInt8s]:
-    """How far each weight is from where it is expected: where it was, or the point next to that on a lattice with other steps."""
-    lattice = HeldLattice.of(held, spec)
-    if lattice is None:
-        raise SystemExit(f"{spec.name} is not on a lattice")
-    expected = lattice.outlook(HeldLattice.of(before, spec)).predicted
-    moves = lattice.index.astype(np.int64) - expected
-    return "w", (np.clip(moves, -RADIUS, RADIUS) + RADIUS).astype(np.uint8)
+@contextmanager
+def recorded(symbols: str) -> Iterator[list[UInt8s]]:
+    """The symbols of every plane of points that is coded meanwhile, in the order of the checkpoint's tensors."""
+    found: list[UInt8s] = []
+
+    def record(points: npt.NDArray[np.int16], path: trellis_planes.Path, threads: int = 1) -> CodedPoints:
+        coded = trellis_planes.encode_points(points, path, threads)
+        moves = coded.ranks.astype(np.int64) if symbols == "ranks" else moves_of(points, path)
+        found.append((np.clip(moves, -RADIUS, RADIUS) + RADIUS).astype(np.uint8))
+        return coded
+
+    with (
+        mock.patch.object(trellis_lattice, "encode_points", record),
+        mock.patch.object(trellis_moments, "encode_points", record),
+    ):
+        yield found
 
 
-def _first_moments(held: Held, _: Held | None, spec: TensorSpec) -> tuple[str, UInt8s]:
-    return "m", np.asarray(held.planes["levels"], np.uint8)
+def moves_of(points: npt.NDArray[np.int16], path: trellis_planes.Path) -> npt.NDArray[np.int64]:
+    """How many points each lies from the one nearest to where it is expected, among those of its state."""
+    beside = points.astype(np.int64) & 1  # half a step, in states whose points lie there
+    nearest = (path.places.astype(np.int64) - 128 * beside + 128) >> 8
+    return (points.astype(np.int64) - beside) // 2 - nearest
 
 
-SYMBOLS: Mapping[Role, Callable[[Held, Held | None, TensorSpec], tuple[str, UInt8s]]] = {
-    Role.WEIGHT: _moves,
-    Role.EXP_AVG: _first_moments,
-}
-"""The symbols that auto codes, by role, given what is held of this checkpoint and of the one before."""
+KEYS = {Role.WEIGHT: "w", Role.EXP_AVG: "m"}
 
 
 def pruned(run: Undisturbed, step: int, alpha: float, pattern: str) -> Quantization:
@@ -186,7 +199,8 @@ def row(
             for place, effort in enumerate(EFFORTS):
                 bits[4 + place] += 8 * by_contexts(plane, [previous], effort)
                 if quantization.own:
-                    bits[6 + place] += 8 * quantization.own[effort][name][key]
+                    own = quantization.own.get(effort)
+                    bits[6 + place] += 8 * own[name][key] if own else np.nan
                 else:
                     sides = [previous, *(now[name][sibling] for sibling in siblings)]
                     bits[6 + place] += 8 * by_contexts(plane, sides, effort)
@@ -235,6 +249,7 @@ def summary(name: str, bits: dict[int, list[npt.NDArray[np.float64]]]) -> str:
         f"{name}, {effort}: {values.mean():.3f} ({values.min():.3f} to {values.max():.3f}, {len(values)} seeds);"
         f" single checkpoints {each.min():.3f} to {each.max():.3f}"
         for effort, values, each in zip(EFFORTS, quotients.T, alone.T, strict=True)
+        if not np.isnan(values).any()
     )
 
 
@@ -250,6 +265,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--only", choices=("excp", "auto"), help="one kind of symbols alone")
     parser.add_argument("--alpha", type=float, default=1e-3, help="ExCP's threshold (default 1e-3)")
     parser.add_argument("--scale", type=float, default=2.0, help="of auto's steps (default 2)")
+    parser.add_argument("--effort", choices=EFFORTS, default="default", help="of auto (default default)")
+    parser.add_argument(
+        "--symbols", choices=("moves", "ranks"), default="moves", help="of auto (default moves)"
+    )
     parser.add_argument("--width", type=int, default=32, help="units per layer (default 32)")
     parser.add_argument("--rate", type=int, default=7, help="learning rate 2^-rate (default 7)")
     parser.add_argument("--quick", action="store_true", help="a small model and few steps: no real numbers")
@@ -261,7 +280,9 @@ def compare(run: Undisturbed, options: argparse.Namespace) -> dict[str, list[npt
     """Print the lines of one training's checkpoints; bits per parameter of each, by kind of symbols."""
     network = LstmOptions(width=options.width, rate=options.rate)
     steps = run.course.save_steps[1:] if options.deltas else run.course.probes
-    coded = chains(run, steps, options.scale, options.parameters) if options.only != "excp" else {}
+    coded = {}
+    if options.only != "excp":
+        coded = chains(run, steps, options.scale, options.parameters, options.effort, options.symbols)
     found: dict[str, list[npt.NDArray[np.float64]]] = {}
     for step in steps:
         quantizations = [coded[step]] if coded else []
