@@ -36,7 +36,7 @@ from shrinkpoint.entropy.context_segments import (
 from shrinkpoint.entropy.kernels import pop, refill
 from shrinkpoint.jit import jit, jit_inlined
 
-__all__ = ["AHEAD", "FARTHEST_RANK", "LEADS", "Scene", "decode_chunk", "find_features", "measure"]
+__all__ = ["AHEAD", "FARTHEST_RANK", "LEADS", "Scene", "decode_chunk", "find_features", "flip", "measure"]
 
 Float64s = npt.NDArray[np.float64]
 Int8s = npt.NDArray[np.int8]
@@ -182,14 +182,14 @@ def _new_fans(width: int, tracked: bool) -> _Fans:
 
 
 @jit_inlined
-def _flip(state: Integer, states: int) -> Integer:
+def flip(state: Integer, states: int) -> Integer:
     """What is added to an index's parity on the way to the next state."""
     return (state >> 1 & 1) if states == 4 else ((state >> 1) ^ (state >> 2)) & 1
 
 
 @jit_inlined
 def _next(state: Integer, odd: Integer, states: int) -> Integer:
-    after: Integer = ((2 * state) & (states - 1)) | (odd ^ _flip(state, states))
+    after: Integer = ((2 * state) & (states - 1)) | (odd ^ flip(state, states))
     return after
 
 
@@ -543,7 +543,7 @@ def decode_chunk(
                 ranked[i] = symbol - radius
                 path[i] = state | (known & 128)
                 odd = (known >> 7) ^ ((symbol ^ radius) & 1)
-                state = ((2 * state) & mask) | (odd ^ _flip(state, states))
+                state = ((2 * state) & mask) | (odd ^ flip(state, states))
             for j in range(start, stop):
                 ranks[first + j] = ranked[j - start]
             _place_points(

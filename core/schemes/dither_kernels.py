@@ -26,7 +26,9 @@ __all__ = [
     "nearest",
     "offsets",
     "points",
+    "random_bits",
     "remember",
+    "step_of",
     "unlevel",
     "unmove",
 ]
@@ -57,12 +59,19 @@ _ZERO = np.float32(0)
 
 
 @jit
-def _bits(start: np.uint64, i: int) -> np.uint64:
-    """The 16 bits of an element's dither (SplitMix64 as a counter-based generator)."""
+def random_bits(start: np.uint64, i: int) -> np.uint64:
+    """64 bits of an element's own (SplitMix64 as a counter-based generator); ``start`` is the seed, shifted by 32."""
     bits = (np.uint64(i) + _ONE + start) * _WEYL
     bits = (bits ^ (bits >> _SHIFTS[0])) * _MIX_1
     bits = (bits ^ (bits >> _SHIFTS[1])) * _MIX_2
-    return (bits ^ (bits >> _SHIFTS[2])) >> _SHIFTS[3]
+    return bits ^ (bits >> _SHIFTS[2])
+
+
+@jit
+def _bits(start: np.uint64, i: int) -> np.uint64:
+    """The 16 bits of an element's dither."""
+    bits: np.uint64 = random_bits(start, i) >> _SHIFTS[3]
+    return bits
 
 
 @jit
@@ -72,7 +81,7 @@ def _offset(start: np.uint64, i: int) -> np.float32:
 
 
 @jit
-def _step(q0: np.float32, q1: np.float32, q2: np.float32, q3: np.float32, exponent: np.uint8) -> np.float32:
+def step_of(q0: np.float32, q1: np.float32, q2: np.float32, q3: np.float32, exponent: np.uint8) -> np.float32:
     """``quarters[e % 4] * 2 ** (e // 4 - 6)``, of which the product is exact."""
     k = np.int32(exponent)
     low = q1 if k & 1 else q0
@@ -119,7 +128,7 @@ def nearest(values: F32, exponents: U8, quarters: F32, seed: int, limit: int, ou
     bound = np.float32(limit + 1)
     largest = np.int32(0)
     for i in range(out.size):
-        x = values[i] / _step(q0, q1, q2, q3, exponents[i]) + _offset(start, i)
+        x = values[i] / step_of(q0, q1, q2, q3, exponents[i]) + _offset(start, i)
         whole = np.int32(_rint(min(max(x, -bound), bound)))
         largest = max(largest, abs(whole))
         out[i] = np.int16(whole)
@@ -132,7 +141,7 @@ def points(index: I16, exponents: U8, quarters: F32, seed: int, out: F32) -> Non
     start = np.uint64(seed) << _SHIFTS[4]
     q0, q1, q2, q3 = quarters[0], quarters[1], quarters[2], quarters[3]
     for i in range(out.size):
-        out[i] = (np.float32(index[i]) - _offset(start, i)) * _step(q0, q1, q2, q3, exponents[i])
+        out[i] = (np.float32(index[i]) - _offset(start, i)) * step_of(q0, q1, q2, q3, exponents[i])
 
 
 @jit
@@ -144,7 +153,7 @@ def carry(
     q0, q1, q2, q3 = quarters[0], quarters[1], quarters[2], quarters[3]
     bound, slots, last = np.float32(limit), np.float32(EDGE_SLOTS), np.float32(EDGE_SLOTS - 1)
     for i in range(index.size):
-        place = before[i] / _step(q0, q1, q2, q3, exponents[i]) + _offset(start, i)
+        place = before[i] / step_of(q0, q1, q2, q3, exponents[i]) + _offset(start, i)
         whole = _rint(min(max(place, -bound), bound))
         index[i] = np.int16(whole)
         # the difference to the nearest integer is exact, the sum with 1/2 need not be, but is one operation

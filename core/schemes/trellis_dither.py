@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shrinkpoint.jit import jit
+from shrinkpoint.schemes.dither_kernels import random_bits, step_of
 
 __all__ = [
     "LIMIT",
@@ -38,13 +39,9 @@ U16 = npt.NDArray[np.uint16]
 LIMIT = 14_000
 """Steps that a value may be from 0."""
 
-_WEYL = np.uint64(0x9E37_79B9_7F4A_7C15)
-_MIX_1, _MIX_2 = np.uint64(0xBF58_476D_1CE4_E5B9), np.uint64(0x94D0_49BB_1331_11EB)
-_30, _27, _31, _47, _32 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(47), np.uint64(32)
-_ONE = np.uint64(1)
+_47, _32 = np.uint64(47), np.uint64(32)
 _HALF, _UNIT, _WHOLE, _TWO = np.float32(0.5), np.float32(2.0**-16), np.float32(1), np.float32(2)
 _PARTS, _OF_OFFSET = np.float32(256), np.float32(2.0**-6)
-_OCTAVE_ZERO, _MANTISSA_BITS = 127 - 6, 23
 # Products below count as zero, as in schemes/dither_kernels.py.
 _LEAST, _ZERO = np.float32(2.0**-125), np.float32(0)
 _LEAST_OFFSET = np.float32(2.0**-118)
@@ -52,26 +49,14 @@ _LEAST_OFFSET = np.float32(2.0**-118)
 
 @jit
 def _bits(start: np.uint64, i: int) -> np.uint64:
-    """The 17 bits of an element's dither (SplitMix64 as a counter-based generator)."""
-    bits = (np.uint64(i) + _ONE + start) * _WEYL
-    bits = (bits ^ (bits >> _30)) * _MIX_1
-    bits = (bits ^ (bits >> _27)) * _MIX_2
-    return (bits ^ (bits >> _31)) >> _47
+    """The 17 bits of an element's dither."""
+    bits: np.uint64 = random_bits(start, i) >> _47
+    return bits
 
 
 @jit
 def _dither(start: np.uint64, i: int) -> np.float32:
     return (np.float32(np.int32(_bits(start, i))) + _HALF) * _UNIT - _WHOLE
-
-
-@jit
-def _step(q0: np.float32, q1: np.float32, q2: np.float32, q3: np.float32, exponent: np.uint8) -> np.float32:
-    """``quarters[e % 4] * 2 ** (e // 4 - 6)``, of which the product is exact."""
-    k = np.int32(exponent)
-    low = q1 if k & 1 else q0
-    high = q3 if k & 1 else q2
-    octave = np.int32(((k >> 2) + _OCTAVE_ZERO) << _MANTISSA_BITS)
-    return (high if k & 2 else low) * octave.view(np.float32)
 
 
 @jit
@@ -111,7 +96,7 @@ def scaled(x: F32, exponents: U8, quarters: F32, seed: int, even: I16, out: F32)
     q0, q1, q2, q3 = quarters[0], quarters[1], quarters[2], quarters[3]
     largest = _ZERO
     for i in range(out.size):
-        whole = x[i] / _step(q0, q1, q2, q3, exponents[i])
+        whole = x[i] / step_of(q0, q1, q2, q3, exponents[i])
         moved = (whole + _dither(start, i)) - np.float32(even[i]) * _HALF
         largest = max(largest, max(abs(whole), abs(moved)))
         out[i] = moved
@@ -140,9 +125,9 @@ def sum_squares(
     f0, f1, f2, f3 = fine[0], fine[1], fine[2], fine[3]
     for i in range(x.size):
         k = exponents_before[i]
-        mean = (np.float32(before[i]) * _HALF - _dither(start, i)) * _step(f0, f1, f2, f3, k)
-        mean += (np.float32(offsets[i]) * _OF_OFFSET) * _step(p0, p1, p2, p3, k)
-        error = np.float64((x[i] - mean) / _step(q0, q1, q2, q3, exponents[i]))
+        mean = (np.float32(before[i]) * _HALF - _dither(start, i)) * step_of(f0, f1, f2, f3, k)
+        mean += (np.float32(offsets[i]) * _OF_OFFSET) * step_of(p0, p1, p2, p3, k)
+        error = np.float64((x[i] - mean) / step_of(q0, q1, q2, q3, exponents[i]))
         squares[exponents[i]] += error * error
         counts[exponents[i]] += 1.0
 
@@ -162,7 +147,7 @@ def carry(
     q0, q1, q2, q3 = quarters[0], quarters[1], quarters[2], quarters[3]
     p0, p1, p2, p3 = quarters_before[0], quarters_before[1], quarters_before[2], quarters_before[3]
     for i in range(out.size):
-        step = min(_step(q0, q1, q2, q3, exponents[i]), _step(p0, p1, p2, p3, exponents_before[i]))
+        step = min(step_of(q0, q1, q2, q3, exponents[i]), step_of(p0, p1, p2, p3, exponents_before[i]))
         out[i] = x[i] + (share * np.float32(errors[i]) * _OF_OFFSET) * step
 
 
@@ -172,7 +157,7 @@ def note_errors(x: F32, restored: F32, exponents: U8, quarters: F32, out: I8) ->
     q0, q1, q2, q3 = quarters[0], quarters[1], quarters[2], quarters[3]
     parts, most = np.float32(64), np.float32(127)
     for i in range(out.size):
-        error = (restored[i] - x[i]) / _step(q0, q1, q2, q3, exponents[i]) * parts
+        error = (restored[i] - x[i]) / step_of(q0, q1, q2, q3, exponents[i]) * parts
         out[i] = np.int8(np.int32(np.floor(min(max(error, -most), most) + _HALF)))
 
 
@@ -182,7 +167,7 @@ def values(points: I16, exponents: U8, quarters: F32, seed: int, out: F32) -> No
     start = np.uint64(seed) << _32
     q0, q1, q2, q3 = quarters[0], quarters[1], quarters[2], quarters[3]
     for i in range(out.size):
-        out[i] = (np.float32(points[i]) * _HALF - _dither(start, i)) * _step(q0, q1, q2, q3, exponents[i])
+        out[i] = (np.float32(points[i]) * _HALF - _dither(start, i)) * step_of(q0, q1, q2, q3, exponents[i])
 
 
 @jit
@@ -213,11 +198,11 @@ def expect(
     low, high = np.float32(-256), np.float32(255)
     for i in range(out.size):
         k = exponents_before[i]
-        point = (np.float32(before[i]) * _HALF - _dither(start_before, i)) * _step(f0, f1, f2, f3, k)
-        offset = (moved * np.float32(offsets[i])) * _step(p0, p1, p2, p3, k)
+        point = (np.float32(before[i]) * _HALF - _dither(start_before, i)) * step_of(f0, f1, f2, f3, k)
+        offset = (moved * np.float32(offsets[i])) * step_of(p0, p1, p2, p3, k)
         # 2**-6 times a product is exact, unless the result is about to be subnormal, which counts as zero
         mean = point + (offset * _OF_OFFSET if abs(offset) >= _LEAST_OFFSET else _ZERO)
-        place = mean / _step(q0, q1, q2, q3, exponents[i]) + _dither(start, i)
+        place = mean / step_of(q0, q1, q2, q3, exponents[i]) + _dither(start, i)
         place = min(max(place, -bound), bound)
         near = np.floor(place * _HALF + _HALF) * _TWO
         even[i] = np.int16(np.int32(near * _TWO))

@@ -7,6 +7,7 @@ search.
 import numpy as np
 import numpy.typing as npt
 
+from shrinkpoint.entropy.trellis_kernels import flip
 from shrinkpoint.jit import jit
 
 __all__ = ["nearest_path"]
@@ -17,11 +18,6 @@ U8 = npt.NDArray[np.uint8]
 
 _LANES = 16
 _EVERY = 64  # columns after which costs are counted anew
-
-
-@jit
-def _flip(state: int, states: int) -> int:
-    return (state >> 1 & 1) if states == 4 else ((state >> 1) ^ (state >> 2)) & 1
 
 
 @jit
@@ -70,7 +66,7 @@ def nearest_path(values: F32, width: int, states: int, out: I16) -> None:
             for state in range(states):
                 low = state >> 1
                 high = low + states // 2
-                parity = (state & 1) ^ _flip(low, states)
+                parity = (state & 1) ^ flip(low, states)
                 offset = low & 1
                 of_low, of_high = squares[2 * offset + parity], squares[2 * offset + 1 - parity]
                 from_low, from_high = before[low], before[high]
@@ -96,7 +92,7 @@ def nearest_path(values: F32, width: int, states: int, out: I16) -> None:
             for j in range(width - 1, -1, -1):
                 chosen = choices[j, state, lane]
                 low = state >> 1
-                parity = (state & 1) ^ _flip(low, states) ^ chosen
+                parity = (state & 1) ^ flip(low, states) ^ chosen
                 state = low + (states // 2) * chosen
                 if j < row.size:
                     beside = half * np.float32(state & 1)
