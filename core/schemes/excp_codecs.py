@@ -97,7 +97,8 @@ class ExcpOptions(ExcpSettings):
     """Settings of ExCP."""
 
     coder: SymbolCoder = "lzma"
-    """The paper packs two labels per byte and compresses files with 7-Zip; ``rans`` uses the previous labels too."""
+    """The paper packs two labels per byte and compresses files with 7-Zip; ``rans``, ``context`` and ``mixing`` use
+    the previous labels too, the last two also those around."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

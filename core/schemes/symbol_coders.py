@@ -9,16 +9,19 @@ Payload: one byte for the method, then
     4 rans      shrinkpoint.entropy.rans, alone
     5 given     rANS given the symbol at the same place in the previous plane
     6 lstm      shrinkpoint.entropy.lstm
+    7 context   shrinkpoint.entropy.context, without side planes
+    8 beside    the same, the previous plane being its side plane
 """
 
 import lzma
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from shrinkpoint.entropy import lstm
+from shrinkpoint.entropy import context, lstm
 from shrinkpoint.entropy.huffman import decode_huffman, encode_huffman
 from shrinkpoint.entropy.rans import decode_symbols, encode_symbols, predict_bytes
 from shrinkpoint.entropy.symbols import count_symbols
@@ -38,10 +41,12 @@ __all__ = [
 
 U8 = npt.NDArray[np.uint8]
 
-SymbolCoder = Literal["packed", "lzma", "huffman", "cyclic", "rans"]
-"""``packed`` is plain bits, ``cyclic`` needs a previous plane and is ``huffman`` without one, ``rans`` is smallest."""
+SymbolCoder = Literal["packed", "lzma", "huffman", "cyclic", "rans", "context", "mixing"]
+"""``packed`` is plain bits, ``cyclic`` needs a previous plane and is ``huffman`` without one; ``rans``, ``context`` and
+``mixing`` are ever smaller and slower, the last two being `shrinkpoint.entropy.context` with effort default and max."""
 
-_PACKED, _LZMA, _HUFFMAN, _CYCLIC, _RANS, _GIVEN, _LSTM = range(7)
+_PACKED, _LZMA, _HUFFMAN, _CYCLIC, _RANS, _GIVEN, _LSTM, _CONTEXT, _BESIDE = range(9)
+_EFFORTS: Mapping[SymbolCoder, context.Effort] = {"context": "default", "mixing": "max"}
 _DICTIONARY = 8 << 20
 _CHUNK = 1 << 20  # symbols; a multiple of 8, so that every chunk ends with a whole byte
 _PRESET = 6
@@ -63,7 +68,7 @@ class StaticCoder:
 
     def __call__(self, plane: U8, alphabet: int, previous: U8 | None, *, columns: int, threads: int) -> bytes:
         """See `PlaneCoder`."""
-        return encode_plane(plane, alphabet, self.coder, previous, threads)
+        return encode_plane(plane, alphabet, self.coder, previous, threads, columns=columns)
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,13 @@ class LstmCoder:
 
 
 def encode_plane(
-    plane: U8, alphabet: int, coder: SymbolCoder, previous: U8 | None = None, threads: int = 1
+    plane: U8,
+    alphabet: int,
+    coder: SymbolCoder,
+    previous: U8 | None = None,
+    threads: int = 1,
+    *,
+    columns: int | None = None,
 ) -> bytes:
     """Code a plane.
 
@@ -96,13 +107,25 @@ def encode_plane(
         alphabet: 1..256.
         coder: how to code.
         previous: uint8 (n,), the same plane of the previous checkpoint, of the same alphabet; None without one.
-        threads: threads for rANS; the bytes do not depend on it.
+        threads: threads for rANS and contexts; the bytes do not depend on it.
+        columns: of the plane, for contexts; None for a plane of one row.
 
     Returns:
         The payload; `uses_previous` tells from it whether decoding needs the previous plane.
     """
     if coder == "rans":
         return _encode_rans(plane, alphabet, previous, threads)
+    if coder in _EFFORTS:
+        sides = _sides(previous, alphabet)
+        payload = context.encode_plane(
+            plane,
+            alphabet,
+            columns=_columns(plane.size, columns),
+            sides=sides,
+            effort=_EFFORTS[coder],
+            threads=threads,
+        )
+        return bytes([_BESIDE if sides else _CONTEXT]) + payload
     if coder == "cyclic" and previous is not None:
         delta = (plane.astype(np.int64) - previous) % alphabet
         return bytes([_CYCLIC]) + encode_huffman(delta)
@@ -144,9 +167,12 @@ def decode_plane(
     method, body = payload[0], payload[1:]
     if uses_previous(payload) and (previous is None or previous.size != count):
         raise FormatError("symbol plane: it is coded given a previous plane, and there is none")
+    wide = _columns(count, columns)
     if method == _LSTM:
-        columns = columns or max(count, 1)
-        return lstm.decode_plane(body, count, alphabet, columns=columns, previous=previous, threads=threads)
+        return lstm.decode_plane(body, count, alphabet, columns=wide, previous=previous, threads=threads)
+    if method in (_CONTEXT, _BESIDE):
+        sides = _sides(previous if method == _BESIDE else None, alphabet)
+        return context.decode_plane(body, count, alphabet, columns=wide, sides=sides, threads=threads)
     if method == _RANS:
         return decode_symbols(body, None, count, alphabet, 1, threads=threads)
     if method == _GIVEN:
@@ -168,7 +194,7 @@ def uses_previous(payload: bytes) -> bool:
     """Whether a payload was coded given the previous plane."""
     if payload[:1] == bytes([_LSTM]):
         return lstm.uses_previous(payload[1:])
-    return payload[:1] in (bytes([_CYCLIC]), bytes([_GIVEN]))
+    return payload[:1] in (bytes([_CYCLIC]), bytes([_GIVEN]), bytes([_BESIDE]))
 
 
 def deflate(data: bytes) -> bytes:
@@ -195,6 +221,14 @@ def inflate(data: bytes, size: int) -> bytes:
 
 def _filters(**more: Any) -> list[dict[str, Any]]:
     return [{"id": lzma.FILTER_LZMA2, "dict_size": _DICTIONARY, **more}]
+
+
+def _columns(count: int, columns: int | None) -> int:
+    return columns or max(count, 1)
+
+
+def _sides(previous: U8 | None, alphabet: int) -> list[context.Side]:
+    return [] if previous is None else [context.Side(previous, alphabet)]
 
 
 def _encode_rans(plane: U8, alphabet: int, previous: U8 | None, threads: int) -> bytes:

@@ -132,6 +132,9 @@ def _sliced() -> Iterator[Setting]:
             options = replace(itmo, alpha=alpha, refill="factored", base_moments="quantized")
             yield Setting(scheme=slow, label=f"alpha {alpha:g}, refilled, lossy base", options=options)
     yield from (setting for setting in SETTINGS if setting.label.endswith("lossy base"))
+    for coder in ("context", "mixing"):
+        options = ExcpOptions(alpha=2e-4, refill="factored", coder=coder, base_moments="quantized")
+        yield Setting(scheme="excp", label=f"alpha 0.0002, refilled, {coder}, lossy base", options=options)
     yield from (setting for setting in SETTINGS if setting.scheme == "auto" and "," not in setting.label)
 
 

@@ -103,15 +103,29 @@ def test_ranked_codes(counts):
 @pytest.mark.parametrize("alphabet", [1, 2, 9, 16, 256])
 @pytest.mark.parametrize(
     ("coder", "methods"),
-    [("packed", {0}), ("lzma", {1}), ("huffman", {2}), ("cyclic", {3}), ("rans", {4, 5})],
+    [
+        ("packed", {0}),
+        ("lzma", {1}),
+        ("huffman", {2}),
+        ("cyclic", {3}),
+        ("rans", {4, 5}),
+        ("context", {8}),
+        ("mixing", {8}),
+    ],
 )
 def test_symbol_planes(coder, methods, alphabet):
     rng = np.random.default_rng(alphabet)
     previous = rng.integers(0, alphabet, 5000).astype(np.uint8)
     plane = np.where(rng.random(5000) < 0.8, previous, (previous.astype(int) + 1) % alphabet).astype(np.uint8)
-    data = encode_plane(plane, alphabet, coder, previous)
+    data = encode_plane(plane, alphabet, coder, previous, columns=50)
     assert data[0] in methods
-    assert read_symbol_plane(data, plane.size, alphabet, previous.tolist()) == plane.tolist()
+
+    def contexts(body, beside):
+        sides = [Side(levels, alphabet) for levels in beside]
+        return read_context_plane(body, plane.size, alphabet, 50, sides, read_model_plane)
+
+    read = read_symbol_plane(data, plane.size, alphabet, previous.tolist(), contexts=contexts)
+    assert read == plane.tolist()
 
 
 def read_context(data, plane, alphabet, columns, sides):

@@ -98,6 +98,10 @@ def trellis_lattice(**options: object) -> Maker:
     return make
 
 
+def context_coders() -> dict[str, dict]:
+    return {name: {"options": ExcpOptions(coder=name)} for name in ("context", "mixing")}
+
+
 def symbol_coders() -> dict[str, dict]:
     coders: dict[str, dict] = {
         name: {"options": ExcpOptions(coder=name, bits=bits)}
@@ -217,6 +221,11 @@ CASES: Mapping[str, Mapping[str, Variant]] = {
             }
         )
         for refill in ("none", "mean", "factored")
+    },
+    "excp-contexts": {
+        f"{name}-{role}": Variant({role: lambda *_, codec=codec, keys=keys: codec(**keys)})
+        for name, keys in context_coders().items()
+        for role, codec in (("weight", ExcpWeightCodec), ("exp_avg", ExcpMomentCodec))
     },
     "uniform-cyclic": {
         "cyclic": weight(lambda *_: UniformCodec()),

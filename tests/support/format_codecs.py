@@ -101,8 +101,12 @@ class Tensor:
                 body, self.count, alphabet, columns=self.columns, previous=plane
             ).tolist()
 
+        def contexts(body, beside):
+            sides = [Side(levels, alphabet) for levels in beside]
+            return read_context_plane(body, self.count, alphabet, self.columns, sides, read_model_plane)
+
         count = self.count if count is None else count
-        return read_symbol_plane(self.sections[name], count, alphabet, previous, network)
+        return read_symbol_plane(self.sections[name], count, alphabet, previous, network, contexts)
 
     def context_plane(self, alphabet, sides):
         data = self.sections["levels"]

@@ -223,8 +223,8 @@ def read_ranked(data, count, lengths):
     return read_codes(Cursor(data), count, range(len(lengths)), lengths)
 
 
-def read_symbol_plane(data, count, alphabet, previous=None, lstm=None):
-    """`lstm` reads what method 6 has."""
+def read_symbol_plane(data, count, alphabet, previous=None, lstm=None, contexts=None):
+    """`lstm` reads what method 6 has, `contexts` what 7 and 8 have, given the planes beside."""
     method, body = data[0], data[1:]
     width = max(1, (alphabet - 1).bit_length())
     if method == 1:
@@ -240,6 +240,8 @@ def read_symbol_plane(data, count, alphabet, previous=None, lstm=None):
         return [(d + p) % alphabet for d, p in zip(read_huffman(body), previous, strict=True)]
     if method in (4, 5):
         return read_rans(body, list(previous) if method == 5 else [0] * count, alphabet)
+    if method in (7, 8):
+        return contexts(body, [previous] if method == 8 else [])
     assert method == 6
     return lstm(body)
 

@@ -28,7 +28,7 @@ options = st.builds(
     clustering=st.sampled_from(["kmeans", "optimal"]),
     codebook=st.sampled_from(["float32", "float16"]),
     refill=st.sampled_from(["none", "mean", "factored"]),
-    coder=st.sampled_from(["lzma", "rans", "packed", "huffman", "cyclic"]),
+    coder=st.sampled_from(["lzma", "rans", "packed", "huffman", "cyclic", "context", "mixing"]),
     base_moments=st.sampled_from(["exact", "quantized"]),
     min_elements=st.just(1),
 )
@@ -204,7 +204,7 @@ def test_a_changed_shape_and_a_new_parameter_start_again():
 def test_malformed_bytes_are_refused():
     generator = torch.Generator().manual_seed(0)
     before, after = torch.randn(2, 10, 10, generator=generator)
-    for coder in ("lzma", "rans", "packed", "cyclic"):
+    for coder in ("lzma", "rans", "packed", "cyclic", "context", "mixing"):
         check_malformed(ExcpWeightCodec(options=ExcpOptions(coder=coder)), before, after)
         check_malformed(ExcpMomentCodec(options=ExcpOptions(coder=coder)), before, after)
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from shrinkpoint.errors import CorruptionError, FormatError
 from shrinkpoint.schemes.symbol_coders import decode_plane, deflate, encode_plane, inflate, uses_previous
 
-CODERS = ["packed", "lzma", "huffman", "cyclic", "rans"]
+CODERS = ["packed", "lzma", "huffman", "cyclic", "rans", "context", "mixing"]
 
 
 @given(st.data(), st.sampled_from(CODERS), st.integers(1, 256), st.integers(0, 3000), st.booleans())
@@ -16,10 +16,10 @@ def test_planes_round_trip(data, coder, alphabet, count, given_previous):
     changed = generator.random(count) < 0.02
     previous = np.where(changed, generator.integers(0, alphabet, count), plane).astype(np.uint8)
     reference = previous if given_previous else None
-    payload = encode_plane(plane, alphabet, coder, reference)
-    assert np.array_equal(
-        decode_plane(payload, count, alphabet, previous if uses_previous(payload) else None), plane
-    )
+    columns = data.draw(st.sampled_from([None, *(c for c in range(1, 40) if count % c == 0)]))
+    payload = encode_plane(plane, alphabet, coder, reference, columns=columns)
+    given_it = previous if uses_previous(payload) else None
+    assert np.array_equal(decode_plane(payload, count, alphabet, given_it, columns=columns), plane)
     if uses_previous(payload):
         assert given_previous
         if count:
