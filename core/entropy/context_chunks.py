@@ -7,7 +7,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shrinkpoint.entropy.context_cells import Cells, grow_cells
+from shrinkpoint.entropy.context_cells import Cells
+from shrinkpoint.entropy.context_leaves import (
+    Span,
+    grow_tree,
+    own_cells,
+    read_leaves,
+    sample_places,
+    write_leaves,
+)
 from shrinkpoint.entropy.context_model import (
     MAX_COLUMNS,
     PlaneModel,
@@ -21,16 +29,12 @@ from shrinkpoint.entropy.context_tables import (
     check_end,
     join_chunks,
     open_chunk,
-    put_chunk,
-    run_tables,
     split_chunks,
 )
 from shrinkpoint.entropy.context_tree import build_decisions, logits
-from shrinkpoint.entropy.leaf_tables import levelled, read_leaf_tables, write_leaf_tables
 from shrinkpoint.entropy.rans import map_in_threads
-from shrinkpoint.entropy.symbols import count_symbols, frozen
 from shrinkpoint.entropy.tables import TableSet, plan_tables, read_tables, write_tables
-from shrinkpoint.entropy.wire import BitReader, BitWriter, ByteReader
+from shrinkpoint.entropy.wire import ByteReader
 from shrinkpoint.errors import CorruptionError, FormatError
 
 __all__ = ["Plan", "decode_mixed", "decode_static", "encode_mixed", "encode_static"]
@@ -38,12 +42,10 @@ __all__ = ["Plan", "decode_mixed", "decode_static", "encode_mixed", "encode_stat
 Int64s = npt.NDArray[np.int64]
 UInt8s = npt.NDArray[np.uint8]
 UInt16s = npt.NDArray[np.uint16]
-Span = tuple[int, int]
 
 _MIN_CHUNK_LOG2, _MAX_CHUNK_LOG2 = 18, 23
 _CHUNK_ROWS = 256  # below, the directions of the rows are relearned too often
 _MIN_WIDTH = 8
-_MIN_SAMPLE, _MAX_SAMPLE = 1 << 13, 1 << 15
 _ONE_CONTEXT = np.ones(1, dtype=np.bool_)
 
 
@@ -154,49 +156,27 @@ def encode_static(plan: Plan, symbols: UInt8s, alphabet: int, threads: int) -> b
 
     map_in_threads(find, plan.spans(), threads)
     cells = _grow(plan, coded, found)
-    leaves, strides = cells.leaves(), cells.strides
-    numbers = np.arange(context_segments.LEVELS[0] * context_segments.LEVELS[1])
-    own = (
-        numbers % context_segments.LEVELS[0] * strides[0] + numbers // context_segments.LEVELS[0] * strides[1]
-    )
+    leaves, own = cells.leaves(), own_cells(cells)
 
     def name(span: Span) -> None:
         part, scene = slice(*span), plan.scene(span)
         sides = scene.sides.reshape(scene.sides.shape[0], span[1] - span[0])
-        classes = context_segments.side_cells(scene, strides)
-        arguments = leaves, own.astype(np.int32), found[part], classes, sides, contexts[part]
+        classes = context_segments.side_cells(scene, cells.strides)
+        arguments = leaves, own, found[part], classes, sides, contexts[part]
         context_growth.name_leaves(*arguments)
 
     map_in_threads(name, plan.spans(), threads)
-    counts = count_symbols(coded, contexts, alphabet, len(cells.splits) + 1)
-    zero = int(np.argmax(counts.sum(axis=0)))
-    tables = levelled(counts, plan_tables(counts).rows, zero)
-    coder = run_tables(tables.entries(), zero)
-    rows = tables.rows.astype(np.uint8)
-
-    def encode(span: Span) -> bytes:
-        part = contexts[slice(*span)]
-        context_growth.rename(rows, frozen(part), part)
-        return put_chunk(coder, part, coded[slice(*span)])
-
-    out, bits = bytearray(), BitWriter()
+    out = bytearray()
     plan.write(out)
-    cells.write(bits)
-    write_leaf_tables(bits, tables, zero)
-    out += bits.to_bytes()
-    return join_chunks(out, map_in_threads(encode, plan.spans(), threads))
+    return write_leaves(out, cells, contexts, coded, alphabet, plan.spans(), threads)
 
 
 def decode_static(reader: ByteReader, plan: Plan, alphabet: int, threads: int) -> UInt8s:
     """Inverse of :func:`encode_static`, for what follows the plan."""
     from shrinkpoint.entropy import context_segments  # numba
 
-    bits = BitReader(reader)
-    cells = Cells.read(bits, plan.levels())
-    zero, tables = read_leaf_tables(bits, len(cells.splits) + 1, alphabet)
-    bits.finish()
-    coder = run_tables(tables.entries(), zero)
-    rows, strides = tables.rows[cells.leaves()].astype(np.uint8), cells.strides
+    leaves = read_leaves(reader, plan.levels(), alphabet)
+    strides, rows, coder = leaves.strides, leaves.rows, leaves.coder
 
     def decode(chunk: memoryview, scene: Any, plane: UInt8s) -> None:
         words, cursor = open_chunk(chunk)
@@ -212,16 +192,13 @@ def _grow(plan: Plan, symbols: UInt8s, found: UInt16s) -> Cells:
     """Grow the tree on symbols from all over the plane, whose own features are ``found``."""
     from shrinkpoint.entropy.context_segments import FEATURES, LEVELS  # numba
 
-    size = min(max(symbols.size // 4, _MIN_SAMPLE), _MAX_SAMPLE, symbols.size)
-    places = np.arange(size) * symbols.size // size
-    features = np.zeros((FEATURES, size), dtype=np.uint8)
+    places = sample_places(symbols.size)
+    features = np.zeros((FEATURES, places.size), dtype=np.uint8)
     features[1], features[0] = np.divmod(found[places], np.uint16(LEVELS[0]))
     sides, _ = side_levels(plan.model, plan.given, places)
     for row, classes, levels in zip(features[len(LEVELS) :], plan.maps[0], sides, strict=False):
         row[:] = classes[levels]
-    present, ranks = np.unique(symbols[places], return_inverse=True)
-    weight = symbols.size / size
-    return grow_cells(features, ranks.astype(np.uint8), present.size, plan.levels(), weight)
+    return grow_tree(features, symbols[places], plan.levels(), symbols.size)
 
 
 def encode_mixed(plan: Plan, symbols: UInt8s, counts: Int64s, threads: int) -> bytes:

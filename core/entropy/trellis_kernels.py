@@ -3,12 +3,8 @@
 Importing this module imports numba, so it is only ever imported from inside a function of its callers. All arithmetic
 is on integers but the low-rank prediction's (entropy/context_segments.py); every index is clamped.
 
-A reader knows where each value is expected, its *place*. In a given state it knows of each of the two nearest points, one
-of either parity, how far it is, and what the state behind it allows for the places to come: the cost of the cheapest
-path through them, of which each further element counts a share less. The point of the lesser cost is the *best* one, the
-difference of both costs is its *lead*, and what is coded is how many points further, in the direction of the other one,
-the true point lies: under tables that depend on the lead, on how far points of this row and column have been from their
-places, and on side planes.
+What is coded are the ranks of entropy/trellis_leads.py, under tables that depend on the leads, on how far points of this row
+and column have been from their places, and on side planes.
 """
 
 from typing import NamedTuple
@@ -34,9 +30,19 @@ from shrinkpoint.entropy.context_segments import (
     refresh_segments,
 )
 from shrinkpoint.entropy.kernels import pop, refill
+from shrinkpoint.entropy.trellis_leads import (
+    LEADS,
+    Scene,
+    flip,
+    look_ahead,
+    move_places,
+    new_leads,
+    place_points,
+    rank_path,
+)
 from shrinkpoint.jit import jit, jit_inlined
 
-__all__ = ["AHEAD", "FARTHEST_RANK", "LEADS", "Scene", "decode_chunk", "find_features", "flip", "measure"]
+__all__ = ["decode_chunk", "find_features", "measure"]
 
 Float64s = npt.NDArray[np.float64]
 Int8s = npt.NDArray[np.int8]
@@ -47,84 +53,32 @@ UInt8s = npt.NDArray[np.uint8]
 UInt16s = npt.NDArray[np.uint16]
 Integer = int | np.int64
 
-LEADS = 44
-"""Classes of leads."""
-
-AHEAD = 16
-"""Columns behind a segment that its leads take into account."""
-
-FARTHEST_RANK = 126
-"""Points further from the best one are taken for the last ones of their parity; the caller knows how much further they are."""
-
 _LARGEST = 1023  # energy of an element, in 1/256 square steps
 _FLOOR = 8 * 16  # energy that noise has, in 1/2048
 _PRIOR = 32  # columns of mean energy that a row starts with
 _OCTAVES = np.array([0] + [(k**4).bit_length() - 1 for k in range(1, 8 * _LARGEST + 9)], dtype=np.int32)
 """4 log2 of an energy, rounded down."""
 
-# Constants of 32 bits: others would make the loops' arithmetic one of 64, in half as many lanes.
-_0, _1, _7, _8, _9 = np.int32(0), np.int32(1), np.int32(7), np.int32(8), np.int32(9)
-_128, _256 = np.int32(128), np.int32(256)
-_BY_LEAD, _BY_SQUARE, _BY_LEAK = np.int32(5), np.int32(6), np.int32(4)
-_LAST_LEAD = np.int32(LEADS - 1)
+_8 = np.int32(8)  # of 32 bits: another would make the loop's arithmetic one of 64, in half as many lanes
 _P_SHIFT, _V_SHIFT = 8, 12
 _V_LIMIT = 511
 _FAR = 4 * 256  # places are moved by no more
 
 
-class Scene(NamedTuple):
-    """What the kernels read for a chunk of n elements.
-
-    Attributes:
-        width: elements of a path; the last one may have fewer.
-        states: 4 or 8.
-        places: int16 (n,), -256 to 255.
-        sides: uint8 (sides, n), levels of the side planes.
-        leak: what a further element's cost counts, in 1/16.
-        low_rank: whether values are predicted from the directions of the rows before.
-        scale: units of a value that a part of a step has, in 2^-12.
-        mean: mean energy in 1/2048 square steps.
-    """
-
-    width: int
-    states: int
-    places: Int16s
-    sides: UInt8s
-    leak: int
-    low_rank: bool
-    scale: int
-    mean: int
-
-
 class _Row(NamedTuple):
-    """What is known in a row; columns are padded to whole segments.
+    """How far points are from their places; columns are padded to whole segments.
 
     Attributes:
-        y: int32 (columns,), places.
-        squares: int32 (4, 16, segments + 1): costs of the nearest point at offset 0 and 1/2, of parity 0 and 1, by column
-            within the segment and by segment.
-        paths: int32 (2, states, segments): costs of the cheapest paths.
-        ahead: int32 (states, columns): that from the next column on.
-        packed: int32 (1 or 2, segments), as ``found``.
-        found: int32 (1 or 2, columns): for each of four states a byte, the lead's class, and 128 if the best point is odd.
-        cells: int32 (columns,).
+        cells: int32 (columns,), what is known of each element but for its lead.
         busy: int32 (columns,), decayed mean energy of each column in 1/2048.
         activity: int32 (columns,), `_OCTAVES` of it.
-        energies: int32 (columns,).
-        shift: int32 (16,), by how much predictions move the places.
+        energies: int32 (columns,), of this row's elements.
     """
 
-    y: Int32s
-    squares: Int32s
-    paths: Int32s
-    ahead: Int32s
-    packed: Int32s
-    found: Int32s
     cells: Int32s
     busy: Int32s
     activity: Int32s
     energies: Int32s
-    shift: Int32s
 
 
 class _Fans(NamedTuple):
@@ -142,21 +96,13 @@ class _Fans(NamedTuple):
 
 
 @jit
-def _new_row(scene: Scene) -> _Row:
-    segments = (scene.width + SEGMENT - 1) // SEGMENT
-    columns, states = segments * SEGMENT, scene.states
+def _new_row(width: int, mean: int) -> _Row:
+    columns = (width + SEGMENT - 1) // SEGMENT * SEGMENT
     return _Row(
         np.zeros(columns, dtype=np.int32),
-        np.zeros((4, SEGMENT, segments + 1), dtype=np.int32),
-        np.zeros((2, states, segments), dtype=np.int32),
-        np.zeros((states, columns if scene.low_rank else 0), dtype=np.int32),
-        np.zeros((states // 4, segments), dtype=np.int32),
-        np.zeros((states // 4, columns), dtype=np.int32),
-        np.zeros(columns, dtype=np.int32),
-        np.full(columns, scene.mean, dtype=np.int32),
+        np.full(columns, mean, dtype=np.int32),
         np.zeros(columns, dtype=np.int32),
         np.zeros(columns, dtype=np.int32),
-        np.zeros(SEGMENT, dtype=np.int32),
     )
 
 
@@ -179,127 +125,6 @@ def _new_fans(width: int, tracked: bool) -> _Fans:
         fans.directions[:, width:] = 0
         refresh_segments(fans.directions, fans.powers, fans.trust)
     return fans
-
-
-@jit_inlined
-def flip(state: Integer, states: int) -> Integer:
-    """What is added to an index's parity on the way to the next state."""
-    return (state >> 1 & 1) if states == 4 else ((state >> 1) ^ (state >> 2)) & 1
-
-
-@jit_inlined
-def _next(state: Integer, odd: Integer, states: int) -> Integer:
-    after: Integer = ((2 * state) & (states - 1)) | (odd ^ flip(state, states))
-    return after
-
-
-@jit
-def _look_ahead(places: Int16s, scene: Scene, row: _Row) -> None:
-    """Fill ``y`` and ``found`` for a row's places, and ``ahead`` for those that will be moved: backwards from `AHEAD` columns
-    behind each segment on, in all segments at once."""
-    count, states, low_rank = places.size, scene.states, scene.low_rank
-    y, squares, paths, packed = row.y, row.squares, row.paths, row.packed
-    for j in range(count):
-        y[j] = places[j]
-    y[count:] = 0
-    lanes = paths.shape[2]
-    for i in range(SEGMENT):
-        inside = max((count - i + SEGMENT - 1) // SEGMENT, 0)
-        for offset in range(2):
-            even, odd = squares[2 * offset, i], squares[2 * offset + 1, i]
-            half = np.int32(128 * offset)
-            for lane in range(lanes):
-                near = y[lane * SEGMENT + i] - half
-                near -= (near + _256) >> _9 << _9
-                other = _256 - abs(near)
-                even[lane] = (near * near) >> _BY_SQUARE
-                odd[lane] = (other * other) >> _BY_SQUARE
-            even[inside:] = 0
-            odd[inside:] = 0
-    paths[:] = 0
-    leak, ahead = np.int32(scene.leak), row.ahead
-    for i in range(AHEAD - 1, -1, -1):
-        before, now = paths[i & 1], paths[1 - (i & 1)]
-        for state in range(states):
-            offset = state & 1
-            even, odd = squares[2 * offset, i, 1 : 1 + lanes], squares[2 * offset + 1, i, 1 : 1 + lanes]
-            of_even, of_odd = before[_next(state, 0, states)], before[_next(state, 1, states)]
-            out = now[state]
-            for lane in range(lanes):
-                a, b = even[lane] + of_even[lane], odd[lane] + of_odd[lane]
-                out[lane] = (min(a, b) * leak) >> _BY_LEAK
-    if low_rank:
-        _keep_behind(paths[1], ahead, SEGMENT - 1)
-    for i in range(SEGMENT - 1, -1, -1):
-        before, now = paths[i & 1], paths[1 - (i & 1)]
-        packed[:] = 0
-        for state in range(states):
-            offset, shift = state & 1, np.int32(8 * (state & 3))
-            even, odd = squares[2 * offset, i, :lanes], squares[2 * offset + 1, i, :lanes]
-            of_even, of_odd = before[_next(state, 0, states)], before[_next(state, 1, states)]
-            out, leads = now[state], packed[state >> 2]
-            for lane in range(lanes):
-                a, b = even[lane] + of_even[lane], odd[lane] + of_odd[lane]
-                out[lane] = (min(a, b) * leak) >> _BY_LEAK
-                lead = min(abs(a - b) >> _BY_LEAD, _LAST_LEAD)
-                leads[lane] |= (lead | (_128 if a > b else _0)) << shift
-        for part in range(packed.shape[0]):
-            leads, found = packed[part], row.found[part]
-            for lane in range(lanes):
-                found[lane * SEGMENT + i] = leads[lane]
-        if low_rank and i > 0:
-            _keep_behind(now, ahead, i - 1)
-
-
-@jit
-def _keep_behind(paths: Int32s, ahead: Int32s, column: int) -> None:
-    """Note the costs of what lies behind a column of each segment."""
-    for state in range(paths.shape[0]):
-        source, target = paths[state], ahead[state]
-        for lane in range(source.size):
-            target[lane * SEGMENT + column] = source[lane]
-
-
-@jit
-def _move_places(row: _Row, start: int, states: int) -> None:
-    """Find the leads of the segment from column ``start`` on anew, its places being moved by ``shift``."""
-    places, shift = row.y[start : start + SEGMENT], row.shift
-    for j in range(places.size):
-        places[j] += shift[j]
-    for part in range(row.found.shape[0]):
-        row.found[part, start : start + SEGMENT] = 0
-    for state in range(states):
-        of_even = row.ahead[_next(state, 0, states), start : start + SEGMENT]
-        of_odd = row.ahead[_next(state, 1, states), start : start + SEGMENT]
-        half, by = np.int32(128 * (state & 1)), np.int32(8 * (state & 3))
-        found = row.found[state >> 2, start : start + SEGMENT]
-        for j in range(places.size):
-            near = places[j] - half
-            near -= (near + _256) >> _9 << _9
-            other = _256 - abs(near)
-            a = ((near * near) >> _BY_SQUARE) + of_even[j]
-            b = ((other * other) >> _BY_SQUARE) + of_odd[j]
-            lead = min(abs(a - b) >> _BY_LEAD, _LAST_LEAD)
-            found[j] |= (lead | (_128 if a > b else _0)) << by
-
-
-@jit_inlined
-def _place_points(
-    places: Int32s, unmoved: Int16s, path: Int32s, ranks: Int32s, points: Int16s, errors: Int32s
-) -> None:
-    """The points that lie ``ranks`` beyond the best ones, and how far from the places they are.
-
-    ``path`` has each element's state, and 128 where its best point is odd.
-    """
-    for j in range(points.size):
-        known = path[j]
-        half, odd = (known & _1) << _7, known >> _7
-        place = places[j] - half
-        even = (place + _256) >> _9 << _9
-        up = _1 if place >= even else -_1  # where the nearest odd point lies
-        point = even + half + ((odd + ranks[j] * (_1 - odd - odd)) * up << _8)
-        points[j] = point >> _7
-        errors[j] = point - np.int32(unmoved[j])
 
 
 @jit
@@ -372,28 +197,6 @@ def _end_row(row: _Row, fans: _Fans, number: int) -> None:
             refresh_segments(fans.directions, fans.powers, fans.trust)
 
 
-@jit_inlined
-def _rank_path(
-    places: Int32s, found: Int32s, states: int, state: Integer, points: Int16s, path: Int32s, ranks: Int32s
-) -> Integer:
-    """Fill ``ranks``, and ``path`` as for `_place_points`, with a lead's class in bits 8 and up; return the next state."""
-    for j in range(places.size):
-        known = (found[state >> 2, j] >> (8 * (state & 3))) & 255
-        place = np.int64(places[j]) - 128 * (state & 1)
-        even = (place + 256) >> 9 << 1
-        up = 1 if place >= even << 8 else -1
-        odd = known >> 7
-        index = (np.int64(points[j]) - (state & 1)) >> 1
-        rank = (index - even) * up if not odd else (even + up - index) * up
-        if abs(rank) > FARTHEST_RANK:  # the last one of the same parity
-            last = FARTHEST_RANK - ((abs(rank) ^ FARTHEST_RANK) & 1)
-            rank = last if rank > 0 else -last
-        ranks[j] = rank
-        path[j] = state | (known & 128) | (known & 127) << 8
-        state = _next(state, index & 1, states)
-    return state
-
-
 @jit
 def find_features(scene: Scene, points: Int16s, ranks: Int8s, found: UInt16s, errors: Int32s) -> None:
     """Say of every element of a chunk how many points it lies beyond the best one, and what is known of that.
@@ -405,7 +208,8 @@ def find_features(scene: Scene, points: Int16s, ranks: Int8s, found: UInt16s, er
         found: uint16 (n,), filled: the lead's class, and `LEADS` times that of the activity.
         errors: int32 (n,), filled: points less places, in parts of a step; of what is too far, as a reader will know them.
     """
-    row, fans = _new_row(scene), _new_fans(scene.width, scene.low_rank)
+    leads, row = new_leads(scene), _new_row(scene.width, scene.mean)
+    fans = _new_fans(scene.width, scene.low_rank)
     parts = fans.directions.reshape(SEGMENT_RANK, fans.trust.shape[0], SEGMENT)
     strides = np.zeros(2, dtype=np.int64)
     strides[1] = LEADS
@@ -416,7 +220,7 @@ def find_features(scene: Scene, points: Int16s, ranks: Int8s, found: UInt16s, er
     for number in range((points.size + scene.width - 1) // scene.width):
         first = number * scene.width
         count = min(scene.width, points.size - first)
-        _look_ahead(scene.places[first : first + count], scene, row)
+        look_ahead(scene.places[first : first + count], scene, leads)
         _start_row(scene, row, first, count, strides, classes)
         fans.u[:] = 0
         fans.rounded[:] = 0
@@ -425,14 +229,14 @@ def find_features(scene: Scene, points: Int16s, ranks: Int8s, found: UInt16s, er
             stop = min(start + SEGMENT, count)
             if scene.low_rank:
                 predict_segment(parts, start // SEGMENT, fans.rounded, fans.prediction)
-                _shift_places(fans.prediction, scene.scale, row.shift)
-                _move_places(row, start, states)
+                _shift_places(fans.prediction, scene.scale, leads.shift)
+                move_places(leads, start, states)
             _add_activity(
                 row.cells, row.activity, start, _row_activity(so_far, start, scene.mean), strides[1]
             )
-            state = _rank_path(
-                row.y[start:stop],
-                row.found[:, start:stop],
+            state = rank_path(
+                leads.y[start:stop],
+                leads.found[:, start:stop],
                 states,
                 state,
                 points[first + start : first + stop],
@@ -444,8 +248,8 @@ def find_features(scene: Scene, points: Int16s, ranks: Int8s, found: UInt16s, er
                 found[first + j] = row.cells[j] + (path[j - start] >> 8)
                 path[j - start] &= 255
             part = errors[first + start : first + stop]
-            _place_points(
-                row.y[start:stop],
+            place_points(
+                leads.y[start:stop],
                 scene.places[first + start : first + stop],
                 path,
                 ranked,
@@ -480,7 +284,8 @@ def decode_chunk(
 
     Symbols are ``rank + radius``. Validated by the caller: cells index ``leaf_rows``, which indexes the tables; see `take_one`.
     """
-    row, fans = _new_row(scene), _new_fans(scene.width, scene.low_rank)
+    leads, row = new_leads(scene), _new_row(scene.width, scene.mean)
+    fans = _new_fans(scene.width, scene.low_rank)
     parts = fans.directions.reshape(SEGMENT_RANK, fans.trust.shape[0], SEGMENT)
     states, low_rank, lively = scene.states, fans.trust.shape[0] > 0, strides[1] != 0
     counters = new_counters(tables)
@@ -488,7 +293,7 @@ def decode_chunk(
     level_lookup, gap_lookup = tables.level_lookup, tables.gap_lookup
     left, due = counters[0], counters[1]
     zero, mask = np.int64(tables.zero), states - 1
-    cells, found = row.cells, row.found
+    cells, found = row.cells, leads.found
     x0, x1, x2, x3, position = cursor[0], cursor[1], cursor[2], cursor[3], cursor[4]
     by_lead = np.empty(256, dtype=np.int32)
     for k in range(256):
@@ -497,7 +302,7 @@ def decode_chunk(
     for number in range((points.size + scene.width - 1) // scene.width):
         first = number * scene.width
         count = min(scene.width, points.size - first)
-        _look_ahead(scene.places[first : first + count], scene, row)
+        look_ahead(scene.places[first : first + count], scene, leads)
         _start_row(scene, row, first, count, strides, classes)
         fans.u[:] = 0
         fans.rounded[:] = 0
@@ -506,8 +311,8 @@ def decode_chunk(
             stop = min(start + SEGMENT, count)
             if low_rank:
                 predict_segment(parts, start // SEGMENT, fans.rounded, fans.prediction)
-                _shift_places(fans.prediction, scene.scale, row.shift)
-                _move_places(row, start, states)
+                _shift_places(fans.prediction, scene.scale, leads.shift)
+                move_places(leads, start, states)
             if lively:
                 _add_activity(
                     row.cells, row.activity, start, _row_activity(so_far, start, scene.mean), strides[1]
@@ -546,8 +351,8 @@ def decode_chunk(
                 state = ((2 * state) & mask) | (odd ^ flip(state, states))
             for j in range(start, stop):
                 ranks[first + j] = ranked[j - start]
-            _place_points(
-                row.y[start:stop],
+            place_points(
+                leads.y[start:stop],
                 scene.places[first + start : first + stop],
                 path,
                 ranked,

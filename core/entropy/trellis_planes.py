@@ -24,23 +24,26 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shrinkpoint.entropy.context_cells import Cells, grow_cells
+from shrinkpoint.entropy.context_cells import Cells
+from shrinkpoint.entropy.context_leaves import (
+    Span,
+    grow_tree,
+    own_cells,
+    read_leaves,
+    sample_places,
+    write_leaves,
+)
 from shrinkpoint.entropy.context_model import class_map, level_counts
 from shrinkpoint.entropy.context_sample import PlaneSample, Side
 from shrinkpoint.entropy.context_tables import (
     check_end,
-    join_chunks,
     open_chunk,
-    put_chunk,
-    run_tables,
     split_chunks,
 )
-from shrinkpoint.entropy.leaf_tables import levelled, read_leaf_tables, write_leaf_tables
 from shrinkpoint.entropy.rans import map_in_threads
-from shrinkpoint.entropy.symbols import check_array, count_symbols, frozen
-from shrinkpoint.entropy.tables import plan_tables
+from shrinkpoint.entropy.symbols import check_array
 from shrinkpoint.entropy.trellis import NOISE, UNIT, States, path_width
-from shrinkpoint.entropy.wire import BitReader, BitWriter, ByteReader, Payload
+from shrinkpoint.entropy.wire import ByteReader, Payload
 from shrinkpoint.errors import FormatError
 
 __all__ = ["FAR_RADIUS", "CodedPoints", "Path", "decode_points", "encode_points"]
@@ -51,7 +54,6 @@ I32 = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 UInt8s = npt.NDArray[np.uint8]
 UInt16s = npt.NDArray[np.uint16]
-Span = tuple[int, int]
 
 FAR_RADIUS = 126
 """With this radius, the two last points on either side stand for all beyond of their parity."""
@@ -62,7 +64,6 @@ _CLASSES = 48
 _ACTIVITIES = 12
 _MIN_CHUNK_LOG2, _MAX_CHUNK_LOG2 = 18, 23
 _CHUNK_ROWS = 256
-_MIN_SAMPLE, _MAX_SAMPLE = 1 << 13, 1 << 15
 _TRIAL = 1 << 14
 _MIN_ROWS, _MIN_COLUMNS = 24, 24
 _MIN_EXPLAINED = 0.002
@@ -168,7 +169,7 @@ class _Model:
         return [class_map(level_counts(path.sides[index].plane), _CLASSES) for index in self.sides]
 
     def scene(self, path: Path, span: Span) -> Any:
-        from shrinkpoint.entropy.trellis_kernels import Scene  # numba
+        from shrinkpoint.entropy.trellis_leads import Scene  # numba
 
         sides = np.empty((len(self.sides), span[1] - span[0]), dtype=np.uint8)
         for row, index in zip(sides, self.sides, strict=True):
@@ -269,7 +270,7 @@ def _with_sides(model: _Model, path: Path, ranks: I8) -> _Model:
 
 
 def _levels(maps: Sequence[UInt8s]) -> tuple[int, ...]:
-    from shrinkpoint.entropy.trellis_kernels import LEADS  # numba
+    from shrinkpoint.entropy.trellis_leads import LEADS  # numba
 
     known = (LEADS, _ACTIVITIES, *(int(row[-1]) + 1 for row in maps))
     return known + (1,) * (_FEATURES - len(known))
@@ -285,14 +286,11 @@ def _side_cells(maps: Sequence[UInt8s], strides: Int64s) -> I32:
 
 def _write(model: _Model, path: Path, symbols: UInt8s, found: UInt16s, threads: int) -> bytes:
     from shrinkpoint.entropy import context_growth  # numba
-    from shrinkpoint.entropy.trellis_kernels import LEADS  # numba
 
     maps, alphabet = model.maps(path), 2 * model.radius + 1
     cells = _grow(model, path, maps, symbols, found)
-    leaves, strides = cells.leaves(), cells.strides
-    numbers = np.arange(LEADS * _ACTIVITIES)
-    own = (numbers % LEADS * strides[0] + numbers // LEADS * strides[1]).astype(np.int32)
-    classes = _side_cells(maps, strides)
+    leaves, own = cells.leaves(), own_cells(cells)
+    classes = _side_cells(maps, cells.strides)
     contexts = np.empty(symbols.size, np.uint8)
 
     def name(span: Span) -> None:
@@ -300,39 +298,21 @@ def _write(model: _Model, path: Path, symbols: UInt8s, found: UInt16s, threads: 
         context_growth.name_leaves(leaves, own, found[part], classes, scene.sides, contexts[part])
 
     map_in_threads(name, model.spans(path), threads)
-    counts = count_symbols(symbols, contexts, alphabet, len(cells.splits) + 1)
-    zero = int(np.argmax(counts.sum(axis=0)))
-    tables = levelled(counts, plan_tables(counts).rows, zero)
-    coder = run_tables(tables.entries(), zero)
-    rows = tables.rows.astype(np.uint8)
-
-    def encode(span: Span) -> bytes:
-        part = contexts[slice(*span)]
-        context_growth.rename(rows, frozen(part), part)
-        return put_chunk(coder, part, symbols[slice(*span)])
-
-    out, bits = bytearray(), BitWriter()
+    out = bytearray()
     model.write(out)
-    cells.write(bits)
-    write_leaf_tables(bits, tables, zero)
-    out += bits.to_bytes()
-    return join_chunks(out, map_in_threads(encode, model.spans(path), threads))
+    return write_leaves(out, cells, contexts, symbols, alphabet, model.spans(path), threads)
 
 
 def _grow(model: _Model, path: Path, maps: Sequence[UInt8s], symbols: UInt8s, found: UInt16s) -> Cells:
     """Grow the tree on symbols from all over the plane."""
-    from shrinkpoint.entropy.trellis_kernels import LEADS  # numba
+    from shrinkpoint.entropy.trellis_leads import LEADS  # numba
 
-    size = min(max(symbols.size // 4, _MIN_SAMPLE), _MAX_SAMPLE, symbols.size)
-    places = np.arange(size) * symbols.size // size
-    features = np.zeros((_FEATURES, size), np.uint8)
+    places = sample_places(symbols.size)
+    features = np.zeros((_FEATURES, places.size), np.uint8)
     features[1], features[0] = np.divmod(found[places], np.uint16(LEADS))
     for row, classes, index in zip(features[2:], maps, model.sides, strict=False):
         row[:] = classes[path.sides[index].plane[places]]
-    present, ranks = np.unique(symbols[places], return_inverse=True)
-    return grow_cells(
-        features, ranks.astype(np.uint8), present.size, _levels(maps), symbols.size / size, droppable=False
-    )
+    return grow_tree(features, symbols[places], _levels(maps), symbols.size, droppable=False)
 
 
 def decode_points(payload: Payload, path: Path, threads: int = 1) -> CodedPoints:
@@ -358,14 +338,9 @@ def decode_points(payload: Payload, path: Path, threads: int = 1) -> CodedPoints
         reader.finish()
         return CodedPoints(b"", points, errors, ranks)
     model = _Model.read(reader, path)
-    maps, bits = model.maps(path), BitReader(reader)
-    cells = Cells.read(bits, _levels(maps))
-    zero, tables = read_leaf_tables(bits, len(cells.splits) + 1, 2 * model.radius + 1)
-    bits.finish()
-    coder = run_tables(tables.entries(), zero)
-    rows, strides = tables.rows[cells.leaves()].astype(np.uint8), cells.strides
-    classes = _side_cells(maps, strides)
-    spans = model.spans(path)
+    maps, spans = model.maps(path), model.spans(path)
+    leaves = read_leaves(reader, _levels(maps), 2 * model.radius + 1)
+    classes = _side_cells(maps, leaves.strides)
     chunks = split_chunks(reader, len(spans))
 
     def decode(work: tuple[Span, memoryview]) -> None:
@@ -373,8 +348,8 @@ def decode_points(payload: Payload, path: Path, threads: int = 1) -> CodedPoints
         part = slice(*span)
         words, cursor = open_chunk(chunk)
         scene = model.scene(path, span)
-        arguments = model.radius, strides, classes, rows, coder, words, cursor
-        check_end(trellis_kernels.decode_chunk(scene, *arguments, ranks[part], points[part], errors[part]))
+        told = model.radius, leaves.strides, classes, leaves.rows, leaves.coder, words, cursor
+        check_end(trellis_kernels.decode_chunk(scene, *told, ranks[part], points[part], errors[part]))
 
     map_in_threads(decode, zip(spans, chunks, strict=True), threads)
     return CodedPoints(bytes(payload), points, errors, ranks)

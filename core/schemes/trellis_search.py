@@ -7,7 +7,7 @@ search.
 import numpy as np
 import numpy.typing as npt
 
-from shrinkpoint.entropy.trellis_kernels import flip
+from shrinkpoint.entropy.trellis_leads import flip
 from shrinkpoint.jit import jit
 
 __all__ = ["nearest_path"]
