@@ -9,7 +9,6 @@ means of their own. Nearly all levels are zero then, and the subtractive dither 
 where rounding to nearest would set it to zero at every restore; for that, each checkpoint takes another seed.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -18,28 +17,16 @@ import numpy as np
 import torch
 
 from shrinkpoint.entropy.context import Effort, Side, decode_plane, encode_plane
-from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
+from shrinkpoint.errors import CannotRepresentError, FormatError
 from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes
-from shrinkpoint.schemes.dither import EDGE_CLASSES, EDGE_PLACES, SEEDS, dither_edges
+from shrinkpoint.schemes.dither import EDGE_CLASSES, EDGE_PLACES, dither_edges
 from shrinkpoint.schemes.factors import Factors, matrix_shape
-from shrinkpoint.schemes.planes import F32, U8, check_sections, finite, integer, number, section
+from shrinkpoint.schemes.moment_units import MomentCodec, OwnUnits, RootUnits, check_dtype, fp32_values
+from shrinkpoint.schemes.planes import F32, U8, check_sections, finite, integer, section
 from shrinkpoint.schemes.recipe import check_choice
-from shrinkpoint.state import Role, TensorSpec
+from shrinkpoint.state import TensorSpec
 
-__all__ = [
-    "DitheredFirstMomentCodec",
-    "DitheredMomentumCodec",
-    "FactoredSecondMomentCodec",
-    "check_dtype",
-    "fp32_values",
-    "known_roots",
-    "measured_own",
-    "measured_roots",
-]
-
-_REACH = 126  # levels to each side of zero
-_STRANGE_STEPS, _STRANGE_ROOTS = 15, 15.5  # first moments of one gradient hardly exceed either
-_STRANGERS = 1e-3  # share of elements beyond that shows the two not to be moments of one gradient
+__all__ = ["DitheredFirstMomentCodec", "DitheredMomentumCodec", "FactoredSecondMomentCodec"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,36 +74,19 @@ class FactoredSecondMomentCodec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _DitheredCodec(ABC):
-    """Dithered levels of a tensor in a unit of each element's own, which both sides know."""
+class _DitheredCodec(MomentCodec):
+    """Dithered levels of a moment."""
 
-    id: ClassVar[str]
-    needs: ClassVar[tuple[str, ...]] = ()
+    PLANE: ClassVar[str] = "levels"
+    REACH: ClassVar[int] = 126
+    MAX_STEP: ClassVar[float] = 64
 
-    step: float
-    seed: int = 0
-    """Seed of the dither: another one for every checkpoint that may be restored."""
     effort: Effort = "default"
     """How much time the coder of the levels spends."""
 
     def __post_init__(self) -> None:
-        if not 0.001 <= self.step <= 64:
-            raise ConfigError(f"step must be between 0.001 and 64 units, not {self.step}")
-        if type(self.seed) is not int or not 0 <= self.seed < SEEDS:
-            raise ConfigError(f"seed={self.seed!r} must be an integer from 0 to {SEEDS - 1}")
+        super().__post_init__()
         check_choice(self, "effort", Effort)
-
-    @abstractmethod
-    def _measure(self, values: F32, spec: TensorSpec, context: Context) -> tuple[F32, dict[str, bytes]]:
-        """Each element's unit, and what has to be stored for it; refuses what it does not suit."""
-
-    @abstractmethod
-    def _units(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> F32:
-        """The units again, from what is stored.
-
-        Raises:
-            FormatError: it is malformed.
-        """
 
     def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
         """See `TensorCodec.encode`; what has no unit, or is not fp32 or not finite, is refused."""
@@ -130,8 +100,8 @@ class _DitheredCodec(ABC):
             threads=context.threads,
         )
         params = {"step": float(np.float32(self.step)), "seed": self.seed, "radius": radius}
-        encoded = EncodedTensor(self.id, params, {"levels": payload, **sections})
-        return Coded(encoded, {"levels": plane}, self._value(plane, radius, units, spec))
+        encoded = EncodedTensor(self.id, params, {self.PLANE: payload, **sections})
+        return Coded(encoded, {self.PLANE: plane}, self._value(plane, radius, units, spec))
 
     def restored(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> torch.Tensor:
         """See `Quantizer.restored`."""
@@ -146,8 +116,10 @@ class _DitheredCodec(ABC):
         values = fp32_values(tensor, spec)
         units, sections = self._measure(values, spec, context)
         plane = np.empty(values.size, np.uint8)
-        radius = int(dither_kernels.levels(values, units, np.float32(self.step), self.seed, _REACH, plane))
-        plane -= np.uint8(_REACH - radius)
+        radius = int(
+            dither_kernels.levels(values, units, np.float32(self.step), self.seed, self.REACH, plane)
+        )
+        plane -= np.uint8(self.REACH - radius)
         return plane, radius, units, sections
 
     def _value(self, plane: U8, radius: int, units: F32, spec: TensorSpec) -> torch.Tensor:
@@ -157,34 +129,32 @@ class _DitheredCodec(ABC):
         """See `TensorCodec.decode`."""
         if spec.numel == 0:
             raise FormatError(f"{spec.name}: codec {self.id!r} cannot hold an empty tensor")
-        seed = integer(encoded.params, spec, "seed", 0, SEEDS - 1)
-        radius = integer(encoded.params, spec, "radius", 0, _REACH)
+        seed = self._stored_seed(encoded, spec)
+        radius = integer(encoded.params, spec, "radius", 0, self.REACH)
         plane = decode_plane(
-            section(encoded, spec, "levels"),
+            section(encoded, spec, self.PLANE),
             spec.numel,
             2 * radius + 1,
             columns=matrix_shape(spec.shape)[1],
             sides=[_edges(seed, spec.numel)],
             threads=context.threads,
         )
-        return {"levels": plane}
+        return {self.PLANE: plane}
 
     def reconstruct(
         self, encoded: EncodedTensor, planes: Planes, spec: TensorSpec, context: Context
     ) -> torch.Tensor:
         """See `TensorCodec.reconstruct`."""
         check_dtype(spec)
-        step = number(encoded.params, spec, "step")
-        if step <= 0:
-            raise FormatError(f"{spec.name}: the step {step} is not positive")
-        seed = integer(encoded.params, spec, "seed", 0, SEEDS - 1)
-        radius = integer(encoded.params, spec, "radius", 0, _REACH)
+        step = self._stored_step(encoded, spec)
+        seed = self._stored_seed(encoded, spec)
+        radius = integer(encoded.params, spec, "radius", 0, self.REACH)
         units = self._units(encoded, spec, context)
-        return _restore(np.asarray(planes["levels"], np.uint8), units, step, seed, radius, spec)
+        return _restore(np.asarray(planes[self.PLANE], np.uint8), units, step, seed, radius, spec)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DitheredFirstMomentCodec(_DitheredCodec):
+class DitheredFirstMomentCodec(RootUnits, _DitheredCodec):
     """Dithered levels of Adam's ``m / sqrt(v)``, v being the second moment as restored.
 
     Guarantees: the error of m is uniform within half a step and independent of m, where the level is not clipped (126
@@ -192,21 +162,10 @@ class DitheredFirstMomentCodec(_DitheredCodec):
     """
 
     id: ClassVar[str] = "dithered-root-units"
-    needs: ClassVar[tuple[str, ...]] = (Role.EXP_AVG_SQ.value,)
-
-    step: float = 4.0
-    """Distance of two levels in units of sqrt(v)."""
-
-    def _measure(self, values: F32, spec: TensorSpec, context: Context) -> tuple[F32, dict[str, bytes]]:
-        return measured_roots(values, self.step, spec, context), {}
-
-    def _units(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> F32:
-        check_sections(encoded, spec, "levels")
-        return known_roots(spec, context)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DitheredMomentumCodec(_DitheredCodec):
+class DitheredMomentumCodec(OwnUnits, _DitheredCodec):
     """Dithered levels of a momentum in units of its own root mean square by row and column.
 
     For optimizers without a second moment, as SGD with momentum, Lion or Muon. Guarantees: the error is uniform within
@@ -214,16 +173,6 @@ class DitheredMomentumCodec(_DitheredCodec):
     """
 
     id: ClassVar[str] = "dithered-own-units"
-
-    step: float = 4.0
-    """Distance of two levels in root mean squares."""
-
-    def _measure(self, values: F32, spec: TensorSpec, context: Context) -> tuple[F32, dict[str, bytes]]:
-        return measured_own(values, self.step, spec, context)
-
-    def _units(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> F32:
-        check_sections(encoded, spec, "levels", "factors")
-        return Factors.read(encoded, spec, context.threads).product()
 
 
 def _edges(seed: int, count: int) -> Side:
@@ -238,83 +187,3 @@ def _restore(
     values = np.empty(plane.size, np.float32)
     dither_kernels.unlevel(plane, units, step, seed, radius, values)
     return torch.from_numpy(values).reshape(spec.shape)
-
-
-def check_dtype(spec: TensorSpec) -> None:
-    """Raise FormatError unless a codec of moments may have stored the tensor."""
-    if spec.dtype is not torch.float32 or spec.numel == 0:
-        raise FormatError(f"{spec.name}: a moment of {spec.dtype} and shape {spec.shape} is stored exactly")
-
-
-def fp32_values(tensor: torch.Tensor, spec: TensorSpec) -> F32:
-    """A moment's elements, flat in C order.
-
-    Raises:
-        CannotRepresentError: it is empty, of another dtype, or not finite.
-    """
-    if tensor.dtype is not torch.float32:
-        raise CannotRepresentError(f"{spec.name}: moments of dtype {tensor.dtype} are stored exactly")
-    if tensor.numel() == 0:
-        raise CannotRepresentError(f"{spec.name} is empty: stored exactly")
-    values: F32 = tensor.detach().contiguous().reshape(-1).numpy()
-    if not finite(values):
-        raise CannotRepresentError(f"{spec.name} holds NaN or infinity and is stored exactly")
-    return values
-
-
-def measured_roots(values: F32, step: float, spec: TensorSpec, context: Context) -> F32:
-    """The root of the second moment at every element, in which first moments are measured in so wide steps.
-
-    Raises:
-        CannotRepresentError: there is none, or the two are not moments of one gradient.
-    """
-    from shrinkpoint.schemes import dither_kernels  # numba
-
-    roots = _roots(spec, context)
-    if roots is None:
-        raise CannotRepresentError(f"{spec.name} has no second moment to be measured by: stored exactly")
-    usual = min(max(_STRANGE_STEPS * step, _STRANGE_ROOTS), _REACH * step)
-    if dither_kernels.count_beyond(values, roots, np.float32(usual)) > _STRANGERS * values.size:
-        raise CannotRepresentError(f"{spec.name} is too large for its second moment: stored exactly")
-    return roots
-
-
-def known_roots(spec: TensorSpec, context: Context) -> F32:
-    """The same for a reader.
-
-    Raises:
-        FormatError: there is no second moment.
-    """
-    roots = _roots(spec, context)
-    if roots is None:
-        raise FormatError(f"{spec.name}: the second moment that it is measured by is missing")
-    return roots
-
-
-def measured_own(
-    values: F32, step: float, spec: TensorSpec, context: Context
-) -> tuple[F32, dict[str, bytes]]:
-    """A momentum's root mean squares by row and column, and the section that tells them.
-
-    Raises:
-        CannotRepresentError: they reach the end of fp32's range.
-    """
-    factors = Factors.of_roots(values.reshape(matrix_shape(spec.shape)))
-    units = factors.product()
-    with np.errstate(over="ignore"):
-        reached = units * np.float32(_REACH * step)
-    if not np.isfinite(reached).all():
-        raise CannotRepresentError(f"{spec.name} reaches the end of fp32's range: stored exactly")
-    return units, {"factors": factors.encode(context.threads)}
-
-
-def _roots(spec: TensorSpec, context: Context) -> F32 | None:
-    """The root of the second moment at every element, or None without one beside this tensor."""
-    second = context.siblings.get(Role.EXP_AVG_SQ.value)
-    if second is None or second.numel() != spec.numel or second.dtype is not torch.float32:
-        return None
-    values = second.reshape(-1).numpy()
-    if values.size and not (values.min() >= 0 and values.max() < np.inf):  # also false for NaN
-        return None
-    roots: F32 = np.sqrt(values)  # IEEE 754 rounds the root correctly: the same everywhere
-    return roots

@@ -1,0 +1,152 @@
+"""What first moments are measured in, and what every quantizer of them does alike.
+
+A first moment's unit is the root of Adam's second moment, as restored; or, of optimizers that have none, as SGD with momentum,
+Lion or Muon, the moment's own root mean square by row and column.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+
+from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
+from shrinkpoint.schemes.base import Context, EncodedTensor
+from shrinkpoint.schemes.dither import SEEDS
+from shrinkpoint.schemes.factors import Factors, matrix_shape
+from shrinkpoint.schemes.planes import F32, check_sections, finite, integer, number
+from shrinkpoint.state import Role, TensorSpec
+
+__all__ = ["MomentCodec", "OwnUnits", "RootUnits", "check_dtype", "fp32_values"]
+
+_STRANGE_STEPS, _STRANGE_ROOTS = 15, 15.5  # first moments of one gradient hardly exceed either
+_STRANGERS = 1e-3  # share of elements beyond that shows the two not to be moments of one gradient
+
+
+@dataclass(frozen=True, kw_only=True)
+class MomentCodec(ABC):
+    """A moment with dither, in a unit of each element's own, which both sides know.
+
+    Raises:
+        ConfigError: an option is out of its range.
+    """
+
+    id: ClassVar[str]
+    needs: ClassVar[tuple[str, ...]] = ()
+    PLANE: ClassVar[str]
+    """The section, and the plane, of what an element is restored from."""
+    REACH: ClassVar[int]
+    """How many steps an element may be from zero; what is further is clipped."""
+    MAX_STEP: ClassVar[float]
+
+    step: float = 4.0
+    """Distance of two levels, or of two points of one state, in units."""
+    seed: int = 0
+    """Seed of the dither: another one for every checkpoint that may be restored."""
+
+    def __post_init__(self) -> None:
+        if not 0.001 <= self.step <= self.MAX_STEP:
+            raise ConfigError(f"step must be between 0.001 and {self.MAX_STEP:g} units, not {self.step}")
+        if type(self.seed) is not int or not 0 <= self.seed < SEEDS:
+            raise ConfigError(f"seed={self.seed!r} must be an integer from 0 to {SEEDS - 1}")
+
+    @abstractmethod
+    def _measure(self, values: F32, spec: TensorSpec, context: Context) -> tuple[F32, dict[str, bytes]]:
+        """Each element's unit, and what has to be stored for it; refuses what it does not suit."""
+
+    @abstractmethod
+    def _units(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> F32:
+        """The units again, from what is stored.
+
+        Raises:
+            FormatError: it is malformed.
+        """
+
+    @staticmethod
+    def _stored_seed(encoded: EncodedTensor, spec: TensorSpec) -> int:
+        return integer(encoded.params, spec, "seed", 0, SEEDS - 1)
+
+    @staticmethod
+    def _stored_step(encoded: EncodedTensor, spec: TensorSpec) -> np.float32:
+        step = number(encoded.params, spec, "step")
+        if step <= 0:
+            raise FormatError(f"{spec.name}: the step {step} is not positive")
+        return step
+
+
+class RootUnits(MomentCodec):
+    """``m / sqrt(v)``, v being Adam's second moment as restored; m is restored as zero where v is zero."""
+
+    needs: ClassVar[tuple[str, ...]] = (Role.EXP_AVG_SQ.value,)
+
+    def _measure(self, values: F32, spec: TensorSpec, context: Context) -> tuple[F32, dict[str, bytes]]:
+        """Refuses moments without a second one, or that are not moments of one gradient."""
+        from shrinkpoint.schemes import dither_kernels  # numba
+
+        roots = _roots(spec, context)
+        if roots is None:
+            raise CannotRepresentError(f"{spec.name} has no second moment to be measured by: stored exactly")
+        usual = min(max(_STRANGE_STEPS * self.step, _STRANGE_ROOTS), self.REACH * self.step)
+        if dither_kernels.count_beyond(values, roots, np.float32(usual)) > _STRANGERS * values.size:
+            raise CannotRepresentError(f"{spec.name} is too large for its second moment: stored exactly")
+        return roots, {}
+
+    def _units(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> F32:
+        check_sections(encoded, spec, self.PLANE)
+        roots = _roots(spec, context)
+        if roots is None:
+            raise FormatError(f"{spec.name}: the second moment that it is measured by is missing")
+        return roots
+
+
+class OwnUnits(MomentCodec):
+    """A momentum in units of its own root mean square by row and column, for optimizers without a second moment."""
+
+    def _measure(self, values: F32, spec: TensorSpec, context: Context) -> tuple[F32, dict[str, bytes]]:
+        """Refuses what reaches the end of fp32's range."""
+        factors = Factors.of_roots(values.reshape(matrix_shape(spec.shape)))
+        units = factors.product()
+        with np.errstate(over="ignore"):
+            reached = units * np.float32(self.REACH * self.step)
+        if not np.isfinite(reached).all():
+            raise CannotRepresentError(f"{spec.name} reaches the end of fp32's range: stored exactly")
+        return units, {"factors": factors.encode(context.threads)}
+
+    def _units(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> F32:
+        check_sections(encoded, spec, self.PLANE, "factors")
+        return Factors.read(encoded, spec, context.threads).product()
+
+
+def check_dtype(spec: TensorSpec) -> None:
+    """Raise FormatError unless a codec of moments may have stored the tensor."""
+    if spec.dtype is not torch.float32 or spec.numel == 0:
+        raise FormatError(f"{spec.name}: a moment of {spec.dtype} and shape {spec.shape} is stored exactly")
+
+
+def fp32_values(tensor: torch.Tensor, spec: TensorSpec) -> F32:
+    """A moment's elements, flat in C order.
+
+    Raises:
+        CannotRepresentError: it is empty, of another dtype, or not finite.
+    """
+    if tensor.dtype is not torch.float32:
+        raise CannotRepresentError(f"{spec.name}: moments of dtype {tensor.dtype} are stored exactly")
+    if tensor.numel() == 0:
+        raise CannotRepresentError(f"{spec.name} is empty: stored exactly")
+    values: F32 = tensor.detach().contiguous().reshape(-1).numpy()
+    if not finite(values):
+        raise CannotRepresentError(f"{spec.name} holds NaN or infinity and is stored exactly")
+    return values
+
+
+def _roots(spec: TensorSpec, context: Context) -> F32 | None:
+    """The root of the second moment at every element, or None without one beside this tensor."""
+    second = context.siblings.get(Role.EXP_AVG_SQ.value)
+    if second is None or second.numel() != spec.numel or second.dtype is not torch.float32:
+        return None
+    values = second.reshape(-1).numpy()
+    if values.size and not (values.min() >= 0 and values.max() < np.inf):  # also false for NaN
+        return None
+    roots: F32 = np.sqrt(values)  # IEEE 754 rounds the root correctly: the same everywhere
+    return roots
