@@ -30,22 +30,19 @@ from shrinkpoint.schemes.dither import SEEDS
 from shrinkpoint.schemes.factors import matrix_shape
 from shrinkpoint.schemes.lattice_points import (
     FARTHEST,
-    REACH,
     HeldLattice,
     Lattice,
     Outlook,
     join_exponents,
     split_exponents,
 )
-from shrinkpoint.schemes.lattice_steps import Steps
+from shrinkpoint.schemes.lattice_steps import Steps, read_step, read_steps, write_exponents
 from shrinkpoint.schemes.planes import (
     F32,
     WEIGHT_DTYPES,
     as_float32,
-    check_sections,
     finite,
     integer,
-    number,
     section,
     widened,
 )
@@ -105,7 +102,7 @@ class LatticeCodec:
         sections, radius = self._code(index, outlook, spec, context.threads)
         if reference is None or not lattice.has_steps_of(reference):
             rows, columns = split_exponents(lattice.exponents, matrix_shape(spec.shape))
-            sections["exponents"] = _stored(rows, columns, context.threads)
+            sections["exponents"] = write_exponents(rows, columns, context.threads)
         encoded = EncodedTensor(self.id, _params(lattice, radius), sections, reference is not None)
         return Coded(encoded, _planes(lattice, index, outlook), value)
 
@@ -125,7 +122,7 @@ class LatticeCodec:
         sections, radius = self._code(lattice.index, lattice.outlook(None), spec, 1)
         shared = split_exponents(lattice.exponents, matrix_shape(spec.shape))
         return EncodedTensor(
-            self.id, _params(lattice, radius), {**sections, "exponents": _stored(*shared, 1)}
+            self.id, _params(lattice, radius), {**sections, "exponents": write_exponents(*shared, 1)}
         )
 
     def _lattice(self, reference: HeldLattice | None, spec: TensorSpec) -> Lattice:
@@ -185,7 +182,7 @@ class LatticeCodec:
         """See `TensorCodec.reconstruct`."""
         seed = integer(encoded.params, spec, "seed", 0, SEEDS - 1)
         exponents = np.asarray(planes["exponent"], np.uint8)
-        lattice = Lattice(step=_step(encoded, spec), exponents=exponents, seed=seed)
+        lattice = Lattice(step=read_step(encoded, spec), exponents=exponents, seed=seed)
         return _tensor(lattice.points(np.asarray(planes["index"], np.int16)), spec)
 
 
@@ -217,27 +214,12 @@ def _lattice(steps: Steps, seed: int) -> Lattice:
     return Lattice(step=steps.step, exponents=join_exponents(steps.rows, steps.columns), seed=seed)
 
 
-def _stored(rows: I8, columns: I8, threads: int) -> bytes:
-    return encode_bytes(np.concatenate([rows, columns]).view(np.uint8), 1, threads=threads)
-
-
 def _read_lattice(
     encoded: EncodedTensor, reference: HeldLattice | None, spec: TensorSpec, threads: int
 ) -> Lattice:
-    step = _step(encoded, spec)
-    seed = integer(encoded.params, spec, "seed", 0, SEEDS - 1)
-    if "exponents" not in encoded.sections:
-        check_sections(encoded, spec, "levels", "far")
-        if reference is None or step != reference.step:
-            raise FormatError(f"{spec.name}: section 'exponents' is missing")
-        return Lattice(step=step, exponents=reference.exponents, seed=seed)
-    check_sections(encoded, spec, "levels", "far", "exponents")
-    height, width = matrix_shape(spec.shape)
-    data = decode_bytes(section(encoded, spec, "exponents"), height + width, 1, threads=threads)
-    stored = data.view(np.int8)
-    if max(int(stored.max()), -int(stored.min())) > REACH:
-        raise FormatError(f"{spec.name}: an exponent lies beyond {REACH}")
-    return Lattice(step=step, exponents=join_exponents(stored[:height], stored[height:]), seed=seed)
+    known = None if reference is None else (reference.step, reference.exponents)
+    step, exponents = read_steps(encoded, known, spec, threads, "levels")
+    return Lattice(step=step, exponents=exponents, seed=integer(encoded.params, spec, "seed", 0, SEEDS - 1))
 
 
 def _read_index(encoded: EncodedTensor, outlook: Outlook, spec: TensorSpec, threads: int) -> I16:
@@ -259,10 +241,3 @@ def _read_index(encoded: EncodedTensor, outlook: Outlook, spec: TensorSpec, thre
     if not dither_kernels.unmove(symbols, outlook.predicted, radius, far, FARTHEST, index):
         raise FormatError(f"{spec.name}: a lattice index is beyond {FARTHEST}")
     return index
-
-
-def _step(encoded: EncodedTensor, spec: TensorSpec) -> np.float32:
-    step = number(encoded.params, spec, "step")
-    if not 1e-30 < step < 1e30:
-        raise FormatError(f"{spec.name}: the step {step} is not of ordinary size")
-    return step

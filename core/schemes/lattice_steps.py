@@ -17,13 +17,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from shrinkpoint.entropy.bytes import decode_bytes, encode_bytes
+from shrinkpoint.errors import FormatError
+from shrinkpoint.schemes.base import EncodedTensor
 from shrinkpoint.schemes.factors import matrix_shape, row_and_column_means
-from shrinkpoint.schemes.lattice_points import REACH
-from shrinkpoint.schemes.planes import widened
+from shrinkpoint.schemes.lattice_points import REACH, join_exponents
+from shrinkpoint.schemes.planes import check_sections, number, section, widened
+from shrinkpoint.state import TensorSpec
 
-__all__ = ["Steps", "curvature_exponents"]
+__all__ = ["Steps", "curvature_exponents", "read_step", "read_steps", "write_exponents"]
 
 I8 = npt.NDArray[np.int8]
+U8 = npt.NDArray[np.uint8]
 F64 = npt.NDArray[np.float64]
 
 _PER_OCTAVE = 4
@@ -91,3 +96,50 @@ def _changed(exponents: I8, off: F64) -> F64:
     far = (off <= -_NARROWER) | (off >= _WIDER)
     changed: F64 = exponents + np.where(far, np.rint(off), 0.0)
     return changed
+
+
+def write_exponents(rows: I8, columns: I8, threads: int) -> bytes:
+    """The section ``exponents``."""
+    return encode_bytes(np.concatenate([rows, columns]).view(np.uint8), 1, threads=threads)
+
+
+def read_steps(
+    encoded: EncodedTensor, known: tuple[np.float32, U8] | None, spec: TensorSpec, threads: int, plane: str
+) -> tuple[np.float32, U8]:
+    """The tensor's step, and every element's exponent as of `join_exponents`.
+
+    Args:
+        encoded: of sections ``exponents``, unless they are the predecessor's, ``far`` and the plane's.
+        known: the same of the predecessor, if the reader has one.
+        spec: of the tensor.
+        threads: how many threads read.
+        plane: section of what is on the lattice.
+
+    Raises:
+        FormatError: they are malformed, or the predecessor's and there is none.
+    """
+    step = read_step(encoded, spec)
+    if "exponents" not in encoded.sections:
+        check_sections(encoded, spec, plane, "far")
+        if known is None or step != known[0]:
+            raise FormatError(f"{spec.name}: section 'exponents' is missing")
+        return known
+    check_sections(encoded, spec, plane, "far", "exponents")
+    height, width = matrix_shape(spec.shape)
+    data = decode_bytes(section(encoded, spec, "exponents"), height + width, 1, threads=threads)
+    stored = data.view(np.int8)
+    if max(int(stored.max()), -int(stored.min())) > REACH:
+        raise FormatError(f"{spec.name}: an exponent lies beyond {REACH}")
+    return step, join_exponents(stored[:height], stored[height:])
+
+
+def read_step(encoded: EncodedTensor, spec: TensorSpec) -> np.float32:
+    """The tensor's own step.
+
+    Raises:
+        FormatError: it is none.
+    """
+    step = number(encoded.params, spec, "step")
+    if not 1e-30 < step < 1e30:
+        raise FormatError(f"{spec.name}: the step {step} is not of ordinary size")
+    return step

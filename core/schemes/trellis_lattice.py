@@ -24,16 +24,14 @@ from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
 from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Held, Planes
 from shrinkpoint.schemes.dither import SEEDS
 from shrinkpoint.schemes.factors import matrix_shape
-from shrinkpoint.schemes.lattice_points import REACH, join_exponents, split_exponents
-from shrinkpoint.schemes.lattice_steps import Steps
+from shrinkpoint.schemes.lattice_points import join_exponents, split_exponents
+from shrinkpoint.schemes.lattice_steps import Steps, read_step, read_steps, write_exponents
 from shrinkpoint.schemes.planes import (
     F32,
     WEIGHT_DTYPES,
     as_float32,
-    check_sections,
     finite,
     integer,
-    number,
     section,
     widened,
 )
@@ -228,7 +226,7 @@ class TrellisLatticeCodec:
     ) -> torch.Tensor:
         """See `TensorCodec.reconstruct`."""
         grid = Grid(
-            step=_step(encoded, spec),
+            step=read_step(encoded, spec),
             exponents=np.asarray(planes["exponent"], np.uint8),
             seed=integer(encoded.params, spec, "seed", 0, SEEDS - 1),
             grain=read_grain(encoded.params, spec),
@@ -292,33 +290,14 @@ def _tensor(values: F32, spec: TensorSpec) -> torch.Tensor:
 
 
 def _stored(grid: Grid, spec: TensorSpec, threads: int) -> bytes:
-    rows, columns = split_exponents(grid.exponents, matrix_shape(spec.shape))
-    return encode_bytes(np.concatenate([rows, columns]).view(np.uint8), 1, threads=threads)
+    return write_exponents(*split_exponents(grid.exponents, matrix_shape(spec.shape)), threads)
 
 
 def _read_grid(encoded: EncodedTensor, held: HeldWeights | None, spec: TensorSpec, threads: int) -> Grid:
-    step = _step(encoded, spec)
+    known = None if held is None else (held.grid.step, held.grid.exponents)
+    step, exponents = read_steps(encoded, known, spec, threads, "points")
     seed, grain = integer(encoded.params, spec, "seed", 0, SEEDS - 1), read_grain(encoded.params, spec)
-    if "exponents" not in encoded.sections:
-        check_sections(encoded, spec, "points", "far")
-        if held is None or step != held.grid.step:
-            raise FormatError(f"{spec.name}: section 'exponents' is missing")
-        return Grid(step=step, exponents=held.grid.exponents, seed=seed, grain=grain)
-    check_sections(encoded, spec, "points", "far", "exponents")
-    height, width = matrix_shape(spec.shape)
-    data = decode_bytes(section(encoded, spec, "exponents"), height + width, 1, threads=threads)
-    stored = data.view(np.int8)
-    if max(int(stored.max()), -int(stored.min())) > REACH:
-        raise FormatError(f"{spec.name}: an exponent lies beyond {REACH}")
-    exponents = join_exponents(stored[:height], stored[height:])
     return Grid(step=step, exponents=exponents, seed=seed, grain=grain)
-
-
-def _step(encoded: EncodedTensor, spec: TensorSpec) -> np.float32:
-    step = number(encoded.params, spec, "step")
-    if not 1e-30 < step < 1e30:
-        raise FormatError(f"{spec.name}: the step {step} is not of ordinary size")
-    return step
 
 
 def _went_on(encoded: EncodedTensor, spec: TensorSpec) -> bool:
