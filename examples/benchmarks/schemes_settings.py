@@ -74,7 +74,7 @@ def _excp() -> Iterator[Setting]:
             options = ExcpOptions(alpha=alpha, refill=refill)
             often = alpha in (5e-5, 1e-3)
             yield Setting(scheme="excp", label=f"alpha {alpha:g}{words}", options=options, restores=often)
-    for alpha in (2e-4, 1e-3):
+    for alpha in (1e-4, 2e-4, 3e-4, 5e-4, 1e-3):
         options = ExcpOptions(alpha=alpha, refill="factored", coder="rans", base_moments="quantized")
         yield Setting(scheme="excp", label=f"alpha {alpha:g}, refilled, rANS, lossy base", options=options)
 
