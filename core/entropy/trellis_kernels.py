@@ -42,7 +42,7 @@ from shrinkpoint.entropy.trellis_leads import (
 )
 from shrinkpoint.jit import jit, jit_inlined
 
-__all__ = ["decode_chunk", "find_features", "measure"]
+__all__ = ["decode_chunk", "find_features", "measure", "sum_energies"]
 
 Float64s = npt.NDArray[np.float64]
 Int8s = npt.NDArray[np.int8]
@@ -60,6 +60,7 @@ _OCTAVES = np.array([0] + [(k**4).bit_length() - 1 for k in range(1, 8 * _LARGES
 """4 log2 of an energy, rounded down."""
 
 _8 = np.int32(8)  # of 32 bits: another would make the loop's arithmetic one of 64, in half as many lanes
+_BLOCK = 1 << 12
 _P_SHIFT, _V_SHIFT = 8, 12
 _V_LIMIT = 511
 _FAR = 4 * 256  # places are moved by no more
@@ -397,3 +398,19 @@ def measure(errors: Int32s, width: int, scale: int) -> tuple[Integer, Integer]:
             advance(fans.block, fans.directions, fans.strengths, fans.powers)
             refresh_segments(fans.directions, fans.powers, fans.trust)
     return of_values // max(rows * width, 1), of_errors // max(rows * width, 1)
+
+
+@jit
+def sum_energies(points: Int16s, places: Int16s) -> "tuple[Integer, np.float64]":
+    """Of all points about their places: the energies' sum, and that of the squares in parts of a step."""
+    clipped, squares = np.int64(0), np.float64(0)
+    for first in range(0, points.size, _BLOCK):
+        some, expected = points[first : first + _BLOCK], places[first : first + _BLOCK]
+        of_energies = of_squares = np.int64(0)
+        for j in range(some.size):
+            error = np.int64(some[j]) * 128 - np.int64(expected[j])
+            of_squares += error * error
+            of_energies += min(error * error >> 8, np.int64(_LARGEST))
+        clipped += of_energies
+        squares += of_squares
+    return clipped, squares

@@ -231,28 +231,31 @@ def encode_points(points: I16, path: Path, threads: int = 1) -> CodedPoints:
 
 def _choose(points: I16, path: Path) -> _Model:
     """Everything but the sides and the radius."""
-    errors = 2 * points.astype(np.int32) * (UNIT // 4) - path.places
-    squares = np.minimum(errors.astype(np.int64) ** 2 >> 8, 1023)
-    mean = min(max(int(8 * squares.sum() // squares.size), 1), _MEAN_LIMIT)
+    from shrinkpoint.entropy import trellis_kernels  # numba
+
+    energies, squares = trellis_kernels.sum_energies(points, path.places)
+    mean = min(max(8 * int(energies) // points.size, 1), _MEAN_LIMIT)
     spread = max(mean / 2048 - NOISE[path.states], 0.0) ** 0.5
     leak = next(leak for limit, leak in _LEAKS if spread <= limit)
-    rms = float((errors.astype(np.float64) ** 2).mean()) ** 0.5
+    rms = (squares / points.size) ** 0.5
     scale = min(max(int(4096 * _TYPICAL / max(rms, 1.0)), _LEAST_SCALE), 0xFFFF)
     width = path.width
     wanted = (width * _CHUNK_ROWS - 1).bit_length()
     chunk_log2 = min(max(wanted, _MIN_CHUNK_LOG2), _MAX_CHUNK_LOG2)
     model = _Model(leak, 0, False, scale, mean, (), chunk_log2)
-    return replace(model, low_rank=_is_predictable(errors, path, scale))
+    return replace(model, low_rank=_is_predictable(points, path, scale))
 
 
-def _is_predictable(errors: I32, path: Path, scale: int) -> bool:
+def _is_predictable(points: I16, path: Path, scale: int) -> bool:
     from shrinkpoint.entropy import trellis_kernels  # numba
 
-    rows = errors.size // path.columns
+    rows = points.size // path.columns
     if rows < _MIN_ROWS or path.columns < _MIN_COLUMNS or path.width != path.columns:
         return False
     first = min(max(_TRIAL // path.columns, _MIN_ROWS, rows // 32), rows)
-    power, left = trellis_kernels.measure(errors[: first * path.columns].copy(), path.columns, scale)
+    part = slice(first * path.columns)
+    errors = points[part].astype(np.int32) * (UNIT // 2) - path.places[part]
+    power, left = trellis_kernels.measure(errors, path.columns, scale)
     return bool(left < (1 - _MIN_EXPLAINED) * power)
 
 
