@@ -31,6 +31,7 @@ from shrinkpoint.entropy.context_segments import (
 )
 from shrinkpoint.entropy.kernels import pop, refill
 from shrinkpoint.entropy.trellis_leads import (
+    FARTHEST_RANK,
     LEADS,
     Scene,
     flip,
@@ -42,7 +43,7 @@ from shrinkpoint.entropy.trellis_leads import (
 )
 from shrinkpoint.jit import jit, jit_inlined
 
-__all__ = ["decode_chunk", "find_features", "measure", "sum_energies"]
+__all__ = ["are_told", "decode_chunk", "find_features", "measure", "sum_energies"]
 
 Float64s = npt.NDArray[np.float64]
 Int8s = npt.NDArray[np.int8]
@@ -59,7 +60,12 @@ _PRIOR = 32  # columns of mean energy that a row starts with
 _OCTAVES = np.array([0] + [(k**4).bit_length() - 1 for k in range(1, 8 * _LARGEST + 9)], dtype=np.int32)
 """4 log2 of an energy, rounded down."""
 
-_8 = np.int32(8)  # of 32 bits: another would make the loop's arithmetic one of 64, in half as many lanes
+_NEAR = np.int32(FARTHEST_RANK - 1)  # ranks below are the true ones
+_0, _7, _8 = (
+    np.int32(0),
+    np.int32(7),
+    np.int32(8),
+)  # of 32 bits: another would make the loop's arithmetic one of 64, in half as many lanes
 _BLOCK = 1 << 12
 _P_SHIFT, _V_SHIFT = 8, 12
 _V_LIMIT = 511
@@ -414,3 +420,13 @@ def sum_energies(points: Int16s, places: Int16s) -> "tuple[Integer, np.float64]"
         clipped += of_energies
         squares += of_squares
     return clipped, squares
+
+
+@jit
+def are_told(points: Int16s, places: Int16s, ranks: Int8s, errors: Int32s) -> bool:
+    """Whether a reader will know these points; those that are too far aside."""
+    missed = np.int32(0)
+    for j in range(points.size):
+        reached = (errors[j] + np.int32(places[j])) >> _7
+        missed |= (reached ^ np.int32(points[j])) if abs(np.int32(ranks[j])) < _NEAR else _0
+    return bool(missed == 0)

@@ -199,7 +199,7 @@ def encode_points(points: I16, path: Path, threads: int = 1) -> CodedPoints:
         threads: how many threads share the chunks; the bytes do not depend on it.
 
     Raises:
-        ValueError: the arguments do not fit each other.
+        ValueError: the arguments do not fit each other, or the points are no paths.
     """
     from shrinkpoint.entropy import trellis_kernels  # numba
 
@@ -220,6 +220,8 @@ def encode_points(points: I16, path: Path, threads: int = 1) -> CodedPoints:
         )
 
     map_in_threads(find, model.spans(path), threads)
+    if not trellis_kernels.are_told(points, path.places, ranks, errors):
+        raise ValueError("the points of each row must be a path of the trellis")
     farthest = max(int(ranks.max()), -int(ranks.min()))
     radius = FAR_RADIUS if farthest >= FAR_RADIUS - 1 else farthest
     model = _with_sides(replace(model, radius=radius), path, ranks)

@@ -53,7 +53,7 @@ class Setting:
 
 
 def _auto() -> Iterator[Setting]:
-    for scale in (0.125, 0.25, 0.375, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0):
+    for scale in (0.125, 0.25, 0.375, 0.5, 0.75, 0.875, 1.0, 1.5, 2.0, 3.0):
         options = AutoOptions(weight_scale=scale)
         yield Setting(
             scheme="auto",

@@ -180,6 +180,16 @@ def test_only_far_points_are_told_to_be_far() -> None:
     assert np.flatnonzero(encode_points(path_of(indices, 64, 4), path).far).tolist() == [3, 300]
 
 
+@pytest.mark.parametrize("states", STATES)
+@pytest.mark.parametrize("where", [0, 100, 639])
+def test_points_that_are_no_path_are_refused(states: States, where: int) -> None:
+    indices = np.random.default_rng(0).integers(-3, 4, 640)
+    points, path = path_of(indices, 64, states), Path(dithered(640), 64, states)
+    points[where] += 1
+    with pytest.raises(ValueError, match="must be a path"):
+        encode_points(points, path)
+
+
 def ideal_bits(sigma: float, states: States) -> float:
     """What a Gaussian of so many steps costs through noise of the trellis: that of Gaussian noise, and what this one is less
     spread than that."""
