@@ -1,4 +1,4 @@
-"""Every scheme on real trainings: how small, how fast, and what it costs after restores. Writes docs/schemes.md and .svg.
+"""Every scheme on real trainings: how small, how fast, and what it costs after restores. Writes docs/schemes.md, .svg and .jsonl.
 
     python examples/benchmarks/schemes.py [--quick] [--models gpt,gpt-999,conv] [--seeds 3] [--every 50,500]
         [--only auto,excp:'alpha 0.001'] [--parts chain,restores,speed,slice] [--workers 2] [--cache FOLDER] [--plan]
@@ -6,7 +6,9 @@
 Every measurement is one cell of a cache, so that the bench may be stopped, continued, run in pieces and extended; cells that
 are there are not measured again, unless --fresh is given. --plan tells what is missing, and how long it will take by what
 the cells so far took. At 500 steps the trainings are long: only `chain` is measured there, on four saves, unless
---parts says otherwise. Runs are restored with the few settings that stand for their scheme, and with those that --only names in full. `speed` is measured on the first training alone, after everything else and one at a time.
+--parts says otherwise. Runs are restored with the few settings that stand for their scheme, and with those that --only names
+in full. `speed` is measured on the first training alone, after everything else and one at a time. The cells that a page was
+made of stand beside it: `--table --cache docs` makes it again.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
-from schemes_cache import Cache, Key, digest
+from schemes_cache import Cache, Key, digest, line_of
 from schemes_measure import measure_chain, measure_restores, measure_slice, measure_speed
 from schemes_models import MODELS, Course, Undisturbed
 from schemes_picture import picture
@@ -191,7 +193,7 @@ def plan(missing: Sequence[Cell], cache: Cache, folder: Path) -> str:
 
 
 def write(planned: Sequence[Cell], cache: Cache, out: Path) -> None:
-    """The document and the picture, of what is in the cache."""
+    """The document and the picture of what is in the cache, and beside them the cells that they are made of."""
     found = [(cell.key, result) for cell in planned if (result := cache.get(cell.key)) is not None]
     if not found:
         return
@@ -201,7 +203,9 @@ def write(planned: Sequence[Cell], cache: Cache, out: Path) -> None:
     seeds = sorted({key.seed for key, _ in found})
     (out / "schemes.md").write_text(document(rows, marks, seeds))
     (out / "schemes.svg").write_text(picture(rows, marks[-1], name_of))
-    print(f"written: {out / 'schemes.md'}, {out / 'schemes.svg'}")
+    if not out.samefile(cache.folder):  # where it would be read again, and count
+        (out / "schemes.jsonl").write_text("".join(f"{line_of(key, result)}\n" for key, result in found))
+    print(f"written: {out / 'schemes.md'}, .svg and .jsonl")
 
 
 def _names(text: str) -> list[str]:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Cache", "Key", "digest"]
+__all__ = ["Cache", "Key", "digest", "line_of"]
 
 
 def digest(value: object) -> str:
@@ -46,7 +46,7 @@ class Cache:
     FILE = "cells.jsonl"
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
         self._cells: dict[Key, dict[str, Any]] = {}
         for path in sorted(folder.glob("*.jsonl")):
             for key, result in _lines(path):
@@ -65,14 +65,19 @@ class Cache:
 
     def put(self, key: Key, result: Mapping[str, Any]) -> None:
         """Keep a result; on return it is in the file."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / self.FILE
-        line = json.dumps({"key": asdict(key), "result": dict(result)}, sort_keys=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / self.FILE
+        line = line_of(key, result)
         # the line before may have been cut off by an interruption
         cut = path.exists() and not path.read_bytes().endswith(b"\n") and path.stat().st_size > 0
         with path.open("a") as file:
             file.write(("\n" if cut else "") + line + "\n")
         self._cells[key] = json.loads(line)["result"]  # as it will be read: string keys, lists
+
+
+def line_of(key: Key, result: Mapping[str, Any]) -> str:
+    """A cell as it stands in a file."""
+    return json.dumps({"key": asdict(key), "result": dict(result)}, sort_keys=True)
 
 
 def _lines(path: Path) -> Iterator[tuple[Key, dict[str, Any]]]:

@@ -31,7 +31,8 @@ Written by `python examples/benchmarks/schemes.py` ({versions}). The demo's GPT 
 causal dilated convolutional network over the same text are trained for real, {seeds}. Each undisturbed run is coded as one
 chain of checkpoints, a base and its deltas, through the library's own path; sizes are those of whole files, against all
 bytes of the state (weights: of their sections, against theirs). Every number is the mean over the seeds, `±` half
-of the way from the least to the greatest.
+of the way from the least to the greatest. What was measured stands in [schemes.jsonl](schemes.jsonl);
+`--table --cache docs` makes this page of it.
 
 - **at a restore, {marks}**: held-out loss of a run that goes on from what a reader gets, against the undisturbed
   run at the same step, so many optimizer steps after the restore; mean over restores of two checkpoints, the

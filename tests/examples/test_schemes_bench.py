@@ -311,6 +311,19 @@ def test_unknown_names_are_refused(monkeypatch, capsys, arguments, said):
     assert said in capsys.readouterr().err
 
 
+def test_the_page_in_docs_is_made_of_the_cells_beside_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    docs = BENCHMARKS.parents[1] / "docs"
+    monkeypatch.setattr(sys, "argv", ["schemes.py", "--table", "--cache", str(docs), "--out", str(tmp_path)])
+    from schemes import main
+
+    main()
+    for name in ("schemes.md", "schemes.svg", "schemes.jsonl"):
+        made, kept = ((folder / name).read_text().splitlines() for folder in (tmp_path, docs))
+        versions = 3 if name == "schemes.md" else 0  # the line that names them
+        assert made[versions:] == kept[versions:]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_bench_runs_from_end_to_end_and_continues(tmp_path):
@@ -332,6 +345,10 @@ def test_bench_runs_from_end_to_end_and_continues(tmp_path):
     assert all(line.count("+0.00 %") == 4 for line in exact[:2]), "what is restored bit by bit costs nothing"
     ElementTree.fromstring((tmp_path / "schemes.svg").read_text())
     assert "seed 1" not in bench(*named).stdout, "nothing is left to measure"
+    bench(*named, "--out", tmp_path / "out")
+    bench("--models", "gpt,conv", "--cache", tmp_path / "out", "--table", "--out", tmp_path / "again")
+    for name in ("schemes.md", "schemes.svg", "schemes.jsonl"):
+        assert (tmp_path / "again" / name).read_text() == (tmp_path / "out" / name).read_text()
 
 
 @pytest.mark.slow
