@@ -61,11 +61,8 @@ _OCTAVES = np.array([0] + [(k**4).bit_length() - 1 for k in range(1, 8 * _LARGES
 """4 log2 of an energy, rounded down."""
 
 _NEAR = np.int32(FARTHEST_RANK - 1)  # ranks below are the true ones
-_0, _7, _8 = (
-    np.int32(0),
-    np.int32(7),
-    np.int32(8),
-)  # of 32 bits: another would make the loop's arithmetic one of 64, in half as many lanes
+# Constants of 32 bits: others would make the loops' arithmetic one of 64, in half as many lanes.
+_0, _7, _8 = np.int32(0), np.int32(7), np.int32(8)
 _BLOCK = 1 << 12
 _P_SHIFT, _V_SHIFT = 8, 12
 _V_LIMIT = 511
