@@ -330,6 +330,7 @@ def test_evaluating_alone_leaves_the_run_to_its_writer(saving: Make) -> None:
 
     def evaluate(state: State) -> None:
         if int(state.timestamp.batch) == 12:
+            assert callback._session.run.saver.flush(60)  # step 10 may be on its way still
             trainer, _ = build(saving(), setup=Setup(), seed=3)
             assert int(trainer.state.timestamp.batch) == 10
             trainer.eval()
