@@ -56,7 +56,7 @@ class CompressedCheckpoint(Callback):
         storage_options: passed to fsspec.
         options: every field of `shrinkpoint.saver.SaverConfig`: ``scheme``, ``max_degradation``, ``key_every``,
             ``busy``, ``max_failures``, and so on. ``probe_steps`` counts where the run is on one process with
-            one optimizer, no algorithm that takes part in a step.
+            one optimizer, gradients are not scaled, and no algorithm but ``GradientClipping`` takes part in a step.
 
     Raises:
         ConfigError: an option has a value that cannot work. Nothing is read or written before the ``Trainer`` is built.

@@ -59,8 +59,8 @@ class Checkpointer:
         every: save after so many calls of `step`; None saves on `save` only.
         evaluate: the held-out loss of `model` as it stands; makes the search for the smallest configuration possible,
             and `max_degradation` a measured bound. Called with other weights in place, in eval mode, without gradients.
-        train_loss: the training loss of `model` on the i-th of some fixed training batches, i = 0, 1, ..., as training
-            computes it (under autocast, if it does), unscaled. With `evaluate` it lets `max_degradation` be measured after
+        train_loss: the training loss of `model` on the i-th of some fixed training batches, i = 0, ..., `probe_steps` - 1
+            (19; take them in turn if they are fewer), as training computes it (under autocast, if it does), unscaled. With `evaluate` it lets `max_degradation` be measured after
             some steps from a restore, which are taken and taken back between two of the training's own. Called in train
             mode; it must not read from the training's iterators.
         clip_grad_norm: the greatest norm of all gradients together, if training limits it.
@@ -91,6 +91,10 @@ class Checkpointer:
         **stateful: Any,
     ) -> None:
         check_policy(resume)
+        if "#" in str(url):
+            raise ConfigError(
+                f"url={str(url)!r} must name a run without '#', which separates a checkpoint's step"
+            )
         if every is not None and (type(every) is not int or every < 1):
             raise ConfigError(f"every must be a positive number of steps, or None, not {every!r}")
         if train_loss is not None and evaluate is None:

@@ -39,7 +39,7 @@ class SaverConfig:
     keep_last: int | None = None
     """Keep the newest so many checkpoints. With no ``keep_*`` given, all are kept."""
     keep_every: int | None = None
-    """Keep every checkpoint whose step is a multiple of this."""
+    """Keep the first checkpoint of every so many training steps."""
     keep_best: int | None = None
     """Keep so many of the best by the metric named `monitor`."""
     monitor: str | None = None

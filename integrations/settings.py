@@ -89,7 +89,7 @@ class RunSettings:
     def __post_init__(self) -> None:
         if not isinstance(self.url, str) or not self.url.rstrip("/"):
             raise ConfigError(
-                f"url={self.url!r} must be the folder or URL of a run, for example 's3://bucket/run-7'"
+                f"url={self.url!r} must be a string: the folder or URL of a run, for example 's3://bucket/run-7'"
             )
         if "#" in self.url:
             raise ConfigError(

@@ -24,11 +24,12 @@ class Schedule:
         if len(given) > 1:
             raise ConfigError(f"{' and '.join(sorted(given))} exclude each other: give one of them")
         for name, value in given.items():
-            positive = (
-                value > timedelta(0) if isinstance(value, timedelta) else type(value) is int and value >= 1
-            )
+            if name == "train_time_interval":
+                positive = isinstance(value, timedelta) and value > timedelta(0)
+                kind = "a positive timedelta, such as timedelta(minutes=10)"
+            else:
+                positive, kind = type(value) is int and value >= 1, "an integer of at least 1"
             if not positive:
-                kind = "a positive timedelta" if name == "train_time_interval" else "an integer of at least 1"
                 raise ConfigError(f"{name}={value!r} must be {kind}, or None")
         if not given:
             object.__setattr__(self, "every_n_epochs", 1)

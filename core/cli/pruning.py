@@ -19,7 +19,7 @@ from shrinkpoint.cli.options import (
     split_address,
 )
 from shrinkpoint.cli.output import bytes_text, console, print_json
-from shrinkpoint.cli.runs import OpenRun, describe_manifest, find_damage, open_run, pick
+from shrinkpoint.cli.runs import OpenRun, describe_manifest, open_run, pick
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.retention import Record, RetentionPolicy
 from shrinkpoint.store.gc import DEFAULT_GRACE_S
@@ -63,7 +63,7 @@ def prune(
     option: Pairs = None,
     as_json: AsJson = False,
 ) -> None:
-    """Remove the checkpoints that no rule keeps; pinned ones and the newest sound one always stay."""
+    """Remove the checkpoints that no rule keeps; pinned ones and the newest sound one, which is read for it, always stay."""
     policy = _policy(keep_last, keep_every, keep_best, metric, mode)
     run = open_run(url, parse_storage_options(url, storage_options, option))
     plan = _plan(run, policy, metric)
@@ -113,16 +113,29 @@ def _plan(run: OpenRun, policy: RetentionPolicy, metric: str | None) -> _Plan:
         )
         for m in manifests
     ]
-    wanted = policy.select(records, set(run.store.pins().values()))
+    wanted = policy.select(records, set(run.store.pins().values())) | _newest_sound(run)
     sizes = run.sizes()
-    newest_whole = next((m for m in manifests if find_damage(m, sizes) is None), None)
-    keep = [m for m in manifests if m.seq in wanted or m is newest_whole]
+    keep = [m for m in manifests if m.seq in wanted]
     remove = [m for m in manifests if m not in keep]
     needed = {ref.key for m in keep for ref in m.chain}
     freed = {
         ref.key: ref.size for m in remove for ref in m.chain if ref.key in sizes and ref.key not in needed
     }
     return _Plan(keep, remove, freed)
+
+
+def _newest_sound(run: OpenRun) -> set[int]:
+    """Its number: what a run goes on from, which a listing cannot tell, since a damaged file may have its size.
+
+    Raises:
+        ChainError: there are checkpoints, and none is sound; what is left of them is nothing to remove from.
+    """
+    from shrinkpoint.config import SaverConfig
+    from shrinkpoint.saver import decode_checkpoint
+
+    threads = SaverConfig().encoder_threads
+    found = run.store.newest_sound(lambda m, data: decode_checkpoint(m, data, threads=threads))
+    return set() if found is None else {found[0].seq}
 
 
 def _report(plan: _Plan) -> dict[str, Any]:

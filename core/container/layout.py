@@ -313,7 +313,10 @@ def _check_magic(data: bytes) -> None:
         raise CorruptionError(
             "the container was damaged by a transfer in text mode; copy it again in binary mode"
         )
-    raise FormatError(f"not a shrinkpoint container: it starts with {start!r}")
+    raise FormatError(
+        f"not a shrinkpoint container: it starts with {start!r}. Give a file of shrinkpoint.save or a run's *.shrink;"
+        " those of torch.save are for torch.load"
+    )
 
 
 def _seal(*parts: bytes) -> bytes:

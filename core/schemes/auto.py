@@ -1,4 +1,4 @@
-"""The scheme of our own: weights on a dithered lattice, moments in units of their second one, planes that explain each other.
+"""The scheme of our own: weights on a dithered trellis, moments in units of their second one, planes that explain each other.
 
 The step of a weight is ``scale * size * (v / V) ** -1/4``: `size` the root mean square of all matrices, v the row's and
 column's second moment, V the geometric mean of all matrices' own; one scale for the whole model, which the search chooses.
@@ -71,11 +71,11 @@ class AutoOptions:
     """
 
     weight_scale: float | None = None
-    """Steps of the weights' lattice, in root mean squares of all weights; None leaves it to the search."""
+    """Steps of the weights' trellis, in root mean squares of all weights; None leaves it to the search."""
     first_moment_step: float | None = None
     """Distance of two levels of Adam's first moment, in roots of the second; None follows the learning rate."""
     effort: Effort = "default"
-    """How much time the coder of the planes spends: ``fast``, ``default`` or ``max``."""
+    """How much time coding may take: ``fast`` has scalar quantizers, ``default`` and ``max`` a trellis of 4 and of 8 states."""
     min_elements: int = 64
     """Tensors with fewer elements are stored exactly."""
 

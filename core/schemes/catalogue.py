@@ -82,7 +82,11 @@ def check_options(name: str, options: object) -> None:
     """Raise ConfigError unless `options` are those of the scheme of this name."""
     wanted = type(options_of(name))
     if type(options) is not wanted:
-        take = f"takes {wanted.__name__}(...)" if options_of(name) is not None else "takes none"
+        take = (
+            f"takes {wanted.__name__}(...), from {wanted.__module__}"
+            if options_of(name) is not None
+            else "takes none"
+        )
         raise ConfigError(f"options={options!r}: the scheme {name!r} {take}")
 
 

@@ -30,8 +30,12 @@ def open_location(location: Location, storage_options: Mapping[str, Any] | None 
     """The object store below a parsed URL.
 
     Raises:
-        ConfigError: There are options for a folder, which has none.
+        ConfigError: The options are no mapping, or are for a folder, which has none.
     """
+    if storage_options is not None and not isinstance(storage_options, Mapping):
+        raise ConfigError(
+            f"storage_options={storage_options!r} must be a dict, such as {{'anon': True}}, or None"
+        )
     options = dict(storage_options or {})
     if location.kind == "local":
         if options:

@@ -86,7 +86,12 @@ class LocalObjects:
         path = self._root / key
         with self._translated("read", key):
             # A FIFO or device put here by someone else would block or never end.
-            if not stat.S_ISREG(os.stat(path).st_mode):
+            mode = os.stat(path).st_mode
+            if stat.S_ISDIR(mode):
+                raise CorruptionError(
+                    f"{path} is a folder, not a file; of a run's folder, `shrinkpoint export` makes a file"
+                )
+            if not stat.S_ISREG(mode):
                 raise CorruptionError(f"{path} is not a regular file")
             with path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size

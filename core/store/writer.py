@@ -176,7 +176,8 @@ class RunWriter:
     ) -> gc.GcReport:
         """Remove checkpoints that are not kept, and blobs that nothing has needed for ``grace_s`` seconds.
 
-        The newest sound checkpoint, pinned ones, and the one this run was resumed from (until the first commit) stay.
+        The newest checkpoint whose containers are all there in their sizes, pinned ones, and the one this run was resumed from
+        (until the first commit) stay.
 
         Args:
             keep: Sequence numbers, as chosen by :class:`shrinkpoint.retention.RetentionPolicy`.

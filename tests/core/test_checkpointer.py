@@ -243,6 +243,13 @@ def test_bad_options(tmp_path, options, message):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_checkpoints_address_names_no_run(tmp_path):
+    model = TinyMLP()
+    with pytest.raises(ConfigError, match="must name a run without '#'"):
+        Checkpointer(str(tmp_path / "run#step=3"), model, torch.optim.SGD(model.parameters(), lr=1))
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_config_instead_of_its_fields(tmp_path):
     model = TinyMLP()
     config = SaverConfig(scheme="lossless", key_every=2)

@@ -103,6 +103,30 @@ def test_prune_keeps_the_newest_sound_checkpoint_and_pinned_ones(folder: Path) -
     assert restored is not None
 
 
+def test_prune_reads_what_it_takes_for_sound(folder: Path) -> None:
+    newest = folder / RunStore(folder).manifests()[0].chain[-1].key
+    data = bytearray(newest.read_bytes())
+    data[len(data) // 2] ^= 1  # its size is right
+    newest.write_bytes(data)
+    run("prune", str(folder), "--keep-last", "1", "--yes", "--grace", "0")
+    assert steps(folder) == [50, 40]
+    with pytest.warns(ShrinkpointWarning, match="passed over"):
+        restored = Saver(str(folder)).restore()
+    assert restored is not None
+    assert restored.manifest.step == 40
+
+
+def test_prune_leaves_a_run_without_a_sound_checkpoint_alone(folder: Path) -> None:
+    for file in (folder / "data").iterdir():
+        file.write_bytes(b"\0" * file.stat().st_size)
+    before = contents(folder)
+    assert (
+        "none of them can be restored"
+        in run("prune", str(folder), "--keep-last", "1", "--yes", code=1).stderr
+    )
+    assert contents(folder) == before
+
+
 def test_prune_leaves_a_training_under_way_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = Saver(str(folder), SaverConfig(scheme="lossless", threads=1))
     found = trainer.restore()

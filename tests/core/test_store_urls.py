@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from shrinkpoint.errors import ConfigError, MissingDependencyError
+from shrinkpoint.errors import ConfigError, CorruptionError, MissingDependencyError
 from shrinkpoint.store import keys, urls
 from shrinkpoint.store.connect import open_objects
 from shrinkpoint.store.run import RunStore
@@ -113,3 +113,14 @@ def test_single_files(where: str, tmp_path: Path) -> None:
     assert read_file(url) == b"two"
     with pytest.raises(ConfigError, match="names no file"):
         write_file("s3://bucket", b"")
+
+
+def test_a_runs_folder_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(CorruptionError, match="is a folder, not a file"):
+        read_file(str(tmp_path))
+
+
+@pytest.mark.parametrize("options", ["anon", ["anon"], 3])
+def test_storage_options_are_a_mapping(options: object) -> None:
+    with pytest.raises(ConfigError, match="must be a dict"):
+        open_objects("memory://run", options)  # type: ignore[arg-type]

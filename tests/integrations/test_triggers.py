@@ -81,6 +81,8 @@ def test_without_a_schedule_every_epoch() -> None:
         {"every_n_train_steps": True},
         {"every_n_epochs": 1.5},
         {"train_time_interval": timedelta(0)},
+        {"train_time_interval": 600},
+        {"every_n_train_steps": timedelta(1)},
         {"every_n_epochs": 1, "every_n_train_steps": 1},
     ],
 )
