@@ -224,6 +224,7 @@ class Auto:
         return zlib.crc32(f"{self.occasion.step}/{spec.name}".encode())
 
     def _steps(self, state: TrainingState) -> dict[str, _Step]:
+        """Of the weights that have one; what is all zeros or of no ordinary size is stored exactly."""
         specs = [spec for spec in state.specs.values() if self.options.takes(spec)]
         moments: dict[str, list[TensorSpec]] = {}
         for spec in state.specs.values():
@@ -245,9 +246,10 @@ class Auto:
                 octaves = (means.get(curvature.kind, curvature.level) - curvature.level) / 4
                 unit = size * min(_FARTHEST, max(1 / _FARTHEST, math.exp(octaves)))
                 tensor = curvature.tensor
-            # of a tensor that is all zeros or not finite; the lattice refuses the latter and any step does for the former
-            step = self._scale / _finer(spec) * unit if 1e-20 < unit < 1e20 else 1.0
-            steps[spec.name] = _Step(step, tensor)
+            if 1e-20 < unit < 1e20:
+                steps[spec.name] = _Step(self._scale / _finer(spec) * unit, tensor)
+            elif not bool(torch.isfinite(state.tensors[spec.name]).all()):
+                steps[spec.name] = _Step(1.0, None)  # of any step: the codec refuses the tensor, and says why
         return steps
 
     def _curvature(

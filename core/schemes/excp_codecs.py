@@ -27,6 +27,7 @@ from shrinkpoint.schemes.planes import (
     as_float32,
     check_sections,
     emit,
+    finite,
     integer,
     normal,
     plane_of,
@@ -190,6 +191,8 @@ class ExcpMomentCodec:
         if len(data) not in (0, 4, 4 * sum(matrix_shape(spec.shape))):
             raise FormatError(f"{spec.name}: the refill of its pruned elements has {len(data)} bytes")
         factors = normal(np.frombuffer(data, dtype="<f4").astype(np.float32))
+        if not finite(factors):
+            raise FormatError(f"{spec.name}: the refill of its pruned elements holds NaN or infinity")
         return self._restore(symbols, factors, spec)
 
     @staticmethod

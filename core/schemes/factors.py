@@ -128,14 +128,15 @@ class Factors:
         if data[:1] == bytes([_BYTES]):
             stored = decode_bytes(data[1:], 2 * (height + width), 2, threads=threads).view("<i2")
             exponents = stored.astype(np.int64)
+            given = exponents[exponents != _NONE]
         elif data[:1] == bytes([_SYMBOLS]) and len(data) >= 5:
             lowest = np.frombuffer(data[1:5], "<i2").astype(np.int64)
             contexts = _contexts(height, width)
             symbols = decode_symbols(data[5:], contexts, height + width, 256, 2, threads=threads)
             exponents = np.where(symbols == 0, _NONE, lowest[contexts] + symbols - 1)
+            given = exponents[symbols != 0]
         else:
             raise FormatError(f"{spec.name}: section 'factors' is malformed")
-        given = exponents[exponents != _NONE]
         if given.size and not _LOW <= given.min() <= given.max() <= _HIGH:
             raise FormatError(f"{spec.name}: a factor is beyond the range of fp32")
         narrow = exponents.astype(np.int16)

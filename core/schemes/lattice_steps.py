@@ -140,6 +140,6 @@ def read_step(encoded: EncodedTensor, spec: TensorSpec) -> np.float32:
         FormatError: it is none.
     """
     step = number(encoded.params, spec, "step")
-    if not 1e-30 < step < 1e30:
+    if not 1e-30 < float(step) < 1e30:
         raise FormatError(f"{spec.name}: the step {step} is not of ordinary size")
     return step

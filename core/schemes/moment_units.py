@@ -15,7 +15,7 @@ from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
 from shrinkpoint.schemes.base import Context, EncodedTensor
 from shrinkpoint.schemes.dither import SEEDS
 from shrinkpoint.schemes.factors import Factors, matrix_shape
-from shrinkpoint.schemes.planes import F32, check_sections, finite, integer, number
+from shrinkpoint.schemes.planes import F32, check_sections, finite, integer, normal, number
 from shrinkpoint.state import Role, TensorSpec
 
 __all__ = ["MomentCodec", "OwnUnits", "RootUnits", "check_dtype", "fp32_values"]
@@ -148,5 +148,5 @@ def _roots(spec: TensorSpec, context: Context) -> F32 | None:
     values = second.reshape(-1).numpy()
     if values.size and not (values.min() >= 0 and values.max() < np.inf):  # also false for NaN
         return None
-    roots: F32 = np.sqrt(values)  # IEEE 754 rounds the root correctly: the same everywhere
+    roots: F32 = np.sqrt(normal(values))  # IEEE 754 rounds the root correctly: the same everywhere
     return roots

@@ -18,6 +18,7 @@ from shrinkpoint.entropy.rans import decode_symbols, encode_symbols, predict_byt
 from shrinkpoint.entropy.symbols import count_symbols
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
 from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Held, Planes
+from shrinkpoint.schemes.planes import normal
 from shrinkpoint.state import Role, TensorSpec
 
 __all__ = ["FirstMomentCodec", "SecondMomentCodec"]
@@ -286,5 +287,5 @@ def _root(spec: TensorSpec, context: Context) -> F32 | None:
         values.min() >= 0 and values.max() < np.inf
     ):  # also false for NaN: a root is no unit then
         return None
-    root: F32 = np.sqrt(values)  # IEEE 754 rounds the root correctly: the same everywhere
+    root: F32 = np.sqrt(normal(values))  # IEEE 754 rounds the root correctly: the same everywhere
     return root

@@ -97,7 +97,7 @@ class TrellisLatticeCodec:
     """Of the trellis."""
 
     def __post_init__(self) -> None:
-        if not 1e-30 < self.step < 1e30:
+        if not 1e-30 < float(np.float32(self.step)) < 1e30:
             raise ConfigError(f"step={self.step} must be a positive number of ordinary size")
         if type(self.seed) is not int or not 0 <= self.seed < SEEDS:
             raise ConfigError(f"seed={self.seed!r} must be an integer from 0 to {SEEDS - 1}")
@@ -203,8 +203,9 @@ class TrellisLatticeCodec:
         held = HeldWeights.of(context.reference, spec) if encoded.uses_reference else None
         if encoded.uses_reference and held is None:
             raise FormatError(f"{spec.name}: its reference planes are missing")
-        if held is not None and _went_on(encoded, spec):
+        if _went_on(encoded, spec) and held is not None:
             held = held.as_restored()
+        integer(encoded.params, spec, "known", NO_WALK, LAST_WALK)  # the next delta's reader relies on it
         states = read_states(encoded, spec)
         grid = _read_grid(encoded, held, spec, context.threads)
         carried = read_carried(encoded.params, spec)

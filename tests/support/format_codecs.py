@@ -145,7 +145,7 @@ def dithered(t, unit):
 
 
 def dithered_root(t):
-    return dithered(t, np.sqrt(np.frombuffer(t.siblings["exp_avg_sq"], F32)))
+    return dithered(t, np.sqrt(flushed(np.frombuffer(t.siblings["exp_avg_sq"], F32))))
 
 
 def dithered_own(t):
@@ -211,7 +211,7 @@ def trellis(t, unit):
 
 
 def trellis_root(t):
-    return trellis(t, np.sqrt(np.frombuffer(t.siblings["exp_avg_sq"], F32)))
+    return trellis(t, np.sqrt(flushed(np.frombuffer(t.siblings["exp_avg_sq"], F32))))
 
 
 def trellis_own(t):

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from support.chains import check_malformed, save_chain, spec_of, state_of
 
 from shrinkpoint.coding import decode_chain
+from shrinkpoint.entropy.rans import encode_symbols
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError, ShrinkpointError
 from shrinkpoint.schemes.base import Context, EncodedTensor, Occasion, Quantizer
 from shrinkpoint.schemes.catalogue import SCHEMES, build, options_of
@@ -17,6 +18,8 @@ from shrinkpoint.schemes.dithered_moments import (
     FactoredSecondMomentCodec,
 )
 from shrinkpoint.schemes.factors import Factors
+from shrinkpoint.schemes.moments import FirstMomentCodec
+from shrinkpoint.schemes.trellis_moments import TrellisFirstMomentCodec
 from shrinkpoint.state import Role
 
 SHAPES = st.sampled_from([(1,), (7,), (1, 1), (1, 30), (30, 1), (12, 40), (4, 3, 3, 3), (2, 1, 5)])
@@ -253,6 +256,31 @@ def test_a_process_without_subnormals_restores_the_same_bits(kind, scale):
         torch.set_flush_denormal(False)
     for (_, one), value in zip(coded, again, strict=True):
         assert torch.equal(value.view(torch.int32), one.value.view(torch.int32))
+
+
+@pytest.mark.parametrize("codec", [FirstMomentCodec, DitheredFirstMomentCodec, TrellisFirstMomentCodec])
+def test_a_root_of_a_second_moment_below_the_normal_numbers_is_zero_in_every_process(codec):
+    """Second moments that are stored exactly may be subnormal; the root of one is not."""
+    first, second = 1e-20 * torch.randn(16, 16), torch.full((16, 16), 1e-40)
+    spec, context = spec_of(first), Context(siblings={Role.EXP_AVG_SQ.value: second})
+    second[0] = 1e-38
+    coded = codec(step=3.0).encode(first, spec, context)
+    assert not coded.value[1:].any()
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor always has subnormals")
+    try:
+        again = reread(codec(), coded, spec, context)
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(again.view(torch.int32), coded.value.view(torch.int32))
+
+
+def test_an_exponent_that_stands_for_none_is_no_lowest_one():
+    lowest, symbols = np.array([-(2**15), 0], "<i2"), np.ones(9, np.uint8)
+    contexts = np.repeat(np.array([0, 1], np.uint8), [4, 5])
+    section = bytes([0]) + lowest.tobytes() + encode_symbols(symbols, contexts, 256, 2)
+    with pytest.raises(FormatError, match="beyond the range"):
+        Factors.read(EncodedTensor("factored", {}, {"factors": section}), spec_of(torch.rand(4, 5)))
 
 
 @pytest.mark.parametrize("name", sorted(set(SCHEMES) - {"auto"}))

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ from support.chains import check_chain, check_malformed, relative_step, save_cha
 from support.containers import identical
 from support.training import OPTIMIZERS, TinyMLP, capture, train
 
-from shrinkpoint.errors import CannotRepresentError, ConfigError
+from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
 from shrinkpoint.schemes.base import Context, Held
 from shrinkpoint.schemes.excp import (
     SYMBOLS,
@@ -146,6 +148,19 @@ def test_pruned_second_moments_are_refilled_and_first_ones_are_not(refill):
     first = codec.encode(second, spec_of(second, "m", Role.EXP_AVG), Context())
     assert not first.value[pruned].any()
     assert first.encoded.sections["refill"] == b""
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_refill_that_is_not_finite_is_refused(value):
+    second = torch.rand(30, 50)
+    spec = spec_of(second, "v", Role.EXP_AVG_SQ)
+    codec = ExcpMomentCodec(options=ExcpOptions(refill="factored"), keep=np.arange(1500) % 3 == 0)
+    coded = codec.encode(second, spec, Context())
+    damaged = np.frombuffer(coded.encoded.sections["refill"], "<f4").copy()
+    damaged[3] = value
+    encoded = replace(coded.encoded, sections={**coded.encoded.sections, "refill": damaged.tobytes()})
+    with pytest.raises(FormatError, match="refill"):
+        codec.reconstruct(encoded, coded.planes, spec, Context())
 
 
 @pytest.mark.parametrize("target", [0.3, 0.8, 0.9])

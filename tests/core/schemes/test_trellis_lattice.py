@@ -485,6 +485,7 @@ WRONG = {
     "walk": [None, -1, LAST_WALK + 1, 1.0, "1", True, [1]],
     "carried": [None, -1, CARRIED, 1.0, "1", True, [1]],
     "went_on": [0, 1, "true", [True], "x"],
+    "known": [None, -1, LAST_WALK + 1, 1.0, "1", True, [1]],
 }
 
 
@@ -498,6 +499,27 @@ def test_malformed_params_are_refused(key, value):
         del params[key]
     with pytest.raises(FormatError):
         TrellisLatticeCodec().decode(replace(encoded, params=params), spec, context)
+
+
+def test_a_base_that_went_on_must_say_so_properly_too():
+    weights = torch.randn(20, 30)
+    spec = spec_of(weights)
+    encoded = TrellisLatticeCodec(step=0.1).encode(weights, spec, Context()).encoded
+    with pytest.raises(FormatError, match="went_on"):
+        TrellisLatticeCodec().decode(
+            replace(encoded, params={**encoded.params, "went_on": 1}), spec, Context()
+        )
+
+
+def test_what_a_step_is_rounded_to_decides_whether_it_is_taken():
+    """The reader judges by the fp32 number, on either side of the limit."""
+    with pytest.raises(ConfigError, match="step"):
+        TrellisLatticeCodec(step=1e30 * (1 - 1e-10))  # below the limit, but not as fp32
+    weights = torch.zeros(20, 30)
+    coded = TrellisLatticeCodec(step=1e-30).encode(weights, spec_of(weights), Context())  # above it as fp32
+    assert (
+        TrellisLatticeCodec().decode(coded.encoded, spec_of(weights), Context()).keys() == coded.planes.keys()
+    )
 
 
 @pytest.mark.parametrize("value", [None, -1, LAST_WALK + 1, 1.0, "1", True, [1]])
