@@ -76,7 +76,7 @@ class MomentCodec(ABC):
 
 
 class RootUnits(MomentCodec):
-    """``m / sqrt(v)``, v being Adam's second moment as restored; m is restored as zero where v is zero."""
+    """``m / sqrt(v)``, v being Adam's second moment as restored; m is restored as zero where v is zero or subnormal."""
 
     needs: ClassVar[tuple[str, ...]] = (Role.EXP_AVG_SQ.value,)
 

@@ -89,6 +89,7 @@ def test_adams_first_moments_are_read_as_written(shape, seed, scale, kind, step,
     restored = reread(codec, coded, spec, context)
     assert torch.equal(restored, coded.value)
     assert torch.equal(codec.restored(first, spec, context), coded.value)
+    second = second.where(second >= torch.finfo().tiny, 0)
     assert bool((restored[second == 0] == 0).all())
     unit = step * second.sqrt()
     inside = first.abs() <= 109 * unit
