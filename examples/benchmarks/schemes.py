@@ -100,8 +100,14 @@ def courses(arguments: argparse.Namespace) -> list[Course]:
     ]
 
 
-def cells(arguments: argparse.Namespace) -> Iterator[Cell]:
-    """All that was asked for, in the order of the tables; one seed after the other."""
+def cells(arguments: argparse.Namespace, *, every_restore: bool = False) -> Iterator[Cell]:
+    """All that was asked for, in the order of the tables; one seed after the other.
+
+    Args:
+        arguments: what was asked for.
+        every_restore: with the restores of settings that do not stand for their scheme: a table shows them where some were
+            named once.
+    """
     planned = courses(arguments)
     for course in planned:
         for part in arguments.parts or (("chain",) if course.every >= WIDE else tuple(MEASURES)):
@@ -110,7 +116,7 @@ def cells(arguments: argparse.Namespace) -> Iterator[Cell]:
             settings = chosen(SLICED if part == "slice" else SETTINGS, arguments.only)
             for setting in settings:
                 named = f"{setting.scheme}:{setting.label}" in arguments.only
-                if part != "restores" or setting.restores or named:
+                if part != "restores" or setting.restores or named or every_restore:
                     yield Cell(part, course, setting)
 
 
@@ -263,7 +269,7 @@ def main() -> None:
     if missing and not arguments.table:
         _one_thread()
         failed = measure(missing, cache, arguments.cache, arguments.workers)
-    write(planned, cache, arguments.out)
+    write(list(cells(arguments, every_restore=True)), cache, arguments.out)
     if failed:
         sys.exit(f"{failed} cells failed: see above; the others are kept")
 

@@ -241,6 +241,17 @@ def test_speeds_and_slices_stand_in_tables_of_their_own(key):
     assert "steps between checkpoints" not in text, "nothing was measured of a training"
 
 
+def test_a_table_shows_restores_of_settings_that_were_named_once(monkeypatch):
+    import schemes
+
+    monkeypatch.setattr(sys, "argv", ["schemes.py", "--models", "gpt", "--seeds", "1", "--parts", "restores"])
+    arguments = schemes._arguments()
+    asked = {cell.key for cell in schemes.cells(arguments)}
+    shown = {cell.key for cell in schemes.cells(arguments, every_restore=True)}
+    assert asked < shown
+    assert "3 bit, moments too" in {key.setting for key in shown - asked}
+
+
 def test_picture_is_well_formed_and_stays_on_the_page(rows):
     from schemes_picture import COLORS, picture
 
