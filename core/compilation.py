@@ -20,6 +20,7 @@ from torch import nn
 import shrinkpoint
 from shrinkpoint.coding import decode_chain, encode_state
 from shrinkpoint.errors import ConfigError
+from shrinkpoint.movement import MovementTracker
 from shrinkpoint.roles import describe_training
 from shrinkpoint.schemes.base import Held, Occasion
 from shrinkpoint.schemes.catalogue import SCHEMES, build, options_of
@@ -97,10 +98,12 @@ def _make_and_restore(scheme: str, options: Any) -> None:
 
 def _make_and_restore_one(scheme: str, options: Any, training: "_SmallTraining") -> None:
     held: Mapping[str, Held] | None = None
-    parent, chain = None, []
+    parent, chain, tracker = None, [], MovementTracker()
     for step in range(1, _SAVES + 1):
         state = training.go_on()
-        occasion = Occasion(state=state, step=step, reference=held)
+        movement = tracker.since(state, step)
+        tracker.note(state, step)
+        occasion = Occasion(state=state, step=step, reference=held, movement=movement)
         coder = build(scheme, options, occasion)
         coded = encode_state(state, coder, step=step, reference=held, parent=parent)
         held, parent = dict(coded.held), coded.checkpoint.state_digest

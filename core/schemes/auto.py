@@ -1,9 +1,11 @@
-"""The scheme of our own: weights on a dithered trellis, moments in units of their second one, planes that explain each other.
+"""The scheme of our own: weights on a dithered trellis, moments in levels of their second one's root.
 
-The step of a weight is ``scale * size * (v / V) ** -1/4``: `size` the root mean square of all matrices, v the row's and
-column's second moment, V the geometric mean of all matrices' own; one scale for the whole model, which the search chooses.
-A matrix's own is its arithmetic mean: in an embedding, most rows may hardly be used, and the others must not pay for them.
-Biases, norms and other small tensors take an eighth of it: they cost few bytes.
+The noise of a row's weights is at most ``scale`` times what training has moved that row since the checkpoint before
+(`shrinkpoint.movement`), root mean square; one scale for the whole model, up to 1, which the search chooses. What training has
+not moved is kept, or stored exactly. However far it has moved, the step size of a weight is at most
+``2 scale size (v / V) ** -1/4``: `size` the root mean square of all matrices, v the row's and column's second moment, V the
+geometric mean of all matrices' own. A matrix's own is its arithmetic mean: in an embedding, most rows may hardly be used, and
+the others must not pay for them. Of biases, norms and other small tensors it is an eighth of that: they cost few bytes.
 The curvature is Adam's second moment, or what an optimizer keeps that grows with it: the square of its momentum, or of the
 gradients' mean that was collected. Where there is nothing of the kind, steps are a share of the tensor's own size.
 
@@ -11,8 +13,11 @@ What is known of each optimizer's state:
 
 * Adam and its kin: the second moment as a row times a column, the first in units of its root;
 * SGD with momentum, Lion: the momentum in units of its own root mean square by rows and columns;
-* masters of half-precision weights: on the lattice, and the weights rounded from them;
+* masters of half-precision weights: on the trellis, and the weights rounded from them;
 * any other state, and whatever is small: exactly.
+
+What a restored first moment has lost is lost progress: as many steps as the optimizer remembers, times the share that is
+lost. It may be a small share of the steps between two checkpoints, however high the learning rate is or will be.
 """
 
 import math
@@ -22,29 +27,31 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from shrinkpoint.entropy.context import Effort
 from shrinkpoint.entropy.trellis import States
 from shrinkpoint.schemes.base import Occasion, TensorCodec
-from shrinkpoint.schemes.dithered_moments import (
-    DitheredFirstMomentCodec,
-    DitheredMomentumCodec,
-    FactoredSecondMomentCodec,
-)
+from shrinkpoint.schemes.centroid_moments import CentroidFirstMomentCodec, CentroidMomentumCodec
+from shrinkpoint.schemes.factored_moments import FactoredSecondMomentCodec
+from shrinkpoint.schemes.factors import matrix_shape
 from shrinkpoint.schemes.lattice import LatticeCodec
 from shrinkpoint.schemes.lattice_steps import curvature_exponents
-from shrinkpoint.schemes.learning_rates import reach_of_first_moments
+from shrinkpoint.schemes.moment_memory import UNKNOWN, memories
+from shrinkpoint.schemes.moved_steps import narrowed
 from shrinkpoint.schemes.planes import WEIGHT_DTYPES, widened
 from shrinkpoint.schemes.recipe import check_choice, check_number, described
 from shrinkpoint.schemes.rounded import RoundedCodec
 from shrinkpoint.schemes.trellis_lattice import TrellisLatticeCodec
-from shrinkpoint.schemes.trellis_moments import TrellisFirstMomentCodec, TrellisMomentumCodec
 from shrinkpoint.schemes.trellis_points import WIDER
 from shrinkpoint.state import LayerType, Role, TensorSpec, TrainingState
 from shrinkpoint.tree import JSON
 
 __all__ = ["MILD_SCALE", "Auto", "AutoOptions"]
+
+F64 = npt.NDArray[np.float64]
 
 MILD_SCALE = 0.25
 """Without a way to measure; a restore then costs the bench's convolutional network 0.2 % of the loss, its GPT much less."""
@@ -52,14 +59,18 @@ MILD_SCALE = 0.25
 _FARTHEST = 64.0  # no tensor's curvature changes its steps by more
 _LEAST = 1e-30
 _FINER = 8  # biases and norms: few elements, each of which counts for many
+_NOISE = math.sqrt(1 / 12)  # of a uniform quantizer, in its step sizes
+_WIDEST_STEP = 2.0  # of a weight, in root mean squares of all of them; the movement is nearly always less
 _FEW = 2000  # so do those of small tensors
-# Of a running mean over ten steps, Adam's unit is 1 / 0.23 root mean squares: the same noise for the weights.
-_OWN_UNITS = 4.3
-_NARROWEST, _WIDEST = 1 / 64, 64.0
-# The noise of a weight for which its first moment may answer, in the weight's own: where bytes and noise balance.
-_MOMENTS_SHARE = 0.7
-_MOMENT_STEPS = 1.0, 12.0  # of moments that are corrected for their bias, as those of long trainings are
-_MOMENT_STEP = 3.0  # where nothing is known of the learning rate
+# Of the steps between two checkpoints: how many of them a restored first moment may have lost.
+_LOST_STEPS = 0.02
+_OF_DIRECTION = 8  # times less where an optimizer uses the direction of a moment alone
+_MOST_LOST = 0.45  # of a first moment; from a half on, it would be farther from the truth than zeros are
+_LEAST_LOST = 0.005
+_UNMOVED = 2.0**-6  # of the tensor's own movement: rows that have moved less have not moved
+_FINEST = 2.0**-13  # of a tensor's largest weight: no step size is less
+_UNKNOWN_MOVEMENT = 1 / 64  # of a row's size, where nothing is known of how far training has moved it
+_USUAL_INTERVAL = 50  # steps between checkpoints, where nothing is known of the last one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,9 +82,12 @@ class AutoOptions:
     """
 
     weight_scale: float | None = None
-    """Steps of the weights' trellis, in root mean squares of all weights; None leaves it to the search."""
+    """Share of the greatest noise that weights are allowed, 1 being all of it; None leaves it to the search."""
     first_moment_step: float | None = None
-    """Distance of two levels of Adam's first moment, in roots of the second; None follows the learning rate."""
+    """Distance of two levels of first moments, in roots of the second, or of their own mean square; None lets the
+    optimizer's memory decide."""
+    movement_share: float = 1.0
+    """Greatest noise of a row of weights, in root mean squares of what training has moved it since the last checkpoint."""
     effort: Effort = "default"
     """How much time coding may take: ``fast`` has scalar quantizers, ``default`` and ``max`` a trellis of 4 and of 8 states."""
     min_elements: int = 64
@@ -84,6 +98,7 @@ class AutoOptions:
             check_number(self, "weight_scale", 1e-4, 64)
         if self.first_moment_step is not None:
             check_number(self, "first_moment_step", 0.001, 64)
+        check_number(self, "movement_share", 0.001, 1000)
         check_number(self, "min_elements", 1, 2**48, whole=True)
         check_choice(self, "effort", Effort)
 
@@ -99,6 +114,16 @@ def _by_parameter(state: TrainingState, role: Role) -> dict[str | None, str]:
     return {spec.tag.parameter: name for name, spec in specs if spec.tag.role is role and spec.tag.parameter}
 
 
+def _folder(spec: TensorSpec) -> str:
+    """Where a tensor stands in the state: an optimizer's tensors of one parameter share it."""
+    return spec.name.rpartition("/")[0]
+
+
+def _by_folder(state: TrainingState, role: Role) -> dict[str, str]:
+    """Names of the tensors of a role, by where they stand."""
+    return {_folder(spec): name for name, spec in state.specs.items() if spec.tag.role is role}
+
+
 def _master(state: TrainingState, spec: TensorSpec, masters: Mapping[str | None, str]) -> torch.Tensor | None:
     """The fp32 weight that this half of it is rounded from, if it is."""
     if spec.tag.role is not Role.WEIGHT or spec.dtype not in (torch.float16, torch.bfloat16):
@@ -111,6 +136,12 @@ class _Step(NamedTuple):
     step: float
     curvature: torch.Tensor | None
     """What the steps' rows and columns follow, of the weight's shape."""
+    moved: F64 | None = None
+    """(rows,): how far training has moved each, root mean square; None where no step size will do."""
+    finest: float = 0.0
+    """The least step size."""
+    kept: npt.NDArray[np.bool_] | None = None
+    """(rows,): those that stay as the previous checkpoint has them; None for none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,56 +164,38 @@ class Auto:
         """See `Scheme.codecs`."""
         makers: dict[str, Callable[[], TensorCodec]] = {}
         steps = self._steps(state)
-        moments = self._moment_steps(state, steps)
+        losses = self._moment_losses(state)
         masters = _by_parameter(state, Role.MASTER)
-        paired = {spec.tag.parameter for spec in state.specs.values() if spec.tag.role is Role.EXP_AVG_SQ}
+        firsts, seconds = (_by_folder(state, role) for role in (Role.EXP_AVG, Role.EXP_AVG_SQ))
         for name, spec in state.specs.items():
+            folder = _folder(spec)
             master = _master(state, spec, masters)
             if master is not None:
                 makers[name] = partial(RoundedCodec, master=master)
             elif name in steps:
                 makers[name] = partial(self._lattice, spec, steps[name])
-            elif spec.numel >= self.options.min_elements:
-                step = moments.get(spec.tag.parameter or "", self._usual / _finer(spec))
-                maker = self._moment(spec, step, spec.tag.parameter in paired)
-                makers |= {name: maker} if maker is not None else {}
+            elif spec.numel < self.options.min_elements:
+                continue
+            elif spec.tag.role is Role.EXP_AVG_SQ:
+                first = firsts.get(folder)
+                makers[name] = partial(
+                    FactoredSecondMomentCodec, first_moment=state.tensors[first] if first else None
+                )
+            elif spec.tag.role is Role.EXP_AVG:
+                codec = CentroidFirstMomentCodec if folder in seconds else CentroidMomentumCodec
+                makers[name] = partial(codec, step=self.options.first_moment_step, loss=losses[name])
         return makers
 
-    def _moment(self, spec: TensorSpec, step: float, paired: bool) -> Callable[[], TensorCodec] | None:
-        if spec.tag.role is Role.EXP_AVG_SQ:
-            return FactoredSecondMomentCodec
-        if spec.tag.role is not Role.EXP_AVG:
-            return None
-        if not paired:
-            step = min(_WIDEST, self._usual / _finer(spec) * _OWN_UNITS)
-        seed, states = self._seed(spec), self._states
-        if states is not None:
-            step = min(_WIDEST, step * WIDER[states])
-            if paired:
-                return partial(TrellisFirstMomentCodec, step=step, seed=seed, states=states)
-            return partial(TrellisMomentumCodec, step=step, seed=seed, states=states)
-        if paired:
-            return partial(DitheredFirstMomentCodec, step=step, seed=seed, effort="fast")
-        return partial(DitheredMomentumCodec, step=step, seed=seed, effort="fast")
-
-    @property
-    def _usual(self) -> float:
-        return self.options.first_moment_step or _MOMENT_STEP
-
-    def _moment_steps(self, state: TrainingState, steps: Mapping[str, "_Step"]) -> dict[str, float]:
-        """Of Adam's first moments, by parameter: so wide that their noise moves a weight by a share of its own noise."""
-        reach = reach_of_first_moments(state)
-        if self.options.first_moment_step is not None or reach is None:
-            return {}
-        found = {}
-        for name, step in steps.items():
-            spec = state.specs[name]
-            finer = _finer(spec)
-            wanted = _MOMENTS_SHARE * step.step * finer / max(reach.distance, _LEAST)
-            corrected = min(max(wanted, _MOMENT_STEPS[0]), _MOMENT_STEPS[1])
-            stored = corrected / max(reach.correction, _LEAST)
-            found[spec.tag.parameter or name] = min(max(stored, _NARROWEST), _WIDEST) / finer
-        return found
+    def _moment_losses(self, state: TrainingState) -> dict[str, float]:
+        """The greatest share of each first moment that may be lost, by what its optimizer remembers."""
+        known, losses = memories(state), {}
+        interval = self.occasion.movement.steps if self.occasion.movement is not None else _USUAL_INTERVAL
+        for name, spec in state.specs.items():
+            if spec.tag.role is Role.EXP_AVG:
+                lost = _LOST_STEPS * interval / max(known.get(name, UNKNOWN), _LEAST)
+                lost /= _OF_DIRECTION if name in self.occasion.directions else 1
+                losses[name] = min(max(lost, _LEAST_LOST), _MOST_LOST)
+        return losses
 
     def describe(self) -> JSON:
         """See `Scheme.describe`."""
@@ -199,20 +212,40 @@ class Auto:
         return self.scale or self.options.weight_scale or MILD_SCALE
 
     def _lattice(self, spec: TensorSpec, step: _Step) -> TensorCodec:
-        exponents = curvature_exponents(step.curvature, spec.shape) if step.curvature is not None else None
+        height, width = matrix_shape(spec.shape)
+        exponents = (np.zeros(height, np.int8), np.zeros(width, np.int8))
+        if step.curvature is not None:
+            exponents = curvature_exponents(step.curvature, spec.shape)
+        size = step.step
+        if step.moved is not None:
+            noise = np.maximum(self._scale * self.options.movement_share * step.moved, _NOISE * step.finest)
+            if step.kept is not None:
+                noise[step.kept] = np.inf
+            size, exponents = narrowed(size, exponents, noise)
         states = self._states
         if states is not None:
             return TrellisLatticeCodec(
-                step=step.step * WIDER[states],
+                step=size * WIDER[states],
                 exponents=exponents,
                 seed=self._seed(spec),
                 went_on=self.occasion.restored,
                 states=states,
+                kept=step.kept,
             )
         held = (self.occasion.reference or {}).get(spec.name)
         goes_on = held is not None and held.codec == LatticeCodec.id and not self.occasion.restored
         seed = None if goes_on else self._seed(spec)
-        return LatticeCodec(step=step.step, exponents=exponents, seed=seed, effort="fast")
+        return LatticeCodec(step=size, exponents=exponents, seed=seed, effort="fast")
+
+    def _kept(self, spec: TensorSpec) -> npt.NDArray[np.bool_] | None:
+        """(rows,): those that stay as the previous checkpoint has them, since training has not moved them.
+
+        Through a chain of 32 checkpoints they move by half of what the tensor moves between two of them at most.
+        """
+        moved = self._known_movement(spec)
+        if moved is None or not self._is_on_trellis(spec):
+            return None
+        return np.asarray(moved <= _UNMOVED * math.sqrt(float(np.square(moved).mean())))
 
     @property
     def _states(self) -> States | None:
@@ -239,7 +272,15 @@ class Auto:
         means = _means([(found[spec.name], spec.numel) for spec in many])
         steps = {}
         for spec in specs:
-            curvature = found[spec.name]
+            curvature, moved = found[spec.name], self._moved(spec, state.tensors[spec.name])
+            finest = _FINEST * float(state.tensors[spec.name].abs().max())
+            kept = self._kept(spec)
+            moving = moved[moved > _UNMOVED * math.sqrt(float(np.square(moved).mean()))]
+            allowed = (
+                self._scale * self.options.movement_share * float(np.median(moving)) if moving.size else 0.0
+            )
+            if allowed <= _NOISE * finest and bool(np.isfinite(moved).all()):
+                continue  # what training hardly changes is stored exactly, and what is all zeros
             if curvature is None:
                 unit, tensor = _size([state.tensors[spec.name]]), None
             else:
@@ -247,10 +288,31 @@ class Auto:
                 unit = size * min(_FARTHEST, max(1 / _FARTHEST, math.exp(octaves)))
                 tensor = curvature.tensor
             if 1e-20 < unit < 1e20:
-                steps[spec.name] = _Step(self._scale / _finer(spec) * unit, tensor)
+                steps[spec.name] = _Step(
+                    _WIDEST_STEP * self._scale / _finer(spec) * unit, tensor, moved, finest, kept
+                )
             elif not bool(torch.isfinite(state.tensors[spec.name]).all()):
                 steps[spec.name] = _Step(1.0, None)  # of any step: the codec refuses the tensor, and says why
         return steps
+
+    def _is_on_trellis(self, spec: TensorSpec) -> bool:
+        """Whether the previous checkpoint has the tensor so that its rows can be kept."""
+        held = (self.occasion.reference or {}).get(spec.name)
+        return held is not None and held.codec == TrellisLatticeCodec.id
+
+    def _moved(self, spec: TensorSpec, weights: torch.Tensor) -> F64:
+        """How far training has moved each row; where nothing is known of that, as if by a small share of its size."""
+        rows = self._known_movement(spec)
+        if rows is not None:
+            return rows
+        squares = weights.detach().reshape(matrix_shape(spec.shape)).float().square().mean(dim=1)
+        sizes: F64 = squares.double().sqrt().numpy()
+        return _UNKNOWN_MOVEMENT * sizes
+
+    def _known_movement(self, spec: TensorSpec) -> F64 | None:
+        """(rows,), where it was measured and is a number in all rows."""
+        rows = self.occasion.movement.rows.get(spec.name) if self.occasion.movement is not None else None
+        return rows if rows is not None and bool(np.isfinite(rows).all()) else None
 
     def _curvature(
         self, state: TrainingState, weight: TensorSpec, moments: Sequence[TensorSpec]

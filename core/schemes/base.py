@@ -1,6 +1,6 @@
 """What a scheme and a tensor codec are: the seams between quantization and everything around it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol, runtime_checkable
 
@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from shrinkpoint.movement import Movement
 from shrinkpoint.state import TensorSpec, TrainingState
 from shrinkpoint.tree import JSON
 
@@ -166,6 +167,10 @@ class Occasion:
     """What a reader holds of the previous checkpoint, the same mapping as `encode_state` gets; None in a base."""
     restored: bool = False
     """Whether the training went on from a restore of `reference`, so that its weights are where that put them."""
+    movement: Movement | None = None
+    """How far training has moved each weight since the previous checkpoint; None where nothing is known of that."""
+    directions: Collection[str] = ()
+    """Names of first moments of which their optimizer uses the direction alone, as Lion's and Muon's."""
     gradients: Mapping[str, torch.Tensor] | None = None
     """EMA of the gradients by parameter name, where they were collected."""
 

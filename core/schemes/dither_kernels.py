@@ -6,7 +6,7 @@ none of which is a product followed by a sum that a compiler might contract: eve
 
 Most are written so that they vectorise: no table is looked up where arithmetic gives the same bits, and no loop has two
 results. All arrays are flat and of one length n; tables have the length that is named. The caller has checked that
-exponents are 0 to 48 and dithers within 2**32. ``quarters`` (4,) are the steps of exponents 24 to 27.
+exponents are 0 to 128 and dithers within 2**32. ``quarters`` (4,) are the steps of exponents 64 to 67.
 """
 
 import numpy as np
@@ -17,11 +17,9 @@ from shrinkpoint.jit import jit
 __all__ = [
     "EDGE_SLOTS",
     "carry",
-    "count_beyond",
     "edges",
     "halves",
     "largest_move",
-    "levels",
     "moves",
     "nearest",
     "offsets",
@@ -29,7 +27,6 @@ __all__ = [
     "random_bits",
     "remember",
     "step_of",
-    "unlevel",
     "unmove",
 ]
 
@@ -49,12 +46,9 @@ _HALF, _DOWN = np.float32(0.5), np.float32(2.0**-16)
 _ROUND = np.float32(
     1.5 * 2**23
 )  # added and taken away, it rounds what is below 2**22 to the nearest even integer
-_OCTAVE_ZERO, _MANTISSA_BITS = 127 - 6, 23
+_OCTAVE_ZERO, _MANTISSA_BITS = 127 - 16, 23
 _BLOCK = 1024
 _SLOT_SHIFT = 7  # of the 16 bits of a dither
-# Products below count as zero. Half of it is the least normal number, to which a product may be rounded that a process
-# without subnormals takes for zero.
-_LEAST = np.float32(2.0**-125)
 _ZERO = np.float32(0)
 
 
@@ -82,7 +76,7 @@ def _offset(start: np.uint64, i: int) -> np.float32:
 
 @jit
 def step_of(q0: np.float32, q1: np.float32, q2: np.float32, q3: np.float32, exponent: np.uint8) -> np.float32:
-    """``quarters[e % 4] * 2 ** (e // 4 - 6)``, of which the product is exact."""
+    """``quarters[e % 4] * 2 ** (e // 4 - 16)``, of which the product is exact."""
     k = np.int32(exponent)
     low = q1 if k & 1 else q0
     high = q3 if k & 1 else q2
@@ -229,42 +223,3 @@ def remember(index: I16, predicted: I16, before: U8, table: U8, down: int, up: i
         known = table[before[i]]
         known = np.uint8(up) if index[i] > predicted[i] else known
         out[i] = np.uint8(down) if index[i] < predicted[i] else known
-
-
-@jit
-def levels(values: F32, scale: F32, step: np.float32, seed: int, reach: int, out: U8) -> int:
-    """Dithered levels ``rint(value / (step * scale) + d)`` within ``reach``, moved to begin at 0; the largest of all.
-
-    Where a unit is zero or about to be subnormal the level is 0.
-    """
-    start = np.uint64(seed) << _SHIFTS[4]
-    bound = np.float32(reach)
-    largest = np.int32(0)
-    for i in range(out.size):
-        unit = step * scale[i]
-        x = values[i] / max(unit, _LEAST) + _offset(start, i)
-        level = np.int32(_rint(min(max(x, -bound), bound)))
-        level = level if unit >= _LEAST else np.int32(0)
-        largest = max(largest, abs(level))
-        out[i] = np.uint8(level + reach)
-    return int(largest)
-
-
-@jit
-def count_beyond(values: F32, scale: F32, limit: np.float32) -> int:
-    """How many values are more than ``limit`` units large, where the unit is not zero."""
-    count = np.int32(0)
-    for i in range(values.size):
-        count += np.int32((abs(values[i]) > limit * scale[i]) & (scale[i] > _ZERO))
-    return int(count)
-
-
-@jit
-def unlevel(symbols: U8, scale: F32, step: np.float32, seed: int, radius: int, out: F32) -> None:
-    """``(level - d) * unit``; units and products that are about to be subnormal are zero, as in every process."""
-    start = np.uint64(seed) << _SHIFTS[4]
-    for i in range(out.size):
-        unit = step * scale[i]
-        level = np.float32(np.int32(symbols[i]) - np.int32(radius))
-        value = (level - _offset(start, i)) * unit
-        out[i] = value if unit >= _LEAST and abs(value) >= _LEAST else _ZERO

@@ -20,7 +20,8 @@ from shrinkpoint.state import TensorSpec
 __all__ = ["ExactCodec"]
 
 _SAMPLE = 1 << 16  # elements that decide between the tensor and its difference
-_LEAST = 1 << 12  # fewer elements stand alone: trying both costs more time than a difference could save bytes
+# Fewer elements stand alone unless they are the same as before: trying both costs more time than it could save bytes.
+_LEAST = 1 << 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +39,9 @@ class ExactCodec:
         item = _item_size(spec.dtype)
         bits = tensor_to_bytes(tensor).copy().view(f"<u{item}")
         previous = _previous(context.reference, bits.size, item)
-        delta = previous is not None and bits.size >= _LEAST and self._pays(bits, previous, spec.dtype)
+        delta = previous is not None and (
+            np.array_equal(bits, previous) if bits.size < _LEAST else self._pays(bits, previous, spec.dtype)
+        )
         stored = delta_bits(bits, previous, _floating(spec.dtype)) if delta and previous is not None else bits
         payload = encode_bytes(stored.view(np.uint8), item, self.level, threads=context.threads)
         encoded = EncodedTensor(self.id, {}, {"bytes": payload}, delta)

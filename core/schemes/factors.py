@@ -7,6 +7,7 @@ columns, then a rANS payload of symbols, 0 for a factor that is zero and else ``
 for rows and 1 for columns; or 1, then all exponents as int16, coded as bytes, -32768 for zero.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,9 +26,6 @@ I16 = npt.NDArray[np.int16]
 F64 = npt.NDArray[np.float64]
 
 _PER_OCTAVE = 4
-# Quarters that a second moment's factors are rounded to. Its elements lie octaves away from the product of their row and
-# column anyway: what finer steps say costs bytes, and no resumed run tells the difference.
-_ROUNDED = 4
 # 2 ** (k / 4), written out: a library's power function may differ by a rounding from one machine to another
 _QUARTERS = np.array([1.0, 1.1892071, 1.4142135, 1.6817929], np.float32)
 _NONE = -(2**15)  # the exponent of zero
@@ -60,13 +58,13 @@ class Factors:
         rows, columns = _means(*row_and_column_means(values))
         total, count = _log_sum(values)
         if not count:
-            return cls._rounded(rows, columns, _ROUNDED)
+            return cls._rounded(rows, columns)
         used = values > 0 if count < values.size else None
         for octaves, axis in ((rows, 1), (columns, 0)):
             every = np.full(octaves.size, values.shape[axis])
             each = np.count_nonzero(used, axis=axis) if used is not None else every
             total -= float((octaves[each > 0] * each[each > 0]).sum())
-        return cls._rounded(rows + total / count, columns, _ROUNDED)
+        return cls._rounded(rows + total / count, columns)
 
     @classmethod
     def of_roots(cls, values: F32) -> "Factors":
@@ -83,9 +81,17 @@ class Factors:
         rows, columns = _means(squares.mean(axis=1), squares.mean(axis=0))
         return cls._rounded(rows / 2 + shift, columns / 2)
 
+    def lengthened(self, octaves: Mapping[int, float]) -> "Factors":
+        """With some rows' factors larger by so many octaves, to the nearest quarter."""
+        rows = self.rows.astype(np.int64)
+        for row, more in octaves.items():
+            if rows[row] != _NONE:
+                rows[row] = min(max(rows[row] + round(more * _PER_OCTAVE), _LOW), _HIGH)
+        return Factors(rows=rows.astype(np.int16), columns=self.columns)
+
     @classmethod
-    def _rounded(cls, rows: F64, columns: F64, quarters: int = 1) -> "Factors":
-        return cls(rows=_exponents(rows, quarters), columns=_exponents(columns, quarters))
+    def _rounded(cls, rows: F64, columns: F64) -> "Factors":
+        return cls(rows=_exponents(rows), columns=_exponents(columns))
 
     def product(self) -> F32:
         """fp32 (rows * columns,): at least the least normal number, or zero where a factor is."""
@@ -171,10 +177,10 @@ def _log_sum(values: F32) -> tuple[float, int]:
     return float(octaves.sum(dtype=np.float64)), int(np.count_nonzero(used))
 
 
-def _exponents(octaves: F64, quarters: int) -> I16:
-    """In quarter octaves, multiples of so many."""
+def _exponents(octaves: F64) -> I16:
+    """In quarter octaves."""
     with np.errstate(invalid="ignore"):
-        rounded = np.clip(np.rint(octaves * _PER_OCTAVE / quarters) * quarters, _LOW, _HIGH)
+        rounded = np.clip(np.rint(octaves * _PER_OCTAVE), _LOW, _HIGH)
     return np.where(np.isfinite(octaves), rounded, _NONE).astype(np.int16)
 
 

@@ -83,7 +83,7 @@ class LatticeCodec:
     """How much time the coder of the moves spends."""
 
     def __post_init__(self) -> None:
-        if not 1e-30 < float(np.float32(self.step)) < 1e30:
+        if not 1e-27 < float(np.float32(self.step)) < 1e30:
             raise ConfigError(f"step={self.step} must be a positive number of ordinary size")
         if self.seed is not None and (type(self.seed) is not int or not 0 <= self.seed < SEEDS):
             raise ConfigError(f"seed={self.seed!r} must be an integer from 0 to {SEEDS - 1}, or None")

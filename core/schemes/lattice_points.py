@@ -28,8 +28,8 @@ __all__ = [
 I16 = npt.NDArray[np.int16]
 I8 = npt.NDArray[np.int8]
 
-REACH = 12
-"""Quarter octaves that a row's or a column's mean may change the step by, each way."""
+REACH = 32
+"""Quarter octaves that a row or a column may change the step by, each way."""
 
 FARTHEST = 30_000
 """Indices beyond this one show a step that is far too small for the tensor."""
@@ -65,7 +65,7 @@ class Lattice:
 
     step: np.float32
     exponents: U8
-    """Quarter octaves of each element's step above ``step / 64``."""
+    """Quarter octaves of each element's step above ``step / 2 ** 16``."""
     seed: int
 
     def nearest(self, values: F32, spec: TensorSpec) -> I16:
@@ -172,7 +172,7 @@ class Outlook:
 
 
 def join_exponents(rows: I8, columns: I8) -> U8:
-    """`Lattice.exponents` from those of rows and columns, each from -12 to 12."""
+    """`Lattice.exponents` from those of rows and columns, each from -`REACH` to `REACH`."""
     shifted = (rows.astype(np.int16) + 2 * REACH).astype(np.uint8)
     # in eight bits: what wraps there is back in range with the sum
     total: U8 = np.add(shifted[:, None], columns.view(np.uint8)[None, :])

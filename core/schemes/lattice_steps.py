@@ -32,6 +32,7 @@ U8 = npt.NDArray[np.uint8]
 F64 = npt.NDArray[np.float64]
 
 _PER_OCTAVE = 4
+_CURVATURE = 12  # quarter octaves that the curvature of a row or a column may change its steps by, each way
 _NARROWER, _WIDER = 2, 4  # quarter octaves that a row or column must be off to take another step
 _IDLE = 2.0  # quarter octaves that steps may on average be narrower than wanted: half a bit
 
@@ -56,8 +57,8 @@ def _exponents(means: F64) -> I8:
     if not used.any():
         return np.zeros(means.size, np.int8)
     octaves = np.log2(means, where=used, out=np.zeros_like(means))
-    below = np.where(used, np.log2(means.mean()) - octaves, REACH)
-    exponents: I8 = np.clip(np.rint(below), -REACH, REACH).astype(np.int8)
+    below = np.where(used, np.log2(means.mean()) - octaves, _CURVATURE)
+    exponents: I8 = np.clip(np.rint(below), -_CURVATURE, _CURVATURE).astype(np.int8)
     return exponents
 
 
@@ -74,7 +75,7 @@ class Steps:
 
         Args:
             wanted: of the same shape.
-            slack: share by which the loss may be larger than with the wanted steps.
+            slack: share by which the loss may be larger than with the wanted steps; no row's may be an octave wider.
         """
         octaves = math.log2(float(wanted.step) / float(self.step))
         off_columns = wanted.columns - self.columns.astype(np.float64)
@@ -82,7 +83,7 @@ class Steps:
         off_rows = wanted.rows - self.rows.astype(np.float64) + shared
         off_columns -= off_columns.mean()
         lost = float(np.exp2(-off_rows / 2).mean() * np.exp2(-off_columns / 2).mean()) - 1
-        if lost <= slack and float(off_rows.mean()) <= _IDLE:
+        if lost <= slack and float(off_rows.mean()) <= _IDLE and float(off_rows.min()) > -_PER_OCTAVE:
             return self
         changed = [_changed(*pair) for pair in ((self.rows, off_rows), (self.columns, off_columns))]
         if any(np.abs(side).max(initial=0) > REACH for side in changed):
@@ -104,7 +105,12 @@ def write_exponents(rows: I8, columns: I8, threads: int) -> bytes:
 
 
 def read_steps(
-    encoded: EncodedTensor, known: tuple[np.float32, U8] | None, spec: TensorSpec, threads: int, plane: str
+    encoded: EncodedTensor,
+    known: tuple[np.float32, U8] | None,
+    spec: TensorSpec,
+    threads: int,
+    plane: str,
+    *others: str,
 ) -> tuple[np.float32, U8]:
     """The tensor's step, and every element's exponent as of `join_exponents`.
 
@@ -114,17 +120,19 @@ def read_steps(
         spec: of the tensor.
         threads: how many threads read.
         plane: section of what is on the lattice.
+        others: sections that may stand with it.
 
     Raises:
         FormatError: they are malformed, or the predecessor's and there is none.
     """
     step = read_step(encoded, spec)
+    expected = (plane, "far", *(name for name in others if name in encoded.sections))
     if "exponents" not in encoded.sections:
-        check_sections(encoded, spec, plane, "far")
+        check_sections(encoded, spec, *expected)
         if known is None or step != known[0]:
             raise FormatError(f"{spec.name}: section 'exponents' is missing")
         return known
-    check_sections(encoded, spec, plane, "far", "exponents")
+    check_sections(encoded, spec, *expected, "exponents")
     height, width = matrix_shape(spec.shape)
     data = decode_bytes(section(encoded, spec, "exponents"), height + width, 1, threads=threads)
     stored = data.view(np.int8)
@@ -140,6 +148,6 @@ def read_step(encoded: EncodedTensor, spec: TensorSpec) -> np.float32:
         FormatError: it is none.
     """
     step = number(encoded.params, spec, "step")
-    if not 1e-30 < float(step) < 1e30:
+    if not 1e-27 < float(step) < 1e30:
         raise FormatError(f"{spec.name}: the step {step} is not of ordinary size")
     return step

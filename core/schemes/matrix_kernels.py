@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from shrinkpoint.jit import jit_in_any_order
 
-__all__ = ["add_up", "log_sum", "square_sum", "total"]
+__all__ = ["add_up", "log_sum", "row_squares", "square_lengths", "square_sum", "total"]
 
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
@@ -73,3 +73,25 @@ def log_sum(bits: I32) -> tuple[float, int, int]:
         used += normal
         subnormal += positive - normal
     return float(total), int(used), int(subnormal)
+
+
+@jit_in_any_order
+def square_lengths(first: F32, second: F32, rows: F64) -> None:
+    """Fill the sums, by row, of ``first ** 2 / second`` where ``second`` is positive; both are matrices of one shape."""
+    for i in range(first.shape[0]):
+        m, v, total = first[i], second[i], np.float64(0)
+        for j in range(m.size):
+            if v[j] > 0:
+                total += np.float64(m[j]) * np.float64(m[j]) / np.float64(v[j])
+        rows[i] = total
+
+
+@jit_in_any_order
+def row_squares(one: F32, other: F32, rows: F64) -> None:
+    """Fill the sums, by row, of ``(one - other) ** 2``; both are matrices of one shape."""
+    for i in range(one.shape[0]):
+        a, b, total = one[i], other[i], np.float64(0)
+        for j in range(a.size):
+            away = np.float64(a[j]) - np.float64(b[j])
+            total += away * away
+        rows[i] = total

@@ -5,51 +5,32 @@ Lion or Muon, the moment's own root mean square by row and column.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 import torch
 
-from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
+from shrinkpoint.errors import CannotRepresentError, FormatError
 from shrinkpoint.schemes.base import Context, EncodedTensor
-from shrinkpoint.schemes.dither import SEEDS
 from shrinkpoint.schemes.factors import Factors, matrix_shape
-from shrinkpoint.schemes.planes import F32, check_sections, finite, integer, normal, number
+from shrinkpoint.schemes.planes import F32, check_sections, finite, normal
 from shrinkpoint.state import Role, TensorSpec
 
 __all__ = ["MomentCodec", "OwnUnits", "RootUnits", "check_dtype", "fp32_values"]
 
-_STRANGE_STEPS, _STRANGE_ROOTS = 15, 15.5  # first moments of one gradient hardly exceed either
+_STRANGE = 31  # roots; first moments hardly exceed ten of true second ones, and twice that of factored ones
 _STRANGERS = 1e-3  # share of elements beyond that shows the two not to be moments of one gradient
 
 
-@dataclass(frozen=True, kw_only=True)
 class MomentCodec(ABC):
-    """A moment with dither, in a unit of each element's own, which both sides know.
-
-    Raises:
-        ConfigError: an option is out of its range.
-    """
+    """A moment in levels of a unit of each element's own, which both sides know."""
 
     id: ClassVar[str]
     needs: ClassVar[tuple[str, ...]] = ()
-    PLANE: ClassVar[str]
-    """The section, and the plane, of what an element is restored from."""
-    REACH: ClassVar[int]
-    """How many steps an element may be from zero; what is further is clipped."""
-    MAX_STEP: ClassVar[float]
-
-    step: float = 4.0
-    """Distance of two levels, or of two points of one state, in units."""
-    seed: int = 0
-    """Seed of the dither: another one for every checkpoint that may be restored."""
-
-    def __post_init__(self) -> None:
-        if not 0.001 <= self.step <= self.MAX_STEP:
-            raise ConfigError(f"step must be between 0.001 and {self.MAX_STEP:g} units, not {self.step}")
-        if type(self.seed) is not int or not 0 <= self.seed < SEEDS:
-            raise ConfigError(f"seed={self.seed!r} must be an integer from 0 to {SEEDS - 1}")
+    PLANE: ClassVar[str] = "levels"
+    """The section of what an element is restored from."""
+    REACH: ClassVar[int] = 126
+    """How many steps an element may be from zero; what is farther is clipped."""
 
     @abstractmethod
     def _measure(self, values: F32, spec: TensorSpec, context: Context) -> tuple[F32, dict[str, bytes]]:
@@ -63,17 +44,6 @@ class MomentCodec(ABC):
             FormatError: it is malformed.
         """
 
-    @staticmethod
-    def _stored_seed(encoded: EncodedTensor, spec: TensorSpec) -> int:
-        return integer(encoded.params, spec, "seed", 0, SEEDS - 1)
-
-    @staticmethod
-    def _stored_step(encoded: EncodedTensor, spec: TensorSpec) -> np.float32:
-        step = number(encoded.params, spec, "step")
-        if step <= 0:
-            raise FormatError(f"{spec.name}: the step {step} is not positive")
-        return step
-
 
 class RootUnits(MomentCodec):
     """``m / sqrt(v)``, v being Adam's second moment as restored; m is restored as zero where v is zero or subnormal."""
@@ -82,13 +52,12 @@ class RootUnits(MomentCodec):
 
     def _measure(self, values: F32, spec: TensorSpec, context: Context) -> tuple[F32, dict[str, bytes]]:
         """Refuses moments without a second one, or that are not moments of one gradient."""
-        from shrinkpoint.schemes import dither_kernels  # numba
+        from shrinkpoint.schemes import moment_kernels  # numba
 
         roots = _roots(spec, context)
         if roots is None:
             raise CannotRepresentError(f"{spec.name} has no second moment to be measured by: stored exactly")
-        usual = min(max(_STRANGE_STEPS * self.step, _STRANGE_ROOTS), self.REACH * self.step)
-        if dither_kernels.count_beyond(values, roots, np.float32(usual)) > _STRANGERS * values.size:
+        if moment_kernels.count_beyond(values, roots, np.float32(_STRANGE)) > _STRANGERS * values.size:
             raise CannotRepresentError(f"{spec.name} is too large for its second moment: stored exactly")
         return roots, {}
 
@@ -107,9 +76,7 @@ class OwnUnits(MomentCodec):
         """Refuses what reaches the end of fp32's range."""
         factors = Factors.of_roots(values.reshape(matrix_shape(spec.shape)))
         units = factors.product()
-        with np.errstate(over="ignore"):
-            reached = units * np.float32(self.REACH * self.step)
-        if not np.isfinite(reached).all():
+        if not finite(units):
             raise CannotRepresentError(f"{spec.name} reaches the end of fp32's range: stored exactly")
         return units, {"factors": factors.encode(context.threads)}
 

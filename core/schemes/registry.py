@@ -7,14 +7,11 @@ from shrinkpoint.errors import UnsupportedFormatError
 from shrinkpoint.schemes.adaptive import AdaptiveRowsCodec
 from shrinkpoint.schemes.base import TensorCodec
 from shrinkpoint.schemes.bit_planes import BitPlanesCodec
+from shrinkpoint.schemes.centroid_moments import CentroidFirstMomentCodec, CentroidMomentumCodec
 from shrinkpoint.schemes.delta_dnn import DeltaDnnCodec
-from shrinkpoint.schemes.dithered_moments import (
-    DitheredFirstMomentCodec,
-    DitheredMomentumCodec,
-    FactoredSecondMomentCodec,
-)
 from shrinkpoint.schemes.exact import ExactCodec
 from shrinkpoint.schemes.excp_codecs import ExcpMomentCodec, ExcpWeightCodec
+from shrinkpoint.schemes.factored_moments import FactoredSecondMomentCodec
 from shrinkpoint.schemes.gobo import GoboCodec
 from shrinkpoint.schemes.lattice import LatticeCodec
 from shrinkpoint.schemes.lc_checkpoint import LCDeltaCodec
@@ -23,7 +20,6 @@ from shrinkpoint.schemes.moments import FirstMomentCodec, SecondMomentCodec
 from shrinkpoint.schemes.partial import PartialCodec
 from shrinkpoint.schemes.rounded import RoundedCodec
 from shrinkpoint.schemes.trellis_lattice import TrellisLatticeCodec
-from shrinkpoint.schemes.trellis_moments import TrellisFirstMomentCodec, TrellisMomentumCodec
 from shrinkpoint.schemes.uniform import UniformCodec
 
 __all__ = ["CODECS", "codec_for_reading"]
@@ -33,11 +29,9 @@ _CLASSES: tuple[type[TensorCodec], ...] = (
     BitPlanesCodec,
     LatticeCodec,
     FactoredSecondMomentCodec,
-    DitheredFirstMomentCodec,
-    DitheredMomentumCodec,
+    CentroidFirstMomentCodec,
+    CentroidMomentumCodec,
     TrellisLatticeCodec,
-    TrellisFirstMomentCodec,
-    TrellisMomentumCodec,
     RoundedCodec,
     LevelsCodec,
     SecondMomentCodec,

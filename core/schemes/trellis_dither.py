@@ -6,7 +6,7 @@ for: every machine gets the same bits.
 
 A point of h half steps stands for ``(h / 2 - d) step``, d being the element's dither, an odd multiple of 2**-17 in (-1, 1):
 points repeat after two steps, not after one. All arrays are flat and of one length n where nothing else is said;
-``quarters`` (4,) are the steps of exponents 24 to 27, as in schemes/dither_kernels.py.
+``quarters`` (4,) are the steps of exponents 64 to 67, as in schemes/dither_kernels.py.
 """
 
 import numpy as np
@@ -19,12 +19,10 @@ __all__ = [
     "LIMIT",
     "expect",
     "halves",
-    "measured",
     "places",
     "remember",
     "scaled",
     "sum_squares",
-    "unmeasured",
     "values",
 ]
 
@@ -43,7 +41,7 @@ _47, _32 = np.uint64(47), np.uint64(32)
 _HALF, _UNIT, _WHOLE, _TWO = np.float32(0.5), np.float32(2.0**-16), np.float32(1), np.float32(2)
 _PARTS, _OF_OFFSET = np.float32(256), np.float32(2.0**-6)
 # Products below count as zero, as in schemes/dither_kernels.py.
-_LEAST, _ZERO = np.float32(2.0**-125), np.float32(0)
+_ZERO = np.float32(0)
 _LEAST_OFFSET = np.float32(2.0**-118)
 
 
@@ -68,28 +66,6 @@ def places(seed: int, out: I16) -> None:
 
 
 @jit
-def measured(x: F32, scale: F32, step: np.float32, seed: int, reach: int, out: F32) -> None:
-    """Values in steps of ``step * scale``, within ``reach``, plus the dither; where a unit is zero or about to be subnormal,
-    the dither alone."""
-    start = np.uint64(seed) << _32
-    bound = np.float32(reach)
-    for i in range(out.size):
-        unit = step * scale[i]
-        whole = min(max(x[i] / max(unit, _LEAST), -bound), bound)
-        out[i] = (whole if unit >= _LEAST else _ZERO) + _dither(start, i)
-
-
-@jit
-def unmeasured(points: I16, scale: F32, step: np.float32, seed: int, out: F32) -> None:
-    """What points stand for; units and products that are about to be subnormal are zero, as in every process."""
-    start = np.uint64(seed) << _32
-    for i in range(out.size):
-        unit = step * scale[i]
-        value = (np.float32(points[i]) * _HALF - _dither(start, i)) * unit
-        out[i] = value if unit >= _LEAST and abs(value) >= _LEAST else _ZERO
-
-
-@jit
 def scaled(x: F32, exponents: U8, quarters: F32, seed: int, even: I16, out: F32) -> bool:
     """Weights in steps, plus the dither, from the points ``even`` (half steps) on; False if one is beyond `LIMIT`."""
     start = np.uint64(seed) << _32
@@ -106,27 +82,23 @@ def scaled(x: F32, exponents: U8, quarters: F32, seed: int, even: I16, out: F32)
 @jit
 def sum_squares(
     x: F32,
-    before: I16,
+    before: F32,
     offsets: I8,
     exponents_before: U8,
-    fine: F32,
     quarters_before: F32,
-    seed_before: int,
     exponents: U8,
     quarters: F32,
     squares: F64,
     counts: F64,
 ) -> None:
-    """Add the squares of weights less where they were, in steps, to ``squares`` (49,), by exponent, and to ``counts`` how many
+    """Add the squares of weights less where they were, in steps, to ``squares`` (129,), by exponent, and to ``counts`` how many
     these are. Arguments as those of `expect`."""
-    start = np.uint64(seed_before) << _32
     q0, q1, q2, q3 = quarters[0], quarters[1], quarters[2], quarters[3]
     p0, p1, p2, p3 = quarters_before[0], quarters_before[1], quarters_before[2], quarters_before[3]
-    f0, f1, f2, f3 = fine[0], fine[1], fine[2], fine[3]
     for i in range(x.size):
-        k = exponents_before[i]
-        mean = (np.float32(before[i]) * _HALF - _dither(start, i)) * step_of(f0, f1, f2, f3, k)
-        mean += (np.float32(offsets[i]) * _OF_OFFSET) * step_of(p0, p1, p2, p3, k)
+        mean = before[i] + (np.float32(offsets[i]) * _OF_OFFSET) * step_of(
+            p0, p1, p2, p3, exponents_before[i]
+        )
         error = np.float64((x[i] - mean) / step_of(q0, q1, q2, q3, exponents[i]))
         squares[exponents[i]] += error * error
         counts[exponents[i]] += 1.0
@@ -172,12 +144,10 @@ def values(points: I16, exponents: U8, quarters: F32, seed: int, out: F32) -> No
 
 @jit
 def expect(
-    before: I16,
+    before: F32,
     offsets: I8,
     exponents_before: U8,
-    fine: F32,
     quarters_before: F32,
-    seed_before: int,
     moved: np.float32,
     exponents: U8,
     quarters: F32,
@@ -185,23 +155,20 @@ def expect(
     even: I16,
     out: I16,
 ) -> None:
-    """Where weights are expected on another trellis: the nearest even point, in half steps, and the place from there.
+    """Where weights are expected on a trellis: the nearest even point, in half steps, and the place from there.
 
     They are expected ``moved * offsets`` / 64 of the steps that the noise of before was of, ``quarters_before``, from the
-    points ``before``, whose steps were ``fine``.
+    values ``before``.
     """
-    start, start_before = np.uint64(seed) << _32, np.uint64(seed_before) << _32
+    start = np.uint64(seed) << _32
     q0, q1, q2, q3 = quarters[0], quarters[1], quarters[2], quarters[3]
     p0, p1, p2, p3 = quarters_before[0], quarters_before[1], quarters_before[2], quarters_before[3]
-    f0, f1, f2, f3 = fine[0], fine[1], fine[2], fine[3]
     bound = np.float32(LIMIT)
     low, high = np.float32(-256), np.float32(255)
     for i in range(out.size):
-        k = exponents_before[i]
-        point = (np.float32(before[i]) * _HALF - _dither(start_before, i)) * step_of(f0, f1, f2, f3, k)
-        offset = (moved * np.float32(offsets[i])) * step_of(p0, p1, p2, p3, k)
+        offset = (moved * np.float32(offsets[i])) * step_of(p0, p1, p2, p3, exponents_before[i])
         # 2**-6 times a product is exact, unless the result is about to be subnormal, which counts as zero
-        mean = point + (offset * _OF_OFFSET if abs(offset) >= _LEAST_OFFSET else _ZERO)
+        mean = before[i] + (offset * _OF_OFFSET if abs(offset) >= _LEAST_OFFSET else _ZERO)
         place = mean / step_of(q0, q1, q2, q3, exponents[i]) + _dither(start, i)
         place = min(max(place, -bound), bound)
         near = np.floor(place * _HALF + _HALF) * _TWO

@@ -7,6 +7,8 @@ the mean of what was restored of it before, weighted as a Kalman filter does for
 since Adam normalises them; the noise is known.
 
 After a restore a weight was where the file said, and the filter begins anew there.
+
+Rows that training has not moved are kept as they were restored before: nothing is written of them, and no noise is added.
 """
 
 from collections.abc import Mapping
@@ -25,7 +27,7 @@ from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Held, Planes
 from shrinkpoint.schemes.dither import SEEDS
 from shrinkpoint.schemes.factors import matrix_shape
 from shrinkpoint.schemes.lattice_points import join_exponents, split_exponents
-from shrinkpoint.schemes.lattice_steps import Steps, read_step, read_steps, write_exponents
+from shrinkpoint.schemes.lattice_steps import Steps, read_steps, write_exponents
 from shrinkpoint.schemes.planes import (
     F32,
     WEIGHT_DTYPES,
@@ -39,9 +41,11 @@ from shrinkpoint.schemes.trellis_outlook import (
     ERRORS,
     HeldWeights,
     Outlook,
+    Rows,
     deviations,
     read_carried,
     read_grain,
+    rows_of,
     with_noise,
 )
 from shrinkpoint.schemes.trellis_points import (
@@ -95,9 +99,11 @@ class TrellisLatticeCodec:
     """The previous checkpoint's steps are kept while the loss is at most this share larger than with the wanted ones."""
     states: States = 4
     """Of the trellis."""
+    kept: npt.NDArray[np.bool_] | None = None
+    """(rows,): which ones stay as the previous checkpoint has them, if there is one; None for none."""
 
     def __post_init__(self) -> None:
-        if not 1e-30 < float(np.float32(self.step)) < 1e30:
+        if not 1e-27 < float(np.float32(self.step)) < 1e30:
             raise ConfigError(f"step={self.step} must be a positive number of ordinary size")
         if type(self.seed) is not int or not 0 <= self.seed < SEEDS:
             raise ConfigError(f"seed={self.seed!r} must be an integer from 0 to {SEEDS - 1}")
@@ -114,11 +120,17 @@ class TrellisLatticeCodec:
         if held is not None and self.went_on:
             params["went_on"] = True
         coded, sections = _code(found.points, outlook, context.threads)
-        if held is None or not grid.has_steps_of(held.grid):
+        if held is None or held.step != grid.step or not np.array_equal(held.exponents, grid.exponents):
             sections["exponents"] = _stored(grid, spec, context.threads)
+        if found.rows is not None and self.kept is not None:
+            sections["kept"] = encode_bytes(np.packbits(self.kept), 1, threads=context.threads)
         encoded = EncodedTensor(self.id, params, sections, held is not None)
-        planes = _planes(found.reached, grid, coded, held, found.carried, found.expectation)
-        errors = grid.errors(found.values, found.reached)
+        planes = _planes(
+            found.restored, grid, coded, held, found.carried, found.expectation, found.rows, spec
+        )
+        errors = grid.errors(found.values, found.restored)
+        if found.rows is not None and self.kept is not None:
+            errors.reshape(matrix_shape(spec.shape))[self.kept] = 0
         return Coded(encoded, planes, found.value(spec), {ERRORS: errors})
 
     def restored(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> torch.Tensor:
@@ -129,19 +141,21 @@ class TrellisLatticeCodec:
         values = as_float32(tensor, spec)
         held = self._held(context, spec)
         grid = self._grid(held, spec)
-        walk, carried = NO_WALK, 0
+        walk, carried, rows = NO_WALK, 0, None
         if held is not None:
-            squares, counts = deviations(values, grid, held)
+            if self.kept is not None and bool(self.kept.any()):
+                rows = np.flatnonzero(~self.kept)
+            squares, counts = deviations(values, grid, held, matrix_shape(spec.shape)[1], rows)
             walk = measure_walk(squares, counts, held.known, self.states)
             if held.errors is not None:
                 carried = best_share(walk, counts, self.states)
         try:
-            return self._placed(values, held, grid, walk, carried, spec, context.threads)
+            return self._placed(values, held, grid, walk, carried, rows, spec, context.threads)
         except CannotRepresentError:
             if carried == 0:
                 raise
         # with finer steps, there are too many of them to the farthest weights
-        return self._placed(values, held, grid, walk, 0, spec, context.threads)
+        return self._placed(values, held, grid, walk, 0, rows, spec, context.threads)
 
     def _placed(
         self,
@@ -150,36 +164,44 @@ class TrellisLatticeCodec:
         grid: Grid,
         walk: int,
         carried: int,
+        rows: Rows | None,
         spec: TensorSpec,
         threads: int,
     ) -> "_Quantized":
-        wanted = values
+        wanted, columns = values, matrix_shape(spec.shape)[1]
         if held is not None and held.errors is not None and carried:
             wanted = with_noise(values, grid, held, held.errors, carried)
         expectation = Expectation(None if held is None else held.known, walk, carried, self.states)
         grid = replace(grid, grain=expectation.grain)
-        outlook = Outlook.of(grid, held, carried, self.states, spec)
-        measured = grid.measured(wanted, outlook.even, spec)
-        points = nearest_points(measured, matrix_shape(spec.shape)[1], self.states, threads)
-        reached = np.add(outlook.even, points, dtype=np.int32)
-        if max(int(reached.max()), -int(reached.min())) > _FARTHEST:
+        outlook = Outlook.of(grid, held, carried, self.states, spec, rows)
+        measured = rows_of(grid.measured(wanted, outlook.even, spec), rows, columns)
+        points = nearest_points(measured, columns, self.states, threads)
+        restored = _restored(points, grid, outlook, held, rows, spec)
+        if restored is None:
             raise CannotRepresentError(f"{spec.name}: its steps are too small for its values")
-        return _Quantized(
-            values, held, grid, outlook, points, reached.astype(np.int16), walk, carried, expectation
-        )
+        return _Quantized(values, held, grid, outlook, points, restored, walk, carried, expectation, rows)
 
     def rebase(
         self, encoded: EncodedTensor, held: Held, spec: TensorSpec, beside: Mapping[str, Held]
     ) -> EncodedTensor | None:
-        """See `Rebasable.rebase`."""
+        """See `Rebasable.rebase`; rows that were kept lie on the points of other checkpoints, and cannot be told by these."""
         known = HeldWeights.of(held, spec)
         if known is None:
             return None
         states = read_states(encoded, spec)
-        _, sections = _code(known.points, Outlook.of(known.grid, None, 0, states, spec), 1)
+        grid = Grid(
+            step=known.step,
+            exponents=known.exponents,
+            seed=integer(encoded.params, spec, "seed", 0, SEEDS - 1),
+            grain=read_grain(encoded.params, spec),
+        )
+        points = grid.points(known.values)
+        if points is None:
+            return None
+        _, sections = _code(points, Outlook.of(grid, None, 0, states, spec), 1)
         params = {name: encoded.params[name] for name in ("step", "seed", "states", "carried")}
         params |= {"walk": NO_WALK, "known": LAST_WALK}
-        return EncodedTensor(self.id, params, {**sections, "exponents": _stored(known.grid, spec, 1)})
+        return EncodedTensor(self.id, params, {**sections, "exponents": _stored(grid, spec, 1)})
 
     def _held(self, context: Context, spec: TensorSpec) -> HeldWeights | None:
         held = HeldWeights.of(context.reference, spec)
@@ -191,9 +213,8 @@ class TrellisLatticeCodec:
         rows, columns = self.exponents or (np.zeros(height, np.int8), np.zeros(width, np.int8))
         wanted = Steps(step=np.float32(self.step), rows=rows, columns=columns)
         if held is not None and not self.went_on:
-            old = held.grid
-            before = split_exponents(old.exponents, (height, width))
-            wanted = Steps(step=old.step, rows=before[0], columns=before[1]).followed(wanted, self.slack)
+            before = split_exponents(held.exponents, (height, width))
+            wanted = Steps(step=held.step, rows=before[0], columns=before[1]).followed(wanted, self.slack)
         return Grid(step=wanted.step, exponents=join_exponents(wanted.rows, wanted.columns), seed=self.seed)
 
     def decode(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> Planes:
@@ -208,31 +229,27 @@ class TrellisLatticeCodec:
         integer(encoded.params, spec, "known", NO_WALK, LAST_WALK)  # the next delta's reader relies on it
         states = read_states(encoded, spec)
         grid = _read_grid(encoded, held, spec, context.threads)
+        rows = _read_rows(encoded, held, spec, context.threads)
         carried = read_carried(encoded.params, spec)
-        outlook = Outlook.of(grid, held, carried, states, spec)
+        outlook = Outlook.of(grid, held, carried, states, spec, rows)
         coded = decode_points(section(encoded, spec, "points"), outlook.path, context.threads)
         far = np.flatnonzero(coded.far)
         stored = decode_bytes(section(encoded, spec, "far"), 4 * far.size, 4, threads=context.threads)
-        reached = np.add(outlook.even, coded.points, dtype=np.int32)
+        points = coded.points.astype(np.int32)
         if far.size:
-            reached[far] += 4 * np.clip(stored.view("<i4"), -_FARTHEST, _FARTHEST)
-        if max(int(reached.max()), -int(reached.min())) > _FARTHEST:
+            points[far] += 4 * np.clip(stored.view("<i4"), -_FARTHEST, _FARTHEST)
+        restored = _restored(points, grid, outlook, held, rows, spec)
+        if restored is None:
             raise FormatError(f"{spec.name}: a point is beyond {_FARTHEST} half steps")
         walk = integer(encoded.params, spec, "walk", NO_WALK, LAST_WALK)
         expectation = Expectation(None if held is None else held.known, walk, carried, states)
-        return _planes(reached.astype(np.int16), grid, coded, held, carried, expectation)
+        return _planes(restored, grid, coded, held, carried, expectation, rows, spec)
 
     def reconstruct(
         self, encoded: EncodedTensor, planes: Planes, spec: TensorSpec, context: Context
     ) -> torch.Tensor:
         """See `TensorCodec.reconstruct`."""
-        grid = Grid(
-            step=read_step(encoded, spec),
-            exponents=np.asarray(planes["exponent"], np.uint8),
-            seed=integer(encoded.params, spec, "seed", 0, SEEDS - 1),
-            grain=read_grain(encoded.params, spec),
-        )
-        return _tensor(grid.values(np.asarray(planes["points"], np.int16)), spec)
+        return _tensor(np.array(planes["value"], np.float32), spec)
 
 
 @dataclass(frozen=True)
@@ -244,16 +261,18 @@ class _Quantized:
     grid: Grid
     outlook: Outlook
     points: I16
-    """From the even points where they are expected."""
-    reached: I16
-    """From 0."""
+    """From the even points where they are expected, of the rows that are coded."""
+    restored: F32
+    """Of all rows."""
     walk: int
     carried: int
     expectation: Expectation
+    rows: Rows | None
+    """That are coded; None for all."""
 
     def value(self, spec: TensorSpec) -> torch.Tensor:
         """What a reader will have."""
-        value = _tensor(self.grid.values(self.reached), spec)
+        value = _tensor(self.restored.copy(), spec)
         if not finite(widened(value)):
             raise CannotRepresentError(f"{spec.name} reaches the end of {spec.dtype}'s range: stored exactly")
         return value
@@ -266,21 +285,60 @@ def _code(points: I16, outlook: Outlook, threads: int) -> tuple[CodedPoints, dic
     return coded, {"points": coded.payload, "far": far}
 
 
+def _restored(
+    points: npt.NDArray[np.signedinteger[Any]],
+    grid: Grid,
+    outlook: Outlook,
+    held: HeldWeights | None,
+    rows: Rows | None,
+    spec: TensorSpec,
+) -> F32 | None:
+    """The values of points, and those of before in rows that are kept; None if a point is too far from 0."""
+    reached, columns = outlook.even.astype(np.int32), matrix_shape(spec.shape)[1]
+    if rows is None:
+        reached += points
+    else:
+        reached.reshape(-1, columns)[rows] += points.reshape(-1, columns)
+    coded = rows_of(reached, rows, columns)
+    if coded.size and max(int(coded.max()), -int(coded.min())) > _FARTHEST:
+        return None
+    values = grid.values(np.clip(reached, -_FARTHEST, _FARTHEST).astype(np.int16))
+    if rows is not None and held is not None:
+        kept = np.ones(values.size // columns, np.bool_)
+        kept[rows] = False
+        values.reshape(-1, columns)[kept] = held.values.reshape(-1, columns)[kept]
+    return values
+
+
 def _planes(
-    points: I16,
+    restored: F32,
     grid: Grid,
     coded: CodedPoints,
     held: HeldWeights | None,
     carried: int,
     expectation: Expectation,
+    rows: Rows | None,
+    spec: TensorSpec,
 ) -> dict[str, npt.NDArray[Any]]:
     from shrinkpoint.schemes import trellis_dither  # numba
 
-    offsets = np.empty(points.size, np.int8)
-    before = held.offsets if held is not None else np.zeros(points.size, np.int8)
-    trellis_dither.remember(coded.errors, expectation.gains, grid.exponents, carried, before, offsets)
-    offsets[coded.far] = 0
-    return {"points": points, "exponent": grid.exponents, "offset": offsets}
+    columns = matrix_shape(spec.shape)[1]
+    before = held.offsets if held is not None else np.zeros(restored.size, np.int8)
+    expected = np.empty(coded.errors.size, np.int8)
+    trellis_dither.remember(
+        coded.errors,
+        expectation.gains,
+        rows_of(grid.exponents, rows, columns),
+        carried,
+        rows_of(before, rows, columns),
+        expected,
+    )
+    expected[coded.far] = 0
+    offsets = expected
+    if rows is not None:  # a row that is kept is expected where it is
+        offsets = np.zeros(restored.size, np.int8)
+        offsets.reshape(-1, columns)[rows] = expected.reshape(-1, columns)
+    return {"value": restored, "exponent": grid.exponents, "offset": offsets}
 
 
 def _tensor(values: F32, spec: TensorSpec) -> torch.Tensor:
@@ -295,10 +353,30 @@ def _stored(grid: Grid, spec: TensorSpec, threads: int) -> bytes:
 
 
 def _read_grid(encoded: EncodedTensor, held: HeldWeights | None, spec: TensorSpec, threads: int) -> Grid:
-    known = None if held is None else (held.grid.step, held.grid.exponents)
-    step, exponents = read_steps(encoded, known, spec, threads, "points")
+    known = None if held is None else (held.step, held.exponents)
+    step, exponents = read_steps(encoded, known, spec, threads, "points", "kept")
     seed, grain = integer(encoded.params, spec, "seed", 0, SEEDS - 1), read_grain(encoded.params, spec)
     return Grid(step=step, exponents=exponents, seed=seed, grain=grain)
+
+
+def _read_rows(
+    encoded: EncodedTensor, held: HeldWeights | None, spec: TensorSpec, threads: int
+) -> Rows | None:
+    """The rows that are coded; None for all.
+
+    Raises:
+        FormatError: the section of those that are kept is malformed, or there is nothing to keep.
+    """
+    if "kept" not in encoded.sections:
+        return None
+    if held is None:
+        raise FormatError(f"{spec.name}: a base has no rows to keep")
+    height = matrix_shape(spec.shape)[0]
+    stored = decode_bytes(section(encoded, spec, "kept"), -(-height // 8), 1, threads=threads)
+    bits = np.unpackbits(stored)
+    if bits[height:].any():
+        raise FormatError(f"{spec.name}: section 'kept' has bits for rows that there are not")
+    return np.flatnonzero(bits[:height] == 0)
 
 
 def _went_on(encoded: EncodedTensor, spec: TensorSpec) -> bool:

@@ -1,7 +1,8 @@
 """Where weights on a trellis were, and where they are expected: what is held of them, and what the coder is told from it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -10,19 +11,31 @@ from shrinkpoint.entropy.context_sample import Side
 from shrinkpoint.entropy.trellis import States
 from shrinkpoint.entropy.trellis_planes import Path
 from shrinkpoint.schemes.base import Held
-from shrinkpoint.schemes.dither import SEEDS
 from shrinkpoint.schemes.factors import matrix_shape
-from shrinkpoint.schemes.planes import F32, integer, number, plane_of
+from shrinkpoint.schemes.lattice_points import QUARTERS
+from shrinkpoint.schemes.planes import F32, U8, integer, number, plane_of
 from shrinkpoint.schemes.trellis_points import Grid, zero_places
 from shrinkpoint.schemes.trellis_walk import CARRIED, EXPONENTS, LAST_WALK, NO_WALK, grain_of
 from shrinkpoint.state import TensorSpec
 from shrinkpoint.tree import JSON
 
-__all__ = ["ERRORS", "HeldWeights", "Outlook", "deviations", "read_carried", "read_grain", "with_noise"]
+__all__ = [
+    "ERRORS",
+    "HeldWeights",
+    "Outlook",
+    "Rows",
+    "deviations",
+    "read_carried",
+    "read_grain",
+    "rows_of",
+    "with_noise",
+]
 
 F64 = npt.NDArray[np.float64]
 I8 = npt.NDArray[np.int8]
 I16 = npt.NDArray[np.int16]
+Rows = npt.NDArray[np.intp]
+T = TypeVar("T", bound=np.generic)
 
 ERRORS = "errors"
 """Name of the plane that only the writer has (`Held.unseen`)."""
@@ -34,41 +47,45 @@ _HALVES = 12  # half steps up to which sizes are told apart
 class HeldWeights:
     """What is held of a predecessor."""
 
-    grid: Grid
-    points: I16
+    step: np.float32
+    """That the noise is of."""
+    exponents: U8
+    """Quarter octaves of each element's step, as `Grid.exponents`."""
+    values: F32
+    """What was restored, before it was rounded to the tensor's dtype."""
     offsets: I8
-    """How far from its point each weight is expected, in 1/64 step."""
+    """How far from its value each weight is expected, in 1/64 step."""
     known: int
     """How well is known that they are there (`Expectation.known`)."""
     errors: I8 | None
-    """The noise of each point in 1/64 step, which only its encoder knows."""
+    """The noise of each value in 1/64 step, which only its encoder knows."""
 
     @staticmethod
     def of(reference: Held | None, spec: TensorSpec) -> "HeldWeights | None":
         """None where nothing is held of a tensor of this size."""
-        planes = [plane_of(reference, name, spec) for name in ("points", "exponent", "offset")]
+        planes = [plane_of(reference, name, spec) for name in ("value", "exponent", "offset")]
         if reference is None or any(plane is None for plane in planes):
             return None
-        points, exponents, offsets = planes
-        grid = Grid(
-            step=number(reference.params, spec, "step"),
-            exponents=np.asarray(exponents, np.uint8),
-            seed=integer(reference.params, spec, "seed", 0, SEEDS - 1),
-            grain=read_grain(reference.params, spec),
-        )
-        known = integer(reference.params, spec, "known", NO_WALK, LAST_WALK)
+        values, exponents, offsets = planes
         errors = reference.unseen.get(ERRORS)
         return HeldWeights(
-            grid,
-            np.asarray(points, np.int16),
-            np.asarray(offsets, np.int8),
-            known,
-            None if errors is None else np.asarray(errors, np.int8),
+            step=number(reference.params, spec, "step"),
+            exponents=np.asarray(exponents, np.uint8),
+            values=np.asarray(values, np.float32),
+            offsets=np.asarray(offsets, np.int8),
+            known=integer(reference.params, spec, "known", NO_WALK, LAST_WALK),
+            errors=None if errors is None else np.asarray(errors, np.int8),
         )
 
     def as_restored(self) -> "HeldWeights":
-        """The same for a training that went on from it: its weights were at their points."""
-        return HeldWeights(self.grid, self.points, np.zeros_like(self.offsets), NO_WALK, None)
+        """The same for a training that went on from it: its weights were what was restored."""
+        return replace(self, offsets=np.zeros_like(self.offsets), known=NO_WALK, errors=None)
+
+    @property
+    def quarters(self) -> F32:
+        """fp32 (4,): as `Grid.quarters`."""
+        steps: F32 = self.step * QUARTERS
+        return steps
 
 
 @dataclass(frozen=True)
@@ -79,24 +96,36 @@ class Outlook:
     path: Path
 
     @staticmethod
-    def of(grid: Grid, held: HeldWeights | None, carried: int, states: States, spec: TensorSpec) -> "Outlook":
-        """From what is held, or around zero."""
+    def of(
+        grid: Grid,
+        held: HeldWeights | None,
+        carried: int,
+        states: States,
+        spec: TensorSpec,
+        rows: Rows | None = None,
+    ) -> "Outlook":
+        """From what is held, or around zero.
+
+        Args:
+            grid: of all elements.
+            held: of all elements; None makes a base.
+            carried: share of noise that is carried over, in 1/16.
+            states: of the trellis.
+            spec: of the tensor.
+            rows: the only ones that are coded; None takes all.
+        """
         from shrinkpoint.schemes import trellis_dither  # numba
 
         size, columns = grid.exponents.size, matrix_shape(spec.shape)[1]
-        steps = Side(grid.exponents, EXPONENTS)
         if held is None:
-            path = Path(zero_places(grid.seed, size), columns, states, (steps,))
+            path = Path(zero_places(grid.seed, size), columns, states, (Side(grid.exponents, EXPONENTS),))
             return Outlook(np.zeros(size, np.int16), path)
         even, places, sizes = np.empty(size, np.int16), np.empty(size, np.int16), np.empty(size, np.uint8)
-        old = held.grid
         trellis_dither.expect(
-            held.points,
+            held.values,
             held.offsets,
-            old.exponents,
-            old.fine,
-            old.quarters,
-            old.seed,
+            held.exponents,
+            held.quarters,
             np.float32(1 - carried / CARRIED),
             grid.exponents,
             grid.fine,
@@ -105,23 +134,31 @@ class Outlook:
             places,
         )
         trellis_dither.halves(even, places, grid.seed, _HALVES, sizes)
-        return Outlook(even, Path(places, columns, states, (steps, Side(sizes, _HALVES + 1))))
+        steps = Side(rows_of(grid.exponents, rows, columns), EXPONENTS)
+        sides = (steps, Side(rows_of(sizes, rows, columns), _HALVES + 1))
+        return Outlook(even, Path(rows_of(places, rows, columns), columns, states, sides))
 
 
-def deviations(values: F32, grid: Grid, held: HeldWeights) -> tuple[F64, F64]:
-    """Sums of squares of how far weights are from where they were expected to have been, and their numbers, by exponent."""
+def rows_of(plane: npt.NDArray[T], rows: Rows | None, columns: int) -> npt.NDArray[T]:
+    """The elements of some rows of a matrix, flat as it is; None takes all."""
+    return plane if rows is None else np.ascontiguousarray(plane.reshape(-1, columns)[rows]).reshape(-1)
+
+
+def deviations(
+    values: F32, grid: Grid, held: HeldWeights, columns: int, rows: Rows | None = None
+) -> tuple[F64, F64]:
+    """Sums of squares of how far weights are from where they were expected to have been, and their numbers, by exponent; of
+    some rows, or of all."""
     from shrinkpoint.schemes import trellis_dither  # numba
 
-    squares, counts, old = np.zeros(EXPONENTS), np.zeros(EXPONENTS), held.grid
+    squares, counts = np.zeros(EXPONENTS), np.zeros(EXPONENTS)
     trellis_dither.sum_squares(
-        values,
-        held.points,
-        held.offsets,
-        old.exponents,
-        old.fine,
-        old.quarters,
-        old.seed,
-        grid.exponents,
+        rows_of(values, rows, columns),
+        rows_of(held.values, rows, columns),
+        rows_of(held.offsets, rows, columns),
+        rows_of(held.exponents, rows, columns),
+        held.quarters,
+        rows_of(grid.exponents, rows, columns),
         grid.quarters,
         squares,
         counts,
@@ -133,10 +170,10 @@ def with_noise(values: F32, grid: Grid, held: HeldWeights, errors: I8, carried: 
     """Weights with a share of their former noise, in 1/16."""
     from shrinkpoint.schemes import trellis_dither  # numba
 
-    out, old = np.empty(values.size, np.float32), held.grid
+    out = np.empty(values.size, np.float32)
     share = np.float32(carried / CARRIED)
     trellis_dither.carry(
-        values, errors, old.exponents, old.quarters, grid.exponents, grid.quarters, share, out
+        values, errors, held.exponents, held.quarters, grid.exponents, grid.quarters, share, out
     )
     return out
 

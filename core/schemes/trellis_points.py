@@ -76,7 +76,7 @@ class Grid:
     step: np.float32
     """That the noise is of."""
     exponents: U8
-    """Quarter octaves of each element's step above ``step / 64``."""
+    """Quarter octaves of each element's step above ``step / 2 ** 16``."""
     seed: int
     grain: np.float32 = _WHOLE
     """How many of these steps lie between two points of one state: noise that was carried over is not new."""
@@ -102,21 +102,27 @@ class Grid:
         trellis_dither.values(points, self.exponents, self.fine, self.seed, out)
         return out
 
-    def errors(self, values: F32, points: I16) -> I8:
-        """How far points lie from the values, int8 (n,) in 1/64 of the steps that the noise is of."""
+    def errors(self, values: F32, restored: F32) -> I8:
+        """How far restored values lie from the true ones, int8 (n,) in 1/64 of the steps that the noise is of."""
         from shrinkpoint.schemes import trellis_dither  # numba
 
-        out = np.empty(points.size, np.int8)
-        trellis_dither.note_errors(values, self.values(points), self.exponents, self.quarters, out)
+        out = np.empty(values.size, np.int8)
+        trellis_dither.note_errors(values, restored, self.exponents, self.quarters, out)
         return out
 
-    def has_steps_of(self, other: "Grid") -> bool:
-        """Whether every element's step is the same in both."""
-        return self.step == other.step and np.array_equal(self.exponents, other.exponents)
+    def points(self, values: F32) -> I16 | None:
+        """The points, in half steps, that stand for these values; None where some are not the values of any."""
+        from shrinkpoint.schemes import trellis_dither  # numba
+
+        measured, even = np.empty(values.size, np.float32), np.zeros(values.size, np.int16)
+        if not trellis_dither.scaled(values, self.exponents, self.fine, self.seed, even, measured):
+            return None
+        points = np.rint(2 * measured).astype(np.int16)
+        return points if np.array_equal(self.values(points), values) else None
 
     @property
     def quarters(self) -> F32:
-        """fp32 (4,): the steps of exponents 24 to 27."""
+        """fp32 (4,): the steps of exponents 64 to 67."""
         steps: F32 = self.step * QUARTERS
         return steps
 

@@ -8,7 +8,7 @@ it, and with the noise of one lattice for ever, more is written than between the
 Between two checkpoints the weights of a tensor walk by about the same distance, since Adam normalises what it steps by; how
 far that is in steps depends on the step alone, of which a tensor has `EXPONENTS`. So two numbers per tensor are all that the
 filter needs: the *walk*, and how well is known where the weights were, told as the walk that would have left it so if it
-had gone on for ever. Both are in quarter octaves of a square step of exponent 24, plus `NO_WALK`, which stands for none.
+had gone on for ever. Both are in quarter octaves of a square step of exponent 64, plus `NO_WALK`, which stands for none.
 
 Source: R. Kalman, "A new approach to linear filtering and prediction problems" (1960), for a scalar.
 """

@@ -34,9 +34,11 @@ from shrinkpoint.entropy.trellis_planes import Path as TrellisPath
 from shrinkpoint.entropy.trellis_planes import decode_points, encode_points
 from shrinkpoint.errors import CorruptionError
 from shrinkpoint.schemes.base import Coded, Context, Held
+from shrinkpoint.schemes.centroid_moments import CentroidFirstMomentCodec, CentroidMomentumCodec
+from shrinkpoint.schemes.factored_moments import FactoredSecondMomentCodec
+from shrinkpoint.schemes.lattice import LatticeCodec
 from shrinkpoint.schemes.symbol_coders import encode_plane
 from shrinkpoint.schemes.trellis_lattice import TrellisLatticeCodec
-from shrinkpoint.schemes.trellis_moments import TrellisFirstMomentCodec, TrellisMomentumCodec
 from shrinkpoint.schemes.trellis_points import nearest_points
 
 EACH = Path(__file__).parents[1] / "golden" / "each"
@@ -323,20 +325,22 @@ def check_chain(codecs, tensors, siblings):
     return chain
 
 
-def check_weights(options, *, shape=(40, 70), dtype=torch.float32, walk=0.02, far=0.0):
+def check_weights(
+    options, *, shape=(40, 70), dtype=torch.float32, walk=0.02, far=0.0, codec=TrellisLatticeCodec
+):
     generator = torch.Generator().manual_seed(len(options))
     weight, tensors = torch.randn(shape, generator=generator), []
     for _ in options:
         weight = weight + walk * torch.randn(shape, generator=generator)
         weight.reshape(-1)[0] += far
         tensors.append(weight.to(dtype))
-    codecs = [TrellisLatticeCodec(**{"step": 0.1, "seed": seed, **more}) for seed, more in enumerate(options)]
+    codecs = [codec(**{"step": 0.1, "seed": seed, **more}) for seed, more in enumerate(options)]
     return check_chain(codecs, tensors, [{}] * len(codecs))
 
 
-def exponents_of(shape, seed):
+def exponents_of(shape, seed, reach=12):
     rng = np.random.default_rng(seed)
-    return tuple(rng.integers(-12, 13, count).astype(np.int8) for count in shape)
+    return tuple(rng.integers(-reach, reach + 1, count).astype(np.int8) for count in shape)
 
 
 @pytest.mark.parametrize("states", [4, 8])
@@ -381,10 +385,47 @@ def test_trellis_lattice_of_far_weights():
     assert all(len(coded.encoded.sections["far"]) > 0 for coded in chain)
 
 
+@pytest.mark.parametrize("codec", [LatticeCodec, TrellisLatticeCodec])
+def test_weights_of_steps_that_differ_by_all_that_they_may(codec):
+    """Some of them are far too wide for the weights, or take all that indices can say."""
+    rows, columns = exponents_of((40, 70), 0, 32)
+    rows[:2] = columns[:2] = -32, 32
+    check_weights([{"exponents": (rows, columns), "step": 50.0}] * 3, codec=codec)
+
+
 @pytest.mark.parametrize("states", [4, 8])
-@pytest.mark.parametrize("step", [0.05, 1.0, 4.0])
-@pytest.mark.parametrize("shape", [(40, 70), (300,)])
-def test_trellis_moments(shape, step, states):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(37, 70), (5, 4, 9), (300,), (64, 1)])
+def test_trellis_lattice_of_rows_that_are_kept(shape, dtype, states):
+    rows = np.arange(shape[0] if len(shape) > 1 else 1)
+    masks = [None, rows % 3 == 0, rows % 2 == 1, rows >= 0, None, rows > 0]
+    options = [{"kept": mask, "states": states, "step": 0.1 * (1 + (k == 2))} for k, mask in enumerate(masks)]
+    chain = check_weights(options, shape=shape, dtype=dtype, walk=0.1)
+    told = ["kept" in coded.encoded.sections for coded in chain]
+    assert told == [mask is not None and bool(mask.any()) for mask in masks]
+    assert chain[3].encoded.sections["points"] == b""
+    assert torch.equal(chain[3].value, chain[2].value)
+
+
+def test_trellis_lattice_of_rows_that_are_kept_after_a_restore():
+    kept = np.arange(40) < 30
+    options = [
+        {},
+        {},
+        {"went_on": True, "kept": kept},
+        {"kept": ~kept},
+        {"went_on": True, "kept": kept, "step": 0.3},
+    ]
+    for walk, far in ((0.004, 0.0), (0.02, 200.0)):
+        chain = check_weights(options, walk=walk, far=far)
+        assert torch.equal(chain[2].value[:30], chain[1].value[:30])
+        assert torch.equal(chain[3].value[30:], chain[2].value[30:])
+
+
+@pytest.mark.parametrize("step", [None, 0.01, 1.0, 4.0])
+@pytest.mark.parametrize("effort", ["fast", "default", "max"])
+@pytest.mark.parametrize("shape", [(40, 70), (300,), (3, 4, 5)])
+def test_centroid_moments(shape, effort, step):
     generator = torch.Generator().manual_seed(0)
     second = torch.rand(shape, generator=generator) ** 4
     first = second.sqrt() * torch.randn(shape, generator=generator)
@@ -392,9 +433,19 @@ def test_trellis_moments(shape, step, states):
     first.reshape(-1)[::7] = 0
     second.reshape(-1)[1], first.reshape(-1)[1] = 2.0**-140, 2.0**-71
     siblings = {"exp_avg_sq": second}
-    root = TrellisFirstMomentCodec(step=step, seed=2**32 - 1, states=states)
-    check_chain([root], [first], [siblings])
-    check_chain([TrellisMomentumCodec(step=step, states=states)], [first], [{}])
+    check_chain([CentroidFirstMomentCodec(step=step, effort=effort)], [first], [siblings])
+    check_chain([CentroidMomentumCodec(step=step, effort=effort)], [first], [{}])
+
+
+@pytest.mark.parametrize("shape", [(40, 70), (300,), (3, 4, 5)])
+def test_factored_moments(shape):
+    generator = torch.Generator().manual_seed(0)
+    second = torch.rand(shape, generator=generator) ** 4
+    first = second.sqrt() * torch.randn(shape, generator=generator)
+    second.reshape(-1)[::7] = 0
+    check_chain([FactoredSecondMomentCodec(first_moment=first)], [second], [{}])
+    second.reshape(second.shape[0], -1)[0] *= 1e-30
+    check_chain([FactoredSecondMomentCodec(first_moment=first)], [second], [{}])
 
 
 @pytest.mark.parametrize("case", CHAINS)

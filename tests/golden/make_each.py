@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from shrinkpoint.coding import EncodedState, decode_chain, encode_state
@@ -24,13 +25,10 @@ from shrinkpoint.entropy import lstm
 from shrinkpoint.schemes.adaptive import AdaptiveOptions, AdaptiveRowsCodec
 from shrinkpoint.schemes.base import TensorCodec
 from shrinkpoint.schemes.bit_planes import BitPlanesCodec
+from shrinkpoint.schemes.centroid_moments import CentroidFirstMomentCodec, CentroidMomentumCodec
 from shrinkpoint.schemes.delta_dnn import DeltaDnnCodec, DeltaDnnOptions
-from shrinkpoint.schemes.dithered_moments import (
-    DitheredFirstMomentCodec,
-    DitheredMomentumCodec,
-    FactoredSecondMomentCodec,
-)
 from shrinkpoint.schemes.excp_codecs import ExcpMomentCodec, ExcpOptions, ExcpWeightCodec
+from shrinkpoint.schemes.factored_moments import FactoredSecondMomentCodec
 from shrinkpoint.schemes.gobo import GoboCodec, GoboOptions
 from shrinkpoint.schemes.lattice import LatticeCodec
 from shrinkpoint.schemes.lattice_steps import curvature_exponents
@@ -39,7 +37,6 @@ from shrinkpoint.schemes.partial import PartialCodec
 from shrinkpoint.schemes.rounded import RoundedCodec
 from shrinkpoint.schemes.symbol_coders import LstmCoder
 from shrinkpoint.schemes.trellis_lattice import TrellisLatticeCodec
-from shrinkpoint.schemes.trellis_moments import TrellisFirstMomentCodec, TrellisMomentumCodec
 from shrinkpoint.schemes.uniform import UniformCodec, UniformOptions
 from shrinkpoint.state import LayerType, Role, Tag, TrainingState
 
@@ -90,10 +87,33 @@ def lattice(**options: object) -> Maker:
     return make
 
 
+def far_apart() -> tuple[np.ndarray, np.ndarray]:
+    """Exponents of rows and columns as far from each other as they may be."""
+    rows, columns = (
+        np.linspace(-32, end, count).astype(np.int8) for count, end in zip(SHAPE, (0, 32), strict=True)
+    )
+    return rows, columns[::-1].copy()
+
+
 def trellis_lattice(**options: object) -> Maker:
     def make(step: int, tensors: Mapping[str, torch.Tensor]) -> TensorCodec:
         wide = curvature_exponents(tensors["exp_avg_sq"], tuple(tensors["weight"].shape))
         return TrellisLatticeCodec(**{"step": 0.002, "exponents": wide, "seed": step, **options})
+
+    return make
+
+
+def lengthened(step: int, tensors: Mapping[str, torch.Tensor]) -> TensorCodec:
+    return FactoredSecondMomentCodec(first_moment=tensors["exp_avg"])
+
+
+def kept(**options: object) -> Maker:
+    """Every other row of the second checkpoint, and all but the first row of the third."""
+
+    def make(step: int, tensors: Mapping[str, torch.Tensor]) -> TensorCodec:
+        rows = np.arange(tensors["weight"].shape[0])
+        mask = (None, rows % 2 == 1, rows > 0)[step]
+        return TrellisLatticeCodec(**{"step": 0.02, "seed": step, "kept": mask, **options})
 
     return make
 
@@ -129,27 +149,33 @@ CASES: Mapping[str, Mapping[str, Variant]] = {
         "vector": weight(lambda step, _: LatticeCodec(step=0.001), shape=(300,)),
         "sparse": weight(lambda *_: LatticeCodec(step=0.02, effort="fast"), shape=(96, 96)),
         "large": weight(lambda *_: LatticeCodec(step=0.02), shape=(96, 96)),
+        "far-apart": weight(lambda *_: LatticeCodec(step=8.0, exponents=far_apart())),
     },
     "factored": {
         "matrix": Variant({"exp_avg_sq": lambda *_: FactoredSecondMomentCodec()}),
         "wide": Variant({"exp_avg_sq": lambda *_: FactoredSecondMomentCodec()}, shape=(8, 3, 5)),
         "vector": Variant({"exp_avg_sq": lambda *_: FactoredSecondMomentCodec()}, shape=(50,)),
+        "lengthened": Variant({"exp_avg_sq": lengthened}),
     },
-    "dithered-root-units": {
-        "coarse": moments(lambda step, _: DitheredFirstMomentCodec(seed=step), "exp_avg_sq"),
-        "fine": moments(
-            lambda step, _: DitheredFirstMomentCodec(step=0.1, seed=2**32 - 1 - step), "exp_avg_sq"
-        ),
+    "centroid-root-units": {
+        "coarse": moments(lambda *_: CentroidFirstMomentCodec(loss=0.45), "exp_avg_sq"),
+        "fine": moments(lambda *_: CentroidFirstMomentCodec(step=0.02), "exp_avg_sq"),
         "factored": Variant(
             {
-                "exp_avg_sq": lambda *_: FactoredSecondMomentCodec(),
-                "exp_avg": lambda step, _: DitheredFirstMomentCodec(step=1.0, seed=step, effort="max"),
+                "exp_avg_sq": lengthened,
+                "exp_avg": lambda step, _: CentroidFirstMomentCodec(loss=0.2 / 4**step, effort="max"),
             }
         ),
+        "low-rank": Variant(
+            {"exp_avg_sq": lengthened, "exp_avg": lambda *_: CentroidFirstMomentCodec(loss=0.01)},
+            shape=(200, 72),
+            rank=2,
+        ),
     },
-    "dithered-own-units": {
-        "coarse": moments(lambda step, _: DitheredMomentumCodec(seed=step)),
-        "fine": moments(lambda step, _: DitheredMomentumCodec(step=0.05, seed=step, effort="fast")),
+    "centroid-own-units": {
+        "coarse": moments(lambda *_: CentroidMomentumCodec(loss=0.45)),
+        "fine": moments(lambda *_: CentroidMomentumCodec(step=0.05, effort="fast")),
+        "vector": Variant({"exp_avg": lambda *_: CentroidMomentumCodec(loss=0.05)}, shape=(300,)),
     },
     "trellis-lattice": {
         "kept": weight(trellis_lattice()),
@@ -167,26 +193,13 @@ CASES: Mapping[str, Mapping[str, Variant]] = {
         "low-rank": weight(
             lambda step, _: TrellisLatticeCodec(step=0.0005, seed=step), shape=(200, 72), rank=2
         ),
-    },
-    "trellis-root-units": {
-        "coarse": moments(lambda step, _: TrellisFirstMomentCodec(seed=step), "exp_avg_sq"),
-        "fine": moments(
-            lambda step, _: TrellisFirstMomentCodec(step=0.1, seed=2**32 - 1 - step, states=8), "exp_avg_sq"
-        ),
-        "factored": Variant(
-            {
-                "exp_avg_sq": lambda *_: FactoredSecondMomentCodec(),
-                "exp_avg": lambda step, _: TrellisFirstMomentCodec(step=1.0, seed=step),
-            },
-            shape=(200, 72),
-            rank=2,
-        ),
-    },
-    "trellis-own-units": {
-        "coarse": moments(lambda step, _: TrellisMomentumCodec(seed=step)),
-        "fine": moments(lambda step, _: TrellisMomentumCodec(step=0.05, seed=step, states=8)),
-        "low-rank": Variant(
-            {"exp_avg": lambda step, _: TrellisMomentumCodec(step=0.5, seed=step)}, shape=(120, 96), rank=2
+        "far-apart": weight(lambda step, _: TrellisLatticeCodec(step=8.0, exponents=far_apart(), seed=step)),
+        "kept-rows": weight(kept(), shape=(37, 40)),
+        "kept-half": weight(kept(states=8), shape=(16, 3, 9), dtype=torch.bfloat16),
+        "kept-all": weight(
+            lambda step, _: TrellisLatticeCodec(
+                step=0.02, seed=step, kept=np.full(24, step == 1), went_on=step == 2
+            )
         ),
     },
     "rounded": {

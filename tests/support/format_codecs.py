@@ -134,22 +134,23 @@ def factored(t):
     return t.rounded(t.factors()), {}
 
 
-def dithered(t, unit):
-    seed, radius = t.params["seed"], t.params["radius"]
-    side = Side([edge(bits >> 7) for bits in mixed_bits(seed, t.count)], 20, EDGE_PLACES, two_sided=True)
-    plane = np.array(t.context_plane(2 * radius + 1, [side]), F32)
-    w = t.number("step") * unit
-    value = ((plane - F32(radius)) - dither(seed, t.count)) * w
-    value[(w < F32(2.0**-125)) | (np.abs(value) < F32(2.0**-125))] = 0
-    return t.rounded(value), {}
+def centroids(t, unit):
+    radius, away = t.params["radius"], t.params["centroids"]
+    assert len(away) == min(radius, 16)
+    assert all(-128 <= part <= 127 for part in away)
+    sizes = [size + (away[size - 1] / 256 if 1 <= size <= 16 else 0) for size in range(radius + 1)]
+    level = np.array(t.context_plane(2 * radius + 1, [])) - radius
+    value = (t.number("step") * np.array(sizes, F32))[np.abs(level)] * unit
+    value[value < F32(2.0**-125)] = 0
+    return t.rounded(np.where(level < 0, -value, value)), {}
 
 
-def dithered_root(t):
-    return dithered(t, np.sqrt(flushed(np.frombuffer(t.siblings["exp_avg_sq"], F32))))
+def centroids_root(t):
+    return centroids(t, np.sqrt(flushed(np.frombuffer(t.siblings["exp_avg_sq"], F32))))
 
 
-def dithered_own(t):
-    return dithered(t, t.factors())
+def centroids_own(t):
+    return centroids(t, t.factors())
 
 
 def exponents(t):
@@ -170,7 +171,7 @@ def lattice(t):
         predicted = np.zeros(t.count, int)
         sides = [
             Side([edge(bits >> 7) for bits in mixed_bits(seed, t.count)], 20, two_sided=True),
-            Side((e + 24).tolist(), 49),
+            Side((e + 64).tolist(), 129),
         ]
     else:
         same = (before["step"], before["seed"]) == (step, seed) and np.array_equal(before["e"], e)
@@ -201,21 +202,15 @@ def lattice(t):
     return t.rounded(points), kept
 
 
-def trellis(t, unit):
-    d, places = wide_dither(t.params["seed"], t.count)
-    points, _, _ = read_trellis_plane(t.sections["points"], places, t.columns, t.params["states"], [])
-    w = t.number("step") * unit
-    value = (points.astype(F32) / F32(2) - d) * w
-    value[(w < F32(2.0**-125)) | (np.abs(value) < F32(2.0**-125))] = 0
-    return t.rounded(value), {}
-
-
-def trellis_root(t):
-    return trellis(t, np.sqrt(flushed(np.frombuffer(t.siblings["exp_avg_sq"], F32))))
-
-
-def trellis_own(t):
-    return trellis(t, t.factors())
+def coded_elements(t):
+    """Which elements are of rows that are coded, not kept."""
+    if "kept" not in t.sections:
+        return np.ones(t.count, bool)
+    assert t.before is not None
+    data = read_planes(t.sections["kept"], (t.rows + 7) // 8, 1)
+    bits = [data[row // 8] >> (7 - row % 8) & 1 for row in range(8 * len(data))]
+    assert not any(bits[t.rows :])
+    return np.repeat(np.array(bits[: t.rows]) == 0, t.columns)
 
 
 def trellis_lattice(t):
@@ -224,33 +219,36 @@ def trellis_lattice(t):
     e, before = exponents(t), t.before
     g = F32(np.sqrt(1 - (carried / 16) ** 2))
     n, w = step * quarters(e), (step * g) * quarters(e)
-    even, places, sides = np.zeros(t.count, int), dither_places, [(e + 24).tolist()]
-    offsets = np.zeros(t.count, int)
+    even, places, sides = np.zeros(t.count, int), dither_places, [e + 64]
+    offsets, here = np.zeros(t.count, int), coded_elements(t)
     if before is not None:
         known = 0 if t.params.get("went_on") else before["known"]
         old = offsets if t.params.get("went_on") else before["offsets"]
         z = (F32(1 - carried / 16) * old.astype(F32)) * before["n"]
         z[np.abs(z) < F32(2.0**-118)] = 0
-        x = (before["points"] + z / F32(64)) / w + d
+        x = (before["value"] + z / F32(64)) / w + d
         x = np.clip(x, F32(-14000), F32(14000))
         k = F32(2) * np.floor(x / F32(2) + F32(0.5))
         places = np.clip(np.floor(F32(256) * (x - k)), -256, 255).astype(int)
         k = k.astype(int)
         even = 2 * k
-        sizes = np.minimum((np.abs(256 * k + places - dither_places) + 64) >> 7, 12)
-        sides.append(sizes.tolist())
-    coded, errors, far = read_trellis_plane(t.sections["points"], places, t.columns, states, sides)
+        sides.append(np.minimum((np.abs(256 * k + places - dither_places) + 64) >> 7, 12))
+    sides = [side[here].tolist() for side in sides]
+    coded, errors, far = read_trellis_plane(t.sections["points"], places[here], t.columns, states, sides)
     further = np.frombuffer(read_planes(t.sections["far"], int(far.sum()), 4), "<i4")
-    h = even + coded
+    h = even[here] + coded
     h[far] += 4 * further.astype(int)
-    assert np.abs(h).max() <= 30000
+    assert np.abs(h).max(initial=0) <= 30000
+    value = np.zeros(t.count, F32) if before is None else before["value"].copy()
+    value[here] = (h.astype(F32) / F32(2) - d[here]) * w[here]
     if before is not None:
-        gains = offset_gains(e, states, carried, known, t.params["walk"], g)
-        offsets = np.clip(((512 - errors * gains) >> 10) + ((old * carried + 8) >> 4), -127, 127)
-        offsets[far] = 0
-    points = (h.astype(F32) / F32(2) - d) * w
-    kept = {"step": step, "e": e, "n": n, "points": points, "offsets": offsets, "known": t.params["known"]}
-    return t.rounded(points), kept
+        gains = offset_gains(e[here], states, carried, known, t.params["walk"], g)
+        found = np.clip(((512 - errors * gains) >> 10) + ((old[here] * carried + 8) >> 4), -127, 127)
+        found[far] = 0
+        offsets = np.zeros(t.count, int)
+        offsets[here] = found
+    left = {"step": step, "e": e, "n": n, "value": value, "offsets": offsets, "known": t.params["known"]}
+    return t.rounded(value), left
 
 
 def closed_loop(decode):
@@ -370,11 +368,9 @@ CODECS = {
     "exact": exact,
     "bit-planes": bit_planes,
     "factored": factored,
-    "dithered-root-units": dithered_root,
-    "dithered-own-units": dithered_own,
+    "centroid-root-units": centroids_root,
+    "centroid-own-units": centroids_own,
     "lattice": lattice,
-    "trellis-root-units": trellis_root,
-    "trellis-own-units": trellis_own,
     "trellis-lattice": trellis_lattice,
     "rounded": rounded,
     "lc-delta": closed_loop(lc_delta),

@@ -169,4 +169,4 @@ def offset_gains(exponents, states, carried, known, walk, g):
         before = 2 * noise * of_known / (root + of_known + 1e-300)
         both, innovation = fresh - s * (1 - s) * before, (1 - s) * (1 - s) * before + of_walk + fresh
         gains[e] = round(256 * float(g) * (both / innovation))
-    return np.array([gains[e] for e in exponents.tolist()])
+    return np.array([gains[e] for e in exponents.tolist()], int)

@@ -1,5 +1,6 @@
 import math
 
+import numpy as np
 import pytest
 import torch
 from support.chains import save_chain, state_of
@@ -8,6 +9,7 @@ from support.training import OPTIMIZERS, TinyConvNet, TinyGPT, TinyMLP, capture,
 
 from shrinkpoint.coding import decode_chain, encode_state
 from shrinkpoint.errors import ConfigError
+from shrinkpoint.movement import Movement
 from shrinkpoint.schemes.auto import Auto, AutoOptions
 from shrinkpoint.schemes.base import Occasion
 from shrinkpoint.schemes.trellis_points import WIDER
@@ -76,16 +78,16 @@ def test_adams_moments_are_coded_in_units_of_the_second():
         "factored"
     }
     assert {codecs[n] for n, s in state.specs.items() if s.tag.role is Role.EXP_AVG and s.numel >= 64} == {
-        "trellis-root-units"
+        "centroid-root-units"
     }
 
 
 @pytest.mark.parametrize(
     ("effort", "weights", "moments"),
     [
-        ("fast", ("lattice", None), ("dithered-root-units", None)),
-        ("default", ("trellis-lattice", 4), ("trellis-root-units", 4)),
-        ("max", ("trellis-lattice", 8), ("trellis-root-units", 8)),
+        ("fast", ("lattice", None), ("centroid-root-units", None)),
+        ("default", ("trellis-lattice", 4), ("centroid-root-units", None)),
+        ("max", ("trellis-lattice", 8), ("centroid-root-units", None)),
     ],
 )
 def test_efforts_differ_in_their_quantizers(effort, weights, moments):
@@ -111,9 +113,7 @@ def test_a_trellis_makes_the_noise_of_a_lattice(effort):
     for chosen in ("fast", effort):
         options = AutoOptions(weight_scale=0.5, effort=chosen)
         restored = decode_chain([coded(state, options=options).checkpoint]).state.tensors
-        noise[chosen] = [
-            float((restored[name] - state.tensors[name]).square().mean()) for name in ("a/w", "a/exp_avg")
-        ]
+        noise[chosen] = float((restored["a/w"] - weight).square().mean())
     assert noise[effort] == pytest.approx(noise["fast"], rel=0.03)
 
 
@@ -124,14 +124,15 @@ def test_steps_are_narrower_where_the_curvature_is_large_and_in_small_tensors():
         b__w=weight.clone(), b__exp_avg=weight * 0, b__exp_avg_sq=torch.full_like(weight, 1e-10),
         c__w=torch.randn(100), c__exp_avg=torch.zeros(100), c__exp_avg_sq=torch.full((100,), 1e-8),
     )  # fmt: skip
+    far = moving(a=np.full(64, 1e3), b=np.full(64, 1e3), c=[1e3])  # so that the curvature decides
     steps = {
         entry.spec.name: entry.encoded.params["step"]
-        for entry in coded(state).checkpoint.entries
+        for entry in coded(state, movement=far).checkpoint.entries
         if entry.encoded.codec in WEIGHTS
     }
     assert steps["b/w"] / steps["a/w"] == pytest.approx(10.0, rel=1e-5)
     size = float(weight.square().mean().sqrt())
-    assert steps["a/w"] * math.sqrt(10) == pytest.approx(0.5 * WIDE * size, rel=1e-4)
+    assert steps["a/w"] * math.sqrt(10) == pytest.approx(2 * 0.5 * WIDE * size, rel=1e-4)
     assert steps["c/w"] * 8 == pytest.approx(steps["a/w"] * math.sqrt(10), rel=1e-4)
 
 
@@ -143,41 +144,222 @@ def test_rows_that_are_hardly_used_do_not_widen_the_steps_of_the_others():
     error = {}
     for name, v in (("all", second), ("some", rare)):
         state = state_of(a__w=weight, a__exp_avg=weight * 0, a__exp_avg_sq=v)
-        restored = decode_chain([coded(state).checkpoint]).state.tensors["a/w"]
+        encoded = coded(state, movement=moving(a=np.full(256, 1e3)))
+        restored = decode_chain([encoded.checkpoint]).state.tensors["a/w"]
         error[name] = float((restored - weight)[:16].square().mean().sqrt())
     # sixteen times the others' mean: half their step
     assert error["some"] == pytest.approx(error["all"] / 2, rel=0.2)
 
 
-def test_first_moments_are_as_noisy_as_their_weights_for_the_learning_rate():
-    """One step of the moment moves the weight by lr / (1 - beta1) of a root: seven tenths of a step of its lattice."""
-    weight = torch.randn(64, 64)
-    tensors = state_of(
-        a__w=weight, a__exp_avg=weight * 1e-4, a__exp_avg_sq=torch.full_like(weight, 1e-6),
-        b__w=torch.randn(128), b__exp_avg=torch.full((128,), 1e-4), b__exp_avg_sq=torch.full((128,), 1e-6),
-    )  # fmt: skip
+def losses_of(state, options=OPTIONS, **more):
+    """How much of each first moment may be lost."""
+    makers = Auto(options=options, occasion=Occasion(state=state, step=1, **more)).codecs(state)
+    return {
+        name: makers[name]().loss
+        for name, spec in state.specs.items()
+        if spec.tag.role is Role.EXP_AVG and name in makers
+    }
 
-    def steps(rate, options=OPTIONS, **more):
-        groups = [{"lr": rate, "betas": [0.9, 0.95], **more}]
-        state = TrainingState([tensors.tree, {"param_groups": groups}], tensors.tensors, tensors.specs)
-        entries = coded(state, options=options).checkpoint.entries
-        return {e.spec.name: e.encoded.params["step"] for e in entries if "step" in e.encoded.params}
 
-    found = steps(0.01)
-    assert found["a/exp_avg"] == pytest.approx(0.7 * found["a/w"] / 0.1, rel=1e-5)
-    assert found["b/exp_avg"] == pytest.approx(0.7 * found["b/w"] / 0.1, rel=1e-5)
-    assert steps(0.02)["a/exp_avg"] == pytest.approx(found["a/exp_avg"] / 2, rel=1e-5)
-    for rate, least in ((1.0, 1.0), (0.0, 12.0)):
-        both = steps(rate)["a/exp_avg"], steps(rate)["b/exp_avg"]
-        assert both == pytest.approx((WIDE * least, WIDE * least / 8))
-    # the second moment is stored at 0.40 of its size, the first at 0.65
-    early = steps(0.01, step=10)
-    assert early["a/exp_avg"] == pytest.approx(found["a/exp_avg"] * (1 - 0.9**10) / (1 - 0.95**10) ** 0.5)
-    assert steps(0.0, step=1, betas=[0.0, 0.9999])["a/exp_avg"] == 64
-    assert steps(1.0, step=1, betas=[0.999, 0.5])["a/exp_avg"] == pytest.approx(WIDE / 64)
-    assert steps(None)["a/exp_avg"] == pytest.approx(3 * WIDE)
+def adam(weight, second=1e-8, first=1e-4):
+    return {
+        "w": weight,
+        "exp_avg": first * torch.randn_like(weight),
+        "exp_avg_sq": torch.full_like(weight, second),
+    }
+
+
+def params(**tensors):
+    return state_of(**{f"{name}__{role}": t for name, roles in tensors.items() for role, t in roles.items()})
+
+
+def moving(steps=10, **rows):
+    return Movement(
+        rows={f"{name}/w": np.asarray(each, np.float64) for name, each in rows.items()}, steps=steps
+    )
+
+
+def test_the_longer_a_moment_lives_the_less_of_it_may_be_lost():
+    """So many steps are lost as the optimizer remembers, times the share; of so many between two checkpoints."""
+    model = TinyGPT()
+    memory = {}
+    for beta in (0.9, 0.99, 0.999):
+        optimizer = torch.optim.AdamW(model.parameters(), betas=(beta, 0.9999))
+        train(model, optimizer, range(2))
+        state = capture(model, optimizer)
+        found = set(losses_of(state, movement=Movement(rows={}, steps=100)).values())
+        assert len(found) == 1
+        memory[beta] = found.pop()
+        shorter, longer = (
+            set(losses_of(state, movement=Movement(rows={}, steps=steps)).values()) for steps in (1, 10**6)
+        )
+        assert (shorter, longer) == ({0.005}, {0.45})
+        assert losses_of(state) == losses_of(state, movement=Movement(rows={}, steps=50))
+    assert memory[0.9] > memory[0.99] > memory[0.999]
+    assert memory[0.99] == pytest.approx(memory[0.9] / 11) or memory[0.9] == 0.45
+
+
+def test_less_is_lost_where_an_optimizer_uses_the_direction_alone():
+    (state,) = training(saves=1)
+    movement = Movement(rows={}, steps=20)
+    losses = losses_of(state, movement=movement)
+    name = next(iter(losses))
+    less = losses_of(state, movement=movement, directions={name})
+    assert less.pop(name) < losses.pop(name)
+    assert less == losses
+
+
+def test_of_an_unknown_optimizer_moments_live_for_long():
+    state = params(a=adam(torch.randn(64, 64)))
+    model = torch.nn.Linear(64, 64, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.99, 0.999))
+    model.weight.grad = torch.randn(64, 64)
+    optimizer.step()
+    known = losses_of(capture(model, optimizer), movement=Movement(rows={}, steps=100))
+    (loss,) = losses_of(state, movement=Movement(rows={}, steps=100)).values()
+    assert list(known.values()) == pytest.approx([loss])
+
+
+def test_no_more_of_a_moment_is_lost_than_may_be():
+    (state,) = training(saves=1)
+    for steps in (1, 30, 300):
+        movement = Movement(rows={}, steps=steps)
+        encoded = coded(state, movement=movement)
+        restored = decode_chain([encoded.checkpoint]).state.tensors
+        for name, loss in losses_of(state, movement=movement).items():
+            second = restored[name.replace("exp_avg", "exp_avg_sq")].double()
+            true, found = (tensors[name].double() for tensors in (state.tensors, restored))
+            product, square = ((true * other / second)[second > 0].sum() for other in (found, true))
+            assert float(1 - product / square) <= loss + 0.005
+
+
+def test_a_step_of_first_moments_that_is_given_is_taken():
+    (state,) = training(saves=1)
     options = AutoOptions(weight_scale=0.5, first_moment_step=2)
-    assert steps(0.01, options)["a/exp_avg"] == pytest.approx(2 * WIDE)
+    makers = Auto(options=options, occasion=Occasion(state=state)).codecs(state)
+    assert {makers[name]().step for name in losses_of(state)} == {2}
+
+
+def test_second_moments_keep_the_length_of_updates():
+    (state,) = training(saves=1)
+    restored = decode_chain([coded(state).checkpoint]).state.tensors
+    for name in losses_of(state):
+        second = name.replace("exp_avg", "exp_avg_sq")
+        first = state.tensors[name].double()
+        rows = first.shape[0] if first.dim() > 1 else 1
+        wanted, found = (
+            (first / tensors[second].double().sqrt()).nan_to_num(0, 0, 0).reshape(rows, -1).norm(dim=1)
+            for tensors in (state.tensors, restored)
+        )
+        assert bool((found <= 1.045 * wanted).all())
+        assert bool((wanted <= 1.045 * found).all())
+
+
+def errors_of(checkpoints, state, name="a/w"):
+    """Root mean square of each row's errors."""
+    restored = decode_chain(checkpoints).state.tensors[name]
+    return (restored - state.tensors[name]).square().mean(dim=1).sqrt().numpy()
+
+
+@pytest.mark.parametrize("effort", ["fast", "default", "max"])
+@pytest.mark.parametrize("scale", [0.1, 1.0])
+def test_no_row_has_more_noise_than_its_share_of_what_training_moved_it(effort, scale):
+    moved = 0.1 * 2.0 ** np.linspace(-4, 1, 64)
+    state = params(a=adam(torch.randn(64, 512)), b=adam(torch.randn(64, 64)))
+    options = AutoOptions(weight_scale=scale, effort=effort)
+    encoded = coded(state, options=options, movement=moving(a=moved, b=moved))
+    errors = errors_of([encoded.checkpoint], state)
+    assert bool((errors <= 1.1 * scale * moved).all())
+    assert bool((errors >= 0.7 * scale * moved).all())
+    wider = AutoOptions(weight_scale=scale, effort=effort, movement_share=0.5)
+    halved = coded(state, options=wider, movement=moving(a=moved, b=moved))
+    assert errors_of([halved.checkpoint], state).mean() == pytest.approx(errors.mean() / 2, rel=0.1)
+
+
+def save_deltas(weights, movements, **options):
+    """A chain; its checkpoints, states and what was encoded."""
+    checkpoints, states, told, reference = [], [], [], None
+    for step, (weight, movement) in enumerate(zip(weights, movements, strict=True), 1):
+        state = params(a=adam(weight))
+        scheme = Auto(
+            options=AutoOptions(weight_scale=0.5, **options),
+            occasion=Occasion(state=state, step=step, reference=reference, movement=movement),
+        )
+        parent = checkpoints[-1].state_digest if checkpoints else None
+        encoded = encode_state(state, scheme, step=step, reference=reference, parent=parent)
+        reference = dict(encoded.held)
+        checkpoints.append(encoded.checkpoint)
+        states.append(state)
+        told.append({entry.spec.name: entry.encoded for entry in encoded.checkpoint.entries}["a/w"])
+    return checkpoints, states, told
+
+
+def test_rows_that_training_has_not_moved_are_kept():
+    """Of an embedding only some are in a batch; nothing is written of the others, and they stay bit for bit."""
+    weight, rows = torch.randn(256, 64), np.full(256, 0.05)
+    later = weight.clone()
+    later[:16] += 0.05 * torch.randn(16, 64)
+    moved = np.where(np.arange(256) < 16, 0.05, 0.0)
+    checkpoints, states, told = save_deltas([weight, later], [moving(a=rows), moving(a=moved)])
+    assert told[1].codec == "trellis-lattice"
+    assert "kept" in told[1].sections
+    assert told[1].nbytes < told[0].nbytes / 8
+    one, two = (decode_chain(checkpoints[:length]).state.tensors["a/w"] for length in (1, 2))
+    assert torch.equal(one[16:], two[16:])
+    assert not torch.equal(one[:16], two[:16])
+    assert bool((errors_of(checkpoints, states[1])[:16] <= 1.1 * 0.5 * 0.05).all())
+
+
+def test_a_tensor_that_training_has_not_moved_is_exact():
+    weight = torch.randn(64, 64)
+    checkpoints, _, told = save_deltas(
+        [weight, weight], [moving(a=np.full(64, 0.05)), moving(a=np.zeros(64))]
+    )
+    assert told[1].codec == "exact"
+    assert torch.equal(decode_chain(checkpoints[:2]).state.tensors["a/w"], weight)
+
+
+@pytest.mark.parametrize(
+    "unknown", [None, Movement(rows={}, steps=5), Movement(rows={"a/w": np.full(64, np.nan)}, steps=5)]
+)
+def test_no_row_is_kept_where_the_movement_is_not_known(unknown):
+    """A small row is not one that has not moved: it may have become small."""
+    weight = torch.randn(64, 64)
+    pruned = weight.clone()
+    pruned[5] = 0
+    checkpoints, states, told = save_deltas([weight, pruned], [moving(a=np.full(64, 0.05)), unknown])
+    assert "kept" not in told[1].sections
+    assert float(errors_of(checkpoints, states[1])[5]) < 0.01
+
+
+def test_a_tensor_of_another_shape_keeps_no_row():
+    weight, larger = torch.randn(64, 64), torch.randn(80, 64)
+    larger[70] = 0
+    checkpoints, states, told = save_deltas([weight, larger], [moving(a=np.full(64, 0.05)), None])
+    assert not told[1].uses_reference
+    assert float(errors_of(checkpoints, states[1])[70]) < 0.01
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+def test_movement_that_is_no_number_stops_no_save(wrong):
+    """As after weights that were not finite, which training was put back from."""
+    rows = np.full(64, 1e-2)
+    rows[3] = wrong
+    state = params(a=adam(torch.randn(64, 64)))
+    encoded = coded(state, movement=moving(a=rows))
+    assert not encoded.kept_exactly
+    assert errors_of([encoded.checkpoint], state).max() < 0.05
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-45, 1e-38, 1e-28, 1e-24, 1e-20])
+@pytest.mark.parametrize("options", [OPTIONS, FAST])
+def test_weights_far_smaller_than_all_others_get_no_noise_of_their_size(size, options):
+    """Whatever their second moments say, such as those of a bias before the first step of a warm-up."""
+    state = params(a=adam(size * torch.randn(64, 64)), b=adam(torch.randn(64, 64)))
+    encoded = coded(state, options=options)
+    restored = decode_chain([encoded.checkpoint]).state.tensors["a/w"]
+    largest = float(state.tensors["a/w"].abs().max())
+    assert float((restored - state.tensors["a/w"]).abs().max()) <= 0.1 * largest
 
 
 def test_every_checkpoint_takes_other_dithers():
@@ -214,17 +396,19 @@ def test_a_tensor_that_was_stored_exactly_begins_with_a_dither_of_its_own():
 
 
 def test_weights_that_a_restore_has_moved_are_expected_there():
-    weight = torch.randn(128, 128)
-    base = coded(state_of(a__w=weight), step=1)
+    weight, far = torch.randn(128, 128), moving(a=np.full(128, 1.0))
+    base = coded(state_of(a__w=weight), step=1, movement=far)
     later = state_of(a__w=weight + 0.1 * torch.randn(128, 128))
-    scheme = Auto(options=OPTIONS, occasion=Occasion(state=later, step=2, reference=dict(base.held)))
+    scheme = Auto(
+        options=OPTIONS, occasion=Occasion(state=later, step=2, reference=dict(base.held), movement=far)
+    )
     digest = base.checkpoint.state_digest
     delta = encode_state(later, scheme, step=2, reference=dict(base.held), parent=digest)
     reader = decode_chain([base.checkpoint, delta.checkpoint])
     moved = state_of(a__w=reader.state.tensors["a/w"] + 1e-3 * torch.randn(128, 128))
     sizes = {}
     for told in (False, True):
-        delta = coded(moved, dict(reader.held), step=3, restored=told)
+        delta = coded(moved, dict(reader.held), step=3, restored=told, movement=far)
         (encoded,) = (entry.encoded for entry in delta.checkpoint.entries)
         assert encoded.params.get("went_on", False) is told
         sizes[told] = len(encoded.sections["points"])
@@ -252,8 +436,13 @@ def test_the_gradients_stand_in_where_the_optimizer_keeps_nothing():
         name: torch.randn_like(p) * (1e-3 if name == "inner.weight" else 1e-1)
         for name, p in model.named_parameters()
     }
+    rows = {n: np.full(s.shape[0] if len(s.shape) > 1 else 1, 1e3) for n, s in state.specs.items()}
+    far = Movement(rows=rows, steps=10)  # so that the curvature decides
     plain, informed = (
-        {e.spec.name: e.encoded.params.get("step") for e in coded(state, gradients=g).checkpoint.entries}
+        {
+            e.spec.name: e.encoded.params.get("step")
+            for e in coded(state, gradients=g, movement=far).checkpoint.entries
+        }
         for g in (None, gradients)
     )
     assert plain["model/inner.weight"] == pytest.approx(plain["model/outer.weight"], rel=0.1)
@@ -271,7 +460,7 @@ def test_a_first_save_before_the_optimizer_has_state_and_one_after():
     delta = coded(after, dict(base.held), step=2)
     assert not base.kept_exactly
     assert not delta.kept_exactly
-    assert codec_of(delta)["optimizers/0/state/0/exp_avg"] == "trellis-root-units"
+    assert codec_of(delta)["optimizers/0/state/0/exp_avg"] == "centroid-root-units"
 
 
 def test_moments_that_are_not_finite_are_kept_and_steer_nothing():

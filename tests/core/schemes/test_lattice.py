@@ -282,7 +282,7 @@ def test_efforts_are_read_alike(effort):
         weight = weight + 0.02 * torch.randn(200, 100, generator=generator)
 
 
-@pytest.mark.parametrize("scale", [1e-29, 1.0, 1e28])
+@pytest.mark.parametrize("scale", [1e-26, 1.0, 1e28])
 def test_a_process_without_subnormals_restores_the_same_bits(scale):
     generator = torch.Generator().manual_seed(0)
     weight = scale * torch.randn(40, 30, generator=generator)
@@ -300,3 +300,19 @@ def test_a_process_without_subnormals_restores_the_same_bits(scale):
         torch.set_flush_denormal(False)
     for (coded, _), value in zip(chain, again, strict=True):
         assert torch.equal(value.view(torch.int32), coded.value.view(torch.int32))
+
+
+def test_the_finest_steps_of_all_restore_the_same_bits_without_subnormals():
+    least = (np.full(20, -32, np.int8), np.full(64, -32, np.int8))
+    weight = 1.1e-27 * 2.0**-16 * torch.randn(20, 64, generator=torch.Generator().manual_seed(0))
+    spec = spec_of(weight)
+    coded = LatticeCodec(step=1.1e-27, exponents=least).encode(weight, spec, Context())
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor always has subnormals")
+    try:
+        planes = LatticeCodec().decode(coded.encoded, spec, Context())
+        again = LatticeCodec().reconstruct(coded.encoded, planes, spec, Context())
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(again.view(torch.int32), coded.value.view(torch.int32))
+    assert bool((again.abs() >= torch.finfo().tiny).all())

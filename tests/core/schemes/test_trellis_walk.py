@@ -30,6 +30,9 @@ MIDDLE = 2 * REACH
 UNIT = 80
 """The code of a walk of a whole square step: one is four more for each octave."""
 
+NEAR = slice(MIDDLE - 24, MIDDLE + 25)
+"""Exponents in which the greatest walk is far longer than a step."""
+
 HALF_A_CODE = 2**0.125
 CODES = st.integers(NO_WALK, LAST_WALK)
 
@@ -75,7 +78,7 @@ def kalman(before: float, walk: float, share: float, noise: float) -> tuple[floa
 @pytest.mark.parametrize("code", [20, 60, 76, 80, 90, 120])
 def test_variances_are_what_a_filter_settles_at(code: int, states: States) -> None:
     found = variances(code, states)
-    for exponent in (0, 10, MIDDLE, 40, EXPONENTS - 1):
+    for exponent in (0, 10, 40, MIDDLE, 90, EXPONENTS - 1):
         walk = walk_of(code, exponent)
         if walk > 1e-6:  # others take long to settle
             assert found[exponent] == pytest.approx(settled(walk, NOISE[states]), rel=1e-6)
@@ -84,8 +87,8 @@ def test_variances_are_what_a_filter_settles_at(code: int, states: States) -> No
 @pytest.mark.parametrize("states", STATES)
 def test_nothing_is_unknown_without_a_walk_and_as_much_as_noise_with_the_greatest(states: States) -> None:
     assert not variances(NO_WALK, states).any()
-    np.testing.assert_allclose(variances(LAST_WALK, states), NOISE[states], rtol=1e-3)
-    codes = np.array([variances(code, states) for code in range(NO_WALK, LAST_WALK + 1)])
+    np.testing.assert_allclose(variances(LAST_WALK, states)[NEAR], NOISE[states], rtol=1e-3)
+    codes = np.array([variances(code, states)[NEAR] for code in range(NO_WALK, LAST_WALK + 1)])
     assert bool((np.diff(codes, axis=0) > 0).all())
     assert bool((codes[-1] < NOISE[states]).all())
     assert bool((np.diff(codes[1:], axis=1) < 0).all())  # a walk is shorter in wider steps
@@ -132,7 +135,7 @@ def test_weights_that_are_where_they_were_make_all_that_is_seen_noise() -> None:
     """And those that have gone far make it all their own."""
     assert bool((Expectation(NO_WALK, NO_WALK, 0, 4).gains[:EXPONENTS] == 256).all())
     assert Expectation(NO_WALK, NO_WALK, 0, 4).known == NO_WALK
-    assert not Expectation(40, LAST_WALK, 0, 4).gains.any()
+    assert not Expectation(40, LAST_WALK, 0, 4).gains[NEAR].any()
     assert Expectation(40, LAST_WALK, 0, 4).known > LAST_WALK - 12
 
 
@@ -166,7 +169,10 @@ def walked(code: int, known: int, states: States, exponents: list[int], seed: in
 
 
 @pytest.mark.parametrize("states", STATES)
-@pytest.mark.parametrize("exponents", [[MIDDLE], [20, 24, 28], [12, 36], list(range(EXPONENTS))])
+@pytest.mark.parametrize(
+    "exponents",
+    [[MIDDLE], [MIDDLE - 4, MIDDLE, MIDDLE + 4], [MIDDLE - 12, MIDDLE + 12], list(range(EXPONENTS)[NEAR])],
+)
 @pytest.mark.parametrize("code", [64, 72, 80, 90, 120, 150])
 def test_a_walk_is_found(code: int, exponents: list[int], states: States) -> None:
     """One number tells how far weights of all steps have walked."""
@@ -201,7 +207,7 @@ def test_a_walk_beyond_all_numbers_is_the_greatest() -> None:
 
 
 @pytest.mark.parametrize("states", STATES)
-@pytest.mark.parametrize("exponents", [[MIDDLE], [0, 30], [EXPONENTS - 1]])
+@pytest.mark.parametrize("exponents", [[MIDDLE], [MIDDLE - 24, MIDDLE + 6], [MIDDLE + 24]])
 def test_the_farther_weights_walk_the_less_noise_is_carried(exponents: list[int], states: States) -> None:
     counts = sum((only(exponent, 100.0) for exponent in exponents), np.zeros(EXPONENTS))
     shares = [best_share(code, counts, states) for code in range(NO_WALK, LAST_WALK + 1)]

@@ -1,0 +1,81 @@
+"""The compiled loops that put first moments on levels and take them off again.
+
+Importing this module imports numba, so it is only ever imported from inside a function of its callers. What readers depend
+on is single IEEE 754 operations on fp32: every machine gets the same bits. All arrays are flat and of one length n where
+nothing else is said.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from shrinkpoint.jit import jit
+
+__all__ = ["count_beyond", "levels", "square_sum", "unlevel"]
+
+F32 = npt.NDArray[np.float32]
+F64 = npt.NDArray[np.float64]
+U8 = npt.NDArray[np.uint8]
+
+_ROUND = np.float32(
+    1.5 * 2**23
+)  # added and taken away, it rounds what is below 2**22 to the nearest even integer
+# Products below count as zero. Half of it is the least normal number, to which a product may be rounded that a process
+# without subnormals takes for zero.
+_LEAST = np.float32(2.0**-125)
+_ZERO = np.float32(0)
+
+
+@jit
+def levels(values: F32, units: F32, step: np.float32, reach: int, out: U8, sums: F64, counts: F64) -> int:
+    """Levels ``rint(value / (step * unit))`` within ``reach``, moved to begin at 0; the largest of all.
+
+    Args:
+        values: moments.
+        units: what each is measured in; where that is zero or about to be subnormal, the level is 0.
+        step: distance of two levels, in units.
+        reach: the farthest level, below 128.
+        out: receives levels plus ``reach``.
+        sums: (128,), by the level's size: the sizes of its elements are added, in steps.
+        counts: (128,), how many these are.
+    """
+    bound = np.float32(reach)
+    largest = np.int32(0)
+    for i in range(out.size):
+        unit = step * units[i]
+        size = abs(values[i]) / max(unit, _LEAST) if unit >= _LEAST else _ZERO
+        level = np.int32((min(size, bound) + _ROUND) - _ROUND)
+        sums[level] += np.float64(size)
+        counts[level] += 1.0
+        largest = max(largest, level)
+        out[i] = np.uint8(reach - level if values[i] < _ZERO else reach + level)
+    return int(largest)
+
+
+@jit
+def unlevel(symbols: U8, units: F32, sizes: F32, radius: int, out: F32) -> None:
+    """What levels stand for: ``sizes`` (radius + 1,) of a unit; products that are about to be subnormal are zero."""
+    for i in range(out.size):
+        level = np.int32(symbols[i]) - np.int32(radius)
+        value = sizes[abs(level)] * units[i]
+        value = value if value >= _LEAST else _ZERO
+        out[i] = -value if level < 0 else value
+
+
+@jit
+def count_beyond(values: F32, units: F32, limit: np.float32) -> int:
+    """How many values are more than ``limit`` units large, where the unit is not zero."""
+    count = np.int32(0)
+    for i in range(values.size):
+        count += np.int32((abs(values[i]) > limit * units[i]) & (units[i] > _ZERO))
+    return int(count)
+
+
+@jit
+def square_sum(values: F32, units: F32) -> float:
+    """The sum of the squares of values in their units, where these are not zero."""
+    total = np.float64(0)
+    for i in range(values.size):
+        if units[i] >= _LEAST:
+            size = np.float64(values[i]) / np.float64(units[i])
+            total += size * size
+    return float(total)
