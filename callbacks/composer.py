@@ -51,12 +51,13 @@ class CompressedCheckpoint(Callback):
         keep_last: how many of the newest to keep, so that a damaged one costs little.
         resume: ``"auto"`` continues if the run holds a checkpoint, ``"must"`` refuses to start without one,
             ``"never"`` starts afresh.
-        probe_batches: how many evaluation batches to measure the quality on; training waits for each of them twice a
-            save, or oftener while a search has budget.
+        probe_batches: how many evaluation batches to measure the quality on; training waits for each of them three times
+            a save, or oftener while a search has budget. Up to four times as many are kept, in host memory, and used where
+            these say too little and ``search_overhead`` pays for more.
         storage_options: passed to fsspec.
         options: every field of `shrinkpoint.saver.SaverConfig`: ``scheme``, ``max_degradation``, ``key_every``,
             ``busy``, ``max_failures``, and so on. ``probe_steps`` counts where the run is on one process with
-            one optimizer, gradients are not scaled, and no algorithm but ``GradientClipping`` takes part in a step.
+            one optimizer, and no algorithm but ``GradientClipping`` takes part in a step.
 
     Raises:
         ConfigError: an option has a value that cannot work. Nothing is read or written before the ``Trainer`` is built.

@@ -53,8 +53,9 @@ class CompressedCheckpoint(Checkpoint):
         keep_last: how many of the newest to keep, so that a damaged one costs little.
         resume: ``"auto"`` continues if the run holds a checkpoint, ``"must"`` refuses to start without one,
             ``"never"`` starts afresh.
-        probe_batches: how many validation batches to measure the quality on; training waits for each of them twice a
-            save, or oftener while a search has budget.
+        probe_batches: how many validation batches to measure the quality on; training waits for each of them three times
+            a save, or oftener while a search has budget. Up to four times as many are kept, in host memory, and used where
+            these say too little and ``search_overhead`` pays for more.
         storage_options: passed to fsspec.
         options: every field of `shrinkpoint.saver.SaverConfig`: ``scheme``, ``max_degradation``, ``key_every``,
             ``busy``, ``max_failures``, and so on. ``probe_steps`` counts where the run is on one process with
@@ -177,7 +178,7 @@ class CompressedCheckpoint(Checkpoint):
         dataloader_idx: int = 0,
     ) -> None:
         """A held-out batch goes past."""
-        self._session.probe.see_validation(batch, dataloader_idx)
+        self._session.probe.see_validation(batch, dataloader_idx, batch_idx)
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer

@@ -7,10 +7,11 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError, StateMismatchError
-from shrinkpoint.evaluation import Evaluate, ResumedSteps
+from shrinkpoint.evaluation import Evaluate, Loss, ResumedSteps, losses_of
 from shrinkpoint.reports import Accepted, SaveReport
 from shrinkpoint.resume import (
     ResumePolicy,
@@ -57,8 +58,10 @@ class Checkpointer:
         model: the module; of a DataParallel or DDP wrapper give the inner one.
         optimizer: one or several.
         every: save after so many calls of `step`; None saves on `save` only.
-        evaluate: the held-out loss of `model` as it stands; makes the search for the smallest configuration possible,
-            and `max_degradation` a measured bound. Called with other weights in place, in eval mode, without gradients.
+        evaluate: the held-out loss of `model` as it stands: one number, or better one for each batch (a sequence, or a
+            tensor of one dimension), always of the same batches in the same order; what batches differ by says how far
+            their mean can be trusted. Makes the search for the smallest configuration possible, and `max_degradation` a
+            measured bound. Called with other weights in place, in eval mode, without gradients.
         train_loss: the training loss of `model` on the i-th of some fixed training batches, i = 0, ..., `probe_steps` - 1
             (19; take them in turn if they are fewer), as training computes it (under autocast, if it does), unscaled. With `evaluate` it lets `max_degradation` be measured after
             some steps from a restore, which are taken and taken back between two of the training's own. Called in train
@@ -82,7 +85,7 @@ class Checkpointer:
         optimizer: torch.optim.Optimizer | list[torch.optim.Optimizer],
         *,
         every: int | None = None,
-        evaluate: Callable[[], float] | None = None,
+        evaluate: Callable[[], Loss] | None = None,
         train_loss: Callable[[int], torch.Tensor] | None = None,
         clip_grad_norm: float | None = None,
         resume: ResumePolicy = "auto",
@@ -120,6 +123,7 @@ class Checkpointer:
         self._policy = resume
         self._stateful: dict[str, Stateful] = stateful
         self._last_step: int | None = None
+        self._began = False
         self._told_unmeasurable = False
         self.saver = Saver(url, config or SaverConfig(**fields), storage_options=storage_options)
         self.saver.check()
@@ -139,9 +143,10 @@ class Checkpointer:
         manifest = resume_from(self._policy, newest, self.saver.url)
         restored = self.saver.restore(manifest) if manifest is not None else None
         if restored is None:
+            self._begin(0)
             return 0
         self._load(restored.state.to_object())
-        self._last_step = restored.manifest.step
+        self._last_step, self._began = restored.manifest.step, True
         return restored.manifest.step
 
     def step(self, step: int, *, metrics: Mapping[str, float] | None = None) -> Accepted | None:
@@ -155,11 +160,21 @@ class Checkpointer:
             What was accepted; None when no save was due, or one was still being written.
         """
         self.saver.poll()
+        if not self._began:
+            self._begin(step)
         before = self._last_step if self._last_step is not None else step - 1
         self._last_step = step
         if self._every is None or step // self._every <= before // self._every:
             return None
         return self.save(step, metrics=metrics)
+
+    def _begin(self, step: int) -> None:
+        """Count from here how far training moves the weights."""
+        self._began = True
+        describe = describe_training(
+            self._model, self._optimizers, model_path=("model",), optimizers_path=("optimizers",)
+        )
+        self.saver.begin({"model": self._model.state_dict()}, step=step, describe=describe)
 
     def save(
         self,
@@ -180,6 +195,7 @@ class Checkpointer:
             metrics=metrics,
             evaluate=self._evaluate if self._loss is not None else None,
             resumed=self._until_failure.guard(self._resumed()),
+            optimizers=self._optimizers,
             exact=exact,
             wait=wait,
         )
@@ -257,10 +273,10 @@ class Checkpointer:
         loss = self._loss
         assert loss is not None
 
-        def evaluate(weights: Mapping[str, torch.Tensor]) -> float:
+        def evaluate(weights: Mapping[str, torch.Tensor]) -> Loss:
             try:
                 with swapped_weights(self._model, weights):
-                    return float(loss())
+                    return losses_of(loss())
             except Exception as error:
                 if not self._told_unmeasurable:
                     self._told_unmeasurable = True
@@ -287,12 +303,18 @@ class Checkpointer:
             losses=lambda index: [loss(index)],
             evaluate=evaluate,
             clip=self._clip,
+            scale=self._scale(),
         )
 
-        def resumed(state: Any, marks: Sequence[int]) -> Sequence[float]:
+        def resumed(state: Any, marks: Sequence[int]) -> Sequence[Loss]:
             return run.steps(state["model"], state["optimizers"], marks)
 
         return resumed
+
+    def _scale(self) -> float:
+        """Of the training loss, where a gradient scaler is among the objects with a state."""
+        scalers = (value for value in self._stateful.values() if isinstance(value, GradScaler))
+        return float(next((scaler.get_scale() for scaler in scalers if scaler.is_enabled()), 1.0))
 
     def _clip(self) -> None:
         if self._clip_grad_norm is not None:

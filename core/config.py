@@ -1,5 +1,6 @@
 """How a run is saved: the one configuration that every integration passes on."""
 
+import math
 import os
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -11,7 +12,8 @@ from shrinkpoint.store.manifest import MAX_CHAIN
 __all__ = ["SaverConfig"]
 
 _POSITIVE = ("key_every", "max_failures", "restore_budget")
-_POSITIVE_OR_NONE = ("keep_last", "keep_every", "keep_best", "threads")
+_POSITIVE_OR_NONE = ("keep_last", "keep_every", "keep_best", "threads", "longest_chain")
+_LONGER = 4
 _CHOICES = {"scheme": SCHEMES, "busy": ("skip", "wait"), "mode": ("min", "max")}
 
 
@@ -28,12 +30,23 @@ class SaverConfig:
     max_degradation: float = 0.01
     """How much `restore_budget` restores together may raise the held-out loss, relative; what would exceed a restore's
     share is stored bit-exactly."""
+    loss_floor: float = 1e-8
+    """Losses nearer to zero count as this one where a rise is taken relative to them: below it, `max_degradation` bounds the
+    rise relative to the floor, and a loss of exactly 0 has a bound too."""
     restore_budget: int = 10
     """How many restores the run is to stand, spread evenly over it; 1 allows a single one all of `max_degradation`."""
     probe_steps: int = 20
-    """Where the training can be tried from a restored state: for so many steps, within `search_overhead`; 0 for never."""
+    """Where the training can be tried from a restored state: what remains after so many steps is what a restore costs. Within
+    `search_overhead`, so many are made; before there is time for that, 5, and the rest is extrapolated. 0 for never."""
+    guards: bool = True
+    """Store exactly what would be noisier than training itself, or change the next updates by more than leaving them out,
+    whatever a loss says (`shrinkpoint.guards`). Most published schemes are, for they were made for weights that do not train
+    on; False leaves everything to the measurements."""
     key_every: int = 8
-    """Every so many checkpoints one is a base, readable alone."""
+    """Every so many checkpoints one is a base, readable alone; later where the base takes more than half as many bytes as
+    its deltas together, up to `longest_chain`."""
+    longest_chain: int | None = None
+    """Checkpoints that a restore reads at most; None takes four times `key_every`, or 1 where that is 1."""
     busy: Literal["skip", "wait"] = "skip"
     """What to do with a save that is due while one is being written."""
     keep_last: int | None = None
@@ -56,8 +69,9 @@ class SaverConfig:
     """Where the coders are not compiled yet, as in every fresh container, have it done in a process of its own as soon as
     training begins; else the first save does it, in a thread for which training waits at every step."""
     search_overhead: float = 0.01
-    """Share of the training time that the search's evaluations may take, beyond two for every save and a few where settings
-    must change; and as much again for steps from restored states."""
+    """Share of the training time for measuring what restores cost: searches, and steps from restored states. The three
+    evaluations of every save and a few more where settings must change are made in any case; probes get what these leave,
+    and the first one is paid in advance."""
     options: Any = None
     """The scheme's own settings, as in ``scheme="excp", options=ExcpOptions(alpha=1e-4)``; None takes its defaults."""
 
@@ -77,18 +91,26 @@ class SaverConfig:
             raise ConfigError(
                 f"key_every must be {MAX_CHAIN} at most, the longest chain, not {self.key_every}"
             )
+        if self.longest_chain is not None and not self.key_every <= self.longest_chain <= MAX_CHAIN:
+            raise ConfigError(
+                f"longest_chain must be from key_every={self.key_every} to {MAX_CHAIN}, not {self.longest_chain}"
+            )
         if not (self.monitor is None or isinstance(self.monitor, str)):
             raise ConfigError(f"monitor must be the name of a metric, not {self.monitor!r}")
         if type(self.probe_steps) is not int or self.probe_steps < 0:
             raise ConfigError(f"probe_steps must be a number of steps, 0 or more, not {self.probe_steps!r}")
-        if type(self.compile_ahead) is not bool:
-            raise ConfigError(f"compile_ahead must be True or False, not {self.compile_ahead!r}")
+        for name in ("compile_ahead", "guards"):
+            if type(getattr(self, name)) is not bool:
+                raise ConfigError(f"{name} must be True or False, not {getattr(self, name)!r}")
         if self.options is not None:
             check_options(self.scheme, self.options)
         if self.keep_best is not None and self.monitor is None:
             raise ConfigError(
                 "keep_best must know its metric: give monitor too, for example monitor='val_loss'"
             )
+        floor = self.loss_floor
+        if not isinstance(floor, int | float) or isinstance(floor, bool) or not 0 < floor < math.inf:
+            raise ConfigError(f"loss_floor must be a number above 0, and finite, not {floor!r}")
         for name, low, high in (
             ("max_degradation", 0, 1),
             ("search_overhead", 0, None),
@@ -105,6 +127,13 @@ class SaverConfig:
     def scheme_options(self) -> Any:
         """The scheme's settings; None if it has none."""
         return options_of(self.scheme) if self.options is None else self.options
+
+    @property
+    def chain_limit(self) -> int:
+        """Checkpoints that a chain may have."""
+        if self.longest_chain is not None:
+            return self.longest_chain
+        return 1 if self.key_every == 1 else min(_LONGER * self.key_every, MAX_CHAIN)
 
     @property
     def encoder_threads(self) -> int:

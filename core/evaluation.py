@@ -9,34 +9,74 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from shrinkpoint.errors import ShrinkpointError
+from shrinkpoint.errors import ConfigError, ShrinkpointError
 
-__all__ = ["Evaluate", "EvaluationDesk", "EvaluationUnavailableError", "ResumedSteps"]
+__all__ = [
+    "Evaluate",
+    "EvaluationDesk",
+    "EvaluationUnavailableError",
+    "Loss",
+    "Measure",
+    "ResumedSteps",
+    "losses_of",
+]
 
-Evaluate = Callable[[Mapping[str, torch.Tensor]], float]
+Loss = float | Sequence[float] | torch.Tensor
+"""A loss: one number, or one for each of some batches, always the same ones in the same order."""
+
+Evaluate = Callable[[Mapping[str, torch.Tensor]], Loss]
 """The loss on fixed held-out batches with these parameters and buffers (host tensors by name) in the model's place."""
 
-ResumedSteps = Callable[[object, Sequence[int]], Sequence[float]]
+Measure = Evaluate
+"""The same, asked for by the background."""
+
+ResumedSteps = Callable[[object, Sequence[int]], Sequence[Loss]]
 """The held-out loss after each of so many (ascending) optimizer steps from a state, in the form in which it was saved.
 
 Two calls take the same batches and the same random numbers; neither leaves a trace in the training.
 """
 
 _LOOK_EVERY_S = 0.2
+_Answer = Sequence[tuple[float, ...]]
 
 
 class EvaluationUnavailableError(ShrinkpointError):
     """Nobody will serve this request: training is over, or evaluating failed."""
 
 
+def losses_of(value: Any) -> tuple[float, ...]:
+    """The losses that an evaluation gave, one for each batch.
+
+    Args:
+        value: a number, a tensor of one element or of one dimension, or a sequence of such numbers.
+
+    Raises:
+        ConfigError: it is none of these, or empty.
+    """
+    if isinstance(value, torch.Tensor):
+        value = value.detach().double().tolist()  # a number where it has no dimension
+    elif hasattr(value, "tolist"):  # an array or a number of numpy's
+        value = value.tolist()
+    try:
+        losses = tuple(map(float, value)) if isinstance(value, (list, tuple)) else (float(value),)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"an evaluation must give one number, or one for each batch, not {value!r}"
+        ) from error
+    if not losses:
+        raise ConfigError("an evaluation must give one number, or one for each batch, and gave none")
+    return losses
+
+
 @dataclass(frozen=True)
 class _Request:
     """How the training thread is to answer, given what it can evaluate with."""
 
-    answer: Callable[[Evaluate | None, ResumedSteps | None], Sequence[float]]
+    answer: Callable[[Evaluate | None, ResumedSteps | None], _Answer]
 
 
 class EvaluationDesk:
@@ -45,26 +85,29 @@ class EvaluationDesk:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._request: _Request | None = None
-        self._answer: Sequence[float] | BaseException | None = None
+        self._answer: _Answer | BaseException | None = None
         self._open = True
         self.seconds = 0.0
         """Time that serving has taken from training so far."""
 
-    def measure(self, weights: Mapping[str, torch.Tensor]) -> float:
+    def measure(self, weights: Mapping[str, torch.Tensor]) -> tuple[float, ...]:
         """Called by the worker: wait until the training thread has evaluated `weights`.
+
+        Returns:
+            The loss on each batch.
 
         Raises:
             EvaluationUnavailableError: the desk was closed, or the evaluation raised.
         """
 
-        def answer(evaluate: Evaluate | None, resumed: ResumedSteps | None) -> Sequence[float]:
+        def answer(evaluate: Evaluate | None, resumed: ResumedSteps | None) -> _Answer:
             if evaluate is None:
                 raise EvaluationUnavailableError("no evaluation")
-            return [float(evaluate(weights))]
+            return [losses_of(evaluate(weights))]
 
         return self._ask(_Request(answer))[0]
 
-    def resume(self, state: object, marks: Sequence[int]) -> Sequence[float]:
+    def resume(self, state: object, marks: Sequence[int]) -> _Answer:
         """Called by the worker: wait until the training thread has gone on from `state` for so many steps, and come back.
 
         Args:
@@ -72,20 +115,20 @@ class EvaluationDesk:
             marks: ascending numbers of optimizer steps.
 
         Returns:
-            The held-out loss after each.
+            The held-out losses after each.
 
         Raises:
             EvaluationUnavailableError: the desk was closed, or going on raised.
         """
 
-        def answer(evaluate: Evaluate | None, resumed: ResumedSteps | None) -> Sequence[float]:
+        def answer(evaluate: Evaluate | None, resumed: ResumedSteps | None) -> _Answer:
             if resumed is None:
                 raise EvaluationUnavailableError("no way to go on from a state")
-            return [float(loss) for loss in resumed(state, marks)]
+            return [losses_of(loss) for loss in resumed(state, marks)]
 
         return self._ask(_Request(answer))
 
-    def _ask(self, request: _Request) -> Sequence[float]:
+    def _ask(self, request: _Request) -> _Answer:
         with self._changed:
             if not self._open:
                 raise EvaluationUnavailableError("no more evaluations: training has ended")
@@ -110,7 +153,7 @@ class EvaluationDesk:
         with self._changed:
             return self._open and self._request is not None and self._answer is None
 
-    def _take_answer(self) -> Sequence[float] | BaseException | None:
+    def _take_answer(self) -> _Answer | BaseException | None:
         answer, self._request, self._answer = self._answer, None, None
         return answer
 
@@ -125,7 +168,7 @@ class EvaluationDesk:
         if request is None:
             return 0.0
         start = time.perf_counter()
-        answer: Sequence[float] | BaseException
+        answer: _Answer | BaseException
         try:
             answer = request.answer(evaluate, resumed)
         # a failed evaluation must not end training: the worker stores exactly instead

@@ -2,11 +2,16 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from typing import Literal
 
 from shrinkpoint.tree import JSON
 
-__all__ = ["Accepted", "SaveReport"]
+__all__ = ["Accepted", "Measured", "SaveReport"]
+
+Measured = Literal["measured", "exact", "unmeasured", "blind"]
+"""How a checkpoint's degradation is known: measured; 0, for all is exact; not at all; not at all, for the evaluation was
+found not to see the weights."""
 
 _NAMED = 100  # a manifest is small; thousands of tensors kept exactly are told by their number
 
@@ -41,11 +46,33 @@ class SaveReport:
     raw_sections: Mapping[str, int]
     """Bytes of the tensors in memory by role."""
     degradation: float | None
-    """Relative rise of the held-out loss at a restore; None where it could not be measured, 0.0 where all is exact."""
+    """Relative rise of the held-out loss at a restore, without the luck of its first-order part; None where it could not be
+    measured, 0.0 where all is exact."""
+    degradation_low: float | None = None
+    """Lower end of its interval."""
+    degradation_high: float | None = None
+    """Upper end of its interval, which is within what a restore may cost."""
+    degradation_luck: float | None = None
+    """What the loss right at the restore rises by beyond `degradation`: of the first order, so of either sign by chance, and
+    trained away."""
+    measured: Measured = "measured"
+    """How `degradation` is known."""
+    allowed: float | None = None
+    """What a restore may cost for good; with steps tried from a restored state, `degradation` may be more."""
     resumed: Mapping[str, float]
     """The same after so many optimizer steps from the restore, where it was measured at this save."""
+    resumed_high: Mapping[str, float] = field(default_factory=dict)
+    """Upper ends of `resumed`."""
     baseline: float | None
     """Held-out loss of the true weights."""
+    update_error: float | None = None
+    """How far the next update of the training's own optimizer would be from the true one, relative to its length."""
+    update_length: float | None = None
+    """How long it would be, relative to the true one."""
+    lost_steps: float | None = None
+    """Training steps that are done in vain because the restored optimizer state has lost some of what it remembered."""
+    overhead: float = 0.0
+    """Share of the time of this process that evaluations and steps from restored states have taken so far."""
     evaluations: int
     blocked_s: float
     """Seconds that training waited for the snapshot."""
@@ -71,7 +98,8 @@ class SaveReport:
         report = asdict(self) | {"kept_exactly": dict(kept[:_NAMED]) | more, "ratio": self.ratio}
         del report["seq"], report["write_s"]  # known only once the manifest that holds this is stored
         report["metrics"] = {name: _finite(value) for name, value in self.metrics.items()}
-        report["resumed"] = {steps: _finite(rise) for steps, rise in self.resumed.items()}
+        for name in ("resumed", "resumed_high"):
+            report[name] = {steps: _finite(rise) for steps, rise in getattr(self, name).items()}
         return {name: _finite(value) for name, value in report.items()}
 
 

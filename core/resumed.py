@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_hooks
 
 from shrinkpoint.errors import ConfigError, StateMismatchError
-from shrinkpoint.evaluation import ResumedSteps
+from shrinkpoint.evaluation import Loss, ResumedSteps, losses_of
 from shrinkpoint.rng import capture_rng, restore_rng
 from shrinkpoint.untouched import is_plain_tensor, untouched
 
@@ -41,23 +41,26 @@ class ResumedRun:
         optimizers: all that train it; each makes a step for every batch.
         losses: gives the parts of the training loss on the i-th of some fixed batches, i = 0, 1, ..., in train mode and
             with gradients. Each is differentiated before the next is computed; their sum is what training minimizes.
-        evaluate: the held-out loss of the module as it stands; called in eval mode and without gradients.
+        evaluate: the held-out loss of the module as it stands, one number or one for each batch; called in eval mode and
+            without gradients.
         clip: limits the gradients, as the training does before a step.
+        scale: by which losses are multiplied and gradients divided, as a gradient scaler of half-precision training does.
     """
 
     module: nn.Module
     optimizers: Sequence[Optimizer]
     losses: Callable[[int], Iterable[torch.Tensor]]
-    evaluate: Callable[[], float]
+    evaluate: Callable[[], Loss]
     clip: Callable[[], None] | None = None
+    scale: float = 1.0
 
     def steps(
         self,
         weights: Mapping[str, Any],
         optimizer_states: Sequence[Mapping[str, Any]],
         marks: Sequence[int],
-    ) -> list[float]:
-        """The held-out loss after each of so many steps from a state.
+    ) -> list[tuple[float, ...]]:
+        """The held-out losses after each of so many steps from a state.
 
         Every call draws the same random numbers. Afterwards everything is bit by bit as before, whatever was raised:
         parameters, buffers, optimizers, gradients, modes, random number generators, and what else `untouched` reaches.
@@ -81,7 +84,7 @@ class ResumedRun:
             _seed()
             if not self.module.training:  # a validation is going on
                 self.module.train()
-            reached: list[float] = []
+            reached: list[tuple[float, ...]] = []
             done = 0
             for mark in marks:
                 for index in range(done, mark):
@@ -98,17 +101,28 @@ class ResumedRun:
                 raise ConfigError(
                     f"the training loss must be a tensor of one element with a gradient, not {loss!r}"
                 )
-            loss.backward()
+            (loss * self.scale if self.scale != 1 else loss).backward()
+        if self.scale != 1 and not self._unscale():
+            return  # what a gradient scaler does where one has overflowed
         if self.clip is not None:
             self.clip()
         for optimizer in self.optimizers:
             optimizer.step()
 
-    def _held_out(self) -> float:
+    def _unscale(self) -> bool:
+        """Divide all gradients by the scale; whether all are finite."""
+        gradients = [
+            tensor.grad for tensor in _trained(self.module, self.optimizers) if tensor.grad is not None
+        ]
+        for gradient in gradients:
+            gradient.div_(self.scale)
+        return all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
+
+    def _held_out(self) -> tuple[float, ...]:
         modes = [(part, part.training) for part in self.module.modules()]
         self.module.eval()
         with torch.no_grad():
-            loss = float(self.evaluate())
+            loss = losses_of(self.evaluate())
         self.module.train()  # some models do more in it than to set flags
         for part, training in modes:
             part.training = training
@@ -134,7 +148,7 @@ class UntilFailure:
         if resumed is None or self._failed:
             return None
 
-        def watched(state: object, marks: Sequence[int]) -> Sequence[float]:
+        def watched(state: object, marks: Sequence[int]) -> Sequence[Loss]:
             try:
                 reached = resumed(state, marks)
             except Exception as error:

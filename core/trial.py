@@ -8,7 +8,7 @@ from shrinkpoint.coding import restored_values
 from shrinkpoint.schemes.base import Held, Scheme
 from shrinkpoint.state import Role, TensorSpec, TrainingState
 
-__all__ = ["restored_model", "restored_state", "true_model"]
+__all__ = ["mirrored_model", "perturbed_model", "restored_model", "restored_state", "true_model"]
 
 _MODEL = (Role.WEIGHT, Role.BUFFER)
 
@@ -61,3 +61,53 @@ def restored_state(
     """The whole state as a reader would get it; arguments as `restored_model`."""
     values = restored_values(state, scheme, reference, threads=threads)
     return TrainingState(state.tree, values, state.specs)
+
+
+def mirrored_model(state: TrainingState, restored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The model on the other side of the true one: ``2 * true - restored`` of each weight.
+
+    Buffers and what is not floating are the true ones, and what was restored exactly stays so.
+
+    Args:
+        state: the snapshot.
+        restored: what a reader would get of it, by the names in the model.
+    """
+    mirrored = true_model(state)
+    for name in _floating_weights(state):
+        true, value = mirrored[name], restored.get(name)
+        if value is not None and value is not true and not torch.equal(value, true):
+            mirrored[name] = _mirrored(true, value)
+    return mirrored
+
+
+def _mirrored(true: torch.Tensor, restored: torch.Tensor) -> torch.Tensor:
+    wide = torch.promote_types(true.dtype, torch.float32)  # half precision would lose the difference
+    centre = true.to(wide)
+    other = centre + (centre - restored.to(wide))
+    return torch.where(torch.isfinite(centre), other, centre).to(true.dtype)
+
+
+def perturbed_model(state: TrainingState, share: float, seed: int) -> dict[str, torch.Tensor]:
+    """The model with normal noise on each weight tensor: what no evaluation of these weights can overlook.
+
+    Args:
+        state: the snapshot.
+        share: standard deviation of the noise, in root mean squares of the tensor; of a tensor of zeros, its value.
+        seed: of the noise.
+    """
+    perturbed = true_model(state)
+    generator = torch.Generator().manual_seed(seed)
+    for name in _floating_weights(state):
+        true = perturbed[name]
+        size = float(true.float().square().mean().sqrt()) if true.numel() else 0.0
+        noise = torch.randn(true.shape, generator=generator) * (share * (size or 1.0))
+        perturbed[name] = (true.to(torch.promote_types(true.dtype, torch.float32)) + noise).to(true.dtype)
+    return perturbed
+
+
+def _floating_weights(state: TrainingState) -> list[str]:
+    return [
+        spec.tag.parameter
+        for spec in state.specs.values()
+        if spec.tag.role is Role.WEIGHT and spec.tag.parameter is not None and spec.dtype.is_floating_point
+    ]

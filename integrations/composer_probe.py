@@ -17,7 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.integrations.composer_state import parameter_names, trained_module
-from shrinkpoint.integrations.probe import KeptBatches, loss_of, metrics_untouched, to_host
+from shrinkpoint.integrations.probe import (
+    MORE_BATCHES,
+    KeptBatches,
+    loss_of,
+    metrics_untouched,
+    to_host,
+)
 from shrinkpoint.integrations.ranks import broadcast, gather, world_size
 from shrinkpoint.swap import swapped_weights
 
@@ -28,16 +34,20 @@ class LossProbe:
     """Evaluates a run's model on a few batches: the first ones of evaluation, or of training where there is none yet.
 
     Args:
-        batches: how many to keep, in host memory.
+        batches: how many to use at first; some more are kept, in host memory.
     """
 
     def __init__(self, *, batches: int) -> None:
-        self.kept = KeptBatches(batches)
+        self.kept = KeptBatches(batches, MORE_BATCHES * batches)
 
-    def evaluate(self, state: State, weights: Mapping[str, torch.Tensor]) -> float:
-        """The mean loss over the kept batches.
+    def evaluate(self, state: State, weights: Mapping[str, torch.Tensor]) -> tuple[float, ...]:
+        """The loss on each of the kept batches; arguments as of what `evaluation` returns."""
+        return self.evaluation()(state, weights)
 
-        Args:
+    def evaluation(self) -> Callable[[State, Mapping[str, torch.Tensor]], tuple[float, ...]]:
+        """Measures the loss on each of the batches that are kept now, whatever is kept later.
+
+        Args of what is returned:
             state: between two batches. Its model's parameters, buffers, modes, metrics and all random number generators
                 are as before afterwards.
             weights: values in the parameters' and buffers' place, by their names in a checkpoint, on any device.
@@ -45,23 +55,28 @@ class LossProbe:
         Raises:
             ConfigError: no batch has been seen, or the model tells no loss.
         """
-        module = trained_module(state)
-        names = {stored: own for own, stored in parameter_names(module).items()}
-        values = {names[name]: value for name, value in weights.items() if name in names}
-        with _NoCommunication() if world_size() > 1 else nullcontext():  # type: ignore[no-untyped-call]
-            return _mean_loss(state, module, values, self.kept.batches)
+        batches = list(self.kept.batches)
 
-    def measurement(self, state: State) -> Callable[[], float]:
-        """The mean loss of the model as it stands over the batches that are kept now, whatever is kept later.
+        def evaluate(state: State, weights: Mapping[str, torch.Tensor]) -> tuple[float, ...]:
+            module = trained_module(state)
+            names = {stored: own for own, stored in parameter_names(module).items()}
+            values = {names[name]: value for name, value in weights.items() if name in names}
+            with _NoCommunication() if world_size() > 1 else nullcontext():  # type: ignore[no-untyped-call]
+                return _losses_with(state, module, values, batches)
+
+        return evaluate
+
+    def measurement(self, state: State) -> Callable[[], tuple[float, ...]]:
+        """The losses of the model as it stands on the batches that are kept now, whatever is kept later.
 
         Args:
             state: of the only process. Whoever calls what is returned sees to it that the model is in eval mode, and left
                 as it was.
         """
         batches = list(self.kept.batches)
-        return lambda: _losses_mean(state, trained_module(state), batches)
+        return lambda: _losses(state, trained_module(state), batches)
 
-    def evaluate_sharded(self, state: State, weights: Mapping[str, torch.Tensor] | None) -> float:
+    def evaluate_sharded(self, state: State, weights: Mapping[str, torch.Tensor] | None) -> tuple[float, ...]:
         """As `evaluate`, for a model whose parameters are sharded; called on every rank.
 
         Args:
@@ -69,7 +84,7 @@ class LossProbe:
             weights: the first rank's; None elsewhere.
 
         Returns:
-            The mean of all ranks' losses, each on the batches that it has seen.
+            The losses of all ranks, each on the batches that it has seen.
         """
         module = trained_module(state)
         # With another number of batches on one rank, the others would wait for it in a forward pass for ever.
@@ -82,25 +97,25 @@ class LossProbe:
         for loss in losses:
             if isinstance(loss, str):
                 raise ConfigError(loss)
-        return sum(float(loss) for loss in losses) / len(losses)
+        return tuple(float(loss) for of_rank in losses for loss in of_rank)
 
     def _loss_or_error(
         self, state: State, module: nn.Module, weights: Mapping[str, torch.Tensor], batches: list[Any]
-    ) -> float | str:
+    ) -> tuple[float, ...] | str:
         try:
-            return _mean_loss(state, module, weights, batches)
+            return _losses_with(state, module, weights, batches)
         except Exception as error:  # noqa: BLE001 - raised on every rank, none of which may wait for this one
             return f"{type(error).__name__}: {error}"
 
 
-def _mean_loss(
+def _losses_with(
     state: State, module: nn.Module, weights: Mapping[str, torch.Tensor], batches: Sequence[Any]
-) -> float:
+) -> tuple[float, ...]:
     with metrics_untouched(module), swapped_weights(module, weights):
-        return _losses_mean(state, module, batches)
+        return _losses(state, module, batches)
 
 
-def _losses_mean(state: State, module: nn.Module, batches: Sequence[Any]) -> float:
+def _losses(state: State, module: nn.Module, batches: Sequence[Any]) -> tuple[float, ...]:
     if not batches:
         raise ConfigError("there is nothing to measure the loss with: no batch has been seen")
     model: Any = module
@@ -109,7 +124,7 @@ def _losses_mean(state: State, module: nn.Module, batches: Sequence[Any]) -> flo
         batch = state.device.batch_to_device(to_host(kept))  # a copy: some models change their batch
         with get_precision_context(state.precision, state.precision_config, fp8_autocast_enabled=False):
             losses.append(loss_of(model.loss(model(batch), batch)))
-    return sum(losses) / len(losses)
+    return tuple(losses)
 
 
 class _NoCommunication(TorchDispatchMode):

@@ -14,7 +14,7 @@ from composer.core import Event, Precision, State, get_precision_context
 from composer.utils import ensure_tuple
 from torch import nn
 
-from shrinkpoint.evaluation import ResumedSteps
+from shrinkpoint.evaluation import Loss, ResumedSteps
 from shrinkpoint.integrations.composer_probe import LossProbe
 from shrinkpoint.integrations.composer_state import parameter_names, trained_module
 from shrinkpoint.integrations.probe import RecentBatches, to_host
@@ -22,7 +22,7 @@ from shrinkpoint.resumed import ResumedRun, obstacle
 
 __all__ = ["StepProbe"]
 
-_PRECISIONS = (Precision.FP32, Precision.AMP_BF16)
+_PRECISIONS = (Precision.FP32, Precision.AMP_FP16, Precision.AMP_BF16)
 _EVENTS_OF_A_STEP = (
     Event.BEFORE_TRAIN_BATCH,
     Event.BEFORE_FORWARD,
@@ -79,9 +79,10 @@ class StepProbe:
             losses=lambda index: _losses(state, module, batches[index % len(batches)]),
             evaluate=self._losses.measurement(state),
             clip=lambda: _clip(state, module),
+            scale=_scale(state),
         )
 
-        def resumed(stored: Any, marks: Sequence[int]) -> Sequence[float]:
+        def resumed(stored: Any, marks: Sequence[int]) -> Sequence[Loss]:
             weights = {
                 names[name]: value for name, value in stored["state"]["model"].items() if name in names
             }
@@ -92,7 +93,7 @@ class StepProbe:
 
 def _obstacle(state: State) -> str | None:
     if state.fsdp_enabled or state.precision not in _PRECISIONS:
-        return "the model is sharded, or gradients are scaled"
+        return "the model is sharded, or its precision is a library's"
     if len(state.optimizers) != 1 or getattr(state.optimizers[0], "_step_supports_amp_closure", False):
         return "there are several optimizers, or one that computes the loss itself"
     for algorithm in state.algorithms:
@@ -101,6 +102,12 @@ def _obstacle(state: State) -> str | None:
         ):
             return f"{type(algorithm).__name__} takes part in every step"
     return obstacle(trained_module(state), state.optimizers)
+
+
+def _scale(state: State) -> float:
+    """Of the losses, where half-precision training has a scaler: its present one, which stays as it is."""
+    scaler = state.scaler
+    return 1.0 if scaler is None or not scaler.is_enabled() else float(scaler.get_scale())
 
 
 def _losses(state: State, module: nn.Module, parts: Sequence[Any]) -> Iterator[torch.Tensor]:

@@ -108,6 +108,9 @@ class Session:
         self._termination.watch()
         self._data.fit_starts(state)
         self._steps.starts(state)
+        weights = {"state": {"model": state.get_model_state_dict()}}  # with FSDP, all ranks gather them
+        if is_first():
+            self.run.saver.begin(weights, step=int(state.timestamp.batch), describe=describe_state(state))
 
     # ---- during training
 
@@ -134,7 +137,7 @@ class Session:
         """The model is about to get a batch of evaluation, or the part of one that fits into memory."""
         first = next((evaluator.label for evaluator in state.evaluators), None)
         if state.dataloader_label == first and (is_first() or state.fsdp_enabled):
-            self._probe.kept.see_validation(state.batch)
+            self._probe.kept.see_validation(state.batch, int(state.eval_timestamp.batch))
 
     def batch_ends(self, state: State) -> None:
         """A step has been made; its gradients are still there, once, however often the optimizer asked for them."""
@@ -176,12 +179,13 @@ class Session:
             self._termination.end()
 
     def _attend(self, state: State, logger: Logger, *, wanted: bool) -> None:
-        if state.fsdp_enabled:
-            if wanted:
-                self._evaluate_together(state)
-            log_reports(logger, self.run.attend(serve=False))
-        else:
-            log_reports(logger, self.run.attend())
+        if state.fsdp_enabled and wanted:
+            self._evaluate_together(state)
+        reports = self.run.attend(serve=not state.fsdp_enabled)
+        if not state.fsdp_enabled:  # there the other ranks would have to know
+            for report in reports:
+                self._probe.kept.adapt(report, self.settings.run.saver.search_overhead)
+        log_reports(logger, reports)
 
     def _evaluate_together(self, state: State) -> None:
         if is_first():
@@ -224,6 +228,7 @@ class Session:
                 evaluate=self._evaluation(state),
                 resumed=self._steps.resumed(state),
                 gradients=self._gradients.take(state.optimizers),
+                optimizers=state.optimizers,
                 exact=exact,
                 last=last,
             )
@@ -241,8 +246,8 @@ class Session:
             lambda: stored_state(state, places)
         )  # a callback's own state may fail on one rank alone
 
-    def _evaluation(self, state: State) -> Callable[[Mapping[str, torch.Tensor]], float]:
-        evaluate = self._probe.evaluate_sharded if state.fsdp_enabled else self._probe.evaluate
+    def _evaluation(self, state: State) -> Callable[[Mapping[str, torch.Tensor]], tuple[float, ...]]:
+        evaluate = self._probe.evaluate_sharded if state.fsdp_enabled else self._probe.evaluation()
         return lambda weights: evaluate(state, weights)
 
     # ---- after training

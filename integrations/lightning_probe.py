@@ -16,7 +16,13 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.integrations.probe import KeptBatches, metrics_untouched, number_of, to_host
+from shrinkpoint.integrations.probe import (
+    MORE_BATCHES,
+    KeptBatches,
+    metrics_untouched,
+    number_of,
+    to_host,
+)
 from shrinkpoint.swap import swapped_weights
 
 __all__ = ["LossProbe", "arguments", "captured_logs"]
@@ -30,24 +36,24 @@ class LossProbe:
 
         Args:
             metric: name under which the validation step logs the loss; by default ``val_loss`` or what it returns.
-            batches: how many batches to keep, in host memory.
+            batches: how many batches to use at first; some more are kept, in host memory.
         """
         self._metric = metric
-        self._kept = KeptBatches(batches)
+        self.kept = KeptBatches(batches, MORE_BATCHES * batches)
 
-    def see_validation(self, batch: Any, dataloader_idx: int) -> None:
+    def see_validation(self, batch: Any, dataloader_idx: int, batch_idx: int | None = None) -> None:
         """Keep a validation batch if more are needed; the module gets it after this."""
         if dataloader_idx == 0:
-            self._kept.see_validation(batch)
+            self.kept.see_validation(batch, batch_idx)
 
     def see_training(self, batch: Any) -> None:
         """Keep a training batch if there is nothing better; the module gets it after this."""
-        self._kept.see_training(batch)
+        self.kept.see_training(batch)
 
     def evaluate(
         self, trainer: Trainer, module: LightningModule, weights: Mapping[str, torch.Tensor] | None = None
-    ) -> float:
-        """The mean loss over the kept batches.
+    ) -> tuple[float, ...]:
+        """The loss on each of the kept batches.
 
         Args:
             trainer: between two batches.
@@ -57,12 +63,22 @@ class LossProbe:
         Raises:
             ConfigError: no batch has been seen, or the module tells no loss.
         """
-        measure = self.measurement(trainer, module)
-        with metrics_untouched(module), swapped_weights(module, weights or {}):
-            return measure()
+        return self.evaluation(trainer, module)(weights or {})
 
-    def measurement(self, trainer: Trainer, module: LightningModule) -> Callable[[], float]:
-        """The mean loss of the module as it stands over the batches that are kept now, whatever is kept later.
+    def evaluation(
+        self, trainer: Trainer, module: LightningModule
+    ) -> Callable[[Mapping[str, torch.Tensor]], tuple[float, ...]]:
+        """As `evaluate`, on the batches that are kept now, whatever is kept later: losses are compared batch by batch."""
+        measure = self.measurement(trainer, module)
+
+        def evaluate(weights: Mapping[str, torch.Tensor]) -> tuple[float, ...]:
+            with metrics_untouched(module), swapped_weights(module, weights):
+                return measure()
+
+        return evaluate
+
+    def measurement(self, trainer: Trainer, module: LightningModule) -> Callable[[], tuple[float, ...]]:
+        """The losses of the module as it stands on the batches that are kept now, whatever is kept later.
 
         Args:
             trainer: between two batches.
@@ -71,10 +87,10 @@ class LossProbe:
         Raises:
             ConfigError: by what is returned, if no batch has been seen, or the module tells no loss.
         """
-        batches = list(self._kept.batches)
-        step, context = _step(trainer, module, held_out=self._kept.held_out)
+        batches = list(self.kept.batches)
+        step, context = _step(trainer, module, held_out=self.kept.held_out)
 
-        def measure() -> float:
+        def measure() -> tuple[float, ...]:
             if not batches or step is None:
                 raise ConfigError(
                     "there is nothing to measure the loss with: no batch has been seen, or no step is usable"
@@ -85,7 +101,7 @@ class LossProbe:
                 with captured_logs(trainer, module) as logged, context():
                     returned = step(*arguments(step, batch, index))
                 values.append(_loss(logged, returned, self._metric))
-            return sum(values) / len(values)
+            return tuple(values)
 
         return measure
 

@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.evaluation import ResumedSteps
+from shrinkpoint.evaluation import Loss, ResumedSteps
 from shrinkpoint.integrations.lightning_probe import LossProbe, arguments, captured_logs
 from shrinkpoint.integrations.probe import RecentBatches, to_host
 from shrinkpoint.resumed import ResumedRun, obstacle
@@ -64,9 +64,10 @@ class StepProbe:
             losses=lambda index: _losses(trainer, module, batches[index % len(batches)], index),
             evaluate=self._losses.measurement(trainer, module),
             clip=lambda: _clip(trainer, module, optimizer),
+            scale=_scale(trainer),
         )
 
-        def resumed(checkpoint: Any, marks: Sequence[int]) -> Sequence[float]:
+        def resumed(checkpoint: Any, marks: Sequence[int]) -> Sequence[Loss]:
             return run.steps(checkpoint["state_dict"], checkpoint["optimizer_states"], marks)
 
         return resumed
@@ -76,14 +77,20 @@ def _obstacle(trainer: Trainer, module: LightningModule) -> str | None:
     precision = trainer.precision_plugin
     if type(trainer.strategy) is not SingleDeviceStrategy:
         return "the strategy is not that of a single device"
-    if type(precision) not in _PRECISIONS or getattr(precision, "scaler", None) is not None:
-        return "gradients are scaled, or the precision is a library's"
+    if type(precision) not in _PRECISIONS:
+        return "the precision is a library's"
     if not module.automatic_optimization or len(trainer.optimizers) != 1:
         return "the module optimizes by itself, or has several optimizers"
     own = any(is_overridden(name, module) for name in _OWN_STEPS)
     if own or "dataloader_iter" in inspect.signature(module.training_step).parameters:
         return "the module makes its steps in a way of its own"
     return obstacle(module, trainer.optimizers)
+
+
+def _scale(trainer: Trainer) -> float:
+    """Of the losses, where half-precision training has a scaler: its present one, which stays as it is."""
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return 1.0 if scaler is None or not scaler.is_enabled() else float(scaler.get_scale())
 
 
 def _losses(

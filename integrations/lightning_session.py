@@ -22,6 +22,7 @@ from shrinkpoint.integrations.triggers import Trigger
 from shrinkpoint.resume import require_optimizers
 from shrinkpoint.roles import describe_training
 from shrinkpoint.saver import Saver
+from shrinkpoint.state import Describe
 
 __all__ = ["Session"]
 
@@ -103,6 +104,9 @@ class Session:
             self.run.remember()
             if not is_first():  # only the first process goes on from what it has read
                 self._saver.forget()
+        if self._active and is_first():
+            weights = {"state_dict": module.state_dict()}
+            self._saver.begin(weights, step=trainer.global_step, describe=_describe(trainer, module))
 
     def _require_model(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
@@ -147,7 +151,7 @@ class Session:
         """Save if a checkpoint is due and this moment allows it."""
         if not self._active:
             return
-        log_reports(trainer, self.run.attend())
+        self._attend(trainer)
         step = trainer.global_step
         self._stepped, self._seen_step = step != self._seen_step, step
         self._last_batch = ends_epoch(trainer, batch_idx)
@@ -173,7 +177,7 @@ class Session:
         """Save what was due at the batch before this validation."""
         if trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING or not self._active:
             return
-        log_reports(trainer, self.run.attend())
+        self._attend(trainer)
         self._validation_pending = False
         if not (self._last_batch and self.settings.on_epoch_end):
             self._save_if_due(trainer, module)
@@ -193,6 +197,13 @@ class Session:
                 mid_accumulation=not self._stepped,
                 validation_pending=self._validation_pending,
             )
+
+    def _attend(self, trainer: Trainer) -> None:
+        """Serve the background, and tell of saves that are finished."""
+        reports = self.run.attend()
+        for report in reports:
+            self.probe.kept.adapt(report, self.settings.run.saver.search_overhead)
+        log_reports(trainer, reports)
 
     def _save_if_due(self, trainer: Trainer, module: LightningModule, *, terminated: bool = False) -> None:
         if self._trigger.due and (self._stepped or terminated):
@@ -239,13 +250,12 @@ class Session:
         return self.run.hand_over(
             storable(checkpoint),
             step=trainer.global_step,
-            describe=describe_training(
-                module, trainer.optimizers, model_path=("state_dict",), optimizers_path=("optimizer_states",)
-            ),
+            describe=_describe(trainer, module),
             metrics=finite_metrics(trainer),
-            evaluate=lambda weights: self.probe.evaluate(trainer, module, weights),
+            evaluate=self.probe.evaluation(trainer, module),
             resumed=self._steps.resumed(trainer, module),
             gradients=self._gradients.take(trainer.optimizers),
+            optimizers=trainer.optimizers,
             exact=exact,
             last=last,
         )
@@ -261,7 +271,7 @@ class Session:
             self._stepped = True
             self._save(trainer, module, last=True)
         self.run.finish(lambda: self._save(trainer, module, last=True))
-        log_reports(trainer, self.run.attend())
+        self._attend(trainer)
 
     def fails(self, trainer: Trainer, module: LightningModule, *, terminated: bool) -> None:
         """Finish what is under way; when the process is asked to end between two batches, save there first."""
@@ -280,3 +290,10 @@ class Session:
     def close(self) -> None:
         """Let go of the store."""
         self.run.close()
+
+
+def _describe(trainer: Trainer, module: LightningModule) -> Describe:
+    """The roles of the tensors of Lightning's checkpoint."""
+    return describe_training(
+        module, trainer.optimizers, model_path=("state_dict",), optimizers_path=("optimizer_states",)
+    )

@@ -12,8 +12,20 @@ import torch
 from torch import nn
 
 from shrinkpoint.errors import ConfigError, ShrinkpointWarning
+from shrinkpoint.reports import SaveReport
 
-__all__ = ["KeptBatches", "RecentBatches", "loss_of", "metrics_untouched", "number_of", "to_host"]
+__all__ = [
+    "MORE_BATCHES",
+    "KeptBatches",
+    "RecentBatches",
+    "loss_of",
+    "metrics_untouched",
+    "number_of",
+    "to_host",
+]
+
+MORE_BATCHES = 4
+"""So many times as many batches are kept as are used at first."""
 
 _MOST_BYTES = 256 * 2**20
 
@@ -22,27 +34,54 @@ class KeptBatches:
     """A few batches that went past, on the host: the first ones of validation, or of training where there is none yet.
 
     Args:
-        count: how many to keep.
+        count: how many to use at first.
+        most: how many to keep, to be used where fewer say too little; None for `count`.
     """
 
-    def __init__(self, count: int) -> None:
-        self._count = count
+    def __init__(self, count: int, most: int | None = None) -> None:
+        self._least = self._used = count
+        self._most = max(count, most or count)
         self._held_out: list[Any] = []
         self._training: list[Any] = []
 
     @property
     def batches(self) -> list[Any]:
-        """The best that have been kept so far; not to be changed, `to_host` makes copies."""
-        return self._held_out or self._training
+        """The best that have been kept so far, as many as are to be used; not to be changed, `to_host` makes copies."""
+        return (self._held_out or self._training)[: self._used]
+
+    def adapt(self, report: SaveReport, overhead: float) -> None:
+        """Use more batches from the next save on, or fewer again, by what the last one says.
+
+        Twice as many where the interval of what a restore costs is wider than what it may cost, and the time allowed is
+        there for twice as many; half as many where evaluations take more than that.
+
+        Args:
+            report: of the last save.
+            overhead: share of the training time that measuring may take.
+        """
+        low, high, allowed = report.degradation_low, report.degradation_high, report.allowed
+        if report.measured == "measured" and low is not None and high is not None and allowed is not None:
+            wide = not high - low <= allowed
+            if wide and 2 * report.overhead <= overhead:
+                self._used = min(2 * self._used, self._most)
+        if report.overhead > overhead:
+            self._used = max(self._used // 2, self._least)
 
     @property
     def held_out(self) -> bool:
         """Whether `batches` are of validation."""
         return bool(self._held_out)
 
-    def see_validation(self, batch: Any) -> None:
-        """Keep a validation batch if more are needed; the model gets it after this."""
-        self._keep(batch, self._held_out)
+    def see_validation(self, batch: Any, index: int | None = None) -> None:
+        """Keep a validation batch if more are needed; the model gets it after this.
+
+        Args:
+            batch: to be copied.
+            index: its place in this validation: what comes at the place of a batch that is kept already is passed over, for
+                every validation begins with the same batches. None where each is another one.
+        """
+        if index is None or index >= len(self._held_out):
+            self._keep(batch, self._held_out)
 
     def see_training(self, batch: Any) -> None:
         """Keep a training batch if there is nothing better; the model gets it after this."""
@@ -50,12 +89,12 @@ class KeptBatches:
             self._keep(batch, self._training)
 
     def _keep(self, batch: Any, kept: list[Any]) -> None:
-        if len(kept) >= self._count:
+        if len(kept) >= self._most:
             return
         try:
             kept.append(to_host(batch))
         except Exception as error:  # noqa: BLE001 - whatever a batch's own methods raise, training goes on
-            self._count = 0
+            self._most = 0
             warnings.warn(
                 f"the quality of checkpoints cannot be measured on batches of {type(batch).__name__}, which cannot be copied"
                 f" ({type(error).__name__}: {error})",

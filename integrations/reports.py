@@ -82,6 +82,10 @@ def numbers(report: SaveReport) -> dict[str, float]:
         "search_s": report.search_s,
         "write_s": report.write_s,
         "degradation": report.degradation,
+        "degradation_high": report.degradation_high,
+        "overhead": report.overhead,
+        "update_error": report.update_error,
+        "update_length": report.update_length,
         **{f"degradation_after_{steps}_steps": rise for steps, rise in report.resumed.items()},
     }
     return {f"checkpoint/{name}": value for name, value in values.items() if value is not None}

@@ -5,14 +5,15 @@ first rank's must be called on every rank.
 """
 
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from shrinkpoint.container.reader import ContainerReader
 from shrinkpoint.errors import ShrinkpointError, ShrinkpointWarning
-from shrinkpoint.evaluation import Evaluate, ResumedSteps
+from shrinkpoint.evaluation import Evaluate, Loss, ResumedSteps
 from shrinkpoint.integrations.ranks import broadcast, is_first, on_first
 from shrinkpoint.integrations.reports import BestCheckpoints, metrics_of
 from shrinkpoint.integrations.settings import RunSettings
@@ -166,6 +167,7 @@ class RunSession:
         evaluate: Evaluate | None,
         resumed: ResumedSteps | None = None,
         gradients: Mapping[str, torch.Tensor] | None,
+        optimizers: Sequence[Optimizer],
         exact: bool,
         last: bool,
     ) -> bool:
@@ -180,6 +182,7 @@ class RunSession:
             resumed: goes on from such a state for some steps and back; when it has failed, that is warned about, and it is
                 not tried again.
             gradients: their moving average by parameter name; None takes Adam's first moments.
+            optimizers: whose states are in `state`, in the same order.
             exact: spend no time on a search.
             last: there will be no other: wait until it is committed if one is under way.
 
@@ -198,6 +201,7 @@ class RunSession:
             evaluate=None if evaluate is None else self._warning(evaluate),
             resumed=self._until_failure.guard(resumed),
             gradients=gradients,
+            optimizers=optimizers,
             exact=exact,
             wait=last and self.saver.busy,
         )
@@ -224,7 +228,7 @@ class RunSession:
             )
 
     def _warning(self, evaluate: Evaluate) -> Evaluate:
-        def evaluated(weights: Mapping[str, torch.Tensor]) -> float:
+        def evaluated(weights: Mapping[str, torch.Tensor]) -> Loss:
             try:
                 return evaluate(weights)
             except Exception as error:

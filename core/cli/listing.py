@@ -5,7 +5,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shrinkpoint.cli.options import AsJson, Pairs, StorageOptions, Url, parse_storage_options
-from shrinkpoint.cli.output import age, bytes_text, console, number, print_json, print_table, ratio_text
+from shrinkpoint.cli.output import (
+    age,
+    bytes_text,
+    console,
+    degradation_text,
+    number,
+    print_json,
+    print_table,
+    ratio_text,
+)
 from shrinkpoint.cli.runs import OpenRun, describe_manifest, find_damage, open_run
 from shrinkpoint.errors import FormatError, ShrinkpointWarning
 
@@ -71,7 +80,7 @@ def _print(checkpoints: Sequence[Mapping[str, Any]], unreadable: Sequence[Mappin
             str(checkpoint["chain_length"]),
             bytes_text(checkpoint["bytes"]),
             ratio_text(checkpoint["ratio"]),
-            _percent(checkpoint["degradation"]),
+            degradation_text(checkpoint),
             age(checkpoint["wall_time"]),
             _metrics(checkpoint["metrics"]),
             _remarks(checkpoint),
@@ -83,10 +92,6 @@ def _print(checkpoints: Sequence[Mapping[str, Any]], unreadable: Sequence[Mappin
     for damaged in unreadable:
         word = "NEEDS A NEWER SHRINKPOINT" if damaged["needs_newer_version"] else "UNREADABLE"
         console().print(f"{word} {damaged['key']}: {damaged['reason']}")
-
-
-def _percent(value: object) -> str:
-    return f"{value:+.2%}" if isinstance(value, (int, float)) else "-"
 
 
 def _metrics(metrics: Mapping[str, Any]) -> str:

@@ -3,13 +3,24 @@
 import json
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["age", "bytes_text", "console", "number", "print_json", "print_pairs", "print_table", "ratio_text"]
+__all__ = [
+    "age",
+    "bytes_text",
+    "console",
+    "degradation_text",
+    "interval_text",
+    "number",
+    "print_json",
+    "print_pairs",
+    "print_table",
+    "ratio_text",
+]
 
 _PIPE_WIDTH = 240
 """Columns where stdout is no terminal: nothing is cut that a pipe could take."""
@@ -66,6 +77,23 @@ def bytes_text(size: float) -> str:
 def ratio_text(ratio: float | None) -> str:
     """A ratio of sizes, or a dash."""
     return "-" if ratio is None else f"{ratio:.1f}x"
+
+
+def interval_text(mean: object, high: object) -> str:
+    """A relative rise with its upper end in brackets, in percent; or a dash."""
+    if not isinstance(mean, (int, float)):
+        return "-"
+    return f"{mean:+.2%}" + (f" (<{high:.2%})" if isinstance(high, (int, float)) and high != mean else "")
+
+
+def degradation_text(noted: Mapping[str, Any]) -> str:
+    """What a checkpoint's restore costs, or why that is not known."""
+    known = noted["measured"]
+    return (
+        known
+        if known in ("unmeasured", "blind")
+        else interval_text(noted["degradation"], noted["degradation_high"])
+    )
 
 
 def number(value: object) -> str:

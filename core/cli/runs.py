@@ -109,12 +109,25 @@ def find_damage(manifest: Manifest, sizes: Mapping[str, int]) -> str | None:
     return None
 
 
+_MEASURED = (
+    "degradation",
+    "degradation_low",
+    "degradation_high",
+    "degradation_luck",
+    "measured",
+    "allowed",
+    "update_error",
+    "update_length",
+    "overhead",
+)
+
+
 def describe_manifest(manifest: Manifest) -> dict[str, Any]:
     """What a manifest tells about its checkpoint, in JSON; what its writer did not note is null."""
     noted = manifest.meta.get("save")
     save: Mapping[str, Any] = noted if isinstance(noted, dict) else {}
     raw, size = save.get("raw_bytes"), manifest.chain[-1].size
-    metrics, resumed = save.get("metrics"), save.get("resumed")
+    metrics, resumed, highs = (save.get(name) for name in ("metrics", "resumed", "resumed_high"))
     return {
         "seq": manifest.seq,
         "step": manifest.step,
@@ -124,8 +137,9 @@ def describe_manifest(manifest: Manifest) -> dict[str, Any]:
         "chain_bytes": manifest.stored_bytes,
         "raw_bytes": raw,
         "ratio": raw / size if isinstance(raw, int) and size else None,
-        "degradation": save.get("degradation"),
+        **{name: save.get(name) for name in _MEASURED},
         "resumed": resumed if isinstance(resumed, dict) else {},
+        "resumed_high": highs if isinstance(highs, dict) else {},
         "metrics": metrics if isinstance(metrics, dict) else {},
         "scheme": save.get("scheme"),
         "configuration": save.get("configuration"),

@@ -14,7 +14,16 @@ from shrinkpoint.cli.options import (
     parse_storage_options,
     split_address,
 )
-from shrinkpoint.cli.output import bytes_text, console, print_json, print_pairs, print_table, ratio_text
+from shrinkpoint.cli.output import (
+    bytes_text,
+    console,
+    degradation_text,
+    interval_text,
+    print_json,
+    print_pairs,
+    print_table,
+    ratio_text,
+)
 from shrinkpoint.cli.runs import describe_manifest, open_run, pick
 from shrinkpoint.store.single import naming
 
@@ -152,8 +161,9 @@ def _facts(report: Mapping[str, Any]) -> list[tuple[str, str]]:
             ("commit", f"{noted['seq']} ({noted['chain_length']} containers to read)"),
             ("configuration", noted["configuration"] or "-"),
             ("reason", noted["reason"] or "-"),
+            ("degradation", degradation_text(noted)),
             *(
-                (f"loss after {steps} resumed steps", f"{rise:+.2%}")
+                (f"loss after {steps} resumed steps", interval_text(rise, noted["resumed_high"].get(steps)))
                 for steps, rise in noted["resumed"].items()
             ),
         ]

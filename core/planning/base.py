@@ -1,19 +1,18 @@
 """What the planner asks a strategy for, and what it gets."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import torch
-
+from shrinkpoint.evaluation import Measure
+from shrinkpoint.planning.comparison import Comparison
+from shrinkpoint.reports import Measured
 from shrinkpoint.schemes.base import Occasion, Scheme
 from shrinkpoint.schemes.lossless import Lossless
+from shrinkpoint.search.measure import EXACT, Rise
 from shrinkpoint.state import TensorSpec
 
 __all__ = ["Measure", "Plan", "Strategy", "exactly"]
-
-Measure = Callable[[Mapping[str, torch.Tensor]], float]
-"""The held-out loss with the given parameters and buffers, by name, in the model's place."""
 
 
 @dataclass(frozen=True)
@@ -23,16 +22,67 @@ class Plan:
     scheme: Scheme
     configuration: str
     reason: str
-    degradation: float | None = None
-    """At a restore; None where nothing could be measured."""
+    rise: Rise | None = None
+    """What a restore costs at once; None where nothing could be measured."""
     baseline: float | None = None
     evaluations: int = 0
-    resumed: Mapping[int, float] = field(default_factory=dict)
+    """All that were made for this save."""
+    resumed: Mapping[int, Rise] = field(default_factory=dict)
     """The rise of the loss after so many steps from a restore, where it was measured at this save."""
+    cost: Rise | None = None
+    """What a restore costs for good; None where nothing is known of it but `rise`."""
+    allowed: float | None = None
+    """What one restore may cost."""
+    options: str = ""
+    """What beside the scale makes a restore cost what it costs."""
+    scale: float = 1.0
+    """Of the steps, where the scheme has one: a restore's cost goes with its square."""
+    is_blind: bool = False
+    """Whether the evaluation was found not to see the weights."""
+    overhead: float = 0.0
+    """Share of the training time of this process that evaluations and probes have taken so far."""
+
+    @property
+    def degradation(self) -> float | None:
+        """The relative rise of the loss at a restore; None where it could not be measured."""
+        return None if self.rise is None else self.rise.mean
+
+    @property
+    def degradation_low(self) -> float | None:
+        """Lower end of its interval."""
+        return None if self.rise is None else self.rise.low
+
+    @property
+    def degradation_high(self) -> float | None:
+        """Upper end of its interval."""
+        return None if self.rise is None else self.rise.high
+
+    @property
+    def degradation_luck(self) -> float | None:
+        """What the loss right at the restore rises by beyond `degradation`."""
+        return None if self.rise is None else self.rise.luck
+
+    @property
+    def measured(self) -> Measured:
+        """How the degradation is known."""
+        if self.is_exact:
+            return "exact"
+        if self.rise is not None:
+            return "measured"
+        return "blind" if self.is_blind else "unmeasured"
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether nothing is changed."""
+        return self.configuration == "exact"
 
 
 class Strategy(Protocol):
-    """Chooses the settings of one scheme, and keeps what it learned between saves."""
+    """Chooses the settings of one scheme, and keeps what it learned between saves.
+
+    One that has milder settings than those of its last plan may also have a method ``milder`` with the arguments of
+    `measured` (`comparison` is None where nothing can be measured); it gives a plan, or None where there are none.
+    """
 
     def takes(self, spec: TensorSpec) -> bool:
         """Whether the scheme codes this tensor as a weight."""
@@ -42,11 +92,12 @@ class Strategy(Protocol):
         """The plan where there is no way to evaluate the model."""
         ...
 
-    def measured(self, occasion: Occasion, measure: Measure, allowed: float) -> Plan:
-        """The plan whose restore raises the held-out loss by no more than `allowed`, relative.
+    def measured(self, occasion: Occasion, comparison: Comparison, allowed: float) -> Plan:
+        """The plan whose restore raises the loss by no more than `allowed`, relative, at the upper end of the interval.
 
         Raises:
             EvaluationUnavailableError: there is nobody to evaluate any more.
+            BlindEvaluationError: the evaluation does not see the weights.
         """
         ...
 
@@ -63,6 +114,6 @@ class Strategy(Protocol):
         ...
 
 
-def exactly(reason: str, baseline: float | None = None, evaluations: int = 0) -> Plan:
+def exactly(reason: str) -> Plan:
     """The plan that changes nothing."""
-    return Plan(Lossless(), "exact", reason, 0.0, baseline, evaluations)
+    return Plan(Lossless(), "exact", reason, EXACT)

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Mapping
 
-from shrinkpoint.planning.base import Measure, Plan, exactly
+from shrinkpoint.planning.base import Plan, exactly
+from shrinkpoint.planning.comparison import Comparison
 from shrinkpoint.schemes.base import Occasion
 from shrinkpoint.schemes.inshrinkerator import Inshrinkerator, InshrinkeratorOptions, Weights
 from shrinkpoint.schemes.prediction import SizePredictor
 from shrinkpoint.schemes.recipe import is_weight
 from shrinkpoint.search.driver import SearchConfig, SearchDriver
+from shrinkpoint.search.measure import Rise
 from shrinkpoint.search.space import Configuration
 from shrinkpoint.state import TensorSpec
 
@@ -42,28 +44,32 @@ class ConfigurationStrategy:
 
     def unmeasured(self, occasion: Occasion) -> Plan:
         """See `Strategy.unmeasured`."""
-        weights = self._weights(occasion)
-        mildest = self._space.mildest
-        scheme = Inshrinkerator(self._options, weights, mildest)
-        return Plan(
-            scheme, str(mildest), "the mildest configuration: nothing to measure the degradation with"
+        return self._plan(
+            self._weights(occasion),
+            self._space.mildest,
+            "the mildest configuration: nothing to measure the degradation with",
         )
 
-    def measured(self, occasion: Occasion, measure: Measure, allowed: float) -> Plan:
+    def measured(self, occasion: Occasion, comparison: Comparison, allowed: float) -> Plan:
         """See `Strategy.measured`."""
         weights = self._weights(occasion)
         predict = SizePredictor(weights, self._options)
 
-        def evaluate(configuration: Configuration | None) -> float:
-            return measure(weights.true() if configuration is None else weights.restored(configuration))
+        def rise(configuration: Configuration) -> Rise:
+            return comparison.rise(configuration, lambda: weights.restored(configuration))
 
         self._driver.bound(allowed)
-        choice = self._driver.choose(predict, evaluate)
+        choice = self._driver.choose(predict, rise)
         if choice.configuration is None:
-            return exactly(choice.reason, choice.baseline, choice.evaluations)
-        scheme = Inshrinkerator(self._options, weights, choice.configuration)
-        told = (choice.degradation, choice.baseline, choice.evaluations)
-        return Plan(scheme, str(choice.configuration), choice.reason, *told)
+            return exactly(choice.reason)
+        return self._plan(weights, choice.configuration, choice.reason, choice.rise)
+
+    def _plan(
+        self, weights: Weights, configuration: Configuration, reason: str, rise: Rise | None = None
+    ) -> Plan:
+        scheme = Inshrinkerator(self._options, weights, configuration)
+        settings = f"inshrinkerator {self._options} {configuration}"
+        return Plan(scheme, str(configuration), reason, rise, options=settings)
 
     def _weights(self, occasion: Occasion) -> Weights:
         return Weights(occasion.state, self._options, occasion.gradients)

@@ -3,13 +3,15 @@
 from collections.abc import Mapping
 from typing import Any
 
-from shrinkpoint.planning.base import Measure, Plan, exactly
+from shrinkpoint.planning.base import Plan, exactly
+from shrinkpoint.planning.comparison import Comparison
 from shrinkpoint.schemes.base import Occasion
 from shrinkpoint.schemes.catalogue import build
 from shrinkpoint.schemes.recipe import is_weight
-from shrinkpoint.search.measure import relative_rise
+from shrinkpoint.search.history import History
+from shrinkpoint.search.measure import pooled
 from shrinkpoint.state import TensorSpec
-from shrinkpoint.trial import restored_model, true_model
+from shrinkpoint.trial import restored_model
 
 __all__ = ["FixedStrategy"]
 
@@ -25,6 +27,8 @@ class FixedStrategy:
     def __init__(self, name: str, options: Any) -> None:
         self._name = name
         self._options = options
+        self._settings = f"{name} {options}"
+        self._history: History | None = None
 
     def takes(self, spec: TensorSpec) -> bool:
         """See `Strategy.takes`."""
@@ -33,24 +37,34 @@ class FixedStrategy:
     def unmeasured(self, occasion: Occasion) -> Plan:
         """See `Strategy.unmeasured`."""
         scheme = build(self._name, self._options, occasion)
-        return Plan(scheme, "as given", "the settings given: nothing to measure the degradation with")
+        return Plan(
+            scheme,
+            "as given",
+            "the settings given: nothing to measure the degradation with",
+            options=self._settings,
+        )
 
-    def measured(self, occasion: Occasion, measure: Measure, allowed: float) -> Plan:
+    def measured(self, occasion: Occasion, comparison: Comparison, allowed: float) -> Plan:
         """See `Strategy.measured`."""
         scheme = build(self._name, self._options, occasion)
-        baseline = measure(true_model(occasion.state))
-        rise = relative_rise(measure(restored_model(occasion.state, scheme, occasion.reference)), baseline)
-        told = (
-            f"the settings given change the loss by {rise:+.3g}, the bound for one restore is {allowed:.3g}"
+        own = comparison.rise("as given", lambda: restored_model(occasion.state, scheme, occasion.reference))
+        rise = pooled(own, self._history.aged().predicted(1.0) if self._history is not None else None)
+        self._history = History.of(1.0, rise, self._history)
+        reason = (
+            f"the settings given raise the loss by {rise.mean:+.3g} ({rise.high:+.3g} at most), and a restore may cost"
+            f" {allowed:.3g}"
         )
-        if rise > allowed or allowed <= 0:
-            return exactly(f"{told}: stored exactly", baseline, 1)
+        if allowed <= 0 or not rise.within(allowed):
+            return exactly(f"{reason}: stored exactly")
         # made again: some schemes tell their codecs of a save once
-        return Plan(build(self._name, self._options, occasion), "as given", told, rise, baseline, 1)
+        scheme = build(self._name, self._options, occasion)
+        return Plan(scheme, "as given", reason, rise, options=self._settings)
 
     def state_dict(self) -> dict[str, object]:
-        """Nothing is learned."""
-        return {}
+        """What was measured, and of what."""
+        history = self._history.to_json() if self._history is not None else None
+        return {"settings": self._settings, "history": history}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Nothing to go on from."""
+        """Go on from what `state_dict` returned, if it was measured with the same settings."""
+        self._history = History.load(state) if state.get("settings") == self._settings else None

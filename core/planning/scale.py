@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping
 
-from shrinkpoint.planning.base import Measure, Plan, exactly
-from shrinkpoint.schemes.auto import Auto, AutoOptions
+from shrinkpoint.planning.base import Plan, exactly
+from shrinkpoint.planning.comparison import Comparison
+from shrinkpoint.schemes.auto import MILD_SCALE, Auto, AutoOptions
 from shrinkpoint.schemes.base import Occasion
+from shrinkpoint.search.measure import Rise
 from shrinkpoint.search.scale import ScaleSearch
 from shrinkpoint.state import TensorSpec
-from shrinkpoint.trial import restored_model, true_model
+from shrinkpoint.trial import restored_model
 
 __all__ = ["ScaleStrategy"]
 
@@ -22,6 +24,7 @@ class ScaleStrategy:
     def __init__(self, options: AutoOptions) -> None:
         self._options = options
         self._search = ScaleSearch()
+        self._comparison: Comparison | None = None
 
     def takes(self, spec: TensorSpec) -> bool:
         """See `Strategy.takes`."""
@@ -29,25 +32,43 @@ class ScaleStrategy:
 
     def unmeasured(self, occasion: Occasion) -> Plan:
         """See `Strategy.unmeasured`."""
-        scheme = Auto(options=self._options, occasion=occasion)
-        return Plan(scheme, scheme.settings, "mild steps: nothing to measure the degradation with")
+        scale = self._options.weight_scale or MILD_SCALE
+        return self._plan(occasion, scale, "mild steps: nothing to measure the degradation with")
 
-    def measured(self, occasion: Occasion, measure: Measure, allowed: float) -> Plan:
+    def measured(self, occasion: Occasion, comparison: Comparison, allowed: float) -> Plan:
         """See `Strategy.measured`."""
-
-        def loss(scale: float | None) -> float:
-            if scale is None:
-                return measure(true_model(occasion.state))
-            scheme = Auto(options=self._options, occasion=occasion, scale=scale)
-            return measure(restored_model(occasion.state, scheme, occasion.reference))
-
-        base, fixed = occasion.reference is None, self._options.weight_scale
-        choice = self._search.choose(loss, allowed, base=base, fixed=fixed)
+        again, self._comparison = comparison is self._comparison, comparison
+        choice = self._search.choose(
+            lambda scale: self._rise(occasion, comparison, scale),
+            allowed,
+            base=occasion.reference is None,
+            fixed=self._options.weight_scale,
+            again=again,
+        )
         if choice.scale is None:
-            return exactly(choice.reason, choice.baseline, choice.evaluations)
-        scheme = Auto(options=self._options, occasion=occasion, scale=choice.scale)
-        told = (choice.degradation, choice.baseline, choice.evaluations)
-        return Plan(scheme, scheme.settings, choice.reason, *told)
+            return exactly(choice.reason)
+        return self._plan(occasion, choice.scale, choice.reason, choice.rise)
+
+    def milder(self, occasion: Occasion, comparison: Comparison | None, allowed: float) -> Plan | None:
+        """See `Strategy`."""
+        scale = self._search.narrower() if self._options.weight_scale is None else None
+        if scale is None:
+            return None
+        if comparison is None:
+            return self._plan(occasion, scale, f"scale {scale:.3g}, not measured")
+        plan = self.measured(occasion, comparison, allowed)
+        return None if plan.is_exact else plan
+
+    def _rise(self, occasion: Occasion, comparison: Comparison, scale: float) -> Rise:
+        scheme = self._scheme(occasion, scale)
+        return comparison.rise(scale, lambda: restored_model(occasion.state, scheme, occasion.reference))
+
+    def _scheme(self, occasion: Occasion, scale: float) -> Auto:
+        return Auto(options=self._options, occasion=occasion, scale=scale)
+
+    def _plan(self, occasion: Occasion, scale: float, reason: str, rise: Rise | None = None) -> Plan:
+        scheme = self._scheme(occasion, scale)
+        return Plan(scheme, scheme.settings, reason, rise, options=f"auto {self._options}", scale=scale)
 
     def state_dict(self) -> dict[str, object]:
         """See `Strategy.state_dict`."""

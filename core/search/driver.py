@@ -11,7 +11,7 @@ from typing import Final, Literal, TypeAlias, cast
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.search.budget import Budget
 from shrinkpoint.search.guided import guided_exhaustive
-from shrinkpoint.search.measure import Evaluate, Measurements
+from shrinkpoint.search.measure import Measurements, Rise
 from shrinkpoint.search.neighbourhood import delta_neighbourhood, reprobe
 from shrinkpoint.search.outcome import Predict, SearchOutcome, is_feasible
 from shrinkpoint.search.running import RunningSearch
@@ -29,9 +29,9 @@ class SearchConfig:
     """How much quality a restore may cost, and how much time may go into finding the smallest encoding that keeps it.
 
     Args:
-        max_degradation: bound on the relative rise of the loss after a restore; 0.01 is 1 %.
+        max_degradation: bound on the upper end of the relative rise of the loss after a restore; 0.01 is 1 %.
         space: the configurations to choose between.
-        overhead: fraction of the training time that searches may take, beyond the mandatory two evaluations of every
+        overhead: fraction of the training time that searches may take, beyond the mandatory evaluations of every
             save; ``inf`` runs each search at once.
         reprobe_every: saves between two looks for a smaller encoding nearby (or, when none was within the bound, two
             exhaustive searches); 0 for never.
@@ -76,9 +76,8 @@ class Choice:
 
     Args:
         configuration: the configuration to encode with; None to store bit-exactly.
-        degradation: its relative rise of the loss, measured on this save's weights; None with no configuration.
-        baseline: loss of the true weights.
-        evaluations: configurations measured at this save, the baseline not counted.
+        rise: its relative rise of the loss, measured on this save's weights; None with no configuration.
+        evaluations: configurations measured at this save.
         total_evaluations: configurations measured over all saves.
         seconds: time that the choice took.
         outcome: of the search that finished at this save, if one did.
@@ -86,8 +85,7 @@ class Choice:
     """
 
     configuration: Configuration | None
-    degradation: float | None
-    baseline: float
+    rise: Rise | None
     evaluations: int
     total_evaluations: int
     seconds: float
@@ -98,8 +96,8 @@ class Choice:
 class SearchDriver:
     """Chooses the configuration of every save.
 
-    At every save the loss of the true weights and the degradation of what is chosen are measured, on that save's
-    weights, so that no checkpoint exceeds the bound unnoticed. What exceeds it is replaced by a milder configuration
+    At every save the degradation of what is chosen is measured, on that save's weights, so that no checkpoint exceeds the
+    bound unnoticed. The degradation that searches compare is the upper end of the measured interval. What exceeds it is replaced by a milder configuration
     that held before, then by the mildest of all, then by bit-exact storage. Beyond this, the driver runs searches:
     an exhaustive one first, then a local one per save, every few saves one that may become harsher, and an exhaustive
     one again when no neighbour holds. A search that has no budget left waits for the next save and goes on there.
@@ -130,18 +128,19 @@ class SearchDriver:
         self._verified: set[Configuration] = set()  # feasible when they were last measured
         self._saves_since_reprobe = 0
         self._total_evaluations = 0
+        self._seconds = math.inf  # of the last measurement; not known before the first
 
     def bound(self, max_degradation: float) -> None:
         """Change the bound from the next choice on: restores take from what is left of a run's."""
         self._config = replace(self._config, max_degradation=max_degradation)
 
-    def choose(self, predict: Predict, evaluate: Evaluate) -> Choice:
+    def choose(self, predict: Predict, evaluate: Callable[[Configuration], Rise]) -> Choice:
         """Choose the configuration of one save.
 
         Args:
             predict: predicted bytes of the checkpoint under a configuration; cheap.
-            evaluate: the loss with the weights that a reader would restore under a configuration, with the true ones
-                for None; expensive. What it raises is passed on, and the next call goes on from there.
+            evaluate: the rise of the loss with the weights that a reader would restore under a configuration; expensive.
+                What it raises is passed on, and the next call goes on from there.
 
         Returns:
             The choice; its degradation was measured on this save's weights.
@@ -150,18 +149,15 @@ class SearchDriver:
         self._budget.enter()
         self._saves_since_reprobe += 1
         try:
-            measurements = Measurements(evaluate, self._cost_clock)
-            finished: SearchOutcome | None = None
-            configuration, reason = None, "the loss of the true weights is not finite: stored exactly"
-            if math.isfinite(measurements.baseline):
-                finished = self._advance(predict, measurements)
-                configuration, reason = self._verify(predict, measurements)
+            measurements = Measurements(evaluate, self._cost_clock, self._seconds)
+            finished = self._advance(predict, measurements)
+            configuration, reason = self._verify(predict, measurements)
+            self._seconds = measurements.last_seconds
         finally:
             self._budget.leave()
         return Choice(
             configuration=configuration,
-            degradation=None if configuration is None else measurements.find(configuration),
-            baseline=measurements.baseline,
+            rise=None if configuration is None else measurements.find(configuration),
             evaluations=len(measurements),
             total_evaluations=self._total_evaluations,
             seconds=self._clock() - started,
@@ -339,8 +335,10 @@ class SearchDriver:
         for rung in self._ladder(predict, favourite):
             degradation = self._measure(rung, measurements)
             if self._holds(degradation):
-                return rung, "; ".join([*failed, f"({rung}) changes the loss by {degradation:+.3g}, {bound}"])
-            failed.append(f"({rung}) would change the loss by {degradation:+.3g}")
+                return rung, "; ".join(
+                    [*failed, f"({rung}) raises the loss by {degradation:+.3g} at most, {bound}"]
+                )
+            failed.append(f"({rung}) could raise the loss by {degradation:+.3g}")
         return None, "; ".join([*failed, f"{bound}: stored exactly"])
 
     def _ladder(self, predict: Predict, favourite: Configuration) -> Iterator[Configuration]:

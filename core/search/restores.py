@@ -16,6 +16,10 @@ __all__ = ["RestoreBudget"]
 class RestoreBudget:
     """Shares `max_degradation` among the restores that a run may need.
 
+    Costs are known with an interval. Means add up; what the upper ends lie above the means adds up in quadrature, for it is
+    unlikely that all restores cost the most that they could: ``spent_high = sum(mean) + sqrt(sum((high - mean) ** 2))``. As
+    this is never more than the sum of the upper ends, restores that each keep their share together keep the bound.
+
     Args:
         max_degradation: how much all of them together may raise the held-out loss, relative.
         restores: how many there may be.
@@ -25,14 +29,20 @@ class RestoreBudget:
         self._bound = max_degradation
         self._restores = restores
         self.spent = 0.0
-        """What the restores so far have cost, by what was measured when their checkpoints were stored."""
+        """What the restores so far have cost, by the means of what was measured when their checkpoints were stored."""
         self.made = 0
         """How many there were."""
+        self._doubt = 0.0
+
+    @property
+    def spent_high(self) -> float:
+        """The upper end of `spent`."""
+        return self.spent + self._doubt
 
     @property
     def left(self) -> float:
-        """What all further restores together may cost."""
-        return max(0.0, self._bound - self.spent)
+        """What all further restores together may cost, at the upper end of what was spent."""
+        return max(0.0, self._bound - self.spent_high)
 
     @property
     def share(self) -> float:
@@ -40,14 +50,22 @@ class RestoreBudget:
         planned = self._restores - self.made
         return self.left / (planned if planned > 0 else self._restores)
 
-    def restored(self, cost: float) -> None:
-        """Count a restore; one that improved the loss pays for no other."""
+    def restored(self, cost: float, high: float | None = None) -> None:
+        """Count a restore; one that improved the loss pays for no other.
+
+        Args:
+            cost: the mean of what it costs.
+            high: the upper end; None where it is the mean.
+        """
         self.made += 1
-        self.spent += max(0.0, cost) if math.isfinite(cost) else 0.0
+        mean = max(0.0, cost) if math.isfinite(cost) else 0.0
+        self.spent += mean
+        if high is not None and math.isfinite(high):
+            self._doubt = math.hypot(self._doubt, max(0.0, high - mean))
 
     def state_dict(self) -> dict[str, object]:
         """What a resumed training needs, in JSON primitives."""
-        return {"spent": self.spent, "restores": self.made}
+        return {"spent": self.spent, "spent_high": self.spent_high, "restores": self.made}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned.
@@ -55,10 +73,12 @@ class RestoreBudget:
         Raises:
             ConfigError: it is no such state.
         """
-        spent, made = state.get("spent"), state.get("restores")
-        right = (
-            type(made) is int and made >= 0 and isinstance(spent, int | float) and not isinstance(spent, bool)
+        spent, high, made = state.get("spent"), state.get("spent_high"), state.get("restores")
+        numbers = all(
+            isinstance(value, int | float) and not isinstance(value, bool) for value in (spent, high)
         )
-        if not right or not 0 <= float(spent) < math.inf:  # type: ignore[arg-type]
+        right = type(made) is int and made >= 0 and numbers
+        if not right or not 0 <= float(spent) <= float(high) < math.inf:  # type: ignore[arg-type]
             raise ConfigError(f"the restore budget {dict(state)!r} is malformed: it starts over")
         self.spent, self.made = float(spent), made  # type: ignore[assignment, arg-type]
+        self._doubt = float(high) - self.spent  # type: ignore[arg-type]

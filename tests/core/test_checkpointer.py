@@ -1,3 +1,4 @@
+import copy
 import random
 
 import numpy as np
@@ -88,8 +89,37 @@ def test_a_lossy_run_resumes_from_what_was_evaluated(tmp_path):
     again = Run(tmp_path)
     assert again.checkpointer.resume() == 3
     degradation = again.model.loss(0).item() / run.model.loss(0).item() - 1
-    assert degradation == pytest.approx(report.degradation, abs=1e-6)
-    assert degradation <= 0.01
+    assert report.measured == "measured"
+    assert report.degradation_low < degradation - report.degradation_luck < report.degradation_high <= 0.01
+    assert 0 < report.overhead < 1
+
+
+def test_an_evaluation_may_give_a_loss_for_each_batch(tmp_path):
+    run = Run(tmp_path)
+    losses = lambda: torch.stack([run.model.loss(seed) for seed in range(4)])  # noqa: E731
+    run.checkpointer = Checkpointer(str(tmp_path / "run"), run.model, run.optimizer, evaluate=losses)
+    for step in range(3):
+        run.step(step)
+    run.checkpointer.save(3, wait=True)
+    run.checkpointer.close()
+    (report,) = run.checkpointer.reports()
+    assert report.baseline == pytest.approx(losses().mean().item())
+    assert report.degradation_high <= report.allowed == 0.001
+
+
+def test_an_evaluation_of_a_copy_is_found_to_be_blind(tmp_path):
+    """As of an average of the weights that is kept beside the model."""
+    run = Run(tmp_path)
+    average = copy.deepcopy(run.model)
+    checkpointer = Checkpointer(
+        str(tmp_path / "run"), run.model, run.optimizer, evaluate=lambda: average.loss(0), average=average
+    )
+    run.step(0)
+    with pytest.warns(ShrinkpointWarning, match="does not see the weights"):
+        checkpointer.save(1, wait=True)
+    checkpointer.close()
+    (report,) = checkpointer.reports()
+    assert (report.degradation, report.measured) == (None, "blind")
 
 
 @pytest.mark.parametrize(("every", "steps"), [(1, [1, 2, 3, 4, 5, 6, 7]), (3, [3, 6]), (7, [7]), (8, [])])
@@ -310,7 +340,9 @@ def test_steps_are_tried_from_restored_states_and_training_does_not_notice(tmp_p
     def run(url, **options):
         torch.manual_seed(17)
         run = Run(url, "SGD", Remembered)
-        given = {"scheme": "inshrinkerator", "max_degradation": 0.9, "restore_budget": 1, "busy": "wait"}
+        # without guards, for the scheme's noise is far wider than movement
+        given = {"scheme": "inshrinkerator", "guards": False, "busy": "wait"}
+        given |= {"max_degradation": 0.9, "restore_budget": 1}
         run.checkpointer = Checkpointer(
             str(url), run.model, run.optimizer, every=2, scheduler=run.scheduler, **given, **options
         )
@@ -328,7 +360,7 @@ def test_steps_are_tried_from_restored_states_and_training_does_not_notice(tmp_p
     assert probed.losses == plain.losses
     assert identical(probed.model.state_dict(), plain.model.state_dict())
     assert identical(probed.optimizer.state_dict(), plain.optimizer.state_dict())
-    assert {"1", "4"} in [set(report.resumed) for report in probed.checkpointer.reports()]
+    assert {"2", "4"} in [set(report.resumed) for report in probed.checkpointer.reports()]
     assert not any(report.resumed for report in plain.checkpointer.reports())
 
 

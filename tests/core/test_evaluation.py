@@ -1,10 +1,12 @@
 import math
 import threading
 
+import numpy as np
 import pytest
 import torch
 
-from shrinkpoint.evaluation import EvaluationDesk, EvaluationUnavailableError
+from shrinkpoint.errors import ConfigError
+from shrinkpoint.evaluation import EvaluationDesk, EvaluationUnavailableError, losses_of
 
 WEIGHTS = {"w": torch.ones(2)}
 
@@ -45,7 +47,7 @@ def test_an_evaluation_is_made_on_the_serving_thread(asked):
 
     assert desk.serve(evaluate) > 0
     worker.join()
-    assert got == [2.5]
+    assert got == [(2.5,)]
     assert threads == [threading.get_ident()]
     assert desk.seconds > 0
     assert desk.serve(evaluate) == 0.0
@@ -55,7 +57,7 @@ def test_a_loss_that_is_no_number_is_told_as_it_is(asked):
     desk, got, worker = asked
     desk.serve(lambda weights: math.nan)
     worker.join()
-    assert math.isnan(got[0])
+    assert math.isnan(got[0][0])
 
 
 @pytest.mark.parametrize("bad", ["raise", "type", None])
@@ -84,7 +86,7 @@ def test_an_interrupt_passes_through_and_the_request_stays(asked):
     assert not got
     desk.serve(lambda weights: 1.0)
     worker.join()
-    assert got == [1.0]
+    assert got == [(1.0,)]
 
 
 def test_closing_wakes_the_worker(asked):
@@ -102,3 +104,37 @@ def test_a_late_answer_after_closing_does_not_reach_the_next_request(asked):
     worker.join()
     desk.reopen()
     assert desk.serve(lambda weights: 7.0) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("value", "losses"),
+    [
+        (2, (2.0,)),
+        (0.5, (0.5,)),
+        (np.float32(0.5), (0.5,)),
+        (torch.tensor(0.5), (0.5,)),
+        (torch.tensor([[0.5]]), None),
+        (torch.tensor([0.5, 1.5], requires_grad=True), (0.5, 1.5)),
+        (np.array([0.5, 1.5]), (0.5, 1.5)),
+        ([0.5, 1], (0.5, 1.0)),
+        ((torch.tensor(0.5), 1.5), (0.5, 1.5)),
+        ([], None),
+        ([[0.5]], None),
+        ("0.5 each", None),
+        (None, None),
+        ({"loss": 0.5}, None),
+    ],
+)
+def test_an_evaluation_gives_a_number_or_one_for_each_batch(value, losses):
+    if losses is None:
+        with pytest.raises(ConfigError, match="one number, or one for each batch"):
+            losses_of(value)
+    else:
+        assert losses_of(value) == losses
+
+
+def test_losses_of_batches_reach_the_worker(asked):
+    desk, got, worker = asked
+    desk.serve(lambda weights: torch.tensor([1.0, 2.0]))
+    worker.join()
+    assert got == [(1.0, 2.0)]

@@ -57,9 +57,10 @@ def test_the_choice_keeps_the_bound_and_no_smaller_budget_buys_more(state):
     assert chosen.configuration == str(chosen.scheme.configuration)
     assert chosen.baseline == 1.0
     assert chosen.degradation <= 0.01
-    assert loss.calls == chosen.evaluations + 1
+    assert chosen.degradation < chosen.degradation_high <= 0.01
+    assert loss.calls == chosen.evaluations
     again = loss(chosen.scheme.weights.restored(chosen.scheme.configuration))
-    assert again - 1 == pytest.approx(chosen.degradation, abs=1e-12)
+    assert again - 1 == pytest.approx(chosen.degradation, abs=1e-7)  # the mirrored weights are rounded
 
 
 def test_a_bound_that_nothing_keeps(state):
@@ -81,9 +82,15 @@ def test_an_evaluation_that_becomes_unavailable(state):
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite(state, loss):
-    chosen = plan(state, lambda weights: loss)
+    planner = Planner(INSHRINKERATOR, lambda: 0.0)
+    with pytest.warns(ShrinkpointWarning, match="the held-out loss is (nan|inf).*Has the training diverged"):
+        chosen = planner.plan(Occasion(state=state), lambda weights: loss)
     assert chosen.scheme.name == "lossless"
     assert "not finite" in chosen.reason
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = planner.plan(Occasion(state=state), lambda weights: loss)
+    assert (again.scheme.name, again.evaluations) == ("lossless", 1)
 
 
 def test_exact_and_lossless_ask_for_nothing(state):
@@ -113,6 +120,7 @@ def test_one_warning_when_nothing_can_be_measured(state):
         chosen = planner.plan(Occasion(state=state), None)
     assert chosen.scheme.configuration == MILDEST
     assert chosen.degradation is None
+    assert chosen.measured == "unmeasured"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         planner.plan(Occasion(state=state), None)

@@ -13,12 +13,14 @@ from support.search_instances import NOT_FINITE, SMALL, random_problem, run, ste
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.search.driver import Choice, SearchConfig, SearchDriver
 from shrinkpoint.search.guided import guided_exhaustive
+from shrinkpoint.search.measure import CONFIDENCE, Rise
 from shrinkpoint.search.space import Configuration, ConfigurationSpace
 
 SPACE = ConfigurationSpace()
 SIZE = steep_size(SMALL)
 COST = 2.0
 TARGET = SMALL.at("sensitivity", (1, 1, 0, 0))
+DOUBT = 0.0003
 
 
 def holds_from(*targets: Configuration) -> Callable[[Configuration], float]:
@@ -27,22 +29,22 @@ def holds_from(*targets: Configuration) -> Callable[[Configuration], float]:
 
 
 class Training:
-    """A trainer on a fake clock: training and evaluations take time, nothing else does."""
+    """A trainer on a fake clock: training and evaluations take time, nothing else does.
+
+    `degradation` is the upper end of what is measured.
+    """
 
     def __init__(self, degradation: Callable[[Configuration], float], **config: object) -> None:
         self.now = 0.0
         self.degradation = degradation
-        self.baseline = 2.0
-        self.measured: list[Configuration | None] = []
+        self.measured: list[Configuration] = []
         self.config = SearchConfig(**{"space": SMALL, "reprobe_every": 0, **config})  # type: ignore[arg-type]
         self.driver = SearchDriver(self.config, clock=lambda: self.now)
 
-    def evaluate(self, configuration: Configuration | None) -> float:
+    def evaluate(self, configuration: Configuration) -> Rise:
         self.now += COST
         self.measured.append(configuration)
-        if configuration is None:
-            return self.baseline
-        return self.baseline + abs(self.baseline) * self.degradation(configuration)
+        return Rise(self.degradation(configuration) - DOUBT * CONFIDENCE, DOUBT, batches=2)
 
     def save(self, seconds: float = 100.0) -> Choice:
         self.now += seconds
@@ -59,16 +61,16 @@ def test_unlimited_overhead_searches_at_once() -> None:
     training = Training(holds_from(TARGET), overhead=math.inf)
     choice = training.save()
     assert choice.configuration == TARGET
-    assert choice.degradation == pytest.approx(0.002)
-    assert choice.baseline == 2.0
+    assert choice.rise is not None
+    assert choice.rise.high == pytest.approx(0.002)
     assert choice.outcome is not None
     assert choice.outcome.kind == "exhaustive"
-    assert choice.evaluations == choice.total_evaluations == len(training.measured) - 1
+    assert choice.evaluations == choice.total_evaluations == len(training.measured)
     assert len(training.measured) == len(set(training.measured))
     assert choice.seconds == COST * len(training.measured)
     second = training.save()
     assert second.configuration == TARGET
-    assert training.measured == [None, TARGET, *SMALL.twins(TARGET)]
+    assert training.measured == [TARGET, *SMALL.twins(TARGET)]
     assert second.outcome is not None
     assert second.outcome.kind == "neighbourhood"
 
@@ -77,7 +79,7 @@ def test_no_overhead_makes_the_mandatory_evaluations_only() -> None:
     training = Training(holds_from(TARGET), overhead=0.0)
     for _ in range(5):
         choice = training.save()
-        assert training.measured == [None, SMALL.mildest]
+        assert training.measured == [SMALL.mildest]
         assert choice.configuration == SMALL.mildest
         assert choice.outcome is None
 
@@ -115,12 +117,12 @@ def test_every_choice_is_measured_on_its_own_save(seed: int, overhead: float, da
         choice = training.save(seconds=200.0)
         if choice.configuration is not None:
             assert choice.configuration in training.measured
-            assert choice.degradation is not None
-            assert choice.degradation <= 0.01
-            assert choice.degradation == pytest.approx(training.degradation(choice.configuration))
+            assert choice.rise is not None
+            assert choice.rise.high <= 0.01
+            assert choice.rise.high == pytest.approx(training.degradation(choice.configuration))
         else:
-            assert choice.degradation is None
-        assert choice.evaluations == len(training.measured) - 1
+            assert choice.rise is None
+        assert choice.evaluations == len(training.measured)
         spent_on_search += max(0, choice.evaluations - 4) * COST
         assert math.isinf(overhead) or spent_on_search <= overhead * 200.0 * (save + 1)
         if data.draw(st.booleans()):
@@ -131,11 +133,11 @@ def test_only_what_evaluations_take_from_training_is_charged() -> None:
     """Beside the training an evaluation lasts 50 s, of which training stands still for 1 s."""
     now = cost = 0.0
 
-    def evaluate(configuration: Configuration | None) -> float:
+    def evaluate(configuration: Configuration) -> Rise:
         nonlocal now, cost
         now += 50.0
         cost += 1.0
-        return 1.0 if configuration is None else 1.0 + holds_from(TARGET)(configuration)
+        return Rise(holds_from(TARGET)(configuration))
 
     driver = SearchDriver(
         SearchConfig(space=SMALL, overhead=0.02), clock=lambda: now, cost_clock=lambda: cost
@@ -152,7 +154,7 @@ def test_only_what_evaluations_take_from_training_is_charged() -> None:
         if choice.outcome is not None:
             break
     assert choice.configuration == TARGET
-    assert choice.seconds == 50.0 * (choice.evaluations + 1)
+    assert choice.seconds == 50.0 * choice.evaluations
 
 
 def test_falls_to_verified_then_mildest_then_exact() -> None:
@@ -167,17 +169,17 @@ def test_falls_to_verified_then_mildest_then_exact() -> None:
 
     training.degradation = holds_from(middle)
     assert training.save().configuration == middle
-    assert training.measured == [None, TARGET, middle]
+    assert training.measured == [TARGET, middle]
 
     training.degradation = holds_from(SMALL.mildest)
     choice = training.save()
     assert choice.configuration == SMALL.mildest
-    assert training.measured == [None, TARGET, middle, SMALL.mildest]
+    assert training.measured == [TARGET, middle, SMALL.mildest]
 
     training.degradation = lambda _: 0.5
     choice = training.save()
     assert choice.configuration is None
-    assert choice.degradation is None
+    assert choice.rise is None
     assert "stored exactly" in choice.reason
     assert len(training.measured) <= 4
 
@@ -225,24 +227,20 @@ def test_reprobe_becomes_harsher_again() -> None:
     assert choice.configuration == TARGET
 
 
-@pytest.mark.parametrize("loss", NOT_FINITE)
-def test_loss_that_is_not_finite_stores_exactly(loss: float) -> None:
-    training = Training(holds_from(TARGET), overhead=math.inf)
-    training.baseline = loss
+@pytest.mark.parametrize("rise", NOT_FINITE)
+def test_rises_that_are_not_finite_are_stored_exactly(rise: float) -> None:
+    training = Training(lambda _: rise, overhead=math.inf)
+    assert training.save().configuration is None
+    training.degradation = holds_from(TARGET)
+    training.restart()
+    assert training.save().evaluations <= 1  # until the next search is due
+
+
+def test_the_upper_end_must_hold_and_not_the_mean() -> None:
+    training = Training(lambda _: 0.01 + DOUBT, overhead=math.inf)
     choice = training.save()
     assert choice.configuration is None
-    assert training.measured == [None]
-    training.baseline = 2.0
-    assert training.save().configuration == TARGET
-
-
-@pytest.mark.parametrize("baseline", [-3.0, 0.0])
-def test_negative_and_zero_losses_are_relative_to_their_magnitude(baseline: float) -> None:
-    training = Training(holds_from(TARGET), overhead=math.inf)
-    training.baseline = baseline
-    choice = training.save()
-    assert choice.configuration is not None
-    assert choice.degradation == pytest.approx(0.002 if baseline else 0.0)
+    assert training.evaluate(TARGET).mean < 0.01
 
 
 def test_restart_keeps_the_answers_of_a_search_under_way() -> None:
@@ -305,7 +303,7 @@ def test_error_of_an_evaluation_passes_and_the_next_save_goes_on() -> None:
     training = Training(holds_from(TARGET), overhead=math.inf)
     calls = 0
 
-    def breaks(configuration: Configuration | None) -> float:
+    def breaks(configuration: Configuration) -> Rise:
         nonlocal calls
         calls += 1
         if calls == 4:
@@ -351,8 +349,6 @@ def test_full_space_within_the_published_number_of_evaluations() -> None:
     driver = SearchDriver(SearchConfig(overhead=math.inf))
     target = SPACE.at("magnitude", (2, 2, 1, 0))
     size = steep_size(SPACE)
-    choice = driver.choose(
-        size, lambda c: 1.0 if c is None else (1.005 if SPACE.at_least_as_mild(c, target) else 1.2)
-    )
+    choice = driver.choose(size, lambda c: Rise(0.005 if SPACE.at_least_as_mild(c, target) else 0.2))
     assert choice.configuration == target
     assert choice.evaluations <= 45

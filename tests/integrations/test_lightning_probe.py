@@ -37,7 +37,7 @@ class Metered(Tiny):
 class Probing(Callback):
     def __init__(self, probe: LossProbe | None) -> None:
         self.probe = probe
-        self.losses: list[tuple[float, float, float]] = []
+        self.losses: list[tuple[tuple[float, ...], ...]] = []
         self.metrics: list[Any] = []
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -48,7 +48,7 @@ class Probing(Callback):
         self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         if self.probe is not None:
-            self.probe.see_validation(batch, dataloader_idx)
+            self.probe.see_validation(batch, dataloader_idx, batch_idx)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
         self.metrics.append((pl_module.mean.compute().item(), str(pl_module.kept.compute())))
@@ -80,6 +80,7 @@ def test_leaves_no_trace(options: dict[str, Any]) -> None:
     assert str(without.metrics) == str(probed.metrics)
     assert len(probed.losses) == 16
     assert all(live == same != zero for live, same, zero in probed.losses)
+    assert {len(live) for live, _, _ in probed.losses} <= {1, 2}
 
 
 def test_prefers_the_monitored_metric() -> None:
@@ -102,7 +103,8 @@ def test_prefers_the_monitored_metric() -> None:
     def measured(module: Tiny, metric: str | None) -> float:
         probe = LossProbe(metric=metric)
         probe.see_validation(batch, 0)
-        return probe.evaluate(trainer, module)
+        [loss] = probe.evaluate(trainer, module)
+        return loss
 
     assert [measured(Two(), metric) for metric in ("perplexity", None, "missing")] == [2.0, 1.0, 1.0]
     assert measured(Silent(), None) == 3.0

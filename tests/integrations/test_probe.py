@@ -1,15 +1,17 @@
 """Kept batches are copies of every kind of batch, and a loss is one number."""
 
+import math
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torchmetrics
+from support.reports import REPORT
 from torch.nn.utils.rnn import pack_sequence
 
 from shrinkpoint.errors import ConfigError, ShrinkpointWarning
@@ -126,6 +128,37 @@ def test_keeps_the_first_of_validation_or_else_of_training() -> None:
         kept.see_validation(number)
         kept.see_training(99)
     assert (kept.batches, kept.held_out) == ([10, 11], True)
+
+
+def test_every_validation_begins_with_the_same_batches() -> None:
+    kept = KeptBatches(4)
+    for length in (2, 3, 10):  # the first one is a sanity check
+        for index in range(length):
+            kept.see_validation(100 + index, index)
+    assert kept.batches == [100, 101, 102, 103]
+
+
+def test_more_batches_are_used_where_the_interval_is_wide_and_time_allows() -> None:
+    kept = KeptBatches(2, 8)
+    for index in range(9):
+        kept.see_validation(index, index)
+
+    def used(width: float, overhead: float, **changes: Any) -> int:
+        ends = {"degradation_low": 0.0005 - width / 2, "degradation_high": 0.0005 + width / 2}
+        kept.adapt(replace(REPORT, **{"allowed": 0.001, "overhead": overhead, **ends, **changes}), 0.01)
+        return len(kept.batches)
+
+    assert used(0.0009, 0.0) == 2  # narrow enough
+    assert used(0.002, 0.006) == 2  # twice as many would take more than there is
+    assert used(0.002, 0.004) == 4
+    assert used(0.002, 0.004, measured="exact") == 4
+    assert used(0.002, 0.004, degradation_high=None, measured="unmeasured") == 4
+    assert used(math.inf, 0.004) == 8
+    assert used(0.002, 0.0) == 8  # there are no more
+    assert used(0.0009, 0.011) == 4
+    assert used(0.002, 0.011) == 2
+    assert used(0.002, 0.011) == 2
+    assert used(0.002, 0.005) == 4
 
 
 def test_a_batch_that_cannot_be_copied_is_told_once() -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.reports import REPORT
 
 from shrinkpoint.integrations.reports import (
     BestCheckpoints,
@@ -16,32 +17,8 @@ from shrinkpoint.integrations.reports import (
     metrics_of,
     numbers,
 )
-from shrinkpoint.reports import SaveReport
 from shrinkpoint.retention import KeepBest, Record
 from shrinkpoint.saver import Saver
-
-REPORT = SaveReport(
-    step=40,
-    seq=3,
-    kind="delta",
-    scheme="inshrinkerator",
-    configuration="8 levels",
-    reason="the search chose it",
-    bytes=100,
-    raw_bytes=2000,
-    sections={},
-    raw_sections={},
-    degradation=0.005,
-    resumed={"20": 0.001},
-    baseline=2.0,
-    evaluations=2,
-    blocked_s=0.1,
-    search_s=0.2,
-    encode_s=0.3,
-    write_s=0.4,
-    metrics={},
-    kept_exactly={},
-)
 
 
 def tracker(monitor: str | None = "loss", mode: str = "min", top_k: int = 1) -> BestCheckpoints:
@@ -119,6 +96,19 @@ def test_numbers_of_a_save() -> None:
     assert (values["checkpoint/ratio"], values["checkpoint/bytes"]) == (20.0, 100.0)
     assert "checkpoint/degradation" in values
     assert "checkpoint/degradation" not in numbers(replace(REPORT, degradation=None))
+    assert "checkpoint/degradation_high" not in values
+    more = numbers(replace(REPORT, degradation_high=0.007, update_error=0.2, overhead=0.004))
+    assert more["checkpoint/degradation_high"] == 0.007
+    assert more["checkpoint/update_error"] == 0.2
+    assert more["checkpoint/overhead"] == 0.004
+    assert "checkpoint/update_length" not in more
+
+
+def test_what_is_not_finite_is_null_in_a_manifest() -> None:
+    told = replace(REPORT, degradation_high=math.inf, resumed_high={"20": math.inf}).to_json()
+    assert told["degradation_high"] is None
+    assert told["resumed_high"] == {"20": None}
+    assert told["measured"] == "measured"
     assert configuration(REPORT) == ("checkpoint/configuration", "8 levels (inshrinkerator)")
 
 

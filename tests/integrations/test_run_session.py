@@ -34,7 +34,8 @@ def _session(request: pytest.FixtureRequest) -> Make:
 
 
 def save(run: RunSession, step: int, *, last: bool = False, **more: Any) -> bool:
-    given = {"describe": plain, "metrics": {}, "evaluate": None, "gradients": None, "exact": False} | more
+    given = {"describe": plain, "metrics": {}, "evaluate": None, "gradients": None, "exact": False}
+    given |= {"optimizers": ()} | more
     return run.hand_over({"model": {"w": torch.full((4,), float(step))}}, step=step, last=last, **given)
 
 
@@ -160,6 +161,7 @@ def test_a_failing_evaluation_is_told_once_and_costs_no_checkpoint(session: Make
     def save_measured(step: int) -> None:
         tag = Tag(role=Role.WEIGHT, parameter="w")
         given: dict[str, Any] = {"metrics": {}, "gradients": None, "exact": False, "last": False}
+        given["optimizers"] = ()
         run.hand_over(wide, step=step, describe=lambda path, tensor: tag, evaluate=evaluate, **given)
         run.finish(lambda: None)
 
