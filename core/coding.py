@@ -124,6 +124,7 @@ def restored_values(
     reference: Mapping[str, Held] | None,
     *,
     roles: Collection[Role] | None = None,
+    parameters: Collection[str] | None = None,
     threads: int = 1,
 ) -> dict[str, torch.Tensor]:
     """What a reader would get of a snapshot under a scheme; nothing is kept, and what is held stays as it is.
@@ -133,6 +134,7 @@ def restored_values(
         scheme: decides which codec takes which tensor.
         reference: as `encode_state`.
         roles: the only ones that are wanted, which must not need others beside them; None takes all.
+        parameters: the only ones whose tensors are wanted; the others stay true. None takes all.
         threads: parameters handled side by side.
     """
     makers = scheme.codecs(state)
@@ -148,9 +150,15 @@ def restored_values(
             rows.extend(row)
         return values
 
-    wanted = (spec for spec in state.specs.values() if roles is None or spec.tag.role in roles)
+    wanted = (
+        spec
+        for spec in state.specs.values()
+        if (roles is None or spec.tag.role in roles)
+        and (parameters is None or spec.tag.parameter in parameters)
+    )
     found = _map(restore, _groups(wanted), threads)
-    return {name: value for values in found for name, value in values.items()}
+    others = state.tensors if parameters is not None else {}
+    return {**others, **{name: value for values in found for name, value in values.items()}}
 
 
 def _restore_one(

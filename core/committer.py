@@ -13,18 +13,23 @@ from shrinkpoint.config import SaverConfig
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.errors import ChainError, FencedError, ShrinkpointError
 from shrinkpoint.evaluation import ResumedSteps
+from shrinkpoint.guards import Guard
+from shrinkpoint.movement import Movement, MovementTracker
 from shrinkpoint.planner import Measure, Plan, Planner
 from shrinkpoint.reports import SaveReport
 from shrinkpoint.retention import Record, RetentionPolicy
 from shrinkpoint.schemes.base import Held, Occasion
 from shrinkpoint.snapshot import Snapshot
 from shrinkpoint.state import TensorSpec, TrainingState
-from shrinkpoint.store.manifest import Manifest
+from shrinkpoint.store.manifest import BlobRef, Manifest
 from shrinkpoint.store.run import RunStore, RunWriter
 from shrinkpoint.telling import tell
 from shrinkpoint.tree import JSON
+from shrinkpoint.updates import OptimizerKind, moments_of_direction
 
 __all__ = ["Committer", "Job", "record_of"]
+
+_PAID_OFF = 2.0  # times its bytes, that a base's deltas take together before another base is made
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +42,7 @@ class Job:
     measure: Measure | None
     resume: ResumedSteps | None = None
     gradients: Mapping[str, torch.Tensor] | None
+    optimizers: Sequence[OptimizerKind] = ()
     exact: bool
     blocked_s: float
 
@@ -68,6 +74,7 @@ class Committer:
         self._spent_s = spent_s
         self._writer: RunWriter | None = None
         self._link: _Link | None = None
+        self._movement = MovementTracker()
         self.planner = Planner(config, spent_s)
 
     def open(self) -> RunWriter:
@@ -86,13 +93,32 @@ class Committer:
             self._writer.close()
             self._writer = None
 
-    def adopt(self, parent: Manifest, held: Mapping[str, Held]) -> None:
-        """Continue the chain of a restored checkpoint."""
+    @property
+    def follows(self) -> bool:
+        """Whether it is known where the weights were at the last checkpoint, or at the start."""
+        return self._movement.knows
+
+    def begin(self, state: TrainingState, step: int) -> None:
+        """Count the weights' movement from here: where a training starts that restored nothing."""
+        self._note(state, step)
+
+    def _note(self, state: TrainingState, step: int) -> None:
+        if self._config.scheme != "lossless":  # which makes no noise to be compared with the movement
+            self._movement.note(state, step)
+
+    def adopt(self, parent: Manifest, held: Mapping[str, Held], state: TrainingState) -> None:
+        """Continue the chain of a restored checkpoint, from the state that a reader has got of it."""
         self._link = _Link(parent, dict(held), restored=True)
+        self._note(state, parent.step)
 
     def forget(self) -> None:
         """Build on nothing: the next checkpoint is a base."""
         self._link = None
+
+    def start_over(self) -> None:
+        """Another training follows: build on nothing, and count no movement from what was before."""
+        self.forget()
+        self._movement.forget()
 
     def commit(self, job: Job) -> SaveReport:
         """Store one snapshot; on return it is committed.
@@ -102,23 +128,35 @@ class Committer:
         """
         started, spent = time.perf_counter(), self._spent_s()
         state = job.snapshot.wait()
+        movement = self._movement.since(state, job.step)
         try:
-            stored = self._store_with(job, state, self._take_link(), started, spent)
+            stored = self._store_with(job, state, self._take_link(), movement, started, spent)
         except ChainError:  # somebody collected the parent meanwhile; a base needs none
-            stored = self._store_with(job, state, None, started, spent)
+            stored = self._store_with(job, state, None, movement, started, spent)
+        self._note(state, job.step)
         self._collect()
         return stored
 
     def _store_with(
-        self, job: Job, state: TrainingState, link: "_Link | None", started: float, spent: float
+        self,
+        job: Job,
+        state: TrainingState,
+        link: "_Link | None",
+        movement: Movement | None,
+        started: float,
+        spent: float,
     ) -> SaveReport:
         occasion = Occasion(
             state=state,
             step=job.step,
             reference=link.held if link else None,
             restored=link is not None and (link.restored or link.exact),
+            movement=movement,
+            directions=moments_of_direction(state, job.optimizers),
             gradients=job.gradients,
         )
+        guard = Guard(job.optimizers, self._config.encoder_threads)
+        self.planner.guard = guard if self._config.guards else None
         plan = self.planner.plan(occasion, job.measure, job.resume, exact=job.exact)
         encoded = encode_state(
             state,
@@ -133,6 +171,10 @@ class Committer:
         container = write_container(encoded.checkpoint)
         encoded_at = time.perf_counter()
         report = _report(job, plan, encoded, len(container))
+        if guard.updates is not None and not plan.is_exact:
+            updates = guard.updates
+            report = replace(report, update_error=updates.error, update_length=updates.length)
+            report = replace(report, lost_steps=updates.lost_steps)
         report = replace(report, search_s=self._spent_s() - spent, encode_s=encoded_at - started)
         manifest = self.open().commit(
             container,
@@ -142,13 +184,20 @@ class Committer:
             state_digest=encoded.checkpoint.state_digest,
             meta={"save": report.to_json(), "search": self.planner.state_dict()},
         )
-        self._link = _Link(manifest, dict(encoded.held), exact=plan.configuration == "exact")
+        self._link = _Link(manifest, dict(encoded.held), exact=plan.is_exact)
         return replace(report, seq=manifest.seq, write_s=time.perf_counter() - encoded_at)
 
     def _take_link(self) -> _Link | None:
         """The chain to extend, if any. It is forgotten here: coding uses up what is held, to hold it only once."""
         link, self._link = self._link, None
-        return None if link is None or len(link.parent.chain) >= self._config.key_every else link
+        return None if link is None or self._is_complete(link.parent.chain) else link
+
+    def _is_complete(self, chain: Sequence[BlobRef]) -> bool:
+        """Whether a base is due: every `key_every` checkpoints, but a dear one is used for longer before another is made."""
+        if len(chain) < self._config.key_every:
+            return False
+        deltas = sum(blob.size for blob in chain[1:])
+        return len(chain) >= self._config.chain_limit or deltas >= _PAID_OFF * chain[0].size
 
     def _collect(self) -> None:
         config = self._config
@@ -202,8 +251,15 @@ def _report(job: Job, plan: Plan, encoded: EncodedState, size: int) -> SaveRepor
         sections=_by_role([(entry.spec, entry.encoded.nbytes) for entry in entries]),
         raw_sections=_by_role([(entry.spec, entry.spec.nbytes) for entry in entries]),
         degradation=plan.degradation,
-        resumed={str(steps): rise for steps, rise in plan.resumed.items()},
+        degradation_low=plan.degradation_low,
+        degradation_high=plan.degradation_high,
+        degradation_luck=plan.degradation_luck,
+        measured=plan.measured,
+        allowed=plan.allowed,
+        resumed={str(steps): rise.mean for steps, rise in plan.resumed.items()},
+        resumed_high={str(steps): rise.high for steps, rise in plan.resumed.items()},
         baseline=plan.baseline,
+        overhead=plan.overhead,
         evaluations=plan.evaluations,
         blocked_s=job.blocked_s,
         search_s=0.0,

@@ -6,7 +6,7 @@ collect. The job's only claim on the training thread is the forward passes of it
 
 import operator
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,13 +24,14 @@ from shrinkpoint.errors import (
     ShrinkpointError,
 )
 from shrinkpoint.evaluation import Evaluate, EvaluationDesk, ResumedSteps
+from shrinkpoint.movement import is_followed
 from shrinkpoint.reports import Accepted, SaveReport
-from shrinkpoint.schemes.base import Held
 from shrinkpoint.snapshot import Snapshotter
 from shrinkpoint.state import Describe, TrainingState, plain
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.run import RunStore
 from shrinkpoint.telling import tell
+from shrinkpoint.updates import OptimizerKind
 from shrinkpoint.warmup import Warmup
 from shrinkpoint.worker import Worker
 
@@ -92,8 +93,9 @@ class Saver:
         self._evaluate: Evaluate | None = None
         self._resumed: ResumedSteps | None = None
         self._newest: tuple[Manifest, Decoded] | None = None
-        self._restored: tuple[Manifest, Mapping[str, Held]] | None = None
+        self._restored: tuple[Manifest, Decoded] | None = None
         self._forgets = False
+        self._begun: tuple[TrainingState, int] | None = None
         self._reports: list[SaveReport] = []
         self._failures = 0
         self._failed = False
@@ -134,6 +136,26 @@ class Saver:
 
     # ---- saving
 
+    def begin(self, state: object, *, step: int = 0, describe: Describe = plain) -> None:
+        """Note where a training starts: the noise of the first checkpoint is limited by how far the weights have moved since.
+
+        Its weights are copied to the host. Without this call nothing is known of the movement until the second checkpoint, and
+        the first one is stored finely. Nothing is noted where this saver has restored what training goes on from, or has
+        saved it.
+
+        Args:
+            state: what `save` will be given, or the part of it that holds the weights, in the same form.
+            step: training steps done so far.
+            describe: as of `save`.
+        """
+        if self._restored is not None or (self._committer.follows and not self._forgets):
+            return  # what was restored, or saved last, is what training goes on from
+        live = TrainingState.capture(state, describe)
+        specs = {name: spec for name, spec in live.specs.items() if is_followed(spec)}
+        tensors = {name: live.tensors[name].detach().to("cpu", copy=True) for name in specs}
+        self._begun = TrainingState(None, tensors, specs), _check_step(step)
+        self._go_on()
+
     def save(
         self,
         state: object,
@@ -144,6 +166,7 @@ class Saver:
         evaluate: Evaluate | None = None,
         resumed: ResumedSteps | None = None,
         gradients: Mapping[str, torch.Tensor] | None = None,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
         exact: bool = False,
         wait: bool = False,
     ) -> Accepted | None:
@@ -158,6 +181,8 @@ class Saver:
                 the training thread.
             resumed: goes on from a state for some optimizer steps and back; called where and when `evaluate` is.
             gradients: EMA of the gradients by parameter name; None takes Adam's first moments.
+            optimizers: whose states are in `state`, in the same order: what a restore does to their next updates is tried on
+                copies. None are needed for anything else.
             exact: store this one bit-exactly.
             wait: return when it is committed.
 
@@ -191,6 +216,7 @@ class Saver:
             gradients={
                 name: value.detach().to("cpu", copy=True) for name, value in (gradients or {}).items()
             },
+            optimizers=tuple(OptimizerKind.of(optimizer) for optimizer in optimizers),
             exact=exact,
             blocked_s=time.perf_counter() - started,
         )
@@ -318,7 +344,7 @@ class Saver:
         else:
             manifest = which if isinstance(which, Manifest) else self._at_step(which)
             decoded = self._decode(manifest, self.store.fetch(manifest))
-        self._newest, self._restored = None, (manifest, decoded.held)
+        self._newest, self._restored = None, (manifest, decoded)
         self._go_on()
         return Restored(manifest, decoded.state)
 
@@ -347,11 +373,17 @@ class Saver:
         if self.busy:
             return
         if self._forgets:
-            self._committer.forget()
+            self._committer.start_over()
             self._forgets = False
+        if self._begun is not None:
+            if (
+                not self._committer.follows
+            ):  # the save that was under way meanwhile is what training goes on from
+                self._committer.begin(*self._begun)
+            self._begun = None
         if self._restored is not None:
-            (manifest, held), self._restored = self._restored, None
-            self._committer.adopt(manifest, held)
+            (manifest, decoded), self._restored = self._restored, None
+            self._committer.adopt(manifest, decoded.held, decoded.state)
             self._resume_search(manifest)
 
     def _resume_search(self, manifest: Manifest) -> None:

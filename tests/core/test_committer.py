@@ -1,6 +1,9 @@
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from support.fake_objects import FakeObjects, InjectedError
+from support.losses import nearly_flat
 from support.training import OPTIMIZERS, TinyMLP, capture, train
 
 from shrinkpoint.committer import Committer, Job, record_of
@@ -72,10 +75,70 @@ def test_deltas_name_their_parent(objects):
 
 @pytest.mark.parametrize("key_every", [1, 2])
 def test_short_chains(objects, key_every):
-    training = Training(objects, key_every=key_every)
+    training = Training(objects, key_every=key_every, longest_chain=key_every)
     assert [training.commit().kind for _ in range(4)] == (
         ["base", "delta"] * 2 if key_every == 2 else ["base"] * 4
     )
+
+
+def test_a_dear_base_is_kept_until_its_deltas_have_taken_twice_its_bytes(objects):
+    training = Training(objects, key_every=2)
+    reports = [training.commit() for _ in range(7)]
+    chain = [reports[0].bytes]
+    for report in reports[1:]:
+        paid_off = len(chain) >= 2 and sum(chain[1:]) >= 2 * chain[0]
+        assert report.kind == ("base" if paid_off else "delta")
+        chain = [report.bytes] if paid_off else [*chain, report.bytes]
+    kinds = [report.kind for report in reports]
+    assert kinds[:3] == ["base", "delta", "delta"]  # a lossless delta takes less than its base
+    assert kinds.count("base") > 1
+
+
+def test_every_checkpoint_is_a_base_where_key_every_is_1(objects):
+    training = Training(objects, key_every=1)
+    assert [training.commit().kind for _ in range(3)] == ["base"] * 3
+
+
+def lengths_of_chains(sizes, **config):
+    """How many checkpoints each chain has; sizes: of each checkpoint as a base, and as a delta."""
+    committer = Committer(RunStore("fake://run", objects=FakeObjects()), SaverConfig(**config), lambda: 0.0)
+    lengths, chain = [], []
+    for base, delta in sizes:
+        if not chain or committer._is_complete(chain):
+            chain = []
+            lengths.append(0)
+        size = delta if chain else base
+        chain.append(BlobRef(key=f"data/{4:012d}-{'ab' * 8}-{'cd' * 8}.shrink", size=size, sha256="0" * 64))
+        lengths[-1] += 1
+        deltas = sum(blob.size for blob in chain[1:-1])
+        assert len(chain) <= SaverConfig(**config).key_every or deltas < 2 * chain[0].size
+    return lengths
+
+
+SIZES = st.lists(st.tuples(st.integers(1, 1000), st.integers(1, 1000)), min_size=1, max_size=40)
+
+
+@given(sizes=SIZES, key_every=st.integers(1, 6), longer=st.none() | st.integers(0, 6))
+def test_chains_of_any_sizes_end_between_key_every_and_the_limit(sizes, key_every, longer):
+    longest = None if longer is None else key_every + longer
+    config = {"key_every": key_every, "longest_chain": longest}
+    lengths = lengths_of_chains(sizes, **config)
+    assert max(lengths) <= SaverConfig(**config).chain_limit
+    assert all(length >= key_every for length in lengths[:-1])  # the last one may go on
+    if key_every == 1 and longest is None:
+        assert set(lengths) == {1}
+
+
+@given(sizes=SIZES, key_every=st.integers(1, 6))
+def test_a_limit_of_key_every_gives_a_base_every_key_every(sizes, key_every):
+    lengths = lengths_of_chains(sizes, key_every=key_every, longest_chain=key_every)
+    assert set(lengths[:-1]) <= {key_every}
+
+
+def test_a_base_that_costs_nothing_more_than_a_delta_is_made_every_key_every():
+    assert lengths_of_chains([(100, 100)] * 9, key_every=3) == [3, 3, 3]
+    assert lengths_of_chains([(100, 10)] * 30, key_every=3) == [12, 12, 6]  # the limit
+    assert lengths_of_chains([(100, 50)] * 15, key_every=3) == [5, 5, 5]
 
 
 def test_forgetting_makes_a_base(objects):
@@ -98,10 +161,10 @@ def test_a_dither_goes_on_through_a_chain_and_begins_anew_after_a_restore(object
     for restored in (False, False, True, False):
         if restored:
             newest = training.store.manifests()[0]
-            held = decode_checkpoint(newest, training.store.fetch(newest)).held
+            decoded = decode_checkpoint(newest, training.store.fetch(newest))
             training.committer.forget()
-            training.committer.adopt(newest, held)
-        training.commit(measure=lambda weights: 1.0)
+            training.committer.adopt(newest, decoded.held, decoded.state)
+        training.commit(measure=nearly_flat)
         seeds.append(lattices(training.store))
     assert seeds[0] == seeds[1] != seeds[2] == seeds[3]
     assert all(len(set(chosen)) == len(chosen) for chosen in seeds)
@@ -113,10 +176,10 @@ def test_weights_are_told_to_have_been_restored_once(objects):
     for restored in (False, False, True, False):
         if restored:
             newest = training.store.manifests()[0]
-            held = decode_checkpoint(newest, training.store.fetch(newest)).held
+            decoded = decode_checkpoint(newest, training.store.fetch(newest))
             training.committer.forget()
-            training.committer.adopt(newest, held)
-        training.commit(measure=lambda weights: 1.0)
+            training.committer.adopt(newest, decoded.held, decoded.state)
+        training.commit(measure=nearly_flat)
         newest = read_container(training.store.fetch(training.store.manifests()[0])[-1])
         weights = [e.encoded for e in newest.entries if e.encoded.codec == "trellis-lattice"]
         told.append([one.params.get("went_on", False) for one in weights])
@@ -126,14 +189,15 @@ def test_weights_are_told_to_have_been_restored_once(objects):
 @pytest.mark.parametrize("resumed", [False, True])
 def test_a_dither_begins_anew_after_a_checkpoint_that_is_exact(objects, resumed):
     training = Training(objects, scheme="auto")
-    training.commit(measure=lambda weights: 1.0)
+    training.commit(measure=nearly_flat)
     before = lattices(training.store)
     if resumed:
         newest = training.store.manifests()[0]
-        training.committer.adopt(newest, decode_checkpoint(newest, training.store.fetch(newest)).held)
+        decoded = decode_checkpoint(newest, training.store.fetch(newest))
+        training.committer.adopt(newest, decoded.held, decoded.state)
     training.commit(exact=True)
     assert lattices(training.store) == []
-    assert training.commit(measure=lambda weights: 1.0).kind == "delta"
+    assert training.commit(measure=nearly_flat).kind == "delta"
     after = lattices(training.store)
     assert len(set(after) - {0} - set(before)) == len(before)
 

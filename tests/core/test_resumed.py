@@ -1,6 +1,7 @@
 """Going on from a state for some steps, and back: no trace in the training, and the steps that it would have made."""
 
 import copy
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -146,7 +147,7 @@ def test_the_steps_are_those_that_training_would_have_made(name: str) -> None:
     wanted = []
     for start, end in ((100, 100), (100, 102), (102, 105)):
         train(other, its, range(start, end))
-        wanted.append(float(other.loss(7)))
+        wanted.append((float(other.loss(7)),))
     assert run_of(model, optimizer).steps(*state, MARKS) == wanted
 
 
@@ -155,7 +156,7 @@ def test_a_first_save_before_the_optimizer_has_state() -> None:
     state = saved(model, optimizer)
     train(model, optimizer, range(3))
     before = everything(model, optimizer)
-    assert run_of(model, optimizer).steps(*state, (2,))[0] > 0
+    assert run_of(model, optimizer).steps(*state, (2,))[0][0] > 0
     assert identical(everything(model, optimizer), before)
     empty, its = made("AdamW", steps=0)
     run_of(empty, its).steps(*state, (2,))
@@ -208,12 +209,49 @@ def test_the_learning_rate_is_the_states_and_schedulers_and_hooks_stand_still() 
     assert optimizer.param_groups[0]["lr"] == rate / 8
 
 
+def test_losses_by_batch() -> None:
+    model, optimizer = made("SGD")
+    state = saved(model, optimizer)
+    [whole] = run_of(model, optimizer).steps(*state, (3,))
+    run = run_of(model, optimizer, evaluate=lambda: torch.stack([model.loss(7), model.loss(8)]))
+    [[first, second]] = run.steps(*state, (3,))
+    assert [first] == list(whole)
+    assert first != second
+
+
+def test_scaled_gradients_are_unscaled_before_they_are_limited() -> None:
+    model, optimizer = made("AdamW")
+    state = saved(model, optimizer)
+
+    def clip() -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+    [plain] = run_of(model, optimizer, clip=clip).steps(*state, (3,))
+    [scaled] = run_of(model, optimizer, clip=clip, scale=2.0**16).steps(*state, (3,))
+    assert scaled == pytest.approx(plain, rel=1e-6)
+
+
+def test_a_step_whose_scaled_gradients_overflow_is_left_out() -> None:
+    model, optimizer = made("AdamW")
+    state = saved(model, optimizer)
+    before = everything(model, optimizer)
+    for index, loss in ((1, math.inf), (0, math.nan)):
+        run = run_of(
+            model,
+            optimizer,
+            losses=lambda i, index=index, loss=loss: [model.loss(i) * (loss if i == index else 1.0)],
+            scale=2.0**16,
+        )
+        assert all(map(math.isfinite, run.steps(*state, (2,))[0]))
+    assert identical(everything(model, optimizer), before)
+
+
 def test_parts_of_a_batch_add_up_and_gradients_are_limited() -> None:
     model, optimizer = made("SGD")
     state = saved(model, optimizer)
-    whole = run_of(model, optimizer).steps(*state, (3,))
+    [whole] = run_of(model, optimizer).steps(*state, (3,))
     parts = run_of(model, optimizer, losses=lambda i: (model.loss(100 + i) / 2 for _ in range(2)))
-    assert parts.steps(*state, (3,)) == pytest.approx(whole, rel=1e-6)
+    assert parts.steps(*state, (3,))[0] == pytest.approx(whole, rel=1e-6)
     norms: list[float] = []
 
     def clip() -> None:

@@ -65,6 +65,17 @@ def test_close_values_are_stored_as_a_small_difference(dtype):
     assert delta.nbytes < base.nbytes / 10
 
 
+@pytest.mark.parametrize("elements", [100, 3000, 4096, 70_000])
+def test_what_has_not_changed_takes_next_to_nothing_however_small_it_is(elements):
+    tensor = random_bits(torch.float32, (elements,))
+    held, base = round_trip(tensor)
+    held, delta = round_trip(tensor.clone(), held)
+    assert delta.uses_reference
+    assert delta.nbytes <= 16 < base.nbytes / 10
+    _, changed = round_trip(random_bits(torch.float32, (elements,), 1), held)
+    assert not changed.uses_reference
+
+
 def test_payloads_of_nan_and_signs_of_zero_survive_a_delta():
     bits = torch.tensor(
         [0x7FC00001, -0x3FFFFF, 0x7F800001, -(2**31), 0, 0x7F800000, -0x800000, 1], dtype=torch.int32
