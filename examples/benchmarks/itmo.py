@@ -4,8 +4,9 @@
 
 A training of `schemes.py` is taken from its cache, or run. The planes of its middle and its last checkpoint (``--deltas``:
 of all but the first) are coded, given those of the checkpoint before: ExCP's symbols, for which the LSTM was published
-(arXiv 2506.12000), and those of scheme ``auto``: of weights and of first moments, how many points each lies from the one nearest to
-where it is expected, among those of its state of the trellis: what its quantizers give, before anything is made of it. With
+(arXiv 2506.12000), and those of scheme ``auto``: the levels of first moments, and of weights how many points each lies from the one
+nearest to where it is expected, among those of its state of the trellis (0 in rows that are kept): what its quantizers give, before
+anything is made of it. With
 ``--symbols ranks`` it is how many points each lies beyond the one that its coder finds the best by looking ahead: what is left
 when dither and trellis are taken into account, which the LSTM's contexts do not. Both are of one effort (``--effort``), since
 efforts differ in their trellises. For one block of the GPT that takes some minutes a seed; ``--parameters "*"`` takes all matrices, ``--only auto``
@@ -14,8 +15,8 @@ leaves ExCP's symbols out.
 Columns: entropy of order 0, and given the symbol at the same place before (both ideal, tables not counted); ``stored``, what
 scheme ``itmo`` writes, which is by tables where those are shorter; ``one LSTM``, a single network that learns on through all
 matrices of the same width, one under the other, as the paper may mean it; the context coder given the same previous plane and
-no other; and ``used``, what the scheme gives it: for ExCP's planes the previous one and siblings, for auto's what its codecs
-know of dither, paths and places: the bytes that it stores. ``LSTM`` is the better of its two, chosen for every kind
+no other; and ``used``, what the scheme gives it: for ExCP's planes the previous one and siblings, for auto's weights what its codec
+knows of dither, paths and places, and for its moments nothing: the bytes that it stores. ``LSTM`` is the better of its two, chosen for every kind
 of plane and width by itself, and the last columns how many times those bits are what is used. The last line of each is the sum over a
 parameter's planes. All bytes are counted, and everything is decoded and compared.
 """
@@ -26,6 +27,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -40,12 +42,16 @@ from schemes_models import MODELS, Undisturbed
 from schemes_settings import Setting
 
 from shrinkpoint.entropy import context, lstm, trellis_planes
+from shrinkpoint.entropy.bytes import decode_bytes
 from shrinkpoint.entropy.context import Effort, Side
 from shrinkpoint.entropy.lstm import Advance, LstmOptions
 from shrinkpoint.entropy.symbols import conditional_entropy_bits
 from shrinkpoint.entropy.trellis_planes import CodedPoints
-from shrinkpoint.schemes import trellis_lattice, trellis_moments
+from shrinkpoint.schemes import centroid_moments, trellis_lattice
 from shrinkpoint.schemes.auto import AutoOptions
+from shrinkpoint.schemes.base import EncodedTensor
+from shrinkpoint.schemes.centroid_moments import CentroidFirstMomentCodec, CentroidMomentumCodec
+from shrinkpoint.schemes.trellis_lattice import TrellisLatticeCodec
 from shrinkpoint.state import Role, TensorSpec, TrainingState
 
 EFFORTS: tuple[Effort, ...] = ("default", "max")
@@ -85,13 +91,13 @@ def chains(
             coded = chain.add(run.state(step), step)
         levels: Levels = {}
         stored: dict[str, dict[str, int]] = {}
-        entries = [entry for entry in coded.checkpoint.entries if "points" in entry.encoded.sections]
+        entries = [entry for entry in coded.checkpoint.entries if section_of(entry.encoded) is not None]
         for entry, plane in zip(entries, found, strict=True):
-            spec = entry.spec
+            spec, section = entry.spec, section_of(entry.encoded)
             parameter, key = chosen(spec, pattern), KEYS.get(spec.tag.role)
-            if parameter is not None and key is not None:
-                levels.setdefault(parameter, {})[key] = plane.reshape(spec.shape[0], -1)
-                stored.setdefault(parameter, {})[key] = len(entry.encoded.sections["points"])
+            if parameter is not None and key is not None and section is not None:
+                levels.setdefault(parameter, {})[key] = whole(plane, entry.encoded, spec)
+                stored.setdefault(parameter, {})[key] = len(entry.encoded.sections[section])
         planes[step], sizes[step] = levels, {effort: stored}
     return {
         step: Quantization(
@@ -104,9 +110,30 @@ def chains(
     }
 
 
+def section_of(encoded: EncodedTensor) -> str | None:
+    """Of the symbols that are recorded."""
+    sections = {
+        TrellisLatticeCodec.id: "points",
+        CentroidFirstMomentCodec.id: "levels",
+        CentroidMomentumCodec.id: "levels",
+    }
+    return sections.get(encoded.codec)
+
+
+def whole(plane: UInt8s, encoded: EncodedTensor, spec: TensorSpec) -> UInt8s:
+    """The symbols as a matrix; of rows that are kept, they are those of weights that have not moved."""
+    rows, columns = spec.shape[0], spec.numel // spec.shape[0]
+    if "kept" not in encoded.sections:
+        return plane.reshape(rows, columns)
+    bits = np.unpackbits(decode_bytes(encoded.sections["kept"], -(-rows // 8), 1), count=rows)
+    matrix = np.full((rows, columns), RADIUS, np.uint8)
+    matrix[bits == 0] = plane.reshape(-1, columns)
+    return matrix
+
+
 @contextmanager
 def recorded(symbols: str) -> Iterator[list[UInt8s]]:
-    """The symbols of every plane of points that is coded meanwhile, in the order of the checkpoint's tensors."""
+    """The symbols of every plane of points or of levels that is coded meanwhile, in the order of the checkpoint's tensors."""
     found: list[UInt8s] = []
 
     def record(points: npt.NDArray[np.int16], path: trellis_planes.Path, threads: int = 1) -> CodedPoints:
@@ -115,9 +142,13 @@ def recorded(symbols: str) -> Iterator[list[UInt8s]]:
         found.append((np.clip(moves, -RADIUS, RADIUS) + RADIUS).astype(np.uint8))
         return coded
 
+    def record_levels(plane: UInt8s, alphabet: int, **more: Any) -> bytes:
+        found.append((plane.astype(np.int64) - alphabet // 2 + RADIUS).astype(np.uint8))
+        return context.encode_plane(plane, alphabet, **more)
+
     with (
         mock.patch.object(trellis_lattice, "encode_points", record),
-        mock.patch.object(trellis_moments, "encode_points", record),
+        mock.patch.object(centroid_moments, "encode_plane", record_levels),
     ):
         yield found
 
@@ -264,7 +295,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--deltas", action="store_true", help="all checkpoints but the first")
     parser.add_argument("--only", choices=("excp", "auto"), help="one kind of symbols alone")
     parser.add_argument("--alpha", type=float, default=1e-3, help="ExCP's threshold (default 1e-3)")
-    parser.add_argument("--scale", type=float, default=2.0, help="of auto's steps (default 2)")
+    parser.add_argument("--scale", type=float, default=1.0, help="of auto's noise (default 1)")
     parser.add_argument("--effort", choices=EFFORTS, default="default", help="of auto (default default)")
     parser.add_argument(
         "--symbols", choices=("moves", "ranks"), default="moves", help="of auto (default moves)"

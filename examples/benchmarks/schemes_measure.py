@@ -15,6 +15,7 @@ from shrinkpoint.coding import Decoded, EncodedState, decode_chain, encode_state
 from shrinkpoint.container.reader import read_container
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.dtypes import tensor_to_bytes
+from shrinkpoint.movement import MovementTracker
 from shrinkpoint.schemes.base import Held, Occasion
 from shrinkpoint.state import Role, TrainingState
 
@@ -39,9 +40,14 @@ class Size:
 
 
 class Chain:
-    """A base and its deltas, coded one after another as the library's own saver does."""
+    """A base and its deltas, coded one after another as the library's own saver does.
 
-    def __init__(self, setting: Setting) -> None:
+    Args:
+        setting: the scheme.
+        start: the state that training starts from, where that is known.
+    """
+
+    def __init__(self, setting: Setting, start: TrainingState | None = None) -> None:
         self._setting = setting
         self.files: list[bytes] = []
         self.sizes: list[Size] = []
@@ -50,10 +56,19 @@ class Chain:
         self._held: dict[str, Held] | None = None
         self._parent: str | None = None
         self._restored = False
+        self._movement = MovementTracker()
+        if start is not None:
+            self._movement.note(start, 0)
 
     def encode(self, state: TrainingState, step: int, threads: int = 1) -> tuple[EncodedState, bytes]:
         """The next checkpoint, which is not added."""
-        occasion = Occasion(state=state, step=step, reference=self._held, restored=self._restored)
+        occasion = Occasion(
+            state=state,
+            step=step,
+            reference=self._held,
+            restored=self._restored,
+            movement=self._movement.since(state, step),
+        )
         scheme = self._setting.build(occasion)
         coded = encode_state(
             state, scheme, step=step, reference=self._held, parent=self._parent, threads=threads
@@ -78,6 +93,7 @@ class Chain:
         self.kept_exactly |= coded.kept_exactly
         self._held, self._parent = dict(coded.held), coded.checkpoint.state_digest
         self._restored = False
+        self._movement.note(state, step)
         return coded
 
     def read(self, count: int | None = None, threads: int = 1) -> Decoded:
@@ -88,6 +104,7 @@ class Chain:
         """The same of the last checkpoint, from which training, and the chain, then go on."""
         decoded = self.read()
         self._held, self._restored = dict(decoded.held), True
+        self._movement.note(decoded.state, decoded.checkpoint.step)
         return decoded
 
     def summary(self) -> dict[str, Any]:
@@ -97,7 +114,8 @@ class Chain:
 
 def measure_chain(run: Undisturbed, setting: Setting) -> dict[str, Any]:
     """A chain of the undisturbed run's states; and what a restore of two of them costs, at once and steps later."""
-    chain, course = Chain(setting), run.course
+    course = run.course
+    chain = Chain(setting, Training(course).state())
     for step in course.save_steps:
         chain.add(run.state(step), step)
     probes = []
@@ -111,8 +129,9 @@ def measure_chain(run: Undisturbed, setting: Setting) -> dict[str, Any]:
 
 def measure_restores(run: Undisturbed, setting: Setting) -> dict[str, Any]:
     """A run that goes on from what a reader gets of every one of its checkpoints, against the undisturbed one."""
-    chain, course = Chain(setting), run.course
+    course = run.course
     training = Training(course)
+    chain = Chain(setting, training.state())
     training.load(run.state(course.save_steps[0]))  # until there, nothing disturbs it
     for step in course.save_steps:
         training.run(step)

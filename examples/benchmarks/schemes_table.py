@@ -27,6 +27,9 @@ _OURS, _RIVAL = "auto", "excp"
 
 _HEAD = """# The schemes, measured
 
+**Of `auto`, only what was measured since its noise is limited by training's own movement and its moments keep their length stands
+here ([auto.md](auto.md)); `--only auto` measures the rest.**
+
 Written by `python examples/benchmarks/schemes.py` ({versions}). The demo's GPT (byte-level, Python's standard library) and a
 causal dilated convolutional network over the same text are trained for real, {seeds}. Each undisturbed run is coded as one
 chain of checkpoints, a base and its deltas, through the library's own path; sizes are those of whole files, against all

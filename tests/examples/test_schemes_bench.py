@@ -377,12 +377,12 @@ def test_lstm_is_compared_with_the_bytes_that_the_scheme_stores(tmp_path, monkey
     said = capsys.readouterr().out.splitlines()
     lines = [line for line in said if line.startswith("seed ")]
     assert len(lines) == 2 * 2 * (3 + 1 + 2 + 1), "planes of ExCP and of auto, and their sums"
-    assert any(line.startswith("auto, scale 2, default: ") and "2 seeds)" in line for line in said)
+    assert any(line.startswith("auto, scale 1, default: ") and "2 seeds)" in line for line in said)
 
     run = Undisturbed(course_of("gpt", 2, None, quick=True), tmp_path / "runs")
-    chain = Chain(*chosen(SETTINGS, {"auto:scale 2"}))
+    chain = Chain(*chosen(SETTINGS, {"auto:scale 1"}))
     *_, last = [chain.add(run.state(step), step) for step in run.course.save_steps]
-    for role, key in (("weight", "w"), ("exp_avg", "m")):
+    for role, key, section in (("weight", "w", "points"), ("exp_avg", "m", "levels")):
         entries = [
             entry
             for entry in last.checkpoint.entries
@@ -390,8 +390,8 @@ def test_lstm_is_compared_with_the_bytes_that_the_scheme_stores(tmp_path, monkey
             and entry.spec.tag.parameter.startswith("blocks.0.")
             and len(entry.spec.shape) == 2
         ]
-        stored = 8 * sum(len(entry.encoded.sections["points"]) for entry in entries)
+        stored = 8 * sum(len(entry.encoded.sections[section]) for entry in entries)
         bits = stored / sum(entry.spec.numel for entry in entries)
-        place = f"seed 2, step {run.course.save_steps[-1]}: auto, scale 2 "
+        place = f"seed 2, step {run.course.save_steps[-1]}: auto, scale 1 "
         (line,) = [line for line in lines if line.startswith(place) and f" {key} " in line]
         assert f"{bits:.4f}" in line

@@ -1,0 +1,247 @@
+"""The tables of the bench of the bound, in Markdown."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+from bound_summary import SAME, Row, rows_of
+from bound_trainings import KINDS, TUNED
+from demo_report import markdown_table
+
+__all__ = ["document"]
+
+_NONE = "-"
+
+_HEAD = """# The bound, measured on {count} trainings
+
+Written by `python examples/benchmarks/bound.py` ({versions}). Each training is run undisturbed, and once more so that
+it is thrown away and restored from the store after ten of its eleven checkpoints, all options at their defaults. Losses are those on
+data apart from the probe's, changes are relative to the undisturbed run of the same seed. What was measured stands in
+[{file}]({file}); `--table` makes this page of it.
+
+- **ratio**: bytes of all eleven checkpoints in memory over those stored; median over the seeds.
+- **told**: the sum of what the library measured at the ten checkpoints, in brackets of its intervals' ends, where it tells any;
+  `?` where some were not measured at all, `exact` counts those that were stored exactly.
+- **truth**: change of the final loss, for each seed.
+- **spread**: standard deviation of the undisturbed runs' final losses over the seeds, of their mean.
+- **kept**: the truth is at most +1 % or within two spreads of the undisturbed run, so are losses beside it, abilities from before
+  are within +0.2 %, and nothing that is frozen has changed.
+- **bound held**: the upper end of what was told, and two spreads, are no less than the truth.
+
+Constants of the library are chosen on the trainings of the first table. On those of the second they are only reported.
+"""
+
+
+def _percent(value: float | None, digits: int = 2) -> str:
+    return _NONE if value is None else f"{100 * value:+.{digits}f}"
+
+
+def _each(values: Iterable[float | None]) -> str:
+    return ", ".join(map(_percent, values))
+
+
+def _share(flags: Sequence[bool]) -> str:
+    if not flags:
+        return _NONE
+    return "yes" if all(flags) else "no" if not any(flags) else f"{sum(flags)} of {len(flags)}"
+
+
+def _told(row: Row) -> str:
+    said = []
+    for cell in row.cells.values():
+        told = cell["told"]
+        interval = f" ({_percent(told['low'])} to {_percent(told['high'])})" if told["interval"] else ""
+        exact = f", exact {told['exact']}" if told["exact"] else ""
+        blind = f", ? {told['unmeasured']}" if told["unmeasured"] else ""
+        said.append(f"{_percent(told['mean'])}{interval}{exact}{blind}")
+    return "; ".join(said)
+
+
+def _kept(row: Row) -> str:
+    said = {"yes": "kept", "no": "**not kept**", _NONE: _NONE}
+    share = _share([row.kept(seed) for seed in row.truths])
+    return said.get(share, f"**{share}**")
+
+
+def _beside(row: Row) -> str:
+    """Changes of abilities and of losses beside the final one, by their names."""
+    parts = [f"{name} {_each(values)}" for name, values in {**row.abilities, **row.also}.items()]
+    if any(row.frozen.values()):
+        parts.append(f"frozen elements changed: {', '.join(map(str, row.frozen.values()))}")
+    return "; ".join(parts) or _NONE
+
+
+def _main_table(rows: Sequence[Row]) -> list[str]:
+    lines = []
+    for row in rows:
+        lines.append(
+            [
+                _title(row),
+                f"{row.ratio:.3g}x",
+                _told(row),
+                _each(row.truths.values()),
+                _NONE if row.spread is None else f"{100 * row.spread:.2f}",
+                _beside(row),
+                _kept(row),
+                _share([held for held in row.held.values() if held is not None]),
+            ]
+        )
+    headings = ["training", "ratio", "told, %", "truth, %", "spread, %", "beside it, %", "", "bound held"]
+    return markdown_table(headings, lines)
+
+
+def _title(row: Row) -> str:
+    late = ", ten late restores" if row.part == "late" else ""
+    return f"{KINDS[row.training].title}{late}" if row.training in KINDS else f"{row.training}{late}"
+
+
+def _number(value: object, form: Callable[[float], str]) -> str | None:
+    """A number of a report, or several by name."""
+    if isinstance(value, (int, float)):
+        return form(value)
+    if isinstance(value, Mapping):
+        told = [f"{name}: {form(item)}" for name, item in value.items() if isinstance(item, (int, float))]
+        return ", ".join(told) or None
+    return None
+
+
+def _range(values: Sequence[float]) -> str:
+    return f"{min(values):.2f} to {max(values):.2f}" if values else _NONE
+
+
+def _updates(rows: Sequence[Row]) -> list[str]:
+    """How far, and how long, the first updates after a restore are beside the true ones."""
+    lines = []
+    for row in rows:
+        errors, lengths = row.reported("update_error"), row.reported("update_length")
+        if errors or lengths:
+            names = sorted({*errors, *lengths})
+            lines += [
+                [
+                    _title(row) + (f", {name}" if name else ""),
+                    _range(errors.get(name, [])),
+                    _range(lengths.get(name, [])),
+                    "yes" if lengths.get(name) and max(lengths[name]) <= 1.05 else "no",
+                ]
+                for name in names
+            ]
+    if not lines:
+        return []
+    headings = ["training", "error", "length", "length at most 1.05"]
+    said = "The update after a restore beside the true one: its relative error, and its relative length, as reported at the saves."
+    return ["## Updates after a restore", "", said, "", *markdown_table(headings, lines), ""]
+
+
+def _costs(rows: Sequence[Row]) -> list[str]:
+    lines = []
+    for row in rows:
+        cells = row.cells.values()
+        train = sum(cell["train_s"] for cell in cells)
+        numbers = (
+            sum(save[name] for cell in cells for save in cell["saves"])
+            for name in ("search_s", "blocked_s", "encode_s")
+        )
+        count = sum(save["evaluations"] for cell in cells for save in cell["saves"]) / len(row.cells)
+        search, blocked, encode = (100 * number / train for number in numbers)
+        last = _each(row.last.values())
+        lines.append(
+            [
+                _title(row),
+                f"{train / len(row.cells):.1f} s",
+                f"{count:.0f}",
+                f"{search:.1f}",
+                f"{blocked:.2f}",
+                f"{encode:.0f}",
+                last,
+            ]
+        )
+    headings = [
+        "training",
+        "steps take",
+        "evaluations",
+        "evaluating",
+        "blocked",
+        "encoding",
+        "last one restored, %",
+    ]
+    said = (
+        "Evaluating and probing, waiting for snapshots, and encoding in the background, in percent of the seconds of the steps alone."
+        " These trainings are of seconds: at one save an hour it is a thousandth of that. Last: the loss right after a restore of the"
+        " very last checkpoint, beside that of the run which wrote it."
+    )
+    return ["## What it costs", "", said, "", *markdown_table(headings, lines), ""]
+
+
+def _verdict(name: str, rows: Sequence[Row]) -> list[str]:
+    judged = [row for row in rows if row.truths]
+    kept = sum(all(row.kept(seed) for seed in row.truths) for row in judged)
+    runs = [row.kept(seed) for row in judged for seed in row.truths]
+    held = [held for row in judged for held in row.held.values() if held is not None]
+    share = f"{100 * sum(held) / len(held):.0f} %" if held else _NONE
+    return [
+        f"- {name}: **{kept} of {len(judged)} kept** ({sum(runs)} of {len(runs)} runs); the told bound held in"
+        f" {share} of {len(held)} runs that were told one."
+    ]
+
+
+def _section(rows: Sequence[Row]) -> list[str]:
+    halves = {
+        "chosen on these": [row for row in rows if row.training in TUNED],
+        "only reported": [row for row in rows if row.training not in TUNED],
+    }
+    lines = [line for name, half in halves.items() for line in _verdict(name, half)]
+    for name, half in halves.items():
+        if half:
+            lines += ["", f"### Trainings: {name}", "", *_main_table(half)]
+    return [*lines, "", *_updates(rows), *_costs(rows), *_warnings(rows)]
+
+
+def _warnings(rows: Sequence[Row]) -> list[str]:
+    told: dict[str, list[str]] = {}
+    for row in rows:
+        for text in dict.fromkeys(text for cell in row.cells.values() for text in cell["warnings"]):
+            told.setdefault(text, []).append(f"{row.training} ({row.part})")
+    if not told:
+        return []
+    return [
+        "## Warnings",
+        "",
+        *(f"- {', '.join(names)}: {' '.join(text.split())}" for text, names in told.items()),
+        "",
+    ]
+
+
+def document(cells: Iterable[tuple[dict, dict]], *, quick: bool = False, file: str = "bound.jsonl") -> str:
+    """The page.
+
+    Args:
+        cells: keys and results, of any trainings and settings; of trainings that have changed since, they are left out.
+        quick: of the quick forms, or of the real ones.
+        file: the cells' name beside the page.
+    """
+    rows = rows_of(cells, quick=quick)
+    settings = dict.fromkeys((row.scheme, row.options) for row in rows)
+    count = len({row.training for row in rows})
+    versions = f"torch {torch.__version__.split('+')[0]}, Python {platform.python_version()}"
+    lines = [_HEAD.format(count=count, versions=versions, file=file)]
+    libraries = {cell.get("library") for row in rows for cell in row.cells.values()}
+    if len(libraries) > 1:
+        lines += [
+            f"**Cells of {len(libraries)} states of the library are mixed here: `--stale` measures anew.**",
+            "",
+        ]
+    for setting in sorted(settings, key=lambda one: (one != SAME, one)):
+        mine = [row for row in rows if (row.scheme, row.options) == setting]
+        if setting != SAME:
+            scheme, options = setting
+            more = (
+                ""
+                if options == SAME[1]
+                else f", {' '.join(f'{k}={v}' for k, v in json.loads(options).items())}"
+            )
+            lines += [f"# `{scheme}`{more}", ""]
+        lines += _section(mine)
+    return "\n".join(lines).rstrip() + "\n"
