@@ -175,6 +175,9 @@ class Committer:
             updates = guard.updates
             report = replace(report, update_error=updates.error, update_length=updates.length)
             report = replace(report, lost_steps=updates.lost_steps)
+        if guard.untried is not None and job.optimizers and not plan.is_exact:
+            untried = f"what a restore does to the next updates was not tried: {guard.untried}"
+            report = replace(report, reason=f"{report.reason}; {untried}")
         report = replace(report, search_s=self._spent_s() - spent, encode_s=encoded_at - started)
         manifest = self.open().commit(
             container,

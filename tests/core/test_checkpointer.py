@@ -1,5 +1,6 @@
 import copy
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -392,3 +393,21 @@ def test_an_evaluation_that_fails_is_told_once(tmp_path):
     checkpointer.save(2, wait=True)
     assert [report.scheme for report in checkpointer.reports()] == ["lossless", "lossless"]
     checkpointer.close()
+
+
+def test_that_the_next_updates_could_not_be_tried_stands_in_the_report(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer.lock = threading.Lock()  # cannot be copied
+    with Checkpointer(str(tmp_path / "run"), model, optimizer) as checkpointer:
+        for step in range(checkpointer.resume(), 3):
+            loss = model(torch.randn(8, 64)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            checkpointer.step(step + 1)
+        with pytest.warns(ShrinkpointWarning, match="no way to evaluate"):
+            checkpointer.save(3, wait=True)
+    (report,) = checkpointer.reports()
+    assert report.update_error is None
+    assert "was not tried: SGD cannot be stepped" in report.reason
