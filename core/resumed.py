@@ -171,9 +171,16 @@ class UntilFailure:
             )
 
 
-def obstacle(module: nn.Module, optimizers: Sequence[Optimizer]) -> str | None:
-    """Why no steps can be taken that would leave no trace in the training; None where they can."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+def obstacle(module: nn.Module, optimizers: Sequence[Optimizer], *, alone: bool = False) -> str | None:
+    """Why no steps can be taken that would leave no trace in the training; None where they can.
+
+    Args:
+        module: the live model.
+        optimizers: all that train it.
+        alone: whether it is certain that no step waits for another process.
+    """
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if several and not alone:
         return "several processes train together"
     if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
         return "the model is compiled by torch.jit"

@@ -5,7 +5,6 @@ and the model's own loss is computed on them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,9 +12,9 @@ from composer.core import State, get_precision_context
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shrinkpoint.errors import ConfigError
+from shrinkpoint.integrations.alone import alone
 from shrinkpoint.integrations.composer_state import parameter_names, trained_module
 from shrinkpoint.integrations.probe import (
     MORE_BATCHES,
@@ -24,7 +23,7 @@ from shrinkpoint.integrations.probe import (
     metrics_untouched,
     to_host,
 )
-from shrinkpoint.integrations.ranks import broadcast, gather, world_size
+from shrinkpoint.integrations.ranks import broadcast, gather
 from shrinkpoint.swap import swapped_weights
 
 __all__ = ["LossProbe"]
@@ -61,7 +60,7 @@ class LossProbe:
             module = trained_module(state)
             names = {stored: own for own, stored in parameter_names(module).items()}
             values = {names[name]: value for name, value in weights.items() if name in names}
-            with _NoCommunication() if world_size() > 1 else nullcontext():  # type: ignore[no-untyped-call]
+            with alone():
                 return _losses_with(state, module, values, batches)
 
         return evaluate
@@ -70,7 +69,7 @@ class LossProbe:
         """The losses of the model as it stands on the batches that are kept now, whatever is kept later.
 
         Args:
-            state: of the only process. Whoever calls what is returned sees to it that the model is in eval mode, and left
+            state: of the only process, or of the one that measures. Whoever calls what is returned sees to it that the model is in eval mode, and left
                 as it was.
         """
         batches = list(self.kept.batches)
@@ -125,17 +124,6 @@ def _losses(state: State, module: nn.Module, batches: Sequence[Any]) -> tuple[fl
         with get_precision_context(state.precision, state.precision_config, fp8_autocast_enabled=False):
             losses.append(loss_of(model.loss(model(batch), batch)))
     return tuple(losses)
-
-
-class _NoCommunication(TorchDispatchMode):
-    """Refuses what would wait for other processes: they do not evaluate."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional"):
-            raise ConfigError(
-                f"the model or its loss talks to the other processes ({func.__name__}), and the first one measures alone"
-            )
-        return func(*args, **(kwargs or {}))
 
 
 def _reshard(module: nn.Module) -> None:

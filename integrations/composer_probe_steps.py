@@ -15,6 +15,7 @@ from composer.utils import ensure_tuple
 from torch import nn
 
 from shrinkpoint.evaluation import Loss, ResumedSteps
+from shrinkpoint.integrations.alone import alone, wrapper_obstacle
 from shrinkpoint.integrations.composer_probe import LossProbe
 from shrinkpoint.integrations.composer_state import parameter_names, trained_module
 from shrinkpoint.integrations.probe import RecentBatches, to_host
@@ -86,7 +87,10 @@ class StepProbe:
             weights = {
                 names[name]: value for name, value in stored["state"]["model"].items() if name in names
             }
-            return run.steps(weights, [stored["state"]["optimizers"][type(optimizer).__qualname__]], marks)
+            with alone():
+                return run.steps(
+                    weights, [stored["state"]["optimizers"][type(optimizer).__qualname__]], marks
+                )
 
         return resumed
 
@@ -101,7 +105,7 @@ def _obstacle(state: State) -> str | None:
             algorithm.match(event, state) for event in _EVENTS_OF_A_STEP
         ):
             return f"{type(algorithm).__name__} takes part in every step"
-    return obstacle(trained_module(state), state.optimizers)
+    return wrapper_obstacle(state.model) or obstacle(trained_module(state), state.optimizers, alone=True)
 
 
 def _scale(state: State) -> float:

@@ -16,6 +16,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from shrinkpoint.errors import ConfigError
+from shrinkpoint.integrations.alone import alone
 from shrinkpoint.integrations.probe import (
     MORE_BATCHES,
     KeptBatches,
@@ -98,7 +99,7 @@ class LossProbe:
             values = []
             for index, kept in enumerate(batches):
                 batch = move_data_to_device(to_host(kept), module.device)
-                with captured_logs(trainer, module) as logged, context():
+                with alone(), captured_logs(trainer, module) as logged, context():
                     returned = step(*arguments(step, batch, index))
                 values.append(_loss(logged, returned, self._metric))
             return tuple(values)

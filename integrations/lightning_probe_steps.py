@@ -12,11 +12,12 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.evaluation import Loss, ResumedSteps
+from shrinkpoint.integrations.alone import alone, wrapper_obstacle
 from shrinkpoint.integrations.lightning_probe import LossProbe, arguments, captured_logs
 from shrinkpoint.integrations.probe import RecentBatches, to_host
 from shrinkpoint.resumed import ResumedRun, obstacle
@@ -68,15 +69,16 @@ class StepProbe:
         )
 
         def resumed(checkpoint: Any, marks: Sequence[int]) -> Sequence[Loss]:
-            return run.steps(checkpoint["state_dict"], checkpoint["optimizer_states"], marks)
+            with alone():
+                return run.steps(checkpoint["state_dict"], checkpoint["optimizer_states"], marks)
 
         return resumed
 
 
 def _obstacle(trainer: Trainer, module: LightningModule) -> str | None:
     precision = trainer.precision_plugin
-    if type(trainer.strategy) is not SingleDeviceStrategy:
-        return "the strategy is not that of a single device"
+    if type(trainer.strategy) not in (SingleDeviceStrategy, DDPStrategy):
+        return "the strategy is neither that of a single device nor DDP's"
     if type(precision) not in _PRECISIONS:
         return "the precision is a library's"
     if not module.automatic_optimization or len(trainer.optimizers) != 1:
@@ -84,7 +86,7 @@ def _obstacle(trainer: Trainer, module: LightningModule) -> str | None:
     own = any(is_overridden(name, module) for name in _OWN_STEPS)
     if own or "dataloader_iter" in inspect.signature(module.training_step).parameters:
         return "the module makes its steps in a way of its own"
-    return obstacle(module, trainer.optimizers)
+    return wrapper_obstacle(trainer.strategy.model) or obstacle(module, trainer.optimizers, alone=True)
 
 
 def _scale(trainer: Trainer) -> float:

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("composer")
 
 from support.composer_distributed import SCENARIOS
-from support.composer_models import Outcome, assert_continues
+from support.composer_models import Outcome, assert_continues, assert_same
 
 PROGRAM = Path(__file__).parents[1] / "support" / "composer_distributed.py"
 PROCESSES = 2
@@ -26,7 +26,7 @@ def free_port() -> int:
         return port
 
 
-def run_processes(folder: Path, *names: str) -> None:
+def run_processes(folder: Path, *names: str, program: Path = PROGRAM) -> None:
     """Play scenarios in two processes; a process that fails ends the other one."""
     shared = {
         "WORLD_SIZE": PROCESSES,
@@ -44,7 +44,7 @@ def run_processes(folder: Path, *names: str) -> None:
         with logs[-1].open("w") as log:
             processes.append(
                 subprocess.Popen(
-                    [sys.executable, str(PROGRAM), str(folder), *names],
+                    [sys.executable, str(program), str(folder), *names],
                     env=os.environ | {key: str(value) for key, value in (shared | own).items()},
                     stdout=log,
                     stderr=subprocess.STDOUT,
@@ -78,3 +78,13 @@ def test_two_processes_continue_bit_by_bit(name: str, outcomes: Any) -> None:
         assert_continues(seen["whole"], seen["rest"])
     assert first["whole"].trace != second["whole"].trace
     assert first["whole"].final["model"]
+
+
+def test_the_first_process_tries_steps_and_leaves_no_trace(tmp_path: Path) -> None:
+    run_processes(tmp_path, program=PROGRAM.with_name("composer_ddp_probe.py"))
+    for rank in range(PROCESSES):
+        seen = torch.load(tmp_path / f"probed-{rank}.pt", weights_only=False)
+        assert seen["plain"].trace == seen["probed"].trace
+        assert_same(seen["plain"].final, seen["probed"].final)
+        assert not any("cannot be tried" in told for told in seen["told"])
+        assert rank > 0 or ["2", "4"] in seen["resumed"]

@@ -22,7 +22,7 @@ from support.composer_models import Crash, Outcome, Setup, fit
 
 from shrinkpoint.callbacks.composer import CompressedCheckpoint
 
-__all__ = ["SCENARIOS", "Scenario"]
+__all__ = ["SCENARIOS", "Scenario", "starts"]
 
 FSDP2 = {"parallelism_config": {"fsdp": {"state_dict_type": "full"}}}
 
@@ -94,13 +94,18 @@ def play(scenario: Scenario, url: str) -> dict[str, Outcome]:
     return {"whole": whole, "rest": fit(saving(), setup=scenario.setup, seed=999, **scenario.options)}
 
 
-def main(folder: str, *names: str) -> None:
+def starts() -> None:
+    """What every such program does first."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     # A child of CPython 3.11.7 and older hangs for ever if it is forked while another thread makes itself a thread state
     # (python/cpython#112275), as gloo's may to let go of a collective's tensors: they get the time for it.
     os.register_at_fork(before=lambda: time.sleep(0.05))
     dist.initialize_dist("cpu", timeout=60)
+
+
+def main(folder: str, *names: str) -> None:
+    starts()
     for name in names:
         number = list(SCENARIOS).index(name)
         outcomes = play(SCENARIOS[name], f"{folder}/run-{number}")
