@@ -1,6 +1,6 @@
 """Whether the bound holds on trainings that nobody tuned for: ten restores each, beside the undisturbed run. Writes docs/bound.md.
 
-    python examples/benchmarks/bound.py [--only gpt,lora] [--seeds 3] [--parts spread,late] [--workers 2] [--quick]
+    python examples/benchmarks/bound.py [--only gpt,lora] [--seeds 3] [--undisturbed 8] [--parts spread,late] [--workers 2] [--quick]
         [--scheme excp] [--options '{"alpha": 0.001}'] [--config '{"search_overhead": 0.2}'] [--budget 0.005]
         [--plan | --table] [--fresh | --stale] [--cache FILE]
 
@@ -11,8 +11,8 @@ defaults, unless others are given. Trainings that have abilities from before, or
 these as well.
 
 Every run is one cell of a file of JSON lines, so that the bench may be stopped, continued and extended: cells that are there
-are not measured again, unless --fresh is given, or --stale for those of another state of the library. --plan tells what
-is missing, and how long it will take by what the cells so far took.
+are not measured again, unless --fresh is given, or --stale for those of another state of the library or another kind of
+processor. --plan tells what is missing, and how long it will take by what the cells so far took.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ import torch
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
 from bound_cache import Cells
-from bound_run import PARTS, Setting, Task, library_digest, measure
+from bound_run import PARTS, Setting, Task, library_digest, machine_digest, measure
 from bound_table import document
 from bound_trainings import KINDS
 
@@ -48,12 +48,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def tasks(arguments: argparse.Namespace) -> Iterator[Task]:
     """All that was asked for: the undisturbed run of each training and seed, then its restored ones."""
-    for seed in range(1, arguments.seeds + 1):
+    for seed in range(1, max(arguments.seeds, arguments.undisturbed) + 1):
         for name in arguments.only:
             kind = KINDS[name]
             asked = arguments.parts or ("spread", *(("late",) if kind.late else ()))
             parts = [part for part in asked if part != "plain" and not (part == "late" and kind.only_spread)]
-            for part in ("plain", *parts):
+            for part in ("plain", *(parts if seed <= arguments.seeds else ())):
                 yield Task(name=name, seed=seed, part=part, quick=arguments.quick, setting=arguments.setting)
 
 
@@ -64,7 +64,8 @@ def missing_of(planned: Sequence[Task], cells: Cells, fresh: bool, stale: bool) 
         found = cells.get(task.key)
         if found is None or fresh:
             return True
-        return stale and found.get("library", library_digest()) != library_digest()
+        here = {"library": library_digest(), "machine": machine_digest()}
+        return stale and any(found.get(name, now) != now for name, now in here.items())
 
     return [task for task in planned if wanted(task)]
 
@@ -159,6 +160,12 @@ def _arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", type=_names, default=list(KINDS), help=", ".join(KINDS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument(
+        "--undisturbed",
+        type=int,
+        default=0,
+        help="seeds of undisturbed runs, for a better estimate of their spread",
+    )
+    parser.add_argument(
         "--parts", type=_names, default=None, help="spread, late; unless given, late for some trainings only"
     )
     parser.add_argument("--scheme", choices=[s for s in SCHEMES if s != "itmo"], default="auto")
@@ -170,7 +177,9 @@ def _arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--cache", type=Path, default=None, help="docs/bound.jsonl; with --quick, in build")
     parser.add_argument("--out", type=Path, default=None, help="the cache's name, ending in .md")
     parser.add_argument("--fresh", action="store_true", help="measure again what is there")
-    parser.add_argument("--stale", action="store_true", help="measure again what another library measured")
+    parser.add_argument(
+        "--stale", action="store_true", help="measure again what another library or processor measured"
+    )
     parser.add_argument("--plan", action="store_true", help="tell what is missing, and measure nothing")
     parser.add_argument("--table", action="store_true", help="write the tables of what is there")
     parser.add_argument("--prune", action="store_true", help="leave lines out of the cache that do not count")

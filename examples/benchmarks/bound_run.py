@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import platform
 import tempfile
 import time
 import warnings
@@ -23,7 +24,7 @@ from shrinkpoint.checkpointer import Checkpointer
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.schemes.catalogue import options_of
 
-__all__ = ["PARTS", "Setting", "Task", "library_digest", "measure", "plain", "restored"]
+__all__ = ["PARTS", "Setting", "Task", "library_digest", "machine_digest", "measure", "plain", "restored"]
 
 PARTS = ("plain", "spread", "late")
 
@@ -125,11 +126,27 @@ def library_digest() -> str:
     return hashed.hexdigest()[:12]
 
 
+@cache
+def machine_digest() -> str:
+    """Another one on another kind of processor, whose sums are rounded otherwise: some trainings then end elsewhere."""
+    info = Path("/proc/cpuinfo")
+    told = info.read_text() if info.exists() else platform.processor()
+    lines = dict.fromkeys(
+        line for line in told.splitlines() if line.startswith(("model", "cpu family", "flags"))
+    )
+    versions = f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()}"
+    return hashlib.sha256("\n".join([versions, *(lines or [told])]).encode()).hexdigest()[:12]
+
+
 def measure(task: Task) -> dict[str, Any]:
     """The result of a cell, of JSON's kinds."""
     started = time.perf_counter()
     result = plain(task) if task.part == "plain" else restored(task)
-    return {**result, "seconds": round(time.perf_counter() - started, 1)}
+    return {
+        **result,
+        "machine": machine_digest(),
+        "seconds": round(time.perf_counter() - started, 1),
+    }
 
 
 def plain(task: Task) -> dict[str, Any]:

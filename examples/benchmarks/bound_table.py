@@ -26,7 +26,7 @@ data apart from the probe's, changes are relative to the undisturbed run of the 
 - **told**: the sum of what the library measured at the ten checkpoints, in brackets of its intervals' ends, where it tells any;
   `?` where some were not measured at all, `exact` counts those that were stored exactly.
 - **truth**: change of the final loss, for each seed.
-- **spread**: standard deviation of the undisturbed runs' final losses over the seeds, of their mean.
+- **spread**: standard deviation of the undisturbed runs' final losses over the seeds, of their mean; in brackets how many.
 - **kept**: the truth is at most +1 % or within two spreads of the undisturbed run, so are losses beside it, abilities from before
   are within +0.2 %, and nothing that is frozen has changed.
 - **bound held**: the upper end of what was told, and two spreads, are no less than the truth.
@@ -83,7 +83,7 @@ def _main_table(rows: Sequence[Row]) -> list[str]:
                 f"{row.ratio:.3g}x",
                 _told(row),
                 _each(row.truths.values()),
-                _NONE if row.spread is None else f"{100 * row.spread:.2f}",
+                _NONE if row.spread is None else f"{100 * row.spread:.2f} ({len(row.plain)})",
                 _beside(row),
                 _kept(row),
                 _share([held for held in row.held.values() if held is not None]),
@@ -227,12 +227,18 @@ def document(cells: Iterable[tuple[dict, dict]], *, quick: bool = False, file: s
     count = len({row.training for row in rows})
     versions = f"torch {torch.__version__.split('+')[0]}, Python {platform.python_version()}"
     lines = [_HEAD.format(count=count, versions=versions, file=file)]
-    libraries = {cell.get("library") for row in rows for cell in row.cells.values()}
-    if len(libraries) > 1:
-        lines += [
-            f"**Cells of {len(libraries)} states of the library are mixed here: `--stale` measures anew.**",
-            "",
-        ]
+    mixed = {
+        "states of the library": {cell.get("library") for row in rows for cell in row.cells.values()},
+        "kinds of processors": {
+            cell.get("machine") for row in rows for cell in (*row.cells.values(), *row.plain.values())
+        },
+    }
+    for kind, different in mixed.items():
+        if len(different) > 1:
+            lines += [
+                f"**Cells of {len(different)} {kind} are mixed here: `--stale` measures anew.**",
+                "",
+            ]
     for setting in sorted(settings, key=lambda one: (one != SAME, one)):
         mine = [row for row in rows if (row.scheme, row.options) == setting]
         if setting != SAME:
