@@ -7,7 +7,6 @@ from shrinkpoint.planning.base import Plan, exactly
 from shrinkpoint.planning.comparison import Comparison
 from shrinkpoint.schemes.base import Occasion
 from shrinkpoint.schemes.catalogue import build
-from shrinkpoint.schemes.recipe import is_weight
 from shrinkpoint.search.history import History
 from shrinkpoint.search.measure import pooled
 from shrinkpoint.state import TensorSpec
@@ -32,7 +31,7 @@ class FixedStrategy:
 
     def takes(self, spec: TensorSpec) -> bool:
         """See `Strategy.takes`."""
-        return is_weight(spec, self._options.min_elements)
+        return bool(self._options.takes(spec))
 
     def unmeasured(self, occasion: Occasion) -> Plan:
         """See `Strategy.unmeasured`."""

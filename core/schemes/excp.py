@@ -30,7 +30,7 @@ from shrinkpoint.schemes.excp_codecs import (
     residual_to,
 )
 from shrinkpoint.schemes.planes import F32, as_float32
-from shrinkpoint.schemes.recipe import described, held_value, is_weight
+from shrinkpoint.schemes.recipe import described, held_value
 from shrinkpoint.schemes.symbol_coders import PlaneCoder
 from shrinkpoint.state import Role, TensorSpec, TrainingState
 from shrinkpoint.tree import JSON
@@ -190,7 +190,7 @@ class ExCP:
         coder = self.coder or self.options.plane_coder()
         moments = {(spec.tag.parameter, spec.tag.role): spec for spec in state.specs.values()}
         for spec in state.specs.values():
-            if not is_weight(spec, self.options.min_elements):
+            if not self.options.takes(spec):
                 continue
             first, second = (_moment(moments, spec, role) for role in (Role.EXP_AVG, Role.EXP_AVG_SQ))
             if second is None:  # a momentum of another kind than Adam's

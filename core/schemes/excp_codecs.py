@@ -24,6 +24,7 @@ from shrinkpoint.schemes.excp_symbols import (
 from shrinkpoint.schemes.planes import (
     F32,
     U8,
+    WEIGHT_DTYPES,
     as_float32,
     check_sections,
     emit,
@@ -33,7 +34,7 @@ from shrinkpoint.schemes.planes import (
     plane_of,
     section,
 )
-from shrinkpoint.schemes.recipe import check_choice, check_number
+from shrinkpoint.schemes.recipe import check_choice, check_number, is_weight
 from shrinkpoint.schemes.symbol_coders import (
     PlaneCoder,
     StaticCoder,
@@ -71,8 +72,10 @@ class ExcpSettings(ABC):
     refill: Refill = "none"
     base_moments: Literal["exact", "quantized"] = "exact"
     """In a base: everything in full as published, or the moments pruned by their own threshold and clustered."""
-    min_elements: int = 2000
-    """Parameters with fewer elements are stored exactly, as are one-dimensional ones and norms."""
+    min_elements: int = 64
+    """Parameters with fewer elements are stored exactly: their codebooks would be as large."""
+    matrices_only: bool = False
+    """Store biases, norms and other one-dimensional parameters exactly, which the repository codes like all others."""
 
     def __post_init__(self) -> None:
         check_number(self, "alpha", 0, 1e6)
@@ -87,6 +90,13 @@ class ExcpSettings(ABC):
         check_choice(self, "refill", Refill)
         if self.base_moments not in ("exact", "quantized"):
             raise ConfigError(f"base_moments must be 'exact' or 'quantized', not {self.base_moments!r}")
+
+    def takes(self, spec: TensorSpec) -> bool:
+        """Whether the tensor is coded as a weight."""
+        if self.matrices_only:
+            return is_weight(spec, self.min_elements)
+        of_a_kind = spec.tag.role is Role.WEIGHT and spec.dtype in WEIGHT_DTYPES
+        return of_a_kind and spec.numel >= self.min_elements
 
     @abstractmethod
     def plane_coder(self) -> PlaneCoder:

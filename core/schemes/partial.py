@@ -28,7 +28,6 @@ from shrinkpoint.schemes.recipe import (
     check_number,
     described,
     held_value,
-    is_weight,
     weight_codecs,
 )
 from shrinkpoint.sketch import QuantileSketch
@@ -157,7 +156,7 @@ def _codecs(
         sketch = QuantileSketch(_SKETCH_ERROR)
         for spec in state.specs.values():
             held = held_value(reference, spec, PartialCodec.id)
-            previous = previous_value(held, spec) if is_weight(spec, options.min_elements) else None
+            previous = previous_value(held, spec) if options.takes(spec) else None
             if previous is None:
                 continue
             try:

@@ -57,6 +57,10 @@ class WeightOptions:
         check_number(self, "min_elements", 1, 2**48, whole=True)
         check_choice(self, "moments", Moments)
 
+    def takes(self, spec: TensorSpec) -> bool:
+        """Whether the tensor is coded as a weight."""
+        return is_weight(spec, self.min_elements)
+
 
 def is_weight(spec: TensorSpec, min_elements: int) -> bool:
     """Whether a scheme may code the tensor as a weight."""
@@ -81,7 +85,7 @@ def weight_codecs(
     makers: dict[str, Callable[[], TensorCodec]] = {}
     squared = with_second_moment(state)
     for name, spec in state.specs.items():
-        if is_weight(spec, options.min_elements):
+        if options.takes(spec):
             makers[name] = partial(make, spec)
         elif options.moments == "levels" and spec.numel >= options.min_elements:
             if spec.tag.role is Role.EXP_AVG_SQ:

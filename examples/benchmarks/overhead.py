@@ -75,7 +75,10 @@ def main() -> None:
         whole = time.perf_counter() - began
         checkpointer.close()
         reports = checkpointer.reports()
-    searching, blocked = sum(report.search_s for report in reports), sum(report.blocked_s for report in reports)
+    searching, blocked = (
+        sum(report.search_s for report in reports),
+        sum(report.blocked_s for report in reports),
+    )
     probed = sum(bool(report.resumed) for report in reports)
     lines = [
         ["minutes", f"{whole / 60:.1f}"],

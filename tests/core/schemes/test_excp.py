@@ -33,6 +33,7 @@ options = st.builds(
     coder=st.sampled_from(["lzma", "rans", "packed", "huffman", "cyclic", "context", "mixing"]),
     base_moments=st.sampled_from(["exact", "quantized"]),
     min_elements=st.just(1),
+    matrices_only=st.booleans(),
 )
 
 
@@ -169,7 +170,7 @@ def test_the_target_sparsity_is_reached(target):
     chosen = ExcpOptions(target_sparsity=target, clamp=100.0)
     _, told = save_chain(states, lambda held: ExCP(options=chosen, reference=held))
     planes = [held.planes[SYMBOLS] for held in told[1].held.values() if held.codec == ExcpWeightCodec.id]
-    assert len(planes) == 2
+    assert len(planes) == 4
     assert abs(np.mean(np.concatenate(planes) == 0) - target) < 0.01
 
 
@@ -243,3 +244,18 @@ def test_a_cluster_beyond_fp16_is_refused():
 def test_options_are_checked(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         ExcpOptions(**wrong)
+
+
+@pytest.mark.parametrize("matrices_only", [False, True])
+def test_vectors_are_coded_like_matrices_as_in_the_repository(matrices_only):
+    states = adam(2)
+    chosen = ExcpOptions(min_elements=1, matrices_only=matrices_only)
+    _, told = save_chain(states, lambda held: ExCP(options=chosen, reference=held))
+    vectors = [
+        name
+        for name, spec in states[1].specs.items()
+        if len(spec.shape) == 1 and spec.tag.role in (Role.WEIGHT, Role.EXP_AVG, Role.EXP_AVG_SQ)
+    ]
+    coded = {name: told[1].held[name].codec.startswith("excp") for name in vectors}
+    assert vectors
+    assert set(coded.values()) == {not matrices_only}, coded
