@@ -15,6 +15,7 @@ from shrinkpoint.integrations.composer_state import (
     require_own_run,
     require_same_optimizers,
 )
+from shrinkpoint.integrations.gradient_buckets import Buckets
 from shrinkpoint.integrations.ranks import is_first, on_every, on_first, rank, world_size
 from shrinkpoint.integrations.run_session import RunSession
 from shrinkpoint.store.manifest import Manifest
@@ -48,7 +49,7 @@ def require_supported(state: State) -> None:
         )
 
 
-def continue_run(run: RunSession, data: DataPlace, state: State, logger: Logger) -> None:
+def continue_run(run: RunSession, data: DataPlace, state: State, logger: Logger) -> Buckets:
     """Continue a run from its newest sound checkpoint, unless a load_path has put it somewhere already.
 
     Args:
@@ -56,6 +57,9 @@ def continue_run(run: RunSession, data: DataPlace, state: State, logger: Logger)
         data: gets the place in the training data.
         state: at Composer's event ``AFTER_LOAD``.
         logger: for Composer.
+
+    Returns:
+        The buckets to sum gradients in, when DDP exists.
 
     Raises:
         NoCheckpointError: there is none, and ``resume="must"``.
@@ -69,7 +73,7 @@ def continue_run(run: RunSession, data: DataPlace, state: State, logger: Logger)
         if loaded is not None:
             run.saved_step = int(state.timestamp.batch)
             _tell_newer(run, state, str(loaded))
-        return
+        return []
     url = run.settings.url
     stored = on_every(lambda: _read(run, manifest))
     live = state.get_model_state_dict()
@@ -86,6 +90,7 @@ def continue_run(run: RunSession, data: DataPlace, state: State, logger: Logger)
     if not is_first():  # only the first process goes on from what it has read
         run.saver.forget()
     _tell_resumed(run, state)
+    return stored["buckets"] if len(stored["ranks"]) == world_size() else []
 
 
 def _read(run: RunSession, manifest: Manifest) -> Any:

@@ -26,6 +26,7 @@ from shrinkpoint.integrations.composer_state import (
     trained_module,
     unloadable_optimizer,
 )
+from shrinkpoint.integrations.gradient_buckets import Buckets, bucket_order, restore_buckets, stateful_hook
 from shrinkpoint.integrations.gradients import GradientCollector
 from shrinkpoint.integrations.ranks import (
     Outcome,
@@ -57,6 +58,7 @@ class Session:
         self._probe = LossProbe(batches=settings.run.probe_batches)
         self._steps = StepProbe(self._probe, steps=self.run.probe_steps)
         self._data = DataPlace()
+        self._buckets: Buckets = []
         self._gradients = GradientCollector()
         self._termination = TerminationRequest()
 
@@ -91,7 +93,7 @@ class Session:
         Raises:
             ShrinkpointError: as `continue_run`.
         """
-        continue_run(self.run, self._data, state, logger)
+        self._buckets = continue_run(self.run, self._data, state, logger)
 
     def fit_starts(self, state: State) -> None:
         """Training starts or goes on."""
@@ -105,7 +107,11 @@ class Session:
                 f"Composer cannot load the state of {unloadable}, so that weights can be taken out of {self.settings.run.url} with"
                 " `shrinkpoint export`, but the run cannot be continued"
             )
+        if is_first():
+            self.run.warn_hook(stateful_hook(state.model))
         self._termination.watch()
+        restore_buckets(state.model, self._buckets)  # DDP exists only now
+        self._buckets = []
         self._data.fit_starts(state)
         self._steps.starts(state)
         weights = {"state": {"model": state.get_model_state_dict()}}  # with FSDP, all ranks gather them
@@ -239,11 +245,11 @@ class Session:
             self._drain(state)
 
     def _stored(self, state: State) -> dict[str, Any]:
-        places = gather(self._data.state(state))
+        places, buckets = gather(self._data.state(state)), bucket_order(state.model)
         if state.fsdp_enabled:
-            return stored_state(state, places)
+            return stored_state(state, places, buckets)
         return on_every(
-            lambda: stored_state(state, places)
+            lambda: stored_state(state, places, buckets)
         )  # a callback's own state may fail on one rank alone
 
     def _evaluation(self, state: State) -> Callable[[Mapping[str, torch.Tensor]], tuple[float, ...]]:

@@ -11,6 +11,7 @@ from composer.loggers import Logger
 from torch import nn
 
 from shrinkpoint.errors import StateMismatchError
+from shrinkpoint.integrations.gradient_buckets import Buckets
 from shrinkpoint.integrations.ranks import on_first
 from shrinkpoint.resume import require_same_groups, require_same_model
 from shrinkpoint.roles import is_master, model_tags, moment_role
@@ -61,7 +62,7 @@ def _without_wrappers(name: str) -> str:
 # ---- saving
 
 
-def stored_state(state: State, ranks: list[Any]) -> dict[str, Any]:
+def stored_state(state: State, ranks: list[Any], buckets: Buckets) -> dict[str, Any]:
     """Everything that a run is continued from; its tensors are the live ones.
 
     Called on every rank: with FSDP the shards are gathered, and the first rank alone gets them.
@@ -69,10 +70,11 @@ def stored_state(state: State, ranks: list[Any]) -> dict[str, Any]:
     Args:
         state: at one of Composer's checkpoint events, after the first step.
         ranks: every process's place in the data.
+        buckets: in which gradients are summed.
     """
     stored = state.state_dict()
     _begin_next_epoch(stored, state)
-    return {"format": FORMAT, "version": _VERSION, "state": stored, "ranks": ranks}
+    return {"format": FORMAT, "version": _VERSION, "state": stored, "ranks": ranks, "buckets": buckets}
 
 
 def _begin_next_epoch(stored: dict[str, Any], state: State) -> None:

@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from shrinkpoint.integrations.gradient_buckets import bucket_order, restore_buckets
 from shrinkpoint.integrations.lightning_loaders import DataPlace, missing_internals
 from shrinkpoint.integrations.ranks import gather
 from shrinkpoint.rng import capture_rng, restore_rng
@@ -93,6 +94,7 @@ class Position:
             "plateau_pending": between and epochs.total.completed != epochs.total.processed,
             "validation_pending": validation_pending,
             "ranks": gather(mine),
+            "buckets": bucket_order(trainer.strategy.model),
             "callback_metrics": metrics,
             "seed": os.environ.get(_SEED),
             "gradients": _gradients(trainer) if mid_accumulation else {},
@@ -150,6 +152,7 @@ class Position:
             _rerun_validation(trainer)
         if loaded["plateau_pending"]:
             _step_plateau_schedulers(trainer, module)
+        restore_buckets(trainer.strategy.model, loaded["buckets"])
         for name, gradient in loaded["gradients"].items():
             parameter = module.get_parameter(name)
             parameter.grad = gradient.to(parameter.device)

@@ -7,6 +7,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from shrinkpoint.address import Address
 from shrinkpoint.errors import ConfigError
+from shrinkpoint.integrations.gradient_buckets import stateful_hook
 from shrinkpoint.integrations.gradients import GradientCollector
 from shrinkpoint.integrations.lightning_io import RunCheckpointIO, require_supported, storable
 from shrinkpoint.integrations.lightning_moments import ends_epoch, validation_follows
@@ -105,6 +106,7 @@ class Session:
             if not is_first():  # only the first process goes on from what it has read
                 self._saver.forget()
         if self._active and is_first():
+            self.run.warn_hook(stateful_hook(trainer.strategy.model))
             weights = {"state_dict": module.state_dict()}
             self._saver.begin(weights, step=trainer.global_step, describe=_describe(trainer, module))
 

@@ -213,6 +213,14 @@ class RunSession:
             self._warned.add(topic or message)
             tell(message)
 
+    def warn_hook(self, name: str | None) -> None:
+        """Warn of the state of a DDP communication hook, of each process's own and as large as the model; None has none."""
+        if name is not None:
+            self.warn_once(
+                f"checkpoints leave out the state of the DDP communication hook, a {name}: a continued run begins with a fresh"
+                " one, and does not go on bit by bit"
+            )
+
     def _has_room(self, last: bool) -> bool:
         room = last or self.settings.saver.busy == "wait" or not self.saver.busy
         self.saver.skipped += not room

@@ -1,4 +1,4 @@
-"""Two processes on a CPU, with DDP and FSDP2, interrupted and continued."""
+"""Two or three processes on a CPU, with DDP and FSDP2, interrupted and continued."""
 
 import os
 import socket
@@ -12,11 +12,10 @@ import torch
 
 pytest.importorskip("composer")
 
-from support.composer_distributed import SCENARIOS
+from support.composer_distributed import OF_THREE, SCENARIOS
 from support.composer_models import Outcome, assert_continues, assert_same
 
 PROGRAM = Path(__file__).parents[1] / "support" / "composer_distributed.py"
-PROCESSES = 2
 
 
 def free_port() -> int:
@@ -26,11 +25,11 @@ def free_port() -> int:
         return port
 
 
-def run_processes(folder: Path, *names: str, program: Path = PROGRAM) -> None:
-    """Play scenarios in two processes; a process that fails ends the other one."""
+def run_processes(folder: Path, *names: str, count: int = 2, program: Path = PROGRAM) -> None:
+    """Play scenarios in `count` processes; a process that fails ends the others."""
     shared = {
-        "WORLD_SIZE": PROCESSES,
-        "LOCAL_WORLD_SIZE": PROCESSES,
+        "WORLD_SIZE": count,
+        "LOCAL_WORLD_SIZE": count,
         "NODE_RANK": 0,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": free_port(),
@@ -38,7 +37,7 @@ def run_processes(folder: Path, *names: str, program: Path = PROGRAM) -> None:
         "OMP_NUM_THREADS": 1,
     }
     processes, logs = [], []
-    for rank in range(PROCESSES):
+    for rank in range(count):
         own = {"RANK": rank, "LOCAL_RANK": rank}
         logs.append(folder / f"log-{rank}.txt")
         with logs[-1].open("w") as log:
@@ -55,7 +54,7 @@ def run_processes(folder: Path, *names: str, program: Path = PROGRAM) -> None:
     finally:
         for process in processes:
             process.kill()
-    assert codes == [0] * PROCESSES, "\n".join(log.read_text()[-5000:] for log in logs)
+    assert codes == [0] * count, "\n".join(log.read_text()[-5000:] for log in logs)
 
 
 @pytest.fixture(scope="module", name="outcomes")
@@ -63,28 +62,39 @@ def _outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[s
     """What each process has seen of each scenario: all are played in one go, for importing Composer takes seconds."""
     folder = tmp_path_factory.mktemp("distributed")
     run_processes(folder, *SCENARIOS)
+    return {name: [seen(folder, name, rank) for rank in range(2)] for name in SCENARIOS}
 
-    def read(name: str, rank: int) -> Any:
-        return torch.load(folder / f"{name}-{rank}.pt", weights_only=False)
 
-    return {name: [read(name, rank) for rank in range(PROCESSES)] for name in SCENARIOS}
+def seen(folder: Path, name: str, rank: int) -> Any:
+    return torch.load(folder / f"{name}-{rank}.pt", weights_only=False)
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_two_processes_continue_bit_by_bit(name: str, outcomes: Any) -> None:
     first, second = outcomes[name]
-    for seen in (first, second):
-        assert seen["rest"].trace[0][2] == SCENARIOS[name].resumes_at
-        assert_continues(seen["whole"], seen["rest"])
+    for one in (first, second):
+        assert one["rest"].trace[0][2] == SCENARIOS[name].resumes_at
+        assert_continues(one["whole"], one["rest"])
     assert first["whole"].trace != second["whole"].trace
     assert first["whole"].final["model"]
 
 
 def test_the_first_process_tries_steps_and_leaves_no_trace(tmp_path: Path) -> None:
     run_processes(tmp_path, program=PROGRAM.with_name("composer_ddp_probe.py"))
-    for rank in range(PROCESSES):
-        seen = torch.load(tmp_path / f"probed-{rank}.pt", weights_only=False)
-        assert seen["plain"].trace == seen["probed"].trace
-        assert_same(seen["plain"].final, seen["probed"].final)
-        assert not any("cannot be tried" in told for told in seen["told"])
-        assert rank > 0 or ["2", "4"] in seen["resumed"]
+    for rank in range(2):
+        one = seen(tmp_path, "probed", rank)
+        assert one["plain"].trace == one["probed"].trace
+        assert_same(one["plain"].final, one["probed"].final)
+        assert not any("cannot be tried" in told for told in one["told"])
+        assert rank > 0 or ["2", "4"] in one["resumed"]
+
+
+def test_three_processes_continue_bit_by_bit(tmp_path: Path) -> None:
+    run_processes(tmp_path, *OF_THREE, count=3)
+    for name, scenario in OF_THREE.items():
+        for rank in range(3):
+            one = seen(tmp_path, name, rank)
+            assert one["rest"].trace[0][2] == scenario.resumes_at
+            assert_continues(one["whole"], one["rest"])
+            with pytest.raises(AssertionError):  # the gradients are summed in the order of a fresh DDP
+                assert_same(one["whole"].final["model"], one["control"].final["model"])

@@ -1,4 +1,4 @@
-"""Two processes on a CPU, interrupted and continued."""
+"""Two or three processes on a CPU, interrupted and continued."""
 
 import os
 import subprocess
@@ -13,13 +13,12 @@ from support.lightning_models import assert_same
 PROGRAM = Path(__file__).parents[1] / "support" / "lightning_ddp.py"
 
 
-@pytest.mark.parametrize(("loader", "how"), [("plain", "error"), ("stateful", "error"), ("plain", "sigterm")])
-def test_two_processes_continue_bit_by_bit(tmp_path: Path, loader: str, how: str) -> None:
+def run(folder: Path, *arguments: str) -> None:
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("PL_", "LOCAL_", "MASTER"))
     }
     done = subprocess.run(
-        [sys.executable, str(PROGRAM), str(tmp_path), loader, how],
+        [sys.executable, str(PROGRAM), str(folder), *arguments],
         env=environment | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -28,14 +27,33 @@ def test_two_processes_continue_bit_by_bit(tmp_path: Path, loader: str, how: str
     )
     assert done.returncode == 0, done.stderr
 
-    def result(name: str, rank: int) -> Any:
-        return torch.load(tmp_path / f"{name}-{rank}.pt", weights_only=False)
 
-    step = result("rest", 0)["trace"][0][2]
+def result(folder: Path, name: str, rank: int) -> Any:
+    return torch.load(folder / f"{name}-{rank}.pt", weights_only=False)
+
+
+@pytest.mark.parametrize(("loader", "how"), [("plain", "error"), ("stateful", "error"), ("plain", "sigterm")])
+def test_two_processes_continue_bit_by_bit(tmp_path: Path, loader: str, how: str) -> None:
+    run(tmp_path, loader, how)
+    step = result(tmp_path, "rest", 0)["trace"][0][2]
     assert step in ((8,) if how == "sigterm" else (3, 6))  # the launcher may kill the save of step 6
     for rank in (0, 1):
-        whole, rest = result("whole", rank), result("rest", rank)
+        whole, rest = result(tmp_path, "whole", rank), result(tmp_path, "rest", rank)
         assert whole["trace"][step:] == rest["trace"]
         assert_same(whole["final"], rest["final"])
         assert rest["best"] == f"{tmp_path}/run#step=12"
-    assert result("whole", 0)["trace"] != result("whole", 1)["trace"]
+    assert result(tmp_path, "whole", 0)["trace"] != result(tmp_path, "whole", 1)["trace"]
+
+
+def test_three_processes_continue_bit_by_bit(tmp_path: Path) -> None:
+    run(tmp_path, "plain", "error", "3")
+    step = result(tmp_path, "rest", 0)["trace"][0][2]
+    assert step in (3, 6)
+    for rank in range(3):
+        whole, rest, control = (result(tmp_path, name, rank) for name in ("whole", "rest", "control"))
+        assert whole["trace"][step:] == rest["trace"]
+        assert_same(whole["final"], rest["final"])
+        # The same batches, whose gradients are summed in the order of a fresh DDP.
+        assert [row[:4] for row in control["trace"]] == [row[:4] for row in rest["trace"]]
+        with pytest.raises(AssertionError):
+            assert_same(whole["final"]["weights"], control["final"]["weights"])

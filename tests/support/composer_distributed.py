@@ -7,6 +7,7 @@ Each process leaves ``<folder>/<scenario>-<rank>.pt``.
 """
 
 import os
+import shutil
 import sys
 import time
 import warnings
@@ -17,19 +18,21 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
+import torch.distributed
 from composer.utils import dist
 from support.composer_models import Crash, Outcome, Setup, fit
 
 from shrinkpoint.callbacks.composer import CompressedCheckpoint
+from shrinkpoint.integrations import composer_session
 
-__all__ = ["SCENARIOS", "Scenario", "starts"]
+__all__ = ["OF_THREE", "SCENARIOS", "Scenario", "starts"]
 
 FSDP2 = {"parallelism_config": {"fsdp": {"state_dict_type": "full"}}}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """One run of two processes, whose epochs have 4 batches."""
+    """One run of two processes, whose epochs have 4 batches; of three, 3."""
 
     interval: str
     batch: int
@@ -39,6 +42,8 @@ class Scenario:
     options: dict[str, Any] = field(default_factory=dict)
     signalled: int | None = None
     """The one process that gets a SIGTERM instead."""
+    control: bool = False
+    """Continue once more, with DDP's buckets left as they are at first."""
 
 
 def _ddp(**more: Any) -> Setup:
@@ -76,11 +81,15 @@ SCENARIOS = {
     ),
 }
 
+OF_THREE = {
+    "DDP, three processes": Scenario(interval="2ba", batch=5, resumes_at=4, setup=_ddp(), control=True)
+}
+
 
 def play(scenario: Scenario, url: str) -> dict[str, Outcome]:
     """The whole run and the end of the interrupted one, as this process has seen them."""
 
-    def saving() -> CompressedCheckpoint:
+    def saving(url: str = url) -> CompressedCheckpoint:
         return CompressedCheckpoint(url, save_interval=scenario.interval, scheme="lossless", busy="wait")
 
     signalled = scenario.signalled == dist.get_global_rank()
@@ -91,7 +100,14 @@ def play(scenario: Scenario, url: str) -> dict[str, Outcome]:
     first = fit(saving(), crash, setup=scenario.setup, **scenario.options)
     assert whole.finished
     assert not first.finished
-    return {"whole": whole, "rest": fit(saving(), setup=scenario.setup, seed=999, **scenario.options)}
+    if scenario.control and dist.get_global_rank() == 0:
+        shutil.copytree(url, f"{url}-copy")
+    outcomes = {"whole": whole, "rest": fit(saving(), setup=scenario.setup, seed=999, **scenario.options)}
+    if scenario.control:
+        composer_session.restore_buckets = lambda model, buckets: None
+        copied = saving(f"{url}-copy")
+        outcomes["control"] = fit(copied, setup=scenario.setup, seed=999, **scenario.options)
+    return outcomes
 
 
 def starts() -> None:
@@ -106,9 +122,11 @@ def starts() -> None:
 
 def main(folder: str, *names: str) -> None:
     starts()
+    torch.distributed._DEFAULT_FIRST_BUCKET_BYTES = 1  # several buckets for a tiny model
+    scenarios = SCENARIOS | OF_THREE
     for name in names:
-        number = list(SCENARIOS).index(name)
-        outcomes = play(SCENARIOS[name], f"{folder}/run-{number}")
+        number = list(scenarios).index(name)
+        outcomes = play(scenarios[name], f"{folder}/run-{number}")
         torch.save(outcomes, f"{folder}/{name}-{dist.get_global_rank()}.pt")
         dist.barrier()
 

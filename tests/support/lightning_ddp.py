@@ -1,12 +1,14 @@
-"""A program for the tests: trains with two processes, whole, then interrupted, then continued.
+"""A program for the tests: trains with some processes, whole, then interrupted, then continued.
 
-Usage: lightning_ddp.py <folder> <plain|stateful> [error|sigterm]
+Usage: lightning_ddp.py <folder> <plain|stateful> [error|sigterm] [processes]
 
-Each process of each run leaves ``<folder>/<run>-<rank>.pt``.
+Each process of each run leaves ``<folder>/<run>-<rank>.pt``. With more than two processes the interrupted run is continued
+once more, as ``control``, with DDP's buckets left as they are at first.
 """
 
 import contextlib
 import multiprocessing
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import DDPStrategy
 from support.lightning_models import Crash, Outcome, Points, Setup, Tiny, fit
 from torch.multiprocessing import ProcessRaisedException
 from torch.utils.data import DataLoader
@@ -23,6 +26,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from shrinkpoint.callbacks.lightning import CompressedCheckpoint
+from shrinkpoint.integrations import lightning_position
 
 
 class Distributed(Tiny):
@@ -51,8 +55,8 @@ class Leave(Callback):
         )
 
 
-def train(folder: str, loader: str, name: str, *callbacks: Callback) -> None:
-    seed = 999 if name == "rest" else 1
+def train(folder: str, loader: str, name: str, *callbacks: Callback, processes: int = 2) -> None:
+    seed = 1 if name in ("whole", "first") else 999
     pl.seed_everything(seed, verbose=False)
     fit(
         *callbacks,
@@ -60,14 +64,15 @@ def train(folder: str, loader: str, name: str, *callbacks: Callback) -> None:
         module=Distributed(Setup(stateful=loader == "stateful")),
         seed=seed,
         max_epochs=3,
-        strategy="ddp_fork",
-        devices=2,
+        strategy=DDPStrategy(start_method="fork", bucket_cap_mb=0.0003),  # several buckets for a tiny model
+        devices=processes,
         num_sanity_val_steps=0,
     )
 
 
-def first(folder: str, loader: str, how: str) -> None:
-    train(folder, loader, "first", saving(folder, how), Crash(8, sigterm=how == "sigterm"))
+def first(folder: str, loader: str, how: str, processes: int = 2) -> None:
+    crash = Crash(8, sigterm=how == "sigterm")
+    train(folder, loader, "first", saving(folder, how), crash, processes=processes)
 
 
 def interrupt(folder: str, loader: str) -> None:
@@ -85,20 +90,25 @@ def interrupt(folder: str, loader: str) -> None:
     launcher.join()
 
 
-def saving(folder: str, how: str) -> CompressedCheckpoint:
+def saving(folder: str, how: str, run: str = "run") -> CompressedCheckpoint:
     every = 10**6 if how == "sigterm" else 3
-    return CompressedCheckpoint(f"{folder}/run", every_n_train_steps=every, scheme="lossless", busy="wait")
+    return CompressedCheckpoint(f"{folder}/{run}", every_n_train_steps=every, scheme="lossless", busy="wait")
 
 
-def main(folder: str, loader: str, how: str = "error") -> None:
+def main(folder: str, loader: str, how: str = "error", processes: str = "2") -> None:
     torch.set_num_threads(1)
-    train(folder, loader, "whole")
+    count = int(processes)
+    train(folder, loader, "whole", processes=count)
     if how == "sigterm":
         interrupt(folder, loader)
     else:
         with contextlib.suppress(ProcessRaisedException):
-            first(folder, loader, how)
-    train(folder, loader, "rest", saving(folder, how))
+            first(folder, loader, how, count)
+    shutil.copytree(f"{folder}/run", f"{folder}/copy")
+    train(folder, loader, "rest", saving(folder, how), processes=count)
+    if count > 2:
+        lightning_position.restore_buckets = lambda model, buckets: None
+        train(folder, loader, "control", saving(folder, how, "copy"), processes=count)
 
 
 if __name__ == "__main__":
