@@ -2,19 +2,42 @@
 
 A checkpoint taken right after a batch makes Lightning skip the validation or the epoch's end that would have followed
 (with a stateful dataloader the whole next epoch is lost). So a save that is due waits until those are over.
+
+When training ends in the middle of an epoch, Lightning ends the epoch too: its hooks run, and its counters go on. From
+there a longer training cannot be continued, so the last checkpoint is taken before that.
 """
 
 import math
 
 from lightning.pytorch import Trainer
 
-__all__ = ["ends_epoch", "validation_follows"]
+__all__ = ["ends_epoch", "ends_training", "validation_follows"]
 
 
 def ends_epoch(trainer: Trainer, batch_idx: int) -> bool:
     """Whether the batch that has just been done is its epoch's last one."""
     batches = trainer.fit_loop.epoch_loop.batch_progress
     return batch_idx + 1 >= trainer.num_training_batches or bool(batches.is_last_batch)
+
+
+def ends_training(trainer: Trainer, *, last_batch: bool) -> bool:
+    """Whether Lightning makes no step after the batch that has just been done, as far as is known now.
+
+    Args:
+        trainer: at the end of a batch, a validation or an epoch.
+        last_batch: the batch is its epoch's last one.
+    """
+    steps, epochs = trainer.max_steps, trainer.max_epochs
+    if steps is not None and 0 <= steps <= trainer.global_step:
+        return True
+    # Lightning counts an epoch as done only after the hooks at its end.
+    if last_batch and epochs is not None and 0 <= epochs <= trainer.current_epoch + 1:
+        return True
+    return _stops_early(trainer)
+
+
+def _stops_early(trainer: Trainer) -> bool:
+    return trainer.should_stop and getattr(trainer.fit_loop, "_can_stop_early", True)
 
 
 def validation_follows(trainer: Trainer, batch_idx: int) -> bool:
@@ -24,7 +47,7 @@ def validation_follows(trainer: Trainer, batch_idx: int) -> bool:
     """
     if not trainer.enable_validation:
         return False
-    if trainer.should_stop:  # it validates once more before it stops
+    if _stops_early(trainer):  # it validates once more before it stops
         return True
     every, epochs = trainer.val_check_batch, trainer.check_val_every_n_epoch
     if every is None or math.isinf(every):

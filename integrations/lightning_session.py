@@ -10,7 +10,7 @@ from shrinkpoint.errors import ConfigError
 from shrinkpoint.integrations.gradient_buckets import stateful_hook
 from shrinkpoint.integrations.gradients import GradientCollector
 from shrinkpoint.integrations.lightning_io import RunCheckpointIO, require_supported, storable
-from shrinkpoint.integrations.lightning_moments import ends_epoch, validation_follows
+from shrinkpoint.integrations.lightning_moments import ends_epoch, ends_training, validation_follows
 from shrinkpoint.integrations.lightning_position import POSITION_KEY, Position
 from shrinkpoint.integrations.lightning_probe import LossProbe
 from shrinkpoint.integrations.lightning_probe_steps import StepProbe
@@ -47,6 +47,7 @@ class Session:
         self._seen_step = 0
         self._stepped = False
         self._last_batch = False
+        self._ending = False
         self._stored_optimizers: list[dict[str, Any]] = []
         self._position_wanted = False
         self._validation_pending = False
@@ -164,6 +165,7 @@ class Session:
             self._trigger.after_step(step, agree=broadcast)
         if self._last_batch:
             self._trigger.after_epoch(trainer.current_epoch + 1)
+        self._request_last(trainer)
         # One rank may learn of a signal earlier than the others: all must save at the same batch, or none.
         terminated = trainer.strategy.reduce_boolean_decision(trainer.received_sigterm, all=False)
         if terminated:
@@ -181,12 +183,15 @@ class Session:
             return
         self._attend(trainer)
         self._validation_pending = False
+        self._request_last(trainer)
         if not (self._last_batch and self.settings.on_epoch_end):
             self._save_if_due(trainer, module)
 
     def epoch_ends(self, trainer: Trainer, module: LightningModule) -> None:
         """Save what was due at the epoch's last batch."""
         if self._active:
+            if self._last_batch:  # else training has ended within the epoch: no place to go on from
+                self._request_last(trainer)
             self._save_if_due(trainer, module)
 
     def add_position(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
@@ -207,9 +212,15 @@ class Session:
             self.probe.kept.adapt(report, self.settings.run.saver.search_overhead)
         log_reports(trainer, reports)
 
+    def _request_last(self, trainer: Trainer) -> None:
+        """Save at the next moment that allows it if training ends here."""
+        self._ending = self.settings.run.save_last and ends_training(trainer, last_batch=self._last_batch)
+        if self._ending and trainer.global_step != self.run.saved_step:
+            self._trigger.request()
+
     def _save_if_due(self, trainer: Trainer, module: LightningModule, *, terminated: bool = False) -> None:
-        if self._trigger.due and (self._stepped or terminated):
-            self._save(trainer, module, last=terminated, exact=terminated)
+        if self._trigger.due and (self._stepped or self._ending or terminated):
+            self._save(trainer, module, last=terminated or self._ending, exact=terminated)
 
     def _save(
         self, trainer: Trainer, module: LightningModule, *, last: bool = False, exact: bool = False

@@ -181,3 +181,102 @@ def test_continues_after_a_signal_between_batches() -> None:
     rest = fit(CompressedCheckpoint(url, scheme="lossless"), module=SignalAfterOurHook(), seed=999)
     assert rest.trace[0][2] == 13
     assert_continues(whole, rest)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Longer:
+    """One way to end a training that is then to go on for longer."""
+
+    short: dict[str, Any]
+    long: dict[str, Any]
+    every: int = 7
+    saving: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    steps: int
+    """After which the first training ends."""
+
+
+def _steps(**more: Any) -> dict[str, Any]:
+    return {"max_epochs": -1} | more
+
+
+LONGER = {
+    "steps, mid epoch": Longer(short=_steps(max_steps=10), long=_steps(max_steps=20), steps=10),
+    "steps, mid epoch, no validation": Longer(
+        short=_steps(max_steps=10) | NO_VALIDATION, long=_steps(max_steps=20) | NO_VALIDATION, steps=10
+    ),
+    "steps, last batch": Longer(short=_steps(max_steps=16), long=_steps(max_steps=26), steps=16),
+    "steps, last batch, no validation": Longer(
+        short=_steps(max_steps=16) | NO_VALIDATION, long=_steps(max_steps=20) | NO_VALIDATION, steps=16
+    ),
+    "steps, validation there": Longer(
+        short=_steps(max_steps=12, val_check_interval=0.5),
+        long=_steps(max_steps=20, val_check_interval=0.5),
+        steps=12,
+    ),
+    "steps, saved at every epoch's very end": Longer(
+        short=_steps(max_steps=10),
+        long=_steps(max_steps=20),
+        saving={"every_n_train_steps": None, "save_on_train_epoch_end": True},
+        steps=10,
+    ),
+    "steps, accumulation": Longer(
+        short=_steps(max_steps=4, accumulate_grad_batches=3),
+        long=_steps(max_steps=8, accumulate_grad_batches=3),
+        steps=4,
+    ),
+    "steps, a checkpoint was due": Longer(
+        short=_steps(max_steps=10), long=_steps(max_steps=20), every=5, steps=10
+    ),
+    "steps, a save is under way": Longer(
+        short=_steps(max_steps=10), long=_steps(max_steps=20), saving={"busy": "skip"}, every=9, steps=10
+    ),
+    "epochs": Longer(short={"max_epochs": 2}, long={"max_epochs": 4}, steps=16),
+    "epochs, no validation": Longer(
+        short={"max_epochs": 2} | NO_VALIDATION, long={"max_epochs": 4} | NO_VALIDATION, steps=16
+    ),
+    "epochs, plateau": Longer(
+        short={"max_epochs": 2}, long={"max_epochs": 4}, data={"plateau": "val_loss"}, steps=16
+    ),
+    "epochs, plateau, no validation": Longer(
+        short={"max_epochs": 2} | NO_VALIDATION,
+        long={"max_epochs": 4} | NO_VALIDATION,
+        data={"plateau": "train_loss"},
+        steps=16,
+    ),
+    "epochs, stream": Longer(
+        short={"max_epochs": 2}, long={"max_epochs": 4}, data={"stream": True}, steps=16
+    ),
+    "epochs, then steps": Longer(short={"max_epochs": 2}, long=_steps(max_steps=26), steps=16),
+    "steps, then epochs": Longer(short=_steps(max_steps=10), long={"max_epochs": 3}, steps=10),
+    "steps, loader's own generator": Longer(
+        short=_steps(max_steps=10), long=_steps(max_steps=20), data={"generator": True}, steps=10
+    ),
+    "steps, 2 workers": Longer(
+        short=_steps(max_steps=10), long=_steps(max_steps=18), data={"workers": 2}, steps=10
+    ),
+}
+
+
+@pytest.mark.parametrize("stateful", [False, True], ids=["plain", "stateful"])
+@pytest.mark.parametrize("name", LONGER)
+def test_trains_longer_as_in_one_go(name: str, stateful: bool) -> None:
+    torch.set_num_threads(1)
+    case = LONGER[name]
+    options = {"every_n_train_steps": case.every, "busy": "wait"} | case.saving
+
+    def saving() -> CompressedCheckpoint:
+        url = f"memory://resume/longer/{list(LONGER).index(name)}-{stateful}"
+        return CompressedCheckpoint(url, scheme="lossless", **options)
+
+    def train(limits: dict[str, Any], *callbacks: Any, **more: Any) -> Outcome:
+        monitor = None if limits.get("limit_val_batches") == 0 else "val_loss"
+        setup = Setup(stateful=stateful, **case.data)
+        return fit(*callbacks, setup=setup, monitor=monitor, **limits, **more)
+
+    whole = train(case.long)
+    short = train(case.short, saving())
+    assert short.trainer.global_step == case.steps
+    rest = train(case.long, saving(), seed=999)
+    assert rest.trace[0][2] == case.steps
+    assert_continues(whole, rest)
