@@ -80,3 +80,34 @@ def test_a_crash_between_two_calls_of_fit() -> None:
     assert rest.trace[0][2] == 16
     once = uninterrupted(Setup(fits=("4ep",)))
     assert_continues(once, rest)  # as if there had been one call
+
+
+LONGER = {
+    "batches, mid epoch": ("10ba", "20ba", "7ba", Setup(eval_interval=None), 10),
+    "batches, mid epoch, evaluation": ("10ba", "20ba", "7ba", Setup(), 10),
+    "batches, saved by epochs": ("10ba", "20ba", "1ep", Setup(eval_interval=None), 10),
+    "batches, end of an epoch": ("16ba", "24ba", "7ba", Setup(eval_interval=None), 16),
+    "epochs": ("2ep", "4ep", "7ba", Setup(eval_interval=None), 16),
+    "epochs, scheduler by epochs": (
+        "2ep",
+        "4ep",
+        "7ba",
+        Setup(eval_interval=None, scheduler="every epoch"),
+        16,
+    ),
+    "epochs, saved by epochs": ("2ep", "4ep", "1ep", Setup(), 16),
+}
+
+
+@pytest.mark.parametrize("name", LONGER)
+@pytest.mark.filterwarnings("ignore:.*is complete:shrinkpoint.errors.ShrinkpointWarning")
+def test_trains_longer_as_in_one_go(name: str) -> None:
+    torch.set_num_threads(1)
+    short, long, interval, setup, batches = LONGER[name]
+    url = f"longer-{list(LONGER).index(name)}"
+    whole = fit(setup=replace(setup, duration=long))
+    first = fit(saving(url, interval), setup=replace(setup, duration=short))
+    assert first.finished
+    rest = fit(saving(url, interval), setup=replace(setup, duration=long), seed=999)
+    assert rest.trace[0][2] == batches
+    assert_continues(whole, rest)
