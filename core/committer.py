@@ -75,6 +75,7 @@ class Committer:
         self._writer: RunWriter | None = None
         self._link: _Link | None = None
         self._movement = MovementTracker()
+        self._told_of_loss = False
         self.planner = Planner(config, spent_s)
 
     def open(self) -> RunWriter:
@@ -131,7 +132,13 @@ class Committer:
         movement = self._movement.since(state, job.step)
         try:
             stored = self._store_with(job, state, self._take_link(), movement, started, spent)
-        except ChainError:  # somebody collected the parent meanwhile; a base needs none
+        except ChainError as error:  # a base needs no parent
+            if not self._told_of_loss:
+                self._told_of_loss = True
+                tell(
+                    f"{error}. Step {job.step} is stored as a base; checkpoints that need what is gone cannot be restored. Told"
+                    " once"
+                )
             stored = self._store_with(job, state, None, movement, started, spent)
         self._note(state, job.step)
         self._collect()

@@ -5,12 +5,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
-from shrinkpoint.errors import CorruptionError, FormatError, UnsupportedFormatError
-from shrinkpoint.store.keys import pin_name, seq_of_commit
+from shrinkpoint.errors import CorruptionError, FormatError, StoreError, UnsupportedFormatError
+from shrinkpoint.store.keys import COMMITTED_KEY, pin_name, seq_of_commit
 from shrinkpoint.store.manifest import MAX_MANIFEST_BYTES, Manifest, unseal
 from shrinkpoint.store.objects import MissingKeyError, ObjectInfo, ObjectStore
 
-__all__ = ["Catalog", "DamagedCheckpoint", "Listing", "read_checked"]
+__all__ = ["Catalog", "DamagedCheckpoint", "Listing", "is_listed", "read_checked"]
 
 T = TypeVar("T")
 
@@ -28,12 +28,14 @@ class DamagedCheckpoint:
         reason: What is wrong with it.
         modified: When it was written, by the store's clock; None where the store does not tell.
         unsupported: It is sound, but only a newer shrinkpoint can read it.
+        missing: It is listed, but there is nothing to read: the store contradicts itself, or a link leads nowhere.
     """
 
     key: str
     reason: str
     modified: float | None = None
     unsupported: bool = False
+    missing: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,26 +75,49 @@ class Catalog:
         """List ``commits/`` now.
 
         Raises:
-            StoreError: The store could not be listed or read; that never looks like an empty run.
+            StoreError: The store could not be listed or read, or lists nothing although the run has checkpoints; that never
+                looks like an empty run.
         """
-        infos = [info for info in self._objects.list("commits/") if seq_of_commit(info.key) is not None]
+        infos = self._list()
         # By size and time stamp as well: a writer that was fenced off may reuse the number of a removed manifest.
         self._sound = {info: self._sound[info] for info in infos if info in self._sound}
         unread = [info for info in infos if info not in self._sound]
         damaged: list[DamagedCheckpoint] = []
         if unread:
             with ThreadPoolExecutor(min(_READERS, len(unread))) as pool:
-                for info, outcome in zip(unread, pool.map(self._read, unread), strict=True):
-                    if isinstance(outcome, Manifest):
-                        self._sound[info] = outcome
-                        self.note(info.key, outcome)
-                    elif outcome is not None:
-                        damaged.append(outcome)
+                outcomes = list(pool.map(self._read, unread))
+            for info, outcome in zip(unread, outcomes, strict=True):
+                if isinstance(outcome, Manifest):
+                    self._sound[info] = outcome
+                    self.note(info.key, outcome)
+                else:
+                    damaged.append(outcome)
+            if any(outcome.missing for outcome in damaged):  # collected since the listing, or damaged
+                listed = {info.key for info in self._objects.list("commits/")}
+                damaged = [outcome for outcome in damaged if not outcome.missing or outcome.key in listed]
         manifests = sorted(
             self._sound.values(), key=lambda m: (m.position, m.epoch, m.seq, m.session), reverse=True
         )
         max_seq = max((seq_of_commit(info.key) or 0 for info in infos), default=-1)
         return Listing(manifests=tuple(manifests), damaged=tuple(damaged), max_seq=max_seq)
+
+    def _list(self) -> list[ObjectInfo]:
+        """What lies in ``commits/``; nothing only where nothing was ever acknowledged."""
+        infos = self._list_once()
+        if infos or not _exists(self._objects, COMMITTED_KEY):
+            return infos
+        infos = self._list_once()  # the first checkpoint may have been committed since
+        if infos:
+            return infos
+        raise StoreError(
+            f"{self._objects.show('commits/')} lists no checkpoint, although {self._objects.show(COMMITTED_KEY)} says that"
+            " this run has some: a disk that is not mounted, a link that leads nowhere, a copy that is not complete, or a"
+            " server that lists wrongly. Nothing was changed. Bring commits/ back; to give up what was there, use another"
+            f" URL or delete {COMMITTED_KEY}"
+        )
+
+    def _list_once(self) -> list[ObjectInfo]:
+        return [info for info in self._objects.list("commits/") if seq_of_commit(info.key) is not None]
 
     def note(self, key: str, manifest: Manifest) -> None:
         """Remember under which key ``manifest`` is stored."""
@@ -112,6 +137,11 @@ class Catalog:
         except (MissingKeyError, FormatError):
             return False
 
+    def is_listed(self, manifest: Manifest) -> bool:
+        """Whether ``manifest`` is still listed, asked now; what is listed but cannot be read was not collected."""
+        key = self.key_of(manifest)
+        return key is not None and is_listed(self._objects, key)
+
     def pins(self) -> dict[str, int]:
         """Pinned sequence numbers by name.
 
@@ -124,7 +154,12 @@ class Catalog:
             if name is not None:
                 try:
                     pins[name] = int(read_checked(self._objects, info.key, self._parse_pin))
-                except MissingKeyError:
+                except MissingKeyError as error:
+                    if is_listed(self._objects, info.key):
+                        raise FormatError(
+                            f"{self._objects.show(info.key)} is listed, but cannot be read ({error}): remove the pin and set"
+                            " it again"
+                        ) from error
                     continue  # unpinned since the listing
         return pins
 
@@ -134,7 +169,7 @@ class Catalog:
             raise FormatError(f"{shown} names no checkpoint: remove the pin and set it again")
         return seq
 
-    def _read(self, info: ObjectInfo) -> Manifest | DamagedCheckpoint | None:
+    def _read(self, info: ObjectInfo) -> Manifest | DamagedCheckpoint:
         def parse(data: bytes, shown: str) -> Manifest:
             manifest = Manifest.from_bytes(data, shown)
             if manifest.seq != seq_of_commit(info.key):
@@ -143,13 +178,30 @@ class Catalog:
 
         try:
             return read_checked(self._objects, info.key, parse)
-        except MissingKeyError:
-            return None  # collected since the listing
+        except MissingKeyError as error:
+            reason = f"{self._objects.show(info.key)} is listed, but cannot be read: {error}"
+            return DamagedCheckpoint(key=info.key, reason=reason, modified=info.modified, missing=True)
         except FormatError as error:
             unsupported = isinstance(error, UnsupportedFormatError)
             return DamagedCheckpoint(
                 key=info.key, reason=str(error), modified=info.modified, unsupported=unsupported
             )
+
+
+def is_listed(objects: ObjectStore, key: str) -> bool:
+    """Whether a listing shows ``key``, asked now."""
+    return any(info.key == key for info in objects.list(key))
+
+
+def _exists(objects: ObjectStore, key: str) -> bool:
+    """Whether ``key`` can be read, however damaged."""
+    try:
+        objects.get(key, max_size=MAX_MANIFEST_BYTES)
+    except MissingKeyError:
+        return False
+    except CorruptionError:
+        pass
+    return True
 
 
 def read_checked(objects: ObjectStore, key: str, parse: Callable[[bytes, str], T]) -> T:

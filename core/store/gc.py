@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from shrinkpoint.errors import FormatError, StoreError
-from shrinkpoint.store.catalog import Catalog, Listing, read_checked
-from shrinkpoint.store.keys import check_data_key, is_probe_key, trash_key
+from shrinkpoint.store.catalog import Catalog, Listing, is_listed, read_checked
+from shrinkpoint.store.keys import check_data_key, is_probe_key, is_trash_key, trash_key
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.objects import MissingKeyError, ObjectInfo, ObjectStore
 from shrinkpoint.telling import tell
@@ -81,11 +81,17 @@ def collect(
         dry_run: Only say what would be done.
 
     Raises:
-        StoreError: The store failed; what is left is done by the next collection.
+        StoreError: The store failed; what is left is done by the next collection. Or it lists a manifest that it cannot read,
+            and what else it says is not to be built on.
     """
     now = objects.server_time()
     listing = catalog.scan()
     check_fence(listing)
+    for damaged in listing.damaged:
+        if damaged.missing:
+            raise StoreError(
+                f"{damaged.reason}. Nothing is removed until that is repaired, or the entry is gone"
+            )
     sizes = {info.key: info.size for info in objects.list("data/")}
     wanted = set(keep) | set(catalog.pins().values())
     newest = next((m for m in listing.manifests if _is_whole(m, sizes)), None)
@@ -168,14 +174,16 @@ def _read_trash(objects: ObjectStore, before: float) -> _Trash:
     expired: list[str] = []
     damaged_until = float("-inf")
     for info in objects.list("trash/"):
+        if not is_trash_key(info.key):
+            continue  # another run's, which lies here
         if info.modified is not None and info.modified < before:
             expired.append(info.key)
             continue
         try:
             recent.update(ref.key for ref in read_checked(objects, info.key, Manifest.from_bytes).chain)
-        except MissingKeyError:
-            continue  # another collection has finished with it
-        except FormatError:
+        except (MissingKeyError, FormatError) as error:
+            if isinstance(error, MissingKeyError) and not is_listed(objects, info.key):
+                continue  # another collection has finished with it
             # Whatever it named is older than it: keep all of that until the entry itself expires.
             damaged_until = max(damaged_until, float("inf") if info.modified is None else info.modified)
     return _Trash(recent=frozenset(recent), expired=tuple(expired), damaged_until=damaged_until)

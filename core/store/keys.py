@@ -4,6 +4,7 @@ import re
 import secrets
 
 __all__ = [
+    "COMMITTED_KEY",
     "FORMAT_KEY",
     "MAX_SEQ",
     "MAX_STEP",
@@ -14,6 +15,7 @@ __all__ = [
     "is_own_key",
     "is_probe_key",
     "is_session",
+    "is_trash_key",
     "new_nonce",
     "pin_key",
     "pin_name",
@@ -25,6 +27,7 @@ __all__ = [
 from shrinkpoint.errors import ConfigError, FormatError
 
 FORMAT_KEY = "format.json"
+COMMITTED_KEY = "committed.json"
 MAX_SEQ = 10**10 - 1
 MAX_STEP = 10**12 - 1
 
@@ -79,6 +82,11 @@ def trash_key(seq: int) -> str:
     return f"trash/{seq:010d}-{new_nonce()}.json"
 
 
+def is_trash_key(key: str) -> bool:
+    """Whether ``key`` was made by :func:`trash_key`."""
+    return _TRASH_RE.fullmatch(key) is not None
+
+
 def probe_key() -> str:
     """A new key to try the store's put-if-absent on."""
     return f"probe/{new_nonce()}"
@@ -111,6 +119,6 @@ def pin_name(key: str) -> str | None:
 
 def is_own_key(key: str) -> bool:
     """Whether a run may contain ``key``; anything else means that the prefix belongs to something else."""
-    return key == FORMAT_KEY or any(
+    return key in (FORMAT_KEY, COMMITTED_KEY) or any(
         pattern.fullmatch(key) for pattern in (_DATA_RE, _COMMIT_RE, _TRASH_RE, _PROBE_RE, _PIN_RE)
     )

@@ -10,11 +10,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from shrinkpoint.errors import CorruptionError, StoreError
-from shrinkpoint.store.keys import new_nonce
+from shrinkpoint.store.keys import is_own_key, new_nonce
 from shrinkpoint.store.objects import MissingKeyError, ObjectInfo, TransientStoreError
 
 __all__ = ["LocalObjects"]
 
+_SUFFIXES = {".json", ".shrink"}
 _TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{16}")
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
@@ -110,8 +111,7 @@ class LocalObjects:
                 if _TEMPORARY.fullmatch(path.name) or not key.startswith(prefix):
                     continue
                 with suppress(FileNotFoundError):  # removed since the folder was read
-                    status = path.stat()
-                    found.append(ObjectInfo(key=key, size=status.st_size, modified=status.st_mtime))
+                    found += _info(key, path)
                 if len(found) == limit:
                     break
             return found
@@ -179,6 +179,10 @@ class LocalObjects:
         made: list[Path] = []
         missing = folder
         while not missing.exists():
+            if missing.is_symlink():
+                raise StoreError(
+                    f"{missing} is a link to {os.readlink(missing)}, which does not exist: mount or make that, or remove the link"
+                )
             made.append(missing)
             missing = missing.parent
         for path in reversed(made):
@@ -279,8 +283,24 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def _info(key: str, path: Path) -> list[ObjectInfo]:
+    """A listing's entry; what is there by name alone (a link that leads nowhere, a folder) has no size and no age."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        path.lstat()  # raises again where the name is gone, too
+    else:
+        if not stat.S_ISDIR(status.st_mode):
+            return [ObjectInfo(key=key, size=status.st_size, modified=status.st_mtime)]
+        if not is_own_key(key):
+            return []
+    return [ObjectInfo(key=key, size=0, modified=None)]
+
+
 def _files_below(folder: Path) -> Iterator[Path]:
-    """Files at any depth in name order; an unreadable folder raises, an absent one is empty."""
+    """Files, links and folders in a file's place, at any depth, in name order; an unreadable folder raises, an absent one is
+    empty.
+    """
 
     def failed(error: OSError) -> None:
         if not isinstance(error, FileNotFoundError):
@@ -288,5 +308,5 @@ def _files_below(folder: Path) -> Iterator[Path]:
 
     for parent, folders, files in os.walk(folder, onerror=failed):
         folders.sort()
-        for name in sorted(files):
+        for name in sorted(files + [name for name in folders if Path(name).suffix in _SUFFIXES]):
             yield Path(parent, name)

@@ -180,7 +180,7 @@ class RunStore:
             except UnsupportedFormatError:
                 raise
             except (FormatError, ChainError) as error:
-                if isinstance(error.__cause__, MissingKeyError) and not self._catalog.is_published(manifest):
+                if isinstance(error.__cause__, MissingKeyError) and not self._catalog.is_listed(manifest):
                     raise _ListingOutdatedError from error
                 key = self._catalog.key_of(manifest) or str(manifest.seq)
                 skipped[key] = str(error)
@@ -208,6 +208,7 @@ class RunStore:
             raise ConfigError(f"mode={mode!r}: use 'auto' or 'single-writer'")
         if self._read_format() is None:
             self._create()
+        self._warn_of_containers_alone()
         conditional = mode == "auto" and honours_put_if_absent(self._objects)
         if mode == "auto" and not conditional:
             tell(
@@ -219,6 +220,18 @@ class RunStore:
             self._catalog,
             mode="conditional" if conditional else "single-writer",
             protect=[self._restored] if self._restored else [],
+        )
+
+    def _warn_of_containers_alone(self) -> None:
+        """Containers without a single manifest: mostly those of a first save that was interrupted, which nobody relies on."""
+        listing = self._catalog.scan()
+        if listing.manifests or listing.damaged or not self._objects.list("data/", limit=1):
+            return
+        self._warn(
+            "data/",
+            f"{self.display} holds containers but no checkpoint: either its first save was interrupted, or commits/ is not"
+            " where it was (a disk that is not mounted, a copy that is not complete). Saving starts afresh; stop now if"
+            " checkpoints should be here",
         )
 
     def _scan(self) -> Listing:

@@ -19,7 +19,7 @@ from shrinkpoint.errors import (
 )
 from shrinkpoint.store import gc
 from shrinkpoint.store.catalog import Catalog, Listing, read_checked
-from shrinkpoint.store.keys import MAX_STEP, commit_key, data_key, new_nonce, pin_key
+from shrinkpoint.store.keys import COMMITTED_KEY, MAX_STEP, commit_key, data_key, new_nonce, pin_key
 from shrinkpoint.store.manifest import MAX_MANIFEST_BYTES, BlobRef, Manifest, seal
 from shrinkpoint.store.objects import MissingKeyError, ObjectStore
 
@@ -68,6 +68,7 @@ class RunWriter:
         self._clock = clock
         self._next_seq = listing.max_seq + 1
         self._known: dict[str, float] = {}
+        self._marked = False
         self._lock = threading.RLock()
         self._pid = os.getpid()
         self._library = f"shrinkpoint {version('shrinkpoint')}"
@@ -108,7 +109,7 @@ class RunWriter:
 
         Raises:
             ConfigError: An argument has a value that cannot be stored.
-            ChainError: ``parent`` is no longer in the run: save a base instead.
+            ChainError: ``parent``, or a container of its chain, is no longer in the run: save a base instead.
             FencedError: Another writer has taken over; this one can save no more, and nothing was harmed.
             StoreError: The store failed; committing again is safe and makes another checkpoint.
         """
@@ -130,6 +131,7 @@ class RunWriter:
             publish = self._publish_exclusively if self.mode == "conditional" else self._publish_alone
             manifest = publish(draft, began)
             self._check_late(began, manifest)
+            self._mark_committed()
             self._known[manifest.digest] = self._clock()
             self.last = manifest
             return manifest
@@ -227,7 +229,15 @@ class RunWriter:
             raise ConfigError(f"kind={kind!r} with parent={parent}: a delta has a parent, a base has none")
 
     def _check_parent(self, parent: Manifest) -> None:
-        """Make sure that the parent was published a short while ago: its blobs then live for a grace at least."""
+        """Make sure that the parent's chain is there, and that it was published a short while ago: then it stays for a grace."""
+        present = {info.key: info.size for info in self._objects.list("data/")}
+        for ref in parent.chain:
+            if present.get(ref.key) != ref.size:
+                self._marked = False  # it may be another folder or bucket by now
+                raise ChainError(
+                    f"{self._objects.show(ref.key)}, which checkpoint {parent.seq} (step {parent.step}) needs, is missing or"
+                    " of another size, so that a delta against it could not be restored: save a base"
+                )
         seen = self._known.get(parent.digest)
         if seen is not None and self._clock() - seen < COMMIT_LIMIT_S:
             return
@@ -240,6 +250,12 @@ class RunWriter:
                 " against it could not be restored: save a base"
             )
         self._known[parent.digest] = now
+
+    def _mark_committed(self) -> None:
+        """Leave word, beside ``commits/``, that there is a checkpoint: an empty listing is not believed from now on."""
+        if not self._marked:
+            self._objects.put_if_absent(COMMITTED_KEY, seal({"type": "shrinkpoint-committed"}))
+            self._marked = True
 
     def _draft(
         self,

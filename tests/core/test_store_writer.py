@@ -49,10 +49,18 @@ def test_blob_before_manifest_and_nothing_else(store: RunStore, fake: FakeObject
     writer = store.writer()
     fake.calls.clear()
     first = base(writer)
-    assert fake.calls == [("put", first.chain[0].key), ("put_if_absent", "commits/0000000000.json")]
+    assert fake.calls == [
+        ("put", first.chain[0].key),
+        ("put_if_absent", "commits/0000000000.json"),
+        ("put_if_absent", "committed.json"),
+    ]
     fake.calls.clear()
     second = delta(writer, first)
-    assert fake.calls == [("put", second.chain[1].key), ("put_if_absent", "commits/0000000001.json")]
+    assert fake.calls == [
+        ("list", "data/"),
+        ("put", second.chain[1].key),
+        ("put_if_absent", "commits/0000000001.json"),
+    ]
     assert second.parent_digest == first.digest
     assert second.chain == (*first.chain, second.chain[1])
     assert writer.last == second
@@ -72,7 +80,7 @@ def test_failure_at_every_operation_of_a_commit(store: RunStore, fake: FakeObjec
             continue
         fake.heal()
         break
-    assert call == 2
+    assert call == 3
     assert store.manifests() == [committed, first]
 
 
@@ -220,11 +228,11 @@ def test_parent_is_asked_for_once_an_hour(fake: FakeObjects, store: RunStore) ->
     parent = delta(writer, first)
     fake.calls.clear()
     delta(writer, parent, step=3)
-    assert [operation for operation, _ in fake.calls] == ["put", "put_if_absent"]
+    assert [operation for operation, _ in fake.calls] == ["list", "put", "put_if_absent"]
     now[0] += COMMIT_LIMIT_S + 1
     fake.calls.clear()
     delta(writer, parent, step=4)
-    assert fake.calls[0] == ("get", commit_key(parent.seq))
+    assert fake.calls[:2] == [("list", "data/"), ("get", commit_key(parent.seq))]
 
 
 def test_upload_that_took_too_long_is_not_committed(fake: FakeObjects, store: RunStore) -> None:
