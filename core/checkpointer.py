@@ -67,8 +67,8 @@ class Checkpointer:
             some steps from a restore, which are taken and taken back between two of the training's own. Called in train
             mode; it must not read from the training's iterators.
         clip_grad_norm: the greatest norm of all gradients together, if training limits it.
-        resume: continue from the newest sound checkpoint if there is one (``auto``), never, or refuse to start
-            without one (``must``).
+        resume: continue from the newest sound checkpoint if there is one (``auto``), never (another training begins beside
+            what is there, which stays), or refuse to start without one (``must``).
         config: how to save; or give its fields as keyword arguments.
         storage_options: passed to fsspec.
         stateful: further objects by name: ``scheduler=scheduler, sampler=sampler``.

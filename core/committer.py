@@ -17,10 +17,11 @@ from shrinkpoint.guards import Guard
 from shrinkpoint.movement import Movement, MovementTracker
 from shrinkpoint.planner import Measure, Plan, Planner
 from shrinkpoint.reports import SaveReport
-from shrinkpoint.retention import Record, RetentionPolicy
+from shrinkpoint.retention import Record, RetentionPolicy, lineage_of
 from shrinkpoint.schemes.base import Held, Occasion
 from shrinkpoint.snapshot import Snapshot
 from shrinkpoint.state import TensorSpec, TrainingState
+from shrinkpoint.store.keys import new_nonce
 from shrinkpoint.store.manifest import BlobRef, Manifest
 from shrinkpoint.store.run import RunStore, RunWriter
 from shrinkpoint.telling import tell
@@ -76,6 +77,8 @@ class Committer:
         self._link: _Link | None = None
         self._movement = MovementTracker()
         self._told_of_loss = False
+        self.lineage: str | None = None
+        """The training that the next checkpoint belongs to, also when it is killed and resumed; None until the first one."""
         self.planner = Planner(config, spent_s)
 
     def open(self) -> RunWriter:
@@ -109,16 +112,22 @@ class Committer:
 
     def adopt(self, parent: Manifest, held: Mapping[str, Held], state: TrainingState) -> None:
         """Continue the chain of a restored checkpoint, from the state that a reader has got of it."""
+        self.follow(parent)
         self._link = _Link(parent, dict(held), restored=True)
         self._note(state, parent.step)
+
+    def follow(self, manifest: Manifest) -> None:
+        """Belong to the training of this checkpoint, whatever is built on."""
+        self.lineage = lineage_of(manifest.meta) or new_nonce()
 
     def forget(self) -> None:
         """Build on nothing: the next checkpoint is a base."""
         self._link = None
 
     def start_over(self) -> None:
-        """Another training follows: build on nothing, and count no movement from what was before."""
+        """Another training follows: build on nothing, count no movement from what was before, and collect none of it."""
         self.forget()
+        self.lineage = None
         self._movement.forget()
 
     def commit(self, job: Job) -> SaveReport:
@@ -192,7 +201,11 @@ class Committer:
             kind=encoded.checkpoint.kind,
             parent=link.parent if link else None,
             state_digest=encoded.checkpoint.state_digest,
-            meta={"save": report.to_json(), "search": self.planner.state_dict()},
+            meta={
+                "save": report.to_json(),
+                "search": self.planner.state_dict(),
+                "lineage": self._lineage_of_this(),
+            },
         )
         self._link = _Link(manifest, dict(encoded.held), exact=plan.is_exact)
         return replace(report, seq=manifest.seq, write_s=time.perf_counter() - encoded_at)
@@ -209,6 +222,20 @@ class Committer:
         deltas = sum(blob.size for blob in chain[1:])
         return len(chain) >= self._config.chain_limit or deltas >= _PAID_OFF * chain[0].size
 
+    def _lineage_of_this(self) -> str:
+        if self.lineage is None:
+            others = self._store.manifests()
+            if others:
+                tell(
+                    f"{self._store.display} holds {len(others)} checkpoints, the newest of step {others[0].step}, that this"
+                    " training does not continue. They stay: retention leaves them alone (`shrinkpoint prune` removes them), and"
+                    " a resume goes on from the newest one, which is this training's from now on. To go on from them, stop and"
+                    " start with resume='must' (a Checkpointer's resume() must be called); to keep the two apart, give another"
+                    " URL"
+                )
+            self.lineage = new_nonce()
+        return self.lineage
+
     def _collect(self) -> None:
         config = self._config
         if config.keep_last is None and config.keep_every is None and config.keep_best is None:
@@ -220,7 +247,8 @@ class Committer:
             mode=config.mode,
         )
         try:
-            seen = self._store.manifests()
+            # A training that this one does not continue is not its to judge, whatever was forgotten.
+            seen = [m for m in self._store.manifests() if lineage_of(m.meta) == self.lineage]
             records = [record_of(manifest, config.monitor) for manifest in seen]
             self.open().collect(policy.select(records), seen=seen, grace_s=config.grace_s)
         except FencedError:

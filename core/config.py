@@ -50,7 +50,8 @@ class SaverConfig:
     busy: Literal["skip", "wait"] = "skip"
     """What to do with a save that is due while one is being written."""
     keep_last: int | None = None
-    """Keep the newest so many checkpoints. With no ``keep_*`` given, all are kept."""
+    """Keep the newest so many checkpoints. With no ``keep_*`` given, all are kept. What a training does not continue it never
+    removes."""
     keep_every: int | None = None
     """Keep the first checkpoint of every so many training steps."""
     keep_best: int | None = None

@@ -5,13 +5,22 @@ the manifests of the checkpoints in between.
 """
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from shrinkpoint.errors import ConfigError
 
-__all__ = ["KeepBest", "KeepEvery", "KeepLast", "Policy", "Record", "RetentionPolicy"]
+__all__ = ["KeepBest", "KeepEvery", "KeepLast", "Policy", "Record", "RetentionPolicy", "lineage_of"]
+
+
+def lineage_of(meta: Mapping[str, object]) -> str | None:
+    """Which training a checkpoint belongs to, by its manifest's meta; None where its writer did not note that.
+
+    A training that was killed and resumed is the same one. Retention judges the checkpoints of its own training alone.
+    """
+    noted = meta.get("lineage")
+    return noted if isinstance(noted, str) else None
 
 
 @dataclass(frozen=True, kw_only=True)

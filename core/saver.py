@@ -95,6 +95,7 @@ class Saver:
         self._newest: tuple[Manifest, Decoded] | None = None
         self._restored: tuple[Manifest, Decoded] | None = None
         self._forgets = False
+        self._follows: Manifest | None = None
         self._begun: tuple[TrainingState, int] | None = None
         self._reports: list[SaveReport] = []
         self._failures = 0
@@ -348,11 +349,21 @@ class Saver:
         self._go_on()
         return Restored(manifest, decoded.state)
 
-    def forget(self) -> None:
-        """Hold nothing of what was read: the next save makes a base."""
+    def forget(self, *, follows: Manifest | None = None) -> None:
+        """Hold nothing of what was read: the next save makes a base.
+
+        Args:
+            follows: the checkpoint whose training goes on all the same, so that retention goes on with it; None: another
+                training begins, and leaves all earlier checkpoints alone.
+        """
         self._newest = self._restored = None
-        self._forgets = True
+        self._forgets, self._follows = True, follows
         self._go_on()
+
+    @property
+    def lineage(self) -> str | None:
+        """The training that the next checkpoint belongs to; None before the first one of a new training."""
+        return self._committer.lineage
 
     def _decode(self, manifest: Manifest, containers: list[bytes]) -> Decoded:
         with self._warmup.paused():
@@ -374,7 +385,9 @@ class Saver:
             return
         if self._forgets:
             self._committer.start_over()
-            self._forgets = False
+            if self._follows is not None:
+                self._committer.follow(self._follows)
+            self._forgets, self._follows = False, None
         if self._begun is not None:
             if (
                 not self._committer.follows

@@ -84,7 +84,7 @@ def _choose(runs: Mapping[str, RunSession]) -> str | None:
         return None
     url = max(chosen, key=lambda url: chosen[url].step)
     for other in chosen.keys() - {url}:
-        runs[other].saver.forget()  # a whole state that nobody will ask for
+        runs[other].saver.forget(follows=chosen[other])  # a whole state that nobody will ask for
     rank_zero_info(f"continuing {url} from step {chosen[url].step}")
     return str(Address(url=url, seq=chosen[url].seq))
 

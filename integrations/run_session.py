@@ -20,6 +20,7 @@ from shrinkpoint.integrations.settings import RunSettings
 from shrinkpoint.reports import SaveReport
 from shrinkpoint.resume import resume_from
 from shrinkpoint.resumed import UntilFailure
+from shrinkpoint.retention import lineage_of
 from shrinkpoint.saver import Saver
 from shrinkpoint.state import Describe, TrainingState
 from shrinkpoint.store.manifest import Manifest
@@ -93,6 +94,8 @@ class RunSession:
     def newest_wanted(self) -> Manifest | None:
         """As `choose`, on the first rank alone."""
         policy = self.settings.resume
+        if policy == "never":
+            self.saver.forget()  # what this process has saved before belongs to another training
         newest = self.saver.newest() if policy != "never" else None
         return resume_from(policy, newest, self.settings.url)
 
@@ -123,7 +126,8 @@ class RunSession:
 
         def read() -> None:
             for manifest in reversed(self.saver.store.manifests()):
-                self.best.add(manifest.step, metrics_of(manifest))
+                if self.saver.lineage in (None, lineage_of(manifest.meta)):
+                    self.best.add(manifest.step, metrics_of(manifest))
 
         on_first(read)
 

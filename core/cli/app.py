@@ -15,6 +15,7 @@ from shrinkpoint.cli.listing import ls
 from shrinkpoint.cli.pruning import pin, prune, unpin
 from shrinkpoint.cli.rebasing import compact
 from shrinkpoint.cli.showing import show
+from shrinkpoint.cli.undeleting import undelete
 from shrinkpoint.errors import ConfigError, ShrinkpointError, ShrinkpointWarning
 
 __all__ = ["app", "main"]
@@ -75,7 +76,7 @@ def _globals(
     """Options before the command's name; `_Commands.invoke` reads ``debug``."""
 
 
-for _command in (ls, show, verify, export, compact, prune, pin, unpin):
+for _command in (ls, show, verify, export, compact, prune, undelete, pin, unpin):
     app.command()(_command)
 app.command("compile")(compile_now)
 

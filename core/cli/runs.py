@@ -7,6 +7,7 @@ from typing import Any
 from shrinkpoint.address import Address
 from shrinkpoint.cli.files import looks_like_file
 from shrinkpoint.errors import ConfigError, NoCheckpointError
+from shrinkpoint.retention import lineage_of
 from shrinkpoint.store.connect import open_objects
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.objects import ObjectStore
@@ -144,6 +145,7 @@ def describe_manifest(manifest: Manifest) -> dict[str, Any]:
         "scheme": save.get("scheme"),
         "configuration": save.get("configuration"),
         "reason": save.get("reason"),
+        "lineage": lineage_of(manifest.meta),
         "epoch": manifest.epoch,
         "session": manifest.session,
         "wall_time": manifest.wall_time,

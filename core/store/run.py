@@ -20,6 +20,7 @@ from shrinkpoint.store.manifest import FORMAT, READER_FEATURES, BlobRef, Manifes
 from shrinkpoint.store.objects import MissingKeyError, ObjectStore
 from shrinkpoint.store.probe import honours_put_if_absent
 from shrinkpoint.store.retry import RetryingObjects, RetryPolicy
+from shrinkpoint.store.trash import removed
 from shrinkpoint.store.writer import RunWriter
 from shrinkpoint.telling import tell
 
@@ -106,6 +107,10 @@ class RunStore:
     def pins(self) -> dict[str, int]:
         """Sequence numbers that are pinned, by the pins' names."""
         return self._catalog.pins()
+
+    def removed(self) -> list[Manifest]:
+        """Checkpoints that were removed and whose data is still there, newest first; `RunWriter.undelete` brings them back."""
+        return removed(self._objects, self._catalog)
 
     def fetch(self, manifest: Manifest) -> list[bytes]:
         """The containers of the whole chain, base first, each checked for size and SHA-256.

@@ -22,6 +22,7 @@ from shrinkpoint.store.catalog import Catalog, Listing, read_checked
 from shrinkpoint.store.keys import COMMITTED_KEY, MAX_STEP, commit_key, data_key, new_nonce, pin_key
 from shrinkpoint.store.manifest import MAX_MANIFEST_BYTES, BlobRef, Manifest, seal
 from shrinkpoint.store.objects import MissingKeyError, ObjectStore
+from shrinkpoint.store.trash import publish_again
 
 __all__ = ["COMMIT_LIMIT_S", "RunWriter"]
 
@@ -167,6 +168,18 @@ class RunWriter:
         with self._lock:
             self._check_usable()
             self._objects.delete([pin_key(name)])
+
+    def undelete(self, manifest: Manifest) -> None:
+        """Bring back a checkpoint of :meth:`shrinkpoint.store.run.RunStore.removed`, in its old place.
+
+        A retention that removed it removes it again unless it is pinned.
+
+        Raises:
+            NoCheckpointError: A collection has deleted a container of it meanwhile.
+        """
+        with self._lock:
+            self._check_usable()
+            publish_again(self._objects, self._catalog, manifest, numbered=self.mode == "conditional")
 
     def collect(
         self,

@@ -1,0 +1,62 @@
+"""``shrinkpoint undelete``: brings back removed checkpoints whose data is still there."""
+
+from shrinkpoint.cli.options import (
+    AsJson,
+    Pairs,
+    Seq,
+    Step,
+    StorageOptions,
+    Url,
+    Yes,
+    parse_storage_options,
+    split_address,
+)
+from shrinkpoint.cli.output import console, print_json
+from shrinkpoint.cli.runs import open_run
+from shrinkpoint.errors import ConfigError, NoCheckpointError
+from shrinkpoint.store.manifest import Manifest
+
+__all__ = ["undelete"]
+
+
+def undelete(
+    url: Url,
+    step: Step = None,
+    seq: Seq = None,
+    yes: Yes = False,
+    storage_options: StorageOptions = None,
+    option: Pairs = None,
+    as_json: AsJson = False,
+) -> None:
+    """Bring back removed checkpoints, all or one, for as long as their data waits for the end of its grace."""
+    url, step, seq = split_address(url, step, seq)
+    if step is not None and seq is not None:
+        raise ConfigError(f"--step {step} and --seq {seq} exclude each other: give one of them")
+    run = open_run(url, parse_storage_options(url, storage_options, option))
+    there = run.store.removed()
+    wanted = [m for m in there if (step is None or m.step == step) and (seq is None or m.seq == seq)]
+    if not wanted:
+        known = ", ".join(str(m.step) for m in there) or "none"
+        raise NoCheckpointError(
+            f"{run.store.display} holds no such removed checkpoint; the steps that can be brought back are: {known}"
+        )
+    if yes:
+        with run.store.writer() as writer:
+            for manifest in wanted:
+                writer.undelete(manifest)
+    if as_json:
+        print_json({"done": yes, "undelete": [{"seq": m.seq, "step": m.step} for m in wanted]})
+    else:
+        _print(wanted, run.store.display, yes=yes)
+
+
+def _print(wanted: list[Manifest], shown: str, *, yes: bool) -> None:
+    steps = ", ".join(str(manifest.step) for manifest in wanted)
+    if yes:
+        console().print(
+            f"brought back {len(wanted)} checkpoints to {shown}; steps: {steps}. Pin what a training with retention is to leave alone"
+        )
+    else:
+        console().print(
+            f"would bring back {len(wanted)} checkpoints to {shown}; steps: {steps}. Nothing was changed: say --yes to do it"
+        )
