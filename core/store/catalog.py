@@ -15,6 +15,7 @@ __all__ = ["Catalog", "DamagedCheckpoint", "Listing", "is_listed", "read_checked
 T = TypeVar("T")
 
 _READERS = 8
+_LARGEST_GAP = 10**6
 # A byte that was damaged on its way is right the next time; one that was damaged where it lies is not.
 _READS = 3
 
@@ -46,7 +47,8 @@ class Listing:
         manifests: The readable ones, newest first: by epoch, then by number. A writer that went on after another one
             had taken over is sorted below it, whatever its numbers. One that replaces another stands in its place.
         damaged: The others.
-        max_seq: Highest number in use, readable or not; -1 where there is none.
+        max_seq: Highest number in use, readable or not; -1 where there is none. An unreadable manifest far above all others
+            does not count: no run has counted up to it.
     """
 
     manifests: tuple[Manifest, ...]
@@ -98,7 +100,10 @@ class Catalog:
         manifests = sorted(
             self._sound.values(), key=lambda m: (m.position, m.epoch, m.seq, m.session), reverse=True
         )
-        max_seq = max((seq_of_commit(info.key) or 0 for info in infos), default=-1)
+        max_seq = max((manifest.seq for manifest in manifests), default=-1)
+        for seq in sorted(seq_of_commit(info.key) or 0 for info in infos):
+            if max_seq < seq <= max_seq + _LARGEST_GAP:
+                max_seq = seq
         return Listing(manifests=tuple(manifests), damaged=tuple(damaged), max_seq=max_seq)
 
     def _list(self) -> list[ObjectInfo]:

@@ -34,7 +34,7 @@ def open_location(location: Location, storage_options: Mapping[str, Any] | None 
     """
     if storage_options is not None and not isinstance(storage_options, Mapping):
         raise ConfigError(
-            f"storage_options={storage_options!r} must be a dict, such as {{'anon': True}}, or None"
+            f"storage_options must be a dict, not a {type(storage_options).__name__}, such as {{'anon': True}}, or None"
         )
     options = dict(storage_options or {})
     if location.kind == "local":

@@ -59,7 +59,9 @@ def unseal(data: bytes, what: str) -> dict[str, Any]:
             f"{what} does not match its checksum: it is damaged, cut short, or something else"
         )
     try:
-        record = json.loads(body, parse_constant=_refuse_constant)
+        record = json.loads(
+            body, parse_constant=_refuse_constant, parse_int=_bounded_int, parse_float=_finite_float
+        )
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{what} is not JSON: {error}") from error
     if not isinstance(record, dict):
@@ -69,6 +71,20 @@ def unseal(data: bytes, what: str) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
+
+
+def _bounded_int(text: str) -> int:
+    """Larger ones overflow wherever they meet a float, long after this."""
+    if len(text) > 20 or not -_MAX_INT - 1 <= (value := int(text)) <= _MAX_INT:
+        raise ValueError(f"the integer {text[:24]} does not fit in 64 bits")
+    return value
+
+
+def _finite_float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {text[:24]} is out of range")
+    return value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +171,8 @@ class Manifest:
             "...",
             "short text",
         )
-        wall_time_ok = isinstance(self.wall_time, float | int) and math.isfinite(self.wall_time)
+        # A comparison, which integers of any size stand, and NaN fails.
+        wall_time_ok = isinstance(self.wall_time, float | int) and abs(self.wall_time) <= _MAX_INT
         _check(
             wall_time_ok and not isinstance(self.wall_time, bool),
             "wall_time",

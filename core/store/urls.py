@@ -14,6 +14,8 @@ __all__ = ["Location", "parse_url"]
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _MISTYPED = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)(:|//)(.*)", re.DOTALL)
+_PROTOCOL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)(://|:/|//)")
+_CREDENTIAL = re.compile(r"(?i)sig|token|secret|passw|credential|key")
 _LOCAL = ("file", "local")
 _S3 = ("s3", "s3a")
 # Plain HTTP cannot list or write; the others would keep a cache between us and the store.
@@ -64,6 +66,7 @@ def parse_url(url: str | os.PathLike[str]) -> Location:
         raise ConfigError(
             f"url={text!r} is empty or not text: give a folder, or a URL such as s3://bucket/run-1"
         )
+    _check_no_secrets(text)
     if "::" in text:
         raise ConfigError(
             f"url={text!r} chains file systems with '::'; a cache in between breaks commits, give the last one alone"
@@ -92,12 +95,38 @@ def _check_not_mistyped(text: str) -> None:
         )
 
 
+def _check_no_secrets(text: str) -> None:
+    """Refuse what would be shown in every message and log, without showing it here either."""
+    for match in _PROTOCOL.finditer(text):
+        protocol = match[1].lower()
+        if protocol in _LOCAL or (match[2] != "://" and protocol not in known_implementations):
+            continue
+        address, _, query = text[match.end() :].partition("?")
+        if _holds_password(address, protocol):
+            raise ConfigError(
+                f"the {protocol}:// URL holds a password, which would end up in logs: pass it in storage_options instead"
+            )
+        if any(_CREDENTIAL.search(part.partition("=")[0]) for part in query.split("&") if "=" in part):
+            raise ConfigError(
+                f"the {protocol}:// URL holds a signature or token behind its '?', which would end up in logs: leave it out,"
+                " and pass credentials in storage_options instead"
+            )
+
+
+def _holds_password(address: str, protocol: str) -> bool:
+    first, _, more = address.partition("/")
+    user, at, _ = first.partition("@")
+    if at:
+        return ":" in user
+    if "@" not in more:
+        return False
+    # A secret key may have slashes in it; ARNs and ports come with a colon, too.
+    name, colon, secret = first.partition(":")
+    is_port = secret.isdigit() and len(secret) <= 5 and protocol not in _S3
+    return bool(colon) and name != "arn" and not is_port
+
+
 def _remote(protocol: str, rest: str) -> Location:
-    user, at, _ = rest.partition("@")
-    if at and ":" in user and "/" not in user:
-        raise ConfigError(
-            f"the {protocol}:// URL holds a password, which would end up in logs: pass it in storage_options instead"
-        )
     path = rest.strip("/")
     shown = f"{protocol}://{path}"
     if protocol in _REFUSED:

@@ -201,7 +201,7 @@ def test_arbitrary_bytes_only_ever_raise_format_errors(data: bytes) -> None:
 
 @given(
     st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+        st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | st.text(),
         lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
     )
 )
@@ -211,3 +211,21 @@ def test_meta_round_trips(value: Any) -> None:
     except ValueError:
         return
     assert Manifest.from_bytes(manifest(meta={"v": value}).to_bytes()).meta == {"v": value}
+
+
+@pytest.mark.parametrize("number", ["1" + "0" * 400, "-1" + "0" * 400, str(2**63), "1e400"])
+@pytest.mark.parametrize("where", ["wall_time", "meta"])
+def test_sealed_numbers_that_overflow_are_refused(where: str, number: str) -> None:
+    body = manifest(meta={"x": 12.5}).to_bytes().split(b"\n")[0]
+    old = b'"wall_time":12.5' if where == "wall_time" else b'"x":12.5'
+    assert body.count(old) == 1
+    body = body.replace(old, old.replace(b"12.5", number.encode()))
+    sealed = body + b"\n" + hashlib.sha256(body).hexdigest().encode() + b"\n"
+    with pytest.raises(FormatError, match="64 bits|out of range"):
+        Manifest.from_bytes(sealed, "m")
+
+
+@pytest.mark.parametrize("wall_time", [10**400, -(10**400)])
+def test_a_clock_that_overflows_is_refused(wall_time: int) -> None:
+    with pytest.raises(FormatError, match="wall_time"):
+        manifest(wall_time=wall_time)

@@ -124,3 +124,50 @@ def test_a_runs_folder_is_no_file(tmp_path: Path) -> None:
 def test_storage_options_are_a_mapping(options: object) -> None:
     with pytest.raises(ConfigError, match="must be a dict"):
         open_objects("memory://run", options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://AKIAEXAMPLE:wJalr/XUt/hunter2@bucket/run",
+        "s3://AKIAEXAMPLE:1234/hunter2@bucket/run",
+        "s3a://AKIAEXAMPLE:wJalr/hunter2@data//run",
+        "s3:/AKIAEXAMPLE:wJalr/hunter2@bucket/run",
+        "simplecache::s3://AKIAEXAMPLE:wJalr/hunter2@bucket/run",
+        "ftp://user:wJalr/hunter2@host/run",
+        "https://bucket.s3.amazonaws.com/run?X-Amz-Expires=60&X-Amz-Signature=hunter2",
+        "s3://bucket/run?X-Amz-Signature=hunter2",
+        "memory://container/run?sv=2020&sig=hunter2",
+        "memory://container/run?access_token=hunter2",
+    ],
+)
+def test_secrets_are_refused_and_never_shown(url: str) -> None:
+    with pytest.raises(ConfigError, match="storage_options") as caught:
+        parse_url(url)
+    assert "hunter2" not in str(caught.value)
+    assert "wJalr" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://arn:aws:s3:eu-west-1:123456789012:accesspoint/name/run@2",
+        "ftp://host:2121/run@2",
+        "memory://user@host/run",
+        "memory://runs/a?b",
+        "s3://bucket/a:b/c@d",
+        "runs//a:b@c",
+        "/data/run?sig=1",
+    ],
+)
+def test_what_only_looks_like_a_secret(url: str) -> None:
+    try:
+        parse_url(url)
+    except ConfigError as error:
+        pytest.fail(str(error))
+
+
+def test_storage_options_of_a_wrong_kind_are_not_shown() -> None:
+    with pytest.raises(ConfigError, match="must be a dict") as caught:
+        open_objects("memory://run", "key=hunter2")  # type: ignore[arg-type]
+    assert "hunter2" not in str(caught.value)

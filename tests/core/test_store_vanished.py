@@ -4,6 +4,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from support.fake_objects import FakeObjects
@@ -315,3 +316,23 @@ def test_objects_that_were_deleted_from_a_bucket(server: S3Server) -> None:
     objects.delete([info.key for info in objects.list("commits/")])
     with pytest.raises(StoreError, match="lists no checkpoint"):
         RunStore(url, storage_options=options).newest_sound(step_of)
+
+
+# ---- junk
+
+
+@pytest.mark.parametrize("mode", ["auto", "single-writer"])
+@pytest.mark.parametrize("junk", ["9999999999", "9999999998", "0005000000"])
+def test_junk_with_a_high_number_bricks_nothing(fake: FakeObjects, junk: str, mode: Literal["auto"]) -> None:
+    fake.blobs[f"commits/{junk}.json"] = (b"", fake.now)
+    store = opened(fake)
+    writer = store.writer(mode=mode)
+    for step in (4, 5):
+        save(writer, step)
+    with pytest.warns(ShrinkpointWarning, match=junk):
+        assert [(m.step, m.seq) for m in store.manifests()] == [(5, 4), (4, 3), (3, 2), (2, 1), (1, 0)]
+
+
+def test_junk_beside_the_newest_keeps_its_number(fake: FakeObjects) -> None:
+    fake.blobs["commits/0000000005.json"] = (b"", fake.now)
+    assert save(opened(fake).writer(), 4).seq == 6
