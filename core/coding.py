@@ -20,6 +20,11 @@ __all__ = ["Decoded", "EncodedState", "decode_chain", "encode_state", "restored_
 
 R = TypeVar("R")
 
+_EXPANSION = 2**20
+"""Most bytes of a tensor for each byte that is stored of it without a reference: exact coding stays below, whatever the values."""
+_UNSUSPICIOUS = 2**30
+"""Bytes that any base may decode to."""
+
 # Second moments are restored first: they scale the first ones, and both may explain the weights. A weight of half
 # precision follows its master, of which it is the rounded value.
 _ORDER = {Role.EXP_AVG_SQ: 0, Role.EXP_AVG: 1, Role.MASTER: 2, Role.WEIGHT: 3}
@@ -112,7 +117,10 @@ def _encode_one(
     if maker is not None:
         try:
             codec = maker()
-            return codec.encode(tensor, spec, _for_codec(context, codec.id)), None
+            coded = codec.encode(tensor, spec, _for_codec(context, codec.id))
+            if not coded.encoded.uses_reference and spec.nbytes > _EXPANSION * coded.encoded.nbytes:
+                raise CannotRepresentError(f"{spec.name}: no reader would believe that so few bytes hold it")
+            return coded, None
         except CannotRepresentError as error:
             why = str(error)
     return ExactCodec().encode(tensor, spec, _for_codec(context, ExactCodec.id)), why
@@ -194,6 +202,7 @@ def decode_chain(chain: Iterable[Checkpoint], *, threads: int = 1) -> Decoded:
     previous: Checkpoint | None = None
     for checkpoint in chain:
         _check_link(checkpoint, previous)
+        _check_sizes(checkpoint)
         if previous is not None:
             held = _decode_planes(previous, held, threads)
         previous = checkpoint
@@ -209,6 +218,21 @@ def _check_link(checkpoint: Checkpoint, previous: Checkpoint | None) -> None:
         raise ChainError(
             f"the checkpoint of step {checkpoint.step} is a delta against state {checkpoint.parent}, but the one"
             f" before it in the chain (step {previous.step}) is {previous.state_digest}"
+        )
+
+
+def _check_sizes(checkpoint: Checkpoint) -> None:
+    """Refuse a small file that declares large tensors before memory is taken for them.
+
+    What uses a reference is as large as that, which was decoded from a file of its own.
+    """
+    alone = [entry for entry in checkpoint.entries if not entry.encoded.uses_reference]
+    declared, stored = sum(e.spec.nbytes for e in alone), sum(e.encoded.nbytes for e in alone)
+    if declared > max(_UNSUSPICIOUS, _EXPANSION * stored):
+        largest = max(alone, key=lambda entry: entry.spec.nbytes)
+        raise FormatError(
+            f"the checkpoint of step {checkpoint.step} declares tensors of {declared} bytes ({largest.spec.name!r} alone of"
+            f" {largest.spec.nbytes}), and holds {stored} bytes of them: no checkpoint is that small"
         )
 
 

@@ -221,7 +221,7 @@ def test_sealed_numbers_that_overflow_are_refused(where: str, number: str) -> No
     assert body.count(old) == 1
     body = body.replace(old, old.replace(b"12.5", number.encode()))
     sealed = body + b"\n" + hashlib.sha256(body).hexdigest().encode() + b"\n"
-    with pytest.raises(FormatError, match="64 bits|out of range"):
+    with pytest.raises(FormatError, match=r"64 bits|out of range"):
         Manifest.from_bytes(sealed, "m")
 
 
