@@ -128,20 +128,26 @@ class Checkpointer:
         self.saver = Saver(url, config or SaverConfig(**fields), storage_options=storage_options)
         self.saver.check()
 
-    def resume(self) -> int:
+    def resume(self, step: int | None = None) -> int:
         """Restore the newest sound checkpoint, if the policy allows it.
+
+        Args:
+            step: restore the checkpoint of this step instead, whatever the policy.
 
         Returns:
             The step to continue from: 0 for a fresh start, otherwise the step that was given to `step` or `save`.
 
         Raises:
-            NoCheckpointError: the policy is ``must`` and there is none.
+            NoCheckpointError: the policy is ``must`` and there is none; or there is none of `step`.
             StateMismatchError: the run is another model's; the message names the tensors.
             ChainError: there are checkpoints, and none is sound.
         """
-        newest = self.saver.newest() if self._policy != "never" else None
-        manifest = resume_from(self._policy, newest, self.saver.url)
-        restored = self.saver.restore(manifest) if manifest is not None else None
+        if step is not None:
+            restored = self.saver.restore(step)
+        else:
+            newest = self.saver.newest() if self._policy != "never" else None
+            manifest = resume_from(self._policy, newest, self.saver.url)
+            restored = self.saver.restore(manifest) if manifest is not None else None
         if restored is None:
             self._begin(0)
             return 0

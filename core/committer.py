@@ -13,6 +13,7 @@ from shrinkpoint.config import SaverConfig
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.errors import ChainError, FencedError, ShrinkpointError
 from shrinkpoint.evaluation import ResumedSteps
+from shrinkpoint.finite import is_finite, not_finite
 from shrinkpoint.guards import Guard
 from shrinkpoint.movement import Movement, MovementTracker
 from shrinkpoint.planner import Measure, Plan, Planner
@@ -79,6 +80,7 @@ class Committer:
         self._told_of_loss = False
         self.lineage: str | None = None
         """The training that the next checkpoint belongs to, also when it is killed and resumed; None until the first one."""
+        self._diverged = False
         self.planner = Planner(config, spent_s)
 
     def open(self) -> RunWriter:
@@ -150,8 +152,18 @@ class Committer:
                 )
             stored = self._store_with(job, state, None, movement, started, spent)
         self._note(state, job.step)
+        self._tell_diverged(stored)
         self._collect()
         return stored
+
+    def _tell_diverged(self, report: SaveReport) -> None:
+        """Once, until a checkpoint is finite again."""
+        told, self._diverged = self._diverged, report.not_finite is not None
+        if self._diverged and not told:
+            tell(
+                f"the checkpoint of step {report.step} is not finite: {report.not_finite}. Has the training diverged? The newest"
+                " finite checkpoints are kept beside those that follow, and `shrinkpoint ls` marks these"
+            )
 
     def _store_with(
         self,
@@ -187,6 +199,7 @@ class Committer:
         container = write_container(encoded.checkpoint)
         encoded_at = time.perf_counter()
         report = _report(job, plan, encoded, len(container))
+        report = replace(report, not_finite=not_finite(state, baseline=plan.baseline))
         if guard.updates is not None and not plan.is_exact:
             updates = guard.updates
             report = replace(report, update_error=updates.error, update_length=updates.length)
@@ -272,6 +285,7 @@ def record_of(manifest: Manifest, monitor: str | None) -> Record:
         epoch=manifest.epoch,
         replaces=manifest.replaces,
         metric=measured,
+        finite=is_finite(manifest),
     )
 
 

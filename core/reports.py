@@ -83,6 +83,8 @@ class SaveReport:
     write_s: float
     """Seconds of the background thread from container to commit."""
     metrics: Mapping[str, float]
+    not_finite: str | None = None
+    """What of the state or its held-out loss is NaN or infinite; None where nothing is."""
     kept_exactly: Mapping[str, str]
     """Tensors that the scheme could not represent, with the reason."""
 

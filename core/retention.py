@@ -33,6 +33,7 @@ class Record:
         epoch: The writer's turn; the newest checkpoint has the highest (epoch, seq).
         replaces: (epoch, seq) of the checkpoint in whose place this one stands.
         metric: The monitored metric; None or not finite where it was not measured.
+        finite: Whether nothing of its state is known to be NaN or infinite.
     """
 
     seq: int
@@ -40,6 +41,7 @@ class Record:
     epoch: int = 0
     replaces: tuple[int, int] | None = None
     metric: float | None = None
+    finite: bool = True
 
 
 class Policy(Protocol):
@@ -88,7 +90,10 @@ class KeepEvery:
 
 @dataclass(frozen=True, kw_only=True)
 class KeepBest:
-    """The ``count`` with the lowest (``"min"``) or highest (``"max"``) metric; of equals, the newest."""
+    """The ``count`` with the lowest (``"min"``) or highest (``"max"``) metric; of equals, the newest.
+
+    What is not finite comes after all that is: its metric may be one of before.
+    """
 
     count: int
     mode: Literal["min", "max"]
@@ -102,7 +107,7 @@ class KeepBest:
         """See :class:`Policy`."""
         sign = 1.0 if self.mode == "min" else -1.0
         measured = [
-            (sign * record.metric, record.seq)
+            ((not record.finite, sign * record.metric), record.seq)
             for record in _newest_first(records)
             if record.metric is not None and math.isfinite(record.metric)
         ]
@@ -113,6 +118,9 @@ class KeepBest:
 @dataclass(frozen=True, kw_only=True)
 class RetentionPolicy:
     """Everything that one of the rules keeps, and always the newest. With no rule, everything.
+
+    A training that has diverged displaces none of the checkpoints to go back to: the newest finite ones stay too, as many as
+    `keep_last` says, and one at least.
 
     Attributes:
         keep_last: Keep the newest so many.
@@ -164,6 +172,7 @@ class RetentionPolicy:
         if not self.rules:
             return {record.seq for record in ordered}
         kept = {record.seq for record in ordered[:1]} | set(pinned)
+        kept |= KeepLast(count=self.keep_last or 1).select(record for record in ordered if record.finite)
         return kept.union(*(rule.select(ordered) for rule in self.rules))
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from shrinkpoint.address import Address
 from shrinkpoint.coding import Decoded, decode_chain
 from shrinkpoint.committer import Committer, Job
 from shrinkpoint.config import SaverConfig
@@ -24,6 +25,7 @@ from shrinkpoint.errors import (
     ShrinkpointError,
 )
 from shrinkpoint.evaluation import Evaluate, EvaluationDesk, ResumedSteps
+from shrinkpoint.finite import is_finite, not_finite_text
 from shrinkpoint.movement import is_followed
 from shrinkpoint.reports import Accepted, SaveReport
 from shrinkpoint.snapshot import Snapshotter
@@ -347,7 +349,27 @@ class Saver:
             decoded = self._decode(manifest, self.store.fetch(manifest))
         self._newest, self._restored = None, (manifest, decoded)
         self._go_on()
+        self._tell_if_diverged(manifest)
         return Restored(manifest, decoded.state)
+
+    def _tell_if_diverged(self, manifest: Manifest) -> None:
+        found = not_finite_text(manifest)
+        if found is None:
+            return
+        sound = next(
+            (m for m in self.store.manifests() if m.position < manifest.position and is_finite(m)), None
+        )
+        way_out = (
+            "The run holds no finite checkpoint of before"
+            if sound is None
+            else f"The last finite one is of step {sound.step}. To go on from there: Checkpointer.resume(step={sound.step}),"
+            f" Lightning's fit(ckpt_path='{Address(url=self.url, step=sound.step)}'), or `shrinkpoint export` and whatever loads"
+            " that"
+        )
+        tell(
+            f"the checkpoint of step {manifest.step} in {self.store.display} is not finite: {found}. {way_out}",
+            stacklevel=3,
+        )
 
     def forget(self, *, follows: Manifest | None = None) -> None:
         """Hold nothing of what was read: the next save makes a base.

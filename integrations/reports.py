@@ -35,9 +35,10 @@ class BestCheckpoints:
         """The metric of the best one; None without a monitor."""
         return self.scores.get(self.best_path)
 
-    def add(self, step: int, metrics: Mapping[str, float]) -> None:
+    def add(self, step: int, metrics: Mapping[str, float], *, finite: bool = True) -> None:
         """Take a finished save into account.
 
+        One that is not finite is the best for want of another only: its metric may be one of before.
         The best is what `shrinkpoint.retention.KeepBest` keeps, of equals the newest: it must be one that is still there.
         Without a monitor, or where none of the best is kept, the last one is the best one.
         """
@@ -46,7 +47,7 @@ class BestCheckpoints:
         if self.monitor is None or self.top_k == 0:
             self.best_path = self.last_path
             return
-        if self.current is None or not math.isfinite(self.current):
+        if self.current is None or not math.isfinite(self.current) or not finite:
             return
         self.scores.pop(self.last_path, None)
         self.scores[self.last_path] = self.current

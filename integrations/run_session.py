@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from shrinkpoint.container.reader import ContainerReader
 from shrinkpoint.errors import ShrinkpointError, ShrinkpointWarning
 from shrinkpoint.evaluation import Evaluate, Loss, ResumedSteps
+from shrinkpoint.finite import is_finite
 from shrinkpoint.integrations.ranks import broadcast, is_first, on_first
 from shrinkpoint.integrations.reports import BestCheckpoints, metrics_of
 from shrinkpoint.integrations.settings import RunSettings
@@ -127,7 +128,7 @@ class RunSession:
         def read() -> None:
             for manifest in reversed(self.saver.store.manifests()):
                 if self.saver.lineage in (None, lineage_of(manifest.meta)):
-                    self.best.add(manifest.step, metrics_of(manifest))
+                    self.best.add(manifest.step, metrics_of(manifest), finite=is_finite(manifest))
 
         on_first(read)
 
@@ -256,7 +257,7 @@ class RunSession:
         self._taken += len(new)
         self._untold += new
         for report in new:
-            self.best.add(report.step, report.metrics)
+            self.best.add(report.step, report.metrics, finite=report.not_finite is None)
 
     # ---- after training
 

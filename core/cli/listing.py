@@ -26,7 +26,7 @@ _SHOWN_METRICS = 3
 def ls(
     url: Url, storage_options: StorageOptions = None, option: Pairs = None, as_json: AsJson = False
 ) -> None:
-    """List the checkpoints of a run, newest first; damaged ones are marked with the reason."""
+    """List the checkpoints of a run, newest first; damaged ones and those with NaN or infinity are marked with the reason."""
     run = open_run(url, parse_storage_options(url, storage_options, option))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ShrinkpointWarning)  # what it would say stands in the table
@@ -102,4 +102,6 @@ def _metrics(metrics: Mapping[str, Any]) -> str:
 def _remarks(checkpoint: Mapping[str, Any]) -> str:
     pins = ", ".join(checkpoint["pins"])
     parts = [f"DAMAGED: {checkpoint['damage']}"] if checkpoint["damage"] else []
+    if checkpoint["not_finite"]:
+        parts.append(f"NOT FINITE: {checkpoint['not_finite']}")
     return "; ".join([*parts, *([f"pinned: {pins}"] if pins else [])])

@@ -97,7 +97,8 @@ def _policy(
 
 def _plan(run: OpenRun, policy: RetentionPolicy, metric: str | None) -> _Plan:
     manifests = run.store.manifests()
-    metrics = {manifest.seq: describe_manifest(manifest)["metrics"] for manifest in manifests}
+    noted = {manifest.seq: describe_manifest(manifest) for manifest in manifests}
+    metrics = {seq: checkpoint["metrics"] for seq, checkpoint in noted.items()}
     if metric is not None and not any(metric in measured for measured in metrics.values()):
         known = ", ".join(sorted({name for measured in metrics.values() for name in measured})) or "none"
         raise ConfigError(
@@ -110,6 +111,7 @@ def _plan(run: OpenRun, policy: RetentionPolicy, metric: str | None) -> _Plan:
             epoch=m.epoch,
             replaces=m.replaces,
             metric=metrics[m.seq].get(metric) if metric else None,
+            finite=noted[m.seq]["not_finite"] is None,
         )
         for m in manifests
     ]

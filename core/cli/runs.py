@@ -120,6 +120,7 @@ _MEASURED = (
     "update_error",
     "update_length",
     "overhead",
+    "not_finite",
 )
 
 

@@ -162,6 +162,7 @@ def _facts(report: Mapping[str, Any]) -> list[tuple[str, str]]:
             ("configuration", noted["configuration"] or "-"),
             ("reason", noted["reason"] or "-"),
             ("degradation", degradation_text(noted)),
+            *([("not finite", noted["not_finite"])] if noted["not_finite"] else []),
             *(
                 (f"loss after {steps} resumed steps", interval_text(rise, noted["resumed_high"].get(steps)))
                 for steps, rise in noted["resumed"].items()

@@ -42,6 +42,29 @@ def test_steps_in_steps_kept(policy: RetentionPolicy, records: list[Record], kep
     assert policy.select(reversed(records)) == kept
 
 
+@pytest.mark.parametrize(
+    ("policy", "kept"),
+    [
+        (RetentionPolicy(keep_last=1), {2, 5}),
+        (RetentionPolicy(keep_last=2), {1, 2, 4, 5}),
+        (RetentionPolicy(keep_every=1000), {0, 2, 5}),
+        (
+            RetentionPolicy(keep_best=1),
+            {0, 2, 5},
+        ),  # their metric may be one of before: of equals, a finite one
+    ],
+)
+def test_what_is_not_finite_displaces_nothing_that_is(policy: RetentionPolicy, kept: set[int]) -> None:
+    metrics = (1.0, 2.0, 2.0, 1.0, 1.0, 1.0)
+    records = [Record(seq=seq, step=seq, metric=metric, finite=seq < 3) for seq, metric in enumerate(metrics)]
+    assert policy.select(records) == kept
+
+
+def test_where_nothing_is_finite_the_rules_are_the_same() -> None:
+    records = [Record(seq=seq, step=seq, metric=float(seq), finite=False) for seq in range(5)]
+    assert RetentionPolicy(keep_last=2, keep_best=1).select(records) == {0, 3, 4}
+
+
 def test_newest_is_by_epoch_then_number() -> None:
     records = [Record(seq=5, step=9, epoch=1), Record(seq=4, step=3, epoch=2)]
     assert RetentionPolicy(keep_last=1).select(records) == {4}
@@ -69,6 +92,7 @@ record_lists = st.lists(
         step=st.integers(0, 200),
         epoch=st.integers(1, 3),
         metric=st.none() | st.floats(),
+        finite=st.booleans(),
     ),
     unique_by=lambda record: record.seq,
 )

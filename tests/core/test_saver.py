@@ -318,7 +318,8 @@ def test_an_evaluation_that_fails_or_diverges_costs_the_size_alone(objects, loss
     reports = loop.saver.reports()
     assert [r.scheme for r in reports] == ["lossless"] * 2
     assert ("no batches" if loss == "raise" else "not finite") in reports[0].reason
-    back = restored()
+    with nullcontext() if loss == "raise" else pytest.warns(ShrinkpointWarning, match="step 2 .*not finite"):
+        back = restored()
     assert back.manifest.meta["save"]["metrics"] == {"val_loss": None}
     assert back.manifest.meta["save"]["baseline"] is None
     assert identical(back.state.to_object(), loop.copy())
@@ -614,7 +615,8 @@ def test_thousands_of_tensors_kept_exactly_still_fit_a_manifest(objects):
         loop.saver.save(names, step=1, describe=describe, evaluate=loop.evaluate, wait=True)
     (report,) = loop.saver.reports()
     assert len(report.kept_exactly) == 3000
-    stored = restored().manifest.meta["save"]["kept_exactly"]
+    with pytest.warns(ShrinkpointWarning, match="and 2997 more tensors.*holds no finite checkpoint"):
+        stored = restored().manifest.meta["save"]["kept_exactly"]
     assert len(stored) == 101
     assert stored["..."] == "and 2900 more tensors"
 

@@ -90,6 +90,13 @@ def test_a_metric_that_is_not_finite_is_not_ranked() -> None:
     assert best.last_path == "memory://run#step=3"
 
 
+def test_a_checkpoint_that_is_not_finite_is_not_the_best() -> None:
+    best = BestCheckpoints(url="run", monitor="loss", mode="min", top_k=1)
+    best.add(1, {"loss": 3.0})
+    best.add(2, {"loss": 3.0}, finite=False)  # the loss of the last validation, before it diverged
+    assert (best.best_path, best.last_path) == ("run#step=1", "run#step=2")
+
+
 def test_numbers_of_a_save() -> None:
     values = numbers(REPORT)
     assert all(name.startswith("checkpoint/") for name in values)
