@@ -1,16 +1,20 @@
 """Checkpoints for a hand-written PyTorch loop."""
 
-from collections.abc import Callable, Mapping, Sequence
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from types import TracebackType
 from typing import Any, Literal, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from shrinkpoint.config import SaverConfig
-from shrinkpoint.errors import ConfigError, StateMismatchError
+from shrinkpoint.errors import ConfigError, ShrinkpointError, StateMismatchError
 from shrinkpoint.evaluation import Evaluate, Loss, ResumedSteps, losses_of
 from shrinkpoint.reports import Accepted, SaveReport
 from shrinkpoint.resume import (
@@ -26,6 +30,7 @@ from shrinkpoint.roles import describe_training
 from shrinkpoint.saver import Saver
 from shrinkpoint.swap import swapped_weights
 from shrinkpoint.telling import tell
+from shrinkpoint.termination import TerminationRequest
 
 __all__ = ["Checkpointer", "Stateful"]
 
@@ -67,6 +72,8 @@ class Checkpointer:
             some steps from a restore, which are taken and taken back between two of the training's own. Called in train
             mode; it must not read from the training's iterators.
         clip_grad_norm: the greatest norm of all gradients together, if training limits it.
+        save_last: with `every`, save once more when training ends: at `close`, and after a Ctrl-C or SIGTERM, which `step` answers
+            when the step under way is over (one process alone; a second one ends the process at once).
         resume: continue from the newest sound checkpoint if there is one (``auto``), never (another training begins beside
             what is there, which stays), or refuse to start without one (``must``).
         config: how to save; or give its fields as keyword arguments.
@@ -88,6 +95,7 @@ class Checkpointer:
         evaluate: Callable[[], Loss] | None = None,
         train_loss: Callable[[int], torch.Tensor] | None = None,
         clip_grad_norm: float | None = None,
+        save_last: bool = True,
         resume: ResumePolicy = "auto",
         config: SaverConfig | None = None,
         storage_options: Mapping[str, object] | None = None,
@@ -122,7 +130,14 @@ class Checkpointer:
         self._until_failure = UntilFailure(tell)
         self._policy = resume
         self._stateful: dict[str, Stateful] = stateful
+        self._save_last = save_last and every is not None
         self._last_step: int | None = None
+        self._last_metrics: Mapping[str, float] | None = None
+        self._saved_step: int | None = None
+        self._parameters = list(model.parameters())
+        self._versions = 0
+        self._termination = TerminationRequest()
+        weakref.finalize(self, self._termination.unwatch)
         self._began = False
         self._told_unmeasurable = False
         self.saver = Saver(url, config or SaverConfig(**fields), storage_options=storage_options)
@@ -152,7 +167,8 @@ class Checkpointer:
             self._begin(0)
             return 0
         self._load(restored.state.to_object())
-        self._last_step, self._began = restored.manifest.step, True
+        self._last_step = self._saved_step = restored.manifest.step
+        self._began = True
         return restored.manifest.step
 
     def step(self, step: int, *, metrics: Mapping[str, float] | None = None) -> Accepted | None:
@@ -164,12 +180,19 @@ class Checkpointer:
 
         Returns:
             What was accepted; None when no save was due, or one was still being written.
+
+        Raises:
+            KeyboardInterrupt, SystemExit: the process was asked to end, and has been saved.
         """
         self.saver.poll()
         if not self._began:
             self._begin(step)
         before = self._last_step if self._last_step is not None else step - 1
-        self._last_step = step
+        self._last_step, self._last_metrics, self._versions = step, metrics, self._counted()
+        if self._save_last and not _is_distributed():  # several processes would have to agree on a step
+            self._termination.watch()
+        if self._termination.received:
+            self._save_and_end()
         if self._every is None or step // self._every <= before // self._every:
             return None
         return self.save(step, metrics=metrics)
@@ -194,7 +217,7 @@ class Checkpointer:
         describe = describe_training(
             self._model, self._optimizers, model_path=("model",), optimizers_path=("optimizers",)
         )
-        return self.saver.save(
+        accepted = self.saver.save(
             self._state(step),
             step=step,
             describe=describe,
@@ -205,6 +228,9 @@ class Checkpointer:
             exact=exact,
             wait=wait,
         )
+        if accepted is not None:
+            self._saved_step = step
+        return accepted
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait for the save that is under way; see `Saver.flush`."""
@@ -215,15 +241,57 @@ class Checkpointer:
         return self.saver.reports()
 
     def close(self) -> None:
-        """Finish the save that is under way and let go of the store.
+        """Save the last step, if `save_last`; finish the save that is under way, and let go of the store.
+
+        Weights that have been changed since the last `step` are another state than the one it was called for: they are not
+        saved, nor is anything while an error is being handled; a warning says so.
 
         Raises:
             SaveFailedError: the last saves have failed.
         """
+        self._termination.unwatch()
         try:
+            self._finish()
             self.saver.flush()
         finally:
             self.saver.close()
+
+    def _finish(self) -> None:
+        step = self._last_step
+        if not self._save_last or step is None:
+            return
+        unchanged = self._versions == self._counted()
+        self.saver.flush()
+        if step == self._saved_step and not self.saver.failed:
+            return
+        error = sys.exc_info()[0]
+        if error is None and unchanged:
+            self.save(step, metrics=self._last_metrics, wait=True)
+            return
+        why = "the weights have been changed since" if error is None else f"{error.__name__} is being handled"
+        tell(f"the last step, {step}, is not saved, for {why}", stacklevel=4)
+
+    def _save_and_end(self) -> None:
+        step = self._last_step
+        assert step is not None
+        try:
+            self.save(step, metrics=self._last_metrics, exact=True, wait=True)
+        except ShrinkpointError as error:
+            tell(f"step {step} could not be saved: {error}")
+        self._termination.end()
+
+    def _counted(self) -> int:
+        """A number that grows whenever a parameter is changed in place."""
+        return sum(p._version for p in self._parameters if not p.is_inference())
+
+    @contextmanager
+    def _uncounted(self) -> Iterator[None]:
+        """What is done to the weights in here is undone by its end."""
+        before = self._counted()
+        try:
+            yield
+        finally:
+            self._versions += self._counted() - before
 
     def __enter__(self) -> "Checkpointer":
         return self
@@ -231,6 +299,7 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> Literal[False]:
+        self._termination.unwatch()
         if error is None:
             self.close()
         else:  # a save that is under way is finished, but its evaluations are not worth waiting for
@@ -281,7 +350,7 @@ class Checkpointer:
 
         def evaluate(weights: Mapping[str, torch.Tensor]) -> Loss:
             try:
-                with swapped_weights(self._model, weights):
+                with self._uncounted(), swapped_weights(self._model, weights):
                     return losses_of(loss())
             except Exception as error:
                 if not self._told_unmeasurable:
@@ -313,7 +382,8 @@ class Checkpointer:
         )
 
         def resumed(state: Any, marks: Sequence[int]) -> Sequence[Loss]:
-            return run.steps(state["model"], state["optimizers"], marks)
+            with self._uncounted():
+                return run.steps(state["model"], state["optimizers"], marks)
 
         return resumed
 
@@ -326,3 +396,7 @@ class Checkpointer:
         if self._clip_grad_norm is not None:
             groups = [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
             nn.utils.clip_grad_norm_(chain.from_iterable(groups), self._clip_grad_norm)
+
+
+def _is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

@@ -87,6 +87,9 @@ class Saver:
         """Saves that were skipped because one was still being written."""
         self.blocked_s = 0.0
         """Seconds that training has waited for snapshots and unfinished saves so far."""
+        self._tell_skipped_at = 1
+        self._under_way = (0, 0.0)
+        self._compiling = False
         self._desk = EvaluationDesk()
         self._committer = Committer(self.store, self.config, lambda: self._desk.seconds)
         self._snapshotter = Snapshotter()
@@ -205,7 +208,7 @@ class Saver:
         if self.busy:
             self.poll()
             if self.config.busy == "skip" and not wait:
-                self.skipped += 1
+                self.skip()
                 return None
             self.flush()
         self._go_on()
@@ -224,12 +227,32 @@ class Saver:
             blocked_s=time.perf_counter() - started,
         )
         self.blocked_s += job.blocked_s
+        self._under_way = step, time.monotonic()
         self._worker.submit(lambda: self._run(job))
         if wait:
             self.flush()
             if self._failed:
                 return None
         return Accepted(step=step, blocked_s=job.blocked_s)
+
+    def skip(self) -> None:
+        """Count a save that is not made because one is under way; the first, the tenth, the hundredth ... is told, and why."""
+        self.skipped += 1
+        if self.skipped < self._tell_skipped_at:
+            return
+        self._tell_skipped_at = 10 * self.skipped
+        step, since = self._under_way
+        why = (
+            " (its coders are being compiled, as `shrinkpoint compile` does beforehand)"
+            if self._compiling
+            else ""
+        )
+        count = "a save is" if self.skipped == 1 else f"{self.skipped} saves so far have been"
+        tell(
+            f"{count} skipped: that of step {step} has been under way for {time.monotonic() - since:.0f} s{why}. Training does"
+            " not wait for it; busy='wait' would",
+            stacklevel=3,
+        )
 
     def poll(self) -> float:
         """Make the measurement that the background asks for, if any; to be called after every batch.
@@ -283,7 +306,9 @@ class Saver:
     def _run(self, job: Job) -> None:
         """The background thread's whole life."""
         try:
+            self._compiling = True
             self._warmup.wait()
+            self._compiling = False
             report = self._committer.commit(job)
         except FencedError as error:
             self._committer.forget()

@@ -38,7 +38,7 @@ from shrinkpoint.integrations.ranks import (
     world_size,
 )
 from shrinkpoint.integrations.run_session import RunSession
-from shrinkpoint.integrations.termination import TerminationRequest
+from shrinkpoint.termination import TerminationRequest
 
 __all__ = ["Session"]
 

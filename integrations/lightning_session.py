@@ -1,5 +1,6 @@
 """One Lightning run that is being saved: what the callback's hooks do."""
 
+import signal
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -24,6 +25,7 @@ from shrinkpoint.resume import require_optimizers
 from shrinkpoint.roles import describe_training
 from shrinkpoint.saver import Saver
 from shrinkpoint.state import Describe
+from shrinkpoint.termination import TerminationRequest
 
 __all__ = ["Session"]
 
@@ -43,6 +45,7 @@ class Session:
         self._steps = StepProbe(self.probe, steps=self.run.probe_steps)
         self._trigger = Trigger(settings.schedule)
         self._gradients = GradientCollector()
+        self._interruption = TerminationRequest([signal.SIGINT])  # Lightning answers SIGTERM itself
         self._active = False
         self._seen_step = 0
         self._stepped = False
@@ -100,6 +103,8 @@ class Session:
         self._trigger.start(step=trainer.global_step, epochs=trainer.current_epoch)
         self._seen_step = trainer.global_step
         self._steps.starts(trainer, module)
+        if self._active:
+            self._interruption.watch()
         loaded = Address.parse(str(trainer.ckpt_path))
         if self._active and loaded is not None and loaded.url == self.settings.run.url:
             self.run.saved_step = trainer.global_step
@@ -167,7 +172,9 @@ class Session:
             self._trigger.after_epoch(trainer.current_epoch + 1)
         self._request_last(trainer)
         # One rank may learn of a signal earlier than the others: all must save at the same batch, or none.
-        terminated = trainer.strategy.reduce_boolean_decision(trainer.received_sigterm, all=False)
+        asked = trainer.received_sigterm or self._interruption.received
+        terminated = trainer.strategy.reduce_boolean_decision(asked, all=False)
+        interrupted = terminated and self._is_interrupted(trainer)
         if terminated:
             self._trigger.request()
         # A validation that is broken off by the signal would leave the ranks at different places.
@@ -176,6 +183,11 @@ class Session:
         )
         if not wait and (terminated or position.is_known(trainer)):
             self._save_if_due(trainer, module, terminated=terminated)
+            if interrupted:
+                self._interruption.end()
+
+    def _is_interrupted(self, trainer: Trainer) -> bool:
+        return trainer.strategy.reduce_boolean_decision(self._interruption.received, all=False)
 
     def validation_ends(self, trainer: Trainer, module: LightningModule) -> None:
         """Save what was due at the batch before this validation."""
@@ -185,14 +197,22 @@ class Session:
         self._validation_pending = False
         self._request_last(trainer)
         if not (self._last_batch and self.settings.on_epoch_end):
-            self._save_if_due(trainer, module)
+            self._save_or_end(trainer, module)
 
     def epoch_ends(self, trainer: Trainer, module: LightningModule) -> None:
         """Save what was due at the epoch's last batch."""
         if self._active:
             if self._last_batch:  # else training has ended within the epoch: no place to go on from
                 self._request_last(trainer)
-            self._save_if_due(trainer, module)
+            self._save_or_end(trainer, module)
+
+    def _save_or_end(self, trainer: Trainer, module: LightningModule) -> None:
+        interrupted = self._is_interrupted(trainer)
+        if interrupted and trainer.global_step != self.run.saved_step:
+            self._trigger.request()
+        self._save_if_due(trainer, module, terminated=interrupted)
+        if interrupted:
+            self._interruption.end()
 
     def add_position(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         """A checkpoint of any kind is being made."""
@@ -285,6 +305,9 @@ class Session:
             self._save(trainer, module, last=True)
         self.run.finish(lambda: self._save(trainer, module, last=True))
         self._attend(trainer)
+        if self._interruption.received:
+            self._interruption.end()
+        self._interruption.unwatch()
 
     def fails(self, trainer: Trainer, module: LightningModule, *, terminated: bool) -> None:
         """Finish what is under way; when the process is asked to end between two batches, save there first."""
@@ -295,6 +318,7 @@ class Session:
             if terminated and alone and trainer.global_step != self.run.saved_step:
                 self._save(trainer, module, last=True, exact=True)
 
+        self._interruption.unwatch()
         if terminated:
             self.run.fail(None, save=save)
         else:
@@ -302,6 +326,7 @@ class Session:
 
     def close(self) -> None:
         """Let go of the store."""
+        self._interruption.unwatch()
         self.run.close()
 
 

@@ -228,7 +228,8 @@ class RunSession:
 
     def _has_room(self, last: bool) -> bool:
         room = last or self.settings.saver.busy == "wait" or not self.saver.busy
-        self.saver.skipped += not room
+        if not room:
+            self.saver.skip()
         return room
 
     def _require_monitor(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -86,8 +86,9 @@ def test_killed_after_the_end_of_an_epoch(tmp_path: Path, whole: Outcome) -> Non
     assert_continues(whole, rest)
 
 
-def test_asked_to_end(tmp_path: Path, whole: Outcome) -> None:
-    assert interrupt(tmp_path, 1, "1000ba", batch=37, number=signal.SIGTERM) == 128 + signal.SIGTERM
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_asked_to_end(tmp_path: Path, whole: Outcome, number: signal.Signals) -> None:
+    assert interrupt(tmp_path, 1, "1000ba", batch=37, number=number) == 128 + number
     last = progress(tmp_path)[-1]
     assert last < 96
     rest = finish(tmp_path, "1000ba")

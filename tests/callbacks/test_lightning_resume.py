@@ -4,6 +4,7 @@ The continuing run has another seed and no ckpt_path; the uninterrupted one neve
 """
 
 import signal
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -279,4 +280,45 @@ def test_trains_longer_as_in_one_go(name: str, stateful: bool) -> None:
     assert short.trainer.global_step == case.steps
     rest = train(case.long, saving(), seed=999)
     assert rest.trace[0][2] == case.steps
+    assert_continues(whole, rest)
+
+
+@pytest.fixture(name="ctrl_c")
+def _ctrl_c() -> Iterator[None]:
+    """Python's own answer to Ctrl-C, which Lightning turns off for good when it has caught one."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+class CtrlCInValidation(Callback):
+    def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == 16:
+            signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    "interruption",
+    [
+        Crash(13, sigterm=True, number=signal.SIGINT),
+        Crash(16, sigterm=True, number=signal.SIGINT),
+        CtrlCInValidation(),
+    ],
+    ids=["mid-epoch", "last batch", "validation"],
+)
+@pytest.mark.parametrize("ours_first", [True, False])
+def test_continues_after_a_ctrl_c(
+    interruption: Callback, ours_first: bool, ctrl_c: None, request: pytest.FixtureRequest
+) -> None:
+    torch.set_num_threads(1)
+    url = f"memory://resume/ctrl-c/{request.node.name}".replace("[", "-").replace("]", "").replace(" ", "-")
+    saving = CompressedCheckpoint(url, every_n_train_steps=FOREVER, scheme="lossless")
+    whole = fit()
+    interrupted = fit(*([saving, interruption] if ours_first else [interruption, saving]))
+    assert interrupted.trainer.interrupted
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    rest = fit(CompressedCheckpoint(url, scheme="lossless"), seed=999)
+    # what comes after our hook is answered at the next batch
+    step = 16 if not isinstance(interruption, Crash) else interruption.step
+    assert rest.trace[0][2] in (step, step + 1)
     assert_continues(whole, rest)

@@ -1,6 +1,12 @@
 import copy
+import gc
 import random
+import re
+import signal
+import subprocess
+import sys
 import threading
+import warnings
 
 import numpy as np
 import pytest
@@ -10,6 +16,7 @@ from support.training import OPTIMIZERS, TinyConvNet, TinyGPT, TinyMLP, train
 from torch import nn
 
 from shrinkpoint.checkpointer import Checkpointer
+from shrinkpoint.coding import encode_state
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import (
     ConfigError,
@@ -20,6 +27,7 @@ from shrinkpoint.errors import (
     StateMismatchError,
 )
 from shrinkpoint.saver import Saver
+from shrinkpoint.store.run import RunStore
 
 pytestmark = pytest.mark.filterwarnings("error::shrinkpoint.errors.ShrinkpointWarning")
 
@@ -34,7 +42,13 @@ class Run:
         self.model = model_class()
         self.optimizer = OPTIMIZERS[optimizer](self.model)
         self.scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(self.optimizer, patience=0)
-        options = {"scheme": "lossless", "every": 2, "scheduler": self.scheduler, **options}
+        options = {
+            "scheme": "lossless",
+            "every": 2,
+            "scheduler": self.scheduler,
+            "save_last": False,
+            **options,
+        }
         self.checkpointer = Checkpointer(str(url), self.model, self.optimizer, **options)
         self.losses = []
 
@@ -411,3 +425,187 @@ def test_that_the_next_updates_could_not_be_tried_stands_in_the_report(tmp_path)
     (report,) = checkpointer.reports()
     assert report.update_error is None
     assert "was not tried: SGD cannot be stepped" in report.reason
+
+
+# ---- the last step, skipped saves, signals
+
+
+def saved_steps(run):
+    return [report.step for report in run.checkpointer.reports()]
+
+
+@pytest.mark.parametrize(("every", "steps"), [(3, [3, 6, 7]), (7, [7]), (8, [7])])
+def test_closing_saves_the_last_step(tmp_path, every, steps):
+    run = Run(tmp_path, every=every, save_last=True)
+    run.train(until=7)
+    assert saved_steps(run) == steps
+    again = Run(tmp_path, every=every, save_last=True)
+    assert again.train(until=7) == 7
+    assert identical(again.model.state_dict(), run.model.state_dict())
+    assert saved_steps(again) == []  # it is stored already
+
+
+def test_the_last_step_is_saved_after_the_evaluations_of_the_save_before_it(tmp_path):
+    run = Run(tmp_path)
+    run.checkpointer = Checkpointer(
+        str(tmp_path / "run"),
+        run.model,
+        run.optimizer,
+        every=2,
+        evaluate=lambda: run.model.loss(0),
+        guards=False,
+    )
+    run.train(until=5)
+    assert saved_steps(run) == [2, 4, 5]
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """Encoding waits until the event is set."""
+    free, encode = threading.Event(), encode_state
+
+    def waiting(*args, **options):
+        free.wait(60)
+        return encode(*args, **options)
+
+    monkeypatch.setattr("shrinkpoint.committer.encode_state", waiting)
+    yield free
+    free.set()
+
+
+def test_skipped_saves_are_told_once_and_the_last_is_made_up_for(tmp_path, held):
+    run = Run(tmp_path, every=1, save_last=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", ShrinkpointWarning)
+        for step in range(9):
+            run.step(step)
+            run.checkpointer.step(step + 1)
+        held.set()
+        run.checkpointer.close()
+    assert saved_steps(run) == [1, 9]
+    [message] = [str(warning.message) for warning in caught]
+    assert re.match(r"a save is skipped: that of step 1 has been under way for 0 s.*busy='wait'", message)
+
+
+def test_skipped_saves_are_told_again_at_ten(tmp_path, held):
+    run = Run(tmp_path, every=1)
+    with pytest.warns(ShrinkpointWarning) as caught:
+        [run.checkpointer.step(step) for step in range(1, 31)]
+    held.set()
+    run.checkpointer.close()
+    assert [str(warning.message)[:28] for warning in caught] == [
+        "a save is skipped: that of s",
+        "10 saves so far have been sk",
+    ]
+
+
+def test_weights_that_changed_after_the_last_step_are_not_saved_as_its(tmp_path):
+    run = Run(tmp_path, every=2, save_last=True)
+    for step in range(3):
+        run.step(step)
+        run.checkpointer.step(step + 1)
+        run.checkpointer.flush()
+    run.model.load_state_dict(TinyMLP().state_dict())  # the best ones of before, say
+    with pytest.warns(
+        ShrinkpointWarning, match="last step, 3, is not saved, for the weights have been changed"
+    ):
+        run.checkpointer.close()
+    assert saved_steps(run) == [2]
+
+
+def test_nothing_is_saved_while_an_error_is_handled(tmp_path):
+    run = Run(tmp_path, every=2, save_last=True)
+
+    def loop():
+        try:
+            for step in range(3):
+                run.step(step)
+                run.checkpointer.step(step + 1)
+                run.checkpointer.flush()
+            raise ZeroDivisionError
+        finally:
+            run.checkpointer.close()
+
+    with (
+        pytest.warns(ShrinkpointWarning, match="3, is not saved, for ZeroDivisionError"),
+        pytest.raises(ZeroDivisionError),
+    ):
+        loop()
+    assert saved_steps(run) == [2]
+
+
+def test_a_last_save_that_failed_is_made_again(tmp_path, monkeypatch):
+    run = Run(tmp_path, every=2, save_last=True)
+    failures = [OSError(28, "No space left on device")]
+
+    def full(*args, **options):
+        if failures:
+            raise failures.pop()
+        return encode_state(*args, **options)
+
+    monkeypatch.setattr("shrinkpoint.committer.encode_state", full)
+    with pytest.warns(ShrinkpointWarning, match="No space left"):
+        run.train(until=2)
+    assert saved_steps(run) == [2]
+
+
+LOOP = """
+import signal, sys, time
+import torch
+import shrinkpoint
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever this process was started under
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.AdamW(model.parameters())
+checkpointer = shrinkpoint.Checkpointer(sys.argv[1], model, optimizer, every=10**6, scheme="lossless")
+for step in range(checkpointer.resume(), 10**6):
+    model(torch.randn(4, 8)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    checkpointer.step(step + 1)
+    print(step + 1, flush=True)
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "statuses"), [(signal.SIGINT, (1, -signal.SIGINT)), (signal.SIGTERM, (128 + signal.SIGTERM,))]
+)
+def test_a_signal_saves_the_step_under_way_and_ends_the_process(tmp_path, number, statuses):
+    program, url = tmp_path / "loop.py", tmp_path / "run"
+    program.write_text(LOOP)
+    process = subprocess.Popen(
+        [sys.executable, str(program), str(url)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        for line in process.stdout:
+            if int(line) == 5:
+                process.send_signal(number)
+                break
+        out, err = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode in statuses, err
+    assert ("KeyboardInterrupt" in err) == (number == signal.SIGINT)
+    last = int(out.split()[-1]) if out.strip() else 5
+    [manifest] = RunStore(str(url)).manifests()
+    assert manifest.step in (last, last + 1)
+    assert f"{number.name}: the run is saved" in err
+
+
+def test_signals_are_given_back(tmp_path):
+    before = signal.getsignal(signal.SIGINT)
+    run = Run(tmp_path, save_last=True)
+    run.checkpointer.step(1)
+    assert signal.getsignal(signal.SIGINT) != before
+    run.checkpointer.close()
+    assert signal.getsignal(signal.SIGINT) == before
+    other = Run(tmp_path, save_last=True)
+    other.checkpointer.step(1)
+    other.checkpointer.flush()
+    del other
+    gc.collect()
+    assert signal.getsignal(signal.SIGINT) == before

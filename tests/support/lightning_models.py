@@ -122,10 +122,18 @@ class Tiny(pl.LightningModule):
 class Crash(Callback):
     """Ends the process's work right after an optimizer step, as an error or as a SIGTERM would."""
 
-    def __init__(self, step: int, *, sigterm: bool = False, batch: int | None = None) -> None:
+    def __init__(
+        self,
+        step: int,
+        *,
+        sigterm: bool = False,
+        batch: int | None = None,
+        number: signal.Signals = signal.SIGTERM,
+    ) -> None:
         self.step = step
         self.sigterm = sigterm
         self.batch = batch
+        self.number = number
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -133,7 +141,7 @@ class Crash(Callback):
         if trainer.global_step == self.step and self.batch in (None, batch_idx):
             if not self.sigterm:
                 raise RuntimeError("preempted")
-            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(self.number)
 
 
 class PlainState(Callback):
@@ -202,7 +210,9 @@ def fit(
     try:
         trainer.fit(module, ckpt_path=ckpt_path)
     except (RuntimeError, SystemExit, BaseException) as error:
-        if type(error).__name__ != "SIGTERMException" and str(error) != "preempted":
+        # Lightning exits with 1 after a Ctrl-C
+        expected = type(error).__name__ == "SIGTERMException" or str(error) in ("preempted", "1")
+        if not expected:
             raise
     return Outcome(module=module, trainer=trainer, callbacks=every)
 

@@ -1,4 +1,4 @@
-"""A SIGTERM is kept for a good moment, and nothing of the previous handler is lost."""
+"""A SIGTERM or Ctrl-C is kept for a good moment, and nothing of the previous handler is lost."""
 
 import signal
 import threading
@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 
-from shrinkpoint.integrations.termination import TerminationRequest
+from shrinkpoint.termination import TerminationRequest
 
 
 @pytest.fixture(autouse=True)
 def _handler_of_before() -> Iterator[None]:
-    before = signal.getsignal(signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
-    signal.signal(signal.SIGTERM, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def test_a_signal_is_noted_and_the_process_goes_on() -> None:
@@ -24,13 +26,53 @@ def test_a_signal_is_noted_and_the_process_goes_on() -> None:
     assert request.received
 
 
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 def test_a_second_signal_ends_the_process_at_once() -> None:
-    request = TerminationRequest()
+    clock = Clock()
+    request = TerminationRequest(clock=clock)
     request.watch()
     signal.raise_signal(signal.SIGTERM)
+    clock.now = 1.5
     with pytest.raises(SystemExit) as ended:
         signal.raise_signal(signal.SIGTERM)
     assert ended.value.code == 128 + signal.SIGTERM
+
+
+def test_a_launcher_that_repeats_a_ctrl_c_as_sigterm_means_the_same() -> None:
+    request = TerminationRequest(clock=Clock())
+    request.watch()
+    signal.raise_signal(signal.SIGINT)
+    signal.raise_signal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt):
+        request.end()
+
+
+def test_a_ctrl_c_is_noted_told_and_ends_as_one(capsys: pytest.CaptureFixture[str]) -> None:
+    request = TerminationRequest()
+    request.watch()
+    signal.raise_signal(signal.SIGINT)
+    assert request.received
+    assert "SIGINT: the run is saved after this step" in capsys.readouterr().err
+    with pytest.raises(KeyboardInterrupt):
+        request.end()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    request.watch()
+    assert not request.received
+
+
+def test_what_is_ignored_stays_ignored() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as after nohup
+    request = TerminationRequest()
+    request.watch()
+    signal.raise_signal(signal.SIGINT)
+    assert not request.received
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
 def test_the_end_is_the_one_that_was_arranged_before() -> None:
