@@ -20,6 +20,7 @@ from shrinkpoint.reports import Accepted, SaveReport
 from shrinkpoint.resume import (
     ResumePolicy,
     check_policy,
+    overridden_rates,
     require_optimizers,
     require_same_model,
     resume_from,
@@ -29,7 +30,7 @@ from shrinkpoint.rng import capture_rng, restore_rng
 from shrinkpoint.roles import describe_training
 from shrinkpoint.saver import Saver
 from shrinkpoint.swap import swapped_weights
-from shrinkpoint.telling import tell
+from shrinkpoint.telling import brief, tell
 from shrinkpoint.termination import TerminationRequest
 
 __all__ = ["Checkpointer", "Stateful"]
@@ -118,11 +119,18 @@ class Checkpointer:
         for name, value in stateful.items():
             if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
                 raise ConfigError(
-                    f"{name}={value!r} is neither an option of Checkpointer nor an object with state_dict and"
+                    f"{name}={brief(value)} is neither an option of Checkpointer nor an object with state_dict and"
                     f" load_state_dict; the options are: {', '.join(sorted(SaverConfig.names()))}"
                 )
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"model must be a torch.nn.Module, not {brief(model)}")
         self._model = model
         self._optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+        for given in self._optimizers:
+            if not all(hasattr(given, name) for name in ("state_dict", "load_state_dict", "param_groups")):
+                raise ConfigError(
+                    f"optimizer must be a torch.optim.Optimizer, or a list of them, not {brief(given)}; [] for none"
+                )
         self._every = every
         self._loss = evaluate
         self._train_loss = train_loss
@@ -333,6 +341,9 @@ class Checkpointer:
         require_same_model(stored, live, self.saver.url)
         require_optimizers(state["optimizers"], self._optimizers, self.saver.url)
         self._model.load_state_dict(state["model"])
+        overridden = overridden_rates(state["optimizers"], self._optimizers)
+        if overridden is not None:
+            tell(overridden, stacklevel=4)
         for optimizer, stored_optimizer in zip(self._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(stored_optimizer)
         for name in sorted(state["stateful"].keys() ^ self._stateful.keys()):

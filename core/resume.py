@@ -10,6 +10,7 @@ from shrinkpoint.errors import ConfigError, NoCheckpointError, StateMismatchErro
 __all__ = [
     "ResumePolicy",
     "check_policy",
+    "overridden_rates",
     "require_optimizers",
     "require_same_groups",
     "require_same_model",
@@ -139,6 +140,32 @@ def require_same_groups(stored: Mapping[str, Any], live: torch.optim.Optimizer, 
                 f" this {type(live).__name__} have {', '.join(lacking)} instead. Build the optimizer that the run was"
                 " made with, or give this run a URL of its own"
             )
+
+
+def overridden_rates(
+    stored: Sequence[Mapping[str, Any]], live: Sequence[torch.optim.Optimizer]
+) -> str | None:
+    """Say that resuming undoes a change of a learning rate; those that schedulers began with are compared where there are any.
+
+    Args:
+        stored: as of `require_optimizers`, which has accepted them.
+        live: the same.
+
+    Returns:
+        One line; None where the rates are the same.
+    """
+    for state, optimizer in zip(stored, live, strict=True):
+        for there, here in zip(state["param_groups"], optimizer.param_groups, strict=True):
+            both = "initial_lr" in there and "initial_lr" in here
+            old, new = ((group.get("initial_lr") if both else group.get("lr")) for group in (there, here))
+            scheduled = not both and ("initial_lr" in there or "initial_lr" in here)
+            if scheduled or old is None or new is None or float(old) == float(new):
+                continue
+            return (
+                f"lr={float(new):g} was given to {type(optimizer).__name__}, and the run goes on with the checkpoint's"
+                f" {float(old):g}: to change it, set it in optimizer.param_groups after resuming"
+            )
+    return None
 
 
 def _some(label: str, items: list[str]) -> str:

@@ -32,7 +32,7 @@ from shrinkpoint.snapshot import Snapshotter
 from shrinkpoint.state import Describe, TrainingState, plain
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.run import RunStore
-from shrinkpoint.telling import tell
+from shrinkpoint.telling import brief, tell
 from shrinkpoint.updates import OptimizerKind
 from shrinkpoint.warmup import Warmup
 from shrinkpoint.worker import Worker
@@ -461,7 +461,7 @@ def _check_step(step: int) -> int:
     except TypeError:
         plain_step = -1
     if plain_step < 0:
-        raise ConfigError(f"step={step!r} must be the number of training steps done so far, 0 or more")
+        raise ConfigError(f"step={brief(step)} must be the number of training steps done so far, 0 or more")
     return plain_step
 
 
@@ -471,5 +471,7 @@ def _check_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
         try:
             told[str(name)] = float(value)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise ConfigError(f"metrics[{name!r}]={value!r} must be one number ({error})") from None
+            raise ConfigError(
+                f"metrics[{name!r}]={brief(value)} must be one number ({str(error)[:200]})"
+            ) from None
     return told

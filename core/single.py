@@ -1,5 +1,6 @@
 """One state dict in one file, without a run: ``shrinkpoint.save`` and ``shrinkpoint.load``."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,12 @@ from shrinkpoint.coding import decode_chain, encode_state
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.container.reader import read_container
 from shrinkpoint.container.writer import write_container
+from shrinkpoint.errors import ConfigError
 from shrinkpoint.planner import Planner
 from shrinkpoint.schemes.base import Occasion
 from shrinkpoint.state import Describe, TrainingState, plain
 from shrinkpoint.store.single import naming, read_file, write_file
+from shrinkpoint.telling import brief
 
 __all__ = ["load", "save"]
 
@@ -38,9 +41,12 @@ def save(
         The file's size in bytes.
 
     Raises:
+        ConfigError: `path` is no path, as where the arguments are swapped.
         CannotRepresentError: `state` holds an object that cannot be stored without pickle; the message names it.
         StoreError: the file cannot be written.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise ConfigError(f"path must be a path or URL, not {brief(path)}: save(state, path)")
     config = SaverConfig(scheme=scheme)  # type: ignore[arg-type]
     captured = TrainingState.capture(state, describe)
     host = TrainingState(captured.tree, {n: t.cpu() for n, t in captured.tensors.items()}, captured.specs)

@@ -5,7 +5,20 @@ import warnings
 
 from shrinkpoint.errors import ShrinkpointWarning
 
-__all__ = ["tell"]
+__all__ = ["brief", "tell"]
+
+_PLAIN = (str, int, float, bool, type(None))
+_FEW = 8
+
+
+def brief(value: object) -> str:
+    """A value as it stands in a message: short, and without a tensor's elements, which may be gigabytes on a device."""
+    few = isinstance(value, list | tuple) and len(value) <= _FEW and all(isinstance(v, _PLAIN) for v in value)
+    if isinstance(value, _PLAIN) or few:
+        text = repr(value)
+        return text if len(text) <= 200 else f"{text[:200]}..."
+    name = type(value).__name__
+    return f"{'an' if name[:1].lower() in 'aeio' else 'a'} {name}"
 
 
 def tell(message: str, *, stacklevel: int = 2) -> None:

@@ -15,6 +15,7 @@ from support.containers import identical
 from support.training import OPTIMIZERS, TinyConvNet, TinyGPT, TinyMLP, train
 from torch import nn
 
+import shrinkpoint
 from shrinkpoint.checkpointer import Checkpointer
 from shrinkpoint.coding import encode_state
 from shrinkpoint.config import SaverConfig
@@ -609,3 +610,58 @@ def test_signals_are_given_back(tmp_path):
     del other
     gc.collect()
     assert signal.getsignal(signal.SIGINT) == before
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "message"),
+    [
+        (TinyMLP(), None, "optimizer must be a torch.optim.Optimizer, or a list of them, not None"),
+        (TinyMLP(), [None], "not None"),
+        (TinyMLP(), list(TinyMLP().parameters()), "not a Parameter"),
+        (None, None, "model must be a torch.nn.Module, not None"),
+        (torch.optim.SGD(TinyMLP().parameters()), TinyMLP(), "model must be a torch.nn.Module, not a SGD"),
+    ],
+)
+def test_what_is_no_model_or_optimizer_is_refused_at_once(tmp_path, model, optimizer, message):
+    with pytest.raises(ConfigError, match=message):
+        Checkpointer(str(tmp_path / "run"), model, optimizer)
+    assert not (tmp_path / "run").exists()
+
+
+def test_swapped_arguments_print_no_tensors(tmp_path):
+    state = TinyMLP().state_dict()
+    messages = []
+    for call in (
+        lambda: shrinkpoint.save(str(tmp_path / "file"), state),
+        lambda: Run(tmp_path / "run").checkpointer.save(state),
+        lambda: Run(tmp_path / "other").checkpointer.save(1, metrics={"loss": torch.ones(5000)}),
+        lambda: Checkpointer(str(tmp_path / "run"), TinyMLP(), [], sampler=state),
+    ):
+        with pytest.raises(ConfigError) as raised:
+            call()
+        messages.append(str(raised.value))
+    assert not [message for message in messages if "tensor(" in message or len(message) > 2000], messages
+    assert messages[0] == "path must be a path or URL, not an OrderedDict: save(state, path)"
+
+
+def test_a_learning_rate_that_resuming_overrides_is_told(tmp_path):
+    def make(lr, *, scheduled=False):
+        model = TinyMLP()
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+        more = {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)} if scheduled else {}
+        url = str(tmp_path / f"run-{scheduled}")
+        return optimizer, Checkpointer(url, model, optimizer, scheme="lossless", **more), more
+
+    for scheduled in (False, True):
+        optimizer, checkpointer, more = make(0.1, scheduled=scheduled)
+        optimizer.step()
+        for scheduler in more.values():
+            scheduler.step()
+        checkpointer.save(1, wait=True)
+        checkpointer.close()
+        make(0.1, scheduled=scheduled)[1].resume()  # the same: nothing to tell, wherever a scheduler stands
+        optimizer, checkpointer, _ = make(0.2, scheduled=scheduled)
+        with pytest.warns(ShrinkpointWarning, match=r"lr=0.2 was given to SGD, .*checkpoint's 0.1") as caught:
+            checkpointer.resume()
+        assert len(caught) == 1
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01 if scheduled else 0.1)
