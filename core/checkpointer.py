@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
+from torch.optim.lr_scheduler import LRScheduler
 
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError, ShrinkpointError, StateMismatchError
@@ -341,7 +342,8 @@ class Checkpointer:
         require_same_model(stored, live, self.saver.url)
         require_optimizers(state["optimizers"], self._optimizers, self.saver.url)
         self._model.load_state_dict(state["model"])
-        overridden = overridden_rates(state["optimizers"], self._optimizers)
+        scheduled = any(isinstance(value, LRScheduler) for value in self._stateful.values())
+        overridden = overridden_rates(state["optimizers"], self._optimizers, scheduled=scheduled)
         if overridden is not None:
             tell(overridden, stacklevel=4)
         for optimizer, stored_optimizer in zip(self._optimizers, state["optimizers"], strict=True):

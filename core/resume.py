@@ -143,13 +143,14 @@ def require_same_groups(stored: Mapping[str, Any], live: torch.optim.Optimizer, 
 
 
 def overridden_rates(
-    stored: Sequence[Mapping[str, Any]], live: Sequence[torch.optim.Optimizer]
+    stored: Sequence[Mapping[str, Any]], live: Sequence[torch.optim.Optimizer], *, scheduled: bool
 ) -> str | None:
     """Say that resuming undoes a change of a learning rate; those that schedulers began with are compared where there are any.
 
     Args:
         stored: as of `require_optimizers`, which has accepted them.
         live: the same.
+        scheduled: whether there is a scheduler: some, as ReduceLROnPlateau, do not note what they began with.
 
     Returns:
         One line; None where the rates are the same.
@@ -158,8 +159,8 @@ def overridden_rates(
         for there, here in zip(state["param_groups"], optimizer.param_groups, strict=True):
             both = "initial_lr" in there and "initial_lr" in here
             old, new = ((group.get("initial_lr") if both else group.get("lr")) for group in (there, here))
-            scheduled = not both and ("initial_lr" in there or "initial_lr" in here)
-            if scheduled or old is None or new is None or float(old) == float(new):
+            unknown = not both and (scheduled or "initial_lr" in there or "initial_lr" in here)
+            if unknown or old is None or new is None or float(old) == float(new):
                 continue
             return (
                 f"lr={float(new):g} was given to {type(optimizer).__name__}, and the run goes on with the checkpoint's"
