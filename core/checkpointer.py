@@ -3,7 +3,7 @@
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from types import TracebackType
 from typing import Any, Literal, Protocol
@@ -14,6 +14,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
 
+from shrinkpoint.averages import averages_in, live_tensors, without_averages
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError, ShrinkpointError, StateMismatchError
 from shrinkpoint.evaluation import Evaluate, Loss, ResumedSteps, losses_of
@@ -30,9 +31,11 @@ from shrinkpoint.resumed import ResumedRun, UntilFailure, obstacle
 from shrinkpoint.rng import capture_rng, restore_rng
 from shrinkpoint.roles import describe_training
 from shrinkpoint.saver import Saver
-from shrinkpoint.swap import swapped_weights
+from shrinkpoint.state import Describe, Role, TrainingState
+from shrinkpoint.swap import swapped_tensors, swapped_weights
 from shrinkpoint.telling import brief, tell
 from shrinkpoint.termination import TerminationRequest
+from shrinkpoint.tree import join_path
 
 __all__ = ["Checkpointer", "Stateful"]
 
@@ -68,7 +71,8 @@ class Checkpointer:
         evaluate: the held-out loss of `model` as it stands: one number, or better one for each batch (a sequence, or a
             tensor of one dimension), always of the same batches in the same order; what batches differ by says how far
             their mean can be trusted. Makes the search for the smallest configuration possible, and `max_degradation` a
-            measured bound. Called with other weights in place, in eval mode, without gradients.
+            measured bound. Called with other weights in place, in eval mode, without gradients. It may measure an average
+            of the weights instead (EMA, SWA) that is among the objects with a state.
         train_loss: the training loss of `model` on the i-th of some fixed training batches, i = 0, ..., `probe_steps` - 1
             (19; take them in turn if they are fewer), as training computes it (under autocast, if it does), unscaled. With `evaluate` it lets `max_degradation` be measured after
             some steps from a restore, which are taken and taken back between two of the training's own. Called in train
@@ -80,7 +84,8 @@ class Checkpointer:
             what is there, which stays), or refuse to start without one (``must``).
         config: how to save; or give its fields as keyword arguments.
         storage_options: passed to fsspec.
-        stateful: further objects by name: ``scheduler=scheduler, sampler=sampler``.
+        stateful: further objects by name: ``scheduler=scheduler, sampler=sampler``. Averages of the weights among them, such
+            as ``torch.optim.swa_utils.AveragedModel``, are coded like weights.
 
     Raises:
         ConfigError: an option cannot work.
@@ -207,12 +212,20 @@ class Checkpointer:
         return self.save(step, metrics=metrics)
 
     def _begin(self, step: int) -> None:
-        """Count from here how far training moves the weights."""
+        """Count from here how far training moves the weights, and averages of them."""
         self._began = True
-        describe = describe_training(
+        # loaders and samplers may have to start their workers to tell their state
+        others = {name: value for name, value in self._stateful.items() if not hasattr(value, "__iter__")}
+        state = {
+            "model": self._model.state_dict(),
+            "stateful": {name: value.state_dict() for name, value in others.items()},
+        }
+        self.saver.begin(state, step=step, describe=self._describe())
+
+    def _describe(self) -> Describe:
+        return describe_training(
             self._model, self._optimizers, model_path=("model",), optimizers_path=("optimizers",)
         )
-        self.saver.begin({"model": self._model.state_dict()}, step=step, describe=describe)
 
     def save(
         self,
@@ -223,13 +236,10 @@ class Checkpointer:
         wait: bool = False,
     ) -> Accepted | None:
         """Save now; see `Saver.save`."""
-        describe = describe_training(
-            self._model, self._optimizers, model_path=("model",), optimizers_path=("optimizers",)
-        )
         accepted = self.saver.save(
             self._state(step),
             step=step,
-            describe=describe,
+            describe=self._describe(),
             metrics=metrics,
             evaluate=self._evaluate if self._loss is not None else None,
             resumed=self._until_failure.guard(self._resumed()),
@@ -363,7 +373,11 @@ class Checkpointer:
 
         def evaluate(weights: Mapping[str, torch.Tensor]) -> Loss:
             try:
-                with self._uncounted(), swapped_weights(self._model, weights):
+                with (
+                    self._uncounted(),
+                    self._averages(averages_in(weights)),
+                    swapped_weights(self._model, without_averages(weights)),
+                ):
                     return losses_of(loss())
             except Exception as error:
                 if not self._told_unmeasurable:
@@ -375,6 +389,30 @@ class Checkpointer:
                 raise
 
         return evaluate
+
+    @contextmanager
+    def _averages(self, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Averaged weights of the objects with a state in their place, where these give away the tensors that they use.
+
+        Args:
+            values: by name in the state.
+        """
+        owners = {
+            name: value
+            for name, value in self._stateful.items()
+            if any(key.startswith(join_path(("stateful", name)) + "/") for key in values)
+        }
+
+        def state() -> dict[str, Any]:
+            return {"stateful": {name: value.state_dict() for name, value in owners.items()}}
+
+        with ExitStack() as stack:
+            for value in owners.values():
+                if isinstance(value, nn.Module):
+                    stack.enter_context(swapped_weights(value, {}))  # in eval mode, and as it was afterwards
+            if owners:
+                stack.enter_context(swapped_tensors(live_tensors(state, values), values))
+            yield
 
     def _resumed(self) -> ResumedSteps | None:
         """How to go on from a state that `_state` gave."""
@@ -394,8 +432,16 @@ class Checkpointer:
             scale=self._scale(),
         )
 
+        describe = self._describe()
+
         def resumed(state: Any, marks: Sequence[int]) -> Sequence[Loss]:
-            with self._uncounted():
+            found = TrainingState.capture({"stateful": state["stateful"]}, describe)
+            values = {
+                name: found.tensors[name]
+                for name, spec in found.specs.items()
+                if spec.tag.role is Role.AVERAGE
+            }
+            with self._uncounted(), self._averages(values):
                 return run.steps(state["model"], state["optimizers"], marks)
 
         return resumed

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 import shrinkpoint
+from shrinkpoint.averages import confirmed
 from shrinkpoint.coding import EncodedState, encode_state
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.container.writer import write_container
@@ -139,7 +140,7 @@ class Committer:
         commit may have happened without our learning of it.
         """
         started, spent = time.perf_counter(), self._spent_s()
-        state = job.snapshot.wait()
+        state = confirmed(job.snapshot.wait())
         movement = self._movement.since(state, job.step)
         try:
             stored = self._store_with(job, state, self._take_link(), movement, started, spent)

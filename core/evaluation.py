@@ -29,7 +29,10 @@ Loss = float | Sequence[float] | torch.Tensor
 """A loss: one number, or one for each of some batches, always the same ones in the same order."""
 
 Evaluate = Callable[[Mapping[str, torch.Tensor]], Loss]
-"""The loss on fixed held-out batches with these parameters and buffers (host tensors by name) in the model's place."""
+"""The loss on fixed held-out batches with these parameters and buffers (host tensors by name) in the model's place.
+
+Averaged weights beside the model (`shrinkpoint.averages`) are among them; whoever cannot put them in place leaves them out.
+"""
 
 Measure = Evaluate
 """The same, asked for by the background."""

@@ -17,7 +17,7 @@ __all__ = ["Movement", "MovementTracker", "is_followed"]
 
 F64 = npt.NDArray[np.float64]
 
-_MOVED = (Role.WEIGHT, Role.MASTER)
+_MOVED = (Role.WEIGHT, Role.MASTER, Role.AVERAGE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class MovementTracker:
 
 
 def is_followed(spec: TensorSpec) -> bool:
-    """Whether a tensor's movement is of interest: that of weights and masters of floating-point dtypes."""
+    """Whether a tensor's movement is of interest: that of weights, masters and averages of floating-point dtypes."""
     return spec.tag.role in _MOVED and spec.dtype.is_floating_point and spec.numel > 0
 
 

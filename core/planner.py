@@ -20,7 +20,7 @@ from shrinkpoint.schemes.base import Occasion, Scheme
 from shrinkpoint.search.healing import Healing, without_delay, without_luck
 from shrinkpoint.search.measure import EXACT, Rise, absolute_error, relative_rise, single_rise
 from shrinkpoint.search.restores import RestoreBudget
-from shrinkpoint.state import TrainingState
+from shrinkpoint.state import Role, TrainingState
 from shrinkpoint.telling import tell
 from shrinkpoint.trial import restored_state
 
@@ -42,6 +42,7 @@ class Guard(Protocol):
 
 _NAMED = 5
 _AIM = 0.7  # of what should hold by proportion
+_AVERAGES_ONLY = "averaged weights alone are measured, so that the network's own have mild steps"
 _MILDER = 3  # so many milder settings are asked for where a guard refuses
 
 
@@ -73,6 +74,9 @@ class Planner:
         self._strategy = _strategy(config, spent_s)
         self._cost = EXACT
         self._sighted = False  # whether an evaluation was seen to change with the weights
+        self._sees_network: bool | None = (
+            None  # beside averages of its weights; None where that was not tried
+        )
         self._told: set[str] = set()
 
     @property
@@ -144,7 +148,13 @@ class Planner:
             if not self._sighted:
                 comparison.look()
                 self._sighted = True
-            return self._bounded(strategy, occasion, comparison, resume)
+            occasion = replace(
+                occasion, averages_only=self._sees_averages_only(strategy, occasion, comparison)
+            )
+            plan = self._bounded(strategy, occasion, comparison, resume)
+            if occasion.averages_only and not plan.is_exact:
+                plan = replace(plan, reason=f"{plan.reason}; {_AVERAGES_ONLY}")
+            return plan
         except BlindEvaluationError as error:
             self._sighted = False
             self._tell_once(
@@ -157,6 +167,23 @@ class Planner:
             if plan.is_exact:
                 return plan
             return replace(plan, reason=f"unmeasured: {error}", is_blind=True)
+
+    def _sees_averages_only(self, strategy: Strategy, occasion: Occasion, comparison: Comparison) -> bool:
+        """Whether the evaluation measures averages of the weights and not the weights.
+
+        Raises:
+            BlindEvaluationError: it does, and the scheme stores averages exactly: nothing that it changes is seen.
+        """
+        averages = [spec for spec in occasion.state.specs.values() if spec.tag.role is Role.AVERAGE]
+        if not averages:
+            return False
+        if self._sees_network is None:
+            self._sees_network = comparison.sees_network()
+        if not self._sees_network and not any(map(strategy.takes, averages)):
+            raise BlindEvaluationError(
+                "it measures averages of the weights, which this scheme stores exactly"
+            )
+        return not self._sees_network
 
     def _bounded(
         self, strategy: Strategy, occasion: Occasion, comparison: Comparison, resume: ResumedSteps | None

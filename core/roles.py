@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from shrinkpoint.averages import AverageFinder
 from shrinkpoint.state import Describe, LayerType, Role, Tag
 from shrinkpoint.tree import Path
 
@@ -139,6 +140,7 @@ def describe_training(
         for parameter, name in optimizer_parameter_names(optimizer, module).items()
     }
     depth = len(optimizers_path)
+    averages = AverageFinder(module, tags)
 
     def describe(path: Path, tensor: torch.Tensor) -> Tag:
         if path[: len(model_path)] == model_path:
@@ -155,6 +157,8 @@ def describe_training(
                 role = Role.MASTER
             if role is not Role.OTHER and tensor.shape == live.shape:
                 return Tag(role=role, layer_type=weight.layer_type, parameter=weight.parameter)
-        return Tag()
+        if path[:depth] == optimizers_path:
+            return Tag()
+        return averages.tag(path, tensor)
 
     return describe

@@ -25,6 +25,7 @@ class Role(str, Enum):
     EXP_AVG = "exp_avg"
     EXP_AVG_SQ = "exp_avg_sq"
     MASTER = "master"
+    AVERAGE = "average"
     BUFFER = "buffer"
     OTHER = "other"
 
@@ -47,7 +48,7 @@ class Tag:
     role: Role = Role.OTHER
     layer_type: LayerType = LayerType.OTHER
     parameter: str | None = None
-    """For a weight, a moment or a buffer: its name in the model; it pairs moments with their weight."""
+    """For a weight, a moment or a buffer: its name in the model; it pairs moments and averages with their weight."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from torch import nn
 
 from shrinkpoint.rng import capture_rng, restore_rng
 
-__all__ = ["swapped_weights"]
+__all__ = ["swapped_tensors", "swapped_weights"]
 
 
 @contextmanager
@@ -39,3 +39,22 @@ def swapped_weights(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> I
         for name, child in module.named_modules():
             child.training = modes[name]
         restore_rng(rng)
+
+
+@contextmanager
+def swapped_tensors(live: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Run a block with other values in tensors, which are exchanged in place and afterwards as before.
+
+    Args:
+        live: the tensors by name, on any device.
+        values: of the same shapes, by the same names; what is not in `live` is passed over.
+    """
+    wanted = {name: tensor for name, tensor in live.items() if name in values}
+    before = {name: tensor.detach().clone() for name, tensor in wanted.items()}
+    try:
+        for name, tensor in wanted.items():
+            tensor.data.copy_(values[name])
+        yield
+    finally:
+        for name, tensor in wanted.items():
+            tensor.data.copy_(before[name])

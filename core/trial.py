@@ -1,9 +1,10 @@
 """Restores that are tried and not stored: the models and states that the quality of a scheme is measured on."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 
+from shrinkpoint.averages import average_key
 from shrinkpoint.coding import restored_values
 from shrinkpoint.schemes.base import Held, Scheme
 from shrinkpoint.state import Role, TensorSpec, TrainingState
@@ -11,18 +12,15 @@ from shrinkpoint.state import Role, TensorSpec, TrainingState
 __all__ = ["mirrored_model", "perturbed_model", "restored_model", "restored_state", "true_model"]
 
 _MODEL = (Role.WEIGHT, Role.BUFFER)
+_EVALUATED = (*_MODEL, Role.AVERAGE)
 
 
 def true_model(state: TrainingState) -> dict[str, torch.Tensor]:
-    """A snapshot's weights and buffers by their names in the model.
+    """A snapshot's weights and buffers by their names in the model, and averaged weights by `average_key`.
 
     All of them, what is stored exactly too: the live model moves on between two evaluations.
     """
-    return {
-        spec.tag.parameter: state.tensors[spec.name]
-        for spec in state.specs.values()
-        if spec.tag.role in _MODEL and spec.tag.parameter is not None
-    }
+    return {key: state.tensors[spec.name] for key, spec in _evaluated(state)}
 
 
 def restored_model(
@@ -35,7 +33,7 @@ def restored_model(
         scheme: set up for this save.
         reference: what a reader holds of the previous checkpoint; it stays as it is.
     """
-    values = restored_values(state, scheme, reference, roles=(Role.MASTER, *_MODEL))
+    values = restored_values(state, scheme, reference, roles=(Role.MASTER, *_EVALUATED))
     masters = {
         (spec.tag.parameter, spec.shape): values[spec.name]
         for spec in state.specs.values()
@@ -44,15 +42,11 @@ def restored_model(
 
     def value(spec: TensorSpec) -> torch.Tensor:
         """Of a weight that is kept while its master is not, what the first step will make of it."""
-        kept = values[spec.name] is state.tensors[spec.name]
+        kept = spec.tag.role in _MODEL and values[spec.name] is state.tensors[spec.name]
         master = masters.get((spec.tag.parameter, spec.shape)) if kept else None
         return values[spec.name] if master is None else master.to(spec.dtype)
 
-    return {
-        spec.tag.parameter: value(spec)
-        for spec in state.specs.values()
-        if spec.tag.role in _MODEL and spec.tag.parameter is not None
-    }
+    return {key: value(spec) for key, spec in _evaluated(state)}
 
 
 def restored_state(
@@ -64,7 +58,7 @@ def restored_state(
 
 
 def mirrored_model(state: TrainingState, restored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The model on the other side of the true one: ``2 * true - restored`` of each weight.
+    """The model on the other side of the true one: ``2 * true - restored`` of each weight and average.
 
     Buffers and what is not floating are the true ones, and what was restored exactly stays so.
 
@@ -87,17 +81,20 @@ def _mirrored(true: torch.Tensor, restored: torch.Tensor) -> torch.Tensor:
     return torch.where(torch.isfinite(centre), other, centre).to(true.dtype)
 
 
-def perturbed_model(state: TrainingState, share: float, seed: int) -> dict[str, torch.Tensor]:
+def perturbed_model(
+    state: TrainingState, share: float, seed: int, *, averages: bool = True
+) -> dict[str, torch.Tensor]:
     """The model with normal noise on each weight tensor: what no evaluation of these weights can overlook.
 
     Args:
         state: the snapshot.
         share: standard deviation of the noise, in root mean squares of the tensor; of a tensor of zeros, its value.
         seed: of the noise.
+        averages: whether averaged weights get noise too.
     """
     perturbed = true_model(state)
     generator = torch.Generator().manual_seed(seed)
-    for name in _floating_weights(state):
+    for name in _floating_weights(state, averages=averages):
         true = perturbed[name]
         size = float(true.float().square().mean().sqrt()) if true.numel() else 0.0
         noise = torch.randn(true.shape, generator=generator) * (share * (size or 1.0))
@@ -105,9 +102,15 @@ def perturbed_model(state: TrainingState, share: float, seed: int) -> dict[str, 
     return perturbed
 
 
-def _floating_weights(state: TrainingState) -> list[str]:
-    return [
-        spec.tag.parameter
-        for spec in state.specs.values()
-        if spec.tag.role is Role.WEIGHT and spec.tag.parameter is not None and spec.dtype.is_floating_point
-    ]
+def _evaluated(state: TrainingState) -> Iterator[tuple[str, TensorSpec]]:
+    """What an evaluation may see, by the names that it gets."""
+    for spec in state.specs.values():
+        if spec.tag.role is Role.AVERAGE:
+            yield average_key(spec.name), spec
+        elif spec.tag.role in _MODEL and spec.tag.parameter is not None:
+            yield spec.tag.parameter, spec
+
+
+def _floating_weights(state: TrainingState, *, averages: bool = True) -> list[str]:
+    roles = (Role.WEIGHT, Role.AVERAGE) if averages else (Role.WEIGHT,)
+    return [key for key, spec in _evaluated(state) if spec.tag.role in roles and spec.dtype.is_floating_point]

@@ -15,6 +15,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from shrinkpoint.averages import without_averages
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.integrations.alone import alone
 from shrinkpoint.integrations.probe import (
@@ -73,7 +74,7 @@ class LossProbe:
         measure = self.measurement(trainer, module)
 
         def evaluate(weights: Mapping[str, torch.Tensor]) -> tuple[float, ...]:
-            with metrics_untouched(module), swapped_weights(module, weights):
+            with metrics_untouched(module), swapped_weights(module, without_averages(weights)):
                 return measure()
 
         return evaluate

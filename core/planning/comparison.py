@@ -101,6 +101,10 @@ class Comparison:
             )
         self._seen = True
 
+    def sees_network(self) -> bool:
+        """Whether noise in the network's own weights, and not in their averages, changes what is measured."""
+        return self._losses(perturbed_model(self._state, _NOISE, _SEED, averages=False)) != self.baseline
+
     def _is_true(self, restored: Mapping[str, torch.Tensor]) -> bool:
         true = true_model(self._state)
         return all(value is true[name] or torch.equal(value, true[name]) for name, value in restored.items())

@@ -14,6 +14,8 @@ What is known of each optimizer's state:
 * Adam and its kin: the second moment as a row times a column, the first in units of its root;
 * SGD with momentum, Lion: the momentum in units of its own root mean square by rows and columns;
 * masters of half-precision weights: on the trellis, and the weights rounded from them;
+* averages of the weights (EMA, SWA): on the trellis, by how far each has itself moved, with its weight's curvature; exactly
+  while that is not known, or the average is a copy;
 * any other state, and whatever is small: exactly.
 
 What a restored first moment has lost is lost progress: as many steps as the optimizer remembers, times the share that is
@@ -104,8 +106,8 @@ class AutoOptions:
 
     def takes(self, spec: TensorSpec) -> bool:
         """Whether the tensor is coded as a weight."""
-        of_a_kind = spec.tag.role in (Role.WEIGHT, Role.MASTER) and spec.dtype in WEIGHT_DTYPES
-        return of_a_kind and spec.numel >= self.min_elements
+        of_a_kind = spec.tag.role in (Role.WEIGHT, Role.MASTER, Role.AVERAGE)
+        return of_a_kind and spec.dtype in WEIGHT_DTYPES and spec.numel >= self.min_elements
 
 
 def _by_parameter(state: TrainingState, role: Role) -> dict[str | None, str]:
@@ -211,6 +213,12 @@ class Auto:
     def _scale(self) -> float:
         return self.scale or self.options.weight_scale or MILD_SCALE
 
+    def _scale_of(self, spec: TensorSpec) -> float:
+        """The network's own weights have mild steps where nothing but their averages is measured."""
+        if self.occasion.averages_only and spec.tag.role is not Role.AVERAGE:
+            return min(self._scale, self.options.weight_scale or MILD_SCALE)
+        return self._scale
+
     def _lattice(self, spec: TensorSpec, step: _Step) -> TensorCodec:
         height, width = matrix_shape(spec.shape)
         exponents = (np.zeros(height, np.int8), np.zeros(width, np.int8))
@@ -218,7 +226,8 @@ class Auto:
             exponents = curvature_exponents(step.curvature, spec.shape)
         size = step.step
         if step.moved is not None:
-            noise = np.maximum(self._scale * self.options.movement_share * step.moved, _NOISE * step.finest)
+            share = self._scale_of(spec) * self.options.movement_share
+            noise = np.maximum(share * step.moved, _NOISE * step.finest)
             if step.kept is not None:
                 noise[step.kept] = np.inf
             size, exponents = narrowed(size, exponents, noise)
@@ -267,18 +276,23 @@ class Auto:
             spec.name: self._curvature(state, spec, moments.get(spec.tag.parameter or "", ()))
             for spec in specs
         }
-        many = [spec for spec in specs if _finer(spec) == 1] or specs
+        own = [spec for spec in specs if spec.tag.role is not Role.AVERAGE] or specs
+        many = [spec for spec in own if _finer(spec) == 1] or own
         size = _size([state.tensors[spec.name] for spec in many])
         means = _means([(found[spec.name], spec.numel) for spec in many])
         steps = {}
+        weights = _by_parameter(state, Role.WEIGHT)
         for spec in specs:
+            if spec.tag.role is Role.AVERAGE and not self._is_averaged(
+                state, spec, weights.get(spec.tag.parameter)
+            ):
+                continue
+            scale = self._scale_of(spec)
             curvature, moved = found[spec.name], self._moved(spec, state.tensors[spec.name])
             finest = _FINEST * float(state.tensors[spec.name].abs().max())
             kept = self._kept(spec)
             moving = moved[moved > _UNMOVED * math.sqrt(float(np.square(moved).mean()))]
-            allowed = (
-                self._scale * self.options.movement_share * float(np.median(moving)) if moving.size else 0.0
-            )
+            allowed = scale * self.options.movement_share * float(np.median(moving)) if moving.size else 0.0
             if allowed <= _NOISE * finest and bool(np.isfinite(moved).all()):
                 continue  # what training hardly changes is stored exactly, and what is all zeros
             if curvature is None:
@@ -289,11 +303,18 @@ class Auto:
                 tensor = curvature.tensor
             if 1e-20 < unit < 1e20:
                 steps[spec.name] = _Step(
-                    _WIDEST_STEP * self._scale / _finer(spec) * unit, tensor, moved, finest, kept
+                    _WIDEST_STEP * scale / _finer(spec) * unit, tensor, moved, finest, kept
                 )
             elif not bool(torch.isfinite(state.tensors[spec.name]).all()):
                 steps[spec.name] = _Step(1.0, None)  # of any step: the codec refuses the tensor, and says why
         return steps
+
+    def _is_averaged(self, state: TrainingState, spec: TensorSpec, weight: str | None) -> bool:
+        """Whether an average is more than a copy of its weight, and it is known how far it moves: else it is stored exactly."""
+        if weight is None or self._known_movement(spec) is None:
+            return False
+        average, true = state.tensors[spec.name], state.tensors[weight]
+        return average.dtype != true.dtype or not torch.equal(average, true)
 
     def _is_on_trellis(self, spec: TensorSpec) -> bool:
         """Whether the previous checkpoint has the tensor so that its rows can be kept."""

@@ -171,6 +171,8 @@ class Occasion:
     """How far training has moved each weight since the previous checkpoint; None where nothing is known of that."""
     directions: Collection[str] = ()
     """Names of first moments of which their optimizer uses the direction alone, as Lion's and Muon's."""
+    averages_only: bool = False
+    """Whether what is measured depends on averaged weights alone, so that nothing is known of the network's own."""
     gradients: Mapping[str, torch.Tensor] | None = None
     """EMA of the gradients by parameter name, where they were collected."""
 

@@ -124,11 +124,11 @@ def test_an_evaluation_may_give_a_loss_for_each_batch(tmp_path):
 
 
 def test_an_evaluation_of_a_copy_is_found_to_be_blind(tmp_path):
-    """As of an average of the weights that is kept beside the model."""
+    """As of an average of the weights that the checkpointer is not given."""
     run = Run(tmp_path)
     average = copy.deepcopy(run.model)
     checkpointer = Checkpointer(
-        str(tmp_path / "run"), run.model, run.optimizer, evaluate=lambda: average.loss(0), average=average
+        str(tmp_path / "run"), run.model, run.optimizer, evaluate=lambda: average.loss(0)
     )
     run.step(0)
     with pytest.warns(ShrinkpointWarning, match="does not see the weights"):

@@ -24,7 +24,7 @@ from shrinkpoint.entropy import lstm
 
 F32 = np.float32
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-ITEM_SIZES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
+ITEM_SIZES = {"int64": 8, "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
 ENDS = (8, 11, 16, 23, 32, 45, 64, 91, 128)
 EDGE_PLACES = (-126, -124, -122, -119, -115, -109, -101, -90, -74, -32)
 EDGE_PLACES += tuple(-x for x in reversed(EDGE_PLACES))
