@@ -29,6 +29,7 @@ SUFFIXES = (".ckpt", ".pt", ".safetensors")
 """What `export` writes, by the file's suffix."""
 
 _Path = tuple[str, ...]
+_AVERAGED: _Path = ("state_dict",)
 
 _MAX_INT_BITS = 255 * 8 - 1  # what pickle's LONG1, the only long integer that the safe loader reads, holds
 
@@ -204,8 +205,8 @@ def _torch_writer(value: Any) -> Callable[[Path], None]:
 def model_tensors(state: TrainingState) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """The model's weights and buffers by their names in the model, and tied names by the name that holds the tensor.
 
-    The model's part is found by the tensors' roles; in a state that was saved without roles, it is the dict
-    ``state_dict`` or ``model``, or the state itself where that is a flat dict of tensors.
+    The model's part is found by the tensors' roles; an average that stands in its place is taken instead. In a state that was
+    saved without roles, it is the dict ``state_dict`` or ``model``, or the state itself where that is a flat dict of tensors.
 
     Raises:
         CannotRepresentError: no weights are found, or two have the same name.
@@ -220,10 +221,19 @@ def model_tensors(state: TrainingState) -> tuple[dict[str, torch.Tensor], dict[s
                 first.setdefault(names[id(tensor)], path)
         folder = _common_folder(list(first.values()))
         chosen = [(path, tensor) for path, tensor in places if names.get(id(tensor)) in wanted]
+        if _is_averaged(state):
+            folder, chosen = _AVERAGED, places
     else:
         folder = _folder_without_roles(state.to_object())
         chosen = places
     return _named([(path[len(folder) :], t) for path, t in chosen if path[: len(folder)] == folder])
+
+
+def _is_averaged(state: TrainingState) -> bool:
+    """Whether an average stands where a checkpoint has the model that is to be used (Lightning's ``WeightAveraging``)."""
+    start = "/".join(_AVERAGED) + "/"
+    specs = state.specs.items()
+    return any(spec.tag.role is Role.AVERAGE and name.startswith(start) for name, spec in specs)
 
 
 def _tensor_places(value: Any, path: _Path) -> Iterator[tuple[_Path, torch.Tensor]]:

@@ -21,6 +21,7 @@ from shrinkpoint.integrations.composer_resume import continue_run, require_suppo
 from shrinkpoint.integrations.composer_settings import Settings
 from shrinkpoint.integrations.composer_state import (
     describe_state,
+    followed_state,
     parameter_names,
     stored_state,
     trained_module,
@@ -114,7 +115,7 @@ class Session:
         self._buckets = []
         self._data.fit_starts(state)
         self._steps.starts(state)
-        weights = {"state": {"model": state.get_model_state_dict()}}  # with FSDP, all ranks gather them
+        weights = followed_state(state)
         if is_first():
             self.run.saver.begin(weights, step=int(state.timestamp.batch), describe=describe_state(state))
 

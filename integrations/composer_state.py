@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from composer.algorithms import EMA
 from composer.core import State
 from composer.loggers import Logger
 from torch import nn
 
+from shrinkpoint.averages import AverageFinder
 from shrinkpoint.errors import StateMismatchError
 from shrinkpoint.integrations.gradient_buckets import Buckets
 from shrinkpoint.integrations.ranks import on_first
@@ -21,6 +23,7 @@ from shrinkpoint.tree import Path
 __all__ = [
     "OUTLINE",
     "describe_state",
+    "followed_state",
     "load_state",
     "parameter_names",
     "require_own_run",
@@ -77,6 +80,18 @@ def stored_state(state: State, ranks: list[Any], buckets: Buckets) -> dict[str, 
     return {"format": FORMAT, "version": _VERSION, "state": stored, "ranks": ranks, "buckets": buckets}
 
 
+def followed_state(state: State) -> dict[str, Any]:
+    """What of a `stored_state` holds weights and averages of them that exist from the start.
+
+    Called on every rank: with FSDP the shards are gathered.
+    """
+    algorithms = [
+        (type(each).__qualname__, each.state_dict() if isinstance(each, EMA) else {})
+        for each in state.algorithms
+    ]
+    return {"state": {"model": state.get_model_state_dict(), "algorithms": algorithms}}
+
+
 def _begin_next_epoch(stored: dict[str, Any], state: State) -> None:
     """At an epoch's end, a StreamingDataset still names that epoch, and would go on with its first sample again."""
     streaming = sys.modules.get("streaming")
@@ -89,7 +104,9 @@ def _begin_next_epoch(stored: dict[str, Any], state: State) -> None:
 def describe_state(state: State) -> Describe:
     """The role of each tensor of a `stored_state`: Composer names moments after their parameters."""
     module = trained_module(state)
-    tags = {_without_wrappers(name): _renamed(tag) for name, tag in model_tags(module).items()}
+    own = {name: _renamed(tag) for name, tag in model_tags(module).items()}
+    averages = AverageFinder(module, own)
+    tags = {_without_wrappers(name): tag for name, tag in own.items()}
     parameters = {_without_wrappers(name): value for name, value in module.named_parameters()}
     optimizers = {type(optimizer).__qualname__: optimizer for optimizer in state.optimizers}
 
@@ -105,6 +122,8 @@ def describe_state(state: State) -> Describe:
                     role = Role.MASTER
                 if role is not Role.OTHER and tensor.shape == parameters[name].shape:
                     return Tag(role=role, layer_type=tags[name].layer_type, parameter=tags[name].parameter)
+            case ("state", "algorithms", *_):
+                return averages.tag(path, tensor)
         return Tag()
 
     return describe

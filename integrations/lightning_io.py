@@ -21,6 +21,7 @@ __all__ = ["RunCheckpointIO", "load_checkpoint", "open_as_ckpt", "require_suppor
 Write = Callable[[dict[str, Any]], None]
 Check = Callable[[dict[str, Any]], None]
 
+_FUNCTIONS = ("anneal_func", "_anneal_func")
 _SHARDED = {"DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStrategy"}
 
 
@@ -151,8 +152,10 @@ def require_supported(strategy: Strategy) -> None:
 
 
 def storable(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """The checkpoint without those hyper-parameters that only pickle could store; nothing needs them to continue."""
+    """The checkpoint without what only pickle could store and nothing needs to continue: some hyper-parameters, and the
+    functions of torch's ``SWALR``, which its constructor has set already."""
     key, kind = "hyper_parameters", "hparams_type"
+    checkpoint = _without_functions(checkpoint)
     if key not in checkpoint:
         return checkpoint
     kept = {name: value for name, value in checkpoint[key].items() if _is_plain(value)}
@@ -162,6 +165,19 @@ def storable(checkpoint: dict[str, Any]) -> dict[str, Any]:
             " checkpoints leave them out (save_hyperparameters(ignore=...) silences this)"
         )
     return {name: value for name, value in checkpoint.items() if name != kind} | {key: kept}
+
+
+def _without_functions(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    def cleared(value: Any) -> Any:
+        if type(value) is dict:
+            items = value.items()
+            return {key: cleared(item) for key, item in items if key not in _FUNCTIONS or not callable(item)}
+        return [cleared(item) for item in value] if type(value) is list else value
+
+    schedulers = {
+        key: cleared(checkpoint[key]) for key in ("lr_schedulers", "callbacks") if key in checkpoint
+    }
+    return {**checkpoint, **schedulers}
 
 
 def _is_plain(value: object) -> bool:

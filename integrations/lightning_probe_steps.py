@@ -19,6 +19,7 @@ from shrinkpoint.errors import ConfigError
 from shrinkpoint.evaluation import Loss, ResumedSteps
 from shrinkpoint.integrations.alone import alone, wrapper_obstacle
 from shrinkpoint.integrations.lightning_probe import LossProbe, arguments, captured_logs
+from shrinkpoint.integrations.lightning_state import trained_key
 from shrinkpoint.integrations.probe import RecentBatches, to_host
 from shrinkpoint.resumed import ResumedRun, obstacle
 
@@ -69,8 +70,9 @@ class StepProbe:
         )
 
         def resumed(checkpoint: Any, marks: Sequence[int]) -> Sequence[Loss]:
+            weights = checkpoint[trained_key(checkpoint)]
             with alone():
-                return run.steps(checkpoint["state_dict"], checkpoint["optimizer_states"], marks)
+                return run.steps(weights, checkpoint["optimizer_states"], marks)
 
         return resumed
 

@@ -18,13 +18,12 @@ from shrinkpoint.integrations.lightning_probe_steps import StepProbe
 from shrinkpoint.integrations.lightning_reports import finite_metrics, log_reports
 from shrinkpoint.integrations.lightning_resume import continue_run, is_tuning, require_module
 from shrinkpoint.integrations.lightning_settings import Settings
+from shrinkpoint.integrations.lightning_state import describe_checkpoint, followed_state
 from shrinkpoint.integrations.ranks import Outcome, broadcast, is_first, world_size
 from shrinkpoint.integrations.run_session import RunSession
 from shrinkpoint.integrations.triggers import Trigger
 from shrinkpoint.resume import require_optimizers
-from shrinkpoint.roles import describe_training
 from shrinkpoint.saver import Saver
-from shrinkpoint.state import Describe
 from shrinkpoint.termination import TerminationRequest
 
 __all__ = ["Session"]
@@ -113,8 +112,10 @@ class Session:
                 self._saver.forget()
         if self._active and is_first():
             self.run.warn_hook(stateful_hook(trainer.strategy.model))
-            weights = {"state_dict": module.state_dict()}
-            self._saver.begin(weights, step=trainer.global_step, describe=_describe(trainer, module))
+            weights = followed_state(trainer, module)
+            self._saver.begin(
+                weights, step=trainer.global_step, describe=describe_checkpoint(trainer, module, weights)
+            )
 
     def _require_model(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
@@ -283,7 +284,7 @@ class Session:
         return self.run.hand_over(
             storable(checkpoint),
             step=trainer.global_step,
-            describe=_describe(trainer, module),
+            describe=describe_checkpoint(trainer, module, checkpoint),
             metrics=finite_metrics(trainer),
             evaluate=self.probe.evaluation(trainer, module),
             resumed=self._steps.resumed(trainer, module),
@@ -328,10 +329,3 @@ class Session:
         """Let go of the store."""
         self._interruption.unwatch()
         self.run.close()
-
-
-def _describe(trainer: Trainer, module: LightningModule) -> Describe:
-    """The roles of the tensors of Lightning's checkpoint."""
-    return describe_training(
-        module, trainer.optimizers, model_path=("state_dict",), optimizers_path=("optimizer_states",)
-    )

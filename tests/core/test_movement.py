@@ -90,7 +90,7 @@ def test_there_is_one_step_at_least(step, steps):
     assert moved(torch.ones(2), torch.zeros(2), step=step).steps == steps
 
 
-def test_only_weights_and_masters_of_floating_point_are_followed():
+def test_only_weights_masters_and_averages_of_floating_point_are_followed():
     def describe(path, tensor):
         return Tag(role=Role(path[0].split("-")[0]), parameter="p")
 
@@ -98,10 +98,14 @@ def test_only_weights_and_masters_of_floating_point_are_followed():
     tensors["weight-int"] = torch.ones(3, 3, dtype=torch.int32)
     tensors["weight-empty"] = torch.ones(0, 3)
     state = TrainingState.capture(tensors, describe)
-    assert {name for name, spec in state.specs.items() if is_followed(spec)} == {"weight", "master"}
+    assert {name for name, spec in state.specs.items() if is_followed(spec)} == {
+        "weight",
+        "master",
+        "average",
+    }
     tracker = MovementTracker()
     tracker.note(state, 0)
-    assert set(tracker.since(state, 1).rows) == {"weight", "master"}
+    assert set(tracker.since(state, 1).rows) == {"weight", "master", "average"}
 
 
 def test_what_is_new_or_has_another_shape_or_dtype_is_missing():
