@@ -24,6 +24,7 @@ __all__ = [
 ]
 
 _NEAR = 0.5  # of the weight's own length: what is nearer points where it does, and is at least half as long
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _MARK = "/"  # no path in a state, and no name in a model, begins with it
 
 
@@ -52,7 +53,7 @@ class AverageFinder:
             path: its place in the state.
             tensor: only its dtype and shape are looked at.
         """
-        if not path or not tensor.is_floating_point():
+        if not path or tensor.dtype not in _DTYPES:
             return Tag()
         shape = tuple(tensor.shape)
         name = self._in_order(path[-1], shape) if path[-1].isdecimal() else self._by_name(path, shape)
@@ -108,7 +109,7 @@ def confirmed(state: TrainingState) -> TrainingState:
 def _is_near(average: torch.Tensor, weight: torch.Tensor | None) -> bool:
     if weight is None or weight.shape != average.shape:
         return False
-    wide = torch.promote_types(torch.promote_types(average.dtype, weight.dtype), torch.float32)
+    wide = torch.float64 if torch.float64 in (average.dtype, weight.dtype) else torch.float32
     there = weight.detach().to(wide)
     away = float(torch.linalg.vector_norm(average.detach().to(wide) - there))
     return math.isfinite(away) and away <= _NEAR * float(torch.linalg.vector_norm(there))

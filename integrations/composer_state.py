@@ -122,7 +122,7 @@ def describe_state(state: State) -> Describe:
                     role = Role.MASTER
                 if role is not Role.OTHER and tensor.shape == parameters[name].shape:
                     return Tag(role=role, layer_type=tags[name].layer_type, parameter=tags[name].parameter)
-            case ("state", "algorithms", *_):
+            case ("state", "algorithms" | "callbacks", *_):
                 return averages.tag(path, tensor)
         return Tag()
 

@@ -174,7 +174,7 @@ def _without_functions(checkpoint: dict[str, Any]) -> dict[str, Any]:
             return {key: cleared(item) for key, item in items if key not in _FUNCTIONS or not callable(item)}
         return [cleared(item) for item in value] if type(value) is list else value
 
-    schedulers = {
+    schedulers: dict[str, Any] = {
         key: cleared(checkpoint[key]) for key in ("lr_schedulers", "callbacks") if key in checkpoint
     }
     return {**checkpoint, **schedulers}

@@ -33,7 +33,7 @@ def describe_checkpoint(trainer: Trainer, module: LightningModule, checkpoint: M
 def followed_state(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
     """What of a checkpoint holds weights, and averages of them that exist from the start."""
     checkpoint: dict[str, Any] = {"state_dict": module.state_dict()}
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+    for callback in trainer.callbacks:
         if isinstance(callback, _AVERAGING):
             callback.on_save_checkpoint(trainer, module, checkpoint)
     return checkpoint

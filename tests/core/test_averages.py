@@ -99,7 +99,8 @@ def test_an_average_has_the_shape_and_the_name_or_the_place_of_a_trained_weight(
         Tag(role=Role.AVERAGE, layer_type=LayerType.LINEAR, parameter=parameter) if parameter else Tag()
     )
     assert finder.tag(path, torch.ones(shape)) == expected
-    assert finder.tag(path, torch.ones(shape, dtype=torch.int64)) == Tag()
+    for dtype in (torch.int64, torch.complex64, torch.float8_e4m3fn):
+        assert finder.tag(path, torch.ones(shape).to(dtype)) == Tag()
 
 
 def test_averages_are_found_in_whole_states_and_never_among_an_optimizers():
@@ -238,6 +239,26 @@ def test_a_chain_with_averages_is_read_back_by_code_and_by_specification():
     entries = {entry.spec.name: entry for entry in containers[1][0].entries}
     assert entries[name].encoded.uses_reference
     assert entries[name].encoded.nbytes * 8 < 8 * second.tensors[name].numel()
+
+
+def test_an_average_inside_the_model_is_a_weight_with_a_movement_of_its_own():
+    torch.manual_seed(3)
+    model = nn.ModuleDict({"net": TinyMLP()})
+    model["ema"] = ema(model["net"])
+    optimizer = OPTIMIZERS["AdamW"](model["net"])
+    tracker = MovementTracker()
+    for step in range(20):
+        if step == 10:
+            tracker.note(capture(model, optimizer), step)
+        train(model["net"], optimizer, [step])
+        model["ema"].update_parameters(model["net"])
+    state = confirmed(capture(model, optimizer))
+    movement = tracker.since(state, 20)
+    restored = restored_values(state, Auto(occasion=Occasion(state=state, movement=movement)), None)
+    name = "model/ema.module.inner.weight"
+    assert state.specs[name].tag.role is Role.WEIGHT
+    noise = rows_rms(restored[name] - state.tensors[name]).numpy()
+    assert 0 < np.median(noise / movement.rows[name]) < 0.26
 
 
 def test_published_schemes_store_averages_exactly():
