@@ -10,9 +10,10 @@ import torch
 from shrinkpoint.container.layout import Checkpoint, Entry
 from shrinkpoint.digest import tensor_digest
 from shrinkpoint.errors import CannotRepresentError, ChainError, CorruptionError, FormatError
-from shrinkpoint.schemes.base import Coded, Context, Held, Quantizer, Scheme, TensorCodec
+from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Held, Quantizer, Scheme, TensorCodec
 from shrinkpoint.schemes.exact import ExactCodec
 from shrinkpoint.schemes.registry import codec_for_reading
+from shrinkpoint.schemes.rounded import RoundedCodec
 from shrinkpoint.state import Role, TensorSpec, TrainingState
 from shrinkpoint.tree import JSON
 
@@ -22,6 +23,7 @@ R = TypeVar("R")
 
 _EXPANSION = 2**20
 """Most bytes of a tensor for each byte that is stored of it without a reference: exact coding stays below, whatever the values."""
+_FOLLOWS = RoundedCodec.id  # takes the memory of a tensor beside it, of the same shape
 _UNSUSPICIOUS = 2**30
 """Bytes that any base may decode to."""
 
@@ -118,12 +120,16 @@ def _encode_one(
         try:
             codec = maker()
             coded = codec.encode(tensor, spec, _for_codec(context, codec.id))
-            if not coded.encoded.uses_reference and spec.nbytes > _EXPANSION * coded.encoded.nbytes:
+            if _stands_alone(coded.encoded) and spec.nbytes > _EXPANSION * coded.encoded.nbytes:
                 raise CannotRepresentError(f"{spec.name}: no reader would believe that so few bytes hold it")
             return coded, None
         except CannotRepresentError as error:
             why = str(error)
     return ExactCodec().encode(tensor, spec, _for_codec(context, ExactCodec.id)), why
+
+
+def _stands_alone(encoded: EncodedTensor) -> bool:
+    return not encoded.uses_reference and encoded.codec != _FOLLOWS
 
 
 def restored_values(
@@ -226,7 +232,7 @@ def _check_sizes(checkpoint: Checkpoint) -> None:
 
     What uses a reference is as large as that, which was decoded from a file of its own.
     """
-    alone = [entry for entry in checkpoint.entries if not entry.encoded.uses_reference]
+    alone = [entry for entry in checkpoint.entries if _stands_alone(entry.encoded)]
     declared, stored = sum(e.spec.nbytes for e in alone), sum(e.encoded.nbytes for e in alone)
     if declared > max(_UNSUSPICIOUS, _EXPANSION * stored):
         largest = max(alone, key=lambda entry: entry.spec.nbytes)

@@ -14,7 +14,7 @@ from shrinkpoint.config import SaverConfig
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.errors import ChainError, FencedError, ShrinkpointError
 from shrinkpoint.evaluation import ResumedSteps
-from shrinkpoint.finite import is_finite, not_finite
+from shrinkpoint.finite import LOSS_ALONE, is_finite, not_finite
 from shrinkpoint.guards import Guard
 from shrinkpoint.movement import Movement, MovementTracker
 from shrinkpoint.planner import Measure, Plan, Planner
@@ -159,7 +159,9 @@ class Committer:
 
     def _tell_diverged(self, report: SaveReport) -> None:
         """Once, until a checkpoint is finite again."""
-        told, self._diverged = self._diverged, report.not_finite is not None
+        found = report.not_finite
+        # of a loss alone, the planner has told
+        told, self._diverged = self._diverged, found is not None and not found.startswith(LOSS_ALONE)
         if self._diverged and not told:
             tell(
                 f"the checkpoint of step {report.step} is not finite: {report.not_finite}. Has the training diverged? The newest"

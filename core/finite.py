@@ -1,24 +1,28 @@
 """What of a training state is no number any more: NaN or infinity, from which no training recovers by itself."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import torch
 
 from shrinkpoint.state import Role, TensorSpec, TrainingState
 from shrinkpoint.store.manifest import Manifest
 
-__all__ = ["is_finite", "not_finite", "not_finite_text"]
+__all__ = ["LOSS_ALONE", "is_finite", "not_finite", "not_finite_text"]
 
+LOSS_ALONE = "the held-out loss"
+"""What begins the words where all tensors are finite and their loss is not."""
 _NAMED = 3
 _LONGEST = 100
+_OPTIMIZED = (Role.MASTER, Role.EXP_AVG, Role.EXP_AVG_SQ)
 _TRAINED = (Role.WEIGHT, Role.MASTER, Role.EXP_AVG, Role.EXP_AVG_SQ)
 
 
 def not_finite(state: TrainingState, *, baseline: float | None = None) -> str | None:
     """Say what of a checkpoint is not finite.
 
-    Weights and moments may hold neither NaN nor infinity. Buffers and the rest of an optimizer's state may hold infinity, as
+    Weights and moments may hold neither NaN nor infinity. Buffers, parameters that no optimizer trains and the rest of an optimizer's state may hold infinity, as
     the masks of attention do; what belongs to no parameter (a callback's best score) counts only where no role is known.
 
     Args:
@@ -29,11 +33,23 @@ def not_finite(state: TrainingState, *, baseline: float | None = None) -> str | 
         A few words that name it; None where all is finite.
     """
     no_roles = all(spec.tag.role is Role.OTHER for spec in state.specs.values())
-    names = [name for name, spec in state.specs.items() if _is_bad(state.tensors[name], spec, no_roles)]
+    optimized = {spec.tag.parameter for spec in state.specs.values() if spec.tag.role in _OPTIMIZED}
+    names = [
+        name
+        for name, spec in state.specs.items()
+        if _is_bad(state.tensors[name], _effective(spec, optimized), no_roles)
+    ]
     parts = [_named(names)] if names else []
     if baseline is not None and not math.isfinite(baseline):
-        parts.append(f"the held-out loss is {baseline:g}")
+        parts.append(f"{LOSS_ALONE} is {baseline:g}")
     return "; ".join(parts) or None
+
+
+def _effective(spec: TensorSpec, optimized: Collection[str | None]) -> TensorSpec:
+    """A parameter that no optimizer trains, while others are trained, may hold what a buffer may: a mask, say."""
+    if spec.tag.role is Role.WEIGHT and optimized and spec.tag.parameter not in optimized:
+        return replace(spec, tag=replace(spec.tag, role=Role.BUFFER))
+    return spec
 
 
 def not_finite_text(manifest: Manifest) -> str | None:

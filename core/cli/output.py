@@ -89,7 +89,7 @@ def interval_text(mean: object, high: object) -> str:
 def degradation_text(noted: Mapping[str, Any]) -> str:
     """What a checkpoint's restore costs, or why that is not known."""
     known = noted["measured"]
-    if noted["not_finite"]:
+    if noted.get("not_finite"):
         return "-"  # nothing was lost of what is lost already
     return (
         known

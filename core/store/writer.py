@@ -23,6 +23,7 @@ from shrinkpoint.store.keys import COMMITTED_KEY, MAX_STEP, commit_key, data_key
 from shrinkpoint.store.manifest import MAX_MANIFEST_BYTES, BlobRef, Manifest, seal
 from shrinkpoint.store.objects import MissingKeyError, ObjectStore
 from shrinkpoint.store.trash import publish_again
+from shrinkpoint.telling import tell
 
 __all__ = ["COMMIT_LIMIT_S", "RunWriter"]
 
@@ -69,7 +70,7 @@ class RunWriter:
         self._clock = clock
         self._next_seq = listing.max_seq + 1
         self._known: dict[str, float] = {}
-        self._marked = False
+        self._marked = self._told_unmarked = False
         self._lock = threading.RLock()
         self._pid = os.getpid()
         self._library = f"shrinkpoint {version('shrinkpoint')}"
@@ -132,9 +133,9 @@ class RunWriter:
             publish = self._publish_exclusively if self.mode == "conditional" else self._publish_alone
             manifest = publish(draft, began)
             self._check_late(began, manifest)
-            self._mark_committed()
             self._known[manifest.digest] = self._clock()
             self.last = manifest
+            self._mark_committed()
             return manifest
 
     def pin(self, name: str, manifest: Manifest) -> None:
@@ -266,8 +267,17 @@ class RunWriter:
 
     def _mark_committed(self) -> None:
         """Leave word, beside ``commits/``, that there is a checkpoint: an empty listing is not believed from now on."""
-        if not self._marked:
+        if self._marked:
+            return
+        try:
             self._objects.put_if_absent(COMMITTED_KEY, seal({"type": "shrinkpoint-committed"}))
+        except StoreError as error:  # the checkpoint is stored all the same
+            if not self._told_unmarked:
+                self._told_unmarked = True
+                tell(
+                    f"{error}. Until {COMMITTED_KEY} can be written, an empty listing is taken for an empty run. Told once"
+                )
+        else:
             self._marked = True
 
     def _draft(

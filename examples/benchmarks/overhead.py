@@ -76,7 +76,9 @@ def main() -> None:
         checkpointer.close()
         reports = checkpointer.reports()
     for report in reports:
-        print(f"step {report.step}: {report.evaluations} evaluations, {report.search_s:.2f} s, probes {dict(report.resumed)}")
+        print(
+            f"step {report.step}: {report.evaluations} evaluations, {report.search_s:.2f} s, probes {dict(report.resumed)}"
+        )
     searching, blocked = (
         sum(report.search_s for report in reports),
         sum(report.blocked_s for report in reports),

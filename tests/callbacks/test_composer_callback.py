@@ -35,7 +35,7 @@ from shrinkpoint.errors import (
     StateMismatchError,
     StoreError,
 )
-from shrinkpoint.integrations import composer_probe, composer_state
+from shrinkpoint.integrations import composer_state
 from shrinkpoint.integrations.composer_resume import require_supported
 from shrinkpoint.saver import Saver
 
@@ -662,7 +662,7 @@ class Scaled(Tiny):
 
 
 def test_the_batches_that_are_kept_have_been_transformed(
-    saving: Make, monkeypatch: pytest.MonkeyPatch
+    saving: Make, monkeypatch: pytest.MonkeyPatch, told_in_background: list[Warning]
 ) -> None:
     monkeypatch.setattr("support.composer_models.Tiny", Scaled)
 
@@ -683,6 +683,9 @@ def test_the_batches_that_are_kept_have_been_transformed(
                 setup=Setup(width=512, eval_interval=None, duration="1ep", data="transformed"),
                 **more,
             )
+    (told,) = told_in_background  # the second run began beside the first one
+    assert "that this training does not continue" in str(told)
+    told_in_background.clear()
 
 
 class Talkative(Tiny):
@@ -710,7 +713,7 @@ def test_a_loss_that_asks_the_other_processes_is_not_waited_for(
     saving: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("support.composer_models.Tiny", Talkative)
-    monkeypatch.setattr(composer_probe, "world_size", lambda: 2)
+    monkeypatch.setattr("shrinkpoint.integrations.alone.world_size", lambda: 2)
     with pytest.warns(
         ShrinkpointWarning, match=r"cannot be measured.*talks to the other processes \(allreduce_"
     ):
@@ -872,7 +875,7 @@ def test_any_iterable_will_do(saving: Make, data: Callable[[], Any]) -> None:
     assert_same(weights[0], weights[1])
 
 
-def test_a_language_model_of_transformers(saving: Make) -> None:
+def test_a_language_model_of_transformers(saving: Make, told_in_background: list[Warning]) -> None:
     pytest.importorskip("transformers")
     from composer.models import HuggingFaceModel
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -916,6 +919,9 @@ def test_a_language_model_of_transformers(saving: Make) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", ShrinkpointWarning)
         run(measured, seed=1, loggers=[logger])
+    (told,) = told_in_background
+    assert "that this training does not continue" in str(told)
+    told_in_background.clear()
     assert logger.data["checkpoint/degradation"]
     manifest = Saver(url_of(measured)).store.manifests()[0]
     weights = 4 * sum(value.numel() for name, value in whole.items() if name != "model.lm_head.weight")

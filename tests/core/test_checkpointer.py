@@ -164,7 +164,7 @@ def test_every_with_strides(tmp_path):
     assert [r.step for r in run.checkpointer.reports()] == [12, 24, 30]
 
 
-def test_resume_policies(tmp_path):
+def test_resume_policies(tmp_path, told_in_background):
     with pytest.raises(NoCheckpointError, match="resume='must'"):
         Run(tmp_path, resume="must").checkpointer.resume()
     assert Run(tmp_path).train(until=2) == 0
@@ -174,6 +174,9 @@ def test_resume_policies(tmp_path):
     assert [r.kind for r in fresh.checkpointer.reports()] == ["base", "delta"]
     with pytest.raises(ConfigError, match="resume='maybe'"):
         Run(tmp_path, resume="maybe")
+    (told,) = told_in_background
+    assert "that this training does not continue" in str(told)
+    told_in_background.clear()
 
 
 @pytest.mark.parametrize(

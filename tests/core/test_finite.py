@@ -6,12 +6,14 @@ import warnings
 import pytest
 import torch
 from support.training import OPTIMIZERS, TinyMLP, train
+from torch import nn
 from typer.testing import CliRunner
 
 from shrinkpoint.checkpointer import Checkpointer
 from shrinkpoint.cli.app import app
 from shrinkpoint.errors import ShrinkpointWarning
 from shrinkpoint.finite import not_finite
+from shrinkpoint.roles import describe_training
 from shrinkpoint.state import Role, Tag, TrainingState
 from shrinkpoint.store.run import RunStore
 
@@ -136,3 +138,16 @@ def test_without_roles_nan_counts_and_infinity_does_not():
 def test_many_tensors_are_told_by_their_number():
     state = {str(index): torch.tensor([NAN]) for index in range(9)}
     assert not_finite(TrainingState.capture(state)) == "NaN or infinity in 0, 1, 2 and 6 more tensors"
+
+
+def test_a_parameter_that_is_not_trained_may_hold_a_mask():
+    model, mask = nn.Linear(4, 4), nn.Parameter(torch.full((4, 4), -INF).triu(1), requires_grad=False)
+    model.mask = mask
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    describe = describe_training(model, [optimizer], model_path=("model",), optimizers_path=("optimizers",))
+    state = {"model": model.state_dict(), "optimizers": [optimizer.state_dict()]}
+    assert not_finite(TrainingState.capture(state, describe)) is None
+    mask.data[0, 0] = NAN
+    assert not_finite(TrainingState.capture(state, describe)) == "NaN or infinity in model/mask"

@@ -12,6 +12,8 @@ from support.training import OPTIMIZERS, TinyMLP, train
 from shrinkpoint.checkpointer import Checkpointer
 from shrinkpoint.errors import ChainError, ShrinkpointWarning, StoreError
 from shrinkpoint.saver import Saver
+from shrinkpoint.store.keys import COMMITTED_KEY
+from shrinkpoint.store.local import LocalObjects
 
 
 class Run:
@@ -86,3 +88,21 @@ def test_resume_of_a_run_whose_commits_are_gone_does_not_start_at_step_0(run: Ru
             Checkpointer(str(run.url), run.model, run.optimizer, resume=policy).resume()  # type: ignore[arg-type]
     (run.url.parent / "away").rename(commits)
     assert Checkpointer(str(run.url), run.model, run.optimizer, compile_ahead=False).resume() == 2
+
+
+def test_a_note_that_cannot_be_written_costs_no_checkpoint(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy that allows the other folders of a run alone."""
+    put = LocalObjects.put_if_absent
+
+    def refuse(objects: LocalObjects, key: str, data: bytes) -> bool:
+        if key == COMMITTED_KEY:
+            raise StoreError(f"{key}: access denied")
+        return put(objects, key, data)
+
+    monkeypatch.setattr(LocalObjects, "put_if_absent", refuse)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        run.save(4)
+    assert run.kinds() == ["base", "delta", "delta", "delta"]
+    assert [str(each.message).count("access denied") for each in told] == [1]
+    assert identical(run.restored_weights(), dict(run.model.state_dict()))

@@ -467,7 +467,7 @@ def test_a_success_in_between_starts_the_count_anew(objects):
         loop.save(wait=True)
 
 
-def test_a_saver_that_forgets_what_it_read_makes_a_base(loop):
+def test_a_saver_that_forgets_what_it_read_makes_a_base(loop, told_in_background):
     loop.train()
     loop.save(wait=True)
     again = Loop()
@@ -478,9 +478,12 @@ def test_a_saver_that_forgets_what_it_read_makes_a_base(loop):
     again.train(2)
     again.save(wait=True)
     assert again.saver.reports()[-1].kind == "base"
+    (told,) = told_in_background
+    assert "that this training does not continue" in str(told)
+    told_in_background.clear()
 
 
-def test_forgetting_while_a_save_is_under_way_makes_a_base_of_the_next_one(objects):
+def test_forgetting_while_a_save_is_under_way_makes_a_base_of_the_next_one(objects, told_in_background):
     loop = Loop(scheme="auto", busy="wait")
     for _ in range(3):
         loop.train()
@@ -491,9 +494,12 @@ def test_forgetting_while_a_save_is_under_way_makes_a_base_of_the_next_one(objec
     loop.saver.flush()
     assert [report.kind for report in loop.saver.reports()] == ["base", "delta", "base"]
     loop.saver.close()
+    (told,) = told_in_background
+    assert "that this training does not continue" in str(told)
+    told_in_background.clear()
 
 
-def test_an_overtaken_writer_is_told_and_harms_nothing(loop):
+def test_an_overtaken_writer_is_told_and_harms_nothing(loop, told_in_background):
     loop.train()
     loop.save(wait=True)
     other = Loop()
@@ -503,6 +509,9 @@ def test_an_overtaken_writer_is_told_and_harms_nothing(loop):
         with pytest.raises(FencedError, match="another writer"):
             loop.save(wait=True)
     assert restored().manifest.step == 2
+    (told,) = told_in_background
+    assert "that this training does not continue" in str(told)
+    told_in_background.clear()
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(loop, objects):

@@ -325,9 +325,9 @@ def test_tables_say_what_was_kept(cells):
     gpt = (
         "| GPT, AdamW (0.9, 0.95), cosine to a tenth | 20x | +0.50 (+0.20 to +0.80); +0.50 (+0.20 to +0.80) |"
     )
-    assert f"{gpt} +0.40, +0.40 | 0.07 | - | kept | yes |" in text
+    assert f"{gpt} +0.40, +0.40 | 0.07 (2) | - | kept | yes |" in text
     assert "old domain +1.00, +1.00; frozen elements changed: 7, 7 | **not kept** | yes |" in text
-    assert "+0.00, ? 10; +0.00, ? 10 | +30.00, +30.00 | 0.07 | - | **not kept** | - |" in text
+    assert "+0.00, ? 10; +0.00, ? 10 | +30.00, +30.00 | 0.07 (2) | - | **not kept** | - |" in text
     assert "| GPT, AdamW (0.9, 0.95), cosine to a tenth, AdamW | - | 1.02 to 1.02 | yes |" in text
     assert "- lora (spread): ShrinkpointWarning: the probe is blind" in text
     assert "# `excp`, alpha=0.001" in text
