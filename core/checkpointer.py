@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shrinkpoint.averages import averages_in, live_tensors, without_averages
 from shrinkpoint.config import SaverConfig
-from shrinkpoint.errors import ConfigError, ShrinkpointError, StateMismatchError
+from shrinkpoint.errors import ConfigError, StateMismatchError
 from shrinkpoint.evaluation import Evaluate, Loss, ResumedSteps, losses_of
 from shrinkpoint.reports import Accepted, SaveReport
 from shrinkpoint.resume import (
@@ -34,7 +34,7 @@ from shrinkpoint.saver import Saver
 from shrinkpoint.state import Describe, Role, TrainingState
 from shrinkpoint.swap import swapped_tensors, swapped_weights
 from shrinkpoint.telling import brief, tell
-from shrinkpoint.termination import TerminationRequest
+from shrinkpoint.termination import Pace, TerminationRequest
 from shrinkpoint.tree import join_path
 
 __all__ = ["Checkpointer", "Stateful"]
@@ -79,7 +79,8 @@ class Checkpointer:
             mode; it must not read from the training's iterators.
         clip_grad_norm: the greatest norm of all gradients together, if training limits it.
         save_last: with `every`, save once more when training ends: at `close`, and after a Ctrl-C or SIGTERM, which `step` answers
-            when the step under way is over (one process alone; a second one ends the process at once).
+            when the step under way is over (one process alone; a second one ends the process at once, as does the first where no
+            `step` has come for a minute, and for ten times as long as between any two before).
         resume: continue from the newest sound checkpoint if there is one (``auto``), never (another training begins beside
             what is there, which stays), or refuse to start without one (``must``).
         config: how to save; or give its fields as keyword arguments.
@@ -150,7 +151,8 @@ class Checkpointer:
         self._saved_step: int | None = None
         self._parameters = list(model.parameters())
         self._versions = 0
-        self._termination = TerminationRequest()
+        self._pace = Pace()
+        self._termination = TerminationRequest(answered=self._pace.expected)
         weakref.finalize(self, self._termination.unwatch)
         self._began = False
         self._told_unmeasurable = False
@@ -171,6 +173,12 @@ class Checkpointer:
             StateMismatchError: the run is another model's; the message names the tensors.
             ChainError: there are checkpoints, and none is sound.
         """
+        with self._pace.visit(first=True):
+            begins = self._restore(step)
+        self._watch()  # before the loop forks its loaders' workers, which would die of a Ctrl-C
+        return begins
+
+    def _restore(self, step: int | None) -> int:
         if step is not None:
             restored = self.saver.restore(step)
         else:
@@ -198,18 +206,25 @@ class Checkpointer:
         Raises:
             KeyboardInterrupt, SystemExit: the process was asked to end, and has been saved.
         """
-        self.saver.poll()
-        if not self._began:
-            self._begin(step)
-        before = self._last_step if self._last_step is not None else step - 1
-        self._last_step, self._last_metrics, self._versions = step, metrics, self._counted()
-        if self._save_last and not _is_distributed():  # several processes would have to agree on a step
+        with self._pace.visit():
+            self.saver.poll()
+            if not self._began:
+                self._begin(step)
+            before = self._last_step if self._last_step is not None else step - 1
+            self._last_step, self._last_metrics, self._versions = step, metrics, self._counted()
+            self._watch()
+            if self._termination.received:
+                self._save_and_end()
+            if self._every is None or step // self._every <= before // self._every:
+                return None
+            return self.save(step, metrics=metrics)
+
+    def _watch(self) -> None:
+        """Take signals over; but not of several processes, which would have to agree on a step."""
+        if self._save_last and not _is_distributed():
             self._termination.watch()
-        if self._termination.received:
-            self._save_and_end()
-        if self._every is None or step // self._every <= before // self._every:
-            return None
-        return self.save(step, metrics=metrics)
+        else:
+            self._termination.unwatch()
 
     def _begin(self, step: int) -> None:
         """Count from here how far training moves the weights, and averages of them."""
@@ -287,7 +302,12 @@ class Checkpointer:
         if error is None and unchanged:
             self.save(step, metrics=self._last_metrics, wait=True)
             return
-        why = "the weights have been changed since" if error is None else f"{error.__name__} is being handled"
+        why = (
+            "the weights have been changed since (by averages of them, say, put in their place for a validation): call"
+            f" save({step}, wait=True) right after the last step, before weights are exchanged"
+            if error is None
+            else f"{error.__name__} is being handled"
+        )
         tell(f"the last step, {step}, is not saved, for {why}", stacklevel=4)
 
     def _save_and_end(self) -> None:
@@ -295,9 +315,10 @@ class Checkpointer:
         assert step is not None
         try:
             self.save(step, metrics=self._last_metrics, exact=True, wait=True)
-        except ShrinkpointError as error:
-            tell(f"step {step} could not be saved: {error}")
-        self._termination.end()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the process is to end as it was asked to
+            tell(f"step {step} could not be saved: {type(error).__name__}: {error}")
+        finally:
+            self._termination.end()
 
     def _counted(self) -> int:
         """A number that grows whenever a parameter is changed in place."""
@@ -355,12 +376,12 @@ class Checkpointer:
         scheduled = any(isinstance(value, LRScheduler) for value in self._stateful.values())
         overridden = overridden_rates(state["optimizers"], self._optimizers, scheduled=scheduled)
         if overridden is not None:
-            tell(overridden, stacklevel=4)
+            tell(overridden, stacklevel=5)
         for optimizer, stored_optimizer in zip(self._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(stored_optimizer)
         for name in sorted(state["stateful"].keys() ^ self._stateful.keys()):
             where = "the checkpoint" if name in self._stateful else "this run"
-            tell(f"{name!r} is not in {where}: its state is not restored", stacklevel=3)
+            tell(f"{name!r} is not in {where}: its state is not restored", stacklevel=4)
         for name, value in self._stateful.items():
             if name in state["stateful"]:
                 value.load_state_dict(state["stateful"][name])

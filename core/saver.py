@@ -351,11 +351,12 @@ class Saver:
         self._newest = found
         return found[0]
 
-    def restore(self, which: Manifest | int | None = None) -> Restored | None:
+    def restore(self, which: Manifest | int | None = None, *, adopt: bool = True) -> Restored | None:
         """Read a checkpoint, verify its whole chain, and let the next save continue it.
 
         Args:
             which: a manifest, or a step; None is the newest sound checkpoint.
+            adopt: False only reads, for an evaluation, say: saves go on from what they went on from.
 
         Returns:
             The state; None if the run is empty and `which` is None.
@@ -365,6 +366,8 @@ class Saver:
             FormatError, ChainError: it is damaged.
             StoreError: the store cannot be read.
         """
+        if not adopt:
+            return self._read(which)
         if which is None and self._newest is None and self.newest() is None:
             return None
         if self._newest is not None and which in (None, self._newest[0], self._newest[0].step):
@@ -374,6 +377,18 @@ class Saver:
             decoded = self._decode(manifest, self.store.fetch(manifest))
         self._newest, self._restored = None, (manifest, decoded)
         self._go_on()
+        self._tell_if_diverged(manifest)
+        return Restored(manifest, decoded.state)
+
+    def _read(self, which: Manifest | int | None) -> Restored | None:
+        if which is None:
+            found = self.store.newest_sound(self._decode)
+            if found is None:
+                return None
+            manifest, decoded = found
+        else:
+            manifest = which if isinstance(which, Manifest) else self._at_step(which)
+            decoded = self._decode(manifest, self.store.fetch(manifest))
         self._tell_if_diverged(manifest)
         return Restored(manifest, decoded.state)
 

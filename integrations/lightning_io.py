@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
@@ -25,12 +25,18 @@ _FUNCTIONS = ("anneal_func", "_anneal_func")
 _SHARDED = {"DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStrategy"}
 
 
+class _Run(NamedTuple):
+    saver: Saver
+    check: Check
+    adopts: Callable[[], bool]
+
+
 class RunCheckpointIO(CheckpointIO):
     """Routes the paths that belong to runs of ours and delegates all others to the plugin that was there before."""
 
     def __init__(self, base: CheckpointIO) -> None:
         self.base = base
-        self._runs: dict[str, tuple[Saver, Check]] = {}
+        self._runs: dict[str, _Run] = {}
         self._token: str | None = None
         self._write: Write | None = None
 
@@ -43,9 +49,16 @@ class RunCheckpointIO(CheckpointIO):
             strategy.checkpoint_io = current
         return current
 
-    def add_run(self, url: str, saver: Saver, check: Check) -> None:
-        """Read the run at `url` through `saver`, with its storage options, and let `check` refuse what is read."""
-        self._runs[url] = (saver, check)
+    def add_run(self, url: str, saver: Saver, check: Check, *, adopts: Callable[[], bool]) -> None:
+        """Read the run at `url` through `saver`, with its storage options, and let `check` refuse what is read.
+
+        Args:
+            url: the run's.
+            saver: whose saves go on from what is read, if `adopts` says so.
+            check: raises what is wrong.
+            adopts: whether what is being read is trained on, not only evaluated.
+        """
+        self._runs[url] = _Run(saver, check, adopts)
 
     @contextmanager
     def writing(self, token: str, write: Write) -> Iterator[None]:
@@ -76,10 +89,12 @@ class RunCheckpointIO(CheckpointIO):
             more = {} if map_location is None else {"map_location": map_location}
             loaded: dict[str, Any] = self.base.load_checkpoint(path, weights_only=weights_only, **more)
             return loaded
-        saver, check = self._runs.get(address.url, (None, None))
-        checkpoint = load_checkpoint(address, saver or Saver(address.url))
-        if check is not None:
-            check(checkpoint)
+        run = self._runs.get(address.url)
+        if run is None:
+            checkpoint = load_checkpoint(address, Saver(address.url))
+        else:
+            checkpoint = load_checkpoint(address, run.saver, adopt=run.adopts())
+            run.check(checkpoint)
         return (
             checkpoint
             if map_location is None
@@ -95,8 +110,13 @@ class RunCheckpointIO(CheckpointIO):
         self.base.teardown()
 
 
-def load_checkpoint(address: Address, saver: Saver) -> dict[str, Any]:
+def load_checkpoint(address: Address, saver: Saver, *, adopt: bool = True) -> dict[str, Any]:
     """Decode one checkpoint of a run, on the host.
+
+    Args:
+        address: which one.
+        saver: reads it.
+        adopt: whether its saves go on from there.
 
     Raises:
         NoCheckpointError: the run has no such checkpoint.
@@ -109,7 +129,7 @@ def load_checkpoint(address: Address, saver: Saver) -> dict[str, Any]:
             steps = sorted({manifest.step for manifest in known})
             raise NoCheckpointError(f"{address} does not exist; the run holds the steps {steps}")
         which = found[0]  # the newest; a compacted checkpoint has a higher number than its place tells
-    restored = saver.restore(which)
+    restored = saver.restore(which, adopt=adopt)
     if restored is None:
         raise NoCheckpointError(f"{address.url} holds no checkpoint")
     checkpoint: dict[str, Any] = restored.state.to_object()

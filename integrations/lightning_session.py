@@ -44,7 +44,10 @@ class Session:
         self._steps = StepProbe(self.probe, steps=self.run.probe_steps)
         self._trigger = Trigger(settings.schedule)
         self._gradients = GradientCollector()
-        self._interruption = TerminationRequest([signal.SIGINT])  # Lightning answers SIGTERM itself
+        self._interruption = TerminationRequest(  # Lightning answers SIGTERM itself
+            [signal.SIGINT], answered=lambda: self._training
+        )
+        self._training = False
         self._active = False
         self._seen_step = 0
         self._stepped = False
@@ -73,11 +76,18 @@ class Session:
         self._active = stage == "fit" and not trainer.fast_dev_run and not is_tuning(trainer)
         io = RunCheckpointIO.install(trainer.strategy)
         url = self.settings.run.url
-        io.add_run(url, self._saver, lambda checkpoint: self._require_model(trainer, checkpoint))
+        io.add_run(
+            url,
+            self._saver,
+            lambda checkpoint: self._require_model(trainer, checkpoint),
+            adopts=lambda: self._active,
+        )
         if self._active:
             self.run.open()
             if trainer.global_step == 0:  # a second fit goes on from where the trainer stands
                 continue_run(trainer, self.run)
+            self._training = False
+            self._interruption.watch()  # before any worker of a loader is forked, which would die of a Ctrl-C
 
     def take_position(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         """A checkpoint of any kind is being loaded."""
@@ -102,8 +112,7 @@ class Session:
         self._trigger.start(step=trainer.global_step, epochs=trainer.current_epoch)
         self._seen_step = trainer.global_step
         self._steps.starts(trainer, module)
-        if self._active:
-            self._interruption.watch()
+        self._training = self._active
         loaded = Address.parse(str(trainer.ckpt_path))
         if self._active and loaded is not None and loaded.url == self.settings.run.url:
             self.run.saved_step = trainer.global_step
@@ -172,10 +181,7 @@ class Session:
         if self._last_batch:
             self._trigger.after_epoch(trainer.current_epoch + 1)
         self._request_last(trainer)
-        # One rank may learn of a signal earlier than the others: all must save at the same batch, or none.
-        asked = trainer.received_sigterm or self._interruption.received
-        terminated = trainer.strategy.reduce_boolean_decision(asked, all=False)
-        interrupted = terminated and self._is_interrupted(trainer)
+        terminated, interrupted = self._is_asked_to_end(trainer)
         if terminated:
             self._trigger.request()
         # A validation that is broken off by the signal would leave the ranks at different places.
@@ -186,6 +192,15 @@ class Session:
             self._save_if_due(trainer, module, terminated=terminated)
             if interrupted:
                 self._interruption.end()
+
+    def _is_asked_to_end(self, trainer: Trainer) -> tuple[bool, bool]:
+        """Whether by any signal, and whether by a Ctrl-C, which Lightning leaves to us.
+
+        One rank may learn of a signal earlier than the others: all must save at the same batch, or none.
+        """
+        asked = trainer.received_sigterm or self._interruption.received
+        terminated = trainer.strategy.reduce_boolean_decision(asked, all=False)
+        return terminated, terminated and self._is_interrupted(trainer)
 
     def _is_interrupted(self, trainer: Trainer) -> bool:
         return trainer.strategy.reduce_boolean_decision(self._interruption.received, all=False)
@@ -208,10 +223,10 @@ class Session:
             self._save_or_end(trainer, module)
 
     def _save_or_end(self, trainer: Trainer, module: LightningModule) -> None:
-        interrupted = self._is_interrupted(trainer)
-        if interrupted and trainer.global_step != self.run.saved_step:
+        terminated, interrupted = self._is_asked_to_end(trainer)
+        if terminated and trainer.global_step != self.run.saved_step:
             self._trigger.request()
-        self._save_if_due(trainer, module, terminated=interrupted)
+        self._save_if_due(trainer, module, terminated=terminated)
         if interrupted:
             self._interruption.end()
 
@@ -306,9 +321,9 @@ class Session:
             self._save(trainer, module, last=True)
         self.run.finish(lambda: self._save(trainer, module, last=True))
         self._attend(trainer)
-        if self._interruption.received:
+        if self._is_interrupted(trainer):
             self._interruption.end()
-        self._interruption.unwatch()
+        self._unwatch()
 
     def fails(self, trainer: Trainer, module: LightningModule, *, terminated: bool) -> None:
         """Finish what is under way; when the process is asked to end between two batches, save there first."""
@@ -319,13 +334,17 @@ class Session:
             if terminated and alone and trainer.global_step != self.run.saved_step:
                 self._save(trainer, module, last=True, exact=True)
 
-        self._interruption.unwatch()
+        self._unwatch()
         if terminated:
             self.run.fail(None, save=save)
         else:
             self.run.fail()
 
+    def _unwatch(self) -> None:
+        self._training = False
+        self._interruption.unwatch()
+
     def close(self) -> None:
         """Let go of the store."""
-        self._interruption.unwatch()
+        self._unwatch()
         self.run.close()
