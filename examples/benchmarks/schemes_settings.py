@@ -21,6 +21,8 @@ from shrinkpoint.schemes.partial import PartialOptions, ScarOptions
 from shrinkpoint.schemes.uniform import UniformOptions
 from shrinkpoint.search.space import Configuration
 
+_MATRICES: dict[str, Any] = {"matrices_only": True, "min_elements": 2000}
+
 __all__ = ["SETTINGS", "SLICED", "SLOW", "Setting", "chosen", "known"]
 
 
@@ -68,15 +70,21 @@ def _auto() -> Iterator[Setting]:
 
 
 def _excp() -> Iterator[Setting]:
-    """As published, then with the second moments restored as row times column, which is the better half."""
+    """As published but for one-dimensional parameters, then with the second moments restored as row times column, which is the
+    better half, and at last with one-dimensional parameters too, as the repository has it.
+    """
     for refill, words in (("none", ""), ("factored", ", refilled")):
         for alpha in (5e-5, 2e-4, 5e-4, 1e-3, 3e-3):
-            options = ExcpOptions(alpha=alpha, refill=refill)
+            options = ExcpOptions(alpha=alpha, refill=refill, **_MATRICES)
             often = alpha in (5e-5, 1e-3)
             yield Setting(scheme="excp", label=f"alpha {alpha:g}{words}", options=options, restores=often)
     for alpha in (1e-4, 2e-4, 3e-4, 5e-4, 1e-3):
-        options = ExcpOptions(alpha=alpha, refill="factored", coder="rans", base_moments="quantized")
+        options = ExcpOptions(
+            alpha=alpha, refill="factored", coder="rans", base_moments="quantized", **_MATRICES
+        )
         yield Setting(scheme="excp", label=f"alpha {alpha:g}, refilled, rANS, lossy base", options=options)
+    for alpha in (5e-5, 2e-4, 5e-4, 1e-3, 3e-3):
+        yield Setting(scheme="excp", label=f"alpha {alpha:g}, vectors", options=ExcpOptions(alpha=alpha))
 
 
 def _inshrinkerator() -> Iterator[Setting]:
@@ -129,11 +137,13 @@ def _sliced() -> Iterator[Setting]:
     for slow in SLOW & set(SCHEMES):
         itmo = options_of(slow)
         for alpha in (2e-4, 1e-3):
-            options = replace(itmo, alpha=alpha, refill="factored", base_moments="quantized")
+            options = replace(itmo, alpha=alpha, refill="factored", base_moments="quantized", **_MATRICES)
             yield Setting(scheme=slow, label=f"alpha {alpha:g}, refilled, lossy base", options=options)
     yield from (setting for setting in SETTINGS if setting.label.endswith("lossy base"))
     for coder in ("context", "mixing"):
-        options = ExcpOptions(alpha=2e-4, refill="factored", coder=coder, base_moments="quantized")
+        options = ExcpOptions(
+            alpha=2e-4, refill="factored", coder=coder, base_moments="quantized", **_MATRICES
+        )
         yield Setting(scheme="excp", label=f"alpha 0.0002, refilled, {coder}, lossy base", options=options)
     yield from (setting for setting in SETTINGS if setting.scheme == "auto" and "," not in setting.label)
 
