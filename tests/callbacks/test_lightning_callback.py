@@ -130,6 +130,17 @@ def test_other_stages_take_addresses(saving: Make) -> None:
     other.validate(Tiny(), ckpt_path=callback.best_model_path, verbose=False)
 
 
+def test_an_evaluation_of_an_old_checkpoint_does_not_become_what_saves_go_on_from(saving: Make) -> None:
+    callback = saving(save_top_k=-1)
+    outcome = fit(callback)
+    committer = callback._session.run.saver._committer
+    adopted: list[object] = []
+    committer.adopt = lambda *args: adopted.append(args)
+    outcome.trainer.validate(outcome.module, ckpt_path=f"{callback.dirpath}#step=10", verbose=False)
+    outcome.trainer.validate(outcome.module, ckpt_path=f"{callback.dirpath}#newest", verbose=False)
+    assert adopted == []
+
+
 def test_load_from_checkpoint(saving: Make) -> None:
     callback = saving()
     outcome = fit(callback)

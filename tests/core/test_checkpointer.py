@@ -511,7 +511,8 @@ def test_weights_that_changed_after_the_last_step_are_not_saved_as_its(tmp_path)
         run.checkpointer.flush()
     run.model.load_state_dict(TinyMLP().state_dict())  # the best ones of before, say
     with pytest.warns(
-        ShrinkpointWarning, match="last step, 3, is not saved, for the weights have been changed"
+        ShrinkpointWarning,
+        match=r"last step, 3, is not saved, for the weights .* call save\(3, wait=True\) right",
     ):
         run.checkpointer.close()
     assert saved_steps(run) == [2]
@@ -598,6 +599,33 @@ def test_a_signal_saves_the_step_under_way_and_ends_the_process(tmp_path, number
     [manifest] = RunStore(str(url)).manifests()
     assert manifest.step in (last, last + 1)
     assert f"{number.name}: the run is saved" in err
+
+
+def test_signals_are_watched_before_the_loop_forks_its_workers(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    run = Run(tmp_path, save_last=True)
+    run.checkpointer.resume()
+    assert signal.getsignal(signal.SIGTERM) != before
+    run.checkpointer.close()
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.filterwarnings("default::shrinkpoint.errors.ShrinkpointWarning")
+def test_the_process_ends_as_asked_whatever_the_save_raises(tmp_path, monkeypatch):
+    run = Run(tmp_path, save_last=True)
+    run.checkpointer.resume()
+
+    def broken(*args, **options):
+        raise RuntimeError("CUDA error")
+
+    monkeypatch.setattr(run.checkpointer, "save", broken)
+    signal.raise_signal(signal.SIGTERM)
+    with (
+        pytest.warns(ShrinkpointWarning, match="step 1 could not be saved: RuntimeError: CUDA error"),
+        pytest.raises(SystemExit) as ended,
+    ):
+        run.checkpointer.step(1)
+    assert ended.value.code == 128 + signal.SIGTERM
 
 
 def test_signals_are_given_back(tmp_path):

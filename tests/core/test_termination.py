@@ -1,13 +1,15 @@
 """A SIGTERM or Ctrl-C is kept for a good moment, and nothing of the previous handler is lost."""
 
+import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from shrinkpoint.termination import TerminationRequest
+from shrinkpoint.termination import Pace, TerminationRequest
 
 
 @pytest.fixture(autouse=True)
@@ -115,3 +117,60 @@ def test_outside_the_main_thread_nothing_is_taken_over() -> None:
     thread.start()
     thread.join()
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def _status_of_fork(number: int, times: int) -> int:
+    """How a forked process ends that gets a signal; 0 if it does not end of it."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            for _ in range(times):
+                os.kill(os.getpid(), number)
+                time.sleep(0.01)
+        except KeyboardInterrupt:
+            os._exit(7)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_a_forked_process_ends_of_a_sigterm_as_ever() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    request = TerminationRequest()
+    request.watch()
+    assert _status_of_fork(signal.SIGTERM, 1) == -signal.SIGTERM
+    assert not request.received
+
+
+def test_a_forked_process_leaves_the_first_ctrl_c_to_its_parent() -> None:
+    ticks = iter(range(0, 100, 2))
+    request = TerminationRequest(clock=lambda: next(ticks))
+    request.watch()
+    assert _status_of_fork(signal.SIGINT, 1) == 0
+    assert _status_of_fork(signal.SIGINT, 2) == 7
+
+
+def test_a_signal_that_nobody_will_answer_ends_the_process_at_once() -> None:
+    request = TerminationRequest(answered=lambda: False)
+    request.watch()
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_visit_is_expected_for_a_minute_or_ten_times_the_longest_way() -> None:
+    clock = Clock()
+    pace = Pace(clock)
+    assert not pace.expected()
+    with pace.visit(first=True):
+        clock.now = 1000
+        assert pace.expected()  # however long it takes
+    clock.now += 59
+    assert pace.expected()
+    clock.now += 2
+    assert not pace.expected()
+    with pace.visit():  # 61 seconds after the one before
+        pass
+    clock.now += 600
+    assert pace.expected()
+    clock.now += 11
+    assert not pace.expected()
