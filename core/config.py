@@ -28,8 +28,8 @@ class SaverConfig:
     scheme: SchemeName = "auto"
     """How states are coded: our own scheme, a published one (`shrinkpoint.schemes.catalogue`), or bit-exactly."""
     max_degradation: float = 0.01
-    """How much `restore_budget` restores together may raise the held-out loss, relative; what would exceed a restore's
-    share is stored bit-exactly."""
+    """How much `restore_budget` restores together may raise the held-out loss, relative. Half of it is shared among them; what
+    would exceed a restore's share is stored bit-exactly. The other half is for what no measurement at a save sees."""
     loss_floor: float = 1e-8
     """Losses nearer to zero count as this one where a rise is taken relative to them: below it, `max_degradation` bounds the
     rise relative to the floor, and a loss of exactly 0 has a bound too."""

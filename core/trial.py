@@ -1,6 +1,6 @@
 """Restores that are tried and not stored: the models and states that the quality of a scheme is measured on."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 
@@ -82,7 +82,12 @@ def _mirrored(true: torch.Tensor, restored: torch.Tensor) -> torch.Tensor:
 
 
 def perturbed_model(
-    state: TrainingState, share: float, seed: int, *, averages: bool = True
+    state: TrainingState,
+    share: float,
+    seed: int,
+    *,
+    averages: bool = True,
+    names: Collection[str] | None = None,
 ) -> dict[str, torch.Tensor]:
     """The model with normal noise on each weight tensor: what no evaluation of these weights can overlook.
 
@@ -91,6 +96,7 @@ def perturbed_model(
         share: standard deviation of the noise, in root mean squares of the tensor; of a tensor of zeros, its value.
         seed: of the noise.
         averages: whether averaged weights get noise too.
+        names: the only ones that get noise, by their names in the model; None takes all.
     """
     perturbed = true_model(state)
     generator = torch.Generator().manual_seed(seed)
@@ -98,6 +104,8 @@ def perturbed_model(
         true = perturbed[name]
         size = float(true.float().square().mean().sqrt()) if true.numel() else 0.0
         noise = torch.randn(true.shape, generator=generator) * (share * (size or 1.0))
+        if names is not None and name not in names:
+            continue
         perturbed[name] = (true.to(torch.promote_types(true.dtype, torch.float32)) + noise).to(true.dtype)
     return perturbed
 

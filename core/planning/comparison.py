@@ -1,7 +1,7 @@
 """What candidates cost, measured against the true weights of one save, on the same batches."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
 import torch
@@ -19,7 +19,7 @@ _SEED = 17
 
 
 class BlindEvaluationError(ShrinkpointError):
-    """The evaluation does not see the weights: noise in all of them leaves the loss as it is in every digit."""
+    """The evaluation does not see the weights: noise in them leaves the loss as it is in every digit."""
 
 
 class Comparison:
@@ -43,7 +43,7 @@ class Comparison:
         self._floor = floor
         self._absolute = absolute_error(share)
         self._rises: dict[object, Rise] = {}
-        self._seen = False
+        self._seen: set[frozenset[str] | None] = set()
         self.evaluations = 0
         """How many were made."""
         self.baseline = self._losses(true_model(state))
@@ -76,7 +76,7 @@ class Comparison:
             return Rise(math.inf)
         minus = self._losses(mirrored_model(self._state, restored))
         if plus == minus == self.baseline:
-            self.look()
+            self.look(self._changed(restored))
         rise = pair_rise(plus, minus, self.baseline, floor=self._floor, absolute=self._absolute)
         return replace(rise, distance=self._distance(restored))
 
@@ -89,25 +89,40 @@ class Comparison:
         ]
         return math.sqrt(math.fsum(squares))
 
-    def look(self) -> None:
+    def look(self, names: Collection[str] | None = None) -> None:
         """Make sure, once, that noise in the weights changes what is measured.
+
+        Args:
+            names: of the weights that get noise, as in the model; None takes all. An evaluation of a frozen copy within the
+                model sees noise in all of them, and none in those that are trained.
 
         Raises:
             BlindEvaluationError: it does not.
         """
-        if not self._seen and self._losses(perturbed_model(self._state, _NOISE, _SEED)) == self.baseline:
+        which = None if names is None else frozenset(names)
+        if which in self._seen:
+            return
+        if self._losses(perturbed_model(self._state, _NOISE, _SEED, names=which)) == self.baseline:
+            told = "all weights" if which is None else "all weights that this checkpoint changes"
             raise BlindEvaluationError(
-                f"noise of {_NOISE:.0%} in all weights leaves the measured loss, {self.loss:.6g}, exactly as it is"
+                f"noise of {_NOISE:.0%} in {told} leaves the measured loss, {self.loss:.6g}, exactly as it is"
             )
-        self._seen = True
+        self._seen.add(which)
 
     def sees_network(self) -> bool:
         """Whether noise in the network's own weights, and not in their averages, changes what is measured."""
         return self._losses(perturbed_model(self._state, _NOISE, _SEED, averages=False)) != self.baseline
 
-    def _is_true(self, restored: Mapping[str, torch.Tensor]) -> bool:
+    def _changed(self, restored: Mapping[str, torch.Tensor]) -> list[str]:
         true = true_model(self._state)
-        return all(value is true[name] or torch.equal(value, true[name]) for name, value in restored.items())
+        return [
+            name
+            for name, value in restored.items()
+            if value is not true[name] and not torch.equal(value, true[name])
+        ]
+
+    def _is_true(self, restored: Mapping[str, torch.Tensor]) -> bool:
+        return not self._changed(restored)
 
     def _losses(self, weights: Mapping[str, torch.Tensor]) -> Losses:
         self.evaluations += 1

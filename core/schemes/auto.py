@@ -65,7 +65,7 @@ _NOISE = math.sqrt(1 / 12)  # of a uniform quantizer, in its step sizes
 _WIDEST_STEP = 2.0  # of a weight, in root mean squares of all of them; the movement is nearly always less
 _FEW = 2000  # so do those of small tensors
 # Of the steps between two checkpoints: how many of them a restored first moment may have lost.
-_LOST_STEPS = 0.02
+_LOST_STEPS = 0.01
 _OF_DIRECTION = 8  # times less where an optimizer uses the direction of a moment alone
 _MOST_LOST = 0.45  # of a first moment; from a half on, it would be farther from the truth than zeros are
 _LEAST_LOST = 0.005
@@ -184,8 +184,12 @@ class Auto:
                     FactoredSecondMomentCodec, first_moment=state.tensors[first] if first else None
                 )
             elif spec.tag.role is Role.EXP_AVG:
-                codec = CentroidFirstMomentCodec if folder in seconds else CentroidMomentumCodec
-                makers[name] = partial(codec, step=self.options.first_moment_step, loss=losses[name])
+                make: Callable[..., TensorCodec] = CentroidFirstMomentCodec
+                if (
+                    folder not in seconds
+                ):  # the update is a multiple of the momentum, or has its direction alone
+                    make = partial(CentroidMomentumCodec, linear=name not in self.occasion.directions)
+                makers[name] = partial(make, step=self.options.first_moment_step, loss=losses[name])
         return makers
 
     def _moment_losses(self, state: TrainingState) -> dict[str, float]:

@@ -56,6 +56,9 @@ class _CentroidCodec(MomentCodec):
     """Greatest share of the moment to be lost: 1 less its product with the restored one over its square, in units."""
     effort: Effort = "default"
     """How much time the coder of the levels spends."""
+    linear: bool = False
+    """Whether updates are as long as the moment itself is, so that its length and what is lost of it are those of the values;
+    otherwise those of the values in units."""
 
     def __post_init__(self) -> None:
         if self.step is not None and not 0.001 <= self.step <= 64:
@@ -88,12 +91,15 @@ class _CentroidCodec(MomentCodec):
 
         values = fp32_values(tensor, spec)
         units, sections = self._measure(values, spec, context)
-        step = np.float32(self.step if self.step is not None else _widest(values, units, self.loss))
+        step = np.float32(
+            self.step if self.step is not None else _widest(values, units, self.loss, linear=self.linear)
+        )
         plane, sums, counts = np.empty(values.size, np.uint8), np.zeros(128), np.zeros(128)
-        radius = int(moment_kernels.levels(values, units, step, self.REACH, plane, sums, counts))
+        radius = int(moment_kernels.levels(values, units, step, self.REACH, self.linear, plane, sums, counts))
         plane -= np.uint8(self.REACH - radius)
         centroids = _centroids(sums, counts, radius)
-        longer = _longer(values, units, counts, step, _sizes(centroids, radius))
+        true = float(moment_kernels.square_sum(values, units, self.linear))
+        longer = _longer(true, counts, step, _sizes(centroids, radius))
         return _Quantized(plane, radius, np.float32(step * longer), centroids, units, sections)
 
     def decode(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> Planes:
@@ -141,7 +147,8 @@ class CentroidFirstMomentCodec(RootUnits, _CentroidCodec):
 class CentroidMomentumCodec(OwnUnits, _CentroidCodec):
     """Levels of a momentum in units of its own root mean square by row and column, for optimizers without a second moment.
 
-    Guarantees and raises as `CentroidFirstMomentCodec`.
+    Guarantees and raises as `CentroidFirstMomentCodec`; with `linear`, which is for optimizers whose update is a multiple of
+    the momentum, the guarantees hold for the momentum itself.
     """
 
     id: ClassVar[str] = "centroid-own-units"
@@ -175,12 +182,9 @@ def _sizes(centroids: tuple[int, ...], radius: int) -> F32:
     return sizes
 
 
-def _longer(values: F32, units: F32, counts: F64, step: np.float32, sizes: F32) -> float:
-    """By what the restored moment must be multiplied to be as long as the true one, in units; at most 2."""
-    from shrinkpoint.schemes import moment_kernels  # numba
-
+def _longer(true: float, counts: F64, step: np.float32, sizes: F32) -> float:
+    """By what the restored moment must be multiplied to be as long as the true one, whose square is `true`; at most 2."""
     found = float((counts[: sizes.size] * np.square(sizes.astype(np.float64))).sum()) * float(step) ** 2
-    true = float(moment_kernels.square_sum(values, units))
     return min(_LONGEST, math.sqrt(true / found)) if found > 0 and math.isfinite(true) else 1.0
 
 
@@ -210,30 +214,36 @@ def _read_centroids(stored: JSON, radius: int, spec: TensorSpec) -> tuple[int, .
     return tuple(found)
 
 
-def _widest(values: F32, units: F32, loss: float) -> float:
-    """The widest step size, in quarter octaves of a unit, that loses at most such a share; the narrowest if none does."""
+def _widest(values: F32, units: F32, loss: float, *, linear: bool) -> float:
+    """The widest step size, in quarter octaves of a unit, that loses at most such a share; the narrowest if none does.
+
+    What is lost of the values themselves is mostly lost of their largest rows. Where that counts, no more of them in units may
+    be lost either: so small rows keep as much as large ones.
+    """
     stride = (
         values.size // _SAMPLE | 1
     )  # odd: it takes all columns of a matrix that has a power of two of them
     unit = units[::stride].astype(np.float64)
     sizes = np.abs(values[::stride].astype(np.float64))[unit > 0] / unit[unit > 0]
-    total = float(np.square(sizes).sum())
-    if total == 0 or not math.isfinite(total):
+    counted = [np.ones_like(sizes), np.square(unit[unit > 0])] if linear else [np.ones_like(sizes)]
+    totals = [float((weights * np.square(sizes)).sum()) for weights in counted]
+    if not all(0 < total < math.inf for total in totals):
         return 1.0
     low, high = _NARROWEST, _WIDEST + 1  # of which the first is taken, and the last is not
     while high - low > 1:
         middle = (low + high) // 2
-        if _lost(sizes, total, 2.0 ** (middle / _PER_OCTAVE)) <= loss:
+        step = 2.0 ** (middle / _PER_OCTAVE)
+        if all(_lost(sizes, each, total, step) <= loss for each, total in zip(counted, totals, strict=True)):
             low = middle
         else:
             high = middle
     return float(2.0 ** (low / _PER_OCTAVE))
 
 
-def _lost(sizes: F64, total: float, step: float) -> float:
+def _lost(sizes: F64, weights: F64, total: float, step: float) -> float:
     """The share that is lost: levels' means explain a part of the moment's square, and are lengthened."""
     levels = np.minimum(np.rint(sizes / step), _REACH).astype(np.int64)
-    counts, sums = np.bincount(levels), np.bincount(levels, weights=sizes)
+    counts, sums = np.bincount(levels, weights=weights), np.bincount(levels, weights=weights * sizes)
     explained = float(np.divide(np.square(sums), counts, out=np.zeros_like(sums), where=counts > 0)[1:].sum())
     if explained <= 0:
         return 1.0

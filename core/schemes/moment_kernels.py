@@ -26,7 +26,9 @@ _ZERO = np.float32(0)
 
 
 @jit
-def levels(values: F32, units: F32, step: np.float32, reach: int, out: U8, sums: F64, counts: F64) -> int:
+def levels(
+    values: F32, units: F32, step: np.float32, reach: int, weighted: bool, out: U8, sums: F64, counts: F64
+) -> int:
     """Levels ``rint(value / (step * unit))`` within ``reach``, moved to begin at 0; the largest of all.
 
     Args:
@@ -34,9 +36,10 @@ def levels(values: F32, units: F32, step: np.float32, reach: int, out: U8, sums:
         units: what each is measured in; where that is zero or about to be subnormal, the level is 0.
         step: distance of two levels, in units.
         reach: the farthest level, below 128.
+        weighted: whether an element counts as much as the square of its unit, or all elements count the same.
         out: receives levels plus ``reach``.
-        sums: (128,), by the level's size: the sizes of its elements are added, in steps.
-        counts: (128,), how many these are.
+        sums: (128,), by the level's size: the sizes of its elements are added, in steps, each as often as it counts.
+        counts: (128,), how much these count together.
     """
     bound = np.float32(reach)
     largest = np.int32(0)
@@ -44,8 +47,9 @@ def levels(values: F32, units: F32, step: np.float32, reach: int, out: U8, sums:
         unit = step * units[i]
         size = abs(values[i]) / max(unit, _LEAST) if unit >= _LEAST else _ZERO
         level = np.int32((min(size, bound) + _ROUND) - _ROUND)
-        sums[level] += np.float64(size)
-        counts[level] += 1.0
+        counted = np.float64(units[i]) * np.float64(units[i]) if weighted else 1.0
+        sums[level] += counted * np.float64(size)
+        counts[level] += counted
         largest = max(largest, level)
         out[i] = np.uint8(reach - level if values[i] < _ZERO else reach + level)
     return int(largest)
@@ -71,11 +75,11 @@ def count_beyond(values: F32, units: F32, limit: np.float32) -> int:
 
 
 @jit
-def square_sum(values: F32, units: F32) -> float:
-    """The sum of the squares of values in their units, where these are not zero."""
+def square_sum(values: F32, units: F32, weighted: bool) -> float:
+    """The sum of the squares of values in their units, where these are not zero; of the values themselves if `weighted`."""
     total = np.float64(0)
     for i in range(values.size):
         if units[i] >= _LEAST:
-            size = np.float64(values[i]) / np.float64(units[i])
+            size = np.float64(values[i]) / (1.0 if weighted else np.float64(units[i]))
             total += size * size
     return float(total)

@@ -120,7 +120,7 @@ def test_an_evaluation_may_give_a_loss_for_each_batch(tmp_path):
     run.checkpointer.close()
     (report,) = run.checkpointer.reports()
     assert report.baseline == pytest.approx(losses().mean().item())
-    assert report.degradation_high <= report.allowed == 0.001
+    assert report.degradation_high <= report.allowed == 0.0005  # half of 1 %, and ten restores
 
 
 def test_an_evaluation_of_a_copy_is_found_to_be_blind(tmp_path):

@@ -1,4 +1,5 @@
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from shrinkpoint.schemes.factors import Factors, matrix_shape
 from shrinkpoint.schemes.moments import FirstMomentCodec
 from shrinkpoint.state import Role
 
-CODECS = [CentroidFirstMomentCodec, CentroidMomentumCodec]
+CODECS = [CentroidFirstMomentCodec, CentroidMomentumCodec, partial(CentroidMomentumCodec, linear=True)]
 STEPS = st.sampled_from([None, 0.02, 0.3, 1.0, 4.0, 64.0])
 LOSSES = st.sampled_from([0.005, 0.05, 0.2, 0.45, 1.0])
 
@@ -54,9 +55,11 @@ def units_of(codec: Any, first: torch.Tensor, context: Context) -> torch.Tensor:
 def in_units(
     codec: Any, first: torch.Tensor, restored: torch.Tensor, context: Context
 ) -> tuple[torch.Tensor, ...]:
-    """Both in units, flat, without the elements that have none."""
+    """Both in units, flat, without the elements that have none; as they are where updates are linear in them."""
     units = units_of(codec, first, context)
     used = units >= 2.0**-125
+    if codec.linear:
+        units = torch.ones_like(units)
     return tuple((each.double()[used] / units[used]).reshape(-1) for each in (first, restored))
 
 
@@ -403,8 +406,9 @@ def test_a_root_of_a_second_moment_below_the_normal_numbers_is_zero_in_every_pro
     st.sampled_from([0.001, 0.3, 3.0, 64.0]),
     st.integers(1, 5000),
     st.sampled_from([3, 126]),
+    st.booleans(),
 )
-def test_levels_and_what_they_stand_for_by_numpy(seed, step, size, reach):
+def test_levels_and_what_they_stand_for_by_numpy(seed, step, size, reach, weighted):
     generator, step, least = np.random.default_rng(seed), np.float32(step), np.float32(2.0**-125)
     units = (generator.random(size) * 10.0 ** generator.integers(-44, 10, size)).astype(np.float32)
     units[generator.random(size) < 0.1] = 0
@@ -414,11 +418,12 @@ def test_levels_and_what_they_stand_for_by_numpy(seed, step, size, reach):
         sizes = np.where(unit >= least, np.abs(values) / np.maximum(unit, least), np.float32(0))
     wanted = np.rint(np.minimum(sizes, np.float32(reach))).astype(np.int64)
     out, sums, counts = np.empty(size, np.uint8), np.zeros(128), np.zeros(128)
-    assert kernels.levels(values, units, step, reach, out, sums, counts) == wanted.max()
+    assert kernels.levels(values, units, step, reach, weighted, out, sums, counts) == wanted.max()
+    weights = np.square(units.astype(np.float64)) if weighted else np.ones(size)
     assert np.array_equal(out.astype(int) - reach, np.where(values < 0, -wanted, wanted))
-    assert np.array_equal(counts, np.bincount(wanted, minlength=128))
+    assert counts == pytest.approx(np.bincount(wanted, weights=weights, minlength=128), rel=1e-9, abs=0)
     assert sums == pytest.approx(
-        np.bincount(wanted, weights=sizes.astype(np.float64), minlength=128), rel=1e-9
+        np.bincount(wanted, weights=weights * sizes.astype(np.float64), minlength=128), rel=1e-9, abs=0
     )
 
     stands = (step * np.arange(reach + 1)).astype(np.float32)
@@ -432,8 +437,9 @@ def test_levels_and_what_they_stand_for_by_numpy(seed, step, size, reach):
         beyond = (np.abs(values) > np.float32(5) * units) & (units > 0)
     assert kernels.count_beyond(values, units, np.float32(5)) == np.count_nonzero(beyond)
     used = units >= least
-    squares = np.square(values[used].astype(np.float64) / units[used].astype(np.float64)).sum()
-    assert kernels.square_sum(values, units) == pytest.approx(float(squares), rel=1e-9)
+    divisors = np.ones(size) if weighted else units.astype(np.float64)
+    squares = np.square(values[used].astype(np.float64) / divisors[used]).sum()
+    assert kernels.square_sum(values, units, weighted) == pytest.approx(float(squares), rel=1e-9)
 
 
 @pytest.mark.parametrize("name", sorted(set(SCHEMES) - {"auto"}))
