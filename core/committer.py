@@ -14,6 +14,7 @@ from shrinkpoint.config import SaverConfig
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.errors import ChainError, FencedError, ShrinkpointError
 from shrinkpoint.evaluation import ResumedSteps
+from shrinkpoint.exactness import advice, exact_parts, explained
 from shrinkpoint.finite import LOSS_ALONE, is_finite, not_finite
 from shrinkpoint.guards import Guard
 from shrinkpoint.movement import Movement, MovementTracker
@@ -32,6 +33,8 @@ from shrinkpoint.updates import OptimizerKind, moments_of_direction
 
 __all__ = ["Committer", "Job", "record_of"]
 
+_SUBSTANTIAL = 0.25  # share of a checkpoint's bytes
+_LARGE = 1 << 16  # bytes; nobody minds fewer
 _PAID_OFF = 2.0  # times its bytes, that a base's deltas take together before another base is made
 
 
@@ -79,6 +82,7 @@ class Committer:
         self._link: _Link | None = None
         self._movement = MovementTracker()
         self._told_of_loss = False
+        self._told_exact: set[str] = set()
         self.lineage: str | None = None
         """The training that the next checkpoint belongs to, also when it is killed and resumed; None until the first one."""
         self._diverged = False
@@ -168,6 +172,20 @@ class Committer:
                 " finite checkpoints are kept beside those that follow, and `shrinkpoint ls` marks these"
             )
 
+    def _tell_exact(self, report: SaveReport) -> None:
+        """Once for each way to be large: a substantial share of a lossy scheme's bytes that is exact, and need not be."""
+        part = next((part for part in report.exact if advice(part.code) is not None), None)
+        if part is None or part.bytes < max(_LARGE, _SUBSTANTIAL * report.bytes):
+            return
+        word = part.code.partition(":")[0]
+        if word not in self._told_exact:
+            self._told_exact.add(word)
+            share = f"{part.bytes / report.bytes:.0%} of the bytes" if word != "all" else "all"
+            tell(
+                f"{share} of step {report.step}'s checkpoint is stored exactly (role {part.role!r}): {explained(part.code)}."
+                f" {advice(part.code)}. `shrinkpoint show` says why for every tensor. Told once"
+            )
+
     def _store_with(
         self,
         job: Job,
@@ -198,6 +216,7 @@ class Committer:
             release=link.held.pop if link else None,
             provenance=_provenance(),
             threads=self._config.encoder_threads,
+            exactly=plan.reason if plan.is_exact and self._config.scheme != "lossless" else None,
         )
         container = write_container(encoded.checkpoint)
         encoded_at = time.perf_counter()
@@ -224,6 +243,8 @@ class Committer:
             },
         )
         self._link = _Link(manifest, dict(encoded.held), exact=plan.is_exact)
+        if not plan.is_told:
+            self._tell_exact(report)
         return replace(report, seq=manifest.seq, write_s=time.perf_counter() - encoded_at)
 
     def _take_link(self) -> _Link | None:
@@ -322,6 +343,7 @@ def _report(job: Job, plan: Plan, encoded: EncodedState, size: int) -> SaveRepor
         write_s=0.0,
         metrics=job.metrics,
         kept_exactly=encoded.kept_exactly,
+        exact=exact_parts(((entry.spec, entry.encoded.nbytes) for entry in entries), encoded.exact),
     )
 
 

@@ -10,6 +10,7 @@ from shrinkpoint.cli.output import (
     bytes_text,
     console,
     degradation_text,
+    exact_texts,
     number,
     print_json,
     print_table,
@@ -102,6 +103,7 @@ def _metrics(metrics: Mapping[str, Any]) -> str:
 def _remarks(checkpoint: Mapping[str, Any]) -> str:
     pins = ", ".join(checkpoint["pins"])
     parts = [f"DAMAGED: {checkpoint['damage']}"] if checkpoint["damage"] else []
+    parts += exact_texts(checkpoint["exact"])
     if checkpoint["not_finite"]:
         parts.append(f"NOT FINITE: {checkpoint['not_finite']}")
     return "; ".join([*parts, *([f"pinned: {pins}"] if pins else [])])

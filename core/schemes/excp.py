@@ -66,7 +66,7 @@ class _Joint:
     options: ExcpSettings
     coder: PlaneCoder
     first: str | None
-    second: str | None
+    second: str
     alpha: float
     _mask: npt.NDArray[np.bool_] | None = None
 
@@ -79,10 +79,6 @@ class _Joint:
 
     def root(self) -> float:
         """Root of the mean second moment: the scale of the gradient."""
-        if self.second is None:
-            raise CannotRepresentError(
-                f"{self.weight.name} has no second moment, from which ExCP's threshold follows: stored exactly"
-            )
         spec = self.state.specs[self.second]
         mean = float(as_float32(self.state.tensors[self.second], spec).mean(dtype=np.float64))
         if mean < 0:
@@ -193,8 +189,11 @@ class ExCP:
             if not self.options.takes(spec):
                 continue
             first, second = (_moment(moments, spec, role) for role in (Role.EXP_AVG, Role.EXP_AVG_SQ))
-            if second is None:  # a momentum of another kind than Adam's
-                first = None
+            if (
+                second is None
+            ):  # nothing of which its thresholds follow, in any delta: exact deltas are smaller than full ones
+                makers[spec.name] = partial(_refuse, spec)
+                continue
             held = held_value(self.reference, spec, ExcpWeightCodec.id)
             if held is None:
                 makers[spec.name] = partial(ExcpWeightCodec, options=self.options)
@@ -234,6 +233,12 @@ class ExCP:
     def describe(self) -> JSON:
         """See `Scheme.describe`."""
         return described(self.name, self.options)
+
+
+def _refuse(weight: TensorSpec) -> TensorCodec:
+    raise CannotRepresentError(
+        f"{weight.name} has no second moment, from which ExCP's threshold follows: stored exactly"
+    )
 
 
 def _moment(
