@@ -13,7 +13,7 @@ from shrinkpoint.errors import CannotRepresentError, ChainError, CorruptionError
 from shrinkpoint.exactness import pack_reasons
 from shrinkpoint.reasons import reasons_of
 from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Held, Quantizer, Scheme, TensorCodec
-from shrinkpoint.schemes.closed_loop import ClosedLoopCodec
+from shrinkpoint.schemes.closed_loop import ClosedLoopCodec, as_held
 from shrinkpoint.schemes.exact import ExactCodec
 from shrinkpoint.schemes.registry import CODECS, codec_for_reading
 from shrinkpoint.schemes.rounded import RoundedCodec
@@ -132,13 +132,13 @@ def _encode_one(
     if maker is not None:
         try:
             codec = maker()
-            coded = codec.encode(tensor, spec, _for_codec(context, codec.id))
+            coded = codec.encode(tensor, spec, _for_codec(context, codec.id, spec))
             if _stands_alone(coded.encoded) and spec.nbytes > _EXPANSION * coded.encoded.nbytes:
                 raise CannotRepresentError(f"{spec.name}: no reader would believe that so few bytes hold it")
             return coded, None
         except CannotRepresentError as error:
             why = str(error)
-    return ExactCodec().encode(tensor, spec, _for_codec(context, ExactCodec.id)), why
+    return ExactCodec().encode(tensor, spec, _for_codec(context, ExactCodec.id, spec)), why
 
 
 def _stands_alone(encoded: EncodedTensor) -> bool:
@@ -195,7 +195,7 @@ def _restore_one(
         return tensor, []
     try:
         codec = maker()
-        context = _for_codec(context, codec.id)
+        context = _for_codec(context, codec.id, spec)
         if isinstance(codec, Quantizer):
             return codec.restored(tensor, spec, context), []
         coded = codec.encode(tensor, spec, context)
@@ -314,7 +314,7 @@ def _reader(
     beside: Mapping[str, Held],
 ) -> tuple[TensorCodec, Context]:
     context = Context(_matching(held.get(entry.spec.name), entry.spec), siblings, beside)
-    context = _for_codec(context, entry.encoded.codec)
+    context = _for_codec(context, entry.encoded.codec, entry.spec)
     if entry.encoded.uses_reference and context.reference is None:
         raise FormatError(f"{entry.spec.name} needs its predecessor, which the chain before it does not hold")
     return codec_for_reading(entry.encoded.codec), context
@@ -328,9 +328,10 @@ def _matching(held: Held | None, spec: TensorSpec) -> Held | None:
     return held
 
 
-def _for_codec(context: Context, codec: str) -> Context:
+def _for_codec(context: Context, codec: str, spec: TensorSpec) -> Context:
     if context.reference is not None and context.reference.codec != codec:
-        return replace(context, reference=None)
+        known = as_held(context.reference, codec, spec) if codec in _BASES_IN_FULL else None
+        return replace(context, reference=known)
     return context
 
 

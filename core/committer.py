@@ -14,7 +14,7 @@ from shrinkpoint.config import SaverConfig
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.errors import ChainError, FencedError, ShrinkpointError
 from shrinkpoint.evaluation import ResumedSteps
-from shrinkpoint.exactness import advice, exact_parts, explained
+from shrinkpoint.exactness import exact_parts, large_share
 from shrinkpoint.finite import LOSS_ALONE, is_finite, not_finite
 from shrinkpoint.guards import Guard
 from shrinkpoint.movement import Movement, MovementTracker
@@ -33,8 +33,6 @@ from shrinkpoint.updates import OptimizerKind, moments_of_direction
 
 __all__ = ["Committer", "Job", "record_of"]
 
-_SUBSTANTIAL = 0.25  # share of a checkpoint's bytes
-_LARGE = 1 << 16  # bytes; nobody minds fewer
 _PAID_OFF = 2.0  # times its bytes, that a base's deltas take together before another base is made
 
 
@@ -173,18 +171,11 @@ class Committer:
             )
 
     def _tell_exact(self, report: SaveReport) -> None:
-        """Once for each way to be large: a substantial share of a lossy scheme's bytes that is exact, and need not be."""
-        part = next((part for part in report.exact if advice(part.code) is not None), None)
-        if part is None or part.bytes < max(_LARGE, _SUBSTANTIAL * report.bytes):
-            return
-        word = part.code.partition(":")[0]
-        if word not in self._told_exact:
-            self._told_exact.add(word)
-            share = f"{part.bytes / report.bytes:.0%} of the bytes" if word != "all" else "all"
-            tell(
-                f"{share} of step {report.step}'s checkpoint is stored exactly (role {part.role!r}): {explained(part.code)}."
-                f" {advice(part.code)}. `shrinkpoint show` says why for every tensor. Told once"
-            )
+        """Once for each way in which a substantial share of a lossy scheme's bytes is exact, and need not be."""
+        told = large_share(report.exact, report.bytes, f"step {report.step}'s checkpoint")
+        if told is not None and told[0] not in self._told_exact:
+            self._told_exact.add(told[0])
+            tell(f"{told[1]}. Told once")
 
     def _store_with(
         self,

@@ -18,6 +18,7 @@ __all__ = [
     "advice",
     "exact_parts",
     "explained",
+    "large_share",
     "pack_reasons",
     "parts_json",
     "unpack_reasons",
@@ -61,6 +62,8 @@ _TEXTS: Mapping[str, tuple[str, str | None]] = MappingProxyType(
 
 _LETTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _NONE = "."
+_SUBSTANTIAL = 0.25  # share of a checkpoint's bytes
+_LARGE = 1 << 16  # bytes; nobody minds fewer
 _PARTS = 4  # that a manifest names, of those that are more than a hundredth of the bytes
 
 
@@ -111,6 +114,25 @@ def exact_parts(
         for (role, code), (tensors, coded, raw) in sums.items()
     ]
     return tuple(sorted(parts, key=lambda part: -part.bytes))
+
+
+def large_share(parts: Iterable[ExactPart], size: int, subject: str) -> tuple[str, str] | None:
+    """What to tell of a checkpoint of which a substantial share is exact that need not be: the code's word, and a sentence.
+
+    Args:
+        parts: what is exact, the largest part first.
+        size: bytes of the checkpoint.
+        subject: names it, as in "step 300's checkpoint".
+    """
+    part = next((part for part in parts if advice(part.code) is not None), None)
+    if part is None or part.bytes < max(_LARGE, _SUBSTANTIAL * size):
+        return None
+    word = part.code.partition(":")[0]
+    share = "all" if word == "all" else f"{part.bytes / size:.0%} of the bytes"
+    return word, (
+        f"{share} of {subject} is stored exactly (role {part.role!r}): {explained(part.code)}. {advice(part.code)}."
+        " `shrinkpoint show` says why for every tensor"
+    )
 
 
 def parts_json(parts: Iterable[ExactPart], size: int) -> list[dict[str, "JSON"]]:

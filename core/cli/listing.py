@@ -33,6 +33,10 @@ def ls(
         warnings.simplefilter("ignore", ShrinkpointWarning)  # what it would say stands in the table
         manifests = run.store.manifests()
     sizes = run.sizes()
+    named = {ref.key for manifest in manifests for ref in manifest.chain}
+    live, others = (
+        [size for key, size in sizes.items() if (key in named) is wanted] for wanted in (True, False)
+    )
     pins = _pins(run)
     checkpoints = [
         describe_manifest(manifest)
@@ -50,7 +54,9 @@ def ls(
         print_json(
             {
                 "url": run.store.display,
-                "stored_bytes": sum(sizes.values()),
+                "stored_bytes": sum(live),
+                "unlisted_bytes": sum(others),
+                "unlisted_containers": len(others),
                 "checkpoints": checkpoints,
                 "unreadable": unreadable,
             }
@@ -58,9 +64,13 @@ def ls(
         return
     _print(checkpoints, unreadable)
     out = console()
-    out.print(
-        f"{len(checkpoints)} checkpoints, {bytes_text(sum(sizes.values()))} stored in {run.store.display}"
-    )
+    out.print(f"{len(checkpoints)} checkpoints, {bytes_text(sum(live))} stored in {run.store.display}")
+    if others:
+        out.print(
+            f"beside them {len(others)} containers, {bytes_text(sum(others))}, that none of these needs: of removed"
+            " checkpoints, which wait for the end of their grace (`shrinkpoint undelete` brings them back), or of a save"
+            " under way"
+        )
 
 
 def _pins(run: OpenRun) -> Mapping[str, int]:

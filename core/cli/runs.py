@@ -155,6 +155,7 @@ def describe_manifest(manifest: Manifest) -> dict[str, Any]:
         "raw_bytes": raw,
         "ratio": raw / size if isinstance(raw, int) and size else None,
         **{name: save.get(name) for name in _MEASURED},
+        "baseline": save.get("baseline"),
         "resumed": resumed if isinstance(resumed, dict) else {},
         "resumed_high": highs if isinstance(highs, dict) else {},
         "metrics": metrics if isinstance(metrics, dict) else {},

@@ -692,7 +692,7 @@ def test_a_learning_rate_that_resuming_overrides_is_told(tmp_path):
         checkpointer.close()
         make(0.1, scheduled=scheduled)[1].resume()  # the same: nothing to tell, wherever a scheduler stands
         optimizer, checkpointer, _ = make(0.2, scheduled=scheduled)
-        with pytest.warns(ShrinkpointWarning, match=r"lr=0.2 was given to SGD, .*checkpoint's 0.1") as caught:
+        with pytest.warns(ShrinkpointWarning, match=r"lr=0.2, which.*SGD, is replaced by the checkpoint's 0.1") as caught:
             checkpointer.resume()
         assert len(caught) == 1
         assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01 if scheduled else 0.1)

@@ -10,16 +10,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.chains import save_chain, state_of
+from support.format_codecs import read_chain
 from support.training import OPTIMIZERS, TinyConvNet, TinyGPT, TinyMLP, capture, train
 from torch import nn
 from typer.testing import CliRunner
 
 import shrinkpoint
 from shrinkpoint.cli.app import app
-from shrinkpoint.coding import EncodedState, encode_state
+from shrinkpoint.coding import EncodedState, decode_chain, encode_state
 from shrinkpoint.compaction import rebase_checkpoint
 from shrinkpoint.container.reader import read_container
 from shrinkpoint.container.writer import write_container
+from shrinkpoint.dtypes import tensor_to_bytes
 from shrinkpoint.errors import ShrinkpointWarning
 from shrinkpoint.exactness import advice, explained, pack_reasons, unpack_reasons
 from shrinkpoint.movement import Movement
@@ -29,6 +31,7 @@ from shrinkpoint.schemes.auto import Auto, AutoOptions
 from shrinkpoint.schemes.base import Held, Occasion
 from shrinkpoint.schemes.excp import ExCP
 from shrinkpoint.schemes.lossless import Lossless
+from shrinkpoint.schemes.partial import TopN
 from shrinkpoint.schemes.uniform import Uniform
 from shrinkpoint.state import LayerType, Role, Tag, TensorSpec, TrainingState
 from shrinkpoint.store.run import RunStore
@@ -88,7 +91,10 @@ def test_the_reasons_are_the_right_ones() -> None:
 
 def test_weights_that_training_leaves_as_they_are() -> None:
     state = state_of(
-        a__w=torch.randn(20, 20), b__w=torch.zeros(20, 20), c__w=torch.randn(20, 20), d__w=torch.randn(9, 9).double()
+        a__w=torch.randn(20, 20),
+        b__w=torch.zeros(20, 20),
+        c__w=torch.randn(20, 20),
+        d__w=torch.randn(9, 9).double(),
     )
     spec = state.specs["c/w"]
     frozen = replace(spec, tag=replace(spec.tag, frozen=True))
@@ -157,8 +163,6 @@ def test_a_container_grows_by_a_few_dozen_bytes_at_most(optimizer: str) -> None:
 
 
 def test_compaction_keeps_the_reasons() -> None:
-    from shrinkpoint.coding import decode_chain
-
     state = trained("RMSprop", TinyMLP)
     base = auto(state)
     held: dict[str, Held] = dict(base.held)
@@ -175,12 +179,17 @@ NAMES = st.lists(st.text(max_size=4), unique=True, max_size=30)
 
 @given(NAMES, st.data())
 def test_reasons_come_back(names: list[str], data: st.DataObject) -> None:
-    told = data.draw(st.dictionaries(st.sampled_from(names), st.sampled_from(["a", "b:1", "c"]))) if names else {}
+    told = (
+        data.draw(st.dictionaries(st.sampled_from(names), st.sampled_from(["a", "b:1", "c"])))
+        if names
+        else {}
+    )
     assert unpack_reasons(json.loads(json.dumps(pack_reasons(names, told))), names) == told
 
 
 @pytest.mark.parametrize(
-    "packed", [None, 3, [], {}, {"why": 1, "of": "0"}, {"why": ["a"], "of": 0}, {"why": [1], "of": "0!9"}, {"of": "0"}]
+    "packed",
+    [None, 3, [], {}, {"why": 1, "of": "0"}, {"why": ["a"], "of": 0}, {"why": [1], "of": "0!9"}, {"of": "0"}],
 )
 def test_malformed_reasons_say_nothing(packed: Any) -> None:
     assert unpack_reasons(packed, ["x", "y", "z"]) == {}
@@ -235,7 +244,12 @@ def test_a_large_exact_share_is_told_once_and_shown(tmp_path: Any) -> None:
         reports = save_run(url, torch.optim.RMSprop, saves=3)
     told = [str(warning.message) for warning in warned if "stored exactly" in str(warning.message)]
     (sentence,) = [text for text in told if "square_avg" in text]
-    for words in ("% of the bytes of step 1's checkpoint", "role 'other'", "docs/auto.md", "shrinkpoint show"):
+    for words in (
+        "% of the bytes of step 1's checkpoint",
+        "role 'other'",
+        "docs/auto.md",
+        "shrinkpoint show",
+    ):
         assert words in sentence
     part = reports[0].exact[0]
     assert (part.role, part.code) == ("other", "state:square_avg")
@@ -276,3 +290,67 @@ def test_a_checkpoint_that_a_guard_made_exact_says_so(tmp_path: Any, monkeypatch
     key = RunStore(url).manifests()[0].chain[-1].key
     shown = json.loads(lines("show", f"{url}/{key}", "--json"))  # without its run
     assert all("would be" in tensor["why_exact"] for tensor in shown["tensors"])
+
+
+# ---- one file
+
+
+def describe(path: tuple[str, ...], tensor: torch.Tensor) -> Tag:
+    role = {"w": Role.WEIGHT, "sq": Role.OTHER}[path[-1]]
+    return Tag(role=role, parameter="w")
+
+
+def test_a_file_that_is_lossless_against_the_wish_says_why(tmp_path: Any) -> None:
+    weights = {"w": torch.randn(90, 90)}
+    with pytest.warns(
+        ShrinkpointWarning, match=r"'auto' has stored .*a.shrink bit-exactly.*Give describe="
+    ) as warned:
+        shrinkpoint.save(weights, tmp_path / "a.shrink", scheme="auto")
+    assert len(warned) == 1
+    assert warned[0].filename == __file__
+    shown = json.loads(lines("show", str(tmp_path / "a.shrink"), "--json"))
+    assert "no weight" in shown["tensors"][0]["why_exact"]
+
+
+def test_a_file_with_a_large_exact_share_says_so(tmp_path: Any) -> None:
+    state = {"w": torch.randn(90, 90), "optimizer": {"sq": torch.rand(300, 300)}}
+    with pytest.warns(ShrinkpointWarning) as warned:
+        shrinkpoint.save(state, tmp_path / "a.shrink", scheme="auto", describe=describe)
+    assert [w for w in warned if "optimizer state 'sq'" in str(w.message)]
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_lossless_file_says_nothing(tmp_path: Any) -> None:
+    shrinkpoint.save({"w": torch.randn(300, 300)}, tmp_path / "a.shrink")
+
+
+# ---- deltas after what was exact
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scheme", [ExCP, TopN])
+def test_the_delta_after_an_exact_checkpoint_is_one(scheme: Any, dtype: torch.dtype) -> None:
+    def state(step: int) -> TrainingState:
+        generator = torch.Generator().manual_seed(0)
+        weight = torch.randn(80, 80, generator=generator) + 1e-3 * step
+        moments = {key: torch.rand(80, 80, generator=generator) for key in ("a__exp_avg", "a__exp_avg_sq")}
+        return state_of(a__w=weight.to(dtype), **moments)
+
+    schemes = iter([Lossless(), None])
+    checkpoints, told = save_chain([state(0), state(1)], lambda held: next(schemes) or scheme(reference=held))
+    delta = next(entry for entry in checkpoints[1].entries if entry.spec.name == "a/w")
+    assert delta.encoded.uses_reference
+    assert delta.encoded.codec in ("excp-residual", "partial")
+    assert "a/w" not in told[1].exact
+    restored = decode_chain(checkpoints).state.tensors["a/w"]
+    assert (restored.float() - state(1).tensors["a/w"].float()).abs().max() < 2e-2
+    *_, values = read_chain([write_container(checkpoint) for checkpoint in checkpoints])
+    assert values["a/w"] == tensor_to_bytes(restored).tobytes()
+
+
+def test_what_was_exact_and_not_finite_is_no_reference() -> None:
+    states = [state_of(a__w=torch.full((80, 80), value)) for value in (float("nan"), 1.0)]
+    schemes = iter([Lossless(), None])
+    checkpoints, _ = save_chain(states, lambda held: next(schemes) or TopN(reference=held))
+    assert not checkpoints[1].entries[0].encoded.uses_reference
+    assert torch.equal(decode_chain(checkpoints).state.tensors["a/w"], states[1].tensors["a/w"])
