@@ -79,7 +79,11 @@ class Tensor:
         self.rows = self.shape[0] if len(self.shape) > 1 else 1
         self.columns = self.count // self.rows
         self.item = ITEM_SIZES[entry["dtype"]]
-        if before is not None and before["codec"] in ("exact", "bit-planes") and entry["codec"] in CLOSED_LOOP:
+        if (
+            before is not None
+            and before["codec"] in ("exact", "bit-planes")
+            and entry["codec"] in CLOSED_LOOP
+        ):
             before = {"codec": entry["codec"], "count": before["count"], "value": self.widen(before["bytes"])}
         same = before is not None and before["codec"] == entry["codec"] and before["count"] == self.count
         self.before = before if same and entry["uses_reference"] else None

@@ -1,0 +1,151 @@
+"""What takes long is said after a while, on a terminal as a line, elsewhere in the log, and not to the quiet."""
+
+import io
+import logging
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from support.training import TinyMLP
+from typer.testing import CliRunner
+
+import shrinkpoint
+from shrinkpoint import progress
+from shrinkpoint.cli.app import app
+from shrinkpoint.progress import quieted, waiting_for
+from shrinkpoint.store.run import RunStore
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_AFTER_S", 0.05)
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    stream = Terminal()
+    monkeypatch.setattr("sys.stderr", stream)
+    monkeypatch.setenv("TERM", "xterm")
+    return stream
+
+
+def test_a_terminal_gets_a_line_that_goes_away(terminal: Terminal) -> None:
+    with waiting_for("reading [step] 3", total=2) as waiting:
+        time.sleep(0.4)
+        waiting.say("reading [step] 4", done=1)
+        time.sleep(0.3)
+    shown = terminal.getvalue()
+    assert "reading [step] 3" in shown
+    assert "reading [step] 4" in shown
+    assert "\x1b[2K" in shown  # the line is erased
+
+
+def test_what_is_quick_says_nothing(terminal: Terminal, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="shrinkpoint.progress")
+    with waiting_for("reading"):
+        pass
+    time.sleep(0.2)
+    assert terminal.getvalue() == ""
+    assert not caplog.records
+
+
+def test_elsewhere_it_is_one_line_in_the_log(caplog: pytest.LogCaptureFixture, capsys: Any) -> None:
+    caplog.set_level(logging.INFO, logger="shrinkpoint.progress")
+    with waiting_for("reading") as waiting:
+        time.sleep(0.3)
+        waiting.say("reading on")
+    assert [record.getMessage() for record in caplog.records] == ["reading ..."]
+    assert capsys.readouterr().err == ""
+
+
+def test_the_quiet_hear_nothing(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    with quieted(True), quieted(True), waiting_for("reading"):
+        time.sleep(0.2)
+    with quieted(False), waiting_for("reading") as waiting:
+        logging.getLogger("shrinkpoint").setLevel(logging.WARNING)
+        time.sleep(0.2)
+    logging.getLogger("shrinkpoint").setLevel(logging.NOTSET)
+    monkeypatch.setenv("SHRINKPOINT_QUIET", "1")
+    waiting.begin()
+    with waiting_for("reading"):
+        time.sleep(0.2)
+    assert terminal.getvalue() == ""
+
+
+def test_errors_pass_and_no_thread_is_left(terminal: Terminal) -> None:
+    before = threading.active_count()
+
+    def divide() -> float:
+        with waiting_for("dividing"):
+            time.sleep(0.2)
+            return 1 / 0
+
+    with pytest.raises(ZeroDivisionError):
+        divide()
+    time.sleep(0.3)
+    assert threading.active_count() == before
+
+
+def slow_run(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> shrinkpoint.Checkpointer:
+    torch.manual_seed(0)
+    model = TinyMLP()
+    made = shrinkpoint.Checkpointer(
+        str(tmp_path / "run"), model, torch.optim.SGD(model.parameters(), 0.1), scheme="lossless"
+    )
+    commit = made.saver._committer.commit
+
+    def slowly(job: Any) -> Any:
+        time.sleep(0.5)
+        return commit(job)
+
+    monkeypatch.setattr(made.saver._committer, "commit", slowly)
+    return made
+
+
+def test_closing_says_what_it_waits_for(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="shrinkpoint.progress")
+    checkpointer = slow_run(tmp_path, monkeypatch)
+    checkpointer.save(7)
+    checkpointer.close()
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("waiting for the last save, of step 7, to ")
+
+
+def test_resuming_and_verifying_say_what_they_read(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpointer = slow_run(tmp_path, monkeypatch)
+    checkpointer.save(7, wait=True)
+    checkpointer.close()
+    url = str(tmp_path / "run")
+    fetch = RunStore.fetch
+
+    def slowly(store: Any, manifest: Any) -> Any:
+        time.sleep(0.3)
+        return fetch(store, manifest)
+
+    monkeypatch.setattr("shrinkpoint.store.run.RunStore.fetch", slowly)
+    caplog.set_level(logging.INFO, logger="shrinkpoint.progress")
+    shrinkpoint.Saver(url).restore(7)
+    runner = CliRunner()
+    assert runner.invoke(app, ["verify", url, "--all"]).exit_code == 0
+    assert runner.invoke(app, ["export", f"{url}#step=7", str(tmp_path / "a.ckpt")]).exit_code == 0
+    told = [record.getMessage() for record in caplog.records]
+    assert [text.split(" of /")[0] for text in told] == [
+        "reading the checkpoint of step 7",
+        "verifying step 7 (1 of 1) ...",
+        "reading step 7",
+    ]
+    caplog.clear()
+    assert runner.invoke(app, ["--quiet", "verify", url]).exit_code == 0
+    assert not caplog.records
+    assert not progress.is_quiet()
