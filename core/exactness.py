@@ -62,8 +62,9 @@ _TEXTS: Mapping[str, tuple[str, str | None]] = MappingProxyType(
 
 _LETTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _NONE = "."
+_EVERY = "all"
 _SUBSTANTIAL = 0.25  # share of a checkpoint's bytes
-_LARGE = 1 << 16  # bytes; nobody minds fewer
+_LARGE = 1 << 20  # bytes; nobody minds fewer
 _PARTS = 4  # that a manifest names, of those that are more than a hundredth of the bytes
 
 
@@ -97,7 +98,7 @@ def advice(code: str) -> str | None:
 def exact_parts(
     stored: Iterable[tuple["TensorSpec", int]], reasons: Mapping[str, str]
 ) -> tuple[ExactPart, ...]:
-    """What is stored exactly, by role and reason; the part with the most bytes first.
+    """What is stored exactly, by role and reason (role ``all`` where everything is); the part with the most bytes first.
 
     Args:
         stored: each tensor with its bytes in the container.
@@ -106,7 +107,8 @@ def exact_parts(
     sums: dict[tuple[str, str], tuple[int, int, int]] = {}
     for spec, size in stored:
         if spec.name in reasons:
-            key = spec.tag.role.value, reasons[spec.name]
+            code = reasons[spec.name]
+            key = _EVERY if code.startswith(f"{_EVERY}:") else spec.tag.role.value, code
             tensors, coded, raw = sums.get(key, (0, 0, 0))
             sums[key] = tensors + 1, coded + size, raw + spec.nbytes
     parts = [
@@ -128,9 +130,11 @@ def large_share(parts: Iterable[ExactPart], size: int, subject: str) -> tuple[st
     if part is None or part.bytes < max(_LARGE, _SUBSTANTIAL * size):
         return None
     word = part.code.partition(":")[0]
-    share = "all" if word == "all" else f"{part.bytes / size:.0%} of the bytes"
+    reason = f"{explained(part.code)}. {advice(part.code)}"
+    if word == _EVERY:
+        return word, f"all of {subject} is stored exactly: {reason}"
     return word, (
-        f"{share} of {subject} is stored exactly (role {part.role!r}): {explained(part.code)}. {advice(part.code)}."
+        f"{part.bytes / size:.0%} of the bytes of {subject} is stored exactly (role {part.role!r}): {reason}."
         " `shrinkpoint show` says why for every tensor"
     )
 

@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
@@ -28,6 +29,7 @@ class Waiting:
 
     def __init__(self, text: str, total: int | None) -> None:
         self._text, self._total, self._done = text, total, 0
+        self._since = time.monotonic()
         self._lock = threading.Lock()
         self._over = False
         self._shown: tuple[Progress, TaskID] | None = None
@@ -48,7 +50,7 @@ class Waiting:
             if not sys.stderr.isatty():
                 _log.info("%s ...", self._text)
                 return
-            self._shown = _line(self._text, self._total, self._done)
+            self._shown = _line(self._text, self._total, self._done, self._since)
 
     def end(self) -> None:
         """Take the line away."""
@@ -101,7 +103,7 @@ def waiting_for(text: str, *, total: int | None = None) -> Iterator[Waiting]:
         waiting.end()
 
 
-def _line(text: str, total: int | None, done: int) -> "tuple[Progress, TaskID]":
+def _line(text: str, total: int | None, done: int, since: float) -> "tuple[Progress, TaskID]":
     from rich.console import Console
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -113,7 +115,9 @@ def _line(text: str, total: int | None, done: int) -> "tuple[Progress, TaskID]":
         transient=True,
         redirect_stdout=False,
         redirect_stderr=False,
+        get_time=time.monotonic,
     )
     task = progress.add_task(text, total=total, completed=done)
+    progress.tasks[0].start_time = since
     progress.start()
     return progress, task

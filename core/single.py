@@ -95,13 +95,13 @@ def _tell_exact(path: str, scheme: str, plan: Plan, encoded: EncodedState, size:
             else "nothing says which of its tensors are weights and which an optimizer's. Give describe=, as"
             " shrinkpoint.roles.describe_training makes it of a model and its optimizers"
         )
-        tell(f"scheme={scheme!r} has stored {path} bit-exactly, as 'lossless' does: {why}", stacklevel=4)
+        tell(f"scheme={scheme!r} has stored {path} bit-exactly, as 'lossless' does: {why}", stacklevel=3)
         return
     entries = encoded.checkpoint.entries
     parts = exact_parts(((entry.spec, entry.encoded.nbytes) for entry in entries), encoded.exact)
     told = large_share(parts, size, path)
     if told is not None:
-        tell(told[1], stacklevel=4)
+        tell(told[1], stacklevel=3)
 
 
 def _check_path(path: object, call: str) -> None:

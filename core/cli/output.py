@@ -105,7 +105,9 @@ def degradation_text(noted: Mapping[str, Any]) -> str:
 def exact_texts(parts: Sequence[Mapping[str, Any]]) -> list[str]:
     """How much of a lossy checkpoint's bytes is exact, and why; a part of them that is small is nobody's concern."""
     return [
-        f"{part['share']:.0%} of the bytes: {part['role']}, exact: {part['reason']}"
+        f"all exact: {part['reason']}"
+        if part["role"] == "all"
+        else f"{part['share']:.0%} of the bytes: {part['role']}, exact: {part['reason']}"
         for part in parts
         if part["share"] >= _WORTH_SAYING
     ]

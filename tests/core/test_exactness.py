@@ -39,6 +39,11 @@ from shrinkpoint.store.run import RunStore
 EXACT = {"exact", "bit-planes"}
 
 
+@pytest.fixture(autouse=True)
+def _small_files_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shrinkpoint.exactness._LARGE", 1000)
+
+
 def auto(state: TrainingState, reference: Any = None, **occasion: Any) -> EncodedState:
     scheme = Auto(
         options=AutoOptions(weight_scale=0.5),
@@ -266,6 +271,13 @@ def test_a_large_exact_share_is_told_once_and_shown(tmp_path: Any) -> None:
     text = lines("show", url, "--step", "1")
     assert "fewer than 64 elements" in text
     assert "% of the bytes: other, exact" in text
+
+
+def test_nothing_is_told_of_small_files(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shrinkpoint.exactness._LARGE", 1 << 20)
+    with pytest.warns(ShrinkpointWarning) as warned:
+        save_run(str(tmp_path / "run"), torch.optim.RMSprop, saves=1)
+    assert not [w for w in warned if "stored exactly (" in str(w.message)]
 
 
 def test_nothing_is_told_where_little_is_exact(tmp_path: Any) -> None:

@@ -4,6 +4,7 @@ import io
 import logging
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,6 +17,13 @@ from shrinkpoint import progress
 from shrinkpoint.cli.app import app
 from shrinkpoint.progress import quieted, waiting_for
 from shrinkpoint.store.run import RunStore
+
+
+def wait_until(found: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not found():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 class Terminal(io.StringIO):
@@ -38,13 +46,10 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
 
 def test_a_terminal_gets_a_line_that_goes_away(terminal: Terminal) -> None:
     with waiting_for("reading [step] 3", total=2) as waiting:
-        time.sleep(0.4)
+        wait_until(lambda: "reading [step] 3" in terminal.getvalue())
         waiting.say("reading [step] 4", done=1)
-        time.sleep(0.3)
-    shown = terminal.getvalue()
-    assert "reading [step] 3" in shown
-    assert "reading [step] 4" in shown
-    assert "\x1b[2K" in shown  # the line is erased
+        wait_until(lambda: "reading [step] 4" in terminal.getvalue())
+    assert terminal.getvalue().endswith("\x1b[1A\x1b[2K")  # the line is erased
 
 
 def test_what_is_quick_says_nothing(terminal: Terminal, caplog: pytest.LogCaptureFixture) -> None:
@@ -59,7 +64,7 @@ def test_what_is_quick_says_nothing(terminal: Terminal, caplog: pytest.LogCaptur
 def test_elsewhere_it_is_one_line_in_the_log(caplog: pytest.LogCaptureFixture, capsys: Any) -> None:
     caplog.set_level(logging.INFO, logger="shrinkpoint.progress")
     with waiting_for("reading") as waiting:
-        time.sleep(0.3)
+        wait_until(lambda: bool(caplog.records))
         waiting.say("reading on")
     assert [record.getMessage() for record in caplog.records] == ["reading ..."]
     assert capsys.readouterr().err == ""
@@ -140,11 +145,9 @@ def test_resuming_and_verifying_say_what_they_read(
     assert runner.invoke(app, ["verify", url, "--all"]).exit_code == 0
     assert runner.invoke(app, ["export", f"{url}#step=7", str(tmp_path / "a.ckpt")]).exit_code == 0
     told = [record.getMessage() for record in caplog.records]
-    assert [text.split(" of /")[0] for text in told] == [
-        "reading the checkpoint of step 7",
-        "verifying step 7 (1 of 1) ...",
-        "reading step 7",
-    ]
+    assert told[0].startswith("reading the checkpoint of step 7 of ")
+    assert "verifying step 7 (1 of 1) ..." in told
+    assert told[2].startswith("reading ")
     caplog.clear()
     assert runner.invoke(app, ["--quiet", "verify", url]).exit_code == 0
     assert not caplog.records
