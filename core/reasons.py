@@ -46,7 +46,9 @@ def why_left(spec: TensorSpec, options: object) -> str:
     if spec.dtype not in WEIGHT_DTYPES:
         return f"dtype:{dtype_name(spec.dtype)}"
     if role in (Role.EXP_AVG, Role.EXP_AVG_SQ):
-        return "moment" if getattr(options, "moments", None) == "exact" else "momentum"
+        # ExCP says by itself where it leaves moments of weights that it codes
+        as_given = getattr(options, "moments", None) == "exact" or hasattr(options, "base_moments")
+        return "moment" if as_given else "momentum"
     if role is Role.WEIGHT and spec.tag.layer_type is LayerType.NORM:
         return "norm"
     if role is Role.WEIGHT and len(spec.shape) < 2:

@@ -143,6 +143,7 @@ def test_excp_under_sgd_says_why_it_codes_nothing_and_stores_differences() -> No
     chain, told = save_chain(states, lambda held: ExCP(reference=held))
     for saved in told:
         assert "second moment" in explained(saved.exact["model/inner.weight"])
+        assert saved.exact["optimizers/0/state/0/momentum_buffer"] == "momentum"
     sizes = [sum(entry.encoded.nbytes for entry in checkpoint.entries) for checkpoint in chain]
     assert max(sizes[1:]) < sizes[0] / 10  # nothing has moved: a difference to what is exact says so
 
@@ -150,6 +151,7 @@ def test_excp_under_sgd_says_why_it_codes_nothing_and_stores_differences() -> No
 def test_bases_that_are_stored_in_full_say_so() -> None:
     encoded = save_chain([trained("AdamW", TinyMLP)], lambda held: ExCP(reference=held))[1][0]
     assert encoded.exact["model/inner.weight"] == "base"
+    assert encoded.exact["optimizers/0/state/0/exp_avg"] == "base"
 
 
 def test_what_was_asked_for_exactly_needs_no_reason() -> None:
