@@ -7,6 +7,7 @@ collect. The job's only claim on the training thread is the forward passes of it
 import operator
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -273,7 +274,7 @@ class Saver:
             SaveFailedError, FencedError: as `save`.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        with waiting_for(self._last_save):
+        with self._waiting():
             while self.busy:
                 if deadline is not None and time.monotonic() >= deadline:
                     return False
@@ -282,9 +283,14 @@ class Saver:
         self._raise_if_fatal()
         return True
 
-    @property
-    def _last_save(self) -> str:
-        return f"waiting for the last save, of step {self._under_way[0]}, to {self.store.display}"
+    def _waiting(self) -> AbstractContextManager[object]:
+        """Says what is waited for, if anything is."""
+        if not self.busy:
+            return nullcontext()
+        why = ", whose coders are being compiled" if self._compiling else ""
+        return waiting_for(
+            f"waiting for the last save, of step {self._under_way[0]}, to {self.store.display}{why}"
+        )
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Finish the save that is under way, without further evaluations, and let go of the store.
@@ -293,7 +299,7 @@ class Saver:
             False if it is still under way after `timeout_s` seconds; it then goes on in the background.
         """
         self._desk.close()
-        with waiting_for(self._last_save):
+        with self._waiting():
             if not self._worker.join(timeout_s):
                 return False
         self._desk.reopen()
