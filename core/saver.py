@@ -404,7 +404,7 @@ class Saver:
         self._tell_if_diverged(manifest)
         return Restored(manifest, decoded.state)
 
-    def _chosen(self, which: Manifest | int) -> tuple[Manifest, Decoded]:
+    def _chosen(self, which: Manifest | int | None) -> tuple[Manifest, Decoded]:
         manifest = which if isinstance(which, Manifest) else self._at_step(which)
         with waiting_for(f"reading the checkpoint of step {manifest.step} of {self.store.display}"):
             return manifest, self._decode(manifest, self.store.fetch(manifest))

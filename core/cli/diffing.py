@@ -65,7 +65,13 @@ def _tensors(one: Loaded, other: Loaded) -> list[dict[str, Any]]:
     rows = []
     for name in dict.fromkeys((*entries_a, *entries_b)):
         entry_a, entry_b = entries_a.get(name), entries_b.get(name)
-        row = {"name": name, "a": _tensor(entry_a), "b": _tensor(entry_b), "rms": None, "relative": None}
+        row: dict[str, Any] = {
+            "name": name,
+            "a": _tensor(entry_a),
+            "b": _tensor(entry_b),
+            "rms": None,
+            "relative": None,
+        }
         if entry_a is None or entry_b is None:
             row["state"] = "only in B" if entry_a is None else "only in A"
         elif entry_a.digest == entry_b.digest:

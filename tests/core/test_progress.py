@@ -37,27 +37,36 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    stream = Terminal()
-    monkeypatch.setattr("sys.stderr", stream)
-    monkeypatch.setenv("TERM", "xterm")
-    return stream
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Terminal]:
+    """To be called in the test, before which pytest puts its own stream there."""
+
+    def opened() -> Terminal:
+        stream = Terminal()
+        monkeypatch.setattr("sys.stderr", stream)
+        monkeypatch.setenv("TERM", "xterm")
+        return stream
+
+    return opened
 
 
-def test_a_terminal_gets_a_line_that_goes_away(terminal: Terminal) -> None:
+def test_a_terminal_gets_a_line_that_goes_away(terminal: Callable[[], Terminal]) -> None:
+    stream = terminal()
     with waiting_for("reading [step] 3", total=2) as waiting:
-        wait_until(lambda: "reading [step] 3" in terminal.getvalue())
+        wait_until(lambda: "reading [step] 3" in stream.getvalue())
         waiting.say("reading [step] 4", done=1)
-        wait_until(lambda: "reading [step] 4" in terminal.getvalue())
-    assert terminal.getvalue().endswith("\x1b[1A\x1b[2K")  # the line is erased
+        wait_until(lambda: "reading [step] 4" in stream.getvalue())
+    assert stream.getvalue().endswith("\x1b[1A\x1b[2K")  # the line is erased
 
 
-def test_what_is_quick_says_nothing(terminal: Terminal, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_quick_says_nothing(
+    terminal: Callable[[], Terminal], caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, logger="shrinkpoint.progress")
+    stream = terminal()
     with waiting_for("reading"):
         pass
     time.sleep(0.2)
-    assert terminal.getvalue() == ""
+    assert stream.getvalue() == ""
     assert not caplog.records
 
 
@@ -70,7 +79,8 @@ def test_elsewhere_it_is_one_line_in_the_log(caplog: pytest.LogCaptureFixture, c
     assert capsys.readouterr().err == ""
 
 
-def test_the_quiet_hear_nothing(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_quiet_hear_nothing(terminal: Callable[[], Terminal], monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = terminal()
     with quieted(True), quieted(True), waiting_for("reading"):
         time.sleep(0.2)
     with quieted(False), waiting_for("reading") as waiting:
@@ -81,10 +91,11 @@ def test_the_quiet_hear_nothing(terminal: Terminal, monkeypatch: pytest.MonkeyPa
     waiting.begin()
     with waiting_for("reading"):
         time.sleep(0.2)
-    assert terminal.getvalue() == ""
+    assert stream.getvalue() == ""
 
 
-def test_errors_pass_and_no_thread_is_left(terminal: Terminal) -> None:
+def test_errors_pass_and_no_thread_is_left(terminal: Callable[[], Terminal]) -> None:
+    terminal()
     before = threading.active_count()
 
     def divide() -> float:
