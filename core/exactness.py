@@ -51,7 +51,7 @@ _TEXTS: Mapping[str, tuple[str, str | None]] = MappingProxyType(
         "small": ("fewer than {} elements", None),
         "state": (
             "no codec for the optimizer state {!r}",
-            "Only another optimizer makes it smaller; docs/auto.md lists those whose state is coded",
+            "Only another optimizer makes it smaller: README.md says under Limits whose state is coded",
         ),
         "unmoved": ("did not move since the last checkpoint, or hardly", None),
         "vector": ("one-dimensional", _OURS),
