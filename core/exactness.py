@@ -134,7 +134,7 @@ def large_share(parts: Iterable[ExactPart], size: int, subject: str) -> tuple[st
     if word == _EVERY:
         return word, f"all of {subject} is stored exactly: {reason}"
     return word, (
-        f"{part.bytes / size:.0%} of the bytes of {subject} is stored exactly (role {part.role!r}): {reason}."
+        f"{part.bytes / size:.0%} of the bytes of {subject} are stored exactly (role {part.role!r}): {reason}."
         " `shrinkpoint show` says why for every tensor"
     )
 
