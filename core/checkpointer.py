@@ -1,5 +1,6 @@
 """Checkpoints for a hand-written PyTorch loop."""
 
+import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -110,12 +111,31 @@ class Checkpointer:
         **stateful: Any,
     ) -> None:
         check_policy(resume)
+        if not isinstance(url, str | os.PathLike):
+            raise ConfigError(f"url must be a folder or a URL, as in 'runs/7', not {brief(url)}")
+        for name, function in (("evaluate", evaluate), ("train_loss", train_loss)):
+            if function is not None and not callable(function):
+                raise ConfigError(
+                    f"{name} must be a function that returns a loss, or None, not {brief(function)}"
+                )
+        if clip_grad_norm is not None and not (
+            isinstance(clip_grad_norm, int | float)
+            and not isinstance(clip_grad_norm, bool)
+            and clip_grad_norm > 0
+        ):
+            raise ConfigError(
+                f"clip_grad_norm must be a positive number, or None, not {brief(clip_grad_norm)}"
+            )
+        if type(save_last) is not bool:
+            raise ConfigError(f"save_last must be True or False, not {brief(save_last)}")
+        if config is not None and not isinstance(config, SaverConfig):
+            raise ConfigError(f"config must be a shrinkpoint.SaverConfig, or None, not {brief(config)}")
         if "#" in str(url):
             raise ConfigError(
                 f"url={str(url)!r} must name a run without '#', which separates a checkpoint's step"
             )
         if every is not None and (type(every) is not int or every < 1):
-            raise ConfigError(f"every must be a positive number of steps, or None, not {every!r}")
+            raise ConfigError(f"every must be a positive number of steps, or None, not {brief(every)}")
         if train_loss is not None and evaluate is None:
             raise ConfigError(
                 "train_loss is of use with evaluate= only: what the steps come to is measured by that"

@@ -10,9 +10,12 @@ import torch
 from shrinkpoint.container.layout import Checkpoint, Entry
 from shrinkpoint.digest import tensor_digest
 from shrinkpoint.errors import CannotRepresentError, ChainError, CorruptionError, FormatError
+from shrinkpoint.exactness import pack_reasons
+from shrinkpoint.reasons import reasons_of
 from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Held, Quantizer, Scheme, TensorCodec
+from shrinkpoint.schemes.closed_loop import ClosedLoopCodec, as_held
 from shrinkpoint.schemes.exact import ExactCodec
-from shrinkpoint.schemes.registry import codec_for_reading
+from shrinkpoint.schemes.registry import CODECS, codec_for_reading
 from shrinkpoint.schemes.rounded import RoundedCodec
 from shrinkpoint.state import Role, TensorSpec, TrainingState
 from shrinkpoint.tree import JSON
@@ -23,6 +26,7 @@ R = TypeVar("R")
 
 _EXPANSION = 2**20
 """Most bytes of a tensor for each byte that is stored of it without a reference: exact coding stays below, whatever the values."""
+_BASES_IN_FULL = frozenset(id for id, codec in CODECS.items() if isinstance(codec(), ClosedLoopCodec))
 _FOLLOWS = RoundedCodec.id  # takes the memory of a tensor beside it, of the same shape
 _UNSUSPICIOUS = 2**30
 """Bytes that any base may decode to."""
@@ -40,6 +44,8 @@ class EncodedState:
     held: Mapping[str, Held]
     kept_exactly: Mapping[str, str]
     """Tensors that the scheme wanted to code but could not, with the reason."""
+    exact: Mapping[str, str] = field(default_factory=dict)
+    """Of a lossy scheme, every tensor that is stored bit-exactly, with the reason's code (`shrinkpoint.exactness`)."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,7 @@ def encode_state(
     release: Callable[[str], object] | None = None,
     provenance: JSON = None,
     threads: int = 1,
+    exactly: str | None = None,
 ) -> EncodedState:
     """Code a snapshot.
 
@@ -74,6 +81,7 @@ def encode_state(
             what a reader holds from being in memory twice.
         provenance: free JSON for the header: versions, configuration.
         threads: parameters coded side by side; the bytes do not depend on it.
+        exactly: why a checkpoint is stored exactly that was to be lossy; None where `scheme` is what was asked for.
     """
     makers = scheme.codecs(state)
     groups = _groups(state.specs.values())
@@ -99,6 +107,9 @@ def encode_state(
         return coded
 
     rows = [row for rows in _map(code, groups, threads) for row in rows]
+    exact = reasons_of(
+        ((entry.spec, entry.encoded, why) for entry, _, why in rows), scheme, makers, _BASES_IN_FULL, exactly
+    )
     checkpoint = Checkpoint(
         kind="base" if reference is None else "delta",
         step=step,
@@ -107,9 +118,11 @@ def encode_state(
         scheme=scheme.describe(),
         parent=parent,
         provenance=provenance,
+        exact=pack_reasons((entry.spec.name for entry, _, _ in rows), exact),
     )
     held = {entry.spec.name: held for entry, held, _ in rows}
-    return EncodedState(checkpoint, held, {entry.spec.name: why for entry, _, why in rows if why is not None})
+    refused = {entry.spec.name: why for entry, _, why in rows if why is not None}
+    return EncodedState(checkpoint, held, refused, exact)
 
 
 def _encode_one(
@@ -119,13 +132,13 @@ def _encode_one(
     if maker is not None:
         try:
             codec = maker()
-            coded = codec.encode(tensor, spec, _for_codec(context, codec.id))
+            coded = codec.encode(tensor, spec, _for_codec(context, codec.id, spec))
             if _stands_alone(coded.encoded) and spec.nbytes > _EXPANSION * coded.encoded.nbytes:
                 raise CannotRepresentError(f"{spec.name}: no reader would believe that so few bytes hold it")
             return coded, None
         except CannotRepresentError as error:
             why = str(error)
-    return ExactCodec().encode(tensor, spec, _for_codec(context, ExactCodec.id)), why
+    return ExactCodec().encode(tensor, spec, _for_codec(context, ExactCodec.id, spec)), why
 
 
 def _stands_alone(encoded: EncodedTensor) -> bool:
@@ -182,7 +195,7 @@ def _restore_one(
         return tensor, []
     try:
         codec = maker()
-        context = _for_codec(context, codec.id)
+        context = _for_codec(context, codec.id, spec)
         if isinstance(codec, Quantizer):
             return codec.restored(tensor, spec, context), []
         coded = codec.encode(tensor, spec, context)
@@ -301,7 +314,7 @@ def _reader(
     beside: Mapping[str, Held],
 ) -> tuple[TensorCodec, Context]:
     context = Context(_matching(held.get(entry.spec.name), entry.spec), siblings, beside)
-    context = _for_codec(context, entry.encoded.codec)
+    context = _for_codec(context, entry.encoded.codec, entry.spec)
     if entry.encoded.uses_reference and context.reference is None:
         raise FormatError(f"{entry.spec.name} needs its predecessor, which the chain before it does not hold")
     return codec_for_reading(entry.encoded.codec), context
@@ -315,9 +328,10 @@ def _matching(held: Held | None, spec: TensorSpec) -> Held | None:
     return held
 
 
-def _for_codec(context: Context, codec: str) -> Context:
+def _for_codec(context: Context, codec: str, spec: TensorSpec) -> Context:
     if context.reference is not None and context.reference.codec != codec:
-        return replace(context, reference=None)
+        known = as_held(context.reference, codec, spec) if codec in _BASES_IN_FULL else None
+        return replace(context, reference=known)
     return context
 
 

@@ -14,6 +14,7 @@ from shrinkpoint.config import SaverConfig
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.errors import ChainError, FencedError, ShrinkpointError
 from shrinkpoint.evaluation import ResumedSteps
+from shrinkpoint.exactness import exact_parts, large_share
 from shrinkpoint.finite import LOSS_ALONE, is_finite, not_finite
 from shrinkpoint.guards import Guard
 from shrinkpoint.movement import Movement, MovementTracker
@@ -79,6 +80,7 @@ class Committer:
         self._link: _Link | None = None
         self._movement = MovementTracker()
         self._told_of_loss = False
+        self._told_exact: set[str] = set()
         self.lineage: str | None = None
         """The training that the next checkpoint belongs to, also when it is killed and resumed; None until the first one."""
         self._diverged = False
@@ -168,6 +170,13 @@ class Committer:
                 " finite checkpoints are kept beside those that follow, and `shrinkpoint ls` marks these"
             )
 
+    def _tell_exact(self, report: SaveReport) -> None:
+        """Once for each way in which a substantial share of a lossy scheme's bytes is exact, and need not be."""
+        told = large_share(report.exact, report.bytes, f"step {report.step}'s checkpoint")
+        if told is not None and told[0] not in self._told_exact:
+            self._told_exact.add(told[0])
+            tell(f"{told[1]}. Told once")
+
     def _store_with(
         self,
         job: Job,
@@ -198,6 +207,7 @@ class Committer:
             release=link.held.pop if link else None,
             provenance=_provenance(),
             threads=self._config.encoder_threads,
+            exactly=plan.reason if plan.is_exact and self._config.scheme != "lossless" else None,
         )
         container = write_container(encoded.checkpoint)
         encoded_at = time.perf_counter()
@@ -224,6 +234,8 @@ class Committer:
             },
         )
         self._link = _Link(manifest, dict(encoded.held), exact=plan.is_exact)
+        if not plan.is_told:
+            self._tell_exact(report)
         return replace(report, seq=manifest.seq, write_s=time.perf_counter() - encoded_at)
 
     def _take_link(self) -> _Link | None:
@@ -322,6 +334,7 @@ def _report(job: Job, plan: Plan, encoded: EncodedState, size: int) -> SaveRepor
         write_s=0.0,
         metrics=job.metrics,
         kept_exactly=encoded.kept_exactly,
+        exact=exact_parts(((entry.spec, entry.encoded.nbytes) for entry in entries), encoded.exact),
     )
 
 

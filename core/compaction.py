@@ -5,7 +5,7 @@ checkpoints; it is made and verified before anything old is let go, and the old 
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -23,6 +23,7 @@ from shrinkpoint.errors import (
     FormatError,
     NoCheckpointError,
 )
+from shrinkpoint.exactness import ExactPart, exact_parts, pack_reasons, parts_json, unpack_reasons
 from shrinkpoint.saver import decode_checkpoint
 from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Held, Planes, Rebasable, TensorCodec
 from shrinkpoint.schemes.exact import ExactCodec
@@ -47,6 +48,8 @@ class Rebased:
     """Bytes of the coded tensors by role."""
     stored_exactly: tuple[str, ...]
     """Tensors whose codec could not do without its predecessor: the same values, in more bytes."""
+    exact: tuple[ExactPart, ...] = ()
+    """See `SaveReport.exact`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +91,14 @@ def rebase(store: RunStore, manifest: Manifest, *, threads: int = 1) -> Rebased:
     for entry in checkpoint.entries:
         role = entry.spec.tag.role.value
         sections[role] = sections.get(role, 0) + entry.encoded.nbytes
-    return Rebased(source=manifest, container=container, sections=sections, stored_exactly=exactly)
+    reasons = unpack_reasons(checkpoint.exact, [entry.spec.name for entry in checkpoint.entries])
+    return Rebased(
+        source=manifest,
+        container=container,
+        sections=sections,
+        stored_exactly=exactly,
+        exact=exact_parts(((entry.spec, entry.encoded.nbytes) for entry in checkpoint.entries), reasons),
+    )
 
 
 def compact(store: RunStore, rebased: Rebased, *, grace_s: float = DEFAULT_GRACE_S) -> Compacted:
@@ -150,6 +160,7 @@ def _meta(rebased: Rebased) -> dict[str, Any]:
         size, raw = len(rebased.container), save.get("raw_bytes")
         ratio = {"ratio": raw / size} if isinstance(raw, int) else {}
         told = {"kind": "base", "bytes": size, "sections": dict(rebased.sections), **ratio}
+        told["exact"] = parts_json(rebased.exact, size)
         meta["save"] = {**save, **told}
     meta["compacted"] = {"seq": source.seq, "epoch": source.epoch, "digest": source.digest}
     return meta
@@ -180,7 +191,10 @@ def rebase_checkpoint(decoded: Decoded, *, threads: int = 1) -> tuple[Checkpoint
     )
     codecs = {entry.spec.name: entry.encoded.codec for entry in source.entries}
     exactly = tuple(name for name in coded.kept_exactly if codecs[name] != ExactCodec.id)
-    return coded.checkpoint, exactly
+    reasons = unpack_reasons(source.exact, [entry.spec.name for entry in source.entries])
+    reasons |= {name: "refused:its codec needs a predecessor" for name in exactly if name not in reasons}
+    order = (entry.spec.name for entry in coded.checkpoint.entries)
+    return replace(coded.checkpoint, exact=pack_reasons(order, reasons)), exactly
 
 
 class _Again:

@@ -114,11 +114,11 @@ class Planner:
         self, occasion: Occasion, measure: Measure | None, resume: ResumedSteps | None, exact: bool
     ) -> Plan:
         if exact or self._strategy is None:
-            return exactly("bit-exact storage was asked for")
+            return exactly("bit-exact storage was asked for", is_told=True)
         finite, not_finite = _weights(occasion.state, self._strategy)
         self._tell_not_finite(not_finite)
         if not finite:
-            return exactly("the state holds no weight that could be quantized")
+            return exactly("the state holds no weight that could be quantized", is_told=bool(not_finite))
         if self._budget.left <= 0:
             return exactly("nothing is left of max_degradation that a restore may cost: stored exactly")
         if measure is None:
@@ -134,7 +134,7 @@ class Planner:
             comparison = Comparison(occasion.state, measure, share=share, floor=floor)
             plan = self._measured(self._strategy, occasion, comparison, resume)
         except EvaluationUnavailableError as error:
-            return exactly(f"the degradation could not be measured ({error})")
+            return exactly(f"the degradation could not be measured ({error})", is_told=True)
         return replace(plan, baseline=comparison.loss, evaluations=comparison.evaluations)
 
     def _measured(
@@ -146,7 +146,7 @@ class Planner:
                 f"the held-out loss is {comparison.loss:g}, so the quality of checkpoints cannot be measured: they are"
                 " stored exactly, which makes them large. Has the training diverged?",
             )
-            return exactly("the loss of the true weights is not finite: stored exactly")
+            return exactly("the loss of the true weights is not finite: stored exactly", is_told=True)
         try:
             if not self._sighted:
                 comparison.look()

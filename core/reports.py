@@ -1,10 +1,11 @@
 """What is told about each save: to the user's logger, the manifest and the command line."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
+from shrinkpoint.exactness import ExactPart, parts_json
 from shrinkpoint.tree import JSON
 
 __all__ = ["Accepted", "Measured", "SaveReport"]
@@ -87,6 +88,8 @@ class SaveReport:
     """What of the state or its held-out loss is NaN or infinite; None where nothing is."""
     kept_exactly: Mapping[str, str]
     """Tensors that the scheme could not represent, with the reason."""
+    exact: Sequence[ExactPart] = ()
+    """What a lossy scheme has stored bit-exactly, by role and reason, the most bytes first."""
 
     @property
     def ratio(self) -> float:
@@ -98,6 +101,7 @@ class SaveReport:
         kept = list(self.kept_exactly.items())
         more = {"...": f"and {len(kept) - _NAMED} more tensors"} if len(kept) > _NAMED else {}
         report = asdict(self) | {"kept_exactly": dict(kept[:_NAMED]) | more, "ratio": self.ratio}
+        report["exact"] = parts_json(self.exact, self.bytes)
         del report["seq"], report["write_s"]  # known only once the manifest that holds this is stored
         report["metrics"] = {name: _finite(value) for name, value in self.metrics.items()}
         for name in ("resumed", "resumed_high"):

@@ -163,8 +163,8 @@ def overridden_rates(
             if unknown or old is None or new is None or float(old) == float(new):
                 continue
             return (
-                f"lr={float(new):g} was given to {type(optimizer).__name__}, and the run goes on with the checkpoint's"
-                f" {float(old):g}: to change it, set it in optimizer.param_groups after resuming"
+                f"resume: lr={float(new):g}, which this process gave to {type(optimizer).__name__}, is replaced by the"
+                f" checkpoint's {float(old):g}; to change it, set it in optimizer.param_groups after resuming"
             )
     return None
 

@@ -1,5 +1,7 @@
 """Roles and layer types read off a plain ``torch.nn.Module`` and its optimizers."""
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
@@ -70,9 +72,10 @@ def model_tags(module: nn.Module) -> dict[str, Tag]:
             name = f"{prefix}.{key}" if prefix else key
             first = shared.setdefault(id(parameter), name)
             if layer_type is LayerType.EMBEDDING and first in tags:
-                tags[first] = Tag(role=Role.WEIGHT, layer_type=layer_type, parameter=first)
+                tags[first] = replace(tags[first], layer_type=layer_type)
             known = tags[first].layer_type if first in tags else layer_type
-            tags[name] = Tag(role=Role.WEIGHT, layer_type=known, parameter=first)
+            frozen = not parameter.requires_grad
+            tags[name] = Tag(role=Role.WEIGHT, layer_type=known, parameter=first, frozen=frozen)
         for key, buffer in layer.named_buffers(recurse=False):
             name = f"{prefix}.{key}" if prefix else key
             first = shared.setdefault(id(buffer), name)

@@ -7,6 +7,7 @@ collect. The job's only claim on the training thread is the forward passes of it
 import operator
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,7 @@ from shrinkpoint.errors import (
 from shrinkpoint.evaluation import Evaluate, EvaluationDesk, ResumedSteps
 from shrinkpoint.finite import is_finite, not_finite_text
 from shrinkpoint.movement import is_followed
+from shrinkpoint.progress import waiting_for
 from shrinkpoint.reports import Accepted, SaveReport
 from shrinkpoint.snapshot import Snapshotter
 from shrinkpoint.state import Describe, TrainingState, plain
@@ -272,13 +274,23 @@ class Saver:
             SaveFailedError, FencedError: as `save`.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while self.busy:
-            if deadline is not None and time.monotonic() >= deadline:
-                return False
-            if not self.poll():
-                self._desk.wait_for_request(0.01)
+        with self._waiting():
+            while self.busy:
+                if deadline is not None and time.monotonic() >= deadline:
+                    return False
+                if not self.poll():
+                    self._desk.wait_for_request(0.01)
         self._raise_if_fatal()
         return True
+
+    def _waiting(self) -> AbstractContextManager[object]:
+        """Says what is waited for, if anything is."""
+        if not self.busy:
+            return nullcontext()
+        why = ", whose coders are being compiled" if self._compiling else ""
+        return waiting_for(
+            f"waiting for the last save, of step {self._under_way[0]}, to {self.store.display}{why}"
+        )
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Finish the save that is under way, without further evaluations, and let go of the store.
@@ -287,8 +299,9 @@ class Saver:
             False if it is still under way after `timeout_s` seconds; it then goes on in the background.
         """
         self._desk.close()
-        if not self._worker.join(timeout_s):
-            return False
+        with self._waiting():
+            if not self._worker.join(timeout_s):
+                return False
         self._desk.reopen()
         self._committer.close()
         self._warmup.stop()
@@ -345,7 +358,8 @@ class Saver:
             ChainError: there are checkpoints, and none of them is sound.
             StoreError: the store cannot be read.
         """
-        found = self.store.newest_sound(self._decode)
+        with waiting_for(f"reading the newest checkpoint of {self.store.display}"):
+            found = self.store.newest_sound(self._decode)
         if found is None:
             return None
         self._newest = found
@@ -373,8 +387,7 @@ class Saver:
         if self._newest is not None and which in (None, self._newest[0], self._newest[0].step):
             manifest, decoded = self._newest
         else:
-            manifest = which if isinstance(which, Manifest) else self._at_step(which)
-            decoded = self._decode(manifest, self.store.fetch(manifest))
+            manifest, decoded = self._chosen(which)
         self._newest, self._restored = None, (manifest, decoded)
         self._go_on()
         self._tell_if_diverged(manifest)
@@ -387,10 +400,14 @@ class Saver:
                 return None
             manifest, decoded = found
         else:
-            manifest = which if isinstance(which, Manifest) else self._at_step(which)
-            decoded = self._decode(manifest, self.store.fetch(manifest))
+            manifest, decoded = self._chosen(which)
         self._tell_if_diverged(manifest)
         return Restored(manifest, decoded.state)
+
+    def _chosen(self, which: Manifest | int | None) -> tuple[Manifest, Decoded]:
+        manifest = which if isinstance(which, Manifest) else self._at_step(which)
+        with waiting_for(f"reading the checkpoint of step {manifest.step} of {self.store.display}"):
+            return manifest, self._decode(manifest, self.store.fetch(manifest))
 
     def _tell_if_diverged(self, manifest: Manifest) -> None:
         found = not_finite_text(manifest)

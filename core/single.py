@@ -5,16 +5,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shrinkpoint.coding import decode_chain, encode_state
+from shrinkpoint.coding import EncodedState, decode_chain, encode_state
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.container.reader import read_container
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.planner import Planner
+from shrinkpoint.exactness import exact_parts, large_share
+from shrinkpoint.planner import Plan, Planner
+from shrinkpoint.progress import waiting_for
 from shrinkpoint.schemes.base import Occasion
 from shrinkpoint.state import Describe, TrainingState, plain
 from shrinkpoint.store.single import naming, read_file, write_file
-from shrinkpoint.telling import brief
+from shrinkpoint.telling import brief, tell
 
 __all__ = ["load", "save"]
 
@@ -34,7 +36,7 @@ def save(
         path: a path or URL; an existing file is replaced.
         scheme: ``lossless``; or one that quantizes the tensors that `describe` calls weights and moments: ``auto`` with
             mild steps, ``inshrinkerator`` with its mildest configuration, any other with its defaults.
-        describe: gives each tensor's role (`shrinkpoint.roles`).
+        describe: gives each tensor's role (`shrinkpoint.roles`); without it every scheme stores exactly, and says so.
         storage_options: passed to fsspec.
 
     Returns:
@@ -45,16 +47,22 @@ def save(
         CannotRepresentError: `state` holds an object that cannot be stored without pickle; the message names it.
         StoreError: the file cannot be written.
     """
-    if not isinstance(path, str | os.PathLike):
-        raise ConfigError(f"path must be a path or URL, not {brief(path)}: save(state, path)")
+    _check_path(path, "save(state, path)")
     config = SaverConfig(scheme=scheme)  # type: ignore[arg-type]
     captured = TrainingState.capture(state, describe)
     host = TrainingState(captured.tree, {n: t.cpu() for n, t in captured.tensors.items()}, captured.specs)
     plan = Planner(config, lambda: 0.0).plan(Occasion(state=host), None)
     encoded = encode_state(
-        host, plan.scheme, step=0, reference=None, parent=None, threads=config.encoder_threads
+        host,
+        plan.scheme,
+        step=0,
+        reference=None,
+        parent=None,
+        threads=config.encoder_threads,
+        exactly=plan.reason if plan.is_exact and scheme != "lossless" else None,
     )
     data = write_container(encoded.checkpoint)
+    _tell_exact(str(path), scheme, plan, encoded, len(data), knows=describe is not plain)
     write_file(str(path), data, storage_options)
     return len(data)
 
@@ -67,10 +75,35 @@ def load(path: str | Path, *, storage_options: Mapping[str, object] | None = Non
         storage_options: passed to fsspec.
 
     Raises:
+        ConfigError: `path` is no path.
         FormatError: not such a file, or a damaged one.
         ChainError: a delta of a run, which cannot be read alone.
         StoreError: the file cannot be read.
     """
+    _check_path(path, "load(path)")
     data = read_file(str(path), storage_options)
-    with naming(str(path)):
+    with waiting_for(f"reading {path}"), naming(str(path)):
         return decode_chain([read_container(data)], threads=SaverConfig().encoder_threads).state.to_object()
+
+
+def _tell_exact(path: str, scheme: str, plan: Plan, encoded: EncodedState, size: int, *, knows: bool) -> None:
+    """Say that a scheme that was to make the file smaller has not, and why."""
+    if plan.is_exact and scheme != "lossless":
+        why = (
+            plan.reason
+            if knows
+            else "nothing says which of its tensors are weights and which an optimizer's. Give describe=, as"
+            " shrinkpoint.roles.describe_training makes it of a model and its optimizers"
+        )
+        tell(f"scheme={scheme!r} has stored {path} bit-exactly, as 'lossless' does: {why}", stacklevel=3)
+        return
+    entries = encoded.checkpoint.entries
+    parts = exact_parts(((entry.spec, entry.encoded.nbytes) for entry in entries), encoded.exact)
+    told = large_share(parts, size, path)
+    if told is not None:
+        tell(told[1], stacklevel=3)
+
+
+def _check_path(path: object, call: str) -> None:
+    if not isinstance(path, str | os.PathLike):
+        raise ConfigError(f"path must be a path or URL, not {brief(path)}: {call}")

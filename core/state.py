@@ -49,6 +49,8 @@ class Tag:
     layer_type: LayerType = LayerType.OTHER
     parameter: str | None = None
     """For a weight, a moment or a buffer: its name in the model; it pairs moments and averages with their weight."""
+    frozen: bool = field(default=False, compare=False)
+    """Whether it is a weight that training leaves as it is (``requires_grad=False``); not stored, and only told."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 import logging
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 from composer.core import State
@@ -18,7 +19,9 @@ from shrinkpoint.integrations.composer_state import (
 from shrinkpoint.integrations.gradient_buckets import Buckets
 from shrinkpoint.integrations.ranks import is_first, on_every, on_first, rank, world_size
 from shrinkpoint.integrations.run_session import RunSession
+from shrinkpoint.resume import overridden_rates
 from shrinkpoint.store.manifest import Manifest
+from shrinkpoint.telling import tell
 
 __all__ = ["continue_run", "require_supported"]
 
@@ -83,6 +86,7 @@ def continue_run(run: RunSession, data: DataPlace, state: State, logger: Logger)
         require_same_optimizers(stored, state, url)
 
     on_first(require_same_run)
+    _tell_overridden(stored["state"]["optimizers"], state)
     load_state(stored, state, logger, url)
     _take_place(stored["ranks"], data)
     run.saved_step = int(state.timestamp.batch)
@@ -91,6 +95,13 @@ def continue_run(run: RunSession, data: DataPlace, state: State, logger: Logger)
         run.saver.forget()
     _tell_resumed(run, state)
     return stored["buckets"] if len(stored["ranks"]) == world_size() else []
+
+
+def _tell_overridden(stored: Mapping[str, Any], state: State) -> None:
+    there = [stored[type(optimizer).__qualname__] for optimizer in state.optimizers]
+    overridden = overridden_rates(there, state.optimizers, scheduled=bool(state.schedulers))
+    if overridden is not None and is_first():
+        tell(overridden)
 
 
 def _read(run: RunSession, manifest: Manifest) -> Any:

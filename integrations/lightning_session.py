@@ -22,8 +22,9 @@ from shrinkpoint.integrations.lightning_state import describe_checkpoint, follow
 from shrinkpoint.integrations.ranks import Outcome, broadcast, is_first, world_size
 from shrinkpoint.integrations.run_session import RunSession
 from shrinkpoint.integrations.triggers import Trigger
-from shrinkpoint.resume import require_optimizers
+from shrinkpoint.resume import overridden_rates, require_optimizers
 from shrinkpoint.saver import Saver
+from shrinkpoint.telling import tell
 from shrinkpoint.termination import TerminationRequest
 
 __all__ = ["Session"]
@@ -103,6 +104,10 @@ class Session:
         """
         if self._stored_optimizers:
             require_optimizers(self._stored_optimizers, trainer.optimizers, str(trainer.ckpt_path))
+            scheduled = bool(trainer.lr_scheduler_configs)
+            overridden = overridden_rates(self._stored_optimizers, trainer.optimizers, scheduled=scheduled)
+            if overridden is not None and trainer.is_global_zero:
+                tell(overridden)
             self._stored_optimizers = []
         Position.of(trainer).fit_starts()
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.resume import ResumePolicy, check_policy
 from shrinkpoint.saver import SaverConfig
+from shrinkpoint.telling import brief
 
 __all__ = ["RunSettings"]
 
@@ -89,7 +90,7 @@ class RunSettings:
     def __post_init__(self) -> None:
         if not isinstance(self.url, str) or not self.url.rstrip("/"):
             raise ConfigError(
-                f"url={self.url!r} must be a string: the folder or URL of a run, for example 's3://bucket/run-7'"
+                f"url={brief(self.url)} must be a string: the folder or URL of a run, for example 's3://bucket/run-7'"
             )
         if "#" in self.url:
             raise ConfigError(
@@ -103,6 +104,10 @@ class RunSettings:
             )
         if type(self.probe_batches) is not int or self.probe_batches < 1:
             raise ConfigError(f"probe_batches={self.probe_batches!r} must be an integer of at least 1")
+        if type(self.save_last) is not bool:
+            raise ConfigError(f"save_last={self.save_last!r} must be True or False")
+        if not (self.storage_options is None or isinstance(self.storage_options, Mapping)):
+            raise ConfigError(f"storage_options={brief(self.storage_options)} must be a dict, or None")
         check_policy(self.resume)
         object.__setattr__(self, "url", self.url.rstrip("/"))
 

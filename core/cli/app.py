@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 import shrinkpoint
 from shrinkpoint.cli.checking import verify
 from shrinkpoint.cli.compiling import compile_now
+from shrinkpoint.cli.diffing import diff
 from shrinkpoint.cli.exporting import export
 from shrinkpoint.cli.listing import ls
 from shrinkpoint.cli.pruning import pin, prune, unpin
@@ -17,6 +18,7 @@ from shrinkpoint.cli.rebasing import compact
 from shrinkpoint.cli.showing import show
 from shrinkpoint.cli.undeleting import undelete
 from shrinkpoint.errors import ConfigError, ShrinkpointError, ShrinkpointWarning
+from shrinkpoint.progress import quieted
 
 __all__ = ["app", "main"]
 
@@ -25,7 +27,7 @@ class _Commands(TyperGroup):
     """Turns what shrinkpoint raises and warns about into lines on stderr and an exit code."""
 
     def invoke(self, ctx: Any) -> Any:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), quieted(bool(ctx.params.get("quiet"))):
             warnings.simplefilter("always", ShrinkpointWarning)
             warnings.showwarning = _show_warning
             try:
@@ -69,14 +71,15 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _globals(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing of what is under way.")] = False,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Options before the command's name; `_Commands.invoke` reads ``debug``."""
+    """Options before the command's name; `_Commands.invoke` reads ``debug`` and ``quiet``."""
 
 
-for _command in (ls, show, verify, export, compact, prune, undelete, pin, unpin):
+for _command in (ls, show, diff, verify, export, compact, prune, undelete, pin, unpin):
     app.command()(_command)
 app.command("compile")(compile_now)
 

@@ -20,6 +20,7 @@ from shrinkpoint.cli.options import (
 from shrinkpoint.cli.output import console, print_json
 from shrinkpoint.cli.runs import OpenRun, open_run, pick
 from shrinkpoint.errors import ChainError, ConfigError, FormatError, NoCheckpointError, ShrinkpointWarning
+from shrinkpoint.progress import waiting_for
 
 if TYPE_CHECKING:
     from shrinkpoint.store.manifest import Manifest
@@ -44,7 +45,8 @@ def verify(
         raise ConfigError("--all and --step or --seq exclude each other: give one of them")
     if looks_like_file(url):
         file = ContainerFile(url, options)
-        shown, results = file.url, [_verify_file(file)]
+        with waiting_for(f"verifying {file.url}"):
+            shown, results = file.url, [_verify_file(file)]
     else:
         run = open_run(url, options)
         with warnings.catch_warnings():
@@ -71,9 +73,9 @@ def _verify_run(
         raise NoCheckpointError(f"{run.store.display} is a run without a checkpoint yet: nothing to verify")
     chosen = manifests if everything else [pick(run, step=step, seq=seq)] if manifests else []
     results = []
-    with console(stderr=True).status("") as status:
-        for count, manifest in enumerate(chosen, 1):
-            status.update(f"verifying step {manifest.step} ({count} of {len(chosen)})")
+    with waiting_for("verifying", total=len(chosen) if len(chosen) > 1 else None) as waiting:
+        for count, manifest in enumerate(chosen):
+            waiting.say(f"verifying step {manifest.step} ({count + 1} of {len(chosen)})", done=count)
             results.append(_verify_one(run, manifest))
     return results + (unreadable if with_unreadable else [])
 

@@ -7,6 +7,7 @@ import typer
 
 from shrinkpoint.cli.output import console
 from shrinkpoint.errors import ShrinkpointError
+from shrinkpoint.progress import waiting_for
 
 __all__ = ["compile_now"]
 
@@ -28,7 +29,9 @@ def compile_now(
         out.print(f"the coders of scheme {scheme} are compiled already")
         return
     started = time.perf_counter()
-    if not compile_coders(scheme, effort):
+    with waiting_for(f"compiling the coders of scheme {scheme}, which takes a minute or two"):
+        lasts = compile_coders(scheme, effort)
+    if not lasts:
         raise ShrinkpointError(
             "the compiled coders cannot be kept: numba finds no folder that it may write to;"
             " let NUMBA_CACHE_DIR name one, here and where training runs"

@@ -1,11 +1,10 @@
 """``shrinkpoint export``: a checkpoint as an ordinary file."""
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
-from shrinkpoint.cli.files import ContainerFile, looks_like_file
+from shrinkpoint.cli.decoding import load
 from shrinkpoint.cli.options import (
     AsJson,
     Pairs,
@@ -14,15 +13,9 @@ from shrinkpoint.cli.options import (
     StorageOptions,
     Target,
     parse_storage_options,
-    split_address,
 )
 from shrinkpoint.cli.output import bytes_text, console, print_json
-from shrinkpoint.cli.runs import open_run, pick
-from shrinkpoint.errors import NoCheckpointError
-from shrinkpoint.store.single import naming
-
-if TYPE_CHECKING:
-    from shrinkpoint.coding import Decoded
+from shrinkpoint.progress import waiting_for
 
 __all__ = ["export"]
 
@@ -44,16 +37,16 @@ def export(
     from shrinkpoint.export import check_target
     from shrinkpoint.export import export as write
 
-    url, step, seq = split_address(url, step, seq)
     check_target(out, force=force)
-    decoded, seq_read = _decode(url, parse_storage_options(url, storage_options, option), step, seq)
-    exported = write(decoded.state, out, force=force)
+    loaded = load(url, parse_storage_options(url, storage_options, option), step, seq)
+    with waiting_for(f"writing {out}"):
+        exported = write(loaded.decoded.state, out, force=force)
     report = {
         "path": str(exported.path),
         "bytes": exported.bytes,
         "tensors": exported.tensors,
-        "step": decoded.checkpoint.step,
-        "seq": seq_read,
+        "step": loaded.decoded.checkpoint.step,
+        "seq": loaded.manifest.seq if loaded.manifest is not None else None,
         "notes": list(exported.notes),
     }
     if as_json:
@@ -64,28 +57,3 @@ def export(
     console().print(
         f"wrote {exported.path}: step {report['step']}, {exported.tensors} tensors, {bytes_text(exported.bytes)}"
     )
-
-
-def _decode(
-    url: str, options: Mapping[str, Any], step: int | None, seq: int | None
-) -> tuple["Decoded", int | None]:
-    from shrinkpoint.coding import decode_chain
-    from shrinkpoint.config import SaverConfig
-    from shrinkpoint.container.reader import read_container
-    from shrinkpoint.saver import decode_checkpoint
-
-    threads = SaverConfig().encoder_threads
-    if looks_like_file(url):
-        file = ContainerFile(url, options)
-        with naming(file.url):
-            return decode_chain([read_container(file.read(0, file.size))], threads=threads), None
-    run = open_run(url, options)
-    if step is None and seq is None:
-        found = run.store.newest_sound(lambda m, data: decode_checkpoint(m, data, threads=threads))
-        if found is None:
-            raise NoCheckpointError(
-                f"{run.store.display} is a run without a checkpoint yet: nothing to export"
-            )
-        return found[1], found[0].seq
-    manifest = pick(run, step=step, seq=seq)
-    return decode_checkpoint(manifest, run.store.fetch(manifest), threads=threads), manifest.seq

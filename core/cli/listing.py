@@ -10,6 +10,7 @@ from shrinkpoint.cli.output import (
     bytes_text,
     console,
     degradation_text,
+    exact_texts,
     number,
     print_json,
     print_table,
@@ -32,6 +33,10 @@ def ls(
         warnings.simplefilter("ignore", ShrinkpointWarning)  # what it would say stands in the table
         manifests = run.store.manifests()
     sizes = run.sizes()
+    named = {ref.key for manifest in manifests for ref in manifest.chain}
+    live, others = (
+        [size for key, size in sizes.items() if (key in named) is wanted] for wanted in (True, False)
+    )
     pins = _pins(run)
     checkpoints = [
         describe_manifest(manifest)
@@ -49,7 +54,9 @@ def ls(
         print_json(
             {
                 "url": run.store.display,
-                "stored_bytes": sum(sizes.values()),
+                "stored_bytes": sum(live),
+                "unlisted_bytes": sum(others),
+                "unlisted_containers": len(others),
                 "checkpoints": checkpoints,
                 "unreadable": unreadable,
             }
@@ -57,9 +64,13 @@ def ls(
         return
     _print(checkpoints, unreadable)
     out = console()
-    out.print(
-        f"{len(checkpoints)} checkpoints, {bytes_text(sum(sizes.values()))} stored in {run.store.display}"
-    )
+    out.print(f"{len(checkpoints)} checkpoints, {bytes_text(sum(live))} stored in {run.store.display}")
+    if others:
+        out.print(
+            f"beside them {len(others)} containers, {bytes_text(sum(others))}, that none of these needs: of removed"
+            " checkpoints, which wait for the end of their grace (`shrinkpoint undelete` brings them back), or of a save"
+            " under way"
+        )
 
 
 def _pins(run: OpenRun) -> Mapping[str, int]:
@@ -102,6 +113,7 @@ def _metrics(metrics: Mapping[str, Any]) -> str:
 def _remarks(checkpoint: Mapping[str, Any]) -> str:
     pins = ", ".join(checkpoint["pins"])
     parts = [f"DAMAGED: {checkpoint['damage']}"] if checkpoint["damage"] else []
+    parts += exact_texts(checkpoint["exact"])
     if checkpoint["not_finite"]:
         parts.append(f"NOT FINITE: {checkpoint['not_finite']}")
     return "; ".join([*parts, *([f"pinned: {pins}"] if pins else [])])

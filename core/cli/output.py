@@ -14,6 +14,7 @@ __all__ = [
     "bytes_text",
     "console",
     "degradation_text",
+    "exact_texts",
     "interval_text",
     "number",
     "print_json",
@@ -24,6 +25,9 @@ __all__ = [
 
 _PIPE_WIDTH = 240
 """Columns where stdout is no terminal: nothing is cut that a pipe could take."""
+
+_WORTH_SAYING = 0.2
+"""Share of a checkpoint's bytes."""
 
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
@@ -96,6 +100,17 @@ def degradation_text(noted: Mapping[str, Any]) -> str:
         if known in ("unmeasured", "blind")
         else interval_text(noted["degradation"], noted["degradation_high"])
     )
+
+
+def exact_texts(parts: Sequence[Mapping[str, Any]]) -> list[str]:
+    """How much of a lossy checkpoint's bytes is exact, and why; a part of them that is small is nobody's concern."""
+    return [
+        f"all exact: {part['reason']}"
+        if part["role"] == "all"
+        else f"{part['share']:.0%} of the bytes: {part['role']}, exact: {part['reason']}"
+        for part in parts
+        if part["share"] >= _WORTH_SAYING
+    ]
 
 
 def number(value: object) -> str:

@@ -21,6 +21,7 @@ from shrinkpoint.cli.options import (
 from shrinkpoint.cli.output import bytes_text, console, print_json
 from shrinkpoint.cli.runs import OpenRun, describe_manifest, open_run, pick
 from shrinkpoint.errors import ConfigError
+from shrinkpoint.progress import waiting_for
 from shrinkpoint.retention import Record, RetentionPolicy
 from shrinkpoint.store.gc import DEFAULT_GRACE_S
 from shrinkpoint.store.manifest import Manifest
@@ -40,6 +41,18 @@ class _Plan:
     remove: Sequence[Manifest]
     freed: Mapping[str, int]
     """Bytes, by key, of the containers that nothing would need any more."""
+
+    @property
+    def chains(self) -> dict[str, int]:
+        """Bytes, by key, of the containers that are needed by kept deltas only."""
+        own = {m.chain[-1].key for m in self.keep}
+        return {ref.key: ref.size for m in self.keep for ref in m.chain[:-1] if ref.key not in own}
+
+    @property
+    def deltas(self) -> list[Manifest]:
+        """The kept ones that need these, the newest first."""
+        chains = self.chains
+        return [m for m in self.keep if any(ref.key in chains for ref in m.chain)]
 
 
 def prune(
@@ -136,7 +149,8 @@ def _newest_sound(run: OpenRun) -> set[int]:
     from shrinkpoint.saver import decode_checkpoint
 
     threads = SaverConfig().encoder_threads
-    found = run.store.newest_sound(lambda m, data: decode_checkpoint(m, data, threads=threads))
+    with waiting_for("looking for the newest sound checkpoint"):
+        found = run.store.newest_sound(lambda m, data: decode_checkpoint(m, data, threads=threads))
     return set() if found is None else {found[0].seq}
 
 
@@ -147,6 +161,9 @@ def _report(plan: _Plan) -> dict[str, Any]:
         "remove": [{"seq": m.seq, "step": m.step} for m in plan.remove],
         "containers_freed": len(plan.freed),
         "bytes_freed": sum(plan.freed.values()),
+        "containers_of_chains": len(plan.chains),
+        "bytes_of_chains": sum(plan.chains.values()),
+        "deltas_with_chains": [{"seq": m.seq, "step": m.step} for m in plan.deltas],
     }
 
 
@@ -177,6 +194,12 @@ def _print(report: Mapping[str, Any], shown: str) -> None:
         )
     else:
         out.print(f"removed from {shown}; freed {freed}")
+    if not report["containers_freed"] and report["containers_of_chains"]:
+        out.print(
+            f"{report['containers_of_chains']} containers, {bytes_text(report['bytes_of_chains'])}, are there only because"
+            f" kept deltas need them: `shrinkpoint compact {shown} --seq {report['deltas_with_chains'][0]['seq']} --yes` makes"
+            " one a base of its own, after which they can go"
+        )
     for key in report.get("unreadable", ()):
         out.print(f"left alone, with all that it may need: unreadable {key}")
 

@@ -17,6 +17,7 @@ from shrinkpoint.cli.options import (
 )
 from shrinkpoint.cli.output import bytes_text, console, print_json
 from shrinkpoint.cli.runs import open_run, pick
+from shrinkpoint.progress import waiting_for
 from shrinkpoint.store.gc import DEFAULT_GRACE_S
 
 if TYPE_CHECKING:
@@ -51,7 +52,8 @@ def compact(
     if manifest.kind == "base":
         _tell({"step": manifest.step, "seq": manifest.seq, "done": False, "already_base": True}, as_json)
         return
-    rebased = rebase(run.store, manifest, threads=SaverConfig().encoder_threads)
+    with waiting_for(f"storing step {manifest.step} as a base"):
+        rebased = rebase(run.store, manifest, threads=SaverConfig().encoder_threads)
     report = _report(rebased) | {"done": False, "already_base": False}
     if yes:
         compacted = commit(run.store, rebased, grace_s=grace)

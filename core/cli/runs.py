@@ -7,6 +7,7 @@ from typing import Any
 from shrinkpoint.address import Address
 from shrinkpoint.cli.files import looks_like_file
 from shrinkpoint.errors import ConfigError, NoCheckpointError
+from shrinkpoint.exactness import explained
 from shrinkpoint.retention import lineage_of
 from shrinkpoint.store.connect import open_objects
 from shrinkpoint.store.manifest import Manifest
@@ -110,6 +111,20 @@ def find_damage(manifest: Manifest, sizes: Mapping[str, int]) -> str | None:
     return None
 
 
+def _exact(noted: object, size: int) -> list[dict[str, Any]]:
+    """What a lossy scheme has stored exactly, and why, in words."""
+    parts = []
+    for part in noted if isinstance(noted, list) else ():
+        if (
+            isinstance(part, dict)
+            and isinstance(part.get("code"), str)
+            and isinstance(part.get("bytes"), int)
+        ):
+            share = part["bytes"] / size if size else 0.0
+            parts.append({**part, "share": share, "reason": explained(part["code"])})
+    return parts
+
+
 _MEASURED = (
     "degradation",
     "degradation_low",
@@ -140,9 +155,11 @@ def describe_manifest(manifest: Manifest) -> dict[str, Any]:
         "raw_bytes": raw,
         "ratio": raw / size if isinstance(raw, int) and size else None,
         **{name: save.get(name) for name in _MEASURED},
+        "baseline": save.get("baseline"),
         "resumed": resumed if isinstance(resumed, dict) else {},
         "resumed_high": highs if isinstance(highs, dict) else {},
         "metrics": metrics if isinstance(metrics, dict) else {},
+        "exact": _exact(save.get("exact"), size),
         "scheme": save.get("scheme"),
         "configuration": save.get("configuration"),
         "reason": save.get("reason"),

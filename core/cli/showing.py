@@ -1,6 +1,7 @@
 """``shrinkpoint show``: what is inside one checkpoint, from its header alone."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from shrinkpoint.cli.files import ContainerFile, looks_like_file
@@ -18,6 +19,7 @@ from shrinkpoint.cli.output import (
     bytes_text,
     console,
     degradation_text,
+    exact_texts,
     interval_text,
     print_json,
     print_pairs,
@@ -25,6 +27,7 @@ from shrinkpoint.cli.output import (
     ratio_text,
 )
 from shrinkpoint.cli.runs import describe_manifest, open_run, pick
+from shrinkpoint.exactness import exact_parts, explained, unpack_reasons
 from shrinkpoint.store.single import naming
 
 if TYPE_CHECKING:
@@ -71,6 +74,7 @@ def show(
 
 def _report(header: "Header", size: int) -> dict[str, Any]:
     records = list(header.tensors.values())
+    reasons = unpack_reasons(header.exact, list(header.tensors))
     roles = sorted({record.spec.tag.role.value for record in records})
     totals = {role: _total(r for r in records if r.spec.tag.role.value == role) for role in roles}
     raw = header.decoded_nbytes
@@ -86,11 +90,15 @@ def _report(header: "Header", size: int) -> dict[str, Any]:
         "scheme": header.scheme,
         "provenance": header.provenance,
         "totals": totals,
-        "tensors": [_tensor(record) for record in records],
+        "exact": [
+            asdict(part) | {"reason": explained(part.code), "share": part.bytes / size if size else 0.0}
+            for part in exact_parts(((record.spec, record.nbytes) for record in records), reasons)
+        ],
+        "tensors": [_tensor(record, reasons.get(record.spec.name)) for record in records],
     }
 
 
-def _tensor(record: "Record") -> dict[str, Any]:
+def _tensor(record: "Record", why: str | None) -> dict[str, Any]:
     from shrinkpoint.dtypes import dtype_name
 
     spec = record.spec
@@ -103,6 +111,7 @@ def _tensor(record: "Record") -> dict[str, Any]:
         "shape": list(spec.shape),
         "codec": record.codec,
         "delta": record.uses_reference,
+        "why_exact": explained(why) if why is not None else None,
         "digest": record.digest,
         **_total([record]),
     }
@@ -124,7 +133,7 @@ def _total(records: Iterable["Record"]) -> dict[str, Any]:
 
 def _print(report: Mapping[str, Any]) -> None:
     print_table(
-        ("tensor", "role", "dtype", "shape", "codec", "bytes", "bits/element", "ratio"),
+        ("tensor", "role", "dtype", "shape", "codec", "bytes", "bits/element", "ratio", "exact, because"),
         [
             (
                 tensor["name"],
@@ -133,10 +142,11 @@ def _print(report: Mapping[str, Any]) -> None:
                 "x".join(map(str, tensor["shape"])) or "scalar",
                 tensor["codec"] + (" delta" if tensor["delta"] else ""),
                 *_sizes(tensor),
+                tensor["why_exact"] or "",
             )
             for tensor in report["tensors"]
         ],
-        left=("tensor", "role", "dtype", "shape", "codec"),
+        left=("tensor", "role", "dtype", "shape", "codec", "exact, because"),
     )
     console().print()
     totals = [(role, str(total["elements"]), *_sizes(total)) for role, total in report["totals"].items()]
@@ -168,6 +178,7 @@ def _facts(report: Mapping[str, Any]) -> list[tuple[str, str]]:
                 for steps, rise in noted["resumed"].items()
             ),
         ]
+    facts += [("exact", text) for text in exact_texts(report["exact"])]
     facts.append(("state digest", report["state_digest"]))
     for name in ("scheme", "provenance"):
         value = report[name]

@@ -106,6 +106,8 @@ class Checkpoint:
     """`state_digest` of the predecessor that a delta is decoded against; None in a base."""
     provenance: JSON
     """Where the checkpoint comes from (library versions, wall time); never needed to decode."""
+    exact: JSON = None
+    """Why tensors are stored exactly (`shrinkpoint.exactness`); never needed to decode. None where there is nothing to say."""
 
     def __post_init__(self) -> None:
         specs = [entry.spec for entry in self.entries]

@@ -68,6 +68,7 @@ class Header:
     provenance: JSON
     tensors: Mapping[str, Record]
     """By name, in decoding order."""
+    exact: JSON = None
 
     @property
     def state_digest(self) -> str:
@@ -170,6 +171,7 @@ def read_container(data: bytes | memoryview, *, verify: bool = True) -> Checkpoi
         scheme=header.scheme,
         parent=header.parent,
         provenance=header.provenance,
+        exact=header.exact,
     )
 
 
@@ -198,7 +200,7 @@ def parse_header(plain: bytes, index: bytes) -> Header:
         offset += sum(sections.values())
     check_fields(kind, step, parent, specs, any(record.uses_reference for record in records.values()))
     scheme, provenance, tree = (_get(top, field) for field in ("scheme", "provenance", "tree"))
-    return Header(kind, step, tree, scheme, parent, provenance, records)
+    return Header(kind, step, tree, scheme, parent, provenance, records, top.get("exact"))
 
 
 def _record(

@@ -57,6 +57,7 @@ def _header(checkpoint: Checkpoint) -> JSON:
         "parent": checkpoint.parent,
         "scheme": checkpoint.scheme,
         "provenance": checkpoint.provenance,
+        **({} if checkpoint.exact is None else {"exact": checkpoint.exact}),
         "tensors": [_tensor(entry) for entry in checkpoint.entries],
         "tree": checkpoint.tree,
     }

@@ -37,6 +37,8 @@ class Plan:
     """What beside the scale makes a restore cost what it costs."""
     scale: float = 1.0
     """Of the steps, where the scheme has one: a restore's cost goes with its square."""
+    is_told: bool = False
+    """Whether somebody was told already why this is exact, or asked for it."""
     is_blind: bool = False
     """Whether the evaluation was found not to see the weights."""
     overhead: float = 0.0
@@ -114,6 +116,6 @@ class Strategy(Protocol):
         ...
 
 
-def exactly(reason: str) -> Plan:
+def exactly(reason: str, *, is_told: bool = False) -> Plan:
     """The plan that changes nothing."""
-    return Plan(Lossless(), "exact", reason, EXACT)
+    return Plan(Lossless(), "exact", reason, EXACT, is_told=is_told)

@@ -35,7 +35,7 @@ import torch
 
 from shrinkpoint.entropy.context import Effort
 from shrinkpoint.entropy.trellis import States
-from shrinkpoint.schemes.base import Occasion, TensorCodec
+from shrinkpoint.schemes.base import Makers, Occasion, TensorCodec
 from shrinkpoint.schemes.centroid_moments import CentroidFirstMomentCodec, CentroidMomentumCodec
 from shrinkpoint.schemes.factored_moments import FactoredSecondMomentCodec
 from shrinkpoint.schemes.factors import matrix_shape
@@ -165,7 +165,8 @@ class Auto:
     def codecs(self, state: TrainingState) -> Mapping[str, Callable[[], TensorCodec]]:
         """See `Scheme.codecs`."""
         makers: dict[str, Callable[[], TensorCodec]] = {}
-        steps = self._steps(state)
+        left: dict[str, str] = {}
+        steps = self._steps(state, left)
         losses = self._moment_losses(state)
         masters = _by_parameter(state, Role.MASTER)
         firsts, seconds = (_by_folder(state, role) for role in (Role.EXP_AVG, Role.EXP_AVG_SQ))
@@ -185,12 +186,11 @@ class Auto:
                 )
             elif spec.tag.role is Role.EXP_AVG:
                 make: Callable[..., TensorCodec] = CentroidFirstMomentCodec
-                if (
-                    folder not in seconds
-                ):  # the update is a multiple of the momentum, or has its direction alone
+                if folder not in seconds:
+                    # the update is a multiple of the momentum, or has its direction alone
                     make = partial(CentroidMomentumCodec, linear=name not in self.occasion.directions)
                 makers[name] = partial(make, step=self.options.first_moment_step, loss=losses[name])
-        return makers
+        return Makers(makers, left)
 
     def _moment_losses(self, state: TrainingState) -> dict[str, float]:
         """The greatest share of each first moment that may be lost, by what its optimizer remembers."""
@@ -269,8 +269,8 @@ class Auto:
     def _seed(self, spec: TensorSpec) -> int:
         return zlib.crc32(f"{self.occasion.step}/{spec.name}".encode())
 
-    def _steps(self, state: TrainingState) -> dict[str, _Step]:
-        """Of the weights that have one; what is all zeros or of no ordinary size is stored exactly."""
+    def _steps(self, state: TrainingState, left: dict[str, str]) -> dict[str, _Step]:
+        """Of the weights that have one; what is all zeros or of no ordinary size is stored exactly, and `left` gets why."""
         specs = [spec for spec in state.specs.values() if self.options.takes(spec)]
         moments: dict[str, list[TensorSpec]] = {}
         for spec in state.specs.values():
@@ -290,6 +290,7 @@ class Auto:
             if spec.tag.role is Role.AVERAGE and not self._is_averaged(
                 state, spec, weights.get(spec.tag.parameter)
             ):
+                left[spec.name] = "copy"
                 continue
             scale = self._scale_of(spec)
             curvature, moved = found[spec.name], self._moved(spec, state.tensors[spec.name])
@@ -298,6 +299,7 @@ class Auto:
             moving = moved[moved > _UNMOVED * math.sqrt(float(np.square(moved).mean()))]
             allowed = scale * self.options.movement_share * float(np.median(moving)) if moving.size else 0.0
             if allowed <= _NOISE * finest and bool(np.isfinite(moved).all()):
+                left[spec.name] = "frozen" if spec.tag.frozen else "unmoved" if finest else "zeros"
                 continue  # what training hardly changes is stored exactly, and what is all zeros
             if curvature is None:
                 unit, tensor = _size([state.tensors[spec.name]]), None
@@ -311,6 +313,8 @@ class Auto:
                 )
             elif not bool(torch.isfinite(state.tensors[spec.name]).all()):
                 steps[spec.name] = _Step(1.0, None)  # of any step: the codec refuses the tensor, and says why
+            else:
+                left[spec.name] = "size"
         return steps
 
     def _is_averaged(self, state: TrainingState, spec: TensorSpec, weight: str | None) -> bool:

@@ -17,6 +17,7 @@ __all__ = [
     "Context",
     "EncodedTensor",
     "Held",
+    "Makers",
     "Occasion",
     "Planes",
     "Quantizer",
@@ -177,13 +178,24 @@ class Occasion:
     """EMA of the gradients by parameter name, where they were collected."""
 
 
+class Makers(dict[str, Callable[[], TensorCodec]]):
+    """What `Scheme.codecs` gives, of a scheme that knows more about the others than `shrinkpoint.reasons.why_left` does."""
+
+    def __init__(
+        self, makers: Mapping[str, Callable[[], TensorCodec]], left: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(makers)
+        self.left: Mapping[str, str] = left or {}
+        """Why tensors without a maker have none: codes of `shrinkpoint.exactness`, by name."""
+
+
 class Scheme(Protocol):
     """A named recipe: which codec, with which settings, for which tensor of a state."""
 
     name: ClassVar[str]
 
     def codecs(self, state: TrainingState) -> Mapping[str, Callable[[], TensorCodec]]:
-        """For each tensor that is not to be stored exactly, what makes its codec.
+        """For each tensor that is not to be stored exactly, what makes its codec; may be `Makers`.
 
         Codecs are made one after another, just before they encode, so that masks and scores of only one tensor
         are in memory at a time.

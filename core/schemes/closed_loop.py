@@ -19,12 +19,14 @@ from shrinkpoint.dtypes import tensor_from_bytes, tensor_to_bytes
 from shrinkpoint.entropy.bytes import decode_bytes, encode_bytes
 from shrinkpoint.errors import CannotRepresentError, FormatError
 from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Held, Planes
+from shrinkpoint.schemes.exact import ExactCodec
 from shrinkpoint.schemes.planes import (
     F32,
     WEIGHT_DTYPES,
     as_float32,
     check_sections,
     emit,
+    finite,
     normal,
     plane_of,
     section,
@@ -33,8 +35,9 @@ from shrinkpoint.schemes.planes import (
 from shrinkpoint.state import TensorSpec
 from shrinkpoint.tree import JSON
 
-__all__ = ["VALUE", "ClosedLoopCodec", "Delta", "add", "previous_value"]
+__all__ = ["VALUE", "ClosedLoopCodec", "Delta", "add", "as_held", "previous_value"]
 
+_EXACT = (ExactCodec.id, "bit-planes")  # both leave the plane of bits
 VALUE = "value"
 """The plane that holds the reconstruction, fp32."""
 
@@ -49,6 +52,28 @@ class Delta:
     """The new reconstruction, by the decoder's own arithmetic."""
     planes: dict[str, npt.NDArray[np.generic]]
     """Further planes, as the decoder will find them."""
+
+
+def as_held(held: Held | None, codec: str, spec: TensorSpec) -> Held | None:
+    """What a closed-loop codec may refer to: what it has left itself, or the elements of what was stored exactly.
+
+    So that the delta after an exact checkpoint is one, and not another base.
+
+    Args:
+        held: of the tensor, in the previous checkpoint.
+        codec: the codec's id.
+        spec: the tensor.
+    """
+    if held is None or held.codec == codec:
+        return held
+    bits = held.planes.get("bits")
+    if held.codec not in _EXACT or bits is None or spec.dtype not in WEIGHT_DTYPES or bits.size != spec.numel:
+        return None
+    data = np.ascontiguousarray(bits).view(np.uint8)
+    if data.size != spec.nbytes or spec.numel == 0:
+        return None
+    value = widened(tensor_from_bytes(data, spec.dtype, spec.shape))
+    return Held(codec, {}, {VALUE: value}) if finite(value) else None
 
 
 def previous_value(reference: Held | None, spec: TensorSpec) -> F32 | None:

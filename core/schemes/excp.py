@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shrinkpoint.errors import CannotRepresentError
-from shrinkpoint.schemes.base import Held, TensorCodec
+from shrinkpoint.schemes.base import Held, Makers, TensorCodec
 from shrinkpoint.schemes.closed_loop import previous_value
 from shrinkpoint.schemes.excp_codecs import (
     SYMBOLS,
@@ -66,7 +66,7 @@ class _Joint:
     options: ExcpSettings
     coder: PlaneCoder
     first: str | None
-    second: str | None
+    second: str
     alpha: float
     _mask: npt.NDArray[np.bool_] | None = None
 
@@ -79,10 +79,6 @@ class _Joint:
 
     def root(self) -> float:
         """Root of the mean second moment: the scale of the gradient."""
-        if self.second is None:
-            raise CannotRepresentError(
-                f"{self.weight.name} has no second moment, from which ExCP's threshold follows: stored exactly"
-            )
         spec = self.state.specs[self.second]
         mean = float(as_float32(self.state.tensors[self.second], spec).mean(dtype=np.float64))
         if mean < 0:
@@ -186,6 +182,7 @@ class ExCP:
     def codecs(self, state: TrainingState) -> Mapping[str, Callable[[], TensorCodec]]:
         """See `Scheme.codecs`."""
         makers: dict[str, Callable[[], TensorCodec]] = {}
+        left: dict[str, str] = {}
         joints: list[_Joint] = []
         coder = self.coder or self.options.plane_coder()
         moments = {(spec.tag.parameter, spec.tag.role): spec for spec in state.specs.values()}
@@ -193,11 +190,15 @@ class ExCP:
             if not self.options.takes(spec):
                 continue
             first, second = (_moment(moments, spec, role) for role in (Role.EXP_AVG, Role.EXP_AVG_SQ))
-            if second is None:  # a momentum of another kind than Adam's
-                first = None
+            # Without it there is no threshold in any delta, and exact deltas are smaller than what is stored in full.
+            if second is None:
+                makers[spec.name] = partial(_refuse, spec)
+                left |= {first: "momentum"} if first is not None else {}
+                continue
             held = held_value(self.reference, spec, ExcpWeightCodec.id)
             if held is None:
                 makers[spec.name] = partial(ExcpWeightCodec, options=self.options)
+                left |= {name: "base" for name in (first, second) if name is not None}
                 if self.options.base_moments == "quantized" and first is not None:
                     maker = partial(self._alone, state, first, coder)
                     makers |= {name: maker for name in (first, second) if name is not None}
@@ -211,7 +212,7 @@ class ExCP:
             makers |= {name: joint.moment_codec for name in (first, second) if name is not None}
         if self.options.target_sparsity is not None:
             self._share_alpha(joints, self.options.target_sparsity)
-        return makers
+        return Makers(makers, left)
 
     def _alone(self, state: TrainingState, first: str, coder: PlaneCoder) -> TensorCodec:
         keep = _large(state, first, self.options.beta)
@@ -234,6 +235,12 @@ class ExCP:
     def describe(self) -> JSON:
         """See `Scheme.describe`."""
         return described(self.name, self.options)
+
+
+def _refuse(weight: TensorSpec) -> TensorCodec:
+    raise CannotRepresentError(
+        f"{weight.name} has no second moment, from which ExCP's threshold follows: stored exactly"
+    )
 
 
 def _moment(

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.schemes.base import Held, TensorCodec
-from shrinkpoint.schemes.closed_loop import VALUE
+from shrinkpoint.schemes.closed_loop import VALUE, as_held
 from shrinkpoint.schemes.moments import FirstMomentCodec, SecondMomentCodec
 from shrinkpoint.schemes.planes import WEIGHT_DTYPES
 from shrinkpoint.state import LayerType, Role, TensorSpec, TrainingState
@@ -97,8 +97,8 @@ def weight_codecs(
 
 def held_value(reference: Mapping[str, Held] | None, spec: TensorSpec, codec: str) -> Held | None:
     """What a reader holds of a weight, where a delta of this codec can be taken to it."""
-    held = (reference or {}).get(spec.name)
-    if held is None or held.codec != codec or VALUE not in held.planes:
+    held = as_held((reference or {}).get(spec.name), codec, spec)
+    if held is None or VALUE not in held.planes:
         return None
     return held if held.planes[VALUE].size == spec.numel else None
 

@@ -19,7 +19,17 @@ from composer.core import Event, State
 from composer.loggers import InMemoryLogger
 from support import composer_models
 from support.composer_data import BATCH, LENGTH, Points
-from support.composer_models import Crash, Outcome, Preempted, Setup, Tiny, assert_same, build, fit
+from support.composer_models import (
+    OPTIMIZERS,
+    Crash,
+    Outcome,
+    Preempted,
+    Setup,
+    Tiny,
+    assert_same,
+    build,
+    fit,
+)
 from torch.utils.data import DataLoader, TensorDataset
 from typer.testing import CliRunner
 
@@ -172,6 +182,17 @@ def test_resume_never_starts_afresh_and_must_refuses(saving: Make) -> None:
     assert first(fit(saving(), Crash(6))) == 0
     assert first(fit(saving(resume="must"), Crash(7))) == 5
     assert first(fit(saving(resume="never"), Crash(7))) == 0
+
+
+def test_a_learning_rate_that_resuming_replaces_is_told(
+    saving: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fit(saving(), Crash(6))
+    monkeypatch.setitem(OPTIMIZERS, "Adam", lambda parameters: [torch.optim.Adam(parameters, lr=2e-2)])
+    with pytest.warns(
+        ShrinkpointWarning, match=r"resume: lr=0.02, .*Adam, is replaced by the checkpoint's 0.01"
+    ):
+        fit(saving(), Crash(7))
 
 
 @pytest.mark.parametrize(("duration", "longer", "interval"), [("4ep", "5ep", "1ep"), ("32ba", "36ba", "5ba")])
@@ -423,6 +444,8 @@ def test_two_callbacks_on_two_runs(saving: Make) -> None:
         ({"save_top_k": 2}, "save_top_k=2 ranks by a metric"),
         ({"scheme": "zip"}, "scheme"),
         ({"probe_batches": 0}, "probe_batches=0"),
+        ({"save_last": None}, "save_last=None"),
+        ({"storage_options": "key"}, "storage_options='key' must be a dict"),
     ],
     ids=str,
 )

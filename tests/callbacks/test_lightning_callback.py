@@ -107,6 +107,19 @@ def test_resume_never_starts_afresh_and_must_refuses(saving: Make) -> None:
     assert fit(saving(resume="never"), Crash(7)).trace[0][2] == 0
 
 
+def test_a_learning_rate_that_resuming_replaces_is_told(saving: Make) -> None:
+    fit(saving(), Crash(6))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(saving(), Crash(7))
+    assert not [w for w in caught if "resume: lr" in str(w.message)]
+    changed: Any = lambda parameters, lr: torch.optim.AdamW(parameters, lr=2 * lr)  # noqa: E731
+    with pytest.warns(
+        ShrinkpointWarning, match=r"resume: lr=0.02, .*AdamW, is replaced by the checkpoint's 0.01"
+    ):
+        fit(saving(), Crash(8), setup=Setup(optimizer=changed))
+
+
 def test_explicit_path_wins(saving: Make, tmp_path: Path) -> None:
     callback = saving(save_top_k=-1)
     fit(callback, ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=3, save_top_k=-1))
@@ -164,6 +177,9 @@ def test_ordinary_checkpoints_stay_ordinary(saving: Make, tmp_path: Path) -> Non
         ({"save_top_k": 2}, "save_top_k=2 ranks by a metric"),
         ({"no_such": 1}, "no_such"),
         ({"scheme": "zip"}, "scheme"),
+        ({"save_last": None}, "save_last=None must be True or False"),
+        ({"storage_options": "key"}, "storage_options='key' must be a dict"),
+        ({"keep_last": None, "save_top_k": "all"}, "save_top_k='all'"),
     ],
 )
 def test_options_are_checked_at_once(saving: Make, options: dict[str, Any], message: str) -> None:

@@ -659,11 +659,34 @@ def test_what_is_no_model_or_optimizer_is_refused_at_once(tmp_path, model, optim
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"evaluate": 3.0}, "evaluate must be a function that returns a loss, or None, not 3.0"),
+        (
+            {"evaluate": lambda: 1.0, "train_loss": torch.ones(2)},
+            "train_loss must be a function .* not a Tensor",
+        ),
+        ({"clip_grad_norm": "1"}, "clip_grad_norm must be a positive number, or None, not '1'"),
+        ({"clip_grad_norm": 0}, "clip_grad_norm must be a positive number"),
+        ({"save_last": None}, "save_last must be True or False, not None"),
+        ({"config": {"scheme": "auto"}}, "config must be a shrinkpoint.SaverConfig, or None, not a dict"),
+        ({"every": "500"}, "every must be a positive number of steps, or None, not '500'"),
+    ],
+)
+def test_options_that_cannot_work_are_refused_at_once(tmp_path, options, message):
+    with pytest.raises(ConfigError, match=message):
+        Checkpointer(str(tmp_path / "run"), TinyMLP(), [], **options)
+    assert not (tmp_path / "run").exists()
+
+
 def test_swapped_arguments_print_no_tensors(tmp_path):
     state = TinyMLP().state_dict()
     messages = []
     for call in (
         lambda: shrinkpoint.save(str(tmp_path / "file"), state),
+        lambda: shrinkpoint.load(state),
+        lambda: Checkpointer(TinyMLP(), str(tmp_path / "run"), []),
         lambda: Run(tmp_path / "run").checkpointer.save(state),
         lambda: Run(tmp_path / "other").checkpointer.save(1, metrics={"loss": torch.ones(5000)}),
         lambda: Checkpointer(str(tmp_path / "run"), TinyMLP(), [], sampler=state),
@@ -692,7 +715,9 @@ def test_a_learning_rate_that_resuming_overrides_is_told(tmp_path):
         checkpointer.close()
         make(0.1, scheduled=scheduled)[1].resume()  # the same: nothing to tell, wherever a scheduler stands
         optimizer, checkpointer, _ = make(0.2, scheduled=scheduled)
-        with pytest.warns(ShrinkpointWarning, match=r"lr=0.2 was given to SGD, .*checkpoint's 0.1") as caught:
+        with pytest.warns(
+            ShrinkpointWarning, match=r"lr=0.2, which.*SGD, is replaced by the checkpoint's 0.1"
+        ) as caught:
             checkpointer.resume()
         assert len(caught) == 1
         assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01 if scheduled else 0.1)

@@ -92,6 +92,36 @@ def test_removed_data_waits_for_its_grace(folder: Path) -> None:
     assert len(list((folder / "data").iterdir())) == files
 
 
+def test_ls_shows_what_waits_for_its_grace_apart(folder: Path) -> None:
+    whole = run_json("ls", str(folder))
+    assert (whole["unlisted_containers"], whole["unlisted_bytes"]) == (0, 0)
+    assert "beside them" not in run("ls", str(folder)).stdout
+    run("prune", str(folder), "--keep-last", "1", "--yes")
+    listed = run_json("ls", str(folder))
+    assert listed["unlisted_containers"] == 3
+    assert listed["stored_bytes"] + listed["unlisted_bytes"] == whole["stored_bytes"]
+    assert listed["stored_bytes"] == sum(ref.size for m in RunStore(folder).manifests() for ref in m.chain)
+    text = " ".join(run("ls", str(folder)).stdout.split())
+    assert "beside them 3 containers" in text
+    assert "shrinkpoint undelete" in text
+
+
+def test_prune_that_frees_nothing_names_compact(folder: Path) -> None:
+    first = run("prune", str(folder), "--keep-last", "1", "--yes", "--grace", "0").stdout
+    assert "compact" not in first
+    again = run("prune", str(folder), "--keep-last", "1", "--yes", "--grace", "0").stdout
+    assert "1 containers" in again
+    command = again.split("`")[1].split()
+    assert command[:2] == ["shrinkpoint", "compact"]
+    run(*command[1:])
+    assert (
+        run_json("prune", str(folder), "--keep-last", "1", "--yes", "--grace", "0")["containers_of_chains"]
+        == 0
+    )
+    assert len(list((folder / "data").iterdir())) == 1
+    assert "compact" not in run("prune", str(folder), "--keep-last", "1", "--yes", "--grace", "0").stdout
+
+
 def test_prune_keeps_the_newest_sound_checkpoint_and_pinned_ones(folder: Path) -> None:
     run("pin", str(folder), "release", "--step", "20")
     (folder / RunStore(folder).manifests()[0].chain[-1].key).unlink()  # step 50 is the newest, and damaged

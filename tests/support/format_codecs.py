@@ -66,6 +66,9 @@ def quarters(exponents):
     return np.array([float(table[e % 4]) * 2.0 ** (e // 4) for e in exponents], F32)
 
 
+CLOSED_LOOP = ("lc-delta", "excp-residual", "delta-dnn", "partial")
+
+
 class Tensor:
     """One tensor of a header, with its sections, its predecessor and its siblings."""
 
@@ -76,6 +79,12 @@ class Tensor:
         self.rows = self.shape[0] if len(self.shape) > 1 else 1
         self.columns = self.count // self.rows
         self.item = ITEM_SIZES[entry["dtype"]]
+        if (
+            before is not None
+            and before["codec"] in ("exact", "bit-planes")
+            and entry["codec"] in CLOSED_LOOP
+        ):
+            before = {"codec": entry["codec"], "count": before["count"], "value": self.widen(before["bytes"])}
         same = before is not None and before["codec"] == entry["codec"] and before["count"] == self.count
         self.before = before if same and entry["uses_reference"] else None
         assert self.before is not None or not entry["uses_reference"]
