@@ -5,7 +5,7 @@
         [--plan | --table] [--fresh | --stale] [--cache FILE]
 
 Each training is run undisturbed, and restored from the store after ten of its eleven checkpoints: those spread evenly over the
-run (`spread`), or within its last tenth (`late`). After each of them the model, the optimizers and the checkpointer are
+run (`spread`), or within its last tenth (`late`). A `nudged` run restores nothing, and has an error of a millionth in its weights instead. After each of them the model, the optimizers and the checkpointer are
 thrown away and made anew. The final losses are measured on data apart from the probe's. All options are the library's
 defaults, unless others are given. Trainings that have abilities from before, or parameters that are frozen, are asked for
 these as well.
@@ -36,7 +36,7 @@ import torch
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
 from bound_cache import Cells
-from bound_run import PARTS, Setting, Task, library_digest, machine_digest, measure
+from bound_run import PARTS, UNDISTURBED, Setting, Task, library_digest, machine_digest, measure
 from bound_table import document
 from bound_trainings import KINDS
 
@@ -83,7 +83,7 @@ def _measure(task: Task) -> tuple[Task, dict[str, Any] | str]:
 
 
 def _named(task: Task) -> str:
-    setting = "" if task.part == "plain" else f", {task.setting.label}"
+    setting = "" if task.part in UNDISTURBED else f", {task.setting.label}"
     return f"{task.name}, seed {task.seed}: {task.part}{setting}"
 
 
@@ -107,7 +107,7 @@ def fill(missing: Sequence[Task], cells: Cells, workers: int) -> int:
 
 def _outcome(task: Task, result: dict[str, Any], cells: Cells) -> str:
     """A line to look at while the bench runs."""
-    if task.part == "plain":
+    if task.part in UNDISTURBED:
         return f"{result['before']['final']:.4f} -> {result['final']:.4f}"
     stored = sum(save["bytes"] for save in result["saves"])
     ratio = sum(save["raw_bytes"] for save in result["saves"]) / stored
@@ -166,7 +166,10 @@ def _arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         help="seeds of undisturbed runs, for a better estimate of their spread",
     )
     parser.add_argument(
-        "--parts", type=_names, default=None, help="spread, late; unless given, late for some trainings only"
+        "--parts",
+        type=_names,
+        default=None,
+        help="spread, late, nudged; unless given, spread, and late for some trainings",
     )
     parser.add_argument("--scheme", choices=[s for s in SCHEMES if s != "itmo"], default="auto")
     parser.add_argument("--options", type=_object, default={}, help="fields of the scheme's options, as JSON")

@@ -24,9 +24,24 @@ from shrinkpoint.checkpointer import Checkpointer
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.schemes.catalogue import options_of
 
-__all__ = ["PARTS", "Setting", "Task", "library_digest", "machine_digest", "measure", "plain", "restored"]
+__all__ = [
+    "PARTS",
+    "UNDISTURBED",
+    "Setting",
+    "Task",
+    "library_digest",
+    "machine_digest",
+    "measure",
+    "plain",
+    "restored",
+]
 
-PARTS = ("plain", "spread", "late")
+PARTS = ("plain", "nudged", "spread", "late")
+
+UNDISTURBED = ("plain", "nudged")
+"""Those that restore nothing."""
+_NUDGE = 1e-6
+"""Of each weight: what rounding to fp32 changes it by a few times over, and no scheme could do less but by changing nothing."""
 
 _TOLD = (
     "step",
@@ -105,9 +120,9 @@ class Task:
 
     @property
     def key(self) -> dict[str, Any]:
-        """Its place among the cells; the undisturbed run has no setting."""
+        """Its place among the cells; undisturbed runs have no setting."""
         key = {"training": self.name, "seed": self.seed, "part": self.part, "quick": self.quick}
-        if self.part != "plain":
+        if self.part not in UNDISTURBED:
             key |= {
                 "scheme": self.setting.scheme,
                 "options": json.loads(self.setting.options),
@@ -141,7 +156,7 @@ def machine_digest() -> str:
 def measure(task: Task) -> dict[str, Any]:
     """The result of a cell, of JSON's kinds."""
     started = time.perf_counter()
-    result = plain(task) if task.part == "plain" else restored(task)
+    result = plain(task) if task.part in UNDISTURBED else restored(task)
     return {
         **result,
         "machine": machine_digest(),
@@ -150,18 +165,29 @@ def measure(task: Task) -> dict[str, Any]:
 
 
 def plain(task: Task) -> dict[str, Any]:
-    """The undisturbed run."""
+    """The undisturbed run; as ``nudged``, with an error of a millionth in all weights wherever others are restored."""
     kind = task.kind
     training = kind.build(task.seed, kind, task.quick)
     before = _losses(training)
     changes = set(kind.save_steps("spread", task.quick)[:-1]) if kind.only_spread else set()
+    nudges = set(kind.save_steps("spread", task.quick)[:-1]) if task.part == "nudged" else set()
     losses, started = [], time.perf_counter()
     for index in range(kind.steps(task.quick)):
         losses.append(training.step(index))
+        if index + 1 in nudges:
+            _nudge(training.model, index)
         if index + 1 in changes and training.after_restore is not None:
             training.after_restore()
     seconds = time.perf_counter() - started
     return {**_losses(training), "before": before, "curve": _thin(losses), "train_s": round(seconds, 3)}
+
+
+def _nudge(model: torch.nn.Module, seed: int) -> None:
+    noise = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.mul_(1 + _NUDGE * torch.randn(parameter.shape, generator=noise))
 
 
 def restored(task: Task) -> dict[str, Any]:

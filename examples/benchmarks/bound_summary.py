@@ -34,6 +34,8 @@ class Row:
     cells: dict[int, Cell] = field(default_factory=dict)
     plain: dict[int, Cell] = field(default_factory=dict)
     """The undisturbed runs, of all seeds."""
+    nudged: dict[int, Cell] = field(default_factory=dict)
+    """Undisturbed runs with an error of a millionth in all weights where others are restored."""
 
     @property
     def ratio(self) -> float:
@@ -53,6 +55,13 @@ class Row:
     def truths(self) -> dict[int, float]:
         """Relative change of the final loss, of the seeds whose undisturbed run is there."""
         return {seed: _change(self.cells[seed], self.plain[seed]) for seed in self._seeds}
+
+    @property
+    def luck(self) -> dict[int, float]:
+        """Relative change of the final loss by errors of a millionth, of the seeds that were tried."""
+        return {
+            seed: _change(cell, self.plain[seed]) for seed, cell in self.nudged.items() if seed in self.plain
+        }
 
     @property
     def last(self) -> dict[int, float]:
@@ -142,20 +151,21 @@ def rows_of(cells: Iterable[tuple[Cell, Cell]], *, quick: bool = False) -> list[
         quick: whether the quick forms are wanted.
     """
     rows: dict[tuple[str, str, str, str], Row] = {}
-    plain: dict[str, dict[int, Cell]] = {}
+    undisturbed: dict[str, dict[str, dict[int, Cell]]] = {"plain": {}, "nudged": {}}
     digests = {name: source_digest(kind) for name, kind in KINDS.items()}
     for key, result in cells:
         name, seed, part = key["training"], key["seed"], key["part"]
         if key["quick"] != quick or key["source"] != digests.get(name):
             continue
-        if part == "plain":
-            plain.setdefault(name, {})[seed] = result
+        if part in undisturbed:
+            undisturbed[part].setdefault(name, {})[seed] = result
             continue
         options = json.dumps({**key["options"], **key["config"]}, sort_keys=True)
         place = (name, part, key["scheme"], options)
         rows.setdefault(place, Row(*place)).cells[seed] = result
     for row in rows.values():
-        row.plain = plain.get(row.training, {})
+        row.plain = undisturbed["plain"].get(row.training, {})
+        row.nudged = dict(sorted(undisturbed["nudged"].get(row.training, {}).items()))
         row.cells = dict(sorted(row.cells.items()))
     order = list(KINDS)
     return sorted(rows.values(), key=lambda row: (order.index(row.training), row.part != "spread"))

@@ -27,6 +27,8 @@ data apart from the probe's, changes are relative to the undisturbed run of the 
   `?` where some were not measured at all, `exact` counts those that were stored exactly.
 - **truth**: change of the final loss, for each seed.
 - **spread**: standard deviation of the undisturbed runs' final losses over the seeds, of their mean; in brackets how many.
+- **a millionth**: change of the final loss of an undisturbed run whose weights were all changed by a millionth of themselves at the
+  same ten steps, for each seed that was tried: what training makes of errors that no scheme could avoid.
 - **kept**: the truth is at most +1 % or within two spreads of the undisturbed run, so are losses beside it, abilities from before
   are within +0.2 %, and nothing that is frozen has changed.
 - **bound held**: the upper end of what was told, and two spreads, are no less than the truth.
@@ -84,12 +86,23 @@ def _main_table(rows: Sequence[Row]) -> list[str]:
                 _told(row),
                 _each(row.truths.values()),
                 _NONE if row.spread is None else f"{100 * row.spread:.2f} ({len(row.plain)})",
+                _each(row.luck.values()) or _NONE,
                 _beside(row),
                 _kept(row),
                 _share([held for held in row.held.values() if held is not None]),
             ]
         )
-    headings = ["training", "ratio", "told, %", "truth, %", "spread, %", "beside it, %", "", "bound held"]
+    headings = [
+        "training",
+        "ratio",
+        "told, %",
+        "truth, %",
+        "spread, %",
+        "a millionth, %",
+        "beside it, %",
+        "",
+        "bound held",
+    ]
     return markdown_table(headings, lines)
 
 

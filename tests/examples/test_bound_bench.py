@@ -205,7 +205,8 @@ def test_keys_tell_settings_apart_but_not_of_undisturbed_runs():
     task = Task(name="gpt", seed=1, part="spread")
     harsh = replace(task, setting=Setting(options='{"weight_scale": 1}'))
     assert task.key != harsh.key
-    assert replace(task, part="plain").key == replace(harsh, part="plain").key
+    for part in ("plain", "nudged"):
+        assert replace(task, part=part).key == replace(harsh, part=part).key
     assert harsh.setting.build().options.weight_scale == 1
     assert harsh.setting.label == "auto weight_scale=1"
 
@@ -267,6 +268,9 @@ def cells():
         task = Task(name=name, seed=seed, part="plain")
         abilities = more.pop("undisturbed", {})
         found.append((task.key, {"final": plain, "abilities": abilities, "also": {}}))
+        if name == "gpt":
+            nudged = {"final": plain * (1 + seed / 1000), "abilities": {}, "also": {}}
+            found.append((replace(task, part="nudged").key, nudged))
         if saves is None:
             return
         task = replace(task, part="spread", setting=setting or Setting())
@@ -325,9 +329,9 @@ def test_tables_say_what_was_kept(cells):
     gpt = (
         "| GPT, AdamW (0.9, 0.95), cosine to a tenth | 20x | +0.50 (+0.20 to +0.80); +0.50 (+0.20 to +0.80) |"
     )
-    assert f"{gpt} +0.40, +0.40 | 0.07 (2) | - | kept | yes |" in text
+    assert f"{gpt} +0.40, +0.40 | 0.07 (2) | +0.10, +0.20 | - | kept | yes |" in text
     assert "old domain +1.00, +1.00; frozen elements changed: 7, 7 | **not kept** | yes |" in text
-    assert "+0.00, ? 10; +0.00, ? 10 | +30.00, +30.00 | 0.07 (2) | - | **not kept** | - |" in text
+    assert "+0.00, ? 10; +0.00, ? 10 | +30.00, +30.00 | 0.07 (2) | - | - | **not kept** | - |" in text
     assert "| GPT, AdamW (0.9, 0.95), cosine to a tenth, AdamW | - | 1.02 to 1.02 | yes |" in text
     assert "- lora (spread): ShrinkpointWarning: the probe is blind" in text
     assert "# `excp`, alpha=0.001" in text
