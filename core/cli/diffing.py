@@ -128,14 +128,21 @@ def _data(one: Loaded, other: Loaded) -> list[dict[str, Any]]:
 
 
 def _leaves(a: Any, b: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
-    if isinstance(a, dict) and isinstance(b, dict):
-        for key in dict.fromkeys((*a, *b)):
-            yield from _leaves(a.get(key), b.get(key), f"{path}/{key}" if path else str(key))
+    if all(value is None or _is_tensor(value) for value in (a, b)):
+        return  # tensors have a table of their own
+    if all(value is None or isinstance(value, dict) for value in (a, b)):
+        left, right = a or {}, b or {}
+        for key in dict.fromkeys((*left, *right)):
+            yield from _leaves(left.get(key), right.get(key), f"{path}/{key}" if path else str(key))
     elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
-        for index, (left, right) in enumerate(zip(a, b, strict=True)):
-            yield from _leaves(left, right, f"{path}/{index}" if path else str(index))
+        for index, pair in enumerate(zip(a, b, strict=True)):
+            yield from _leaves(*pair, f"{path}/{index}" if path else str(index))
     elif type(a) is not type(b) or a != b:
         yield path, a, b
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, dict) and value.get("$") in ("tensor", "ndarray")
 
 
 def _print(report: Mapping[str, Any], *, everything: bool) -> None:

@@ -106,6 +106,7 @@ def test_files_with_other_tensors(tmp_path: Path) -> None:
             "count": torch.tensor(6),
             "complex": torch.tensor([3 + 9j]),
             "lr": 0.2,
+            "group": {"decay": 3},
         },
     )
     report = run_json(a, b)
@@ -126,7 +127,10 @@ def test_files_with_other_tensors(tmp_path: Path) -> None:
     assert rows["count"]["relative"] == 1.0
     assert rows["complex"]["relative"] == pytest.approx(1.0)
     assert rows["new"]["a"] is None
-    assert {"name": "lr", "a": 0.1, "b": 0.2} in report["data"]
+    assert report["data"] == [
+        {"name": "lr", "a": 0.1, "b": 0.2},
+        {"name": "group/decay", "a": None, "b": 3},
+    ]
     text = run("diff", a, b)
     for words in (
         "only in A",
