@@ -20,7 +20,6 @@ from shrinkpoint.errors import (
     ConfigError,
     CorruptionError,
     FencedError,
-    NoCheckpointError,
     SaveFailedError,
     ShrinkpointError,
 )
@@ -432,14 +431,7 @@ class Saver:
             return decode_checkpoint(manifest, containers, threads=self.config.encoder_threads)
 
     def _at_step(self, step: int | None) -> Manifest:
-        manifests = self.store.manifests()
-        for manifest in manifests:
-            if manifest.step == step:
-                return manifest
-        steps = ", ".join(str(manifest.step) for manifest in manifests[:10]) or "none"
-        raise NoCheckpointError(
-            f"{self.url} holds no checkpoint of step {step}; the newest steps are: {steps}"
-        )
+        return Address(url=self.url, step=step).find(self.store.manifests())
 
     def _go_on(self) -> None:
         """Let saves continue what was restored, or nothing; one that is under way belongs to the training before that."""

@@ -1,22 +1,20 @@
-"""One state dict in one file, without a run: ``shrinkpoint.save`` and ``shrinkpoint.load``."""
+"""One state dict in one file, without a run: ``shrinkpoint.save``; ``shrinkpoint.load`` reads it (`shrinkpoint.loading`)."""
 
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from shrinkpoint.coding import decode_chain, encode_state
+from shrinkpoint.coding import encode_state
 from shrinkpoint.config import SaverConfig
-from shrinkpoint.container.reader import read_container
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.planner import Planner
 from shrinkpoint.schemes.base import Occasion
 from shrinkpoint.state import Describe, TrainingState, plain
-from shrinkpoint.store.single import naming, read_file, write_file
+from shrinkpoint.store.single import write_file
 from shrinkpoint.telling import brief
 
-__all__ = ["load", "save"]
+__all__ = ["save"]
 
 
 def save(
@@ -57,20 +55,3 @@ def save(
     data = write_container(encoded.checkpoint)
     write_file(str(path), data, storage_options)
     return len(data)
-
-
-def load(path: str | Path, *, storage_options: Mapping[str, object] | None = None) -> Any:
-    """Read what `save` wrote, every checksum and digest verified.
-
-    Args:
-        path: a path or URL.
-        storage_options: passed to fsspec.
-
-    Raises:
-        FormatError: not such a file, or a damaged one.
-        ChainError: a delta of a run, which cannot be read alone.
-        StoreError: the file cannot be read.
-    """
-    data = read_file(str(path), storage_options)
-    with naming(str(path)):
-        return decode_chain([read_container(data)], threads=SaverConfig().encoder_threads).state.to_object()

@@ -123,12 +123,7 @@ def load_checkpoint(address: Address, saver: Saver, *, adopt: bool = True) -> di
     """
     which = None
     if address.step is not None or address.seq is not None:
-        known = saver.store.manifests()
-        found = [m for m in known if address.step in (None, m.step) and address.seq in (None, m.seq)]
-        if not found:
-            steps = sorted({manifest.step for manifest in known})
-            raise NoCheckpointError(f"{address} does not exist; the run holds the steps {steps}")
-        which = found[0]  # the newest; a compacted checkpoint has a higher number than its place tells
+        which = address.find(saver.store.manifests())
     restored = saver.restore(which, adopt=adopt)
     if restored is None:
         raise NoCheckpointError(f"{address.url} holds no checkpoint")

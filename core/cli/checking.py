@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shrinkpoint.cli.files import ContainerFile, looks_like_file
+from shrinkpoint.cli.files import ContainerFile
 from shrinkpoint.cli.options import (
     AsJson,
     Pairs,
@@ -20,6 +20,7 @@ from shrinkpoint.cli.options import (
 from shrinkpoint.cli.output import console, print_json
 from shrinkpoint.cli.runs import OpenRun, open_run, pick
 from shrinkpoint.errors import ChainError, ConfigError, FormatError, NoCheckpointError, ShrinkpointWarning
+from shrinkpoint.store.single import looks_like_file
 
 if TYPE_CHECKING:
     from shrinkpoint.store.manifest import Manifest

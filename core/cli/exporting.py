@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shrinkpoint.cli.files import ContainerFile, looks_like_file
+from shrinkpoint.cli.files import ContainerFile
 from shrinkpoint.cli.options import (
     AsJson,
     Pairs,
@@ -19,7 +19,7 @@ from shrinkpoint.cli.options import (
 from shrinkpoint.cli.output import bytes_text, console, print_json
 from shrinkpoint.cli.runs import open_run, pick
 from shrinkpoint.errors import NoCheckpointError
-from shrinkpoint.store.single import naming
+from shrinkpoint.store.single import looks_like_file, naming
 
 if TYPE_CHECKING:
     from shrinkpoint.coding import Decoded

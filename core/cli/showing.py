@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from shrinkpoint.cli.files import ContainerFile, looks_like_file
+from shrinkpoint.cli.files import ContainerFile
 from shrinkpoint.cli.options import (
     AsJson,
     Pairs,
@@ -25,7 +25,7 @@ from shrinkpoint.cli.output import (
     ratio_text,
 )
 from shrinkpoint.cli.runs import describe_manifest, open_run, pick
-from shrinkpoint.store.single import naming
+from shrinkpoint.store.single import looks_like_file, naming
 
 if TYPE_CHECKING:
     from shrinkpoint.container.reader import Header, Record
