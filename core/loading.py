@@ -26,9 +26,9 @@ from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.run import RunStore
 from shrinkpoint.store.single import looks_like_file, naming, read_file
 from shrinkpoint.telling import brief, tell
-from shrinkpoint.tree import JSON, dense_only
+from shrinkpoint.tree import JSON, decode_tree, dense_only
 
-__all__ = ["load", "load_weights"]
+__all__ = ["load", "load_state", "load_weights"]
 
 T = TypeVar("T")
 Device = str | int | torch.device | None
@@ -62,11 +62,53 @@ def load(
         StoreError: it cannot be read.
     """
 
+    return load_state(url, device=device, storage_options=storage_options)
+
+
+def load_state(
+    url: str | os.PathLike[str],
+    *,
+    without: Collection[str] = (),
+    device: Device = None,
+    storage_options: Mapping[str, object] | None = None,
+) -> Any:
+    """As `load`, without some of the state.
+
+    Args:
+        url: as of `load`.
+        without: keys of the state, which is a dict, to leave out; their tensors are neither read nor decoded.
+        device: as of `load`.
+        storage_options: as of `load`.
+
+    Raises:
+        ShrinkpointError: as `load`.
+    """
+
+    def kept(header: Header) -> JSON:
+        return (
+            {key: node for key, node in header.tree.items() if key not in without} if without else header.tree
+        )
+
+    def choose(header: Header) -> Collection[str]:
+        return _tensors_in(kept(header)) if without else header.tensors.keys()
+
     def read(chain: Chain) -> tuple[Header, dict[str, torch.Tensor]]:
-        return decode_selected(chain, lambda header: header.tensors.keys(), threads=_threads())
+        return decode_selected(chain, choose, threads=_threads())
 
     header, tensors = _read(url, storage_options, read)
-    return _to_object(header.tree, tensors, device)
+    return _to_object(kept(header), tensors, device)
+
+
+def _tensors_in(tree: JSON) -> set[str]:
+    dense, _ = dense_only(tree)
+    names: set[str] = set()
+
+    def note(name: str) -> torch.Tensor:
+        names.add(name)
+        return torch.empty(0)
+
+    decode_tree(dense, note)
+    return names
 
 
 def load_weights(

@@ -1,15 +1,19 @@
 """The options that all callbacks share, checked and sorted by who needs them."""
 
 import difflib
-from collections.abc import Iterable, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import wraps
+from typing import Any, Literal, ParamSpec
 
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.resume import ResumePolicy, check_policy
 from shrinkpoint.saver import SaverConfig
 
-__all__ = ["RunSettings"]
+__all__ = ["RunSettings", "refusing_unknown"]
+
+P = ParamSpec("P")
 
 _OWN = (
     "monitor",
@@ -70,6 +74,26 @@ _HABITS = {
     "save_interval": "give every_n_train_steps, every_n_epochs or train_time_interval",
     "every_n_batches": "give every_n_train_steps (Lightning) or save_interval='1000ba' (Composer)",
 }
+
+
+def refusing_unknown(init: Callable[P, None]) -> Callable[P, None]:
+    """Make a callback's constructor refuse arguments that it does not have with what to give instead.
+
+    Its signature stays what it is, for editors and for command lines that are made of it (jsonargparse).
+
+    Args:
+        init: the constructor; all its options are ordinary arguments.
+    """
+    known = inspect.signature(init).parameters
+
+    @wraps(init)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
+        unknown = sorted(kwargs.keys() - known.keys())
+        if unknown:
+            raise ConfigError("; ".join(_refusal(name, known) for name in unknown))
+        init(*args, **kwargs)
+
+    return checked
 
 
 @dataclass(frozen=True, kw_only=True)
