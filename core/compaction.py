@@ -15,6 +15,7 @@ from shrinkpoint.coding import Decoded, decode_chain, encode_state
 from shrinkpoint.container.layout import Checkpoint, Entry
 from shrinkpoint.container.reader import read_container
 from shrinkpoint.container.writer import write_container
+from shrinkpoint.decoding import decode_checkpoint
 from shrinkpoint.digest import tensor_digest
 from shrinkpoint.errors import (
     CannotRepresentError,
@@ -23,7 +24,6 @@ from shrinkpoint.errors import (
     FormatError,
     NoCheckpointError,
 )
-from shrinkpoint.saver import decode_checkpoint
 from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Held, Planes, Rebasable, TensorCodec
 from shrinkpoint.schemes.exact import ExactCodec
 from shrinkpoint.schemes.registry import codec_for_reading

@@ -115,6 +115,10 @@ class SaverConfig:
             raise ConfigError(
                 "keep_best must know its metric: give monitor too, for example monitor='val_loss'"
             )
+        if self.weights_only and self.keep_optimizer is not None:
+            raise ConfigError(
+                "weights_only=True stores no optimizer state at all, which keep_optimizer would keep: give one of them"
+            )
         floor = self.loss_floor
         if not isinstance(floor, int | float) or isinstance(floor, bool) or not 0 < floor < math.inf:
             raise ConfigError(f"loss_floor must be a number above 0, and finite, not {floor!r}")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from shrinkpoint.container.layout import Checkpoint, Entry
-from shrinkpoint.container.reader import Record
+from shrinkpoint.container.reader import Record, read_container
 from shrinkpoint.digest import tensor_digest
 from shrinkpoint.errors import ChainError, CorruptionError, FormatError
 from shrinkpoint.grouping import beside_of, for_codec, groups_of, mapped, matching, siblings_of
@@ -14,12 +14,14 @@ from shrinkpoint.schemes.base import Context, EncodedTensor, Held, ReadsBeside, 
 from shrinkpoint.schemes.registry import codec_for_reading
 from shrinkpoint.schemes.rounded import RoundedCodec
 from shrinkpoint.state import TensorSpec, TrainingState
+from shrinkpoint.store.manifest import Manifest
 
 __all__ = [
     "EXPANSION",
     "Decoded",
     "check_sizes",
     "decode_chain",
+    "decode_checkpoint",
     "decode_planes",
     "decode_values",
     "required",
@@ -70,6 +72,20 @@ def decode_chain(chain: Iterable[Checkpoint], *, threads: int = 1) -> Decoded:
     specs = {entry.spec.name: entry.spec for entry, _, _ in rows}
     state = TrainingState(previous.tree, tensors, specs)
     return Decoded(state, {entry.spec.name: now for entry, now, _ in rows}, previous)
+
+
+def decode_checkpoint(manifest: Manifest, containers: Iterable[bytes], *, threads: int = 1) -> Decoded:
+    """Decode a fetched chain and check it against its manifest.
+
+    Raises:
+        FormatError, ChainError, CorruptionError: the chain is not sound.
+    """
+    decoded = decode_chain((read_container(data) for data in containers), threads=threads)
+    if decoded.checkpoint.state_digest != manifest.state_digest or decoded.checkpoint.step != manifest.step:
+        raise CorruptionError(
+            f"{manifest.chain[-1].key} holds another state than its manifest (commit {manifest.seq}) says"
+        )
+    return decoded
 
 
 def required(wanted: Collection[str], stored: Iterable[Record], *, values: bool) -> set[str]:

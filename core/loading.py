@@ -26,7 +26,7 @@ from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.run import RunStore
 from shrinkpoint.store.single import looks_like_file, naming, read_file
 from shrinkpoint.telling import brief, tell
-from shrinkpoint.tree import JSON, decode_tree, dense_only
+from shrinkpoint.tree import JSON, dense_only, tensor_names
 
 __all__ = ["load", "load_state", "load_weights"]
 
@@ -90,25 +90,13 @@ def load_state(
         )
 
     def choose(header: Header) -> Collection[str]:
-        return _tensors_in(kept(header)) if without else header.tensors.keys()
+        return tensor_names(kept(header)) if without else header.tensors.keys()
 
     def read(chain: Chain) -> tuple[Header, dict[str, torch.Tensor]]:
         return decode_selected(chain, choose, threads=_threads())
 
     header, tensors = _read(url, storage_options, read)
     return _to_object(kept(header), tensors, device)
-
-
-def _tensors_in(tree: JSON) -> set[str]:
-    dense, _ = dense_only(tree)
-    names: set[str] = set()
-
-    def note(name: str) -> torch.Tensor:
-        names.add(name)
-        return torch.empty(0)
-
-    decode_tree(dense, note)
-    return names
 
 
 def load_weights(

@@ -21,7 +21,7 @@ import torch
 from shrinkpoint.dtypes import dtype_from_name, dtype_name
 from shrinkpoint.errors import CannotRepresentError, FormatError
 
-__all__ = ["JSON", "Path", "decode_tree", "dense_only", "encode_tree", "join_path"]
+__all__ = ["JSON", "Path", "decode_tree", "dense_only", "encode_tree", "join_path", "tensor_names"]
 
 JSON: TypeAlias = Any
 """None, bool, int, float, str, or a list or str-keyed dict of these."""
@@ -260,6 +260,22 @@ def dense_only(node: JSON) -> tuple[JSON, dict[str, str]]:
         return [{_TAG: "tensor", "name": name} for name in names]
 
     return cleared(node, 0), parts
+
+
+def tensor_names(node: JSON) -> set[str]:
+    """The names of all tensors that a tree refers to.
+
+    Raises:
+        FormatError: not such JSON.
+    """
+    names: set[str] = set()
+
+    def note(name: str) -> torch.Tensor:
+        names.add(name)
+        return torch.empty(0)
+
+    decode_tree(dense_only(node)[0], note)
+    return names
 
 
 def _pairs(items: list[Any]) -> list[tuple[Any, Any]]:

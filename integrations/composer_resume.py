@@ -18,6 +18,7 @@ from shrinkpoint.integrations.composer_state import (
 from shrinkpoint.integrations.gradient_buckets import Buckets
 from shrinkpoint.integrations.ranks import is_first, on_every, on_first, rank, world_size
 from shrinkpoint.integrations.run_session import RunSession
+from shrinkpoint.retention import is_weights_only
 from shrinkpoint.store.manifest import Manifest
 
 __all__ = ["continue_run", "require_supported"]
@@ -83,7 +84,7 @@ def continue_run(run: RunSession, data: DataPlace, state: State, logger: Logger)
         require_same_optimizers(stored, state, url)
 
     on_first(require_same_run)
-    load_state(stored, state, logger, url)
+    load_state(stored, state, logger, url, optimizers=not is_weights_only(manifest.meta))
     _take_place(stored["ranks"], data)
     run.saved_step = int(state.timestamp.batch)
     run.remember()

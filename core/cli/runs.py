@@ -6,7 +6,7 @@ from typing import Any
 
 from shrinkpoint.address import Address
 from shrinkpoint.errors import ConfigError, NoCheckpointError
-from shrinkpoint.retention import lineage_of
+from shrinkpoint.retention import is_weights_only, lineage_of
 from shrinkpoint.store.connect import open_objects
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.objects import ObjectStore
@@ -131,6 +131,7 @@ def describe_manifest(manifest: Manifest) -> dict[str, Any]:
         "configuration": save.get("configuration"),
         "reason": save.get("reason"),
         "lineage": lineage_of(manifest.meta),
+        "weights_only": is_weights_only(manifest.meta),
         "epoch": manifest.epoch,
         "session": manifest.session,
         "wall_time": manifest.wall_time,
