@@ -166,7 +166,7 @@ def _read(
     address = Address.parse(text)
     if address is None and not looks_like_file(text):
         store = RunStore(text, storage_options=storage_options)
-        if store.exists() or store.manifests():
+        if store.manifests() or store.exists():
             address = Address(url=text)
         elif "://" not in text and Path(text).expanduser().is_dir():
             raise NoCheckpointError(f"there is no run at {store.display}: {store.what_is_there()}")
@@ -188,7 +188,7 @@ def _read_run(
             )
         return header, found
 
-    if not store.exists() and not store.manifests():
+    if not store.manifests() and not store.exists():
         raise NoCheckpointError(f"there is no run at {store.display}: {store.what_is_there()}")
     if address.step is None and address.seq is None:
         newest = store.newest_readable(of)

@@ -32,8 +32,9 @@ _NEVER_OVERWRITTEN = (
 _URL = "give url, the run's folder or URL"
 _NO_NAMES = "not needed, for a checkpoint is addressed by its step: '<url>#step=1000', '<url>#newest'"
 _KEEP_LAST = "give keep_last, how many of the newest to keep, or save_top_k=-1 to keep all"
-_WHOLE_STATE = (
-    "not offered, for a checkpoint is what a run continues from: `shrinkpoint export` takes the weights out"
+_WEIGHTS = (
+    "give weights_only=True where no run is to be continued exactly; `shrinkpoint export` takes the weights out of any"
+    " checkpoint"
 )
 _RESUMES = "give resume: 'auto' (the default) continues by itself, 'must' insists, 'never' starts afresh"
 _BY_INTERVAL = "give save_interval, for example save_interval="
@@ -60,10 +61,9 @@ _HABITS = {
     "enable_version_counter": _NEVER_OVERWRITTEN,
     "num_checkpoints_to_keep": _KEEP_LAST,
     "save_num_checkpoints_to_keep": _KEEP_LAST,
-    "weights_only": _WHOLE_STATE,
-    "save_weights_only": _WHOLE_STATE,
-    "ignore_keys": _WHOLE_STATE,
-    "save_ignore_keys": _WHOLE_STATE,
+    "save_weights_only": _WEIGHTS,
+    "ignore_keys": _WEIGHTS,
+    "save_ignore_keys": _WEIGHTS,
     "save_on_exception": "not offered, for a step that was broken off cannot be continued; a SIGTERM is saved at by itself",
     "num_concurrent_uploads": "not needed: training does not wait for uploads",
     "upload_timeout_in_seconds": "give the timeouts of your storage in storage_options",

@@ -941,3 +941,12 @@ def test_the_command_line_reads_a_run(tmp_path: Path) -> None:
     loaded = torch.load(tmp_path / "out.pt", weights_only=True)
     assert_same(dict(loaded["state"]["model"]), outcome.final["model"])
     assert cli.invoke(app, ["export", run, str(tmp_path / "out.safetensors")]).exit_code == 0
+
+
+def test_a_run_of_weights_alone_goes_on_with_a_fresh_optimizer(saving: Make) -> None:
+    fit(saving(weights_only=True), Crash(7))
+    [manifest] = Saver(url_of(saving())).store.manifests()
+    assert set(manifest.meta["save"]["sections"]) <= {"weight", "buffer", "other"}
+    with pytest.warns(ShrinkpointWarning, match="resumed weights of step 5 .*it starts anew"):
+        outcome = fit(saving(weights_only=True), Crash(6))
+    assert first(outcome) == 5

@@ -17,7 +17,7 @@ from shrinkpoint import decoding
 from shrinkpoint.callbacks.composer import CompressedCheckpoint as ForComposer
 from shrinkpoint.callbacks.lightning import CompressedCheckpoint, load_from_checkpoint
 from shrinkpoint.config import SaverConfig
-from shrinkpoint.errors import ConfigError, NoCheckpointError
+from shrinkpoint.errors import ConfigError, NoCheckpointError, ShrinkpointWarning
 from shrinkpoint.saver import Saver
 
 pytestmark = pytest.mark.filterwarnings(
@@ -107,6 +107,20 @@ def test_other_trainers_are_left_alone(saving: Make, tmp_path: Path) -> None:
     trained = fit(ordinary, max_epochs=1)
     module, _ = evaluated("validate", "last", ModelCheckpoint(tmp_path))
     assert identical(dict(module.state_dict()), trained.final()["weights"])
+
+
+def test_a_run_of_weights_alone_goes_on_with_a_fresh_optimizer(saving: Make) -> None:
+    options: dict[str, Any] = {"weights_only": True, "every_n_epochs": None, "every_n_train_steps": 5}
+    fit(saving(**options), Crash(7))
+    [manifest] = Saver(saving().dirpath).store.manifests()
+    assert set(manifest.meta["save"]["sections"]) <= {"weight", "buffer", "other"}
+    with pytest.warns(ShrinkpointWarning, match="resumed weights of step 5 .*it starts anew") as told:
+        outcome = fit(saving(**options), Crash(6))
+    assert len([w for w in told if "resumed weights" in str(w.message)]) == 1
+    assert outcome.trace[0][2] == 5
+    assert outcome.trace[0][-1] == pytest.approx(1e-2 * 0.97**5)  # the rate of the schedule
+    [state] = {int(entry["step"]) for entry in outcome.trainer.optimizers[0].state.values()}
+    assert state == 1
 
 
 class Sized(Tiny):

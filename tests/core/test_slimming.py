@@ -21,6 +21,7 @@ from shrinkpoint.retention import is_weights_only
 from shrinkpoint.saver import Saver
 from shrinkpoint.slimming import Slimmer, make_weights, without_optimizer
 from shrinkpoint.state import TrainingState
+from shrinkpoint.store.local import LocalObjects
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.run import RunStore
 from shrinkpoint.store.writer import RunWriter
@@ -144,6 +145,52 @@ def test_killed_anywhere_every_checkpoint_is_there(
     assert_holds(folder, before, {40, 50})
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_killed_at_any_request_to_the_store_every_checkpoint_is_there(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    if RunStore(made).manifests()[0].meta["save"]["scheme"] != "lossless":
+        pytest.skip("the requests are the same under every scheme")
+    before = states(made)
+    for survived in range(100):
+        folder = Path(shutil.copytree(made, tmp_path / f"run-{survived}"))
+        with monkeypatch.context() as patch:
+            kill_at(patch, survived, when)
+            try:
+                slim(folder, times=1)
+            except KeyboardInterrupt:
+                pass
+            else:
+                break
+        weights = {m.step for m in RunStore(folder).manifests() if is_weights_only(m.meta)}
+        assert_holds(folder, before, set(STEPS) - weights)
+        slim(folder, times=4)
+        assert_holds(folder, before, {40, 50})
+    assert (
+        12 <= survived < 99
+    )  # three checkpoints, of each at least a container, a manifest, a copy in the trash, a removal
+
+
+def kill_at(patch: pytest.MonkeyPatch, survived: int, when: str) -> None:
+    """End the process, before or after it is served, at the request that follows so many which change the store."""
+    count = 0
+
+    def dying(original: Any) -> Any:
+        def call(self: Any, *args: Any, **options: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count <= survived:
+                return original(self, *args, **options)
+            if when == "after":
+                original(self, *args, **options)
+            raise KeyboardInterrupt
+
+        return call
+
+    for name in ("put", "put_if_absent", "delete"):
+        patch.setattr(LocalObjects, name, dying(getattr(LocalObjects, name)))
+
+
 def test_weights_that_would_restore_otherwise_are_never_committed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,6 +266,28 @@ def test_a_checkpointer_of_weights_alone(tmp_path: Path) -> None:
     assert identical(dict(again.state_dict()), dict(model.state_dict()))
     assert optimizer.state_dict()["state"] == {}
     assert optimizer.param_groups[0]["lr"] == 1e-3
+
+
+def test_weights_alone_are_measured_against_the_bound_too(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = TinyMLP()
+    optimizer = OPTIMIZERS["AdamW"](model)
+    with shrinkpoint.Checkpointer(
+        str(tmp_path / "run"),
+        model,
+        optimizer,
+        every=1,
+        weights_only=True,
+        threads=1,
+        evaluate=lambda: [float(model.loss(seed)) for seed in range(100, 104)],
+    ) as checkpointer:
+        for step in range(2):
+            train(model, optimizer, range(1))
+            checkpointer.step(step + 1)
+            checkpointer.flush()
+        reports = checkpointer.reports()
+    assert {report.measured for report in reports} <= {"measured", "exact"}
+    assert all((report.degradation_high or 0) <= 0.01 for report in reports)
 
 
 def test_the_state_of_optimizers_is_known_by_its_form() -> None:
