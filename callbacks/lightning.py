@@ -43,7 +43,8 @@ class CompressedCheckpoint(Checkpoint):
         trainer.fit(model)  # started again after a crash, it continues from the newest sound checkpoint
 
     One checkpoint is addressed as ``<url>#step=1000`` (or ``<url>#newest``), wherever Lightning takes a ``ckpt_path``;
-    ``ckpt_path="last"`` and, with a `monitor`, ``"best"`` work too, in a fresh trainer as well. An explicit ``ckpt_path`` always wins over continuing by itself.
+    ``ckpt_path="last"`` and, with a `monitor`, ``"best"`` work too, in a fresh trainer as well. An explicit ``ckpt_path``
+    always wins over continuing by itself.
 
     Args:
         url: the run's folder or URL, of its own; anything that fsspec knows.

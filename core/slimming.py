@@ -250,7 +250,12 @@ def _meta(slimmed: Slimmed) -> dict[str, Any]:
             role = entry.spec.tag.role.value
             sections[role] = sections.get(role, 0) + entry.encoded.nbytes
         size, raw = len(slimmed.container), sum(entry.spec.nbytes for entry in entries)
-        told = {"kind": slimmed.checkpoint.kind, "bytes": size, "raw_bytes": raw, "ratio": raw / size}
+        told: dict[str, Any] = {
+            "kind": slimmed.checkpoint.kind,
+            "bytes": size,
+            "raw_bytes": raw,
+            "ratio": raw / size,
+        }
         raw_sections = save.get("raw_sections")
         if isinstance(raw_sections, dict):
             told["raw_sections"] = {role: size for role, size in raw_sections.items() if role in sections}

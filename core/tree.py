@@ -253,8 +253,8 @@ def dense_only(node: JSON) -> tuple[JSON, dict[str, str]]:
         kind = node.get(_TAG)
         if not isinstance(kind, str) or kind not in _PARTS:
             return {key: cleared(item, depth + 1) for key, item in node.items()}
-        names = [node.get(part) for part in _PARTS[kind]]
-        if not all(isinstance(name, str) for name in names):
+        names = [name for part in _PARTS[kind] if isinstance(name := node.get(part), str)]
+        if len(names) != len(_PARTS[kind]):
             raise FormatError(f"the tree of plain data is malformed: {kind} without its tensors")
         parts.update(dict.fromkeys(names, kind))
         return [{_TAG: "tensor", "name": name} for name in names]

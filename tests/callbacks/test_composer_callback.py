@@ -418,7 +418,7 @@ def test_two_callbacks_on_two_runs(saving: Make) -> None:
         ({"save_num_checkpoints_to_keep": 3}, "give keep_last"),
         ({"save_folder": "here"}, "give url"),
         ({"every_n_train_steps": 3}, "give save_interval"),
-        ({"save_weights_only": True}, "not offered"),
+        ({"save_weights_only": True}, "give weights_only=True"),
         ({"save_intervall": "1ep"}, "did you mean save_interval"),
         ({"save_top_k": 2}, "save_top_k=2 ranks by a metric"),
         ({"scheme": "zip"}, "scheme"),
