@@ -14,13 +14,14 @@ from shrinkpoint.container.layout import Checkpoint
 from shrinkpoint.container.reader import Header
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.decoding import decode_checkpoint, required
-from shrinkpoint.errors import CorruptionError, ShrinkpointError
+from shrinkpoint.errors import ChainError, CorruptionError, FormatError, ShrinkpointError
 from shrinkpoint.retention import WEIGHTS_ONLY, is_weights_only, lineage_of
 from shrinkpoint.selective import Source, decode_selected, sources_of_run
 from shrinkpoint.state import TrainingState
 from shrinkpoint.store.gc import DEFAULT_GRACE_S
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.run import RunStore, RunWriter
+from shrinkpoint.telling import tell
 from shrinkpoint.tree import JSON, tensor_names
 
 __all__ = ["Slimmed", "Slimmer", "make_weights", "without_optimizer"]
@@ -90,6 +91,10 @@ def make_weights(
     chain = sources_of_run(store, manifest)
     source = chain[-1]()
     header = source.header
+    if header.state_digest != manifest.state_digest:
+        raise CorruptionError(
+            f"{manifest.chain[-1].key} holds another state than its manifest (commit {manifest.seq}) says"
+        )
     tensor_names(header.tree)  # refuses a tree that is nested too deeply
     tree = _cleared(header.tree)
     kept = tensor_names(tree)
@@ -173,7 +178,7 @@ class Slimmer:
         """Turn the oldest of those into weights that nothing else needs.
 
         One that a newer checkpoint's chain needs waits: its containers stay in any case until that is over. Pinned ones and
-        those of other trainings are left alone.
+        those of other trainings are left alone, and so is, with a warning, what cannot be read.
 
         Args:
             writer: the run's.
@@ -184,7 +189,7 @@ class Slimmer:
 
         Raises:
             FencedError: another writer has taken over.
-            ShrinkpointError: a checkpoint cannot be read, or the store not written.
+            StoreError: the store cannot be read or written.
         """
         everything = self._store.manifests()
         own = [manifest for manifest in everything if lineage_of(manifest.meta) == lineage]
@@ -208,7 +213,14 @@ class Slimmer:
                 break
             if manifest.chain[-1].key in needed:
                 continue
-            done = self._turn(writer, manifest, list(weights.values()))
+            try:
+                done = self._turn(writer, manifest, list(weights.values()))
+            except (FormatError, ChainError) as error:  # it stays, damaged or not; the others are not held up
+                self._without.add(manifest.digest)
+                tell(
+                    f"checkpoint {manifest.seq} (step {manifest.step}) keeps its optimizer state: {error}. Told once"
+                )
+                continue
             if done is None:
                 self._without.add(manifest.digest)
             else:

@@ -16,7 +16,7 @@ import shrinkpoint
 import shrinkpoint.slimming as slimming
 from shrinkpoint.cli.app import app
 from shrinkpoint.config import SaverConfig
-from shrinkpoint.errors import ConfigError, ShrinkpointError, ShrinkpointWarning
+from shrinkpoint.errors import ConfigError, ShrinkpointWarning
 from shrinkpoint.retention import is_weights_only
 from shrinkpoint.saver import Saver
 from shrinkpoint.slimming import Slimmer, make_weights, without_optimizer
@@ -196,10 +196,22 @@ def test_weights_that_would_restore_otherwise_are_never_committed(
 ) -> None:
     before = states(folder)
     monkeypatch.setattr(slimming, "_is_sound", lambda *args: False)
-    with pytest.raises(ShrinkpointError, match="nothing was written"):
-        slim(folder)
+    with pytest.warns(ShrinkpointWarning, match="keeps its optimizer state: .*nothing was written"):
+        assert slim(folder) == []
     monkeypatch.undo()
     assert_holds(folder, before, set(STEPS))
+
+
+def test_a_damaged_one_stays_and_holds_up_no_other(folder: Path) -> None:
+    store = RunStore(folder)
+    blob = folder / store.manifests()[2].chain[-1].key  # of step 30
+    data = bytearray(blob.read_bytes())
+    data[-1] ^= 1
+    blob.write_bytes(data)
+    with pytest.warns(ShrinkpointWarning, match=r"\(step 30\) keeps its optimizer state: .*checksum") as told:
+        assert [m.step for m in slim(folder)] == [10, 20]
+    assert len([w for w in told if "keeps its optimizer state" in str(w.message)]) == 1
+    assert [m.step for m in RunStore(folder).manifests()] == list(reversed(STEPS))
 
 
 def test_a_delta_whose_parent_is_gone_becomes_a_base(folder: Path) -> None:
