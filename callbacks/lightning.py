@@ -1,8 +1,9 @@
 """`CompressedCheckpoint` for PyTorch Lightning: one callback that saves small, never blocks and resumes by itself."""
 
+import inspect
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -17,11 +18,18 @@ except ModuleNotFoundError as error:
         f'CompressedCheckpoint needs Lightning ({error}): pip install "shrinkpoint[lightning]"'
     ) from error
 
+from shrinkpoint.integrations.lightning_io import open_as_ckpt
 from shrinkpoint.integrations.lightning_session import Session
 from shrinkpoint.integrations.lightning_settings import Settings
+from shrinkpoint.integrations.lightning_words import answer_words
+from shrinkpoint.integrations.run_session import RunSession
+from shrinkpoint.integrations.settings import refusing_unknown
 from shrinkpoint.resume import ResumePolicy
+from shrinkpoint.schemes.catalogue import SchemeName
 
-__all__ = ["CompressedCheckpoint"]
+__all__ = ["CompressedCheckpoint", "load_from_checkpoint"]
+
+M = TypeVar("M", bound=LightningModule)
 
 Mode = Literal["min", "max"]
 
@@ -35,7 +43,8 @@ class CompressedCheckpoint(Checkpoint):
         trainer.fit(model)  # started again after a crash, it continues from the newest sound checkpoint
 
     One checkpoint is addressed as ``<url>#step=1000`` (or ``<url>#newest``), wherever Lightning takes a ``ckpt_path``;
-    ``ckpt_path="best"`` works too. An explicit ``ckpt_path`` always wins over continuing by itself.
+    ``ckpt_path="last"`` and, with a `monitor`, ``"best"`` work too, in a fresh trainer as well. An explicit ``ckpt_path``
+    always wins over continuing by itself.
 
     Args:
         url: the run's folder or URL, of its own; anything that fsspec knows.
@@ -57,14 +66,38 @@ class CompressedCheckpoint(Checkpoint):
             a save, or oftener while a search has budget. Up to four times as many are kept, in host memory, and used where
             these say too little and ``search_overhead`` pays for more.
         storage_options: passed to fsspec.
-        options: every field of `shrinkpoint.saver.SaverConfig`: ``scheme``, ``max_degradation``, ``key_every``,
-            ``busy``, ``max_failures``, and so on. ``probe_steps`` counts where the run is on one process with
-            one optimizer that Lightning steps by itself.
+        scheme: how states are coded: ``"auto"``, our own; a published scheme by its name (`shrinkpoint.schemes.catalogue`); or
+            ``"lossless"``, bit by bit.
+        options: the scheme's own settings: an object of its class, or a mapping of them, as it stands in YAML
+            (``{"alpha": 1e-4}``); None takes its defaults.
+        max_degradation: how much `restore_budget` restores together may raise the held-out loss, relative; what would exceed
+            a restore's share is stored bit-exactly.
+        restore_budget: how many restores the run is to stand, spread evenly over it; 1 allows a single one all of
+            `max_degradation`.
+        loss_floor: losses nearer to zero count as this one where a rise is taken relative to them.
+        probe_steps: where the training can be tried from a restored state, what remains after so many steps is what a restore
+            costs; 0 for never. Counts where the run is on one process with one optimizer that Lightning steps
+            by itself.
+        search_overhead: share of the training time for measuring what restores cost beyond the evaluations of every save.
+        guards: store exactly what would be noisier than training itself, or change the next updates by more than leaving them
+            out, whatever a loss says.
+        key_every: every so many checkpoints one is a base, readable alone; later where that is dear.
+        longest_chain: checkpoints that a restore reads at most; None takes four times `key_every`.
+        keep_every: keep the first checkpoint of every so many training steps, too.
+        keep_optimizer: how many of the newest checkpoints keep the optimizer's state; older ones become weights alone. None:
+            all keep it.
+        weights_only: never store the optimizer's state. A resume begins with a fresh one, and says so.
+        busy: what to do with a save that is due while one is being written: ``"skip"`` it, or ``"wait"``.
+        grace_s: seconds that removed checkpoints' data is kept, for readers and writers that are under way.
+        max_failures: so many failed saves in a row end training with an error.
+        threads: threads that encode and decode; None takes half of the processors.
+        compile_ahead: have coders that are not compiled yet compiled in a process of its own as soon as training begins.
 
     Raises:
         ConfigError: an option has a value that cannot work. Nothing is read or written before ``Trainer.fit``.
     """
 
+    @refusing_unknown
     def __init__(
         self,
         url: str,
@@ -80,8 +113,25 @@ class CompressedCheckpoint(Checkpoint):
         keep_last: int = 3,
         resume: ResumePolicy = "auto",
         probe_batches: int = 2,
-        storage_options: Mapping[str, object] | None = None,
-        **options: Any,
+        storage_options: Mapping[str, Any] | None = None,
+        scheme: SchemeName = "auto",
+        options: Any = None,
+        max_degradation: float = 0.01,
+        restore_budget: int = 10,
+        loss_floor: float = 1e-8,
+        probe_steps: int = 20,
+        search_overhead: float = 0.01,
+        guards: bool = True,
+        key_every: int = 8,
+        longest_chain: int | None = None,
+        keep_every: int | None = None,
+        keep_optimizer: int | None = None,
+        weights_only: bool = False,
+        busy: Literal["skip", "wait"] = "skip",
+        grace_s: float = 86400.0,
+        max_failures: int = 3,
+        threads: int | None = None,
+        compile_ahead: bool = True,
     ) -> None:
         super().__init__()
         settings = Settings.build(
@@ -98,7 +148,26 @@ class CompressedCheckpoint(Checkpoint):
             resume=resume,
             probe_batches=probe_batches,
             storage_options=storage_options,
-            options=options,
+            options={
+                "scheme": scheme,
+                "options": options,
+                "max_degradation": max_degradation,
+                "restore_budget": restore_budget,
+                "loss_floor": loss_floor,
+                "probe_steps": probe_steps,
+                "search_overhead": search_overhead,
+                "guards": guards,
+                "key_every": key_every,
+                "longest_chain": longest_chain,
+                "keep_every": keep_every,
+                "keep_optimizer": keep_optimizer,
+                "weights_only": weights_only,
+                "busy": busy,
+                "grace_s": grace_s,
+                "max_failures": max_failures,
+                "threads": threads,
+                "compile_ahead": compile_ahead,
+            },
         )
         # What Lightning and its loggers read off a checkpoint callback.
         self.dirpath = settings.run.url
@@ -106,6 +175,7 @@ class CompressedCheckpoint(Checkpoint):
         self.mode = mode
         self.save_top_k = save_top_k
         self._session = Session(settings)
+        answer_words(_runs_of)
 
     @property
     def state_key(self) -> str:
@@ -223,3 +293,45 @@ class CompressedCheckpoint(Checkpoint):
     ) -> None:
         """Takes the position over."""
         self._session.take_position(trainer, checkpoint)
+
+
+def load_from_checkpoint(
+    module: type[M],
+    url: str,
+    *,
+    map_location: Any = None,
+    storage_options: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> M:
+    """As ``LightningModule.load_from_checkpoint``, of a run's checkpoint: the model with its hyper-parameters and weights.
+
+        model = load_from_checkpoint(LitGPT, "s3://bucket/run-7#newest")
+
+    A function of ours, because Lightning's own method reads its path by fsspec and ``torch.load``, without asking any plugin:
+    only a patch of its internals could make it take an address, and then only where this module was imported before.
+
+    Args:
+        module: the class.
+        url: ``<run>#step=1000``, ``<run>#newest``, or the run alone. An ordinary ``.ckpt`` is left to the class.
+        map_location: where the tensors go; None leaves them on the host.
+        storage_options: passed to fsspec.
+        kwargs: passed on: ``strict``, ``hparams_file``, and arguments of the class that are not among its saved
+            hyper-parameters, or differ from them.
+
+    Returns:
+        The model. The optimizer's state is not read; ``on_load_checkpoint`` finds none.
+
+    Raises:
+        NoCheckpointError: there is no such checkpoint; the message says which there are.
+        FormatError, ChainError, StoreError: it cannot be read.
+    """
+    if url.endswith(".ckpt"):
+        return module.load_from_checkpoint(url, map_location=map_location, **kwargs)
+    file = open_as_ckpt(url, storage_options=storage_options, without=("optimizer_states",))
+    if "weights_only" in inspect.signature(module.load_from_checkpoint).parameters:
+        kwargs.setdefault("weights_only", False)  # there is no pickle in it but our own, of plain data
+    return module.load_from_checkpoint(file, map_location=map_location, **kwargs)
+
+
+def _runs_of(trainer: Trainer) -> list[RunSession]:
+    return [c._session.run for c in trainer.callbacks if isinstance(c, CompressedCheckpoint)]

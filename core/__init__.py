@@ -6,8 +6,9 @@ if TYPE_CHECKING:
     from shrinkpoint.checkpointer import Checkpointer
     from shrinkpoint.config import SaverConfig
     from shrinkpoint.errors import ShrinkpointError, ShrinkpointWarning
+    from shrinkpoint.loading import load, load_weights
     from shrinkpoint.saver import Saver
-    from shrinkpoint.single import load, save
+    from shrinkpoint.single import save
 
 __version__ = "0.1.0"
 
@@ -19,6 +20,7 @@ __all__ = [
     "ShrinkpointWarning",
     "__version__",
     "load",
+    "load_weights",
     "save",
 ]
 
@@ -28,7 +30,8 @@ _HOME = {
     "SaverConfig": "config",
     "ShrinkpointError": "errors",
     "ShrinkpointWarning": "errors",
-    "load": "single",
+    "load": "loading",
+    "load_weights": "loading",
     "save": "single",
 }
 

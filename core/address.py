@@ -1,12 +1,18 @@
 """How a single checkpoint of a run is named in one string, wherever a framework wants a path."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from shrinkpoint.errors import ConfigError
+from shrinkpoint.errors import ConfigError, NoCheckpointError
+
+if TYPE_CHECKING:
+    from shrinkpoint.store.manifest import Manifest
 
 __all__ = ["Address"]
 
+_NEAREST = 10
 _FRAGMENT = re.compile(r"(?P<url>.+)#(?P<which>newest|(?:step|seq)=\d{1,18})")
 
 
@@ -36,6 +42,29 @@ class Address:
         if kind == "newest":
             return cls(url=match["url"])
         return cls(url=match["url"], **{kind: int(number)})
+
+    def find(self, manifests: Sequence["Manifest"]) -> "Manifest":
+        """The checkpoint that this address names.
+
+        Args:
+            manifests: the run's, newest first.
+
+        Raises:
+            NoCheckpointError: there is none; the message says which there are.
+        """
+        if not manifests:
+            raise NoCheckpointError(f"{self.url} holds no checkpoint")
+        for manifest in manifests:  # of a step that was saved twice, the later
+            if self.step in (None, manifest.step) and self.seq in (None, manifest.seq):
+                return manifest
+        kind, wanted = ("step", self.step) if self.step is not None else ("commit", self.seq)
+        assert wanted is not None
+        there = {manifest.step if self.step is not None else manifest.seq for manifest in manifests}
+        near = sorted(sorted(there, key=lambda number: abs(number - wanted))[:_NEAREST])
+        which = "there are" if len(near) == len(there) else f"of its {len(there)}, the nearest are"
+        raise NoCheckpointError(
+            f"{self.url} has no checkpoint of {kind} {wanted}; {which} {', '.join(map(str, near))}"
+        )
 
     def __str__(self) -> str:
         if self.step is not None:

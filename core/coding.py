@@ -1,39 +1,23 @@
-"""States to checkpoints and back: runs a scheme's codecs over the tensors, parameter by parameter, in closed loop."""
+"""States to checkpoints: runs a scheme's codecs over the tensors, parameter by parameter, in closed loop."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from shrinkpoint.container.layout import Checkpoint, Entry
+from shrinkpoint.decoding import EXPANSION, Decoded, decode_chain, stands_alone
 from shrinkpoint.digest import tensor_digest
-from shrinkpoint.errors import CannotRepresentError, ChainError, CorruptionError, FormatError
+from shrinkpoint.errors import CannotRepresentError
 from shrinkpoint.exactness import pack_reasons
+from shrinkpoint.grouping import BASES_IN_FULL, beside_of, for_codec, groups_of, mapped, matching, siblings_of
 from shrinkpoint.reasons import reasons_of
-from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Held, Quantizer, Scheme, TensorCodec
-from shrinkpoint.schemes.closed_loop import ClosedLoopCodec, as_held
+from shrinkpoint.schemes.base import Coded, Context, Held, Quantizer, Scheme, TensorCodec
 from shrinkpoint.schemes.exact import ExactCodec
-from shrinkpoint.schemes.registry import CODECS, codec_for_reading
-from shrinkpoint.schemes.rounded import RoundedCodec
 from shrinkpoint.state import Role, TensorSpec, TrainingState
 from shrinkpoint.tree import JSON
 
 __all__ = ["Decoded", "EncodedState", "decode_chain", "encode_state", "restored_values"]
-
-R = TypeVar("R")
-
-_EXPANSION = 2**20
-"""Most bytes of a tensor for each byte that is stored of it without a reference: exact coding stays below, whatever the values."""
-_BASES_IN_FULL = frozenset(id for id, codec in CODECS.items() if isinstance(codec(), ClosedLoopCodec))
-_FOLLOWS = RoundedCodec.id  # takes the memory of a tensor beside it, of the same shape
-_UNSUSPICIOUS = 2**30
-"""Bytes that any base may decode to."""
-
-# Second moments are restored first: they scale the first ones, and both may explain the weights. A weight of half
-# precision follows its master, of which it is the rounded value.
-_ORDER = {Role.EXP_AVG_SQ: 0, Role.EXP_AVG: 1, Role.MASTER: 2, Role.WEIGHT: 3}
 
 
 @dataclass(frozen=True)
@@ -46,15 +30,6 @@ class EncodedState:
     """Tensors that the scheme wanted to code but could not, with the reason."""
     exact: Mapping[str, str] = field(default_factory=dict)
     """Of a lossy scheme, every tensor that is stored bit-exactly, with the reason's code (`shrinkpoint.exactness`)."""
-
-
-@dataclass(frozen=True)
-class Decoded:
-    """A restored state, and what its reader holds for the next delta."""
-
-    state: TrainingState
-    held: Mapping[str, Held]
-    checkpoint: Checkpoint = field(repr=False)
 
 
 def encode_state(
@@ -84,18 +59,18 @@ def encode_state(
         exactly: why a checkpoint is stored exactly that was to be lossy; None where `scheme` is what was asked for.
     """
     makers = scheme.codecs(state)
-    groups = _groups(state.specs.values())
+    groups = groups_of(state.specs.values())
     held_before = reference or {}
 
     def code(group: Sequence[TensorSpec]) -> list[tuple[Entry, Held, str | None]]:
         values: dict[str, torch.Tensor] = {}
         coded: list[tuple[Entry, Held, str | None]] = []
         for spec in group:
-            reference = _matching(held_before.get(spec.name), spec)
+            reference = matching(held_before.get(spec.name), spec)
             context = Context(
                 reference,
-                _siblings(values, spec, group),
-                _beside(spec, ((entry.spec, held) for entry, held, _ in coded)),
+                siblings_of(values, spec, group),
+                beside_of(spec, ((entry.spec, held) for entry, held, _ in coded)),
             )
             result, why = _encode_one(state.tensors[spec.name], spec, context, makers.get(spec.name))
             values[spec.name] = result.value
@@ -106,9 +81,9 @@ def encode_state(
                 release(spec.name)
         return coded
 
-    rows = [row for rows in _map(code, groups, threads) for row in rows]
+    rows = [row for rows in mapped(code, groups, threads) for row in rows]
     exact = reasons_of(
-        ((entry.spec, entry.encoded, why) for entry, _, why in rows), scheme, makers, _BASES_IN_FULL, exactly
+        ((entry.spec, entry.encoded, why) for entry, _, why in rows), scheme, makers, BASES_IN_FULL, exactly
     )
     checkpoint = Checkpoint(
         kind="base" if reference is None else "delta",
@@ -132,17 +107,13 @@ def _encode_one(
     if maker is not None:
         try:
             codec = maker()
-            coded = codec.encode(tensor, spec, _for_codec(context, codec.id, spec))
-            if _stands_alone(coded.encoded) and spec.nbytes > _EXPANSION * coded.encoded.nbytes:
+            coded = codec.encode(tensor, spec, for_codec(context, codec.id, spec))
+            if stands_alone(coded.encoded) and spec.nbytes > EXPANSION * coded.encoded.nbytes:
                 raise CannotRepresentError(f"{spec.name}: no reader would believe that so few bytes hold it")
             return coded, None
         except CannotRepresentError as error:
             why = str(error)
-    return ExactCodec().encode(tensor, spec, _for_codec(context, ExactCodec.id, spec)), why
-
-
-def _stands_alone(encoded: EncodedTensor) -> bool:
-    return not encoded.uses_reference and encoded.codec != _FOLLOWS
+    return ExactCodec().encode(tensor, spec, for_codec(context, ExactCodec.id, spec)), why
 
 
 def restored_values(
@@ -171,8 +142,8 @@ def restored_values(
         values: dict[str, torch.Tensor] = {}
         rows: list[tuple[TensorSpec, Held]] = []
         for spec in group:
-            tensor, matching = state.tensors[spec.name], _matching(held_before.get(spec.name), spec)
-            context = Context(matching, _siblings(values, spec, group), _beside(spec, rows))
+            tensor, known = state.tensors[spec.name], matching(held_before.get(spec.name), spec)
+            context = Context(known, siblings_of(values, spec, group), beside_of(spec, rows))
             values[spec.name], row = _restore_one(tensor, spec, context, makers.get(spec.name))
             rows.extend(row)
         return values
@@ -183,7 +154,7 @@ def restored_values(
         if (roles is None or spec.tag.role in roles)
         and (parameters is None or spec.tag.parameter in parameters)
     )
-    found = _map(restore, _groups(wanted), threads)
+    found = mapped(restore, groups_of(wanted), threads)
     others = state.tensors if parameters is not None else {}
     return {**others, **{name: value for values in found for name, value in values.items()}}
 
@@ -195,7 +166,7 @@ def _restore_one(
         return tensor, []
     try:
         codec = maker()
-        context = _for_codec(context, codec.id, spec)
+        context = for_codec(context, codec.id, spec)
         if isinstance(codec, Quantizer):
             return codec.restored(tensor, spec, context), []
         coded = codec.encode(tensor, spec, context)
@@ -203,193 +174,3 @@ def _restore_one(
         return tensor, []
     held = Held(coded.encoded.codec, coded.encoded.params, coded.planes, coded.unseen)
     return coded.value, [(spec, held)]
-
-
-def decode_chain(chain: Iterable[Checkpoint], *, threads: int = 1) -> Decoded:
-    """Restore the last checkpoint of a chain.
-
-    Args:
-        chain: base first, each the predecessor of the next; consumed one at a time.
-        threads: parameters decoded side by side.
-
-    Raises:
-        ChainError: the chain is empty, does not start with a base, or its members do not belong together.
-        CorruptionError: a restored tensor's digest is not the one that was stored.
-        FormatError: sections are malformed.
-    """
-    held: Mapping[str, Held] = {}
-    previous: Checkpoint | None = None
-    for checkpoint in chain:
-        _check_link(checkpoint, previous)
-        _check_sizes(checkpoint)
-        if previous is not None:
-            held = _decode_planes(previous, held, threads)
-        previous = checkpoint
-    if previous is None:
-        raise ChainError("the chain is empty")
-    return _decode_last(previous, held, threads)
-
-
-def _check_link(checkpoint: Checkpoint, previous: Checkpoint | None) -> None:
-    if previous is None and checkpoint.kind != "base":
-        raise ChainError(f"the chain starts with the delta of step {checkpoint.step}: its base is missing")
-    if previous is not None and checkpoint.parent != previous.state_digest:
-        raise ChainError(
-            f"the checkpoint of step {checkpoint.step} is a delta against state {checkpoint.parent}, but the one"
-            f" before it in the chain (step {previous.step}) is {previous.state_digest}"
-        )
-
-
-def _check_sizes(checkpoint: Checkpoint) -> None:
-    """Refuse a small file that declares large tensors before memory is taken for them.
-
-    What uses a reference is as large as that, which was decoded from a file of its own.
-    """
-    alone = [entry for entry in checkpoint.entries if _stands_alone(entry.encoded)]
-    declared, stored = sum(e.spec.nbytes for e in alone), sum(e.encoded.nbytes for e in alone)
-    if declared > max(_UNSUSPICIOUS, _EXPANSION * stored):
-        largest = max(alone, key=lambda entry: entry.spec.nbytes)
-        raise FormatError(
-            f"the checkpoint of step {checkpoint.step} declares tensors of {declared} bytes ({largest.spec.name!r} alone of"
-            f" {largest.spec.nbytes}), and holds {stored} bytes of them: no checkpoint is that small"
-        )
-
-
-def _decode_planes(checkpoint: Checkpoint, held: Mapping[str, Held], threads: int) -> dict[str, Held]:
-    entries = {entry.spec.name: entry for entry in checkpoint.entries}
-
-    def decode(group: Sequence[TensorSpec]) -> list[tuple[Entry, Held]]:
-        rows: list[tuple[Entry, Held]] = []
-        for entry in (entries[spec.name] for spec in group):
-            beside = _beside(entry.spec, ((earlier.spec, now) for earlier, now in rows))
-            codec, context = _reader(entry, held, {}, beside)
-            planes = codec.decode(entry.encoded, entry.spec, context)
-            rows.append((entry, Held(entry.encoded.codec, entry.encoded.params, planes)))
-        return rows
-
-    groups = _groups(entry.spec for entry in checkpoint.entries)
-    return {entry.spec.name: now for rows in _map(decode, groups, threads) for entry, now in rows}
-
-
-def _decode_last(checkpoint: Checkpoint, held: Mapping[str, Held], threads: int) -> Decoded:
-    entries = {entry.spec.name: entry for entry in checkpoint.entries}
-
-    def decode(group: Sequence[TensorSpec]) -> list[tuple[Entry, Held, torch.Tensor]]:
-        values: dict[str, torch.Tensor] = {}
-        rows: list[tuple[Entry, Held, torch.Tensor]] = []
-        for spec in group:
-            entry = entries[spec.name]
-            beside = _beside(spec, ((earlier.spec, now) for earlier, now, _ in rows))
-            codec, context = _reader(entry, held, _siblings(values, spec, group), beside)
-            planes = codec.decode(entry.encoded, spec, context)
-            value = codec.reconstruct(entry.encoded, planes, spec, context)
-            if (value.dtype, tuple(value.shape)) != (spec.dtype, spec.shape):
-                raise FormatError(
-                    f"{spec.name}: codec {entry.encoded.codec!r} cannot hold {spec.dtype} {spec.shape}"
-                )
-            if tensor_digest(value) != entry.digest:
-                raise CorruptionError(
-                    f"step {checkpoint.step}: {spec.name} decodes to other values than were stored"
-                    " (a wrong reference, or a fault of this machine's decoder)"
-                )
-            values[spec.name] = value
-            rows.append((entry, Held(entry.encoded.codec, entry.encoded.params, planes), value))
-        return rows
-
-    rows = [
-        row
-        for rows in _map(decode, _groups(entry.spec for entry in checkpoint.entries), threads)
-        for row in rows
-    ]
-    tensors = {entry.spec.name: value for entry, _, value in rows}
-    specs = {entry.spec.name: entry.spec for entry, _, _ in rows}
-    state = TrainingState(checkpoint.tree, tensors, specs)
-    return Decoded(state, {entry.spec.name: now for entry, now, _ in rows}, checkpoint)
-
-
-def _reader(
-    entry: Entry,
-    held: Mapping[str, Held],
-    siblings: Mapping[str, torch.Tensor],
-    beside: Mapping[str, Held],
-) -> tuple[TensorCodec, Context]:
-    context = Context(_matching(held.get(entry.spec.name), entry.spec), siblings, beside)
-    context = _for_codec(context, entry.encoded.codec, entry.spec)
-    if entry.encoded.uses_reference and context.reference is None:
-        raise FormatError(f"{entry.spec.name} needs its predecessor, which the chain before it does not hold")
-    return codec_for_reading(entry.encoded.codec), context
-
-
-def _matching(held: Held | None, spec: TensorSpec) -> Held | None:
-    """The reference, unless the tensor changed its size since: symbols of another shape explain nothing."""
-    per_element = 2 if spec.dtype.is_complex else 1
-    if held is None or any(plane.size != spec.numel * per_element for plane in held.planes.values()):
-        return None
-    return held
-
-
-def _for_codec(context: Context, codec: str, spec: TensorSpec) -> Context:
-    if context.reference is not None and context.reference.codec != codec:
-        known = as_held(context.reference, codec, spec) if codec in _BASES_IN_FULL else None
-        return replace(context, reference=known)
-    return context
-
-
-def _groups(specs: Iterable[TensorSpec]) -> list[list[TensorSpec]]:
-    """Tensors of one parameter together, in the order in which they are coded; reader and writer agree on it."""
-    groups: dict[str, list[TensorSpec]] = {}
-    for spec in specs:
-        groups.setdefault(spec.tag.parameter or f"/{spec.name}", []).append(spec)
-    return [
-        sorted(group, key=lambda spec: _ORDER.get(spec.tag.role, len(_ORDER))) for group in groups.values()
-    ]
-
-
-def _siblings(
-    values: Mapping[str, torch.Tensor], spec: TensorSpec, group: Sequence[TensorSpec]
-) -> dict[str, torch.Tensor]:
-    """Earlier tensors that stand beside this one in the state: the other moments of the same optimizer.
-
-    A weight also gets its master, the first one of its shape, wherever that stands.
-    """
-    folder = spec.name.rpartition("/")[0]
-    siblings = {
-        other.tag.role.value: values[other.name]
-        for other in group
-        if other.name in values and other.name.rpartition("/")[0] == folder
-    }
-    if spec.tag.role is Role.WEIGHT:
-        for other in group:
-            if other.tag.role is Role.MASTER and other.shape == spec.shape and other.name in values:
-                siblings.setdefault(Role.MASTER.value, values[other.name])
-    return siblings
-
-
-def _beside(spec: TensorSpec, earlier: Iterable[tuple[TensorSpec, Held]]) -> dict[str, Held]:
-    """What stands before this tensor of the same parameter and shape: the first of each role."""
-    beside: dict[str, Held] = {}
-    for other, held in earlier:
-        if other.shape == spec.shape and spec.tag.parameter is not None:
-            beside.setdefault(other.tag.role.value, held)
-    return beside
-
-
-def _map(
-    function: Callable[[Sequence[TensorSpec]], R], groups: Iterable[Sequence[TensorSpec]], threads: int
-) -> Iterator[R]:
-    """``map(function, groups)``; threads begin with the largest groups, so that none is left alone with one at the end."""
-    work = list(groups)
-    if threads <= 1 or len(work) < 2:
-        yield from map(function, work)
-        return
-    sizes = [sum(spec.nbytes for spec in group) for group in work]
-    with ThreadPoolExecutor(threads, thread_name_prefix="shrinkpoint-code") as pool:
-        futures: dict[int, Future[R]] = {}
-        for index in sorted(range(len(work)), key=lambda index: -sizes[index]):
-            futures[index] = pool.submit(function, work[index])
-        try:
-            for index in range(len(work)):
-                yield futures.pop(index).result()
-        finally:
-            for future in futures.values():
-                future.cancel()

@@ -20,8 +20,9 @@ from shrinkpoint.guards import Guard
 from shrinkpoint.movement import Movement, MovementTracker
 from shrinkpoint.planner import Measure, Plan, Planner
 from shrinkpoint.reports import SaveReport
-from shrinkpoint.retention import Record, RetentionPolicy, lineage_of
+from shrinkpoint.retention import WEIGHTS_ONLY, Record, RetentionPolicy, lineage_of
 from shrinkpoint.schemes.base import Held, Occasion
+from shrinkpoint.slimming import Slimmer
 from shrinkpoint.snapshot import Snapshot
 from shrinkpoint.state import TensorSpec, TrainingState
 from shrinkpoint.store.keys import new_nonce
@@ -84,6 +85,12 @@ class Committer:
         self.lineage: str | None = None
         """The training that the next checkpoint belongs to, also when it is killed and resumed; None until the first one."""
         self._diverged = False
+        keep = config.keep_optimizer
+        self._slimmer = (
+            Slimmer(store, keep=keep, grace_s=config.grace_s, threads=config.encoder_threads)
+            if keep is not None
+            else None
+        )
         self.planner = Planner(config, spent_s)
 
     def open(self) -> RunWriter:
@@ -157,6 +164,7 @@ class Committer:
         self._note(state, job.step)
         self._tell_diverged(stored)
         self._collect()
+        self._slim()
         return stored
 
     def _tell_diverged(self, report: SaveReport) -> None:
@@ -231,6 +239,7 @@ class Committer:
                 "save": report.to_json(),
                 "search": self.planner.state_dict(),
                 "lineage": self._lineage_of_this(),
+                **({WEIGHTS_ONLY: True} if self._config.weights_only else {}),
             },
         )
         self._link = _Link(manifest, dict(encoded.held), exact=plan.is_exact)
@@ -285,6 +294,19 @@ class Committer:
         except ShrinkpointError as error:
             tell(
                 f"the checkpoint is stored, but older ones could not be removed: {error}. The next save tries again"
+            )
+
+    def _slim(self) -> None:
+        """Turn older checkpoints into weights, where `keep_optimizer` says so."""
+        if self._slimmer is None:
+            return
+        try:
+            self._slimmer.run(self.open(), self.lineage)
+        except FencedError:
+            raise
+        except ShrinkpointError as error:  # the checkpoint is committed, and older ones are as they were
+            tell(
+                f"the checkpoint is stored, but older ones keep their optimizer state: {error}. The next save tries again"
             )
 
 

@@ -15,6 +15,7 @@ from shrinkpoint.coding import Decoded, decode_chain, encode_state
 from shrinkpoint.container.layout import Checkpoint, Entry
 from shrinkpoint.container.reader import read_container
 from shrinkpoint.container.writer import write_container
+from shrinkpoint.decoding import decode_checkpoint
 from shrinkpoint.digest import tensor_digest
 from shrinkpoint.errors import (
     CannotRepresentError,
@@ -24,7 +25,6 @@ from shrinkpoint.errors import (
     NoCheckpointError,
 )
 from shrinkpoint.exactness import ExactPart, exact_parts, pack_reasons, parts_json, unpack_reasons
-from shrinkpoint.saver import decode_checkpoint
 from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Held, Planes, Rebasable, TensorCodec
 from shrinkpoint.schemes.exact import ExactCodec
 from shrinkpoint.schemes.registry import codec_for_reading

@@ -6,13 +6,13 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.schemes.catalogue import SCHEMES, SchemeName, check_options, options_of
+from shrinkpoint.schemes.catalogue import SCHEMES, SchemeName, check_options, made_options, options_of
 from shrinkpoint.store.manifest import MAX_CHAIN
 
 __all__ = ["SaverConfig"]
 
 _POSITIVE = ("key_every", "max_failures", "restore_budget")
-_POSITIVE_OR_NONE = ("keep_last", "keep_every", "keep_best", "threads", "longest_chain")
+_POSITIVE_OR_NONE = ("keep_last", "keep_every", "keep_best", "keep_optimizer", "threads", "longest_chain")
 _LONGER = 4
 _CHOICES = {"scheme": SCHEMES, "busy": ("skip", "wait"), "mode": ("min", "max")}
 
@@ -54,6 +54,10 @@ class SaverConfig:
     removes."""
     keep_every: int | None = None
     """Keep the first checkpoint of every so many training steps."""
+    keep_optimizer: int | None = None
+    """Keep the optimizer's state of the newest so many checkpoints; older ones become weights alone. None: all keep it."""
+    weights_only: bool = False
+    """Never store the optimizer's state: a resume begins with a fresh one, and says so."""
     keep_best: int | None = None
     """Keep so many of the best by the metric named `monitor`."""
     monitor: str | None = None
@@ -74,7 +78,8 @@ class SaverConfig:
     evaluations of every save and a few more where settings must change are made in any case; probes get what these leave,
     and the first one is paid in advance."""
     options: Any = None
-    """The scheme's own settings, as in ``scheme="excp", options=ExcpOptions(alpha=1e-4)``; None takes its defaults."""
+    """The scheme's own settings, as in ``scheme="excp", options=ExcpOptions(alpha=1e-4)``, or a mapping of them; None takes its
+    defaults."""
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -100,14 +105,19 @@ class SaverConfig:
             raise ConfigError(f"monitor must be the name of a metric, not {self.monitor!r}")
         if type(self.probe_steps) is not int or self.probe_steps < 0:
             raise ConfigError(f"probe_steps must be a number of steps, 0 or more, not {self.probe_steps!r}")
-        for name in ("compile_ahead", "guards"):
+        for name in ("compile_ahead", "guards", "weights_only"):
             if type(getattr(self, name)) is not bool:
                 raise ConfigError(f"{name} must be True or False, not {getattr(self, name)!r}")
         if self.options is not None:
+            object.__setattr__(self, "options", made_options(self.scheme, self.options))
             check_options(self.scheme, self.options)
         if self.keep_best is not None and self.monitor is None:
             raise ConfigError(
                 "keep_best must know its metric: give monitor too, for example monitor='val_loss'"
+            )
+        if self.weights_only and self.keep_optimizer is not None:
+            raise ConfigError(
+                "weights_only=True stores no optimizer state at all, which keep_optimizer would keep: give one of them"
             )
         floor = self.loss_floor
         if not isinstance(floor, int | float) or isinstance(floor, bool) or not 0 < floor < math.inf:

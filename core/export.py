@@ -23,7 +23,7 @@ from shrinkpoint.errors import CannotRepresentError, ConfigError, MissingDepende
 from shrinkpoint.state import Role, TrainingState
 from shrinkpoint.tree import join_path
 
-__all__ = ["SUFFIXES", "Exported", "export", "model_tensors", "to_loadable"]
+__all__ = ["SUFFIXES", "Exported", "export", "model_places", "model_tensors", "to_loadable"]
 
 SUFFIXES = (".ckpt", ".pt", ".safetensors")
 """What `export` writes, by the file's suffix."""
@@ -203,9 +203,22 @@ def _torch_writer(value: Any) -> Callable[[Path], None]:
 
 
 def model_tensors(state: TrainingState) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The model's weights and buffers by their names in the model, as `model_places`, in memory of their own.
+
+    Raises:
+        CannotRepresentError: see `model_places`; or one of them is sparse.
+    """
+    tensors, aliases = model_places(state)
+    for name, tensor in tensors.items():
+        if tensor.layout is not torch.strided:
+            raise CannotRepresentError(f"{name} is sparse, which safetensors does not know: export to .ckpt")
+    return {name: tensor.contiguous() for name, tensor in tensors.items()}, aliases
+
+
+def model_places(state: TrainingState) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """The model's weights and buffers by their names in the model, and tied names by the name that holds the tensor.
 
-    The model's part is found by the tensors' roles; an average that stands in its place is taken instead. In a state that was
+    The tensors are the state's own, which may be without elements. The model's part is found by the tensors' roles; an average that stands in its place is taken instead. In a state that was
     saved without roles, it is the dict ``state_dict`` or ``model``, or the state itself where that is a flat dict of tensors.
 
     Raises:
@@ -276,16 +289,12 @@ def _named(chosen: list[tuple[_Path, torch.Tensor]]) -> tuple[dict[str, torch.Te
     for path, tensor in chosen:
         name = ".".join(path)
         if name in tensors or name in aliases:
-            raise CannotRepresentError(
-                f"two tensors of the model would be called {name!r} in a safetensors file"
-            )
-        if tensor.layout is not torch.strided:
-            raise CannotRepresentError(f"{name} is sparse, which safetensors does not know: export to .ckpt")
+            raise CannotRepresentError(f"two tensors of the model would be called {name!r}")
         if id(tensor) in kept:
             aliases[name] = kept[id(tensor)]
         else:
             kept[id(tensor)] = name
-            tensors[name] = tensor.contiguous()
+            tensors[name] = tensor
     return tensors, aliases
 
 

@@ -11,7 +11,20 @@ from typing import Literal, Protocol
 
 from shrinkpoint.errors import ConfigError
 
-__all__ = ["KeepBest", "KeepEvery", "KeepLast", "Policy", "Record", "RetentionPolicy", "lineage_of"]
+__all__ = [
+    "WEIGHTS_ONLY",
+    "KeepBest",
+    "KeepEvery",
+    "KeepLast",
+    "Policy",
+    "Record",
+    "RetentionPolicy",
+    "is_weights_only",
+    "lineage_of",
+]
+
+WEIGHTS_ONLY = "weights_only"
+"""Under which name a manifest's meta says that the optimizer's state is not in the checkpoint."""
 
 
 def lineage_of(meta: Mapping[str, object]) -> str | None:
@@ -21,6 +34,11 @@ def lineage_of(meta: Mapping[str, object]) -> str | None:
     """
     noted = meta.get("lineage")
     return noted if isinstance(noted, str) else None
+
+
+def is_weights_only(meta: Mapping[str, object]) -> bool:
+    """Whether the optimizer's state was left out of a checkpoint, or taken out later, by its manifest's meta."""
+    return meta.get(WEIGHTS_ONLY) is True
 
 
 @dataclass(frozen=True, kw_only=True)

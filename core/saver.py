@@ -13,15 +13,13 @@ from dataclasses import dataclass
 import torch
 
 from shrinkpoint.address import Address
-from shrinkpoint.coding import Decoded, decode_chain
+from shrinkpoint.coding import Decoded
 from shrinkpoint.committer import Committer, Job
 from shrinkpoint.config import SaverConfig
-from shrinkpoint.container.reader import read_container
+from shrinkpoint.decoding import decode_checkpoint
 from shrinkpoint.errors import (
     ConfigError,
-    CorruptionError,
     FencedError,
-    NoCheckpointError,
     SaveFailedError,
     ShrinkpointError,
 )
@@ -30,6 +28,8 @@ from shrinkpoint.finite import is_finite, not_finite_text
 from shrinkpoint.movement import is_followed
 from shrinkpoint.progress import waiting_for
 from shrinkpoint.reports import Accepted, SaveReport
+from shrinkpoint.retention import is_weights_only
+from shrinkpoint.slimming import without_optimizer
 from shrinkpoint.snapshot import Snapshotter
 from shrinkpoint.state import Describe, TrainingState, plain
 from shrinkpoint.store.manifest import Manifest
@@ -48,20 +48,6 @@ class Restored:
 
     manifest: Manifest
     state: TrainingState
-
-
-def decode_checkpoint(manifest: Manifest, containers: list[bytes], *, threads: int = 1) -> Decoded:
-    """Decode a fetched chain and check it against its manifest.
-
-    Raises:
-        FormatError, ChainError, CorruptionError: the chain is not sound.
-    """
-    decoded = decode_chain((read_container(data) for data in containers), threads=threads)
-    if decoded.checkpoint.state_digest != manifest.state_digest or decoded.checkpoint.step != manifest.step:
-        raise CorruptionError(
-            f"{manifest.chain[-1].key} holds another state than its manifest (commit {manifest.seq}) says"
-        )
-    return decoded
 
 
 class Saver:
@@ -214,9 +200,14 @@ class Saver:
                 return None
             self.flush()
         self._go_on()
+        captured = TrainingState.capture(state, describe)
+        if (
+            self.config.weights_only
+        ):  # steps from a restore, and what it does to updates, are those of a fresh optimizer
+            captured, resumed, optimizers = without_optimizer(captured), None, ()
         self._evaluate, self._resumed = evaluate, resumed
         job = Job(
-            snapshot=self._snapshotter.take(TrainingState.capture(state, describe)),
+            snapshot=self._snapshotter.take(captured),
             step=step,
             metrics=told,
             measure=self._desk.measure if evaluate is not None else None,
@@ -391,6 +382,12 @@ class Saver:
         self._newest, self._restored = None, (manifest, decoded)
         self._go_on()
         self._tell_if_diverged(manifest)
+        if is_weights_only(manifest.meta):
+            tell(
+                f"resumed weights of step {manifest.step} from {self.store.display}; optimizer state was not stored: it"
+                " starts anew",
+                stacklevel=3,
+            )
         return Restored(manifest, decoded.state)
 
     def _read(self, which: Manifest | int | None) -> Restored | None:
@@ -449,14 +446,7 @@ class Saver:
             return decode_checkpoint(manifest, containers, threads=self.config.encoder_threads)
 
     def _at_step(self, step: int | None) -> Manifest:
-        manifests = self.store.manifests()
-        for manifest in manifests:
-            if manifest.step == step:
-                return manifest
-        steps = ", ".join(str(manifest.step) for manifest in manifests[:10]) or "none"
-        raise NoCheckpointError(
-            f"{self.url} holds no checkpoint of step {step}; the newest steps are: {steps}"
-        )
+        return Address(url=self.url, step=step).find(self.store.manifests())
 
     def _go_on(self) -> None:
         """Let saves continue what was restored, or nothing; one that is under way belongs to the training before that."""

@@ -1,24 +1,20 @@
-"""One state dict in one file, without a run: ``shrinkpoint.save`` and ``shrinkpoint.load``."""
+"""One state dict in one file, without a run: ``shrinkpoint.save``; ``shrinkpoint.load`` reads it (`shrinkpoint.loading`)."""
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from shrinkpoint.coding import EncodedState, decode_chain, encode_state
+from shrinkpoint.coding import EncodedState, encode_state
 from shrinkpoint.config import SaverConfig
-from shrinkpoint.container.reader import read_container
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.exactness import exact_parts, large_share
 from shrinkpoint.planner import Plan, Planner
-from shrinkpoint.progress import waiting_for
 from shrinkpoint.schemes.base import Occasion
 from shrinkpoint.state import Describe, TrainingState, plain
-from shrinkpoint.store.single import naming, read_file, write_file
+from shrinkpoint.store.single import write_file
 from shrinkpoint.telling import brief, tell
 
-__all__ = ["load", "save"]
+__all__ = ["save"]
 
 
 def save(
@@ -47,7 +43,8 @@ def save(
         CannotRepresentError: `state` holds an object that cannot be stored without pickle; the message names it.
         StoreError: the file cannot be written.
     """
-    _check_path(path, "save(state, path)")
+    if not isinstance(path, str | os.PathLike):
+        raise ConfigError(f"path must be a path or URL, not {brief(path)}: save(state, path)")
     config = SaverConfig(scheme=scheme)  # type: ignore[arg-type]
     captured = TrainingState.capture(state, describe)
     host = TrainingState(captured.tree, {n: t.cpu() for n, t in captured.tensors.items()}, captured.specs)
@@ -67,25 +64,6 @@ def save(
     return len(data)
 
 
-def load(path: str | Path, *, storage_options: Mapping[str, object] | None = None) -> Any:
-    """Read what `save` wrote, every checksum and digest verified.
-
-    Args:
-        path: a path or URL.
-        storage_options: passed to fsspec.
-
-    Raises:
-        ConfigError: `path` is no path.
-        FormatError: not such a file, or a damaged one.
-        ChainError: a delta of a run, which cannot be read alone.
-        StoreError: the file cannot be read.
-    """
-    _check_path(path, "load(path)")
-    data = read_file(str(path), storage_options)
-    with waiting_for(f"reading {path}"), naming(str(path)):
-        return decode_chain([read_container(data)], threads=SaverConfig().encoder_threads).state.to_object()
-
-
 def _tell_exact(path: str, scheme: str, plan: Plan, encoded: EncodedState, size: int, *, knows: bool) -> None:
     """Say that a scheme that was to make the file smaller has not, and why."""
     if plan.is_exact and scheme != "lossless":
@@ -102,8 +80,3 @@ def _tell_exact(path: str, scheme: str, plan: Plan, encoded: EncodedState, size:
     told = large_share(parts, size, path)
     if told is not None:
         tell(told[1], stacklevel=3)
-
-
-def _check_path(path: object, call: str) -> None:
-    if not isinstance(path, str | os.PathLike):
-        raise ConfigError(f"path must be a path or URL, not {brief(path)}: {call}")

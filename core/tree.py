@@ -21,7 +21,7 @@ import torch
 from shrinkpoint.dtypes import dtype_from_name, dtype_name
 from shrinkpoint.errors import CannotRepresentError, FormatError
 
-__all__ = ["JSON", "Path", "decode_tree", "encode_tree", "join_path"]
+__all__ = ["JSON", "Path", "decode_tree", "dense_only", "encode_tree", "join_path", "tensor_names"]
 
 JSON: TypeAlias = Any
 """None, bool, int, float, str, or a list or str-keyed dict of these."""
@@ -220,6 +220,62 @@ def _decode(node: JSON, get: Callable[[str], torch.Tensor], depth: int) -> Any:
     if kind in _LEAVES:
         return _LEAVES[kind](node)
     raise FormatError(f"the tree of plain data holds the unknown type {kind!r}")
+
+
+_PARTS: Mapping[str, tuple[str, ...]] = {
+    "ndarray": ("name",),
+    "sparse_coo": ("indices", "values"),
+    "sparse_csr": ("crow", "col", "values"),
+}
+
+
+def dense_only(node: JSON) -> tuple[JSON, dict[str, str]]:
+    """A tree to be decoded with tensors that have shapes but no elements, which arrays and sparse tensors cannot be made of.
+
+    Args:
+        node: JSON as `encode_tree` made it.
+
+    Returns:
+        The tree with these as lists of the tensors that they consist of; and of which kind each such tensor is a part.
+
+    Raises:
+        FormatError: not such JSON.
+    """
+    parts: dict[str, str] = {}
+
+    def cleared(node: JSON, depth: int) -> JSON:
+        if depth > 3 * (_MAX_DEPTH + 1):
+            raise FormatError("the tree of plain data is nested too deeply")
+        if isinstance(node, list):
+            return [cleared(item, depth + 1) for item in node]
+        if not isinstance(node, dict):
+            return node
+        kind = node.get(_TAG)
+        if not isinstance(kind, str) or kind not in _PARTS:
+            return {key: cleared(item, depth + 1) for key, item in node.items()}
+        names = [name for part in _PARTS[kind] if isinstance(name := node.get(part), str)]
+        if len(names) != len(_PARTS[kind]):
+            raise FormatError(f"the tree of plain data is malformed: {kind} without its tensors")
+        parts.update(dict.fromkeys(names, kind))
+        return [{_TAG: "tensor", "name": name} for name in names]
+
+    return cleared(node, 0), parts
+
+
+def tensor_names(node: JSON) -> set[str]:
+    """The names of all tensors that a tree refers to.
+
+    Raises:
+        FormatError: not such JSON.
+    """
+    names: set[str] = set()
+
+    def note(name: str) -> torch.Tensor:
+        names.add(name)
+        return torch.empty(0)
+
+    decode_tree(dense_only(node)[0], note)
+    return names
 
 
 def _pairs(items: list[Any]) -> list[tuple[Any, Any]]:

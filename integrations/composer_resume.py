@@ -20,6 +20,7 @@ from shrinkpoint.integrations.gradient_buckets import Buckets
 from shrinkpoint.integrations.ranks import is_first, on_every, on_first, rank, world_size
 from shrinkpoint.integrations.run_session import RunSession
 from shrinkpoint.resume import overridden_rates
+from shrinkpoint.retention import is_weights_only
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.telling import tell
 
@@ -86,8 +87,10 @@ def continue_run(run: RunSession, data: DataPlace, state: State, logger: Logger)
         require_same_optimizers(stored, state, url)
 
     on_first(require_same_run)
-    _tell_overridden(stored["state"]["optimizers"], state)
-    load_state(stored, state, logger, url)
+    stores_optimizers = not is_weights_only(manifest.meta)
+    if stores_optimizers:
+        _tell_overridden(stored["state"]["optimizers"], state)
+    load_state(stored, state, logger, url, optimizers=stores_optimizers)
     _take_place(stored["ranks"], data)
     run.saved_step = int(state.timestamp.batch)
     run.remember()

@@ -203,15 +203,27 @@ def unloadable_optimizer(state: State) -> str | None:
     return None
 
 
-def load_state(stored: Mapping[str, Any], state: State, logger: Logger, url: str) -> None:
+def load_state(
+    stored: Mapping[str, Any], state: State, logger: Logger, url: str, *, optimizers: bool = True
+) -> None:
     """Put a checkpoint into a run; called on every rank.
+
+    Args:
+        stored: the checkpoint.
+        state: of the run.
+        logger: for Composer.
+        url: the run's, for the message.
+        optimizers: False where their state was not stored.
 
     Raises:
         StateMismatchError: after Composer has applied the algorithms that it was made with, the model is still another.
     """
     run_name = state.run_name
     missing = _missing_algorithms(stored["state"], state)
-    state.load_state_dict(stored["state"], logger)
+    values = stored["state"]
+    if not optimizers:  # torch refuses to load the groups alone: they begin as they were built
+        values = {name: value for name, value in values.items() if name != "optimizers"}
+    state.load_state_dict(values, logger)
     state.run_name = run_name  # as Composer does: a continued run may bear another name
     if missing:
         live = state.get_model_state_dict()  # with FSDP the first rank alone gets it

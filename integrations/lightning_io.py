@@ -1,6 +1,6 @@
 """Lightning's checkpoint plugin for our runs: it takes our tokens and addresses, and passes everything else on."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from shrinkpoint.address import Address
 from shrinkpoint.errors import CannotRepresentError, ConfigError, NoCheckpointError
+from shrinkpoint.loading import load_state
 from shrinkpoint.saver import Saver
 from shrinkpoint.tree import encode_tree
 
@@ -123,12 +124,7 @@ def load_checkpoint(address: Address, saver: Saver, *, adopt: bool = True) -> di
     """
     which = None
     if address.step is not None or address.seq is not None:
-        known = saver.store.manifests()
-        found = [m for m in known if address.step in (None, m.step) and address.seq in (None, m.seq)]
-        if not found:
-            steps = sorted({manifest.step for manifest in known})
-            raise NoCheckpointError(f"{address} does not exist; the run holds the steps {steps}")
-        which = found[0]  # the newest; a compacted checkpoint has a higher number than its place tells
+        which = address.find(saver.store.manifests())
     restored = saver.restore(which, adopt=adopt)
     if restored is None:
         raise NoCheckpointError(f"{address.url} holds no checkpoint")
@@ -136,19 +132,22 @@ def load_checkpoint(address: Address, saver: Saver, *, adopt: bool = True) -> di
     return checkpoint
 
 
-def open_as_ckpt(address: str, *, storage_options: Mapping[str, Any] | None = None) -> BytesIO:
-    """A run's checkpoint as an ordinary ``.ckpt`` file in memory, for ``LightningModule.load_from_checkpoint``.
+def open_as_ckpt(
+    address: str, *, storage_options: Mapping[str, Any] | None = None, without: Collection[str] = ()
+) -> BytesIO:
+    """A run's checkpoint as an ordinary ``.ckpt`` file in memory.
 
     Args:
         address: ``<run>#step=1000``, ``<run>#newest``, or the run alone, which means its newest checkpoint.
         storage_options: for fsspec.
+        without: entries of the checkpoint to leave out, unread.
 
     Raises:
         NoCheckpointError: the run has no such checkpoint.
         StoreError: it could not be read.
     """
     parsed = Address.parse(address) or Address(url=address)
-    return _to_ckpt(load_checkpoint(parsed, Saver(parsed.url, storage_options=storage_options)))
+    return _to_ckpt(load_state(str(parsed), without=without, storage_options=storage_options))
 
 
 def _to_ckpt(checkpoint: dict[str, Any]) -> BytesIO:

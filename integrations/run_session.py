@@ -125,12 +125,17 @@ class RunSession:
             StoreError: the store cannot be read.
         """
 
-        def read() -> None:
-            for manifest in reversed(self.saver.store.manifests()):
-                if self.saver.lineage in (None, lineage_of(manifest.meta)):
-                    self.best.add(manifest.step, metrics_of(manifest), finite=is_finite(manifest))
+        on_first(lambda: self.add_best(self.saver.store.manifests()))
 
-        on_first(read)
+    def add_best(self, manifests: Sequence[Manifest]) -> None:
+        """Know the best and the last of these checkpoints of the run, where they are of the training that is continued.
+
+        Args:
+            manifests: newest first.
+        """
+        for manifest in reversed(manifests):
+            if self.saver.lineage in (None, lineage_of(manifest.meta)):
+                self.best.add(manifest.step, metrics_of(manifest), finite=is_finite(manifest))
 
     # ---- during training
 

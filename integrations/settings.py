@@ -1,16 +1,20 @@
 """The options that all callbacks share, checked and sorted by who needs them."""
 
 import difflib
-from collections.abc import Iterable, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import wraps
+from typing import Any, Literal, ParamSpec
 
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.resume import ResumePolicy, check_policy
 from shrinkpoint.saver import SaverConfig
 from shrinkpoint.telling import brief
 
-__all__ = ["RunSettings"]
+__all__ = ["RunSettings", "refusing_unknown"]
+
+P = ParamSpec("P")
 
 _OWN = (
     "monitor",
@@ -29,8 +33,9 @@ _NEVER_OVERWRITTEN = (
 _URL = "give url, the run's folder or URL"
 _NO_NAMES = "not needed, for a checkpoint is addressed by its step: '<url>#step=1000', '<url>#newest'"
 _KEEP_LAST = "give keep_last, how many of the newest to keep, or save_top_k=-1 to keep all"
-_WHOLE_STATE = (
-    "not offered, for a checkpoint is what a run continues from: `shrinkpoint export` takes the weights out"
+_WEIGHTS = (
+    "give weights_only=True where no run is to be continued exactly; `shrinkpoint export` takes the weights out of any"
+    " checkpoint"
 )
 _RESUMES = "give resume: 'auto' (the default) continues by itself, 'must' insists, 'never' starts afresh"
 _BY_INTERVAL = "give save_interval, for example save_interval="
@@ -57,10 +62,9 @@ _HABITS = {
     "enable_version_counter": _NEVER_OVERWRITTEN,
     "num_checkpoints_to_keep": _KEEP_LAST,
     "save_num_checkpoints_to_keep": _KEEP_LAST,
-    "weights_only": _WHOLE_STATE,
-    "save_weights_only": _WHOLE_STATE,
-    "ignore_keys": _WHOLE_STATE,
-    "save_ignore_keys": _WHOLE_STATE,
+    "save_weights_only": _WEIGHTS,
+    "ignore_keys": _WEIGHTS,
+    "save_ignore_keys": _WEIGHTS,
     "save_on_exception": "not offered, for a step that was broken off cannot be continued; a SIGTERM is saved at by itself",
     "num_concurrent_uploads": "not needed: training does not wait for uploads",
     "upload_timeout_in_seconds": "give the timeouts of your storage in storage_options",
@@ -71,6 +75,26 @@ _HABITS = {
     "save_interval": "give every_n_train_steps, every_n_epochs or train_time_interval",
     "every_n_batches": "give every_n_train_steps (Lightning) or save_interval='1000ba' (Composer)",
 }
+
+
+def refusing_unknown(init: Callable[P, None]) -> Callable[P, None]:
+    """Make a callback's constructor refuse arguments that it does not have with what to give instead.
+
+    Its signature stays what it is, for editors and for command lines that are made of it (jsonargparse).
+
+    Args:
+        init: the constructor; all its options are ordinary arguments.
+    """
+    known = inspect.signature(init).parameters
+
+    @wraps(init)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
+        unknown = sorted(kwargs.keys() - known.keys())
+        if unknown:
+            raise ConfigError("; ".join(_refusal(name, known) for name in unknown))
+        init(*args, **kwargs)
+
+    return checked
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shrinkpoint.cli.files import ContainerFile, looks_like_file
+from shrinkpoint.cli.files import ContainerFile
 from shrinkpoint.cli.options import (
     AsJson,
     Pairs,
@@ -21,6 +21,7 @@ from shrinkpoint.cli.output import console, print_json
 from shrinkpoint.cli.runs import OpenRun, open_run, pick
 from shrinkpoint.errors import ChainError, ConfigError, FormatError, NoCheckpointError, ShrinkpointWarning
 from shrinkpoint.progress import waiting_for
+from shrinkpoint.store.single import looks_like_file
 
 if TYPE_CHECKING:
     from shrinkpoint.store.manifest import Manifest
@@ -82,7 +83,7 @@ def _verify_run(
 
 def _verify_one(run: OpenRun, manifest: "Manifest") -> dict[str, Any]:
     from shrinkpoint.config import SaverConfig
-    from shrinkpoint.saver import decode_checkpoint
+    from shrinkpoint.decoding import decode_checkpoint
 
     about: dict[str, Any] = {
         "seq": manifest.seq,

@@ -4,15 +4,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from shrinkpoint.cli.files import ContainerFile, looks_like_file
+from shrinkpoint.cli.files import ContainerFile
 from shrinkpoint.cli.options import split_address
 from shrinkpoint.cli.runs import open_run, pick
 from shrinkpoint.errors import NoCheckpointError
 from shrinkpoint.progress import waiting_for
-from shrinkpoint.store.single import naming
+from shrinkpoint.store.single import looks_like_file, naming
 
 if TYPE_CHECKING:
-    from shrinkpoint.coding import Decoded
+    from shrinkpoint.decoding import Decoded
     from shrinkpoint.store.manifest import Manifest
 
 __all__ = ["Loaded", "load"]
@@ -42,10 +42,9 @@ def load(url: str, options: Mapping[str, Any], step: int | None = None, seq: int
     """
     url, step, seq = split_address(url, step, seq)
     with waiting_for(f"reading {url}") as waiting:
-        from shrinkpoint.coding import decode_chain
         from shrinkpoint.config import SaverConfig
         from shrinkpoint.container.reader import read_container
-        from shrinkpoint.saver import decode_checkpoint
+        from shrinkpoint.decoding import decode_chain, decode_checkpoint
 
         threads = SaverConfig().encoder_threads
         if looks_like_file(url):

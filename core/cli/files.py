@@ -1,7 +1,6 @@
 """Single container files at any URL, without a run around them."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -9,14 +8,7 @@ import fsspec
 from shrinkpoint.errors import StoreError
 from shrinkpoint.store.urls import parse_url
 
-__all__ = ["ContainerFile", "looks_like_file"]
-
-
-def looks_like_file(url: str) -> bool:
-    """Whether `url` means one container rather than a run."""
-    if url.rstrip("/").endswith(".shrink"):
-        return True
-    return "://" not in url and Path(url).expanduser().is_file()
+__all__ = ["ContainerFile"]
 
 
 class ContainerFile:

@@ -116,4 +116,6 @@ def _remarks(checkpoint: Mapping[str, Any]) -> str:
     parts += exact_texts(checkpoint["exact"])
     if checkpoint["not_finite"]:
         parts.append(f"NOT FINITE: {checkpoint['not_finite']}")
+    if checkpoint["weights_only"]:
+        parts.append("weights only")
     return "; ".join([*parts, *([f"pinned: {pins}"] if pins else [])])

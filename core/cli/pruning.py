@@ -146,7 +146,7 @@ def _newest_sound(run: OpenRun) -> set[int]:
         ChainError: there are checkpoints, and none is sound; what is left of them is nothing to remove from.
     """
     from shrinkpoint.config import SaverConfig
-    from shrinkpoint.saver import decode_checkpoint
+    from shrinkpoint.decoding import decode_checkpoint
 
     threads = SaverConfig().encoder_threads
     with waiting_for("looking for the newest sound checkpoint"):

@@ -1,26 +1,25 @@
 """Runs as the commands see them: opened with a clear word when there is none, checkpoints picked, damage marked."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from shrinkpoint.address import Address
-from shrinkpoint.cli.files import looks_like_file
 from shrinkpoint.errors import ConfigError, NoCheckpointError
 from shrinkpoint.exactness import explained
-from shrinkpoint.retention import lineage_of
+from shrinkpoint.retention import is_weights_only, lineage_of
 from shrinkpoint.store.connect import open_objects
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.objects import ObjectStore
 from shrinkpoint.store.retry import RetryingObjects, RetryPolicy
 from shrinkpoint.store.run import RunStore
+from shrinkpoint.store.single import looks_like_file
 
 __all__ = ["OpenRun", "describe_manifest", "find_damage", "open_run", "pick"]
 
 _PATIENCE = RetryPolicy(attempts=4, max_delay_s=5.0, deadline_s=60.0)
 """Shorter than in training: somebody waits at the terminal."""
 
-_LOOK_AT = 2000
 _NEAREST = 5
 
 
@@ -55,23 +54,8 @@ def open_run(url: str, options: Mapping[str, Any]) -> OpenRun:
     objects = RetryingObjects(open_objects(url, options), _PATIENCE)
     store = RunStore(url, objects=objects, retry=RetryPolicy(attempts=1))
     if not (store.exists() or objects.list("commits/", limit=1)):
-        raise NoCheckpointError(f"there is no run at {store.display}: {_what_is_there(objects)}")
+        raise NoCheckpointError(f"there is no run at {store.display}: {store.what_is_there()}")
     return OpenRun(url, store, objects)
-
-
-def _what_is_there(objects: ObjectStore) -> str:
-    keys = [info.key for info in objects.list("", limit=_LOOK_AT)]
-    if not keys:
-        return "it is empty or does not exist. Check the URL"
-    runs = sorted({key[: -len("/format.json")] for key in keys if key.endswith("/format.json")})
-    if runs:
-        return f"below it are the runs {_some(runs)}. Add one of these to the URL"
-    return f"it holds {_some(keys)}. Check the URL"
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {'at least ' if len(names) == _LOOK_AT else ''}{len(names) - _NEAREST} more"
-    return ", ".join(names[:_NEAREST]) + (more if len(names) > _NEAREST else "")
 
 
 def pick(run: OpenRun, *, step: int | None = None, seq: int | None = None) -> Manifest:
@@ -164,6 +148,7 @@ def describe_manifest(manifest: Manifest) -> dict[str, Any]:
         "configuration": save.get("configuration"),
         "reason": save.get("reason"),
         "lineage": lineage_of(manifest.meta),
+        "weights_only": is_weights_only(manifest.meta),
         "epoch": manifest.epoch,
         "session": manifest.session,
         "wall_time": manifest.wall_time,

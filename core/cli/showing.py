@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from shrinkpoint.cli.files import ContainerFile, looks_like_file
+from shrinkpoint.cli.files import ContainerFile
 from shrinkpoint.cli.options import (
     AsJson,
     Pairs,
@@ -28,7 +28,7 @@ from shrinkpoint.cli.output import (
 )
 from shrinkpoint.cli.runs import describe_manifest, open_run, pick
 from shrinkpoint.exactness import exact_parts, explained, unpack_reasons
-from shrinkpoint.store.single import naming
+from shrinkpoint.store.single import looks_like_file, naming
 
 if TYPE_CHECKING:
     from shrinkpoint.container.reader import Header, Record

@@ -21,6 +21,7 @@ __all__ = [
     "Occasion",
     "Planes",
     "Quantizer",
+    "ReadsBeside",
     "Rebasable",
     "Scheme",
     "TensorCodec",
@@ -154,6 +155,19 @@ class Rebasable(Protocol):
             held: what its reader holds.
             spec: the tensor.
             beside: as `Context.beside` of the new checkpoint.
+        """
+        ...
+
+
+@runtime_checkable
+class ReadsBeside(Protocol):
+    """A codec that decodes by the planes of other tensors, `Context.beside`; all others decode without."""
+
+    def reads(self, params: Mapping[str, JSON]) -> Collection[str]:
+        """The roles whose planes decoding a tensor with these params needs.
+
+        Raises:
+            FormatError: the params are malformed.
         """
         ...
 

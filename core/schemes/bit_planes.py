@@ -8,7 +8,7 @@ Follows FastCheck (Engineering ITEE 27(2):250034) in its two parts, differences 
 indexes for the few prefixes that moments have, and differs in what it predicts and how indexes are coded: see there.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -111,6 +111,10 @@ class BitPlanesCodec:
         stored = _difference(problem, slice(None)) if delta else problem.bits
         payload = encode_bytes(stored.view(np.uint8), stored.itemsize, self.level, threads)
         return EncodedTensor(self.id, {}, {"bytes": payload}, delta)
+
+    def reads(self, params: Mapping[str, JSON]) -> Collection[str]:
+        """See `ReadsBeside.reads`."""
+        return (_BESIDE,) if params.get("beside") or params.get("context") == "beside" else ()
 
     def decode(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> Planes:
         """See `TensorCodec.decode`."""

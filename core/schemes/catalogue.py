@@ -21,7 +21,7 @@ from shrinkpoint.schemes.partial import PartialOptions, Scar, ScarOptions, TopN
 from shrinkpoint.schemes.uniform import Uniform, UniformOptions
 from shrinkpoint.search.space import ConfigurationSpace
 
-__all__ = ["SCHEMES", "SchemeName", "build", "check_options", "options_of"]
+__all__ = ["SCHEMES", "SchemeName", "build", "check_options", "made_options", "options_of"]
 
 SchemeName = Literal[
     "auto",
@@ -76,6 +76,23 @@ def options_of(name: str) -> Any:
     """A scheme's default options; None if it has none."""
     options = _RECIPES[name].options
     return options() if options is not None else None
+
+
+def made_options(name: str, given: object) -> Any:
+    """A scheme's options, of its own class already or as a mapping of their names, as a YAML file has them.
+
+    Raises:
+        ConfigError: the scheme has no such option, or one has a value that cannot work.
+    """
+    kind = _RECIPES[name].options
+    if not isinstance(given, Mapping) or kind is None:
+        return given
+    try:
+        return kind(**given)
+    except TypeError as error:
+        raise ConfigError(
+            f"options={dict(given)!r}: the scheme {name!r} does not take these: {error}"
+        ) from error
 
 
 def check_options(name: str, options: object) -> None:

@@ -1,7 +1,7 @@
 """One run in a store: which checkpoints it has, their bytes, the newest sound one, and the way to a writer."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, TypeVar
 
@@ -33,6 +33,7 @@ _READERS = 8
 _READS = 3
 _RESTARTS = 3
 _LOOK_AT = 1000
+_NAMED = 5
 
 
 class _ListingOutdatedError(Exception):
@@ -84,6 +85,20 @@ class RunStore:
         """The run's URL or folder for messages, without credentials."""
         return self._objects.display
 
+    def what_is_there(self) -> str:
+        """Words for a prefix that holds no run: what it holds instead, such as runs below it.
+
+        Raises:
+            StoreError: The store could not be listed.
+        """
+        keys = [info.key for info in self._objects.list("", limit=_LOOK_AT)]
+        if not keys:
+            return "it is empty or does not exist. Check the URL"
+        runs = sorted({key[: -len("/format.json")] for key in keys if key.endswith("/format.json")})
+        if runs:
+            return f"below it are the runs {_some(runs)}. Add one of these to the URL"
+        return f"it holds {_some(keys)}. Check the URL"
+
     def exists(self) -> bool:
         """Whether the prefix holds a run.
 
@@ -121,7 +136,29 @@ class RunStore:
             StoreError: The store could not be read.
         """
         with ThreadPoolExecutor(min(_READERS, len(manifest.chain))) as pool:
-            return list(pool.map(lambda ref: self._fetch_blob(ref, manifest), manifest.chain))
+            return list(pool.map(lambda ref: self.fetch_blob(ref, manifest), manifest.chain))
+
+    def fetch_blob(self, ref: BlobRef, manifest: Manifest) -> bytes:
+        """One container of the chain of ``manifest``, checked for size and SHA-256.
+
+        Raises:
+            ChainError: The container is missing.
+            CorruptionError: Its bytes are not those that were written.
+            StoreError: The store could not be read.
+        """
+        shown = self._objects.show(ref.key)
+        for attempt in range(1, _READS + 1):
+            try:
+                data = self._objects.get(ref.key, max_size=ref.size)
+                ref.verify(data, shown)
+                return data
+            except MissingKeyError as error:
+                raise ChainError(f"{shown}, which checkpoint {manifest.seq} needs, is missing") from error
+            except CorruptionError:
+                # A byte that was damaged on its way is right the next time.
+                if attempt == _READS:
+                    raise
+        raise AssertionError("_READS >= 1")
 
     def fetch_range(self, ref: BlobRef, start: int, end: int) -> bytes:
         """Bytes ``start`` (included) to ``end`` (excluded) of one container; the caller checks them.
@@ -153,6 +190,10 @@ class RunStore:
             UnsupportedFormatError: A checkpoint needs a newer shrinkpoint; an older one would lose progress silently.
             StoreError: The store could not be listed or read.
         """
+        return self.newest_readable(lambda manifest: accept(manifest, self.fetch(manifest)))
+
+    def newest_readable(self, read: Callable[[Manifest], T]) -> tuple[Manifest, T] | None:
+        """As :meth:`newest_sound`, where ``read`` itself fetches what it needs of the chain, with the same errors."""
         skipped: dict[str, str] = {}
         for _ in range(_RESTARTS):
             listing = self._scan()
@@ -163,7 +204,7 @@ class RunStore:
                     raise UnsupportedFormatError(damaged.reason)
                 skipped[damaged.key] = damaged.reason
             try:
-                found = self._first_sound(listing, accept, skipped)
+                found = self._first_sound(listing, read, skipped)
             except _ListingOutdatedError:
                 continue
             if found is not None:
@@ -177,11 +218,11 @@ class RunStore:
         )
 
     def _first_sound(
-        self, listing: Listing, accept: Callable[[Manifest, list[bytes]], T], skipped: dict[str, str]
+        self, listing: Listing, read: Callable[[Manifest], T], skipped: dict[str, str]
     ) -> tuple[Manifest, T] | None:
         for manifest in listing.manifests:
             try:
-                return manifest, accept(manifest, self.fetch(manifest))
+                return manifest, read(manifest)
             except UnsupportedFormatError:
                 raise
             except (FormatError, ChainError) as error:
@@ -251,21 +292,6 @@ class RunStore:
             self._warned.add(key)
             tell(message, stacklevel=4)
 
-    def _fetch_blob(self, ref: BlobRef, manifest: Manifest) -> bytes:
-        shown = self._objects.show(ref.key)
-        for attempt in range(1, _READS + 1):
-            try:
-                data = self._objects.get(ref.key, max_size=ref.size)
-                ref.verify(data, shown)
-                return data
-            except MissingKeyError as error:
-                raise ChainError(f"{shown}, which checkpoint {manifest.seq} needs, is missing") from error
-            except CorruptionError:
-                # A byte that was damaged on its way is right the next time.
-                if attempt == _READS:
-                    raise
-        raise AssertionError("_READS >= 1")
-
     def _read_format(self) -> dict[str, Any] | None:
         try:
             record = read_checked(self._objects, FORMAT_KEY, unseal)
@@ -300,3 +326,8 @@ class RunStore:
         # Who loses this race uses the winner's.
         self._objects.put_if_absent(FORMAT_KEY, seal(record))
         self._read_format()
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {'at least ' if len(names) == _LOOK_AT else ''}{len(names) - _NAMED} more"
+    return ", ".join(names[:_NAMED]) + (more if len(names) > _NAMED else "")

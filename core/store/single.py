@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from shrinkpoint.errors import ChainError, ConfigError, FormatError
@@ -12,9 +13,16 @@ from shrinkpoint.store.objects import ObjectStore
 from shrinkpoint.store.retry import RetryingObjects, RetryPolicy
 from shrinkpoint.store.urls import parse_url
 
-__all__ = ["naming", "read_file", "write_file"]
+__all__ = ["looks_like_file", "naming", "read_file", "write_file"]
 
 _MAX_FILE_BYTES = 2**40
+
+
+def looks_like_file(url: str) -> bool:
+    """Whether ``url`` means one container rather than a run."""
+    if url.rstrip("/").endswith(".shrink"):
+        return True
+    return "://" not in url and Path(url).expanduser().is_file()
 
 
 @contextmanager

@@ -107,7 +107,8 @@ class RunWriter:
             parent: The checkpoint that a delta builds on; None for a base.
             state_digest: Digest of the decoded state; opaque here.
             meta: Finite JSON to keep with it.
-            replaces: The checkpoint of the same state whose place in the order this one takes; None: it is the newest.
+            replaces: The checkpoint of the same state, or of the same weights, whose place in the order this one takes; None: it is
+                the newest.
 
         Raises:
             ConfigError: An argument has a value that cannot be stored.
@@ -134,7 +135,8 @@ class RunWriter:
             manifest = publish(draft, began)
             self._check_late(began, manifest)
             self._known[manifest.digest] = self._clock()
-            self.last = manifest
+            if replaces is None:
+                self.last = manifest
             self._mark_committed()
             return manifest
 

@@ -439,7 +439,7 @@ def test_two_callbacks_on_two_runs(saving: Make) -> None:
         ({"save_num_checkpoints_to_keep": 3}, "give keep_last"),
         ({"save_folder": "here"}, "give url"),
         ({"every_n_train_steps": 3}, "give save_interval"),
-        ({"save_weights_only": True}, "not offered"),
+        ({"save_weights_only": True}, "give weights_only=True"),
         ({"save_intervall": "1ep"}, "did you mean save_interval"),
         ({"save_top_k": 2}, "save_top_k=2 ranks by a metric"),
         ({"scheme": "zip"}, "scheme"),
@@ -964,3 +964,12 @@ def test_the_command_line_reads_a_run(tmp_path: Path) -> None:
     loaded = torch.load(tmp_path / "out.pt", weights_only=True)
     assert_same(dict(loaded["state"]["model"]), outcome.final["model"])
     assert cli.invoke(app, ["export", run, str(tmp_path / "out.safetensors")]).exit_code == 0
+
+
+def test_a_run_of_weights_alone_goes_on_with_a_fresh_optimizer(saving: Make) -> None:
+    fit(saving(weights_only=True), Crash(7))
+    [manifest] = Saver(url_of(saving())).store.manifests()
+    assert set(manifest.meta["save"]["sections"]) <= {"weight", "buffer", "other"}
+    with pytest.warns(ShrinkpointWarning, match="resumed weights of step 5 .*it starts anew"):
+        outcome = fit(saving(weights_only=True), Crash(6))
+    assert first(outcome) == 5

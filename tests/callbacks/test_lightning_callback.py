@@ -125,7 +125,7 @@ def test_explicit_path_wins(saving: Make, tmp_path: Path) -> None:
     fit(callback, ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=3, save_top_k=-1))
     assert fit(saving(), Crash(12), ckpt_path=f"{callback.dirpath}#step=10").trace[0][2] == 10
     assert fit(saving(), Crash(8), ckpt_path=str(tmp_path / "step=6.ckpt")).trace[0][2] == 6
-    with pytest.raises(NoCheckpointError, match=r"#step=11 does not exist.*\[5, 10"):
+    with pytest.raises(NoCheckpointError, match=r"has no checkpoint of step 11; there are 5, 10"):
         fit(saving(), ckpt_path=f"{callback.dirpath}#step=11")
 
 

@@ -9,8 +9,8 @@ from support.training import OPTIMIZERS, TinyMLP, capture, train
 from shrinkpoint.committer import Committer, Job, record_of
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.container.reader import read_container
+from shrinkpoint.decoding import decode_checkpoint
 from shrinkpoint.errors import RunMismatchError
-from shrinkpoint.saver import decode_checkpoint
 from shrinkpoint.schemes.auto import AutoOptions
 from shrinkpoint.snapshot import Snapshot
 from shrinkpoint.store.manifest import BlobRef, Manifest

@@ -12,6 +12,7 @@ from shrinkpoint.coding import decode_chain
 from shrinkpoint.container.reader import read_container
 from shrinkpoint.dtypes import tensor_to_bytes
 from shrinkpoint.schemes.registry import CODECS
+from shrinkpoint.selective import Source, decode_selected
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden"
@@ -45,6 +46,18 @@ def test_a_golden_chain_decodes_as_it_always_did(length: int, threads: int) -> N
 def test_the_golden_chain_of_each_codec_decodes_as_it_always_did(case: str, threads: int) -> None:
     for length in range(1, len(EACH[case]) + 1):
         assert decoded(chain_of(case)[:length], threads) == EACH[case][length - 1]
+
+
+@pytest.mark.parametrize("case", [*EACH, None])
+def test_each_tensor_of_a_golden_chain_is_decoded_alone(case: str | None) -> None:
+    """What codecs say that they need of other tensors is all that they need."""
+    paths, expected = (CHAIN, EXPECTED) if case is None else (chain_of(case), EACH[case])
+    files = [path.read_bytes() for path in paths]
+    for length in range(1, len(expected) + 1):
+        chain = [lambda data=data: Source(len(data), lambda: data) for data in files[:length]]
+        for name, digest in expected[length - 1].items():
+            _, tensors = decode_selected(chain, lambda header, name=name: {name})
+            assert hashlib.sha256(tensor_to_bytes(tensors[name]).data).hexdigest() == digest, name
 
 
 def test_every_codec_has_a_golden_chain_and_stands_in_it_as_base_and_as_delta() -> None:

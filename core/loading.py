@@ -1,0 +1,257 @@
+"""Reading for use rather than for training on: ``shrinkpoint.load`` and ``shrinkpoint.load_weights``."""
+
+import difflib
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from shrinkpoint.address import Address
+from shrinkpoint.config import SaverConfig
+from shrinkpoint.container.reader import Header
+from shrinkpoint.errors import (
+    CannotRepresentError,
+    ConfigError,
+    CorruptionError,
+    NoCheckpointError,
+    StateMismatchError,
+)
+from shrinkpoint.export import model_places
+from shrinkpoint.finite import not_finite_text
+from shrinkpoint.progress import waiting_for
+from shrinkpoint.selective import Source, decode_selected, sources_of_run
+from shrinkpoint.state import TrainingState
+from shrinkpoint.store.manifest import Manifest
+from shrinkpoint.store.run import RunStore
+from shrinkpoint.store.single import looks_like_file, naming, read_file
+from shrinkpoint.telling import brief, tell
+from shrinkpoint.tree import JSON, dense_only, tensor_names
+
+__all__ = ["load", "load_state", "load_weights"]
+
+T = TypeVar("T")
+Device = str | int | torch.device | None
+Chain = Sequence[Callable[[], Source]]
+
+_NEAR = 5
+
+
+def load(
+    url: str | os.PathLike[str],
+    *,
+    device: Device = None,
+    storage_options: Mapping[str, object] | None = None,
+) -> Any:
+    """A whole state as it was saved, every checksum and digest verified.
+
+    Args:
+        url: what `save` wrote; or one checkpoint of a run, ``<run>#step=1000``, ``<run>#seq=12`` (the commit) or
+            ``<run>#newest``, as the run alone. The newest is the newest sound one: damaged ones are passed over, with a
+            warning.
+        device: where its tensors go, as ``map_location`` of ``torch.load``; None leaves them on the host.
+        storage_options: passed to fsspec.
+
+    Returns:
+        What was given to `save`; of a run, what its framework would have given to ``torch.save``.
+
+    Raises:
+        NoCheckpointError: there is no such checkpoint; the message says which there are.
+        FormatError: not such a file, or a damaged one.
+        ChainError: a delta of a run, which cannot be read alone; or none of the run's checkpoints is sound.
+        StoreError: it cannot be read.
+    """
+
+    return load_state(url, device=device, storage_options=storage_options)
+
+
+def load_state(
+    url: str | os.PathLike[str],
+    *,
+    without: Collection[str] = (),
+    device: Device = None,
+    storage_options: Mapping[str, object] | None = None,
+) -> Any:
+    """As `load`, without some of the state.
+
+    Args:
+        url: as of `load`.
+        without: keys of the state, which is a dict, to leave out; their tensors are neither read nor decoded.
+        device: as of `load`.
+        storage_options: as of `load`.
+
+    Raises:
+        ShrinkpointError: as `load`.
+    """
+
+    def kept(header: Header) -> JSON:
+        return (
+            {key: node for key, node in header.tree.items() if key not in without} if without else header.tree
+        )
+
+    def choose(header: Header) -> Collection[str]:
+        return tensor_names(kept(header)) if without else header.tensors.keys()
+
+    def read(chain: Chain) -> tuple[Header, dict[str, torch.Tensor]]:
+        return decode_selected(chain, choose, threads=_threads())
+
+    header, tensors = _read(url, storage_options, read)
+    return _to_object(kept(header), tensors, device)
+
+
+def load_weights(
+    url: str | os.PathLike[str],
+    *,
+    names: Iterable[str] | None = None,
+    prefix: str = "",
+    device: Device = None,
+    storage_options: Mapping[str, object] | None = None,
+) -> dict[str, torch.Tensor]:
+    """The model's weights and buffers, for ``model.load_state_dict``; the optimizer's state is neither read nor decoded.
+
+        model.load_state_dict(shrinkpoint.load_weights("s3://bucket/run-7#newest", device="cuda"))
+
+    Of a run that averages its weights in the model's place (Lightning's ``WeightAveraging``), these are the averages.
+
+    Args:
+        url: as of `load`.
+        names: the only ones to read, as the result is to name them; None takes all.
+        prefix: take what is below this alone, and name it without: ``prefix="model."`` for the module that a
+            LightningModule holds as ``self.model``.
+        device: where they go; None leaves them on the host.
+        storage_options: passed to fsspec.
+
+    Returns:
+        The tensors by their names in the model; tied ones share their memory.
+
+    Raises:
+        StateMismatchError: the model has no such name, or nothing below `prefix`; the message names near ones.
+        CannotRepresentError: the state does not tell which tensors are the model's: use `load`.
+        NoCheckpointError, FormatError, ChainError, StoreError: as `load`.
+    """
+    if isinstance(names, str):
+        raise ConfigError(f"names={names!r} must be several names, as in names=[{names!r}]")
+    wanted = None if names is None else list(names)
+    stored: dict[str, str] = {}
+
+    def choose(header: Header) -> Collection[str]:
+        stored.clear()
+        stored.update(_chosen(_model_names(header), wanted, prefix))
+        return set(stored.values())
+
+    def read(chain: Chain) -> tuple[Header, dict[str, torch.Tensor]]:
+        return decode_selected(chain, choose, threads=_threads())
+
+    _, tensors = _read(url, storage_options, read)
+    moved = {name: tensor if device is None else tensor.to(device) for name, tensor in tensors.items()}
+    return {name: moved[place] for name, place in stored.items()}
+
+
+def _threads() -> int:
+    return SaverConfig().encoder_threads
+
+
+# ---- which chain
+
+
+def _read(
+    url: str | os.PathLike[str],
+    storage_options: Mapping[str, object] | None,
+    read: Callable[[Chain], tuple[Header, T]],
+) -> tuple[Header, T]:
+    """What `read` makes of the chain that `url` means."""
+    if not isinstance(url, str | os.PathLike):
+        raise ConfigError(f"url must be a path, a URL or '<run>#step=1000', not {brief(url)}")
+    text = os.fspath(url)
+    address = Address.parse(text)
+    if address is None and not looks_like_file(text):
+        store = RunStore(text, storage_options=storage_options)
+        if store.manifests() or store.exists():
+            address = Address(url=text)
+        elif "://" not in text and Path(text).expanduser().is_dir():
+            raise NoCheckpointError(f"there is no run at {store.display}: {store.what_is_there()}")
+    with waiting_for(f"reading {text}"):
+        if address is None:
+            data = read_file(text, storage_options)
+            with naming(text):
+                return read([lambda: Source(len(data), lambda: data)])
+        return _read_run(address, RunStore(address.url, storage_options=storage_options), read)
+
+
+def _read_run(
+    address: Address, store: RunStore, read: Callable[[Chain], tuple[Header, T]]
+) -> tuple[Header, T]:
+    def of(manifest: Manifest) -> tuple[Header, T]:
+        header, found = read(sources_of_run(store, manifest))
+        if (header.state_digest, header.step) != (manifest.state_digest, manifest.step):
+            raise CorruptionError(
+                f"{manifest.chain[-1].key} holds another state than its manifest (commit {manifest.seq}) says"
+            )
+        return header, found
+
+    if not store.manifests() and not store.exists():
+        raise NoCheckpointError(f"there is no run at {store.display}: {store.what_is_there()}")
+    if address.step is None and address.seq is None:
+        newest = store.newest_readable(of)
+        if newest is None:
+            raise NoCheckpointError(f"{store.display} is a run without a checkpoint yet: nothing to load")
+        manifest, result = newest
+    else:
+        manifest = address.find(store.manifests())
+        result = of(manifest)
+    found = not_finite_text(manifest)
+    if found is not None:
+        tell(
+            f"the checkpoint of step {manifest.step} in {store.display} is not finite: {found}", stacklevel=5
+        )
+    return result
+
+
+# ---- which tensors
+
+
+def _model_names(header: Header) -> dict[str, str]:
+    """Where each tensor of the model stands in the state, by its name in the model."""
+    dense, parts = dense_only(header.tree)
+    empty = {
+        name: torch.empty(record.spec.shape, dtype=record.spec.dtype, device="meta")
+        for name, record in header.tensors.items()
+    }
+    specs = {name: record.spec for name, record in header.tensors.items()}
+    tensors, aliases = model_places(TrainingState(dense, empty, specs))
+    places = {id(tensor): name for name, tensor in empty.items()}
+    found = {name: places[id(tensor)] for name, tensor in tensors.items()}
+    for name, place in found.items():
+        if place in parts:
+            raise CannotRepresentError(
+                f"{name} is sparse, which load_weights cannot give: shrinkpoint.load gives the whole state"
+            )
+    return {**found, **{alias: found[kept] for alias, kept in aliases.items()}}
+
+
+def _chosen(places: Mapping[str, str], names: Collection[str] | None, prefix: str) -> dict[str, str]:
+    below = {name[len(prefix) :]: place for name, place in places.items() if name.startswith(prefix)}
+    if not below:
+        first = sorted({name.partition(".")[0] + "." for name in places if "." in name})
+        raise StateMismatchError(
+            f"no tensor of the model is below prefix={prefix!r}; its names begin with {', '.join(first[:_NEAR]) or 'nothing'}"
+        )
+    if names is None:
+        return below
+    missing = [name for name in names if name not in below]
+    if missing:
+        near = difflib.get_close_matches(missing[0], below, n=_NEAR, cutoff=0.4) or list(below)[:_NEAR]
+        raise StateMismatchError(
+            f"the model has no tensor {', '.join(map(repr, missing[:_NEAR]))}; it has {len(below)}, such as"
+            f" {', '.join(near)}"
+        )
+    return {name: below[name] for name in names}
+
+
+def _to_object(tree: JSON, tensors: Mapping[str, torch.Tensor], device: Device) -> Any:
+    if device is None:
+        return TrainingState(tree, tensors, {}).to_object()
+    _, parts = dense_only(tree)  # numpy's arrays stay on the host
+    moved = {name: t if parts.get(name) == "ndarray" else t.to(device) for name, t in tensors.items()}
+    return TrainingState(tree, moved, {}).to_object()

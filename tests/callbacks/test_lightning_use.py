@@ -1,0 +1,166 @@
+"""Evaluating and loading from a run in a fresh process: ``"last"``, ``"best"`` and `load_from_checkpoint`."""
+
+import inspect
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from support.containers import identical
+from support.lightning_models import QUIET, Crash, Tiny, fit
+
+from shrinkpoint import decoding
+from shrinkpoint.callbacks.composer import CompressedCheckpoint as ForComposer
+from shrinkpoint.callbacks.lightning import CompressedCheckpoint, load_from_checkpoint
+from shrinkpoint.config import SaverConfig
+from shrinkpoint.errors import ConfigError, NoCheckpointError, ShrinkpointWarning
+from shrinkpoint.saver import Saver
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
+)
+
+Make = Callable[..., CompressedCheckpoint]
+
+
+@pytest.fixture(name="saving")
+def _saving(request: pytest.FixtureRequest) -> Make:
+    """Makes callbacks that save to one run in memory, of this test's own."""
+    torch.set_num_threads(1)
+    url = f"memory://use/{request.node.name}".replace("[", "-").replace("]", "")
+
+    def make(**options: Any) -> CompressedCheckpoint:
+        fixed = {"scheme": "lossless", "busy": "wait", "every_n_epochs": 1, "save_top_k": -1}
+        return CompressedCheckpoint(url, **{**fixed, **options})
+
+    return make
+
+
+def weights_at(callback: CompressedCheckpoint, step: int) -> dict[str, Any]:
+    found = Saver(callback.dirpath).restore(step)
+    assert found is not None
+    return dict(found.state.to_object()["state_dict"])
+
+
+def evaluated(method: str, word: str, *callbacks: Any) -> tuple[Tiny, pl.Trainer]:
+    """An untrained model after an evaluation by a fresh trainer."""
+    module = Tiny()
+    if method == "predict":
+        module.predict_step = lambda batch, batch_idx: module.net(batch[1])  # type: ignore[method-assign]
+    if method == "test":
+        module.test_step = module.validation_step  # type: ignore[assignment]
+    trainer = pl.Trainer(callbacks=list(callbacks), **QUIET)
+    getattr(trainer, method)(module, module.val_dataloader(), ckpt_path=word)
+    return module, trainer
+
+
+@pytest.mark.parametrize("method", ["validate", "test", "predict"])
+def test_last_is_the_newest_of_the_run(saving: Make, method: str) -> None:
+    fit(saving(), max_epochs=2)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*there is no last checkpoint available")
+        module, _ = evaluated(method, "last", saving())
+    assert identical(dict(module.state_dict()), weights_at(saving(), 16))
+
+
+def test_best_is_the_best_by_the_monitored_metric(saving: Make) -> None:
+    outcome = fit(saving(monitor="val_loss"), max_epochs=6)
+    losses = {step: loss for _, step, loss in outcome.module.validations}
+    best = min(reversed(losses), key=losses.__getitem__)
+    module, trainer = evaluated("validate", "best", saving(monitor="val_loss"))
+    assert identical(dict(module.state_dict()), weights_at(saving(), best))
+    assert trainer.callback_metrics["val_loss"].item() == pytest.approx(losses[best])
+
+
+def test_best_without_a_metric_says_what_to_give(saving: Make) -> None:
+    fit(saving(), max_epochs=1)
+    with pytest.raises(
+        ConfigError, match=r'which checkpoint of .* give CompressedCheckpoint a monitor=.*"last"'
+    ):
+        evaluated("validate", "best", saving())
+    with pytest.raises(NoCheckpointError, match=r"none of the 1 .* metric 'acc'; they have .*val_loss"):
+        evaluated("validate", "best", saving(monitor="acc"))
+
+
+def test_an_empty_run_is_told_and_no_untrained_model_evaluated(saving: Make) -> None:
+    with pytest.raises(NoCheckpointError, match="holds no checkpoint"):
+        evaluated("validate", "last", saving())
+    with pytest.raises(NoCheckpointError, match="holds no checkpoint"):
+        evaluated("validate", "best", saving(monitor="val_loss"))
+
+
+def test_fit_with_last_starts_and_continues_with_one_command(saving: Make) -> None:
+    assert (
+        fit(saving(every_n_epochs=None, every_n_train_steps=5), Crash(7), ckpt_path="last").trace[0][2] == 0
+    )
+    again = saving(every_n_epochs=None, every_n_train_steps=5, resume="never")
+    assert fit(again, Crash(9), ckpt_path="last").trace[0][2] == 5
+
+
+def test_other_trainers_are_left_alone(saving: Make, tmp_path: Path) -> None:
+    saving()
+    ordinary = ModelCheckpoint(tmp_path, save_last=True)
+    trained = fit(ordinary, max_epochs=1)
+    module, _ = evaluated("validate", "last", ModelCheckpoint(tmp_path))
+    assert identical(dict(module.state_dict()), trained.final()["weights"])
+
+
+def test_a_run_of_weights_alone_goes_on_with_a_fresh_optimizer(saving: Make) -> None:
+    options: dict[str, Any] = {"weights_only": True, "every_n_epochs": None, "every_n_train_steps": 5}
+    fit(saving(**options), Crash(7))
+    [manifest] = Saver(saving().dirpath).store.manifests()
+    assert set(manifest.meta["save"]["sections"]) <= {"weight", "buffer", "other"}
+    with pytest.warns(ShrinkpointWarning, match="resumed weights of step 5 .*it starts anew") as told:
+        outcome = fit(saving(**options), Crash(6))
+    assert len([w for w in told if "resumed weights" in str(w.message)]) == 1
+    assert outcome.trace[0][2] == 5
+    assert outcome.trace[0][-1] == pytest.approx(1e-2 * 0.97**5)  # the rate of the schedule
+    [state] = {int(entry["step"]) for entry in outcome.trainer.optimizers[0].state.values()}
+    assert state == 1
+
+
+class Sized(Tiny):
+    def __init__(self, width: int, rate: float = 0.1) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net[0] = torch.nn.Linear(8, width)
+        self.net[1] = torch.nn.BatchNorm1d(width)
+        self.net[4] = torch.nn.Linear(width, 1)
+
+
+def test_a_module_is_loaded_without_its_optimizers_state(
+    saving: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    callback = saving()
+    fit(callback, module=Sized(12), max_epochs=2)
+    seen: list[str] = []
+    original = decoding._reader
+    monkeypatch.setattr(
+        decoding, "_reader", lambda entry, *rest: seen.append(entry.spec.name) or original(entry, *rest)
+    )
+    for url in (callback.dirpath, f"{callback.dirpath}#newest", f"{callback.dirpath}#step=16"):
+        seen.clear()
+        module = load_from_checkpoint(Sized, url, rate=0.5)
+        assert (module.hparams["width"], module.hparams["rate"]) == (12, 0.5)
+        assert not any("exp_avg" in name and "exp_avg_sq" not in name for name in seen)
+    assert identical(dict(module.state_dict()), weights_at(saving(), 16))
+    with pytest.raises(NoCheckpointError, match="no checkpoint of step 3; there are 8, 16"):
+        load_from_checkpoint(Sized, f"{callback.dirpath}#step=3")
+
+
+@pytest.mark.parametrize("kind", [CompressedCheckpoint, ForComposer], ids=["lightning", "composer"])
+def test_every_option_is_an_ordinary_documented_argument(kind: type) -> None:
+    parameters = inspect.signature(kind).parameters
+    assert not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    config = SaverConfig()
+    # what a run under a callback keeps is told by save_top_k and keep_last
+    for name in SaverConfig.names() - {"keep_best", "keep_last"}:
+        assert parameters[name].default == getattr(config, name), name
+    documented = inspect.getdoc(kind) or ""
+    for name, parameter in parameters.items():
+        assert f"\n    {name}: " in documented, name
+        assert parameter.annotation is not inspect.Parameter.empty, name
