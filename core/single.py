@@ -1,5 +1,6 @@
 """One state dict in one file, without a run: ``shrinkpoint.save``; ``shrinkpoint.load`` reads it (`shrinkpoint.loading`)."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
