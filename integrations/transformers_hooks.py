@@ -19,7 +19,7 @@ from shrinkpoint.telling import tell
 
 __all__ = ["TESTED", "install", "overridden"]
 
-TESTED = "4.48 to 5.23"
+TESTED = "4.57 and 5.23"
 _MARK = "_shrinkpoint"
 _SKIP = "skip_first_batches"
 _ABSENT = object()

@@ -5,6 +5,7 @@
 """
 
 import copy
+import inspect
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -174,7 +175,10 @@ def _items(trainer: Any, parts: Sequence[Any]) -> Any:
     if world_size() > 1 or not hasattr(trainer, "get_batch_samples"):
         return None
     batches = iter([trainer._prepare_inputs(to_host(part)) for part in parts])
-    return trainer.get_batch_samples(batches, len(parts), trainer.args.device)[1]
+    device = (
+        [trainer.args.device] if "device" in inspect.signature(trainer.get_batch_samples).parameters else []
+    )
+    return trainer.get_batch_samples(batches, len(parts), *device)[1]
 
 
 def _loss(trainer: Any, kept: Any, items: Any = None) -> torch.Tensor:

@@ -8,13 +8,21 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from shrinkpoint.address import Address
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.integrations.gradient_buckets import Buckets, bucket_order, restore_buckets, stateful_hook
 from shrinkpoint.integrations.gradients import GradientCollector
-from shrinkpoint.integrations.ranks import broadcast, gather, is_first, on_every, on_first, rank, world_size
+from shrinkpoint.integrations.ranks import (
+    any_of,
+    broadcast,
+    gather,
+    is_first,
+    on_every,
+    on_first,
+    rank,
+    world_size,
+)
 from shrinkpoint.integrations.run_session import RunSession
 from shrinkpoint.integrations.transformers_data import DataPlace
 from shrinkpoint.integrations.transformers_hooks import Override, overridden
@@ -133,7 +141,7 @@ class Session:
                 lambda stored, *args: load_model(stored, self._trainer.model)
             ),
             "_load_optimizer_and_scheduler": self._instead(
-                lambda stored, *args: load_optimizer(stored, self._trainer, self.run.settings.url)
+                lambda stored, *args: self._load_optimizer(stored)
             ),
             "_load_rng_state": self._instead(lambda stored, *args: self._place_is_found()),
             "_maybe_log_save_evaluate": self._around_moments,
@@ -143,7 +151,7 @@ class Session:
 
     def _optional(self) -> dict[str, Override]:
         return {
-            "_load_scaler": self._instead(lambda stored, *args: load_scaler(stored, self._trainer)),
+            "_load_scaler": self._instead(lambda stored, *args: None),  # it went with the optimizer
             "_load_callback_state": self._instead(
                 lambda stored, *args: load_callbacks(stored, self._trainer)
             ),
@@ -160,6 +168,10 @@ class Session:
             return replacement
 
         return override
+
+    def _load_optimizer(self, stored: Mapping[str, Any]) -> None:
+        load_optimizer(stored, self._trainer, self.run.settings.url)
+        load_scaler(stored, self._trainer)
 
     def _place_is_found(self) -> None:
         assert self._stored is not None
@@ -283,7 +295,7 @@ class Session:
             self._new_best |= state.best_metric != self._best_metric
             self._best_metric = state.best_metric
         self._attend()
-        terminated = _any(self._termination.received, self._trainer.args.device)
+        terminated = any_of(self._termination.received, self._trainer.args.device)
         ending = terminated or bool(control.should_training_stop)
         if not epoch_over and not inside_epoch(state):
             return
@@ -391,7 +403,7 @@ class Session:
         self._attend()
         if self._trainer.args.load_best_model_at_end and self._takes_over:
             state.best_model_checkpoint = self.run.best.best_path or None
-        if _any(self._termination.received, self._trainer.args.device):
+        if any_of(self._termination.received, self._trainer.args.device):
             self._termination.end()
         self._termination.unwatch()
 
@@ -408,12 +420,3 @@ class Session:
         self.run.fail()
         self.run.release()
         self._set_up()
-
-
-def _any(flag: bool, device: torch.device) -> bool:
-    """Whether any process has it."""
-    if world_size() == 1:
-        return flag
-    tensor = torch.tensor([flag], dtype=torch.uint8, device=device)
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-    return bool(tensor.item())
