@@ -20,10 +20,12 @@ from shrinkpoint.errors import ConfigError, NoCheckpointError, ShrinkpointWarnin
 from shrinkpoint.saver import Saver
 from shrinkpoint.state import Role
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
-    pytest.mark.filterwarnings("error::shrinkpoint.errors.ShrinkpointWarning"),
-]
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning",
+    "ignore::FutureWarning",
+    "ignore::UserWarning",
+    "error::shrinkpoint.errors.ShrinkpointWarning",
+)
 
 BEST = (
     ("metric_for_best_model", "loss"),

@@ -70,16 +70,20 @@ def finish(folder: Path, name: str, *, processes: int = 1) -> list[Outcome]:
     return [torch.load(folder / f"{name}-{rank}.pt", weights_only=False) for rank in range(processes)]
 
 
-def test_killed_and_continued_bit_by_bit(tmp_path: Path) -> None:
-    [whole] = finish(tmp_path, "whole")
+@pytest.fixture(scope="module", name="whole")
+def _whole(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    [whole] = finish(tmp_path_factory.mktemp("whole"), "whole")
+    return whole
+
+
+def test_killed_and_continued_bit_by_bit(tmp_path: Path, whole: Outcome) -> None:
     assert interrupt(tmp_path, step=19, number=signal.SIGKILL) == [-signal.SIGKILL]
     [rest] = finish(tmp_path, "rest")
     assert rest.steps[0][0] in (11, 16)  # the save of step 15 may have been under way
     assert_continues(whole, rest)
 
 
-def test_asked_to_end_and_continued_bit_by_bit(tmp_path: Path) -> None:
-    [whole] = finish(tmp_path, "whole")
+def test_asked_to_end_and_continued_bit_by_bit(tmp_path: Path, whole: Outcome) -> None:
     assert interrupt(tmp_path, step=13, number=signal.SIGTERM) == [128 + signal.SIGTERM]
     last = progress(tmp_path)[-1]
     [rest] = finish(tmp_path, "rest")

@@ -17,13 +17,14 @@ pytest.importorskip("accelerate")
 from support.transformers_models import Outcome, Setup, assert_continues, train
 
 from shrinkpoint.callbacks.transformers import CompressedCheckpoint
+from shrinkpoint.errors import ShrinkpointWarning
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
-    pytest.mark.filterwarnings("error::shrinkpoint.errors.ShrinkpointWarning"),
-]
-
-COMPLETE = "ignore:.*is complete:shrinkpoint.errors.ShrinkpointWarning"
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning",
+    "ignore::FutureWarning",
+    "ignore::UserWarning",
+    "error::shrinkpoint.errors.ShrinkpointWarning",
+)
 
 
 @dataclass(frozen=True)
@@ -125,12 +126,12 @@ def test_a_longer_run_continues_a_finished_one(steps: int, folder: Path) -> None
     assert_continues(uninterrupted(setup, folder), rest)
 
 
-@pytest.mark.filterwarnings(COMPLETE)
 @pytest.mark.parametrize("setup", [with_arguments(max_steps=13), CASES["early stopping"].setup])
 def test_a_finished_run_that_is_started_again_trains_no_step(setup: Setup, folder: Path) -> None:
     url = fresh()
     whole = train(setup, str(folder / "run"), saving(url))
-    again = train(setup, str(folder / "run"), saving(url), seed=999)
+    with pytest.warns(ShrinkpointWarning, match="is complete"):
+        again = train(setup, str(folder / "run"), saving(url), seed=999)
     assert again.finished
     assert again.steps == []
     assert again.state["global_step"] == whole.state["global_step"] == whole.steps[-1][0]
