@@ -102,7 +102,12 @@ class DataPlace:
         self._epoch = epoch
         hook = None if base is None else _IndexHook.on(base)
         drop = skip
-        if hook is not None and skip and can_skip(base, count=skip, exact=stored is not None):
+        if (
+            base is not None
+            and hook is not None
+            and skip
+            and can_skip(base, count=skip, exact=stored is not None)
+        ):
             epoch.skips, drop = skip, 0
         epoch.starts(workers=bool(getattr(base, "num_workers", 0)), hooked=hook is not None)
         if hook is not None:
@@ -223,7 +228,7 @@ class FollowedLoader:
         return getattr(self._inner, name)
 
     @property
-    def __class__(self) -> Any:
+    def __class__(self) -> Any:  # type: ignore[misc]  # which can be set elsewhere
         """The inner one's, as accelerate's own wrappers have it, so that ``isinstance(loader, DataLoader)`` holds."""
         return self._inner.__class__
 
@@ -245,7 +250,7 @@ class _IndexHook:
         found = vars(base).get("_shrinkpoint_hook")
         if found is None:
             kind = type(base)
-            found = cls(base._index_sampler)  # type: ignore[attr-defined]  # what a loader's iterators ask
+            found = cls(base._index_sampler)  # what a loader's iterators ask
             base.__dict__["_shrinkpoint_hook"] = found
             members = {"_index_sampler": property(lambda self: self.__dict__["_shrinkpoint_hook"])}
             base.__class__ = type(kind.__name__, (kind,), members)

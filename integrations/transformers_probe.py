@@ -207,10 +207,9 @@ def _silent(trainer: Any) -> Any:
 
 def _copied(value: Any) -> Any:
     """Containers are copied, what they hold is not."""
-    if isinstance(value, (dict, list, set, deque)):
-        copied = copy.copy(value)
-        if isinstance(copied, dict):
-            for key, item in value.items():
-                copied[key] = _copied(item)
+    if isinstance(value, dict):
+        copied = copy.copy(value)  # of its own kind
+        for key, item in value.items():
+            copied[key] = _copied(item)
         return copied
-    return value
+    return copy.copy(value) if isinstance(value, (list, set, deque)) else value

@@ -93,8 +93,8 @@ def test_asked_to_end_and_continued_bit_by_bit(tmp_path: Path, whole: Outcome) -
 
 def test_two_processes_killed_and_continued_bit_by_bit(tmp_path: Path) -> None:
     whole = finish(tmp_path, "whole", processes=2)
-    assert interrupt(tmp_path, step=9, number=signal.SIGKILL, processes=2) == [-signal.SIGKILL] * 2
+    assert interrupt(tmp_path, step=11, number=signal.SIGKILL, processes=2) == [-signal.SIGKILL] * 2
     rest = finish(tmp_path, "rest", processes=2)
-    assert rest[0].steps[0][0] == 6
+    assert rest[0].steps[0][0] in (6, 11)  # step 10 has waited for the save of step 5
     for undisturbed, continued in zip(whole, rest, strict=True):
         assert_continues(undisturbed, continued)
