@@ -227,8 +227,8 @@ class FollowedLoader:
             raise AttributeError(name)
         return getattr(self._inner, name)
 
-    @property
-    def __class__(self) -> Any:  # type: ignore[misc]  # which can be set elsewhere
+    @property  # type: ignore[misc]  # which can be set elsewhere
+    def __class__(self) -> Any:
         """The inner one's, as accelerate's own wrappers have it, so that ``isinstance(loader, DataLoader)`` holds."""
         return self._inner.__class__
 
