@@ -34,7 +34,7 @@ class CompressedCheckpoint(TrainerCallback):
 
     It takes the place of the Trainer's own checkpoints: where ``save_strategy`` and ``save_steps`` ask for one, this one is
     saved and no folder is written. ``load_best_model_at_end`` loads from here too. An explicit ``resume_from_checkpoint``
-    wins, the Trainer's own folder or one of ours (``"s3://bucket/run-7#step=3000"``).
+    wins, the Trainer's own folder or one of ours (``"s3://bucket/run-7#step=3000"``); ``True`` continues the run.
 
     Args:
         url: the run's folder or URL, of its own; anything that fsspec knows.

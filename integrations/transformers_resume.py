@@ -112,6 +112,12 @@ def choose(run: RunSession, trainer: Any, given: Any) -> Mapping[str, Any] | Non
             f"resume_from_checkpoint={given!r} is not in {url}, where CompressedCheckpoint saves: continue that run with its"
             " own URL, or take its weights with `shrinkpoint export`"
         )
+    if (
+        given is True
+        and run.settings.resume != "never"
+        and on_first(lambda: bool(run.saver.store.manifests()))
+    ):
+        given = None  # "go on from the last checkpoint": there are none in the trainer's folder since they are ours
     if given is not None and address is None:
         _require_own_run(run, trainer)
         _tell_newer(run, given)

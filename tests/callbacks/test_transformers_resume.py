@@ -154,3 +154,11 @@ def test_an_address_of_ours_is_continued(folder: Path) -> None:
     rest = train(setup, str(folder / "run"), saving(url, keep_last=9), resume=f"{url}#step=4", seed=999)
     assert rest.steps[0][0] == 5
     assert_continues(uninterrupted(setup, folder), rest)
+
+
+def test_true_continues_the_run(folder: Path) -> None:
+    setup, url = with_arguments(max_steps=9), fresh()
+    train(setup, str(folder / "true"), saving(url), crash=6)
+    rest = train(setup, str(folder / "true"), saving(url), resume=True, seed=999)
+    assert rest.steps[0][0] == 5
+    assert_continues(uninterrupted(setup, folder), rest)
