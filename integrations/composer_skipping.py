@@ -5,15 +5,12 @@ the sampler's indices, advancing the sampler comes to the same and takes no time
 """
 
 import itertools
-import logging
-import pickle
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -25,13 +22,10 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from shrinkpoint.digest import tensor_digest
 from shrinkpoint.integrations.loaders import generators
-from shrinkpoint.rng import capture_rng, restore_rng
+from shrinkpoint.integrations.worker_reads import reads_alike
 
 __all__ = ["SkippingSampler", "can_skip"]
-
-_log = logging.getLogger(__name__)
 
 # Samplers whose order is fixed by the generators' states at their start.
 _KNOWN = {
@@ -42,7 +36,6 @@ _KNOWN = {
     WeightedRandomSampler,
 }
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-_SAMPLES = 4  # read twice to see whether reading is random
 
 
 class SkippingSampler:
@@ -105,7 +98,7 @@ def can_skip(loader: Any, *, count: int, length: int | None) -> bool:
     # from a generator of the user's own cannot be told apart.
     if generators([loader]) or loader.persistent_workers or length != len(loader):
         return False
-    return count > 2 and _reads_alike(loader)
+    return count > 2 and reads_alike(loader)
 
 
 def _holds_generator(dataset: Any, depth: int = 3) -> bool:
@@ -118,60 +111,3 @@ def _holds_generator(dataset: Any, depth: int = 3) -> bool:
     if isinstance(dataset, (list, tuple)):
         parts = dataset[:100]  # transforms, not samples
     return any(_holds_generator(part, depth - 1) for part in parts)
-
-
-class _Witness:
-    """Collates samples to what was read and what the worker's generators were afterwards, as two digests."""
-
-    def __call__(self, samples: Any) -> tuple[str, str]:
-        rng = capture_rng()
-        state = [rng["torch"], rng["python"][1], rng["numpy"][1]]
-        drawn = xxhash.xxh3_128(b"".join(part.numpy().tobytes() for part in state)).hexdigest()
-        return "".join(_digests(samples)), drawn
-
-
-def _digests(samples: Any) -> Iterator[str]:
-    """Digests of all that some samples consist of."""
-    if isinstance(samples, torch.Tensor):
-        yield tensor_digest(samples.contiguous())
-    elif isinstance(samples, Mapping):
-        for key, value in samples.items():
-            yield from _digests(key)
-            yield from _digests(value)
-    elif isinstance(samples, (list, tuple)):
-        for value in samples:
-            yield from _digests(value)
-    else:  # never loaded again: pickling is how workers pass on samples of any type
-        yield xxhash.xxh3_128(pickle.dumps(samples)).hexdigest()
-
-
-def _reads_alike(loader: DataLoader[Any]) -> bool:
-    """Whether a worker reads the same samples twice alike and draws no random number meanwhile.
-
-    A worker's generators start from the epoch's seed and run on with every sample, so they cannot be put to a position.
-    The reading is done in a worker of its own: some datasets must not be read in the main process before it forks.
-    """
-    batch_sampler: Any = loader.batch_sampler
-    few: Any = getattr(batch_sampler.sampler, "indices", None)  # a list, an array or a tensor
-    if few is None:
-        few = range(len(loader.dataset))  # type: ignore[arg-type]
-    batch = [few[index] for index in range(min(_SAMPLES, len(few)))]
-    rng = capture_rng()
-    try:
-        trial = DataLoader(
-            loader.dataset,
-            batch_sampler=[batch, batch],
-            num_workers=1,
-            collate_fn=_Witness(),
-            worker_init_fn=loader.worker_init_fn,
-            multiprocessing_context=loader.multiprocessing_context,
-            timeout=loader.timeout,
-            generator=torch.Generator(),
-        )
-        first, second = list(trial)
-    except Exception as error:  # noqa: BLE001 - reading every batch is always right
-        _log.info("reading a few samples in a worker failed, so the batches before are read: %s", error)
-        return False
-    finally:
-        restore_rng(rng)
-    return bool(first == second)

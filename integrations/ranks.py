@@ -1,18 +1,20 @@
 """Doing something on the first process of a run so that no other process waits for ever.
 
 Over ``torch.distributed`` alone: where it is not initialized, a process is alone. Of several processes every one must
-call `broadcast`, `gather`, `on_first`, `on_every`, `raise_together` and `Outcome.share`, in the same order.
+call `any_of`, `broadcast`, `gather`, `on_first`, `on_every`, `raise_together` and `Outcome.share`, in the same order.
 """
 
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+import torch
 import torch.distributed as dist
 
 import shrinkpoint.errors as errors
 
 __all__ = [
     "Outcome",
+    "any_of",
     "broadcast",
     "gather",
     "is_first",
@@ -58,6 +60,20 @@ def gather(value: T) -> list[T]:
     values: list[T] = [value] * world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def any_of(flag: bool, device: torch.device) -> bool:
+    """Whether any rank has the `flag`; cheaper than `gather`.
+
+    Args:
+        flag: this rank's.
+        device: on which the ranks exchange tensors.
+    """
+    if world_size() == 1:
+        return flag
+    tensor = torch.tensor([flag], dtype=torch.uint8, device=device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return bool(tensor.item())
 
 
 def on_first(action: Callable[[], T]) -> T:

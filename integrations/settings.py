@@ -40,7 +40,7 @@ _WEIGHTS = (
 _RESUMES = "give resume: 'auto' (the default) continues by itself, 'must' insists, 'never' starts afresh"
 _BY_INTERVAL = "give save_interval, for example save_interval="
 
-# What users of either framework are used to. A callback that has such an option takes it, and never asks here.
+# What users of the frameworks are used to. A callback that has such an option takes it, and never asks here.
 _HABITS = {
     "autoresume": _RESUMES,
     "resume_from_checkpoint": _RESUMES,
@@ -73,6 +73,11 @@ _HABITS = {
     "train_time_interval": f"{_BY_INTERVAL}'600sec'",
     "save_on_train_epoch_end": f"{_BY_INTERVAL}'1ep'",
     "save_interval": "give every_n_train_steps, every_n_epochs or train_time_interval",
+    "save_strategy": "give it to TrainingArguments, or every_n_train_steps or every_n_epochs here",
+    "save_steps": "give it to TrainingArguments, or every_n_train_steps here",
+    "save_total_limit": _KEEP_LAST,
+    "metric_for_best_model": "give it to TrainingArguments, or monitor here",
+    "greater_is_better": "give it to TrainingArguments, or mode here",
     "every_n_batches": "give every_n_train_steps (Lightning) or save_interval='1000ba' (Composer)",
 }
 

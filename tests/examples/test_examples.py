@@ -276,3 +276,17 @@ def test_s3_example_resumes_from_a_bucket():
     shown = run("resume_from_s3.py")
     assert "kill -9 after step 37" in shown
     assert re.search(r"resumed by itself from step [123]0, finished at step 60", shown)
+
+
+def test_hugging_face_is_short_and_continues_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    monkeypatch.chdir(tmp_path)
+    assert len((EXAMPLES / "huggingface.py").read_text().splitlines()) <= 90
+    first = run("huggingface.py", tmp_path / "run", "--steps", 10, "--every", 5)
+    assert "step 10" in first
+    again = run("huggingface.py", tmp_path / "run", "--steps", 15, "--every", 5)
+    assert "step 15" in again
+    assert not list(tmp_path.glob("hf-output/checkpoint-*"))

@@ -35,6 +35,11 @@ class Numbers(Dataset[Any]):
         return torch.tensor(float(index)) + (self.noise() if callable(self.noise) else 0)
 
 
+def masked(samples: list[Any]) -> Any:
+    """Draws random numbers for a whole batch, as masking does."""
+    return torch.stack(samples) * (torch.rand(len(samples)) < 0.5)
+
+
 class Owner(Numbers):
     """Draws from a generator of its own, as some augmentations do."""
 
@@ -108,6 +113,7 @@ def test_skips_where_only_the_sampler_counts(loader: Any) -> None:
         DataLoader(Numbers(noise_of_torch), batch_size=4, num_workers=1),
         DataLoader(Numbers(noise_of_numpy), batch_size=4, num_workers=1),
         DataLoader(Numbers(noise_of_python), batch_size=4, num_workers=1),
+        DataLoader(Numbers(), batch_size=4, num_workers=1, collate_fn=masked),
     ],
     ids=lambda loader: type(getattr(loader, "dataset", loader)).__name__,
 )

@@ -1,0 +1,153 @@
+"""`CompressedCheckpoint` for Hugging Face's Trainer: one callback that saves small, never blocks and resumes by itself."""
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, Literal
+
+from shrinkpoint.errors import MissingDependencyError
+from shrinkpoint.resume import ResumePolicy
+
+try:
+    import accelerate as _accelerate  # noqa: F401 - the Trainer asks for it only when it is used
+    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+except ModuleNotFoundError as error:
+    raise MissingDependencyError(
+        f'CompressedCheckpoint needs transformers and accelerate ({error}): pip install "shrinkpoint[transformers]"'
+    ) from error
+
+from shrinkpoint.integrations.transformers_hooks import install
+from shrinkpoint.integrations.transformers_session import Session
+from shrinkpoint.integrations.transformers_settings import Settings
+
+__all__ = ["CompressedCheckpoint"]
+
+Mode = Literal["min", "max"]
+
+
+class CompressedCheckpoint(TrainerCallback):
+    """Saves a training's whole state, compressed, beside the training, and continues it after a crash.
+
+    Example::
+
+        trainer = Trainer(..., callbacks=[CompressedCheckpoint("s3://bucket/run-7")])
+        trainer.train()  # started again after a crash, it continues from the newest sound checkpoint
+
+    It takes the place of the Trainer's own checkpoints: where ``save_strategy`` and ``save_steps`` ask for one, this one is
+    saved and no folder is written. ``load_best_model_at_end`` loads from here too. An explicit ``resume_from_checkpoint``
+    wins, the Trainer's own folder or one of ours (``"s3://bucket/run-7#step=3000"``); ``True`` continues the run.
+
+    Args:
+        url: the run's folder or URL, of its own; anything that fsspec knows.
+        every_n_train_steps: save whenever the number of optimizer steps crosses a multiple of this.
+        every_n_epochs: save at the end of every so many epochs.
+        train_time_interval: save when so much time has passed. With none of the three, the Trainer's ``save_strategy`` and
+            ``save_steps`` hold; with ``save_strategy="no"``, a checkpoint is saved after every epoch.
+        keep_trainer_saves: let the Trainer write its own checkpoints too, in full size, while training waits.
+        monitor: the evaluation's metric by which `save_top_k` ranks; ``eval_`` may be left out. With
+            ``load_best_model_at_end`` it is the Trainer's ``metric_for_best_model``.
+        mode: whether the best metric is the least or the greatest.
+        save_top_k: how many of the best to keep, beside the newest `keep_last`; -1 keeps every checkpoint.
+        save_last: save once more when training ends, if anything has changed since the last checkpoint.
+        keep_last: how many of the newest to keep, so that a damaged one costs little.
+        resume: ``"auto"`` continues if the run holds a checkpoint, ``"must"`` refuses to start without one,
+            ``"never"`` starts afresh.
+        probe_batches: how many evaluation batches to measure the quality on; training waits for each of them three times
+            a save, or oftener while a search has budget. Up to four times as many are kept, in host memory, and used where
+            these say too little and ``search_overhead`` pays for more.
+        storage_options: passed to fsspec.
+        options: every field of `shrinkpoint.saver.SaverConfig`: ``scheme``, ``max_degradation``, ``key_every``,
+            ``busy``, ``max_failures``, and so on. ``probe_steps`` counts where the Trainer's ``training_step`` is its own.
+
+    Raises:
+        ConfigError: an option has a value that cannot work. Nothing is read or written before ``Trainer.train``.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        every_n_train_steps: int | None = None,
+        every_n_epochs: int | None = None,
+        train_time_interval: timedelta | None = None,
+        keep_trainer_saves: bool = False,
+        monitor: str | None = None,
+        mode: Mode = "min",
+        save_top_k: int = 1,
+        save_last: bool = True,
+        keep_last: int = 3,
+        resume: ResumePolicy = "auto",
+        probe_batches: int = 2,
+        storage_options: Mapping[str, object] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        settings = Settings.build(
+            url=url,
+            every_n_train_steps=every_n_train_steps,
+            every_n_epochs=every_n_epochs,
+            train_time_interval=train_time_interval,
+            keep_trainer_saves=keep_trainer_saves,
+            monitor=monitor,
+            mode=mode,
+            save_top_k=save_top_k,
+            save_last=save_last,
+            keep_last=keep_last,
+            resume=resume,
+            probe_batches=probe_batches,
+            storage_options=storage_options,
+            options=options,
+        )
+        install()
+        self._shrinkpoint_session = Session(settings)
+
+    @property
+    def best_model_path(self) -> str:
+        """Address of the best checkpoint by `monitor`, of the newest without one; empty before the first."""
+        return self._shrinkpoint_session.run.best.best_path
+
+    @property
+    def last_model_path(self) -> str:
+        """Address of the newest checkpoint; empty before the first."""
+        return self._shrinkpoint_session.run.best.last_path
+
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Refuses at once what could not be saved."""
+        self._shrinkpoint_session.init_ends(args)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Everything is built and loaded."""
+        self._shrinkpoint_session.train_begins(state)
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """The gradients are complete."""
+        self._shrinkpoint_session.before_step(state)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """A step has been made; what is saved of it is saved after it has been logged and evaluated."""
+        self._shrinkpoint_session.step_ends(control)
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """An epoch's batches have been trained on."""
+        self._shrinkpoint_session.epoch_ends(control)
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """An evaluation is over."""
+        self._shrinkpoint_session.evaluation_ends()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Saves the last steps, and waits for the save that is under way."""
+        self._shrinkpoint_session.train_ends(state)

@@ -1,0 +1,100 @@
+"""Real processes that train with Hugging Face's Trainer are killed, and new ones continue the run."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from support.transformers_models import Outcome, assert_continues
+
+PROGRAM = Path(__file__).parents[1] / "support" / "transformers_killed.py"
+LONGEST_S = 280
+
+
+def start(folder: Path, name: str, *, processes: int = 1) -> "list[subprocess.Popen[bytes]]":
+    """One process, or several as torchrun would start them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    started = []
+    for rank in range(processes):
+        several = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "MASTER_PORT": port}
+        environment = {key: str(value) for key, value in several.items()} if processes > 1 else {}
+        with (folder / "log.txt").open("ab") as log:
+            started.append(
+                subprocess.Popen(
+                    [sys.executable, "-W", "ignore", str(PROGRAM), str(folder), name],
+                    env=os.environ | {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"} | environment,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+    return started
+
+
+def progress(folder: Path) -> list[int]:
+    path = folder / "progress"
+    return [int(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
+
+
+def interrupt(folder: Path, *, step: int, number: int, processes: int = 1) -> list[int]:
+    """Train, and send a signal soon after the given step; gives the exit statuses."""
+    running = start(folder, "killed", processes=processes)
+    deadline = time.monotonic() + LONGEST_S
+    try:
+        while max(progress(folder), default=0) < step:
+            assert all(each.poll() is None for each in running), (folder / "log.txt").read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        for each in running:
+            each.send_signal(number)
+        return [each.wait(timeout=LONGEST_S) for each in running]
+    finally:
+        for each in running:
+            each.kill()
+
+
+def finish(folder: Path, name: str, *, processes: int = 1) -> list[Outcome]:
+    """Train to the end in new processes."""
+    for each in start(folder, name, processes=processes):
+        assert each.wait(timeout=LONGEST_S) == 0, (folder / "log.txt").read_text()
+    return [torch.load(folder / f"{name}-{rank}.pt", weights_only=False) for rank in range(processes)]
+
+
+@pytest.fixture(scope="module", name="whole")
+def _whole(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    [whole] = finish(tmp_path_factory.mktemp("whole"), "whole")
+    return whole
+
+
+def test_killed_and_continued_bit_by_bit(tmp_path: Path, whole: Outcome) -> None:
+    assert interrupt(tmp_path, step=19, number=signal.SIGKILL) == [-signal.SIGKILL]
+    [rest] = finish(tmp_path, "rest")
+    assert rest.steps[0][0] in (11, 16)  # the save of step 15 may have been under way
+    assert_continues(whole, rest)
+
+
+def test_asked_to_end_and_continued_bit_by_bit(tmp_path: Path, whole: Outcome) -> None:
+    assert interrupt(tmp_path, step=13, number=signal.SIGTERM) == [128 + signal.SIGTERM]
+    last = progress(tmp_path)[-1]
+    [rest] = finish(tmp_path, "rest")
+    assert rest.steps[0][0] == last + 1
+    assert_continues(whole, rest)
+
+
+def test_two_processes_killed_and_continued_bit_by_bit(tmp_path: Path) -> None:
+    whole = finish(tmp_path, "whole", processes=2)
+    assert interrupt(tmp_path, step=11, number=signal.SIGKILL, processes=2) == [-signal.SIGKILL] * 2
+    rest = finish(tmp_path, "rest", processes=2)
+    assert rest[0].steps[0][0] in (6, 11)  # step 10 has waited for the save of step 5
+    for undisturbed, continued in zip(whole, rest, strict=True):
+        assert_continues(undisturbed, continued)

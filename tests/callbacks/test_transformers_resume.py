@@ -1,0 +1,164 @@
+"""A run of Hugging Face's Trainer that was interrupted and continues by itself equals one that was not, bit by bit.
+
+The continuing process has generators in another state; the uninterrupted one never sees our callback.
+"""
+
+import uuid
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from support.transformers_models import Outcome, Setup, assert_continues, train
+
+from shrinkpoint.callbacks.transformers import CompressedCheckpoint
+from shrinkpoint.errors import ShrinkpointWarning
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning",
+    "ignore::FutureWarning",
+    "ignore::UserWarning",
+    "error::shrinkpoint.errors.ShrinkpointWarning",
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    setup: Setup
+    crashes: tuple[int, ...]
+    begins: int
+    """The first step of the continued run."""
+    every: int | None = None
+    """Steps between saves; None takes the trainer's ``save_steps``, 4."""
+    epochs: int | None = None
+
+
+def with_arguments(**arguments: Any) -> Setup:
+    return Setup(arguments=tuple(arguments.items()))
+
+
+CASES = {
+    "masking, mid epoch": Case(Setup(), (7,), 5),
+    "masking, later epoch, twice": Case(Setup(), (7, 19), 17),
+    "every step": Case(Setup(), (14,), 15, every=1),
+    "the last batch of an epoch": Case(Setup(), (12,), 12, every=11),
+    "by epochs": Case(Setup(), (24,), 23, epochs=1),
+    "accumulation": Case(with_arguments(gradient_accumulation_steps=3, eval_steps=2), (7,), 6, every=5),
+    "plain samplers": Case(with_arguments(accelerator_config={"use_seedable_sampler": False}), (19,), 17),
+    "a collator with a generator": Case(Setup(mask_seed=3), (19,), 17),
+    "masking in workers": Case(with_arguments(dataloader_num_workers=2), (19,), 17),
+    "workers without randomness": Case(
+        Setup(masking=False, arguments=(("dataloader_num_workers", 1),)), (19,), 17
+    ),
+    "early stopping": Case(
+        Setup(
+            patience=4,
+            arguments=(
+                ("metric_for_best_model", "loss"),
+                ("load_best_model_at_end", True),
+                ("save_strategy", "steps"),
+                ("save_steps", 5),
+            ),
+        ),
+        (12,),
+        11,
+    ),
+    "evaluation by epochs": Case(with_arguments(eval_strategy="epoch", logging_strategy="epoch"), (18,), 17),
+    "plateaus": Case(
+        with_arguments(lr_scheduler_type="reduce_lr_on_plateau", metric_for_best_model="loss"), (19,), 17
+    ),
+    "a classifier": Case(Setup(model="bert", masking=False), (7,), 5),
+    "a stream": Case(
+        Setup(data="stream", masking=False, arguments=(("max_steps", 14), ("eval_strategy", "no"))), (7,), 5
+    ),
+}
+
+
+UNINTERRUPTED: dict[str, Outcome] = {}
+
+
+def uninterrupted(setup: Setup, folder: Path) -> Outcome:
+    name = repr(setup)
+    if name not in UNINTERRUPTED:
+        UNINTERRUPTED[name] = train(setup, str(folder / "whole"))
+    return UNINTERRUPTED[name]
+
+
+@pytest.fixture(name="folder", scope="module")
+def _folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return tmp_path_factory.mktemp("output")
+
+
+def saving(url: str, **options: Any) -> CompressedCheckpoint:
+    return CompressedCheckpoint(url, **{"scheme": "lossless", "busy": "wait", "keep_last": 2, **options})
+
+
+def fresh() -> str:
+    return f"memory://transformers-resume/{uuid.uuid4()}"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_continues_bit_by_bit(name: str, folder: Path) -> None:
+    case, url = CASES[name], fresh()
+    options = {"every_n_train_steps": case.every, "every_n_epochs": case.epochs}
+    for number, crash in enumerate(case.crashes):
+        first = train(case.setup, str(folder / "run"), saving(url, **options), crash=crash, seed=number)
+        assert not first.finished
+    rest = train(case.setup, str(folder / "run"), saving(url, **options), seed=999)
+    assert rest.steps[0][0] == case.begins
+    assert_continues(uninterrupted(case.setup, folder), rest)
+    assert not list((folder / "run").glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize("steps", [5, 11, 16])
+def test_a_longer_run_continues_a_finished_one(steps: int, folder: Path) -> None:
+    setup, url = with_arguments(max_steps=22, lr_scheduler_type="constant"), fresh()
+    short = replace(setup, arguments=(*setup.arguments, ("max_steps", steps)))
+    assert train(short, str(folder / "run"), saving(url)).finished
+    rest = train(setup, str(folder / "run"), saving(url), seed=999)
+    assert rest.steps[0][0] == steps + 1
+    assert_continues(uninterrupted(setup, folder), rest)
+
+
+@pytest.mark.parametrize("setup", [with_arguments(max_steps=13), CASES["early stopping"].setup])
+def test_a_finished_run_that_is_started_again_trains_no_step(setup: Setup, folder: Path) -> None:
+    url = fresh()
+    whole = train(setup, str(folder / "run"), saving(url))
+    with pytest.warns(ShrinkpointWarning, match="is complete"):
+        again = train(setup, str(folder / "run"), saving(url), seed=999)
+    assert again.finished
+    assert again.steps == []
+    assert again.state["global_step"] == whole.state["global_step"] == whole.steps[-1][0]
+    assert whole.weights.keys() == again.weights.keys()
+    assert all(torch.equal(whole.weights[name], again.weights[name]) for name in whole.weights)
+
+
+def test_a_trainers_own_folder_wins(folder: Path) -> None:
+    setup = with_arguments(max_steps=9)
+    train(setup, str(folder / "own"))
+    url = fresh()
+    rest = train(setup, str(folder / "own"), saving(url), resume=str(folder / "own" / "checkpoint-4"))
+    assert rest.finished
+    assert rest.steps[0][0] == 5
+
+
+def test_an_address_of_ours_is_continued(folder: Path) -> None:
+    setup, url = with_arguments(max_steps=14), fresh()
+    train(setup, str(folder / "run"), saving(url, keep_last=9), crash=13)
+    rest = train(setup, str(folder / "run"), saving(url, keep_last=9), resume=f"{url}#step=4", seed=999)
+    assert rest.steps[0][0] == 5
+    assert_continues(uninterrupted(setup, folder), rest)
+
+
+def test_true_continues_the_run(folder: Path) -> None:
+    setup, url = with_arguments(max_steps=9), fresh()
+    train(setup, str(folder / "true"), saving(url), crash=6)
+    rest = train(setup, str(folder / "true"), saving(url), resume=True, seed=999)
+    assert rest.steps[0][0] == 5
+    assert_continues(uninterrupted(setup, folder), rest)

@@ -1,0 +1,56 @@
+"""A program for the tests: trains with Hugging Face's Trainer until it is killed or has finished, in a process of its own.
+
+Usage: transformers_killed.py <folder> <name> [<process>...]
+
+It continues the run in ``<folder>/run``, or saves nothing if `name` is ``whole``; says the number of every step in
+``<folder>/progress`` and leaves its `Outcome` in ``<folder>/<name>-<rank>.pt``.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from support.transformers_models import Setup, train
+from transformers import TrainerCallback
+
+from shrinkpoint.callbacks.transformers import CompressedCheckpoint
+
+__all__ = ["SETUP"]
+
+SEVERAL = (("ddp_backend", "gloo"),) if "RANK" in os.environ else ()
+SETUP = Setup(arguments=(("num_train_epochs", 4), ("eval_strategy", "no"), *SEVERAL))
+"""What is trained: 44 steps on one process, 24 on two."""
+
+_PAUSE_S = 0.05  # after each step, or it would have finished before it is killed
+
+
+class Progress(TrainerCallback):  # type: ignore[misc]
+    """Tells, a line each, which steps have been made."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        if state.is_world_process_zero:
+            with self._path.open("a") as file:
+                print(state.global_step, file=file)
+        time.sleep(_PAUSE_S)
+
+
+def main(folder: str, name: str) -> None:
+    torch.set_num_threads(1)
+    callbacks: list[Any] = []
+    if name != "whole":
+        saving = CompressedCheckpoint(f"{folder}/run", every_n_train_steps=5, scheme="lossless", busy="wait")
+        callbacks = [Progress(Path(folder, "progress")), saving]
+    outcome = train(SETUP, f"{folder}/output", *callbacks, seed=3 if name == "whole" else os.getpid())
+    torch.save(outcome, f"{folder}/{name}-{os.environ.get('RANK', '0')}.pt")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
