@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from shrinkpoint.jit import jit
+from shrinkpoint.jit import jit, jit_part
 
 __all__ = ["Classes", "Given", "classify", "pack", "unpack"]
 
@@ -62,13 +62,13 @@ _BLOCK = 2048
 """Numbers at a time: what does not depend on the stream runs in loops without branches, within the first cache."""
 
 
-@jit
+@jit_part
 def _ordered(pattern: Integer, kept: Integer, turned: Integer) -> Integer:
     """A pattern as an integer in the order of the values, its own inverse, or as a magnitude: by the masks."""
     return (pattern & kept) ^ ((pattern >> 63) & turned)
 
 
-@jit
+@jit_part
 def _masks(plan: Plan) -> tuple[Integer, Integer]:
     """What `_ordered` needs: the bits that it keeps, and those that a sign turns round."""
     magnitudes = (np.int64(1) << (np.int64(plan[0]) - np.int64(1))) - np.int64(1)
@@ -77,7 +77,7 @@ def _masks(plan: Plan) -> tuple[Integer, Integer]:
     return np.int64(-1), magnitudes
 
 
-@jit
+@jit_part
 def _add(out: Int64s, source: Signed, at: int, count: int, share: int, plan: Plan) -> None:
     """Add a share of a source's numbers to ``out``."""
     kept, turned = _masks(plan)
@@ -88,7 +88,7 @@ def _add(out: Int64s, source: Signed, at: int, count: int, share: int, plan: Pla
         out[i] += (_ordered(np.int64(source[at + i]), kept, turned) >> shift) * factor
 
 
-@jit
+@jit_part
 def _predict(
     out: Int64s,
     given: Given,
@@ -116,7 +116,7 @@ def _predict(
         _add(out, beside, at, count, plan[4], plan)
 
 
-@jit
+@jit_part
 def _residuals(
     out: Int64s,
     bits: Signed,
@@ -138,7 +138,7 @@ def _residuals(
             out[i] = (((out[i] ^ sign) - sign) << unused) >> unused
 
 
-@jit
+@jit_part
 def _key(pattern: Integer, residual: Any, size: Any, width: Integer, cut: Integer) -> Integer:
     """The class of a residual: by its length in bits within 2^cut of 0, by its bits above the cut elsewhere.
 
@@ -153,7 +153,7 @@ def _key(pattern: Integer, residual: Any, size: Any, width: Integer, cut: Intege
     return np.int64(ZERO) if pattern == 0 else key
 
 
-@jit
+@jit_part
 def _keys(bits: Signed, at: int, count: int, residuals: Int64s, plan: Plan, out: UInt16s) -> None:
     width, cut = np.int64(plan[0]), np.int64(plan[1])
     if width <= 32:  # processors convert many integers at a time only where these have 32 bits
@@ -184,7 +184,7 @@ def classify(
         _keys(bits, at, count, residuals, plan, keys[at : at + count])
 
 
-@jit
+@jit_part
 def _put(
     words: UInt32s, position: Integer, held: Integer, filled: Integer, value: Integer, width: Integer
 ) -> tuple[Integer, Integer, Integer]:
@@ -248,7 +248,7 @@ def pack(
     return np.int64(position) * 32 + filled
 
 
-@jit
+@jit_part
 def _get(
     words: UInt32s, position: Integer, held: Integer, filled: Integer, width: Integer
 ) -> tuple[Integer, Integer, Integer, Integer]:
@@ -305,7 +305,7 @@ def unpack(
     return np.int64(position) * 32 - filled
 
 
-@jit
+@jit_part
 def _restore(
     residuals: Int64s,
     predictions: Int64s,
