@@ -133,22 +133,32 @@ class Rows(NamedTuple):
     kinds: Int32s
 
 
-@jit_inlined
-def _learn(scene: Scene, rows: Rows, row: int) -> None:
+@jit_part
+def _learn(
+    block: Int32s,
+    directions: Int32s,
+    strengths: Int64s,
+    powers: Int64s,
+    room: Room,
+    warm: UInt8s,
+    warm_values: Int32s,
+    row: int,
+) -> None:
     """Learn directions before every `BLOCK_ROWS` rows from those before, before the first one from the plane that is named."""
-    directions, strengths, powers, block = rows.directions, rows.strengths, rows.powers, rows.block
-    if row:
-        advance(block, directions, strengths, powers, rows.room)
-    else:
-        warm, values = scene.warm, scene.warm_values
-        for first in range(0, min(warm.shape[0], _WARM_ROWS), BLOCK_ROWS):
-            n = min(BLOCK_ROWS, warm.shape[0] - first)
+    rows = min(warm.shape[0], _WARM_ROWS) if row == 0 else BLOCK_ROWS
+    for first in range(0, rows, BLOCK_ROWS):
+        n = min(BLOCK_ROWS, rows - first)
+        if row == 0:
             for i in range(n):
                 for j in range(warm.shape[1]):
-                    block[i, j] = values[warm[first + i, j]]
-            advance(block[:n], directions, strengths, powers, rows.room)
-    if row <= _EARLY_ROWS or (row - 1) // BLOCK_ROWS % 2 == 0:
-        refresh_segments(directions, powers, rows.precision, rows.trust)
+                    block[i, j] = warm_values[warm[first + i, j]]
+        advance(block[:n], directions, strengths, powers, room)
+
+
+@jit_inlined
+def _is_due(row: int) -> bool:
+    """Whether trust changes before a block of rows."""
+    return row <= _EARLY_ROWS or (row - 1) // BLOCK_ROWS % 2 == 0
 
 
 @jit_part
@@ -227,29 +237,37 @@ def correct_segment(
         rounded[a] = np.int32(min(max(u[a], -_U_LIMIT), _U_LIMIT))
 
 
+# What is inlined takes arrays, not what holds them: each copy of a tuple counts the references to all of its arrays.
 @jit_inlined
-def _start_row(scene: Scene, rows: Rows, row: int, strides: Int64s, classes: Int32s) -> None:
-    """What the planes beside and above tell about a row."""
-    rows.u[:] = 0
-    rows.rounded[:] = 0
-    rows.cells[:] = 0
+def _add_sides(cells: Int32s, sides: UInt8s, row: int, strides: Int64s, classes: Int32s) -> None:
+    """Set the cells to what the side planes tell."""
+    cells[:] = 0
     for s in range(classes.shape[0]):
         if strides[len(LEVELS) + s]:
-            side, cells, table = scene.sides[s, row], rows.cells, classes[s]
+            side, table = sides[s, row], classes[s]
             for j in range(side.size):
                 cells[j] += table[side[j]]
-    if scene.turned.shape[0]:
-        turned, signs = scene.turned[row], rows.signs
-        for j in range(turned.size):
-            signs[j] = 1 - 2 * np.int32(turned[j])
-    if scene.unit:
-        side, places, known = scene.sides[0, row], rows.places, scene.places
+
+
+@jit_inlined
+def _find_places(
+    turned: UInt8s, sides: UInt8s, known: Int32s, unit: int, row: int, signs: Int32s, places: Int32s
+) -> None:
+    """Which symbols are coded mirrored, and where values are in their cells."""
+    if turned.shape[0]:
+        of_row = turned[row]
+        for j in range(of_row.size):
+            signs[j] = 1 - 2 * np.int32(of_row[j])
+    if unit:
+        side = sides[0, row]
         for j in range(side.size):
             places[j] = known[side[j]]
-    if strides[1]:
-        activity, busy, octaves = rows.activity, rows.busy, rows.octaves
-        for j in range(activity.size):
-            activity[j] = octaves[busy[j]]
+
+
+@jit_inlined
+def _look_up(activity: Int32s, busy: Int32s, octaves: Int32s) -> None:
+    for j in range(activity.size):
+        activity[j] = octaves[busy[j]]
 
 
 @jit_inlined
@@ -316,8 +334,7 @@ def _read_values(
 
 
 @jit_inlined
-def _end_row(rows: Rows, row: int) -> None:
-    busy, magnitudes = rows.busy, rows.magnitudes
+def _end_row(busy: Int32s, magnitudes: Int32s, row: int) -> None:
     rate = np.int32(1 if row < 2 else 2 if row < 6 else 3 if row < 14 else 4)
     for j in range(busy.size):
         busy[j] += np.int32(magnitudes[j] - busy[j]) >> rate
@@ -334,41 +351,49 @@ def find_features(
     """
     height, columns = plane.shape
     low_rank = scene.low_rank
-    u, rounded, prediction, trust = rows.u, rows.rounded, rows.prediction, rows.trust
-    fans = rows.fans
-    values = rows.values
+    directions, fans, strengths, powers, block, trust, precision, room, u, rounded, prediction, values = rows[
+        :12
+    ]
+    row_cells, busy, activity, magnitudes, places, signs, octaves, kinds = rows[12:]
+    sides, turned, warm, warm_values = scene.sides, scene.turned, scene.warm, scene.warm_values
+    known, unit, mean, scale = scene.places, scene.unit, scene.mean, scene.scale
+    magnitudes_of, values_of = scene.magnitudes, scene.values
     for i in range(height):
         if low_rank and i % BLOCK_ROWS == 0:
-            _learn(scene, rows, i)
-        _start_row(scene, rows, i, strides, classes)
+            _learn(block, directions, strengths, powers, room, warm, warm_values, i)
+            if _is_due(i):
+                refresh_segments(directions, powers, precision, trust)
+        u[:] = 0
+        rounded[:] = 0
+        _add_sides(row_cells, sides, i, strides, classes)
+        _find_places(turned, sides, known, unit, i, signs, places)
+        if strides[1]:
+            _look_up(activity, busy, octaves)
         so_far = np.int64(0)
-        symbols, found, current = plane[i], out[i], rows.block[i % BLOCK_ROWS]
+        symbols, found, current = plane[i], out[i], block[i % BLOCK_ROWS]
         for part in range((columns + SEGMENT - 1) // SEGMENT):
             start = part * SEGMENT
-            cells = rows.cells[start : start + SEGMENT]
+            cells = row_cells[start : start + SEGMENT]
             stop = min(start + SEGMENT, columns)
             if low_rank:
                 predict_segment(fans, part, rounded, prediction)
-                if scene.unit:
-                    _add_place(
-                        cells, prediction, rows.signs[start:], rows.places[start:], rows.kinds, scene.unit, 1
-                    )
+                if unit:
+                    _add_place(cells, prediction, signs[start:], places[start:], kinds, unit, 1)
                 else:
-                    _add_prediction(cells, prediction, rows.signs[start:], scene.scale, 1)
+                    _add_prediction(cells, prediction, signs[start:], scale, 1)
             _add_activity(
                 cells,
-                rows.activity[start:],
-                _row_activity(rows.octaves, so_far, start, scene.mean),
+                activity[start:],
+                _row_activity(octaves, so_far, start, mean),
                 strides[1],
             )
-            so_far += _take_in(symbols, start, stop, scene.magnitudes, rows.magnitudes)
+            so_far += _take_in(symbols, start, stop, magnitudes_of, magnitudes)
             if low_rank:
-                _read_values(symbols, start, stop, scene.values, values, current)
+                _read_values(symbols, start, stop, values_of, values, current)
                 correct_segment(fans, part, trust, u, rounded, values, prediction)
-        row_cells = rows.cells
         for j in range(columns):
             found[j] = row_cells[j]
-        _end_row(rows, i)
+        _end_row(busy, magnitudes, i)
 
 
 @jit
@@ -396,72 +421,86 @@ def decode_chunk(
     height, columns = plane.shape
     low_rank, lively = bool(scene.low_rank and strides[0] != 0), strides[1] != 0
     mirrored = scene.turned.shape[0] > 0
-    u, rounded, prediction, trust = rows.u, rows.rounded, rows.prediction, rows.trust
-    fans = rows.fans
-    values = rows.values
+    directions, fans, strengths, powers, block, trust, precision, room, u, rounded, prediction, values = rows[
+        :12
+    ]
+    row_cells, busy, activity, magnitudes, places, signs, octaves, kinds = rows[12:]
+    sides, turned, warm, warm_values = scene.sides, scene.turned, scene.warm, scene.warm_values
+    known, unit, mean, scale = scene.places, scene.unit, scene.mean, scene.scale
+    magnitudes_of, values_of = scene.magnitudes, scene.values
     for i in range(height):
         if low_rank and i % BLOCK_ROWS == 0:
-            _learn(scene, rows, i)
-        _start_row(scene, rows, i, strides, classes)
+            _learn(block, directions, strengths, powers, room, warm, warm_values, i)
+            if _is_due(i):
+                refresh_segments(directions, powers, precision, trust)
+        u[:] = 0
+        rounded[:] = 0
+        _add_sides(row_cells, sides, i, strides, classes)
+        _find_places(turned, sides, known, unit, i, signs, places)
+        if strides[1]:
+            _look_up(activity, busy, octaves)
         so_far = np.int64(0)
-        symbols, current = plane[i], rows.block[i % BLOCK_ROWS]
+        symbols, current = plane[i], block[i % BLOCK_ROWS]
         for part in range((columns + SEGMENT - 1) // SEGMENT):
             start = part * SEGMENT
-            cells = rows.cells[start : start + SEGMENT]
+            cells = row_cells[start : start + SEGMENT]
             stop = min(start + SEGMENT, columns)
             if low_rank:
                 predict_segment(fans, part, rounded, prediction)
-                if scene.unit:
+                if unit:
                     _add_place(
                         cells,
                         prediction,
-                        rows.signs[start:],
-                        rows.places[start:],
-                        rows.kinds,
-                        scene.unit,
+                        signs[start:],
+                        places[start:],
+                        kinds,
+                        unit,
                         strides[0],
                     )
                 else:
-                    _add_prediction(cells, prediction, rows.signs[start:], scene.scale, strides[0])
+                    _add_prediction(cells, prediction, signs[start:], scale, strides[0])
             if lively:
                 _add_activity(
                     cells,
-                    rows.activity[start:],
-                    _row_activity(rows.octaves, so_far, start, scene.mean),
+                    activity[start:],
+                    _row_activity(octaves, so_far, start, mean),
                     strides[1],
                 )
             for j in range(stop - start):
                 contexts[j] = leaf_rows[cells[j]]
             take_runs(tables, counters, contexts, symbols, start, stop, words, cursor)
             if mirrored:
-                turn_symbols(symbols, scene.turned[i], start, stop, last)
+                turn_symbols(symbols, turned[i], start, stop, last)
             if lively:
-                so_far += _take_in(symbols, start, stop, scene.magnitudes, rows.magnitudes)
+                so_far += _take_in(symbols, start, stop, magnitudes_of, magnitudes)
             if low_rank:
-                _read_values(symbols, start, stop, scene.values, values, current)
+                _read_values(symbols, start, stop, values_of, values, current)
                 correct_segment(fans, part, trust, u, rounded, values, prediction)
-        _end_row(rows, i)
+        _end_row(busy, magnitudes, i)
 
 
 @jit
 def measure(scene: Scene, rows: Rows, plane: UInt8s) -> tuple[Integer, Integer]:
     """Mean squares of predictions and of their errors over a plane (rows, columns), in 1/16; ``rows`` are new."""
     height, columns = plane.shape
-    u, rounded, prediction, trust = rows.u, rows.rounded, rows.prediction, rows.trust
-    fans = rows.fans
-    values = rows.values
+    directions, fans, strengths, powers, block, trust, precision, room, u, rounded, prediction, values = rows[
+        :12
+    ]
+    warm, warm_values, values_of = scene.warm, scene.warm_values, scene.values
     of_predictions = of_errors = np.int64(0)
     for i in range(height):
         if i % BLOCK_ROWS == 0:
-            _learn(scene, rows, i)
+            _learn(block, directions, strengths, powers, room, warm, warm_values, i)
+            if _is_due(i):
+                refresh_segments(directions, powers, precision, trust)
         u[:] = 0
         rounded[:] = 0
-        symbols, current = plane[i], rows.block[i % BLOCK_ROWS]
+        symbols, current = plane[i], block[i % BLOCK_ROWS]
         for part in range(trust.shape[0]):
             start = part * SEGMENT
             stop = min(start + SEGMENT, columns)
             predict_segment(fans, part, rounded, prediction)
-            _read_values(symbols, start, stop, scene.values, values, current)
+            _read_values(symbols, start, stop, values_of, values, current)
             for j in range(stop - start):
                 of_predictions += np.int64(prediction[j]) * np.int64(prediction[j])
             correct_segment(fans, part, trust, u, rounded, values, prediction)

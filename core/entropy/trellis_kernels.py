@@ -138,18 +138,26 @@ class Work(NamedTuple):
     octaves: Int32s
 
 
+# What is inlined takes arrays, not what holds them: each copy of a tuple counts the references to all of its arrays.
 @jit_inlined
 def _start_row(
-    scene: Scene, row: Row, octaves: Int32s, first: int, count: int, strides: Int64s, classes: Int32s
+    cells: Int32s,
+    busy: Int32s,
+    activity: Int32s,
+    octaves: Int32s,
+    sides: UInt8s,
+    first: int,
+    count: int,
+    strides: Int64s,
+    classes: Int32s,
 ) -> None:
-    row.cells[:] = 0
+    cells[:] = 0
     for s in range(classes.shape[0]):
         if strides[2 + s]:
-            side, cells, table = scene.sides[s, first : first + count], row.cells, classes[s]
+            side, table = sides[s, first : first + count], classes[s]
             for j in range(side.size):
                 cells[j] += table[side[j]]
     if strides[1]:
-        activity, busy = row.activity, row.busy
         for j in range(activity.size):
             activity[j] = octaves[max(busy[j] - _FLOOR, 1)]
 
@@ -199,20 +207,16 @@ def _read_values(errors: Int32s, scale: int, start: int, values: Int32s, block: 
 
 
 @jit_inlined
-def _end_row(row: Row, number: int) -> None:
-    busy, energies = row.busy, row.energies
+def _end_row(busy: Int32s, energies: Int32s, number: int) -> None:
     rate = np.int32(1 if number < 2 else 2 if number < 6 else 3 if number < 14 else 4 if number < 30 else 5)
     for j in range(busy.size):
         busy[j] += np.int32((energies[j] << 3) - busy[j]) >> rate
 
 
 @jit_inlined
-def _learn(fans: Fans, number: int, always: bool) -> None:
-    """Learn directions, before every `BLOCK_ROWS` rows, from those before."""
-    if number:
-        advance(fans.block, fans.directions, fans.strengths, fans.powers, fans.room)
-    if always or number <= _EARLY_ROWS or (number - 1) // BLOCK_ROWS % 2 == 0:
-        refresh_segments(fans.directions, fans.powers, fans.precision, fans.trust)
+def _is_due(number: int) -> bool:
+    """Whether trust changes before a block of rows."""
+    return number <= _EARLY_ROWS or (number - 1) // BLOCK_ROWS % 2 == 0
 
 
 @jit
@@ -238,31 +242,37 @@ def find_features(
         found: uint16 (n,), filled: the lead's class, and `LEADS` times that of the activity.
         errors: int32 (n,), filled: points less places, in parts of a step; of what is too far, as a reader will know them.
     """
-    leads, row, fans, octaves = work.leads, work.row, work.fans, work.octaves
-    path, ranked, reached, parts = work.path, work.ranked, work.reached, fans.parts
-    states = scene.states
+    leads, octaves, path, ranked, reached = work.leads, work.octaves, work.path, work.ranked, work.reached
+    cells, busy, activity, energies = work.row
+    directions, parts, strengths, powers, block, trust, precision, room, u, rounded, prediction, values = (
+        work.fans
+    )
+    y, leads_found, shift = leads.y, leads.found, leads.shift
+    states, places, sides, mean, scale = scene.states, scene.places, scene.sides, scene.mean, scene.scale
+    leak, low_rank = scene.leak, scene.low_rank
     for number in range((points.size + scene.width - 1) // scene.width):
         first = number * scene.width
         count = min(scene.width, points.size - first)
-        if scene.low_rank and number % BLOCK_ROWS == 0:
-            _learn(fans, number, False)
-        look_ahead(scene.places[first : first + count], states, scene.leak, scene.low_rank, leads)
-        _start_row(scene, row, octaves, first, count, strides, classes)
-        fans.u[:] = 0
-        fans.rounded[:] = 0
+        if low_rank and number % BLOCK_ROWS == 0:
+            if number:
+                advance(block, directions, strengths, powers, room)
+            if _is_due(number):
+                refresh_segments(directions, powers, precision, trust)
+        look_ahead(places[first : first + count], states, leak, low_rank, leads)
+        _start_row(cells, busy, activity, octaves, sides, first, count, strides, classes)
+        u[:] = 0
+        rounded[:] = 0
         so_far, state = np.int64(0), 0
         for start in range(0, count, SEGMENT):
             stop = min(start + SEGMENT, count)
-            if scene.low_rank:
-                predict_segment(parts, start // SEGMENT, fans.rounded, fans.prediction)
-                _shift_places(fans.prediction, scene.scale, leads.shift)
+            if low_rank:
+                predict_segment(parts, start // SEGMENT, rounded, prediction)
+                _shift_places(prediction, scale, shift)
                 move_places(leads, start, states)
-            _add_activity(
-                row.cells, row.activity, start, _row_activity(octaves, so_far, start, scene.mean), strides[1]
-            )
+            _add_activity(cells, activity, start, _row_activity(octaves, so_far, start, mean), strides[1])
             state = rank_path(
-                leads.y[start:stop],
-                leads.found[:, start:stop],
+                y[start:stop],
+                leads_found[:, start:stop],
                 states,
                 state,
                 points[first + start : first + stop],
@@ -271,24 +281,22 @@ def find_features(
             )
             for j in range(start, stop):
                 ranks[first + j] = ranked[j - start]
-                found[first + j] = row.cells[j] + (path[j - start] >> 8)
+                found[first + j] = cells[j] + (path[j - start] >> 8)
                 path[j - start] &= 255
             part = errors[first + start : first + stop]
             place_points(
-                leads.y[start:stop],
-                scene.places[first + start : first + stop],
+                y[start:stop],
+                places[first + start : first + stop],
                 path,
                 ranked,
                 reached[: stop - start],
                 part,
             )
-            so_far += _take_in(part, start, row.energies)
-            if scene.low_rank:
-                _read_values(part, scene.scale, start, fans.values, fans.block[number % BLOCK_ROWS])
-                correct_segment(
-                    parts, start // SEGMENT, fans.trust, fans.u, fans.rounded, fans.values, fans.prediction
-                )
-        _end_row(row, number)
+            so_far += _take_in(part, start, energies)
+            if low_rank:
+                _read_values(part, scale, start, values, block[number % BLOCK_ROWS])
+                correct_segment(parts, start // SEGMENT, trust, u, rounded, values, prediction)
+        _end_row(busy, energies, number)
 
 
 @jit
@@ -311,38 +319,44 @@ def decode_chunk(
     Symbols are ``rank + radius``. Validated by the caller: cells index ``leaf_rows``, which indexes the tables; see `take_runs`.
     The caller compares where the cursor ends.
     """
-    leads, row, fans, octaves = work.leads, work.row, work.fans, work.octaves
-    counters = work.counters
-    parts, by_lead, path, ranked = fans.parts, work.by_lead, work.path, work.ranked
-    states, low_rank, lively = scene.states, scene.low_rank, strides[1] != 0
+    leads, octaves, by_lead, path, ranked = work.leads, work.octaves, work.by_lead, work.path, work.ranked
+    cells, busy, activity, energies = work.row
+    directions, parts, strengths, powers, block, trust, precision, room, u, rounded, prediction, values = (
+        work.fans
+    )
+    y, found, shift, counters = leads.y, leads.found, leads.shift, work.counters
+    states, places, sides, mean, scale = scene.states, scene.places, scene.sides, scene.mean, scene.scale
+    leak, low_rank, lively = scene.leak, scene.low_rank, strides[1] != 0
     runs, levels, gaps = tables.runs, tables.levels, tables.gaps
     level_lookup, gap_lookup = tables.level_lookup, tables.gap_lookup
     left, due = counters[0], counters[1]
     zero, mask = np.int64(tables.zero), states - 1
-    cells, found = row.cells, leads.found
     x0, x1, x2, x3, position = cursor[0], cursor[1], cursor[2], cursor[3], cursor[4]
     for number in range((points.size + scene.width - 1) // scene.width):
         first = number * scene.width
         count = min(scene.width, points.size - first)
-        if scene.low_rank and number % BLOCK_ROWS == 0:
-            _learn(fans, number, False)
-        look_ahead(scene.places[first : first + count], states, scene.leak, scene.low_rank, leads)
-        _start_row(scene, row, octaves, first, count, strides, classes)
-        fans.u[:] = 0
-        fans.rounded[:] = 0
+        if low_rank and number % BLOCK_ROWS == 0:
+            if number:
+                advance(block, directions, strengths, powers, room)
+            if _is_due(number):
+                refresh_segments(directions, powers, precision, trust)
+        look_ahead(places[first : first + count], states, leak, low_rank, leads)
+        _start_row(cells, busy, activity, octaves, sides, first, count, strides, classes)
+        u[:] = 0
+        rounded[:] = 0
         so_far, state = np.int64(0), 0
         for start in range(0, count, SEGMENT):
             stop = min(start + SEGMENT, count)
             if low_rank:
-                predict_segment(parts, start // SEGMENT, fans.rounded, fans.prediction)
-                _shift_places(fans.prediction, scene.scale, leads.shift)
+                predict_segment(parts, start // SEGMENT, rounded, prediction)
+                _shift_places(prediction, scale, shift)
                 move_places(leads, start, states)
             if lively:
                 _add_activity(
-                    row.cells,
-                    row.activity,
+                    cells,
+                    activity,
                     start,
-                    _row_activity(octaves, so_far, start, scene.mean),
+                    _row_activity(octaves, so_far, start, mean),
                     strides[1],
                 )
             for i in range(stop - start):
@@ -380,8 +394,8 @@ def decode_chunk(
             for j in range(start, stop):
                 ranks[first + j] = ranked[j - start]
             place_points(
-                leads.y[start:stop],
-                scene.places[first + start : first + stop],
+                y[start:stop],
+                places[first + start : first + stop],
                 path,
                 ranked,
                 points[first + start : first + stop],
@@ -389,38 +403,36 @@ def decode_chunk(
             )
             part = errors[first + start : first + stop]
             if lively:
-                so_far += _take_in(part, start, row.energies)
+                so_far += _take_in(part, start, energies)
             if low_rank:
-                _read_values(part, scene.scale, start, fans.values, fans.block[number % BLOCK_ROWS])
-                correct_segment(
-                    parts, start // SEGMENT, fans.trust, fans.u, fans.rounded, fans.values, fans.prediction
-                )
-        _end_row(row, number)
+                _read_values(part, scale, start, values, block[number % BLOCK_ROWS])
+                correct_segment(parts, start // SEGMENT, trust, u, rounded, values, prediction)
+        _end_row(busy, energies, number)
     cursor[0], cursor[1], cursor[2], cursor[3], cursor[4] = x0, x1, x2, x3, position
 
 
 @jit
 def measure(errors: Int32s, fans: Fans, width: int, scale: int) -> tuple[Integer, Integer]:
     """Mean squares of the values of some rows, and of what low-rank prediction leaves of them, in 1/16; ``fans`` are new."""
-    parts = fans.parts
+    directions, parts, strengths, powers, block, trust, precision, room, u, rounded, prediction, values = fans
     of_values = of_errors = np.int64(0)
     rows = errors.size // width
     for number in range(rows):
         if number % BLOCK_ROWS == 0:
-            _learn(fans, number, True)
-        fans.u[:] = 0
-        fans.rounded[:] = 0
+            if number:
+                advance(block, directions, strengths, powers, room)
+            refresh_segments(directions, powers, precision, trust)
+        u[:] = 0
+        rounded[:] = 0
         here = errors[number * width : (number + 1) * width]
         for start in range(0, width, SEGMENT):
             stop = min(start + SEGMENT, width)
-            predict_segment(parts, start // SEGMENT, fans.rounded, fans.prediction)
-            _read_values(here[start:stop], scale, start, fans.values, fans.block[number % BLOCK_ROWS])
-            correct_segment(
-                parts, start // SEGMENT, fans.trust, fans.u, fans.rounded, fans.values, fans.prediction
-            )
+            predict_segment(parts, start // SEGMENT, rounded, prediction)
+            _read_values(here[start:stop], scale, start, values, block[number % BLOCK_ROWS])
+            correct_segment(parts, start // SEGMENT, trust, u, rounded, values, prediction)
             for j in range(stop - start):
-                of_values += 16 * np.int64(fans.values[j]) * np.int64(fans.values[j])
-                of_errors += np.int64(fans.prediction[j]) * np.int64(fans.prediction[j])
+                of_values += 16 * np.int64(values[j]) * np.int64(values[j])
+                of_errors += np.int64(prediction[j]) * np.int64(prediction[j])
     return of_values // max(rows * width, 1), of_errors // max(rows * width, 1)
 
 
