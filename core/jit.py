@@ -30,7 +30,8 @@ def jit_part(function: Callable[..., Any]) -> Callable[..., Any]:
 
     It is in the cache as a part of the kernels that call it.
     """
-    part: Callable[..., Any] = numba.njit(no_cpython_wrapper=True, **_ALWAYS)(function)
+    options = {"no_cpython_wrapper": True, **_ALWAYS}
+    part: Callable[..., Any] = numba.njit(**options)(function)
     return part
 
 

@@ -54,7 +54,8 @@ def new_rows(scene: Any, columns: int, low_rank: bool) -> Rows:
 def side_cells(scene: Any, strides: Int64s) -> I32:
     """int32 (sides, 256): what a level of each side plane of a `context_kernels.Scene` adds to a cell."""
     of_sides = strides[len(LEVELS) : len(LEVELS) + scene.sides.shape[0]]
-    return (scene.fine[: of_sides.size].astype(np.int64) * of_sides[:, None]).astype(np.int32)
+    cells: I32 = (scene.fine[: of_sides.size].astype(np.int64) * of_sides[:, None]).astype(np.int32)
+    return cells
 
 
 def new_fans(width: int, low_rank: bool) -> Fans:

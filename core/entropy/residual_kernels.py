@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from shrinkpoint.jit import jit, jit_part
 
-__all__ = ["Classes", "Given", "classify", "pack", "unpack"]
+__all__ = ["Blocks", "Classes", "Given", "classify", "new_blocks", "pack", "unpack"]
 
 Int64s = npt.NDArray[np.int64]
 UInt8s = npt.NDArray[np.uint8]
@@ -51,6 +51,15 @@ class Classes(NamedTuple):
     signs: Int64s
 
 
+class Blocks(NamedTuple):
+    """What kernels work on, of no use afterwards: `new_blocks`."""
+
+    residuals: Int64s
+    predictions: Int64s
+    tops: Int64s
+    keys: UInt16s
+
+
 ZERO, ESCAPE, FIRST = 0, 1, 2
 """Keys: a positive zero, a class without a symbol, and the first of the classes of residuals."""
 WHOLE = 64
@@ -60,6 +69,12 @@ _SHARE_SHIFT = 6
 _WORD_MASK = (1 << 32) - 1
 _BLOCK = 2048
 """Numbers at a time: what does not depend on the stream runs in loops without branches, within the first cache."""
+
+
+def new_blocks() -> Blocks:
+    """For one call of a kernel."""
+    residuals, predictions, tops = (np.zeros(_BLOCK, np.int64) for _ in range(3))
+    return Blocks(residuals, predictions, tops, np.zeros(_BLOCK, np.uint16))
 
 
 @jit_part
@@ -171,13 +186,14 @@ def classify(
     bits: Signed,
     given: Given,
     plan: Plan,
+    blocks: Blocks,
     keys: UInt16s,
 ) -> None:
     """Write the class of each number of a chunk.
 
     Validated by the caller: ``previous`` and ``beside`` have the size of ``bits`` where the plan reads them.
     """
-    residuals = np.empty(_BLOCK, dtype=np.int64)
+    residuals = blocks.residuals
     for at in range(0, bits.size, _BLOCK):
         count = min(_BLOCK, bits.size - at)
         _residuals(residuals, bits, given, at, count, plan)
@@ -206,18 +222,18 @@ def pack(
     plan: Plan,
     index: UInt8s,
     classes: Classes,
+    wide: bool,
+    blocks: Blocks,
     symbols: UInt8s,
     words: UInt32s,
 ) -> Integer:
     """Write the symbol of each number, and its suffix into ``words``; return how many bits of those are used.
 
     Validated by the caller: as :func:`classify`; ``index`` maps every key that occurs to one of the ``classes``; ``words`` holds a
-    word more than all suffixes.
+    word more than all suffixes; ``wide`` says whether any takes more than 32 bits, with its sign where that is apart.
     """
     bases, widths, signs = classes
-    keys = np.empty(_BLOCK, dtype=np.uint16)
-    wide = widths.max() > 31 - plan[2]
-    residuals = np.empty(_BLOCK, dtype=np.int64)
+    residuals, keys = blocks.residuals, blocks.keys
     position = 0
     held = filled = np.int64(0)
     for at in range(0, bits.size, _BLOCK):
@@ -268,18 +284,17 @@ def unpack(
     given: Given,
     plan: Plan,
     classes: Classes,
+    wide: bool,
+    blocks: Blocks,
     bits: Signed,
 ) -> Integer:
     """The inverse of :func:`pack`: fill ``bits``; return how many bits of ``words`` the symbols name.
 
     Validated by the caller: as :func:`pack`, and that symbols index the tables; the last of ``words`` is 0 and not part
-    of the data.
+    of the data; ``wide`` says whether any suffix takes more than 32 bits.
     """
     bases, widths, signs = classes
-    wide = widths.max() > 32
-    residuals = np.empty(_BLOCK, dtype=np.int64)
-    predictions = np.empty(_BLOCK, dtype=np.int64)
-    tops = np.zeros(_BLOCK, dtype=np.int64)
+    residuals, predictions, tops = blocks.residuals, blocks.predictions, blocks.tops
     position = 0
     held = filled = np.int64(0)
     for at in range(0, symbols.size, _BLOCK):

@@ -357,9 +357,9 @@ def decode_points(payload: Payload, path: Path, threads: int = 1) -> CodedPoints
         part = slice(*span)
         words, cursor = open_chunk(chunk)
         scene = model.scene(path, span)
-        work = context_rows.new_work(scene, leaves.coder.runs.size, int(leaves.strides[0]))
+        room = context_rows.new_work(scene, leaves.coder.runs.size, int(leaves.strides[0]))
         told = model.radius, leaves.strides, classes, leaves.rows, leaves.coder, words, cursor
-        trellis_kernels.decode_chunk(scene, work, *told, ranks[part], points[part], errors[part])
+        trellis_kernels.decode_chunk(scene, room, *told, ranks[part], points[part], errors[part])
         check_end(words, cursor)
 
     map_in_threads(decode, zip(spans, chunks, strict=True), threads)
