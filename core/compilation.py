@@ -1,8 +1,8 @@
 """Compiles the coders of a scheme by making and restoring some checkpoints of a small training, and notes that it did.
 
-numba compiles what is called for the first time: a minute or two of one core for the coders of scheme ``auto``. It keeps what
+numba compiles what is called for the first time: half a minute of one core for the coders of scheme ``auto``. It keeps what
 it compiled in a folder, and beside that stands one file for each scheme and effort, named after numba's version and the
-processor, whose content stands for the coders' sources.
+processor, which tells the coders' sources and the files that numba has kept: where one of these is gone, all is compiled again.
 """
 
 import hashlib
@@ -54,7 +54,8 @@ def compile_coders(scheme: str, effort: str | None = None) -> bool:
         return False
     mark.parent.mkdir(parents=True, exist_ok=True)
     part = mark.with_suffix(f".{os.getpid()}")
-    part.write_text(_sources())
+    files = [os.path.relpath(file, mark.parent) for file in _cached_files()]
+    part.write_text(json.dumps({"sources": _sources(), "files": files}))
     part.replace(mark)
     return True
 
@@ -66,9 +67,13 @@ def is_compiled(scheme: str, effort: str | None = None) -> bool:
         ConfigError: as `compile_coders`.
     """
     mark = _mark(scheme, _options(scheme, effort))
+    if mark is None:
+        return False
     try:
-        return mark is not None and mark.read_text() == _sources()
-    except (OSError, UnicodeDecodeError):
+        noted = json.loads(mark.read_text())
+        same, files = noted["sources"] == _sources(), noted["files"]
+        return same and all((mark.parent / file).is_file() for file in files)
+    except (OSError, ValueError, TypeError, KeyError):  # none, or damaged
         return False
 
 
@@ -76,8 +81,24 @@ def cache_folder() -> Path | None:
     """Where numba keeps the compiled coders; None where it keeps none: no folder that it may write to, ``NUMBA_DISABLE_JIT``."""
     from shrinkpoint.entropy import kernels
 
-    stats = getattr(kernels.refill, "stats", None)  # none where compiling is turned off
+    stats = getattr(kernels.encode_one, "stats", None)  # none where compiling is turned off
     return Path(stats.cache_path) if stats is not None and stats.cache_path is not None else None
+
+
+def _cached_files() -> list[Path]:
+    """What numba keeps of the kernels that this process has called: an index of each, and its object files."""
+    from numba.core.dispatcher import Dispatcher
+
+    found: set[Path] = set()
+    for name, module in list(sys.modules.items()):
+        if not name.startswith("shrinkpoint."):
+            continue
+        for kernel in vars(module).values():
+            folder = kernel.stats.cache_path if isinstance(kernel, Dispatcher) and kernel.signatures else None
+            if folder is not None:
+                stem = f"{kernel.__module__.rpartition('.')[2]}.{kernel.__qualname__}-"
+                found.update(Path(folder).glob(f"{stem}*.nb[ic]"))
+    return sorted(found)
 
 
 def _options(scheme: str, effort: str | None) -> Any:

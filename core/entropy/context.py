@@ -36,7 +36,7 @@ depend on each other nor on the number of threads.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -114,17 +114,25 @@ def encode_plane(
 
 
 def _plan(symbols: UInt8s, columns: int, sides: Sequence[Side], sample: PlaneSample, effort: Effort) -> Plan:
-    from shrinkpoint.entropy import context_kernels, context_segments  # numba
+    from shrinkpoint.entropy import context_kernels  # numba
 
     if effort == "max":
         model = choose_model(symbols, columns, sides, sample, context_kernels.measure, _MAX_TRIAL)
     else:
-        model = choose_model(symbols, columns, sides, sample, context_segments.measure, _DEFAULT_TRIAL)
+        model = choose_model(symbols, columns, sides, sample, _measure, _DEFAULT_TRIAL)
         if model.sides:
             first = sides[model.sides[0].index]
             placed = model.low_rank and first.places is not None
             model = replace(model, placed=placed, mirrored=first.two_sided)
     return Plan.of(model, sides, symbols.size, columns)
+
+
+def _measure(scene: Any, plane: UInt8s) -> tuple[int, int]:
+    from shrinkpoint.entropy import context_rows, context_segments  # numba
+
+    rows = context_rows.new_rows(scene, plane.shape[1], True)
+    predicted, error = context_segments.measure(scene, rows, plane)
+    return int(predicted), int(error)
 
 
 def decode_plane(

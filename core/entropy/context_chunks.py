@@ -28,6 +28,7 @@ from shrinkpoint.entropy.context_sample import Side
 from shrinkpoint.entropy.context_tables import (
     check_end,
     join_chunks,
+    new_counters,
     open_chunk,
     split_chunks,
 )
@@ -140,16 +141,20 @@ def encode_static(plan: Plan, symbols: UInt8s, alphabet: int, threads: int) -> b
         alphabet: 2..256.
         threads: how many threads share the chunks.
     """
-    from shrinkpoint.entropy import context_growth, context_kernels, context_segments  # numba
+    from shrinkpoint.entropy import context_growth, context_kernels, context_rows, context_segments  # numba
 
     found = np.empty(symbols.size, dtype=np.uint16)
     contexts = np.empty(symbols.size, dtype=np.uint8)
     coded = symbols.copy() if plan.model.mirrored else symbols
+    strides = np.zeros(context_segments.FEATURES, dtype=np.int64)
+    strides[1] = context_segments.LEVELS[0]
 
     def find(span: Span) -> None:
         shape, scene = plan.shape(span), plan.scene(span)
         out = found[slice(*span)].reshape(shape)
-        context_segments.find_features(scene, _cut(symbols, span, shape), out)
+        rows = context_rows.new_rows(scene, shape[1], scene.low_rank)
+        classes = context_rows.side_cells(scene, strides)
+        context_segments.find_features(scene, rows, strides, classes, _cut(symbols, span, shape), out)
         if plan.model.mirrored:
             part = coded[slice(*span)]
             context_kernels.turn_symbols(part, scene.turned.reshape(-1), 0, part.size, _last(alphabet))
@@ -161,7 +166,7 @@ def encode_static(plan: Plan, symbols: UInt8s, alphabet: int, threads: int) -> b
     def name(span: Span) -> None:
         part, scene = slice(*span), plan.scene(span)
         sides = scene.sides.reshape(scene.sides.shape[0], span[1] - span[0])
-        classes = context_segments.side_cells(scene, cells.strides)
+        classes = context_rows.side_cells(scene, cells.strides)
         arguments = leaves, own, found[part], classes, sides, contexts[part]
         context_growth.name_leaves(*arguments)
 
@@ -173,7 +178,7 @@ def encode_static(plan: Plan, symbols: UInt8s, alphabet: int, threads: int) -> b
 
 def decode_static(reader: ByteReader, plan: Plan, alphabet: int, threads: int) -> UInt8s:
     """Inverse of :func:`encode_static`, for what follows the plan."""
-    from shrinkpoint.entropy import context_segments  # numba
+    from shrinkpoint.entropy import context_rows, context_segments  # numba
 
     leaves = read_leaves(reader, plan.levels(), alphabet)
     strides, rows, coder = leaves.strides, leaves.rows, leaves.coder
@@ -181,9 +186,18 @@ def decode_static(reader: ByteReader, plan: Plan, alphabet: int, threads: int) -
     def decode(chunk: memoryview, scene: Any, plane: UInt8s) -> None:
         words, cursor = open_chunk(chunk)
         plane.fill(coder.zero)
-        check_end(
-            context_segments.decode_chunk(scene, plane, _last(alphabet), strides, rows, coder, words, cursor)
+        work = context_rows.new_rows(scene, plane.shape[1], bool(scene.low_rank and strides[0]))
+        classes = context_rows.side_cells(scene, strides)
+        told = (
+            strides,
+            classes,
+            rows,
+            coder,
+            new_counters(coder),
+            np.empty(context_segments.SEGMENT, np.uint8),
         )
+        context_segments.decode_chunk(scene, work, plane, _last(alphabet), *told, words, cursor)
+        check_end(words, cursor)
 
     return _decode_chunks(reader, plan, decode, threads)
 

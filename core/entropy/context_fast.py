@@ -11,6 +11,7 @@ from shrinkpoint.entropy.context_sample import PlaneSample, Side
 from shrinkpoint.entropy.context_tables import (
     check_end,
     join_chunks,
+    new_counters,
     open_chunk,
     put_chunk,
     read_run_tables,
@@ -138,12 +139,18 @@ def decode_runs(reader: ByteReader, size: int, alphabet: int, sides: Sequence[Si
 
         span, chunk = work
         words, cursor = open_chunk(chunk)
-        counters = context_runs.new_counters(coder)
         part = out[span]
         context_runs.take_runs(
-            coder, counters, _rows(rows, contexts, span, size), part, 0, part.size, words, cursor
+            coder,
+            new_counters(coder),
+            _rows(rows, contexts, span, size),
+            part,
+            0,
+            part.size,
+            words,
+            cursor,
         )
-        check_end(context_runs.finished(words, cursor))
+        check_end(words, cursor)
 
     map_in_threads(decode, zip(spans, split_chunks(reader, len(spans)), strict=True), threads)
     return out

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from shrinkpoint.jit import jit
+from shrinkpoint.jit import jit, jit_inlined, jit_part
 
 __all__ = ["Limits", "Sample", "grow", "name_leaves", "rename"]
 
@@ -54,7 +54,32 @@ class Limits(NamedTuple):
     split_bits: float
 
 
-@jit
+class _Growth(NamedTuple):
+    """What growing works on.
+
+    Attributes:
+        members: int32 (m,), of the sample, those of a leaf side by side.
+        ends: int64 (leaves, 2), where a leaf's members begin and end.
+        counts: int32 (leaves, features, levels, alphabet).
+        gains: float64 (leaves,), of its best split.
+        choices: int64 (leaves, 2), its feature and threshold.
+        used: bool (features,), which ones any split uses.
+        everything: int64 (alphabet,), counts of a leaf.
+        below: int64 (alphabet,), those on one side of a threshold.
+        above: int64 (alphabet,), those on the other one.
+    """
+
+    members: Int32s
+    ends: Int64s
+    counts: Int32s
+    gains: Float64s
+    choices: Int64s
+    used: npt.NDArray[np.bool_]
+    everything: Int64s
+    below: Int64s
+    above: Int64s
+
+
 def grow(sample: Sample, limits: Limits, splits: Int64s) -> tuple[int, float]:
     """Split the leaf that gains most until none gains.
 
@@ -66,21 +91,38 @@ def grow(sample: Sample, limits: Limits, splits: Int64s) -> tuple[int, float]:
     Returns:
         The number of splits, and the bits that they save.
     """
-    n_features, m = sample.features.shape
-    members = np.arange(m).astype(np.int32)
-    ends = np.zeros((limits.leaves, 2), dtype=np.int64)
-    ends[0, 1] = m
-    depth = max(sample.levels.max(), 1)
-    counts = np.zeros((limits.leaves, n_features, depth, sample.alphabet), dtype=np.int32)
-    gains, choices = np.zeros(limits.leaves), np.zeros((limits.leaves, 2), dtype=np.int64)
-    used = np.zeros(n_features, dtype=np.bool_)
+    features, m = sample.features.shape
+    depth = max(int(sample.levels.max()), 1)
+    growth = _Growth(
+        members=np.arange(m, dtype=np.int32),
+        ends=np.zeros((limits.leaves, 2), np.int64),
+        counts=np.zeros((limits.leaves, features, depth, sample.alphabet), np.int32),
+        gains=np.zeros(limits.leaves),
+        choices=np.zeros((limits.leaves, 2), np.int64),
+        used=np.zeros(features, np.bool_),
+        everything=np.empty(sample.alphabet, np.int64),
+        below=np.empty(sample.alphabet, np.int64),
+        above=np.empty(sample.alphabet, np.int64),
+    )
+    count, saved = _grow(sample, limits, growth, splits)
+    return int(count), float(saved)
+
+
+@jit
+def _grow(sample: Sample, limits: Limits, growth: _Growth, splits: Int64s) -> tuple[int, float]:
+    members, ends, counts, used = growth.members, growth.ends, growth.counts, growth.used
+    gains, choices = growth.gains, growth.choices
+    ends[0, 1] = members.size
     _count(sample, members, counts[0])
     saved = 0.0
     n = 1
     # of leaf 0; given the constant, numba would compile a second version
-    _price(sample, limits, counts[0], used, n - 1, gains, choices)
+    _price(sample, limits, growth, n - 1)
     while n < limits.leaves:
-        best = np.argmax(gains[:n])
+        best = 0
+        for leaf in range(1, n):
+            if gains[leaf] > gains[best]:
+                best = leaf
         if gains[best] <= 0:
             break
         saved += gains[best]
@@ -91,33 +133,53 @@ def grow(sample: Sample, limits: Limits, splits: Int64s) -> tuple[int, float]:
         ends[best, 1], ends[n, 0], ends[n, 1] = middle, middle, stop
         # the smaller part is counted, the other one is what it leaves
         if middle - start < stop - middle:
-            counts[n] = counts[best]
-            counts[best] = 0
+            _move(counts[best], counts[n])
             _count(sample, members[start:middle], counts[best])
-            counts[n] -= counts[best]
+            _take_away(counts[best], counts[n])
         else:
             _count(sample, members[middle:stop], counts[n])
-            counts[best] -= counts[n]
+            _take_away(counts[n], counts[best])
         fresh = not used[feature]
         used[feature] = True
         n += 1
         for leaf in range(n):
             if fresh or leaf == best or leaf == n - 1:
-                _price(sample, limits, counts[leaf], used, leaf, gains, choices)
+                _price(sample, limits, growth, leaf)
     return n - 1, saved
 
 
-@jit
+@jit_part
 def _count(sample: Sample, members: Int32s, counts: Int32s) -> None:
     """Count symbols by each feature's level."""
     for f in range(counts.shape[0]):
         if sample.levels[f] > 1 or f == 0:
             feature, table = sample.features[f], counts[f]
-            for index in members:
+            for i in range(members.size):
+                index = members[i]
                 table[min(np.int64(feature[index]), table.shape[0] - 1), sample.symbols[index]] += 1
 
 
-@jit
+@jit_inlined
+def _move(counts: Int32s, to: Int32s) -> None:
+    """Leave zeros behind."""
+    for f in range(to.shape[0]):
+        for level in range(to.shape[1]):
+            source, target = counts[f, level], to[f, level]
+            for s in range(target.size):
+                target[s] = source[s]
+                source[s] = 0
+
+
+@jit_inlined
+def _take_away(counts: Int32s, of: Int32s) -> None:
+    for f in range(of.shape[0]):
+        for level in range(of.shape[1]):
+            source, target = counts[f, level], of[f, level]
+            for s in range(target.size):
+                target[s] -= source[s]
+
+
+@jit_part
 def _partition(members: Int32s, feature: UInt8s, threshold: Integer) -> Integer:
     """Put those below the threshold first; return how many these are."""
     low, high = 0, members.size
@@ -130,34 +192,39 @@ def _partition(members: Int32s, feature: UInt8s, threshold: Integer) -> Integer:
     return low
 
 
-@jit
+@jit_part
 def _length(counts: Int64s, lengths: Float64s) -> float:
     """Ideal code length in bits: N log N - sum n log n."""
     total, inner = np.int64(0), 0.0
-    for n in counts:
-        total += n
-        inner += lengths[n]
+    for s in range(counts.size):
+        total += counts[s]
+        inner += lengths[counts[s]]
     return float(lengths[total] - inner)
 
 
-@jit
-def _price(
-    sample: Sample, limits: Limits, counts: Int32s, used: UInt8s, leaf: int, gains: Float64s, choices: Int64s
-) -> None:
+@jit_part
+def _price(sample: Sample, limits: Limits, growth: _Growth, leaf: int) -> None:
     """Find a leaf's best split among the features that may still be used."""
+    counts, used, gains, choices = growth.counts[leaf], growth.used, growth.gains, growth.choices
+    everything, below, above = growth.everything, growth.below, growth.above
     gains[leaf] = 0.0
     alphabet = sample.alphabet
-    everything = np.zeros(alphabet, dtype=np.int64)
+    everything[:] = 0
     for level in range(counts.shape[1]):
-        everything += counts[0, level]
-    if everything.sum() < limits.members:
+        table = counts[0, level]
+        for s in range(alphabet):
+            everything[s] += table[s]
+    members, present = np.int64(0), 0
+    for s in range(alphabet):
+        members += everything[s]
+        present += everything[s] > 0
+    if members < limits.members:
         return
     cells = np.int64(1)
     for f in range(used.size):
         if used[f]:
             cells *= sample.levels[f]
-    whole, present = _length(everything, sample.lengths), np.count_nonzero(everything)
-    below, above = np.empty(alphabet, dtype=np.int64), np.empty(alphabet, dtype=np.int64)
+    whole = _length(everything, sample.lengths)
     for f in range(used.size):
         levels = sample.levels[f]
         if not used[f] and cells * levels > limits.cells:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from shrinkpoint.entropy.context_lowrank import (
     RANK,
+    Room,
     advance,
     clamp,
     correct,
@@ -18,7 +19,7 @@ from shrinkpoint.entropy.context_lowrank import (
     refresh,
     start_directions,
 )
-from shrinkpoint.jit import jit
+from shrinkpoint.jit import jit, jit_part
 
 __all__ = [
     "ACTIVITIES",
@@ -122,9 +123,11 @@ class Tracker(NamedTuple):
     """(columns,), 2^28 / ((column + 8) * mean)."""
     relative: Integer
     """2^22 / mean."""
+    room: Room
+    """That of `advance`."""
 
 
-@jit
+@jit_part
 def new_tracker(scene: Scene, columns: int) -> Tracker:
     """The state before the first row."""
     width = columns if scene.low_rank else 0
@@ -141,13 +144,20 @@ def new_tracker(scene: Scene, columns: int) -> Tracker:
         np.zeros(columns, dtype=np.uint8),
         (np.int64(1) << 28) // ((np.arange(columns) + 8) * scene.mean),
         (np.int64(1) << 22) // scene.mean,
+        Room(
+            np.empty((RANK, width), dtype=np.int32),
+            np.empty(BLOCK_ROWS, dtype=np.int32),
+            np.empty(RANK, dtype=np.int64),
+            np.empty(width, dtype=np.int32),
+            np.empty(width, dtype=np.int64),
+        ),
     )
     if scene.low_rank:
         _warm(scene, t)
     return t
 
 
-@jit
+@jit_part
 def _warm(scene: Scene, t: Tracker) -> None:
     """Learn directions from every row of the plane that the scene names."""
     start_directions(t.directions, t.strengths, t.powers)
@@ -156,11 +166,11 @@ def _warm(scene: Scene, t: Tracker) -> None:
         for i in range(n):
             for j in range(t.directions.shape[1]):
                 t.block[i, j] = scene.warm_values[scene.warm[start + i, j]]
-        advance(t.block[:n], t.directions, t.strengths, t.powers)
+        advance(t.block[:n], t.directions, t.strengths, t.powers, t.room)
     refresh(t.directions, t.powers, t.by_column, t.gains)
 
 
-@jit
+@jit_part
 def start_row(scene: Scene, t: Tracker, row: int) -> None:
     """Prepare for a row: every symbol before it has been seen."""
     t.u[:] = 0
@@ -170,7 +180,7 @@ def start_row(scene: Scene, t: Tracker, row: int) -> None:
         neighbourhood(scene.side_magnitudes, scene.sides[0], row, scene.around, t.around)
 
 
-@jit
+@jit_part
 def look(
     columns: Int32s, shares: Int64s, relative: Integer, mean: int, j: int, so_far: Integer
 ) -> tuple[Integer, Integer, Integer]:
@@ -180,14 +190,14 @@ def look(
     return column, row, clamp(column * row >> 6, 0, 511)
 
 
-@jit
+@jit_part
 def beside(above: UInt8s, here: UInt8s, j: int) -> Integer:
     """How busy the coded neighbours are, below `BESIDE`."""
     near = np.int64(here[j + 1]) + np.int64(above[j + 2])
     return 2 * near + np.int64(here[j]) + np.int64(above[j + 1]) + np.int64(above[j + 3])
 
 
-@jit
+@jit_part
 def see(here: UInt8s, columns: Int32s, row: int, j: int, magnitude: Integer) -> None:
     """Take in a magnitude of the current row."""
     here[j + 2] = magnitude
@@ -197,15 +207,15 @@ def see(here: UInt8s, columns: Int32s, row: int, j: int, magnitude: Integer) -> 
         columns[j] += ((magnitude << 8) - columns[j]) // (row + 2)
 
 
-@jit
+@jit_part
 def end_row(scene: Scene, t: Tracker, row: int) -> None:
     """Learn directions from every `BLOCK_ROWS` rows."""
     if scene.low_rank and row % BLOCK_ROWS == BLOCK_ROWS - 1:
-        advance(t.block, t.directions, t.strengths, t.powers)
+        advance(t.block, t.directions, t.strengths, t.powers, t.room)
         refresh(t.directions, t.powers, t.by_column, t.gains)
 
 
-@jit
+@jit_part
 def bucket(prediction: Integer, scale: int, reach: int) -> Integer:
     """Bucket 0..2 * reach of a prediction."""
     found: Integer = clamp((prediction * scale + 32768) >> 16, -reach, reach) + reach
@@ -234,7 +244,7 @@ def measure(scene: Scene, plane: UInt8s) -> tuple[Integer, Integer]:
     return of_predictions // count, of_errors // count
 
 
-@jit
+@jit_part
 def neighbourhood(magnitudes: UInt8s, plane: UInt8s, row: int, levels: UInt8s, out: UInt8s) -> None:
     """For each column the class of the sum of magnitudes of the 8 neighbours at ``row`` of a plane (rows, columns).
 

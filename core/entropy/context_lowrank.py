@@ -17,12 +17,14 @@ products of length `RANK` per symbol.
 Sources: I. Mitliagkas et al., "Memory limited, streaming PCA" (arXiv 1307.0032), algorithm 1; R. Kalman (1960).
 """
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
-from shrinkpoint.jit import jit
+from shrinkpoint.jit import jit, jit_inlined, jit_part
 
-__all__ = ["RANK", "advance", "clamp", "correct", "predict", "refresh", "start_directions"]
+__all__ = ["RANK", "Room", "advance", "clamp", "correct", "predict", "refresh", "start_directions"]
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
@@ -37,13 +39,31 @@ _POWER_LIMIT = 1 << 26
 _P_LIMIT = 1023 << 2
 
 
-@jit
+class Room(NamedTuple):
+    """What `advance` works on, of no use afterwards.
+
+    Attributes:
+        grown: int32 (rank, columns).
+        coefficients: int32, one for each row of a block.
+        shifts: int64 (rank,).
+        total: int32 (columns,).
+        sums: int64 (columns,).
+    """
+
+    grown: Int32s
+    coefficients: Int32s
+    shifts: Int64s
+    total: Int32s
+    sums: Int64s
+
+
+@jit_part
 def clamp(value: Integer, low: int, high: int) -> Integer:
     """The nearest number between two others."""
     return np.int64(low) if value < low else np.int64(high) if value > high else np.int64(value)
 
 
-@jit
+@jit_part
 def _root(square: Integer) -> Integer:
     """Integer square root of a number below 2^62, by Newton's iteration from above."""
     if square < 2:
@@ -58,7 +78,7 @@ def _root(square: Integer) -> Integer:
         x = y
 
 
-@jit
+@jit_part
 def _dot(a: Int32s, b: Int32s) -> Integer:
     """Inner product of vectors whose products are below 2^24: in 32 bits for 128 of them, which vectorises well."""
     total = np.int64(0)
@@ -72,21 +92,21 @@ def _dot(a: Int32s, b: Int32s) -> Integer:
     return total
 
 
-@jit
+@jit_part
 def _subtract(z: Int32s, v: Int32s, share: Integer) -> None:
     factor = np.int32(share)
     for j in range(z.size):
         z[j] = np.int32(z[j] - (np.int32(factor * v[j]) >> 14))
 
 
-@jit
+@jit_part
 def _scale(z: Int32s, factor: Integer, out: Int32s) -> None:
     by = np.int32(factor)
     for j in range(z.size):
         out[j] = min(max(np.int32(z[j] * by) >> 12, -_V_LIMIT), _V_LIMIT)
 
 
-@jit
+@jit_inlined
 def _orthonormalise(grown: Int32s, directions: Int32s, strengths: Int64s, shifts: Int64s) -> None:
     """Gram-Schmidt over the rows of ``grown`` (rank, columns), below 2^11: directions, and what they measured."""
     rank, columns = grown.shape
@@ -103,9 +123,15 @@ def _orthonormalise(grown: Int32s, directions: Int32s, strengths: Int64s, shifts
             _scale(z, (1 << 22) // size, directions[a])
 
 
-@jit
+@jit_part
 def _grow(
-    rows: Int32s, coefficients: Int32s, direction: Int32s, strength: Integer, total: Int32s, out: Int32s
+    rows: Int32s,
+    coefficients: Int32s,
+    direction: Int32s,
+    strength: Integer,
+    total: Int32s,
+    sums: Int64s,
+    out: Int32s,
 ) -> Integer:
     """15/16 of a direction by its strength and 1/16 of the rows by their coefficients, in 2^-12 shifted below 2^11."""
     total[:] = 0
@@ -114,7 +140,6 @@ def _grow(
         for j in range(total.size):
             total[j] = np.int32(total[j] + coefficient * row[j])
     kept, fresh = np.int64(strength) * 15, np.int64(64 // coefficients.size)
-    sums = np.empty(total.size, dtype=np.int64)
     largest = np.int64(0)
     for j in range(total.size):
         sums[j] = np.int64(direction[j]) * kept + np.int64(total[j]) * fresh
@@ -140,8 +165,8 @@ def start_directions(directions: Int32s, strengths: Int64s, powers: Int64s) -> N
     powers[directions.shape[0]] = 1 << 18
 
 
-@jit
-def advance(rows: Int32s, directions: Int32s, strengths: Int64s, powers: Int64s) -> None:
+@jit_part
+def advance(rows: Int32s, directions: Int32s, strengths: Int64s, powers: Int64s, room: Room) -> None:
     """Learn from a block of rows.
 
     Args:
@@ -149,12 +174,12 @@ def advance(rows: Int32s, directions: Int32s, strengths: Int64s, powers: Int64s)
         directions: (rank, columns), in 1/256; changed.
         strengths: (rank,), their eigenvalues in 1/16; changed.
         powers: (rank + 1,), mean squares of the coefficients and of what they leave, in 1/256; changed.
+        room: of as many directions and columns; overwritten.
     """
     n, columns = rows.shape
     rank = directions.shape[0]
-    grown = np.empty(directions.shape, dtype=np.int32)
-    coefficients, shifts = np.empty(n, dtype=np.int32), np.empty(rank, dtype=np.int64)
-    total = np.empty(columns, dtype=np.int32)
+    grown, shifts = room.grown, room.shifts
+    coefficients = room.coefficients[:n]
     noise = np.int64(0)
     for i in range(n):
         noise += _dot(rows[i], rows[i])
@@ -168,12 +193,12 @@ def advance(rows: Int32s, directions: Int32s, strengths: Int64s, powers: Int64s)
         power = clamp((power // n) >> 4, 0, _POWER_LIMIT)
         noise -= power
         powers[a] += (power - powers[a]) >> 3
-        shifts[a] = _grow(rows, coefficients, directions[a], strengths[a], total, grown[a])
+        shifts[a] = _grow(rows, coefficients, directions[a], strengths[a], room.total, room.sums, grown[a])
     powers[rank] += (clamp(max(noise, floor), 0, _POWER_LIMIT) - powers[rank]) >> 3
     _orthonormalise(grown, directions, strengths, shifts)
 
 
-@jit
+@jit_part
 def refresh(directions: Int32s, powers: Int64s, by_column: Int32s, gains: Int32s) -> None:
     """Fill the directions by column, and the Kalman gains in 2^-14, both (columns, RANK), for the rows to come."""
     columns, rank = by_column.shape
@@ -196,7 +221,7 @@ def refresh(directions: Int32s, powers: Int64s, by_column: Int32s, gains: Int32s
             gains[j, a] = gain
 
 
-@jit
+@jit_part
 def predict(u: Int32s, by_column: Int32s, j: int) -> Integer:
     """The next value of the row in 1/4."""
     v = by_column[j]
@@ -207,7 +232,7 @@ def predict(u: Int32s, by_column: Int32s, j: int) -> Integer:
     return prediction
 
 
-@jit
+@jit_part
 def correct(u: Int32s, gains: Int32s, j: int, error: Integer) -> None:
     """Move the row's coefficients by the error (1/4) of the prediction."""
     e, gain = np.int32(error), gains[j]

@@ -25,7 +25,7 @@ from shrinkpoint.entropy.context_kernels import (
 from shrinkpoint.entropy.context_lowrank import correct, predict
 from shrinkpoint.entropy.mixer import BROAD, Decisions, Logits, code_symbol, finish, new_mixer
 from shrinkpoint.entropy.range_coder import new_coder
-from shrinkpoint.jit import jit
+from shrinkpoint.jit import jit, jit_part
 
 __all__ = ["COARSE_CLASSES", "FINE_CLASSES", "code_chunk"]
 
@@ -38,12 +38,12 @@ FINE_CLASSES, COARSE_CLASSES = 48, 16
 """Classes of a side's levels alone, and beside another context."""
 
 
-@jit
+@jit_part
 def _inputs(n_sides: int) -> int:
     return 5 + 2 * n_sides
 
 
-@jit
+@jit_part
 def _context_count(n_sides: int) -> int:
     """How many contexts all inputs have together; the order is that of :func:`_set_contexts`."""
     coarse = 2 * COARSE + 1
@@ -54,7 +54,7 @@ def _context_count(n_sides: int) -> int:
     return total
 
 
-@jit
+@jit_part
 def _set_contexts(
     scene: Scene,
     near: Integer,

@@ -17,15 +17,13 @@ import numpy.typing as npt
 
 from shrinkpoint.entropy.kernels import LOWER, pop, push, refill
 from shrinkpoint.entropy.tables import SCALE_BITS
-from shrinkpoint.jit import jit
+from shrinkpoint.jit import jit, jit_inlined
 
 __all__ = [
     "GAP_SHIFT",
     "LEVEL_SHIFT",
     "LONGEST",
     "Tables",
-    "finished",
-    "new_counters",
     "pair_classes",
     "put_runs",
     "set_gaps",
@@ -86,7 +84,6 @@ def set_gaps(zeros: Int64s, gaps: Int64s) -> None:
         gaps[row, LONGEST] = left
 
 
-@jit
 def put_runs(
     tables: Tables, rows: UInt8s, symbols: UInt8s, events: Int64s, words: UInt16s, states: Int64s
 ) -> int:
@@ -98,7 +95,22 @@ def put_runs(
     Returns:
         The first used index of ``words``, which is filled from its end; ``states`` takes the four final states.
     """
-    n = _list_events(tables, rows, symbols, events)
+    counts, places = np.empty(tables.runs.size, np.int32), np.zeros(tables.runs.size, np.int64)
+    return int(_put_runs(tables, rows, symbols, counts, places, events, words, states))
+
+
+@jit
+def _put_runs(
+    tables: Tables,
+    rows: UInt8s,
+    symbols: UInt8s,
+    counts: Int32s,
+    places: Int64s,
+    events: Int64s,
+    words: UInt16s,
+    states: Int64s,
+) -> int:
+    n = _list_events(tables, rows, symbols, counts, places, events)
     x0 = x1 = x2 = x3 = np.int64(LOWER)
     position = words.size
     for i in range(n - 1, -1, -1):
@@ -108,13 +120,15 @@ def put_runs(
     return position
 
 
-@jit
-def _list_events(tables: Tables, rows: UInt8s, symbols: UInt8s, events: Int64s) -> int:
+@jit_inlined
+def _list_events(
+    tables: Tables, rows: UInt8s, symbols: UInt8s, counts: Int32s, places: Int64s, events: Int64s
+) -> int:
     """What the decoder takes, in its order: a gap stands where its context's zeros begin."""
     levels, gaps, runs, zero = tables.levels, tables.gaps, tables.runs, tables.zero
     # zeros since the open gap began; LONGEST where none is open
-    counts = np.where(runs, np.int32(LONGEST), np.int32(_EVERY))
-    places = np.zeros(runs.size, dtype=np.int64)
+    for table in range(runs.size):
+        counts[table] = LONGEST if runs[table] else _EVERY
     n = 0
     for i in range(rows.size):
         row, symbol = rows[i], symbols[i]
@@ -141,16 +155,10 @@ def _list_events(tables: Tables, rows: UInt8s, symbols: UInt8s, events: Int64s) 
             n += 2
             count = 0
         counts[row] = count
-    for row in range(runs.size):
-        if counts[row] < LONGEST:
-            events[places[row]] = gaps[row, LONGEST]
+    for table in range(runs.size):
+        if counts[table] < LONGEST:
+            events[places[table]] = gaps[table, LONGEST]
     return n
-
-
-@jit
-def new_counters(tables: Tables) -> Int32s:
-    """The decoder's counters before a chunk, (2, tables): zeros left, and whether another symbol follows them."""
-    return np.zeros((2, tables.runs.size), dtype=np.int32)
 
 
 @jit
@@ -166,7 +174,8 @@ def take_runs(
 ) -> None:
     """Fill ``out[start:stop]``, which is all zero's symbol, with the symbols of contexts ``rows``.
 
-    The next call goes on behind them.
+    ``counters`` (`context_tables.new_counters`) are int32 (2, tables): zeros left, and whether another symbol follows them. The
+    next call goes on behind them.
 
     Validated by the caller: rows are below the number of tables, which cover all slots and hold only symbols of the
     alphabet; ``cursor`` holds four states below 2^48 and the position in ``words``.
@@ -207,12 +216,6 @@ def take_runs(
         left[row] = gap if due[row] else gap - 1
         due[row] = gap < LONGEST
     cursor[0], cursor[1], cursor[2], cursor[3], cursor[4] = x0, x1, x2, x3, position
-
-
-@jit
-def finished(words: UInt16s, cursor: Int64s) -> bool:
-    """Whether a chunk ends where the encoder began."""
-    return bool(cursor[4] == words.size and (cursor[:4] == LOWER).all())
 
 
 @jit

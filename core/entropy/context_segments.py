@@ -21,22 +21,24 @@ import numpy as np
 import numpy.typing as npt
 
 from shrinkpoint.entropy.context_kernels import ACTIVITIES, BLOCK_ROWS, FINE, Scene, turn_symbols
-from shrinkpoint.entropy.context_lowrank import advance, start_directions
-from shrinkpoint.entropy.context_runs import Tables, finished, new_counters, take_runs
-from shrinkpoint.jit import jit
+from shrinkpoint.entropy.context_lowrank import Room, advance
+from shrinkpoint.entropy.context_runs import Tables, take_runs
+from shrinkpoint.jit import jit, jit_inlined, jit_part
 
 __all__ = [
     "FEATURES",
     "LEVELS",
+    "OCTAVES",
+    "PLACES",
     "SEGMENT",
     "SEGMENT_RANK",
+    "Rows",
     "correct_segment",
     "decode_chunk",
     "find_features",
     "measure",
     "predict_segment",
     "refresh_segments",
-    "side_cells",
 ]
 
 Float64s = npt.NDArray[np.float64]
@@ -63,7 +65,7 @@ _U_LIMIT = float(1 << 19)
 _WARM_ROWS = 128
 _EARLY_ROWS = 64  # after which trust changes slowly
 _PRIOR = 8  # columns of mean activity that a row starts with
-_OCTAVES = np.array([0] + [(k**4).bit_length() - 1 for k in range(1, 3 * 1024 + 2)], dtype=np.int32)
+OCTAVES = np.array([0] + [(k**4).bit_length() - 1 for k in range(1, 3 * 1024 + 2)], dtype=np.int32)
 """4 log2 of an activity in 1/1024, rounded down."""
 
 _FAR = 256
@@ -80,99 +82,110 @@ def _place_classes() -> Int32s:
     return np.where(places < 0, half - 1 - outwards, half + outwards).astype(np.int32)
 
 
-_PLACES = _place_classes()
+PLACES = _place_classes()
 
 
 class Rows(NamedTuple):
-    """The moving part of a chunk's contexts. Columns are padded with zeros to whole segments.
+    """The moving part of a chunk's contexts (`context_rows.new_rows`). Columns are padded with zeros to whole segments.
 
     Attributes:
         directions: int32 (rank, columns), in 1/256.
+        fans: int32 (rank, segments, SEGMENT), the same memory.
         strengths: int64 (rank,), see `advance`.
         powers: int64 (rank + 1,), see `advance`.
         block: int32 (BLOCK_ROWS, columns), values of the last rows.
         trust: float64 (segments, rank, rank), how errors in a segment move the coefficients.
+        precision: float64 (rank, rank), what `refresh_segments` works on.
+        room: what `advance` works on.
         u: float64 (rank,), the row's coefficients in 2^-10.
         rounded: int32 (rank,), the same within `_U_LIMIT`.
         prediction: int32 (SEGMENT,), in 1/4.
+        values: int32 (SEGMENT,).
         cells: int32 (columns,), those of the row.
         busy: int32 (columns,), decayed mean magnitude in 1/1024.
-        activity: int32 (columns,), its `_OCTAVES`.
+        activity: int32 (columns,), its `OCTAVES`.
         magnitudes: int32 (columns,), those of the row in 1/1024.
         places: int32 (columns,), those of the row by the first side.
         signs: int32 (columns,), -1 for symbols that are coded mirrored, else 1.
+        octaves: `OCTAVES`; given, for a kernel would be compiled with every number of it.
+        kinds: `PLACES`, in the same way.
     """
 
     directions: Int32s
+    fans: Int32s
     strengths: Int64s
     powers: Int64s
     block: Int32s
     trust: Float64s
+    precision: Float64s
+    room: Room
     u: Float64s
     rounded: Int32s
     prediction: Int32s
+    values: Int32s
     cells: Int32s
     busy: Int32s
     activity: Int32s
     magnitudes: Int32s
     places: Int32s
     signs: Int32s
+    octaves: Int32s
+    kinds: Int32s
 
 
-@jit
-def _new_rows(scene: Scene, columns: int, low_rank: bool) -> Rows:
-    segments = (columns + SEGMENT - 1) // SEGMENT
-    padded, tracked = segments * SEGMENT, segments if low_rank else 0
-    rows = Rows(
-        np.zeros((SEGMENT_RANK, tracked * SEGMENT), dtype=np.int32),
-        np.zeros(SEGMENT_RANK, dtype=np.int64),
-        np.zeros(SEGMENT_RANK + 1, dtype=np.int64),
-        np.zeros((BLOCK_ROWS, tracked * SEGMENT), dtype=np.int32),
-        np.zeros((tracked, SEGMENT_RANK, SEGMENT_RANK)),
-        np.zeros(SEGMENT_RANK),
-        np.zeros(SEGMENT_RANK, dtype=np.int32),
-        np.zeros(SEGMENT, dtype=np.int32),
-        np.zeros(padded, dtype=np.int32),
-        np.full(padded, 4 * scene.mean, dtype=np.int32),
-        np.zeros(padded, dtype=np.int32),
-        np.zeros(padded, dtype=np.int32),
-        np.zeros(padded, dtype=np.int32),
-        np.ones(padded, dtype=np.int32),
-    )
-    if low_rank:
-        start_directions(rows.directions, rows.strengths, rows.powers)
-        rows.directions[:, columns:] = 0
-        for first in range(0, min(scene.warm.shape[0], _WARM_ROWS), BLOCK_ROWS):
-            n = min(BLOCK_ROWS, scene.warm.shape[0] - first)
+@jit_part
+def _learn(
+    block: Int32s,
+    directions: Int32s,
+    strengths: Int64s,
+    powers: Int64s,
+    room: Room,
+    warm: UInt8s,
+    warm_values: Int32s,
+    row: int,
+) -> None:
+    """Learn directions before every `BLOCK_ROWS` rows from those before, before the first one from the plane that is named."""
+    rows = min(warm.shape[0], _WARM_ROWS) if row == 0 else BLOCK_ROWS
+    for first in range(0, rows, BLOCK_ROWS):
+        n = min(BLOCK_ROWS, rows - first)
+        if row == 0:
             for i in range(n):
-                for j in range(columns):
-                    rows.block[i, j] = scene.warm_values[scene.warm[first + i, j]]
-            advance(rows.block[:n], rows.directions, rows.strengths, rows.powers)
-        refresh_segments(rows.directions, rows.powers, rows.trust)
-    return rows
+                for j in range(warm.shape[1]):
+                    block[i, j] = warm_values[warm[first + i, j]]
+        advance(block[:n], directions, strengths, powers, room)
 
 
-@jit
-def refresh_segments(directions: Int32s, powers: Int64s, trust: Float64s) -> None:
-    """Fill ``trust`` for the rows to come."""
-    fans = directions.reshape(SEGMENT_RANK, trust.shape[0], SEGMENT)
-    precision = np.zeros((SEGMENT_RANK, SEGMENT_RANK))
+@jit_inlined
+def _is_due(row: int) -> bool:
+    """Whether trust changes before a block of rows."""
+    return row <= _EARLY_ROWS or (row - 1) // BLOCK_ROWS % 2 == 0
+
+
+@jit_part
+def refresh_segments(directions: Int32s, powers: Int64s, precision: Float64s, trust: Float64s) -> None:
+    """Fill ``trust`` for the rows to come; ``precision`` (rank, rank) is overwritten."""
+    precision[:] = 0
     noise = np.float64(max(powers[SEGMENT_RANK], 64))
     for a in range(SEGMENT_RANK):
         precision[a, a] = noise / np.float64(max(powers[a], 1))
     for s in range(trust.shape[0]):
+        first = s * SEGMENT
         for a in range(SEGMENT_RANK):
+            left = directions[a, first : first + SEGMENT]
             for b in range(a + 1):
-                left, right, total = fans[a, s], fans[b, s], np.int32(0)
+                right, total = directions[b, first : first + SEGMENT], np.int32(0)
                 for j in range(left.size):
                     total = np.int32(total + left[j] * right[j])
                 precision[a, b] += np.float64(total) / 65536.0
                 precision[b, a] = precision[a, b]
-        trust[s] = precision
-        _invert(trust[s])
+        inverse = trust[s]
+        for a in range(SEGMENT_RANK):
+            for b in range(SEGMENT_RANK):
+                inverse[a, b] = precision[a, b]
+        _invert(inverse)
 
 
-@jit
+@jit_inlined
 def _invert(matrix: Float64s) -> None:
     """Gauss-Jordan in place; a positive definite matrix needs no pivots."""
     for k in range(SEGMENT_RANK):
@@ -191,7 +204,7 @@ def _invert(matrix: Float64s) -> None:
 
 
 # Loops over a segment are written without its constant size: unrolled before they are vectorised, they would stay scalar.
-@jit
+@jit_part
 def predict_segment(fans: Int32s, part: int, u: Int32s, out: Int32s) -> None:
     """Predict a segment in 1/4."""
     for j in range(out.size):
@@ -201,7 +214,7 @@ def predict_segment(fans: Int32s, part: int, u: Int32s, out: Int32s) -> None:
         out[j] = min(max(total >> 16, -_P_LIMIT), _P_LIMIT)
 
 
-@jit
+@jit_part
 def correct_segment(
     fans: Int32s,
     part: int,
@@ -224,78 +237,81 @@ def correct_segment(
         rounded[a] = np.int32(min(max(u[a], -_U_LIMIT), _U_LIMIT))
 
 
-@jit
-def side_cells(scene: Scene, strides: Int64s) -> Int32s:
-    """int32 (sides, 256): what a level of each side plane adds to a cell."""
-    cells = np.zeros((scene.sides.shape[0], 256), dtype=np.int32)
-    for s in range(cells.shape[0]):
-        for level in range(256):
-            cells[s, level] = scene.fine[s, level] * strides[len(LEVELS) + s]
-    return cells
-
-
-@jit
-def _start_row(scene: Scene, rows: Rows, row: int, strides: Int64s, classes: Int32s) -> None:
-    """What the planes beside and above tell about a row."""
-    rows.u[:] = 0
-    rows.rounded[:] = 0
-    rows.cells[:] = 0
+# What is inlined takes arrays, not what holds them: each copy of a tuple counts the references to all of its arrays.
+@jit_inlined
+def _add_sides(cells: Int32s, sides: UInt8s, row: int, strides: Int64s, classes: Int32s) -> None:
+    """Set the cells to what the side planes tell."""
+    cells[:] = 0
     for s in range(classes.shape[0]):
         if strides[len(LEVELS) + s]:
-            side, cells, table = scene.sides[s, row], rows.cells, classes[s]
+            side, table = sides[s, row], classes[s]
             for j in range(side.size):
                 cells[j] += table[side[j]]
-    if scene.turned.shape[0]:
-        turned, signs = scene.turned[row], rows.signs
-        for j in range(turned.size):
-            signs[j] = 1 - 2 * np.int32(turned[j])
-    if scene.unit:
-        side, places, known = scene.sides[0, row], rows.places, scene.places
+
+
+@jit_inlined
+def _find_places(
+    turned: UInt8s, sides: UInt8s, known: Int32s, unit: int, row: int, signs: Int32s, places: Int32s
+) -> None:
+    """Which symbols are coded mirrored, and where values are in their cells."""
+    if turned.shape[0]:
+        of_row = turned[row]
+        for j in range(of_row.size):
+            signs[j] = 1 - 2 * np.int32(of_row[j])
+    if unit:
+        side = sides[0, row]
         for j in range(side.size):
             places[j] = known[side[j]]
-    if strides[1]:
-        activity, busy = rows.activity, rows.busy
-        for j in range(activity.size):
-            activity[j] = _OCTAVES[busy[j]]
 
 
-@jit
-def _row_activity(so_far: Integer, seen: int, mean: int) -> Integer:
+@jit_inlined
+def _look_up(activity: Int32s, busy: Int32s, octaves: Int32s) -> None:
+    for j in range(activity.size):
+        activity[j] = octaves[busy[j]]
+
+
+@jit_inlined
+def _row_activity(octaves: Int32s, so_far: Integer, seen: int, mean: int) -> Integer:
     """That of the row so far less twice the plane's, so that half a column's and this is a class."""
     row = ((so_far << 10) + 4 * _PRIOR * mean) // (seen + _PRIOR)
-    return np.int64(_OCTAVES[row]) - 2 * np.int64(_OCTAVES[4 * mean]) + 13
+    return np.int64(octaves[row]) - 2 * np.int64(octaves[4 * mean]) + 13
 
 
-@jit
-def _add_prediction(
-    cells: Int32s, part: int, prediction: Int32s, signs: Int32s, scale: int, stride: Integer
-) -> None:
+# The segment's cells; what else there is of columns begins with it.
+@jit_inlined
+def _add_prediction(cells: Int32s, prediction: Int32s, signs: Int32s, scale: int, stride: Integer) -> None:
     factor, by = np.int32(2 * scale), np.int32(stride)
-    for j in range(prediction.size):
-        level = int(np.int32(prediction[j] * signs[part, j] * factor + 32768) >> 16)
-        cells[part, j] += np.int32((min(max(level, -FINE), FINE) + FINE) * by)
+    for j in range(cells.size):
+        level = int(np.int32(prediction[j] * signs[j] * factor + 32768) >> 16)
+        cells[j] += np.int32((min(max(level, -FINE), FINE) + FINE) * by)
 
 
-@jit
+@jit_inlined
 def _add_place(
-    cells: Int32s, part: int, prediction: Int32s, signs: Int32s, places: Int32s, unit: int, stride: Integer
+    cells: Int32s,
+    prediction: Int32s,
+    signs: Int32s,
+    places: Int32s,
+    kinds: Int32s,
+    unit: int,
+    stride: Integer,
 ) -> None:
     """As `_add_prediction`, where it is known from which place the values are moved."""
     factor, by = np.int32(unit), np.int32(stride)
-    for j in range(prediction.size):
-        place = np.int32((prediction[j] * signs[part, j] * factor) >> 8) + places[part, j]
-        cells[part, j] += np.int32(_PLACES[min(max(place, -_FAR), _FAR - 1) + _FAR] * by)
+    for j in range(cells.size):
+        place = np.int32((prediction[j] * signs[j] * factor) >> 8) + places[j]
+        cells[j] += np.int32(kinds[min(max(place, -_FAR), _FAR - 1) + _FAR] * by)
 
 
-@jit
-def _add_activity(cells: Int32s, part: int, activity: Int32s, of_row: Integer, stride: Integer) -> None:
+@jit_inlined
+def _add_activity(cells: Int32s, activity: Int32s, of_row: Integer, stride: Integer) -> None:
     base, by = np.int32(of_row), np.int32(stride)
-    for j in range(cells.shape[1]):
-        level = int(np.int32(activity[part, j] + base) >> 1)
-        cells[part, j] += np.int32(min(max(level, 0), ACTIVITIES - 1) * by)
+    for j in range(cells.size):
+        level = int(np.int32(activity[j] + base) >> 1)
+        cells[j] += np.int32(min(max(level, 0), ACTIVITIES - 1) * by)
 
 
-@jit
+@jit_inlined
 def _take_in(symbols: UInt8s, start: int, stop: int, magnitudes_of: UInt8s, magnitudes: Int32s) -> Integer:
     """Note the magnitudes of the symbols from column ``start`` on; return their sum."""
     total = np.int64(0)
@@ -306,7 +322,7 @@ def _take_in(symbols: UInt8s, start: int, stop: int, magnitudes_of: UInt8s, magn
     return total
 
 
-@jit
+@jit_inlined
 def _read_values(
     symbols: UInt8s, start: int, stop: int, values_of: Int32s, values: Int32s, block: Int32s
 ) -> None:
@@ -317,137 +333,178 @@ def _read_values(
     values[stop - start :] = 0
 
 
-@jit
-def _end_row(scene: Scene, rows: Rows, row: int, low_rank: bool) -> None:
-    busy, magnitudes = rows.busy, rows.magnitudes
+@jit_inlined
+def _end_row(busy: Int32s, magnitudes: Int32s, row: int) -> None:
     rate = np.int32(1 if row < 2 else 2 if row < 6 else 3 if row < 14 else 4)
     for j in range(busy.size):
         busy[j] += np.int32(magnitudes[j] - busy[j]) >> rate
-    if low_rank and row % BLOCK_ROWS == BLOCK_ROWS - 1:
-        advance(rows.block, rows.directions, rows.strengths, rows.powers)
-        if row < _EARLY_ROWS or row // BLOCK_ROWS % 2 == 0:
-            refresh_segments(rows.directions, rows.powers, rows.trust)
 
 
 @jit
-def find_features(scene: Scene, plane: UInt8s, out: UInt16s) -> None:
+def find_features(
+    scene: Scene, rows: Rows, strides: Int64s, classes: Int32s, plane: UInt8s, out: UInt16s
+) -> None:
     """Fill ``out`` (rows, columns) with the features of every symbol that the side planes do not have, as one number.
 
-    It is ``prediction + LEVELS[0] * activity``.
+    It is ``prediction + LEVELS[0] * activity``: ``strides`` (FEATURES,) are 0 but for that, and ``classes`` (sides, 256) are 0.
+    ``rows`` are new and of the plane's columns.
     """
     height, columns = plane.shape
     low_rank = scene.low_rank
-    strides = np.zeros(FEATURES, dtype=np.int64)
-    strides[1] = LEVELS[0]
-    rows = _new_rows(scene, columns, low_rank)
-    u, rounded, prediction, trust = rows.u, rows.rounded, rows.prediction, rows.trust
-    fans = rows.directions.reshape(SEGMENT_RANK, trust.shape[0], SEGMENT)
-    cells, activity = rows.cells.reshape(-1, SEGMENT), rows.activity.reshape(-1, SEGMENT)
-    places, signs = rows.places.reshape(-1, SEGMENT), rows.signs.reshape(-1, SEGMENT)
-    values, classes = np.zeros(SEGMENT, dtype=np.int32), side_cells(scene, strides)
+    directions, fans, strengths, powers, block, trust, precision, room, u, rounded, prediction, values = rows[
+        :12
+    ]
+    row_cells, busy, activity, magnitudes, places, signs, octaves, kinds = rows[12:]
+    sides, turned, warm, warm_values = scene.sides, scene.turned, scene.warm, scene.warm_values
+    known, unit, mean, scale = scene.places, scene.unit, scene.mean, scene.scale
+    magnitudes_of, values_of = scene.magnitudes, scene.values
     for i in range(height):
-        _start_row(scene, rows, i, strides, classes)
+        if low_rank and i % BLOCK_ROWS == 0:
+            _learn(block, directions, strengths, powers, room, warm, warm_values, i)
+            if _is_due(i):
+                refresh_segments(directions, powers, precision, trust)
+        u[:] = 0
+        rounded[:] = 0
+        _add_sides(row_cells, sides, i, strides, classes)
+        _find_places(turned, sides, known, unit, i, signs, places)
+        if strides[1]:
+            _look_up(activity, busy, octaves)
         so_far = np.int64(0)
-        symbols, found, current = plane[i], out[i], rows.block[i % BLOCK_ROWS]
-        for part in range(cells.shape[0]):
+        symbols, found, current = plane[i], out[i], block[i % BLOCK_ROWS]
+        for part in range((columns + SEGMENT - 1) // SEGMENT):
             start = part * SEGMENT
+            cells = row_cells[start : start + SEGMENT]
             stop = min(start + SEGMENT, columns)
             if low_rank:
                 predict_segment(fans, part, rounded, prediction)
-                if scene.unit:
-                    _add_place(cells, part, prediction, signs, places, scene.unit, 1)
+                if unit:
+                    _add_place(cells, prediction, signs[start:], places[start:], kinds, unit, 1)
                 else:
-                    _add_prediction(cells, part, prediction, signs, scene.scale, 1)
-            _add_activity(cells, part, activity, _row_activity(so_far, start, scene.mean), strides[1])
-            so_far += _take_in(symbols, start, stop, scene.magnitudes, rows.magnitudes)
+                    _add_prediction(cells, prediction, signs[start:], scale, 1)
+            _add_activity(
+                cells,
+                activity[start:],
+                _row_activity(octaves, so_far, start, mean),
+                strides[1],
+            )
+            so_far += _take_in(symbols, start, stop, magnitudes_of, magnitudes)
             if low_rank:
-                _read_values(symbols, start, stop, scene.values, values, current)
+                _read_values(symbols, start, stop, values_of, values, current)
                 correct_segment(fans, part, trust, u, rounded, values, prediction)
-        row_cells = rows.cells
         for j in range(columns):
             found[j] = row_cells[j]
-        _end_row(scene, rows, i, low_rank)
+        _end_row(busy, magnitudes, i)
 
 
 @jit
 def decode_chunk(
     scene: Scene,
+    rows: Rows,
     plane: UInt8s,
     last: int,
     strides: Int64s,
+    classes: Int32s,
     leaf_rows: UInt8s,
     tables: Tables,
+    counters: Int32s,
+    contexts: UInt8s,
     words: UInt16s,
     cursor: Int64s,
-) -> bool:
-    """Fill ``plane`` (rows, columns), which is all zero's symbol; False if the words do not end where they must.
+) -> None:
+    """Fill ``plane`` (rows, columns), which is all zero's symbol.
 
-    Symbols 0 to ``last`` are mirrored among themselves. Validated by the caller: cells index ``leaf_rows``, which indexes the tables; see `take_runs`.
+    Symbols 0 to ``last`` are mirrored among themselves. ``rows`` are new, of the plane's columns, and followed by low-rank
+    prediction if the first stride is not 0; ``classes`` are int32 (sides, 256), what a level of each side plane adds to a cell;
+    ``contexts`` (SEGMENT,) is overwritten. Validated by the caller: cells index ``leaf_rows``, which indexes the tables; see
+    `take_runs`. The caller compares where the cursor ends.
     """
     height, columns = plane.shape
     low_rank, lively = bool(scene.low_rank and strides[0] != 0), strides[1] != 0
     mirrored = scene.turned.shape[0] > 0
-    rows = _new_rows(scene, columns, low_rank)
-    u, rounded, prediction, trust = rows.u, rows.rounded, rows.prediction, rows.trust
-    fans = rows.directions.reshape(SEGMENT_RANK, trust.shape[0], SEGMENT)
-    cells, activity = rows.cells.reshape(-1, SEGMENT), rows.activity.reshape(-1, SEGMENT)
-    places, signs = rows.places.reshape(-1, SEGMENT), rows.signs.reshape(-1, SEGMENT)
-    values, classes = np.zeros(SEGMENT, dtype=np.int32), side_cells(scene, strides)
-    counters = new_counters(tables)
-    contexts = np.empty(SEGMENT, dtype=np.uint8)
+    directions, fans, strengths, powers, block, trust, precision, room, u, rounded, prediction, values = rows[
+        :12
+    ]
+    row_cells, busy, activity, magnitudes, places, signs, octaves, kinds = rows[12:]
+    sides, turned, warm, warm_values = scene.sides, scene.turned, scene.warm, scene.warm_values
+    known, unit, mean, scale = scene.places, scene.unit, scene.mean, scene.scale
+    magnitudes_of, values_of = scene.magnitudes, scene.values
     for i in range(height):
-        _start_row(scene, rows, i, strides, classes)
+        if low_rank and i % BLOCK_ROWS == 0:
+            _learn(block, directions, strengths, powers, room, warm, warm_values, i)
+            if _is_due(i):
+                refresh_segments(directions, powers, precision, trust)
+        u[:] = 0
+        rounded[:] = 0
+        _add_sides(row_cells, sides, i, strides, classes)
+        _find_places(turned, sides, known, unit, i, signs, places)
+        if strides[1]:
+            _look_up(activity, busy, octaves)
         so_far = np.int64(0)
-        symbols, current = plane[i], rows.block[i % BLOCK_ROWS]
-        for part in range(cells.shape[0]):
+        symbols, current = plane[i], block[i % BLOCK_ROWS]
+        for part in range((columns + SEGMENT - 1) // SEGMENT):
             start = part * SEGMENT
+            cells = row_cells[start : start + SEGMENT]
             stop = min(start + SEGMENT, columns)
             if low_rank:
                 predict_segment(fans, part, rounded, prediction)
-                if scene.unit:
-                    _add_place(cells, part, prediction, signs, places, scene.unit, strides[0])
+                if unit:
+                    _add_place(
+                        cells,
+                        prediction,
+                        signs[start:],
+                        places[start:],
+                        kinds,
+                        unit,
+                        strides[0],
+                    )
                 else:
-                    _add_prediction(cells, part, prediction, signs, scene.scale, strides[0])
+                    _add_prediction(cells, prediction, signs[start:], scale, strides[0])
             if lively:
-                _add_activity(cells, part, activity, _row_activity(so_far, start, scene.mean), strides[1])
+                _add_activity(
+                    cells,
+                    activity[start:],
+                    _row_activity(octaves, so_far, start, mean),
+                    strides[1],
+                )
             for j in range(stop - start):
-                contexts[j] = leaf_rows[cells[part, j]]
+                contexts[j] = leaf_rows[cells[j]]
             take_runs(tables, counters, contexts, symbols, start, stop, words, cursor)
             if mirrored:
-                turn_symbols(symbols, scene.turned[i], start, stop, last)
+                turn_symbols(symbols, turned[i], start, stop, last)
             if lively:
-                so_far += _take_in(symbols, start, stop, scene.magnitudes, rows.magnitudes)
+                so_far += _take_in(symbols, start, stop, magnitudes_of, magnitudes)
             if low_rank:
-                _read_values(symbols, start, stop, scene.values, values, current)
+                _read_values(symbols, start, stop, values_of, values, current)
                 correct_segment(fans, part, trust, u, rounded, values, prediction)
-        _end_row(scene, rows, i, low_rank)
-    return bool(finished(words, cursor))
+        _end_row(busy, magnitudes, i)
 
 
 @jit
-def measure(scene: Scene, plane: UInt8s) -> tuple[Integer, Integer]:
-    """Mean squares of predictions and of their errors over a plane (rows, columns), in 1/16."""
+def measure(scene: Scene, rows: Rows, plane: UInt8s) -> tuple[Integer, Integer]:
+    """Mean squares of predictions and of their errors over a plane (rows, columns), in 1/16; ``rows`` are new."""
     height, columns = plane.shape
-    low_rank = columns > 0  # always; numba compiles a second version of what gets a constant
-    rows = _new_rows(scene, columns, low_rank)
-    u, rounded, prediction, trust = rows.u, rows.rounded, rows.prediction, rows.trust
-    fans = rows.directions.reshape(SEGMENT_RANK, trust.shape[0], SEGMENT)
-    values = np.zeros(SEGMENT, dtype=np.int32)
+    directions, fans, strengths, powers, block, trust, precision, room, u, rounded, prediction, values = rows[
+        :12
+    ]
+    warm, warm_values, values_of = scene.warm, scene.warm_values, scene.values
     of_predictions = of_errors = np.int64(0)
     for i in range(height):
+        if i % BLOCK_ROWS == 0:
+            _learn(block, directions, strengths, powers, room, warm, warm_values, i)
+            if _is_due(i):
+                refresh_segments(directions, powers, precision, trust)
         u[:] = 0
         rounded[:] = 0
-        symbols, current = plane[i], rows.block[i % BLOCK_ROWS]
+        symbols, current = plane[i], block[i % BLOCK_ROWS]
         for part in range(trust.shape[0]):
             start = part * SEGMENT
             stop = min(start + SEGMENT, columns)
             predict_segment(fans, part, rounded, prediction)
-            _read_values(symbols, start, stop, scene.values, values, current)
+            _read_values(symbols, start, stop, values_of, values, current)
             for j in range(stop - start):
                 of_predictions += np.int64(prediction[j]) * np.int64(prediction[j])
             correct_segment(fans, part, trust, u, rounded, values, prediction)
             for j in range(stop - start):
                 of_errors += np.int64(prediction[j]) * np.int64(prediction[j])
-        _end_row(scene, rows, i, low_rank)
     count = max(height * columns, 1)
     return of_predictions // count, of_errors // count

@@ -14,6 +14,7 @@ from shrinkpoint.errors import CorruptionError, FormatError
 __all__ = [
     "check_end",
     "join_chunks",
+    "new_counters",
     "open_chunk",
     "put_chunk",
     "read_run_tables",
@@ -22,6 +23,7 @@ __all__ = [
 ]
 
 Int64s = npt.NDArray[np.int64]
+Int32s = npt.NDArray[np.int32]
 UInt8s = npt.NDArray[np.uint8]
 UInt16s = npt.NDArray[np.uint16]
 
@@ -71,9 +73,16 @@ def read_run_tables(reader: ByteReader, contexts: int, alphabet: int) -> tuple[T
     return tables, run_tables(tables.entries(), zero)
 
 
-def check_end(sound: bool) -> None:
-    """Raise unless a chunk has ended where it began."""
-    if not sound:
+def new_counters(tables: Any) -> Int32s:
+    """The decoder's counters before a chunk, int32 (2, tables)."""
+    return np.zeros((2, tables.runs.size), dtype=np.int32)
+
+
+def check_end(words: UInt16s, cursor: Int64s) -> None:
+    """Raise unless a chunk has ended where the encoder began."""
+    from shrinkpoint.entropy.kernels import LOWER  # numba
+
+    if cursor[4] != words.size or not bool((cursor[:4] == LOWER).all()):
         raise CorruptionError("context chunk: the data do not end in the state from which the encoder began")
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shrinkpoint.entropy.tables import SCALE_BITS
-from shrinkpoint.jit import jit
+from shrinkpoint.jit import jit, jit_part
 
 __all__ = [
     "LOWER",
@@ -71,7 +71,7 @@ def count_pairs(symbols: UInt8s, contexts: UInt8s, step: int, counts: Int64s) ->
     return True
 
 
-@jit
+@jit_part
 def push(x: Integer, entry: Integer, words: UInt16s, position: int) -> tuple[Integer, int]:
     """Put one symbol on state ``x``; ``entry`` packs its frequency (high half) and first slot (low half)."""
     frequency = entry >> 32
@@ -132,7 +132,7 @@ def encode_four(
     return position
 
 
-@jit
+@jit_part
 def pop(x: Integer, row: Integer, lookup: UInt8s, shift: int, entries: Int64s) -> tuple[Integer, Integer]:
     """Take one symbol off state ``x`` under table ``row``; the state comes back without renormalisation."""
     slot = x & _SLOT_MASK
@@ -147,7 +147,7 @@ def pop(x: Integer, row: Integer, lookup: UInt8s, shift: int, entries: Int64s) -
     return (entry >> 32) * (x >> SCALE_BITS) + offset, symbol
 
 
-@jit
+@jit_part
 def refill(x: Integer, words: UInt16s, position: int) -> tuple[Integer, int]:
     """Read words until the state is back in its interval; past the end, only count them."""
     if x < LOWER:

@@ -25,7 +25,7 @@ from shrinkpoint.entropy.lstm_network import (
     improve,
     shares,
 )
-from shrinkpoint.jit import jit
+from shrinkpoint.jit import jit, jit_part
 
 __all__ = ["Learner", "code_span", "finish"]
 
@@ -59,7 +59,7 @@ class Learner(NamedTuple):
     rate: int
 
 
-@jit
+@jit_part
 def _neighbourhood(previous: UInt8s, position: Integer, out: UInt8s) -> None:
     """The 3x3 symbols around a flat position of a plane (rows, columns), its centre last; zeros outside."""
     rows, columns = previous.shape
@@ -78,7 +78,7 @@ def _neighbourhood(previous: UInt8s, position: Integer, out: UInt8s) -> None:
     out[at] = previous[i, j]
 
 
-@jit
+@jit_part
 def _same(a: UInt8s, b: UInt8s) -> bool:
     for k in range(a.size):  # noqa: SIM110 (all() of a generator does not compile)
         if a[k] != b[k]:
@@ -86,7 +86,7 @@ def _same(a: UInt8s, b: UInt8s) -> bool:
     return True
 
 
-@jit
+@jit_part
 def _find_contexts(
     previous: UInt8s, start: Integer, count: Integer, contexts: UInt8s, slots: Int32s, which: Int32s
 ) -> Integer:
@@ -109,7 +109,7 @@ def _find_contexts(
     return found
 
 
-@jit
+@jit_part
 def _put(coder: Int64s, stream: UInt8s) -> None:
     """Write the low end's first byte."""
     if coder[3] < stream.size:
@@ -118,7 +118,7 @@ def _put(coder: Int64s, stream: UInt8s) -> None:
     coder[0] = (coder[0] << 8) & 0xFFFFFFFF
 
 
-@jit
+@jit_part
 def _carry(coder: Int64s, stream: UInt8s) -> None:
     if coder[0] >> 32:
         coder[0] &= 0xFFFFFFFF
@@ -130,7 +130,7 @@ def _carry(coder: Int64s, stream: UInt8s) -> None:
             stream[at] += 1
 
 
-@jit
+@jit_part
 def _encode(coder: Int64s, stream: UInt8s, ends: Int32s, symbol: Integer) -> None:
     unit = coder[1] >> _TOTAL_BITS
     coder[0] += unit * np.int64(ends[symbol])
@@ -141,7 +141,7 @@ def _encode(coder: Int64s, stream: UInt8s, ends: Int32s, symbol: Integer) -> Non
         coder[1] <<= 8
 
 
-@jit
+@jit_part
 def _decode(coder: Int64s, stream: UInt8s, ends: Int32s) -> Integer:
     """The next symbol; past the end of the stream, zeros are read."""
     unit = coder[1] >> _TOTAL_BITS

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shrinkpoint.entropy.context_lowrank import clamp
-from shrinkpoint.jit import jit
+from shrinkpoint.jit import jit, jit_part
 
 __all__ = [
     "BATCH",
@@ -90,7 +90,7 @@ class Curves(NamedTuple):
     decay: Int32s
 
 
-@jit
+@jit_part
 def _sigmoid(table: Int32s, x: Integer) -> Integer:
     """Of ``x`` in 2^-12."""
     place = clamp(x, -32768, 32767) + 32768
@@ -100,13 +100,13 @@ def _sigmoid(table: Int32s, x: Integer) -> Integer:
     return value
 
 
-@jit
+@jit_part
 def _tanh(table: Int32s, x: Integer) -> Integer:
     value: Integer = 2 * _sigmoid(table, 2 * x) - 32768
     return value
 
 
-@jit
+@jit_part
 def _add_product(total: Int64s, vector: Int32s, matrix: Int32s) -> None:
     """``total += vector @ matrix``, four rows at a time; the width is a multiple of 4."""
     for k in range(0, vector.size, 4):
@@ -117,7 +117,7 @@ def _add_product(total: Int64s, vector: Int32s, matrix: Int32s) -> None:
             total[j] += a * first[j] + b * second[j] + c * third[j] + d * fourth[j]
 
 
-@jit
+@jit_part
 def _add_transposed(total: Int64s, matrix: Int32s, vector: Int32s) -> None:
     """``total += matrix @ vector``."""
     for k in range(total.size):
@@ -127,7 +127,7 @@ def _add_transposed(total: Int64s, matrix: Int32s, vector: Int32s) -> None:
         total[k] += part
 
 
-@jit
+@jit_part
 def _add_outer(total: Int64s, left: Int32s, right: Int32s) -> None:
     """``total += outer(left, right)``."""
     for k in range(left.size):
@@ -136,7 +136,7 @@ def _add_outer(total: Int64s, left: Int32s, right: Int32s) -> None:
             row[j] += factor * np.int64(right[j])
 
 
-@jit
+@jit_part
 def _activate(curves: Curves, sums: Int64s, before: Int32s, now: Int32s) -> None:
     """One layer at one step: ``sums`` are its gates' inputs, ``before`` and ``now`` its activations (7, width)."""
     table, width = curves.sigmoid, now.shape[1]
@@ -203,7 +203,7 @@ def shares(decay: Int32s, logits: Int64s, ends: Int32s) -> None:
         ends[a + 1] = ends[a] + logits[a]
 
 
-@jit
+@jit_part
 def _gate_gradients(
     before: Int32s, now: Int32s, by_output: Int64s, by_cell: Int64s, by_gates: Int32s
 ) -> None:
@@ -272,7 +272,7 @@ def backward(
                 _add_transposed(by_output[layer], net.across[layer], by_gates)
 
 
-@jit
+@jit_part
 def _root(square: Integer) -> Integer:
     """Integer square root of 0..2^56: the guess may be off by what it likes, the result is exact."""
     root = np.int64(math.sqrt(float(square)))

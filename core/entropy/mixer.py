@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shrinkpoint.entropy.context_lowrank import clamp
-from shrinkpoint.jit import jit
+from shrinkpoint.jit import jit_part
 
 __all__ = ["BROAD", "LOGIT_LIMIT", "Decisions", "Logits", "Mixer", "code_symbol", "finish", "new_mixer"]
 
@@ -92,7 +92,7 @@ class Mixer(NamedTuple):
     inputs: Int32s
 
 
-@jit
+@jit_part
 def new_mixer(tree: Decisions, squash: Int32s, contexts: int, inputs: int, kinds: int) -> Mixer:
     """Before the first symbol; ``contexts`` is how many all inputs have together, ``kinds`` how many maps a decision has."""
     nodes = tree.start.size
@@ -108,7 +108,7 @@ def new_mixer(tree: Decisions, squash: Int32s, contexts: int, inputs: int, kinds
     )
 
 
-@jit
+@jit_part
 def _start_slots(tree: Decisions, contexts: int) -> UInt32s:
     nodes = tree.start.size
     slots = np.empty(contexts * nodes, dtype=np.uint32)
@@ -118,7 +118,7 @@ def _start_slots(tree: Decisions, contexts: int) -> UInt32s:
     return slots
 
 
-@jit
+@jit_part
 def _start_maps(squash: Int32s, count: int) -> Int32s:
     maps = np.empty((count, _MAP_CELLS), dtype=np.int32)
     for cell in range(_MAP_CELLS):
@@ -126,7 +126,7 @@ def _start_maps(squash: Int32s, count: int) -> Int32s:
     return maps
 
 
-@jit
+@jit_part
 def _logit(inputs: Int32s, weights: Int32s) -> Integer:
     total = np.int64(0)
     for k in range(inputs.size):
@@ -135,7 +135,7 @@ def _logit(inputs: Int32s, weights: Int32s) -> Integer:
     return logit
 
 
-@jit
+@jit_part
 def _learn(inputs: Int32s, weights: Int32s, rounds: Int32s, which: Integer, error: Integer) -> None:
     """Move a set of weights along the gradient of the code length; ``error`` in 2^-16."""
     seen = np.int64(rounds[which])
@@ -145,7 +145,7 @@ def _learn(inputs: Int32s, weights: Int32s, rounds: Int32s, which: Integer, erro
         weights[k] += (np.int64(inputs[k]) * change + (1 << 13)) >> 14
 
 
-@jit
+@jit_part
 def _gather(
     slots: UInt32s, bases: Int64s, node: Integer, stretch: Int32s, touched: Int64s, inputs: Int32s
 ) -> None:
@@ -158,7 +158,7 @@ def _gather(
     inputs[0] = stretch[np.int64(slots[node]) >> 20]
 
 
-@jit
+@jit_part
 def _update(slots: UInt32s, touched: Int64s, outcome: Integer) -> None:
     target = outcome * 4194303
     for k in range(touched.size):
@@ -168,7 +168,7 @@ def _update(slots: UInt32s, touched: Int64s, outcome: Integer) -> None:
         slots[touched[k]] = p << 10 | min(count + 1, _COUNT_LIMIT)
 
 
-@jit
+@jit_part
 def _refine(cells: Int32s, logit: Integer, squash: Int32s) -> Integer:
     """Half the mixture's own probability, half what the map has seen at its logit; in 2^-16, never certain."""
     place = (logit + 2048) << 5
@@ -179,7 +179,7 @@ def _refine(cells: Int32s, logit: Integer, squash: Int32s) -> Integer:
     return probability
 
 
-@jit
+@jit_part
 def _remember(cells: Int32s, logit: Integer, target: Integer) -> None:
     place = (logit + 2048) << 5
     low, part = place >> 12, place & 4095
@@ -187,7 +187,7 @@ def _remember(cells: Int32s, logit: Integer, target: Integer) -> None:
     cells[low + 1] += ((target - cells[low + 1]) * part) >> 18
 
 
-@jit
+@jit_part
 def _code_bit(
     coder: Int64s, probability: Integer, stream: UInt8s, decoding: bool, outcome: Integer
 ) -> Integer:
@@ -215,7 +215,7 @@ def _code_bit(
     return outcome
 
 
-@jit
+@jit_part
 def code_symbol(
     mixer: Mixer,
     tree: Decisions,
@@ -269,7 +269,7 @@ def code_symbol(
     return -1 - node
 
 
-@jit
+@jit_part
 def finish(coder: Int64s, stream: UInt8s) -> None:
     """One byte identifies the interval, whose ends differ in the first one; zeros follow."""
     for i in range(4):

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from shrinkpoint.jit import jit
+from shrinkpoint.jit import jit, jit_part
 
-__all__ = ["Classes", "Given", "classify", "pack", "unpack"]
+__all__ = ["Blocks", "Classes", "Given", "classify", "new_blocks", "pack", "unpack"]
 
 Int64s = npt.NDArray[np.int64]
 UInt8s = npt.NDArray[np.uint8]
@@ -51,6 +51,15 @@ class Classes(NamedTuple):
     signs: Int64s
 
 
+class Blocks(NamedTuple):
+    """What kernels work on, of no use afterwards: `new_blocks`."""
+
+    residuals: Int64s
+    predictions: Int64s
+    tops: Int64s
+    keys: UInt16s
+
+
 ZERO, ESCAPE, FIRST = 0, 1, 2
 """Keys: a positive zero, a class without a symbol, and the first of the classes of residuals."""
 WHOLE = 64
@@ -62,13 +71,19 @@ _BLOCK = 2048
 """Numbers at a time: what does not depend on the stream runs in loops without branches, within the first cache."""
 
 
-@jit
+def new_blocks() -> Blocks:
+    """For one call of a kernel."""
+    residuals, predictions, tops = (np.zeros(_BLOCK, np.int64) for _ in range(3))
+    return Blocks(residuals, predictions, tops, np.zeros(_BLOCK, np.uint16))
+
+
+@jit_part
 def _ordered(pattern: Integer, kept: Integer, turned: Integer) -> Integer:
     """A pattern as an integer in the order of the values, its own inverse, or as a magnitude: by the masks."""
     return (pattern & kept) ^ ((pattern >> 63) & turned)
 
 
-@jit
+@jit_part
 def _masks(plan: Plan) -> tuple[Integer, Integer]:
     """What `_ordered` needs: the bits that it keeps, and those that a sign turns round."""
     magnitudes = (np.int64(1) << (np.int64(plan[0]) - np.int64(1))) - np.int64(1)
@@ -77,7 +92,7 @@ def _masks(plan: Plan) -> tuple[Integer, Integer]:
     return np.int64(-1), magnitudes
 
 
-@jit
+@jit_part
 def _add(out: Int64s, source: Signed, at: int, count: int, share: int, plan: Plan) -> None:
     """Add a share of a source's numbers to ``out``."""
     kept, turned = _masks(plan)
@@ -88,7 +103,7 @@ def _add(out: Int64s, source: Signed, at: int, count: int, share: int, plan: Pla
         out[i] += (_ordered(np.int64(source[at + i]), kept, turned) >> shift) * factor
 
 
-@jit
+@jit_part
 def _predict(
     out: Int64s,
     given: Given,
@@ -116,7 +131,7 @@ def _predict(
         _add(out, beside, at, count, plan[4], plan)
 
 
-@jit
+@jit_part
 def _residuals(
     out: Int64s,
     bits: Signed,
@@ -138,7 +153,7 @@ def _residuals(
             out[i] = (((out[i] ^ sign) - sign) << unused) >> unused
 
 
-@jit
+@jit_part
 def _key(pattern: Integer, residual: Any, size: Any, width: Integer, cut: Integer) -> Integer:
     """The class of a residual: by its length in bits within 2^cut of 0, by its bits above the cut elsewhere.
 
@@ -153,7 +168,7 @@ def _key(pattern: Integer, residual: Any, size: Any, width: Integer, cut: Intege
     return np.int64(ZERO) if pattern == 0 else key
 
 
-@jit
+@jit_part
 def _keys(bits: Signed, at: int, count: int, residuals: Int64s, plan: Plan, out: UInt16s) -> None:
     width, cut = np.int64(plan[0]), np.int64(plan[1])
     if width <= 32:  # processors convert many integers at a time only where these have 32 bits
@@ -171,20 +186,21 @@ def classify(
     bits: Signed,
     given: Given,
     plan: Plan,
+    blocks: Blocks,
     keys: UInt16s,
 ) -> None:
     """Write the class of each number of a chunk.
 
     Validated by the caller: ``previous`` and ``beside`` have the size of ``bits`` where the plan reads them.
     """
-    residuals = np.empty(_BLOCK, dtype=np.int64)
+    residuals = blocks.residuals
     for at in range(0, bits.size, _BLOCK):
         count = min(_BLOCK, bits.size - at)
         _residuals(residuals, bits, given, at, count, plan)
         _keys(bits, at, count, residuals, plan, keys[at : at + count])
 
 
-@jit
+@jit_part
 def _put(
     words: UInt32s, position: Integer, held: Integer, filled: Integer, value: Integer, width: Integer
 ) -> tuple[Integer, Integer, Integer]:
@@ -206,18 +222,18 @@ def pack(
     plan: Plan,
     index: UInt8s,
     classes: Classes,
+    wide: bool,
+    blocks: Blocks,
     symbols: UInt8s,
     words: UInt32s,
 ) -> Integer:
     """Write the symbol of each number, and its suffix into ``words``; return how many bits of those are used.
 
     Validated by the caller: as :func:`classify`; ``index`` maps every key that occurs to one of the ``classes``; ``words`` holds a
-    word more than all suffixes.
+    word more than all suffixes; ``wide`` says whether any takes more than 32 bits, with its sign where that is apart.
     """
     bases, widths, signs = classes
-    keys = np.empty(_BLOCK, dtype=np.uint16)
-    wide = widths.max() > 31 - plan[2]
-    residuals = np.empty(_BLOCK, dtype=np.int64)
+    residuals, keys = blocks.residuals, blocks.keys
     position = 0
     held = filled = np.int64(0)
     for at in range(0, bits.size, _BLOCK):
@@ -248,7 +264,7 @@ def pack(
     return np.int64(position) * 32 + filled
 
 
-@jit
+@jit_part
 def _get(
     words: UInt32s, position: Integer, held: Integer, filled: Integer, width: Integer
 ) -> tuple[Integer, Integer, Integer, Integer]:
@@ -268,18 +284,17 @@ def unpack(
     given: Given,
     plan: Plan,
     classes: Classes,
+    wide: bool,
+    blocks: Blocks,
     bits: Signed,
 ) -> Integer:
     """The inverse of :func:`pack`: fill ``bits``; return how many bits of ``words`` the symbols name.
 
     Validated by the caller: as :func:`pack`, and that symbols index the tables; the last of ``words`` is 0 and not part
-    of the data.
+    of the data; ``wide`` says whether any suffix takes more than 32 bits.
     """
     bases, widths, signs = classes
-    wide = widths.max() > 32
-    residuals = np.empty(_BLOCK, dtype=np.int64)
-    predictions = np.empty(_BLOCK, dtype=np.int64)
-    tops = np.zeros(_BLOCK, dtype=np.int64)
+    residuals, predictions, tops = blocks.residuals, blocks.predictions, blocks.tops
     position = 0
     held = filled = np.int64(0)
     for at in range(0, symbols.size, _BLOCK):
@@ -305,7 +320,7 @@ def unpack(
     return np.int64(position) * 32 - filled
 
 
-@jit
+@jit_part
 def _restore(
     residuals: Int64s,
     predictions: Int64s,

@@ -294,6 +294,7 @@ def decode_residuals(
         raise FormatError(f"suffixes: {reader.remaining} bytes cannot hold {count} numbers")
     symbols = _decode_symbols(sections["symbols"], contexts, count, table.keys.size, threads)
     classes = residual_kernels.Classes(*map(_fixed, table.tables()))
+    wide = bool(classes.widths.max() > 32)
     chunks = list(_chunks(count))
     lengths = [reader.uvarint(reader.remaining, "chunk length") for _ in chunks[:-1]]
     suffixes = [reader.take(length) for length in lengths] + [reader.rest()]
@@ -305,7 +306,8 @@ def decode_residuals(
         words = _fixed(
             np.frombuffer(bytes(suffix) + bytes(-len(suffix) % 4 + 4), dtype="<u4").astype(np.uint32)
         )
-        used = residual_kernels.unpack(_fixed(symbols[part]), words, given, layout.plan, classes, out[part])
+        told = given, layout.plan, classes, wide, residual_kernels.new_blocks()
+        used = residual_kernels.unpack(_fixed(symbols[part]), words, *told, out[part])
         if -(-used // 8) != len(suffix):
             raise CorruptionError(
                 f"suffixes: a chunk has {len(suffix)} bytes where its classes name {-(-used // 8)}"
@@ -333,7 +335,8 @@ def _classify(
     from shrinkpoint.entropy import residual_kernels  # numba
 
     signed = _fixed(bits[part].view(f"i{layout.width // 8}"))
-    residual_kernels.classify(signed, sources.given(layout, start, part), layout.plan, keys)
+    given = sources.given(layout, start, part)
+    residual_kernels.classify(signed, given, layout.plan, residual_kernels.new_blocks(), keys)
 
 
 def _packer(
@@ -344,13 +347,15 @@ def _packer(
     layout = table.layout
     index, classes = _fixed(table.index()), residual_kernels.Classes(*map(_fixed, table.tables()))
     widest = int(classes.widths.max()) + int(layout.magnitude)
+    wide = widest > 31
 
     def pack(item: tuple[int, slice]) -> bytes:
         start, part = item
         given = sources.given(layout, start, part)
         signed = _fixed(bits[part].view(f"i{layout.width // 8}"))
         words = np.empty(signed.size * widest // 32 + 2, dtype=np.uint32)
-        used = residual_kernels.pack(signed, given, layout.plan, index, classes, symbols[part], words)
+        told = given, layout.plan, index, classes, wide, residual_kernels.new_blocks()
+        used = residual_kernels.pack(signed, *told, symbols[part], words)
         return words.astype("<u4", copy=False).view(np.uint8)[: -(-used // 8)].tobytes()
 
     return pack

@@ -4,11 +4,12 @@ Importing this module imports numba, so it is only ever imported from inside a f
 """
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from shrinkpoint.jit import jit
+from shrinkpoint.jit import jit, jit_inlined, jit_part
 
 __all__ = ["cluster", "payload_bits"]
 
@@ -17,19 +18,19 @@ Int64s = npt.NDArray[np.int64]
 Integer = int | np.int64
 
 
-@jit
+@jit_part
 def _length(n: Integer) -> float:
     return float(n * math.log2(n)) if n > 1 else 0.0
 
 
-@jit
+@jit_part
 def _priced(total: Integer, inner: float, present: int, alphabet: int) -> float:
     """Bits of a table and the symbols under it, of whose lengths ``inner`` is the sum."""
     positions = 0 if present == alphabet else min(present, (alphabet + 7) // 8)
     return float(_length(total) - inner + 8.0 * (1 + positions + present))
 
 
-@jit
+@jit_part
 def _take_stock(counts: Int64s, lengths: Float64s) -> tuple[Integer, float, int]:
     """Total, summed lengths and number of present symbols of a row; fills ``lengths``."""
     total, inner, present = np.int64(0), 0.0, 0
@@ -41,7 +42,7 @@ def _take_stock(counts: Int64s, lengths: Float64s) -> tuple[Integer, float, int]
     return total, inner, present
 
 
-@jit
+@jit_part
 def _pair(groups: Int64s, lengths: Float64s, totals: Int64s, i: Integer, j: Integer) -> float:
     """Bits of two groups as one; a symbol that only one of them has costs no logarithm."""
     alphabet = groups.shape[1]
@@ -56,23 +57,54 @@ def _pair(groups: Int64s, lengths: Float64s, totals: Int64s, i: Integer, j: Inte
     return float(_priced(totals[i] + totals[j], inner, present, alphabet))
 
 
+@jit_inlined
+def _add(counts: Int64s, to: Int64s) -> None:
+    for s in range(to.size):
+        to[s] += counts[s]
+
+
 @jit
 def payload_bits(counts: Int64s, labels: Int64s, merged: Int64s) -> float:
     """Size of tables and data if row i of ``counts`` (n, alphabet) uses table ``labels[i]``.
 
     ``merged`` (tables, alphabet), all 0, receives the counts of each table.
     """
-    alphabet = counts.shape[1]
     for i in range(counts.shape[0]):
-        merged[labels[i]] += counts[i]
-    bits, lengths = 0.0, np.empty(alphabet)
+        _add(counts[i], merged[labels[i]])
+    bits = 0.0
     for i in range(merged.shape[0]):
-        total, inner, present = _take_stock(merged[i], lengths)
-        bits += _priced(total, inner, present, alphabet)
+        row = merged[i]
+        total, inner, present = np.int64(0), 0.0, 0
+        for s in range(row.size):
+            total += row[s]
+            inner += _length(row[s])
+            present += row[s] > 0
+        bits += _priced(total, inner, present, row.size)
     return float(bits)
 
 
-@jit
+class _Merging(NamedTuple):
+    """What clustering works on: of each of n groups, or pair of them.
+
+    Attributes:
+        lengths: float64 (n, alphabet).
+        totals: int64 (n,).
+        costs: float64 (n,).
+        gain: float64 (n, n), negative infinity.
+        alive: bool (n,), true.
+        parents: int64 (n,), 0 to n - 1.
+        numbers: int64 (n,), -1.
+    """
+
+    lengths: Float64s
+    totals: Int64s
+    costs: Float64s
+    gain: Float64s
+    alive: npt.NDArray[np.bool_]
+    parents: Int64s
+    numbers: Int64s
+
+
 def cluster(groups: Int64s, labels: Int64s) -> None:
     """Merge rows two by two, best pair first, while that makes the payload smaller.
 
@@ -80,35 +112,50 @@ def cluster(groups: Int64s, labels: Int64s) -> None:
         groups: int64 (n, alphabet), counts, none of which is negative; is overwritten.
         labels: int64 (contexts,), the row of each context; receives its table, numbered by the first context that uses it.
     """
+    n = groups.shape[0]
+    merging = _Merging(
+        lengths=np.empty(groups.shape),
+        totals=np.empty(n, np.int64),
+        costs=np.empty(n),
+        gain=np.full((n, n), -np.inf),
+        alive=np.ones(n, np.bool_),
+        parents=np.arange(n),
+        numbers=np.full(n, -1),
+    )
+    _merge(groups, labels, merging)
+
+
+@jit
+def _merge(groups: Int64s, labels: Int64s, merging: _Merging) -> None:
+    lengths, totals, cost, gain, alive, parents, numbers = merging
     n, alphabet = groups.shape
-    lengths = np.empty((n, alphabet))
-    totals, cost = np.empty(n, dtype=np.int64), np.empty(n)
-    gain = np.full((n, n), -np.inf)
-    alive, parents = np.ones(n, dtype=np.bool_), np.empty(n, dtype=np.int64)
     for i in range(n):
-        parents[i] = i
         totals[i], inner, present = _take_stock(groups[i], lengths[i])
         cost[i] = _priced(totals[i], inner, present, alphabet)
         for j in range(i):
             gain[i, j] = cost[i] + cost[j] - _pair(groups, lengths, totals, i, j)
     for _ in range(n - 1):
-        best = np.argmax(gain)
-        i, j = best // n, best % n
-        if not gain[i, j] > 0:
+        i, j, most = 0, 0, 0.0
+        for a in range(n):
+            of_a = gain[a]
+            for b in range(a):
+                if of_a[b] > most:
+                    i, j, most = a, b, of_a[b]
+        if i == 0:
             break
         for k in range(n):
             if parents[k] == i:
                 parents[k] = j
-        groups[j] += groups[i]
+        _add(groups[i], groups[j])
         totals[j], inner, present = _take_stock(groups[j], lengths[j])
         cost[j] = _priced(totals[j], inner, present, alphabet)
         alive[i] = False
-        gain[i, :] = -np.inf
-        gain[:, i] = -np.inf
+        for k in range(n):
+            gain[i, k] = gain[k, i] = -np.inf
         for k in range(n):
             if alive[k] and k != j:
                 gain[max(k, j), min(k, j)] = cost[j] + cost[k] - _pair(groups, lengths, totals, k, j)
-    numbers, tables = np.full(n, -1), 0
+    tables = 0
     for context in range(labels.size):
         parent = parents[labels[context]]
         if numbers[parent] < 0:

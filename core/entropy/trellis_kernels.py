@@ -13,18 +13,15 @@ import numpy as np
 import numpy.typing as npt
 
 from shrinkpoint.entropy.context_kernels import ACTIVITIES, BLOCK_ROWS
-from shrinkpoint.entropy.context_lowrank import advance, start_directions
+from shrinkpoint.entropy.context_lowrank import Room, advance
 from shrinkpoint.entropy.context_runs import (
     GAP_SHIFT,
     LEVEL_SHIFT,
     LONGEST,
     Tables,
-    finished,
-    new_counters,
 )
 from shrinkpoint.entropy.context_segments import (
     SEGMENT,
-    SEGMENT_RANK,
     correct_segment,
     predict_segment,
     refresh_segments,
@@ -32,18 +29,27 @@ from shrinkpoint.entropy.context_segments import (
 from shrinkpoint.entropy.kernels import pop, refill
 from shrinkpoint.entropy.trellis_leads import (
     FARTHEST_RANK,
-    LEADS,
+    Leads,
     Scene,
     flip,
     look_ahead,
     move_places,
-    new_leads,
     place_points,
     rank_path,
 )
 from shrinkpoint.jit import jit, jit_inlined
 
-__all__ = ["are_told", "decode_chunk", "find_features", "measure", "sum_energies"]
+__all__ = [
+    "OCTAVES",
+    "Fans",
+    "Row",
+    "Work",
+    "are_told",
+    "decode_chunk",
+    "find_features",
+    "measure",
+    "sum_energies",
+]
 
 Float64s = npt.NDArray[np.float64]
 Int8s = npt.NDArray[np.int8]
@@ -57,8 +63,8 @@ Integer = int | np.int64
 _LARGEST = 1023  # energy of an element, in 1/256 square steps
 _FLOOR = 8 * 16  # energy that noise has, in 1/2048
 _PRIOR = 32  # columns of mean energy that a row starts with
-_OCTAVES = np.array([0] + [(k**4).bit_length() - 1 for k in range(1, 8 * _LARGEST + 9)], dtype=np.int32)
-"""4 log2 of an energy, rounded down."""
+OCTAVES = np.array([0] + [(k**4).bit_length() - 1 for k in range(1, 8 * _LARGEST + 9)], dtype=np.int32)
+"""4 log2 of an energy, rounded down; kernels are given it, for they would be compiled with every number of it."""
 
 _NEAR = np.int32(FARTHEST_RANK - 1)  # ranks below are the true ones
 # Constants of 32 bits: others would make the loops' arithmetic one of 64, in half as many lanes.
@@ -66,16 +72,17 @@ _0, _7, _8 = np.int32(0), np.int32(7), np.int32(8)
 _BLOCK = 1 << 12
 _P_SHIFT, _V_SHIFT = 8, 12
 _V_LIMIT = 511
+_EARLY_ROWS = 64  # after which trust changes slowly
 _FAR = 4 * 256  # places are moved by no more
 
 
-class _Row(NamedTuple):
+class Row(NamedTuple):
     """How far points are from their places; columns are padded to whole segments.
 
     Attributes:
         cells: int32 (columns,), what is known of each element but for its lead.
         busy: int32 (columns,), decayed mean energy of each column in 1/2048.
-        activity: int32 (columns,), `_OCTAVES` of it.
+        activity: int32 (columns,), `OCTAVES` of it.
         energies: int32 (columns,), of this row's elements.
     """
 
@@ -85,71 +92,81 @@ class _Row(NamedTuple):
     energies: Int32s
 
 
-class _Fans(NamedTuple):
-    """Low-rank prediction, as in entropy/context_segments.py; empty without."""
+class Fans(NamedTuple):
+    """Low-rank prediction, as the first ones of `context_segments.Rows`; empty without.
+
+    ``parts`` (rank, segments, SEGMENT) are the directions' memory.
+    """
 
     directions: Int32s
+    parts: Int32s
     strengths: Int64s
     powers: Int64s
     block: Int32s
     trust: Float64s
+    precision: Float64s
+    room: Room
     u: Float64s
     rounded: Int32s
     prediction: Int32s
     values: Int32s
 
 
-@jit
-def _new_row(width: int, mean: int) -> _Row:
-    columns = (width + SEGMENT - 1) // SEGMENT * SEGMENT
-    return _Row(
-        np.zeros(columns, dtype=np.int32),
-        np.full(columns, mean, dtype=np.int32),
-        np.zeros(columns, dtype=np.int32),
-        np.zeros(columns, dtype=np.int32),
-    )
+class Work(NamedTuple):
+    """What a chunk's kernel works on, new for each (`context_rows.new_work`).
+
+    Attributes:
+        leads: of a row.
+        row: how far its points are from their places.
+        fans: of the rows so far.
+        counters: int32 (2, tables), of `take_runs`; of no use to encoders.
+        by_lead: int32 (256,), what a lead adds to a cell.
+        path: int32 (SEGMENT,).
+        ranked: int32 (SEGMENT,).
+        reached: int16 (SEGMENT,).
+        octaves: `OCTAVES`.
+    """
+
+    leads: Leads
+    row: Row
+    fans: Fans
+    counters: Int32s
+    by_lead: Int32s
+    path: Int32s
+    ranked: Int32s
+    reached: Int16s
+    octaves: Int32s
 
 
-@jit
-def _new_fans(width: int, tracked: bool) -> _Fans:
-    segments = (width + SEGMENT - 1) // SEGMENT if tracked else 0
-    fans = _Fans(
-        np.zeros((SEGMENT_RANK, segments * SEGMENT), dtype=np.int32),
-        np.zeros(SEGMENT_RANK, dtype=np.int64),
-        np.zeros(SEGMENT_RANK + 1, dtype=np.int64),
-        np.zeros((BLOCK_ROWS, segments * SEGMENT), dtype=np.int32),
-        np.zeros((segments, SEGMENT_RANK, SEGMENT_RANK)),
-        np.zeros(SEGMENT_RANK),
-        np.zeros(SEGMENT_RANK, dtype=np.int32),
-        np.zeros(SEGMENT, dtype=np.int32),
-        np.zeros(SEGMENT, dtype=np.int32),
-    )
-    if tracked:
-        start_directions(fans.directions, fans.strengths, fans.powers)
-        fans.directions[:, width:] = 0
-        refresh_segments(fans.directions, fans.powers, fans.trust)
-    return fans
-
-
-@jit
-def _start_row(scene: Scene, row: _Row, first: int, count: int, strides: Int64s, classes: Int32s) -> None:
-    row.cells[:] = 0
+# What is inlined takes arrays, not what holds them: each copy of a tuple counts the references to all of its arrays.
+@jit_inlined
+def _start_row(
+    cells: Int32s,
+    busy: Int32s,
+    activity: Int32s,
+    octaves: Int32s,
+    sides: UInt8s,
+    first: int,
+    count: int,
+    strides: Int64s,
+    classes: Int32s,
+) -> None:
+    cells[:] = 0
     for s in range(classes.shape[0]):
         if strides[2 + s]:
-            side, cells, table = scene.sides[s, first : first + count], row.cells, classes[s]
+            side, table = sides[s, first : first + count], classes[s]
             for j in range(side.size):
                 cells[j] += table[side[j]]
     if strides[1]:
-        activity, busy = row.activity, row.busy
         for j in range(activity.size):
-            activity[j] = _OCTAVES[max(busy[j] - _FLOOR, 1)]
+            activity[j] = octaves[max(busy[j] - _FLOOR, 1)]
 
 
 @jit_inlined
-def _row_activity(so_far: Integer, seen: int, mean: int) -> Integer:
+def _row_activity(octaves: Int32s, so_far: Integer, seen: int, mean: int) -> Integer:
     """That of the row so far less twice the plane's, so that half a column's and this is a class."""
     of_row = ((so_far << 3) + _PRIOR * mean) // (seen + _PRIOR)
-    return np.int64(_OCTAVES[max(of_row - _FLOOR, 1)]) - 2 * np.int64(_OCTAVES[max(mean - _FLOOR, 1)]) + 13
+    return np.int64(octaves[max(of_row - _FLOOR, 1)]) - 2 * np.int64(octaves[max(mean - _FLOOR, 1)]) + 13
 
 
 @jit_inlined
@@ -172,14 +189,14 @@ def _take_in(errors: Int32s, start: int, energies: Int32s) -> Integer:
     return total
 
 
-@jit
+@jit_inlined
 def _shift_places(prediction: Int32s, scale: int, shift: Int32s) -> None:
     unit = np.int32((1 << 18) // scale)
     for j in range(shift.size):
         shift[j] = min(max(np.int32(prediction[j] * unit) >> _P_SHIFT, -_FAR), _FAR)
 
 
-@jit
+@jit_inlined
 def _read_values(errors: Int32s, scale: int, start: int, values: Int32s, block: Int32s) -> None:
     values[:] = 0
     factor = np.int32(scale)
@@ -189,58 +206,73 @@ def _read_values(errors: Int32s, scale: int, start: int, values: Int32s, block: 
         block[start + j] = value
 
 
-@jit
-def _end_row(row: _Row, fans: _Fans, number: int) -> None:
-    busy, energies = row.busy, row.energies
+@jit_inlined
+def _end_row(busy: Int32s, energies: Int32s, number: int) -> None:
     rate = np.int32(1 if number < 2 else 2 if number < 6 else 3 if number < 14 else 4 if number < 30 else 5)
     for j in range(busy.size):
         busy[j] += np.int32((energies[j] << 3) - busy[j]) >> rate
-    if fans.trust.shape[0] and number % BLOCK_ROWS == BLOCK_ROWS - 1:
-        advance(fans.block, fans.directions, fans.strengths, fans.powers)
-        if number < 64 or number // BLOCK_ROWS % 2 == 0:
-            refresh_segments(fans.directions, fans.powers, fans.trust)
+
+
+@jit_inlined
+def _is_due(number: int) -> bool:
+    """Whether trust changes before a block of rows."""
+    return number <= _EARLY_ROWS or (number - 1) // BLOCK_ROWS % 2 == 0
 
 
 @jit
-def find_features(scene: Scene, points: Int16s, ranks: Int8s, found: UInt16s, errors: Int32s) -> None:
+def find_features(
+    scene: Scene,
+    work: Work,
+    strides: Int64s,
+    classes: Int32s,
+    points: Int16s,
+    ranks: Int8s,
+    found: UInt16s,
+    errors: Int32s,
+) -> None:
     """Say of every element of a chunk how many points it lies beyond the best one, and what is known of that.
 
     Args:
         scene: the chunk.
+        work: for it.
+        strides: (2,), 0 and `LEADS`.
+        classes: int32 (0, 256).
         points: int16 (n,), what is to be coded, in half steps; they form paths.
         ranks: int8 (n,), filled: -`FARTHEST_RANK` to `FARTHEST_RANK`.
         found: uint16 (n,), filled: the lead's class, and `LEADS` times that of the activity.
         errors: int32 (n,), filled: points less places, in parts of a step; of what is too far, as a reader will know them.
     """
-    leads, row = new_leads(scene), _new_row(scene.width, scene.mean)
-    fans = _new_fans(scene.width, scene.low_rank)
-    parts = fans.directions.reshape(SEGMENT_RANK, fans.trust.shape[0], SEGMENT)
-    strides = np.zeros(2, dtype=np.int64)
-    strides[1] = LEADS
-    classes = np.zeros((0, 256), dtype=np.int32)
-    path, ranked = np.zeros(SEGMENT, dtype=np.int32), np.zeros(SEGMENT, dtype=np.int32)
-    reached = np.empty(SEGMENT, dtype=np.int16)
-    states = scene.states
+    leads, octaves, path, ranked, reached = work.leads, work.octaves, work.path, work.ranked, work.reached
+    cells, busy, activity, energies = work.row
+    directions, parts, strengths, powers, block, trust, precision, room, u, rounded, prediction, values = (
+        work.fans
+    )
+    y, leads_found, shift = leads.y, leads.found, leads.shift
+    states, places, sides, mean, scale = scene.states, scene.places, scene.sides, scene.mean, scene.scale
+    leak, low_rank = scene.leak, scene.low_rank
     for number in range((points.size + scene.width - 1) // scene.width):
         first = number * scene.width
         count = min(scene.width, points.size - first)
-        look_ahead(scene.places[first : first + count], scene, leads)
-        _start_row(scene, row, first, count, strides, classes)
-        fans.u[:] = 0
-        fans.rounded[:] = 0
+        if low_rank and number % BLOCK_ROWS == 0:
+            if number:
+                advance(block, directions, strengths, powers, room)
+            if _is_due(number):
+                refresh_segments(directions, powers, precision, trust)
+        look_ahead(places[first : first + count], states, leak, low_rank, leads)
+        _start_row(cells, busy, activity, octaves, sides, first, count, strides, classes)
+        u[:] = 0
+        rounded[:] = 0
         so_far, state = np.int64(0), 0
         for start in range(0, count, SEGMENT):
             stop = min(start + SEGMENT, count)
-            if scene.low_rank:
-                predict_segment(parts, start // SEGMENT, fans.rounded, fans.prediction)
-                _shift_places(fans.prediction, scene.scale, leads.shift)
+            if low_rank:
+                predict_segment(parts, start // SEGMENT, rounded, prediction)
+                _shift_places(prediction, scale, shift)
                 move_places(leads, start, states)
-            _add_activity(
-                row.cells, row.activity, start, _row_activity(so_far, start, scene.mean), strides[1]
-            )
+            _add_activity(cells, activity, start, _row_activity(octaves, so_far, start, mean), strides[1])
             state = rank_path(
-                leads.y[start:stop],
-                leads.found[:, start:stop],
+                y[start:stop],
+                leads_found[:, start:stop],
                 states,
                 state,
                 points[first + start : first + stop],
@@ -249,29 +281,28 @@ def find_features(scene: Scene, points: Int16s, ranks: Int8s, found: UInt16s, er
             )
             for j in range(start, stop):
                 ranks[first + j] = ranked[j - start]
-                found[first + j] = row.cells[j] + (path[j - start] >> 8)
+                found[first + j] = cells[j] + (path[j - start] >> 8)
                 path[j - start] &= 255
             part = errors[first + start : first + stop]
             place_points(
-                leads.y[start:stop],
-                scene.places[first + start : first + stop],
+                y[start:stop],
+                places[first + start : first + stop],
                 path,
                 ranked,
                 reached[: stop - start],
                 part,
             )
-            so_far += _take_in(part, start, row.energies)
-            if scene.low_rank:
-                _read_values(part, scene.scale, start, fans.values, fans.block[number % BLOCK_ROWS])
-                correct_segment(
-                    parts, start // SEGMENT, fans.trust, fans.u, fans.rounded, fans.values, fans.prediction
-                )
-        _end_row(row, fans, number)
+            so_far += _take_in(part, start, energies)
+            if low_rank:
+                _read_values(part, scale, start, values, block[number % BLOCK_ROWS])
+                correct_segment(parts, start // SEGMENT, trust, u, rounded, values, prediction)
+        _end_row(busy, energies, number)
 
 
 @jit
 def decode_chunk(
     scene: Scene,
+    work: Work,
     radius: int,
     strides: Int64s,
     classes: Int32s,
@@ -282,44 +313,51 @@ def decode_chunk(
     ranks: Int8s,
     points: Int16s,
     errors: Int32s,
-) -> bool:
-    """Inverse of `find_features` for a chunk that was coded under the leaves: fill all three; False if the words do not end
-    where they must.
+) -> None:
+    """Inverse of `find_features` for a chunk that was coded under the leaves: fill all three.
 
-    Symbols are ``rank + radius``. Validated by the caller: cells index ``leaf_rows``, which indexes the tables; see `take_one`.
+    Symbols are ``rank + radius``. Validated by the caller: cells index ``leaf_rows``, which indexes the tables; see `take_runs`.
+    The caller compares where the cursor ends.
     """
-    leads, row = new_leads(scene), _new_row(scene.width, scene.mean)
-    fans = _new_fans(scene.width, scene.low_rank)
-    parts = fans.directions.reshape(SEGMENT_RANK, fans.trust.shape[0], SEGMENT)
-    states, low_rank, lively = scene.states, fans.trust.shape[0] > 0, strides[1] != 0
-    counters = new_counters(tables)
+    leads, octaves, by_lead, path, ranked = work.leads, work.octaves, work.by_lead, work.path, work.ranked
+    cells, busy, activity, energies = work.row
+    directions, parts, strengths, powers, block, trust, precision, room, u, rounded, prediction, values = (
+        work.fans
+    )
+    y, found, shift, counters = leads.y, leads.found, leads.shift, work.counters
+    states, places, sides, mean, scale = scene.states, scene.places, scene.sides, scene.mean, scene.scale
+    leak, low_rank, lively = scene.leak, scene.low_rank, strides[1] != 0
     runs, levels, gaps = tables.runs, tables.levels, tables.gaps
     level_lookup, gap_lookup = tables.level_lookup, tables.gap_lookup
     left, due = counters[0], counters[1]
     zero, mask = np.int64(tables.zero), states - 1
-    cells, found = row.cells, leads.found
     x0, x1, x2, x3, position = cursor[0], cursor[1], cursor[2], cursor[3], cursor[4]
-    by_lead = np.empty(256, dtype=np.int32)
-    for k in range(256):
-        by_lead[k] = min(k & 127, LEADS - 1) * strides[0]
-    path, ranked = np.zeros(SEGMENT, dtype=np.int32), np.zeros(SEGMENT, dtype=np.int32)
     for number in range((points.size + scene.width - 1) // scene.width):
         first = number * scene.width
         count = min(scene.width, points.size - first)
-        look_ahead(scene.places[first : first + count], scene, leads)
-        _start_row(scene, row, first, count, strides, classes)
-        fans.u[:] = 0
-        fans.rounded[:] = 0
+        if low_rank and number % BLOCK_ROWS == 0:
+            if number:
+                advance(block, directions, strengths, powers, room)
+            if _is_due(number):
+                refresh_segments(directions, powers, precision, trust)
+        look_ahead(places[first : first + count], states, leak, low_rank, leads)
+        _start_row(cells, busy, activity, octaves, sides, first, count, strides, classes)
+        u[:] = 0
+        rounded[:] = 0
         so_far, state = np.int64(0), 0
         for start in range(0, count, SEGMENT):
             stop = min(start + SEGMENT, count)
             if low_rank:
-                predict_segment(parts, start // SEGMENT, fans.rounded, fans.prediction)
-                _shift_places(fans.prediction, scene.scale, leads.shift)
+                predict_segment(parts, start // SEGMENT, rounded, prediction)
+                _shift_places(prediction, scale, shift)
                 move_places(leads, start, states)
             if lively:
                 _add_activity(
-                    row.cells, row.activity, start, _row_activity(so_far, start, scene.mean), strides[1]
+                    cells,
+                    activity,
+                    start,
+                    _row_activity(octaves, so_far, start, mean),
+                    strides[1],
                 )
             for i in range(stop - start):
                 known = (
@@ -356,8 +394,8 @@ def decode_chunk(
             for j in range(start, stop):
                 ranks[first + j] = ranked[j - start]
             place_points(
-                leads.y[start:stop],
-                scene.places[first + start : first + stop],
+                y[start:stop],
+                places[first + start : first + stop],
                 path,
                 ranked,
                 points[first + start : first + stop],
@@ -365,41 +403,36 @@ def decode_chunk(
             )
             part = errors[first + start : first + stop]
             if lively:
-                so_far += _take_in(part, start, row.energies)
+                so_far += _take_in(part, start, energies)
             if low_rank:
-                _read_values(part, scene.scale, start, fans.values, fans.block[number % BLOCK_ROWS])
-                correct_segment(
-                    parts, start // SEGMENT, fans.trust, fans.u, fans.rounded, fans.values, fans.prediction
-                )
-        _end_row(row, fans, number)
+                _read_values(part, scale, start, values, block[number % BLOCK_ROWS])
+                correct_segment(parts, start // SEGMENT, trust, u, rounded, values, prediction)
+        _end_row(busy, energies, number)
     cursor[0], cursor[1], cursor[2], cursor[3], cursor[4] = x0, x1, x2, x3, position
-    return bool(finished(words, cursor))
 
 
 @jit
-def measure(errors: Int32s, width: int, scale: int) -> tuple[Integer, Integer]:
-    """Mean squares of the values of some rows, and of what low-rank prediction leaves of them, in 1/16."""
-    fans = _new_fans(width, width > 0)
-    parts = fans.directions.reshape(SEGMENT_RANK, fans.trust.shape[0], SEGMENT)
+def measure(errors: Int32s, fans: Fans, width: int, scale: int) -> tuple[Integer, Integer]:
+    """Mean squares of the values of some rows, and of what low-rank prediction leaves of them, in 1/16; ``fans`` are new."""
+    directions, parts, strengths, powers, block, trust, precision, room, u, rounded, prediction, values = fans
     of_values = of_errors = np.int64(0)
     rows = errors.size // width
     for number in range(rows):
-        fans.u[:] = 0
-        fans.rounded[:] = 0
+        if number % BLOCK_ROWS == 0:
+            if number:
+                advance(block, directions, strengths, powers, room)
+            refresh_segments(directions, powers, precision, trust)
+        u[:] = 0
+        rounded[:] = 0
         here = errors[number * width : (number + 1) * width]
         for start in range(0, width, SEGMENT):
             stop = min(start + SEGMENT, width)
-            predict_segment(parts, start // SEGMENT, fans.rounded, fans.prediction)
-            _read_values(here[start:stop], scale, start, fans.values, fans.block[number % BLOCK_ROWS])
-            correct_segment(
-                parts, start // SEGMENT, fans.trust, fans.u, fans.rounded, fans.values, fans.prediction
-            )
+            predict_segment(parts, start // SEGMENT, rounded, prediction)
+            _read_values(here[start:stop], scale, start, values, block[number % BLOCK_ROWS])
+            correct_segment(parts, start // SEGMENT, trust, u, rounded, values, prediction)
             for j in range(stop - start):
-                of_values += 16 * np.int64(fans.values[j]) * np.int64(fans.values[j])
-                of_errors += np.int64(fans.prediction[j]) * np.int64(fans.prediction[j])
-        if number % BLOCK_ROWS == BLOCK_ROWS - 1:
-            advance(fans.block, fans.directions, fans.strengths, fans.powers)
-            refresh_segments(fans.directions, fans.powers, fans.trust)
+                of_values += 16 * np.int64(values[j]) * np.int64(values[j])
+                of_errors += np.int64(prediction[j]) * np.int64(prediction[j])
     return of_values // max(rows * width, 1), of_errors // max(rows * width, 1)
 
 

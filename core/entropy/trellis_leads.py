@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shrinkpoint.entropy.context_segments import SEGMENT
-from shrinkpoint.jit import jit, jit_inlined
+from shrinkpoint.jit import jit_inlined, jit_part
 
 __all__ = [
     "AHEAD",
@@ -27,7 +27,6 @@ __all__ = [
     "flip",
     "look_ahead",
     "move_places",
-    "new_leads",
     "place_points",
     "rank_path",
 ]
@@ -78,7 +77,7 @@ class Scene(NamedTuple):
 
 
 class Leads(NamedTuple):
-    """What is known of a row's paths; columns are padded to whole segments.
+    """What is known of a row's paths (`context_rows.new_work`); columns are padded to whole segments.
 
     Attributes:
         y: int32 (columns,), places.
@@ -100,22 +99,6 @@ class Leads(NamedTuple):
     shift: Int32s
 
 
-@jit
-def new_leads(scene: Scene) -> Leads:
-    """Before the first row."""
-    segments = (scene.width + SEGMENT - 1) // SEGMENT
-    columns, states = segments * SEGMENT, scene.states
-    return Leads(
-        np.zeros(columns, dtype=np.int32),
-        np.zeros((4, SEGMENT, segments + 1), dtype=np.int32),
-        np.zeros((2, states, segments), dtype=np.int32),
-        np.zeros((states, columns if scene.low_rank else 0), dtype=np.int32),
-        np.zeros((states // 4, segments), dtype=np.int32),
-        np.zeros((states // 4, columns), dtype=np.int32),
-        np.zeros(SEGMENT, dtype=np.int32),
-    )
-
-
 @jit_inlined
 def flip(state: Integer, states: int) -> Integer:
     """What is added to an index's parity on the way to the next state."""
@@ -128,11 +111,11 @@ def _next(state: Integer, odd: Integer, states: int) -> Integer:
     return after
 
 
-@jit
-def look_ahead(places: Int16s, scene: Scene, leads: Leads) -> None:
+@jit_part
+def look_ahead(places: Int16s, states: int, leak: Integer, low_rank: bool, leads: Leads) -> None:
     """Fill ``y`` and ``found`` for a row's places, and ``ahead`` for those that will be moved: backwards from `AHEAD` columns
     behind each segment on, in all segments at once."""
-    count, states, low_rank = places.size, scene.states, scene.low_rank
+    count = places.size
     y, squares, paths, packed = leads.y, leads.squares, leads.paths, leads.packed
     for j in range(count):
         y[j] = places[j]
@@ -152,7 +135,7 @@ def look_ahead(places: Int16s, scene: Scene, leads: Leads) -> None:
             even[inside:] = 0
             odd[inside:] = 0
     paths[:] = 0
-    leak, ahead = np.int32(scene.leak), leads.ahead
+    by, ahead = np.int32(leak), leads.ahead
     for i in range(AHEAD - 1, -1, -1):
         before, now = paths[i & 1], paths[1 - (i & 1)]
         for state in range(states):
@@ -162,7 +145,7 @@ def look_ahead(places: Int16s, scene: Scene, leads: Leads) -> None:
             out = now[state]
             for lane in range(lanes):
                 a, b = even[lane] + of_even[lane], odd[lane] + of_odd[lane]
-                out[lane] = (min(a, b) * leak) >> _BY_LEAK
+                out[lane] = (min(a, b) * by) >> _BY_LEAK
     if low_rank:
         _keep_behind(paths[1], ahead, SEGMENT - 1)
     for i in range(SEGMENT - 1, -1, -1):
@@ -175,7 +158,7 @@ def look_ahead(places: Int16s, scene: Scene, leads: Leads) -> None:
             out, classes = now[state], packed[state >> 2]
             for lane in range(lanes):
                 a, b = even[lane] + of_even[lane], odd[lane] + of_odd[lane]
-                out[lane] = (min(a, b) * leak) >> _BY_LEAK
+                out[lane] = (min(a, b) * by) >> _BY_LEAK
                 lead = min(abs(a - b) >> _BY_LEAD, _LAST_LEAD)
                 classes[lane] |= (lead | (_128 if a > b else _0)) << shift
         for part in range(packed.shape[0]):
@@ -186,7 +169,7 @@ def look_ahead(places: Int16s, scene: Scene, leads: Leads) -> None:
             _keep_behind(now, ahead, i - 1)
 
 
-@jit
+@jit_inlined
 def _keep_behind(paths: Int32s, ahead: Int32s, column: int) -> None:
     """Note the costs of what lies behind a column of each segment."""
     for state in range(paths.shape[0]):
@@ -195,7 +178,7 @@ def _keep_behind(paths: Int32s, ahead: Int32s, column: int) -> None:
             target[lane * SEGMENT + column] = source[lane]
 
 
-@jit
+@jit_part
 def move_places(leads: Leads, start: int, states: int) -> None:
     """Find the leads of the segment from column ``start`` on anew, its places being moved by ``shift``."""
     places, shift = leads.y[start : start + SEGMENT], leads.shift

@@ -201,7 +201,8 @@ def encode_points(points: I16, path: Path, threads: int = 1) -> CodedPoints:
     Raises:
         ValueError: the arguments do not fit each other, or the points are no paths.
     """
-    from shrinkpoint.entropy import trellis_kernels  # numba
+    from shrinkpoint.entropy import context_rows, trellis_kernels  # numba
+    from shrinkpoint.entropy.trellis_leads import LEADS
 
     path.check()
     if points.dtype != np.int16 or points.shape != path.places.shape:
@@ -212,12 +213,13 @@ def encode_points(points: I16, path: Path, threads: int = 1) -> CodedPoints:
         return CodedPoints(b"", points, errors, ranks)
     model = _choose(points, path)
     found = np.zeros(size, np.uint16)
+    strides, classes = np.array([0, LEADS], np.int64), np.zeros((0, 256), np.int32)
 
     def find(span: Span) -> None:
         part = slice(*span)
-        trellis_kernels.find_features(
-            model.scene(path, span), np.array(points[part]), ranks[part], found[part], errors[part]
-        )
+        scene = model.scene(path, span)
+        told = context_rows.new_work(scene), strides, classes, np.array(points[part])
+        trellis_kernels.find_features(scene, *told, ranks[part], found[part], errors[part])
 
     map_in_threads(find, model.spans(path), threads)
     if not trellis_kernels.are_told(points, path.places, ranks, errors):
@@ -249,7 +251,7 @@ def _choose(points: I16, path: Path) -> _Model:
 
 
 def _is_predictable(points: I16, path: Path, scale: int) -> bool:
-    from shrinkpoint.entropy import trellis_kernels  # numba
+    from shrinkpoint.entropy import context_rows, trellis_kernels  # numba
 
     rows = points.size // path.columns
     if rows < _MIN_ROWS or path.columns < _MIN_COLUMNS or path.width != path.columns:
@@ -257,7 +259,9 @@ def _is_predictable(points: I16, path: Path, scale: int) -> bool:
     first = min(max(_TRIAL // path.columns, _MIN_ROWS, rows // 32), rows)
     part = slice(first * path.columns)
     errors = points[part].astype(np.int32) * (UNIT // 2) - path.places[part]
-    power, left = trellis_kernels.measure(errors, path.columns, scale)
+    power, left = trellis_kernels.measure(
+        errors, context_rows.new_fans(path.columns, True), path.columns, scale
+    )
     return bool(left < (1 - _MIN_EXPLAINED) * power)
 
 
@@ -333,7 +337,7 @@ def decode_points(payload: Payload, path: Path, threads: int = 1) -> CodedPoints
         CorruptionError: the payload is well-formed, but a chunk does not end where the encoder began.
         ValueError: the path's parts do not fit each other.
     """
-    from shrinkpoint.entropy import trellis_kernels  # numba
+    from shrinkpoint.entropy import context_rows, trellis_kernels  # numba
 
     path.check()
     size = path.places.size
@@ -353,8 +357,10 @@ def decode_points(payload: Payload, path: Path, threads: int = 1) -> CodedPoints
         part = slice(*span)
         words, cursor = open_chunk(chunk)
         scene = model.scene(path, span)
+        room = context_rows.new_work(scene, leaves.coder.runs.size, int(leaves.strides[0]))
         told = model.radius, leaves.strides, classes, leaves.rows, leaves.coder, words, cursor
-        check_end(trellis_kernels.decode_chunk(scene, *told, ranks[part], points[part], errors[part]))
+        trellis_kernels.decode_chunk(scene, room, *told, ranks[part], points[part], errors[part])
+        check_end(words, cursor)
 
     map_in_threads(decode, zip(spans, chunks, strict=True), threads)
     return CodedPoints(bytes(payload), points, errors, ranks)

@@ -12,7 +12,7 @@ exponents are 0 to 128 and dithers within 2**32. ``quarters`` (4,) are the steps
 import numpy as np
 import numpy.typing as npt
 
-from shrinkpoint.jit import jit
+from shrinkpoint.jit import jit, jit_part
 
 __all__ = [
     "EDGE_SLOTS",
@@ -52,7 +52,7 @@ _SLOT_SHIFT = 7  # of the 16 bits of a dither
 _ZERO = np.float32(0)
 
 
-@jit
+@jit_part
 def random_bits(start: np.uint64, i: int) -> np.uint64:
     """64 bits of an element's own (SplitMix64 as a counter-based generator); ``start`` is the seed, shifted by 32."""
     bits = (np.uint64(i) + _ONE + start) * _WEYL
@@ -61,20 +61,20 @@ def random_bits(start: np.uint64, i: int) -> np.uint64:
     return bits ^ (bits >> _SHIFTS[2])
 
 
-@jit
+@jit_part
 def _bits(start: np.uint64, i: int) -> np.uint64:
     """The 16 bits of an element's dither."""
     bits: np.uint64 = random_bits(start, i) >> _SHIFTS[3]
     return bits
 
 
-@jit
+@jit_part
 def _offset(start: np.uint64, i: int) -> np.float32:
     """16 bits and a half are exact in fp32, and so is every difference to a small integer."""
     return (np.float32(np.int32(_bits(start, i))) + _HALF) * _DOWN - _HALF
 
 
-@jit
+@jit_part
 def step_of(q0: np.float32, q1: np.float32, q2: np.float32, q3: np.float32, exponent: np.uint8) -> np.float32:
     """``quarters[e % 4] * 2 ** (e // 4 - 16)``, of which the product is exact."""
     k = np.int32(exponent)
@@ -84,7 +84,7 @@ def step_of(q0: np.float32, q1: np.float32, q2: np.float32, q3: np.float32, expo
     return (high if k & 2 else low) * octave.view(np.float32)
 
 
-@jit
+@jit_part
 def _rint(x: np.float32) -> np.float32:
     return (x + _ROUND) - _ROUND
 

@@ -12,7 +12,7 @@ points repeat after two steps, not after one. All arrays are flat and of one len
 import numpy as np
 import numpy.typing as npt
 
-from shrinkpoint.jit import jit
+from shrinkpoint.jit import jit, jit_part
 from shrinkpoint.schemes.dither_kernels import random_bits, step_of
 
 __all__ = [
@@ -45,14 +45,14 @@ _ZERO = np.float32(0)
 _LEAST_OFFSET = np.float32(2.0**-118)
 
 
-@jit
+@jit_part
 def _bits(start: np.uint64, i: int) -> np.uint64:
     """The 17 bits of an element's dither."""
     bits: np.uint64 = random_bits(start, i) >> _47
     return bits
 
 
-@jit
+@jit_part
 def _dither(start: np.uint64, i: int) -> np.float32:
     return (np.float32(np.int32(_bits(start, i))) + _HALF) * _UNIT - _WHOLE
 

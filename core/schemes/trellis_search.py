@@ -4,6 +4,8 @@ Importing this module imports numba, so it is only ever imported from inside a f
 search.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
@@ -20,7 +22,24 @@ _LANES = 16
 _EVERY = 64  # columns after which costs are counted anew
 
 
-@jit
+class _Search(NamedTuple):
+    """What a search works on: lanes are paths that are searched at once.
+
+    Attributes:
+        y: fp32 (width, lanes), the values.
+        squares: fp32 (4, lanes).
+        costs: fp32 (2, states, lanes).
+        base: fp32 (lanes,).
+        choices: uint8 (width, states, lanes).
+    """
+
+    y: F32
+    squares: F32
+    costs: F32
+    base: F32
+    choices: U8
+
+
 def nearest_path(values: F32, width: int, states: int, out: I16) -> None:
     """Fill ``out`` with the nearest points, in half steps.
 
@@ -30,11 +49,20 @@ def nearest_path(values: F32, width: int, states: int, out: I16) -> None:
         states: 4 or 8.
         out: int16 (n,).
     """
+    search = _Search(
+        y=np.zeros((width, _LANES), np.float32),
+        squares=np.zeros((4, _LANES), np.float32),
+        costs=np.zeros((2, states, _LANES), np.float32),
+        base=np.zeros(_LANES, np.float32),
+        choices=np.zeros((width, states, _LANES), np.uint8),
+    )
+    _search(values, width, states, search, out)
+
+
+@jit
+def _search(values: F32, width: int, states: int, search: _Search, out: I16) -> None:
     lanes = _LANES
-    y = np.zeros((width, lanes), dtype=np.float32)
-    squares = np.zeros((4, lanes), dtype=np.float32)
-    costs = np.zeros((2, states, lanes), dtype=np.float32)
-    choices = np.zeros((width, states, lanes), dtype=np.uint8)
+    y, squares, costs, base, choices = search
     half, one, two = np.float32(0.5), np.float32(1), np.float32(2)
     paths = (values.size + width - 1) // width
     for first in range(0, paths, lanes):
@@ -44,7 +72,8 @@ def nearest_path(values: F32, width: int, states: int, out: I16) -> None:
             row = values[start : min(start + width, values.size)]
             for j in range(row.size):
                 y[j, lane] = row[j] - two * np.floor(row[j] * half + half)
-            y[row.size :, lane] = 0
+            for j in range(row.size, width):
+                y[j, lane] = 0
         costs[0] = np.float32(1e9)
         costs[0, 0] = 0
         # the last path may end before the others: what lies behind its end costs nothing
@@ -62,7 +91,8 @@ def nearest_path(values: F32, width: int, states: int, out: I16) -> None:
                     even[lane] = near * near
                     odd[lane] = other * other
             if j >= ends:
-                squares[:, some - 1] = 0
+                for k in range(4):
+                    squares[k, some - 1] = 0
             for state in range(states):
                 low = state >> 1
                 high = low + states // 2
@@ -76,7 +106,8 @@ def nearest_path(values: F32, width: int, states: int, out: I16) -> None:
                     choice[lane] = b < a
                     cost[lane] = min(a, b)
             if j % _EVERY == _EVERY - 1:
-                base = now[0].copy()
+                for lane in range(lanes):
+                    base[lane] = now[0, lane]
                 for state in range(states):
                     cost = now[state]
                     for lane in range(lanes):

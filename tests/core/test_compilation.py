@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -95,6 +96,36 @@ def test_a_damaged_mark_counts_as_none(cache: Path, monkeypatch: pytest.MonkeyPa
     assert not is_compiled("auto")
 
 
+def test_a_mark_without_the_objects_that_it_names_counts_as_none(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compilation, "_make_and_restore", lambda scheme, options: None)
+    kept = cache / "entropy" / "kernels.decode_one-1.py311.1.nbc"
+    kept.parent.mkdir(parents=True)
+    kept.touch()
+    monkeypatch.setattr(compilation, "_cached_files", lambda: [kept])
+    assert compile_coders("auto")
+    assert is_compiled("auto")
+    kept.unlink()
+    assert not is_compiled("auto")
+
+
+def test_what_numba_keeps_of_the_kernels_that_were_called_is_found() -> None:
+    from shrinkpoint.entropy import range_coder
+
+    range_coder.new_coder(np.zeros(4, np.uint8), True)
+    found = [file.name for file in compilation._cached_files() if "range_coder.new_coder-" in file.name]
+    assert {Path(name).suffix for name in found} == {".nbi", ".nbc"}
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", "null", '{"sources": 1}', "digest"])
+def test_a_mark_of_other_content_counts_as_none(cache: Path, text: str, monkeypatch) -> None:
+    monkeypatch.setattr(compilation, "_make_and_restore", lambda scheme, options: None)
+    assert compile_coders("auto")
+    next(cache.iterdir()).write_text(text)
+    assert not is_compiled("auto")
+
+
 def test_without_a_cache_nothing_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilation, "cache_folder", lambda: None)
     monkeypatch.setattr(compilation, "_make_and_restore", lambda scheme, options: None)
@@ -105,7 +136,7 @@ def test_without_a_cache_nothing_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nothing_lasts_where_compiling_is_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shrinkpoint.entropy.kernels.refill", lambda x, words, position: None)
+    monkeypatch.setattr("shrinkpoint.entropy.kernels.encode_one", lambda *arguments: None)
     assert compilation.cache_folder() is None
     assert not is_compiled("auto")
 
