@@ -11,6 +11,7 @@ from shrinkpoint.container.layout import Checkpoint, Entry
 from shrinkpoint.digest import tensor_digest
 from shrinkpoint.errors import CannotRepresentError, ChainError, CorruptionError, FormatError
 from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Held, Quantizer, Scheme, TensorCodec
+from shrinkpoint.schemes.copied import CopiedCodec
 from shrinkpoint.schemes.exact import ExactCodec
 from shrinkpoint.schemes.registry import codec_for_reading
 from shrinkpoint.schemes.rounded import RoundedCodec
@@ -23,7 +24,7 @@ R = TypeVar("R")
 
 _EXPANSION = 2**20
 """Most bytes of a tensor for each byte that is stored of it without a reference: exact coding stays below, whatever the values."""
-_FOLLOWS = RoundedCodec.id  # takes the memory of a tensor beside it, of the same shape
+_FOLLOW = (RoundedCodec.id, CopiedCodec.id)  # take the memory of a tensor beside them, of the same shape
 _UNSUSPICIOUS = 2**30
 """Bytes that any base may decode to."""
 
@@ -129,7 +130,7 @@ def _encode_one(
 
 
 def _stands_alone(encoded: EncodedTensor) -> bool:
-    return not encoded.uses_reference and encoded.codec != _FOLLOWS
+    return not encoded.uses_reference and encoded.codec not in _FOLLOW
 
 
 def restored_values(
@@ -336,7 +337,7 @@ def _siblings(
 ) -> dict[str, torch.Tensor]:
     """Earlier tensors that stand beside this one in the state: the other moments of the same optimizer.
 
-    A weight also gets its master, the first one of its shape, wherever that stands.
+    A weight also gets its master, and an average its weight, the first one of its shape, wherever that stands.
     """
     folder = spec.name.rpartition("/")[0]
     siblings = {
@@ -344,10 +345,11 @@ def _siblings(
         for other in group
         if other.name in values and other.name.rpartition("/")[0] == folder
     }
-    if spec.tag.role is Role.WEIGHT:
+    followed = {Role.WEIGHT: Role.MASTER, Role.AVERAGE: Role.WEIGHT}.get(spec.tag.role)
+    if followed is not None:
         for other in group:
-            if other.tag.role is Role.MASTER and other.shape == spec.shape and other.name in values:
-                siblings.setdefault(Role.MASTER.value, values[other.name])
+            if other.tag.role is followed and other.shape == spec.shape and other.name in values:
+                siblings.setdefault(followed.value, values[other.name])
     return siblings
 
 

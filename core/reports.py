@@ -86,7 +86,7 @@ class SaveReport:
     not_finite: str | None = None
     """What of the state or its held-out loss is NaN or infinite; None where nothing is."""
     kept_exactly: Mapping[str, str]
-    """Tensors that the scheme could not represent, with the reason."""
+    """Tensors that the scheme could not represent, or that must not be coded (`Tag.why`), with the reason."""
 
     @property
     def ratio(self) -> float:

@@ -24,6 +24,8 @@ class Role(str, Enum):
     WEIGHT = "weight"
     EXP_AVG = "exp_avg"
     EXP_AVG_SQ = "exp_avg_sq"
+    SQUARES = "squares"
+    STATE = "state"
     MASTER = "master"
     AVERAGE = "average"
     BUFFER = "buffer"
@@ -49,6 +51,8 @@ class Tag:
     layer_type: LayerType = LayerType.OTHER
     parameter: str | None = None
     """For a weight, a moment or a buffer: its name in the model; it pairs moments and averages with their weight."""
+    why: str | None = field(default=None, compare=False)
+    """Of an optimizer's state that must be stored exactly: the reason, for people; no part of a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
