@@ -281,10 +281,13 @@ class Auto:
         return by_effort[self.options.effort]
 
     def _seed_of_levels(self, spec: TensorSpec) -> int | None:
-        """None goes on with the dither of the checkpoint before, as long as no restore has put a tensor on its levels."""
+        """None goes on with the dither of the checkpoint before, as long as no restore has put a tensor on its levels.
+
+        Tensors that stand together share it: so amsgrad's maximum is never restored below the second moment that it is of.
+        """
         held = (self.occasion.reference or {}).get(spec.name)
         goes_on = held is not None and held.codec == LogLevelsCodec.id and not self.occasion.restored
-        return None if goes_on else self._seed(spec)
+        return None if goes_on else zlib.crc32(f"{self.occasion.step}/{_folder(spec)}".encode())
 
     def _seed(self, spec: TensorSpec) -> int:
         return zlib.crc32(f"{self.occasion.step}/{spec.name}".encode())

@@ -41,9 +41,9 @@ from shrinkpoint.reports import SaveReport
 
 __all__ = ["CASES", "Case", "Result", "measure"]
 
-_SAVES, _EVERY = 6, 50
+_SAVES, _EVERY = 5, 40
 _BATCH, _LENGTH = 8, 33
-_PROBE, _TRUTH = 3, 24
+_PROBE, _TRUTH = 2, 24
 _LEAST = 8.0  # ratio, below which a row must say why
 
 
@@ -227,7 +227,7 @@ class _Run:
 
     def __init__(self, case: Case, seed: int, quick: bool) -> None:
         torch.manual_seed(seed)
-        width, layers = (16, 1) if quick else (64, 2)
+        width, layers = (16, 1) if quick else (48, 1)
         self.model = GPT(GPTConfig(width=width, layers=layers, heads=2, block=_LENGTH - 1)).to(case.dtype)
         self.optimizers = case.build(self.model)
         train, held_out = code_text()
@@ -351,9 +351,9 @@ def main(given: Sequence[str] | None = None) -> None:
     for name in names:
         results.append(measure(name, arguments.seed, arguments.quick))
         print(_row(results[-1]), f"{results[-1].seconds:.0f} s", flush=True)
-    if arguments.out is not None:
-        command = "python examples/benchmarks/optimizers.py --out docs/optimizers.md"
-        arguments.out.write_text(_page(results, command))
+        if arguments.out is not None:
+            command = "python examples/benchmarks/optimizers.py --out docs/optimizers.md"
+            arguments.out.write_text(_page(results, command))
 
 
 if __name__ == "__main__":
