@@ -20,16 +20,15 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
 from bound_data import code_text, windows
-from bound_models_text import next_loss
 from bound_optimizers import Lion, Muon
 from bound_training import generator
 from gpt import GPT, GPTConfig
@@ -232,12 +231,18 @@ class _Run:
         self.optimizers = case.build(self.model)
         train, held_out = code_text()
         self._text, self._seed = train, seed
-        self._loss = partial(next_loss, self.model)
         half = len(held_out) // 2
         self._probe, self._truth = (
             list(windows(part, count * _BATCH, _LENGTH, generator(0, which)).split(_BATCH))
             for which, (part, count) in enumerate(((held_out[:half], _PROBE), (held_out[half:], _TRUTH)))
         )
+
+    def _loss(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits = self.model(tokens[:, :-1]).flatten(0, 1)
+        wide = torch.promote_types(
+            logits.dtype, torch.float32
+        )  # a loss of bfloat16 has steps of half a per cent
+        return F.cross_entropy(logits.to(wide), tokens[:, 1:].flatten())
 
     def train_loss(self, index: int) -> torch.Tensor:
         return self._loss(windows(self._text, _BATCH, _LENGTH, generator(self._seed, index)))
