@@ -40,6 +40,7 @@ from shrinkpoint.entropy.trellis import States
 from shrinkpoint.schemes.base import Occasion, TensorCodec
 from shrinkpoint.schemes.centroid_moments import CentroidFirstMomentCodec, CentroidMomentumCodec
 from shrinkpoint.schemes.copied import CopiedCodec
+from shrinkpoint.schemes.curvature import Curvature, curvature_of, mean_levels, size_of, square
 from shrinkpoint.schemes.factored_moments import FactoredSecondMomentCodec
 from shrinkpoint.schemes.factors import matrix_shape
 from shrinkpoint.schemes.lattice import LatticeCodec
@@ -47,7 +48,7 @@ from shrinkpoint.schemes.lattice_steps import curvature_exponents
 from shrinkpoint.schemes.log_levels import LogLevelsCodec
 from shrinkpoint.schemes.moment_memory import UNKNOWN, memories
 from shrinkpoint.schemes.moved_steps import narrowed
-from shrinkpoint.schemes.planes import CODED_DTYPES, widened
+from shrinkpoint.schemes.planes import CODED_DTYPES
 from shrinkpoint.schemes.recipe import check_choice, check_number, described
 from shrinkpoint.schemes.rounded import RoundedCodec
 from shrinkpoint.schemes.trellis_lattice import TrellisLatticeCodec
@@ -65,6 +66,9 @@ MILD_SCALE = 0.25
 _FARTHEST = 64.0  # no tensor's curvature changes its steps by more
 _LEAST = 1e-30
 _FINER = 8  # biases and norms: few elements, each of which counts for many
+# Levels of other squares and sizes, in sixteenths of an octave: wider where what a restore has changed is soon forgotten
+_FADING = ("square_avg", "acc_delta")  # RMSprop's and Adadelta's
+_FADING_STEP, _LASTING_STEP = 16, 8
 _CURVED = (Role.EXP_AVG, Role.EXP_AVG_SQ, Role.SQUARES)
 _NOISE = math.sqrt(1 / 12)  # of a uniform quantizer, in its step sizes
 _WIDEST_STEP = 2.0  # of a weight, in root mean squares of all of them; the movement is nearly always less
@@ -124,6 +128,11 @@ def _by_parameter(state: TrainingState, role: Role) -> dict[str | None, str]:
 def _folder(spec: TensorSpec) -> str:
     """Where a tensor stands in the state: an optimizer's tensors of one parameter share it."""
     return spec.name.rpartition("/")[0]
+
+
+def _key(spec: TensorSpec) -> str:
+    """What an optimizer calls it."""
+    return spec.name.rpartition("/")[2]
 
 
 def _by_folder(state: TrainingState, role: Role) -> dict[str, str]:
@@ -195,7 +204,12 @@ class Auto:
             elif spec.tag.role in (Role.SQUARES, Role.STATE) or (
                 spec.tag.role is Role.EXP_AVG_SQ and folder in squares  # of which that is the maximum
             ):
-                makers[name] = partial(LogLevelsCodec, seed=self._seed_of_levels(spec))
+                makers[name] = partial(
+                    LogLevelsCodec,
+                    step=_FADING_STEP if _key(spec) in _FADING else _LASTING_STEP,
+                    seed=self._seed_of_levels(spec),
+                    divides=spec.tag.role is not Role.STATE,
+                )
             elif spec.tag.role is Role.EXP_AVG_SQ:
                 first = firsts.get(folder)
                 makers[name] = partial(
@@ -305,8 +319,8 @@ class Auto:
         }
         own = [spec for spec in specs if spec.tag.role is not Role.AVERAGE] or specs
         many = [spec for spec in own if _finer(spec) == 1] or own
-        size = _size([state.tensors[spec.name] for spec in many])
-        means = _means([(found[spec.name], spec.numel) for spec in many])
+        size = size_of([state.tensors[spec.name] for spec in many])
+        means = mean_levels([(found[spec.name], spec.numel) for spec in many])
         steps = {}
         weights = _by_parameter(state, Role.WEIGHT)
         for spec in specs:
@@ -323,7 +337,7 @@ class Auto:
             if allowed <= _NOISE * finest and bool(np.isfinite(moved).all()):
                 continue  # what training hardly changes is stored exactly, and what is all zeros
             if curvature is None:
-                unit, tensor = _size([state.tensors[spec.name]]), None
+                unit, tensor = size_of([state.tensors[spec.name]]), None
             else:
                 octaves = (means.get(curvature.kind, curvature.level) - curvature.level) / 4
                 unit = size * min(_FARTHEST, max(1 / _FARTHEST, math.exp(octaves)))
@@ -343,10 +357,15 @@ class Auto:
         return not _is_equal(state.tensors[spec.name], state.tensors[weight])
 
     def _is_copy(self, state: TrainingState, spec: TensorSpec, weight: str | None) -> bool:
-        """Whether an average is its weight, bit by bit, and moves as that does; what stands still is a reference, and exact."""
+        """Whether an average is its weight, bit by bit, and moves as that does; what stands still is a reference, and exact.
+
+        An optimizer's own, as ASGD's, is taken to do so at its first save, too.
+        """
         if spec.tag.role is not Role.AVERAGE or weight is None:
             return False
         moved = self._known_movement(spec)
+        if moved is None and _is_of_optimizer(spec):
+            moved = self._known_movement(state.specs[weight])
         moves = moved is not None and bool((moved > 0).any())
         return moves and _is_equal(state.tensors[spec.name], state.tensors[weight])
 
@@ -371,21 +390,27 @@ class Auto:
 
     def _curvature(
         self, state: TrainingState, weight: TensorSpec, moments: Sequence[TensorSpec]
-    ) -> "_Curvature | None":
+    ) -> Curvature | None:
         beside: dict[Role, str] = {}
         for spec in moments:
             if spec.shape == weight.shape:
                 beside.setdefault(spec.tag.role, spec.name)
         gradient = (self.occasion.gradients or {}).get(weight.tag.parameter or weight.name)
         if Role.EXP_AVG_SQ in beside:
-            return _curvature("second moment", state.tensors[beside[Role.EXP_AVG_SQ]])
+            return curvature_of("second moment", state.tensors[beside[Role.EXP_AVG_SQ]])
         if Role.SQUARES in beside:
-            return _curvature("second moment", state.tensors[beside[Role.SQUARES]])
+            return curvature_of("second moment", state.tensors[beside[Role.SQUARES]])
         if Role.EXP_AVG in beside:
-            return _curvature("momentum", _square(state.tensors[beside[Role.EXP_AVG]]))
+            return curvature_of("momentum", square(state.tensors[beside[Role.EXP_AVG]]))
         if gradient is not None and tuple(gradient.shape) == weight.shape:
-            return _curvature("gradient", _square(gradient))
+            return curvature_of("gradient", square(gradient))
         return None
+
+
+def _is_of_optimizer(spec: TensorSpec) -> bool:
+    """Whether it stands in an optimizer's state, by parameter and key: ``.../state/0/ax``."""
+    folders = spec.name.split("/")
+    return len(folders) > 3 and folders[-3].endswith("state")
 
 
 def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -395,45 +420,3 @@ def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _finer(spec: TensorSpec) -> int:
     few = len(spec.shape) < 2 or spec.tag.layer_type is LayerType.NORM or spec.numel < _FEW
     return _FINER if few else 1
-
-
-class _Curvature(NamedTuple):
-    kind: str
-    tensor: torch.Tensor
-    level: float
-    """Natural logarithm of the mean."""
-
-
-def _curvature(kind: str, tensor: torch.Tensor) -> _Curvature | None:
-    from shrinkpoint.schemes import matrix_kernels  # numba
-
-    if tensor.is_complex() or tensor.numel() == 0:
-        return None
-    least, most = torch.aminmax(tensor)
-    if not (bool(least >= 0) and bool(most > 0) and bool(torch.isfinite(most))):  # NaN is neither
-        return None
-    mean = matrix_kernels.total(widened(tensor)) / tensor.numel()
-    return _Curvature(kind, tensor, math.log(max(mean, _LEAST)))
-
-
-def _square(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float().square()
-
-
-def _size(tensors: list[torch.Tensor]) -> float:
-    """Root of the mean square of all elements that are finite in sum."""
-    from shrinkpoint.schemes import matrix_kernels  # numba
-
-    squares = [(float(matrix_kernels.square_sum(widened(tensor))), tensor.numel()) for tensor in tensors]
-    finite = [(square, count) for square, count in squares if math.isfinite(square)]
-    return math.sqrt(sum(s for s, _ in finite) / max(1, sum(n for _, n in finite)))
-
-
-def _means(found: list[tuple[_Curvature | None, int]]) -> dict[str, float]:
-    """The mean level over all elements, for each kind: kinds are not measured in the same unit."""
-    totals: dict[str, tuple[float, int]] = {}
-    for curvature, count in found:
-        if curvature is not None:
-            total, before = totals.get(curvature.kind, (0.0, 0))
-            totals[curvature.kind] = total + count * curvature.level, before + count
-    return {kind: total / count for kind, (total, count) in totals.items()}

@@ -12,6 +12,7 @@ what it was at every restore. A run's checkpoints share the dither until the tra
 hardly changed since the last one costs next to nothing.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -58,7 +59,7 @@ class LogLevelsCodec:
     """Sizes as ``2 ** (k / 16)``, and signs where there are any.
 
     Guarantees: zeros alone are restored as zeros, signs are kept, and no element is restored farther from itself than a factor of
-    ``2 ** ((step + 1) / 32)``; but what is more than 254 steps smaller than another, or subnormal, may be restored larger.
+    ``2 ** ((step + 1) / 32)``, and 2 % with the widest step, if `divides`; but what is more than 254 steps smaller than another, or subnormal, may be restored larger.
 
     Raises:
         ConfigError: an option is out of its range.
@@ -71,6 +72,9 @@ class LogLevelsCodec:
     """Distance of two levels, in sixteenths of an octave."""
     seed: int | None = 0
     """Of the dither; None takes the one of the checkpoint before."""
+    divides: bool = False
+    """Whether updates are divided by its root. Then the mean of ``1 / v`` is right, and updates are as long as they would have been;
+    else that of ``log v`` is."""
 
     def __post_init__(self) -> None:
         if type(self.step) is not int or not 1 <= self.step <= _WIDEST:
@@ -109,7 +113,7 @@ class LogLevelsCodec:
         if seed is None:
             known = context.reference.params.get("seed") if context.reference is not None else None
             seed = known if isinstance(known, int) else 0
-        return _Levels.of(values, self.step, seed)
+        return _Levels.of(values, self.step, seed, _shortfall(self.step) if self.divides else 0.0)
 
     def rebase(
         self, encoded: EncodedTensor, held: Held, spec: TensorSpec, beside: Mapping[str, Held]
@@ -183,13 +187,13 @@ class _Levels:
     zeros: Bools
 
     @classmethod
-    def of(cls, values: F32, step: int, seed: int) -> "_Levels":
+    def of(cls, values: F32, step: int, seed: int, larger: float) -> "_Levels":
         zeros, offsets = values == 0, _offsets(seed, values.size, step)
         with np.errstate(divide="ignore"):
             octaves = np.log2(np.abs(values).astype(np.float64))
         octaves[zeros] = 0
         # offsets are whole: what was restored before lies on whole exponents, and would be moved by a half on average
-        exact = octaves * PER_OCTAVE + dither(seed ^ _OTHER, values.size)
+        exact = octaves * PER_OCTAVE + dither(seed ^ _OTHER, values.size) + larger
         levels = np.rint((exact - offsets) / step).astype(np.int32)
         return cls(_within(levels, offsets, step), offsets, step, seed, zeros)
 
@@ -260,7 +264,8 @@ def _predicted(factors: Factors) -> I32:
     """A row's exponent and a column's, in sixteenths; 0 for those of zeros."""
     sides = (np.where(side == EMPTY, 0, side.astype(np.int32)) for side in (factors.rows, factors.columns))
     rows, columns = sides
-    return (PER_OCTAVE // 4 * (rows[:, None] + columns[None])).reshape(-1)
+    exponents: I32 = (PER_OCTAVE // 4 * (rows[:, None] + columns[None])).reshape(-1)
+    return exponents
 
 
 def _moved(before: I16, shift: int) -> I32:
@@ -276,6 +281,12 @@ def _shift(exponents: I16, before: I16) -> int:
     if not both.any():
         return 0
     return round(float((exponents[both].astype(np.int32) - before[both]).mean()))
+
+
+def _shortfall(step: int) -> float:
+    """By how many sixteenths the mean of ``2 ** -error`` is above 1, errors being uniform over a step."""
+    half = step / PER_OCTAVE * math.log(2) / 2
+    return PER_OCTAVE * math.log2(math.sinh(half) / half)
 
 
 def _rounded(predicted: I32, offsets: I32, step: int) -> I32:
@@ -297,7 +308,9 @@ def _exponents(levels: I32, offsets: I32, step: int, zeros: Bools) -> I16:
 
 def _offsets(seed: int, count: int, step: int) -> I32:
     """The dither of each element, 0 .. step - 1: every number on the way is exact in fp32."""
-    return np.floor((dither(seed, count) + np.float32(0.5)) * np.float32(step)).astype(np.int32)
+    scaled = (dither(seed, count) + np.float32(0.5)) * np.float32(step)
+    offsets: I32 = np.floor(scaled).astype(np.int32)
+    return offsets
 
 
 def _sized(exponents: I16, negative: Bools | None) -> F32:

@@ -114,7 +114,7 @@ def test_a_second_moment_that_is_too_small_makes_updates_too_long(name):
         (torch.optim.RMSprop, {"momentum": 0.9}, Role.SQUARES, 1.02),  # the momentum is of updates already
         (torch.optim.Adagrad, {}, Role.SQUARES, 1.8),
         (torch.optim.Adadelta, {}, Role.SQUARES, 1.4),
-        (torch.optim.Adamax, {}, Role.STATE, 2.5),
+        (torch.optim.Adamax, {}, Role.STATE, 1.8),
         (torch.optim.AdamW, {"amsgrad": True}, Role.SQUARES, 1.8),
     ],
 )
