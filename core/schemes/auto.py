@@ -17,7 +17,7 @@ What is known of each optimizer's state:
 * other squares of gradients (RMSprop, Adagrad, Adadelta, amsgrad's maximum and the second moment beside it), and other sizes
   (Adamax's largest gradient, Rprop's steps): every element to a share of itself;
 * averages of the weights (EMA, SWA, ASGD's): on the trellis, by how far each has itself moved, with its weight's curvature; exactly
-  while that is not known; not at all while they are copies of their weights that move with them;
+  while that is not known, or they are copies of their weights; an optimizer's copies that move with their weights, not at all;
 * any other state, and whatever is small: exactly.
 
 What a restored first moment has lost is lost progress: as many steps as the optimizer remembers, times the share that is
@@ -357,14 +357,14 @@ class Auto:
         return not _is_equal(state.tensors[spec.name], state.tensors[weight])
 
     def _is_copy(self, state: TrainingState, spec: TensorSpec, weight: str | None) -> bool:
-        """Whether an average is its weight, bit by bit, and moves as that does; what stands still is a reference, and exact.
+        """Whether an optimizer's average, as ASGD's, is its weight, bit by bit, and moves as that does.
 
-        An optimizer's own, as ASGD's, is taken to do so at its first save, too.
+        What stands still is a reference, and exact; so are copies that the user keeps.
         """
-        if spec.tag.role is not Role.AVERAGE or weight is None:
+        if spec.tag.role is not Role.AVERAGE or weight is None or not _is_of_optimizer(spec):
             return False
         moved = self._known_movement(spec)
-        if moved is None and _is_of_optimizer(spec):
+        if moved is None:  # the first one that is saved
             moved = self._known_movement(state.specs[weight])
         moves = moved is not None and bool((moved > 0).any())
         return moves and _is_equal(state.tensors[spec.name], state.tensors[weight])

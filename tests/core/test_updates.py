@@ -115,7 +115,6 @@ def test_a_second_moment_that_is_too_small_makes_updates_too_long(name):
         (torch.optim.Adagrad, {}, Role.SQUARES, 1.8),
         (torch.optim.Adadelta, {}, Role.SQUARES, 1.4),
         (torch.optim.Adamax, {}, Role.STATE, 1.8),
-        (torch.optim.AdamW, {"amsgrad": True}, Role.SQUARES, 1.8),
     ],
 )
 def test_squares_and_sizes_that_are_too_small_make_updates_too_long(kind, options, role, least):

@@ -142,11 +142,15 @@ def test_an_average_that_is_its_weight_is_stored_as_that_if_it_moves_with_it(mov
     weight = torch.randn(40, 50)
     roles = {"w": Role.WEIGHT, "ax": Role.AVERAGE}
     state = TrainingState.capture(
-        {"w": weight, "ax": weight.clone()}, lambda path, tensor: Tag(role=roles[path[-1]], parameter="w")
+        {"w": weight, "optimizer": {"state": {"0": {"ax": weight.clone()}}}},
+        lambda path, tensor: Tag(role=roles[path[-1]], parameter="w"),
     )
     rows = np.full(40, 0.01)
-    movement = Movement(rows={"w": rows, "ax": rows if moves else 0 * rows}, steps=10)
-    assert codec_of(coded(state, movement=movement))["ax"] == codec
+    name = "optimizer/state/0/ax"
+    movement = Movement(rows={"w": rows, name: rows if moves else 0 * rows}, steps=10)
+    assert codec_of(coded(state, movement=movement))[name] == codec
+    first = Movement(rows={"w": rows}, steps=10)
+    assert codec_of(coded(state, movement=first))[name] == "copied"
 
 
 def test_adams_moments_are_coded_in_units_of_the_second():
