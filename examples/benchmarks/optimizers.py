@@ -217,6 +217,8 @@ class Result:
         told = [f"{exact} of {len(self.reports)} exact"] if exact else []
         reasons = dict.fromkeys(why for report in self.reports for why in report.kept_exactly.values())
         if self.ratio < _LEAST:
+            if CASES[self.name].dtype is torch.bfloat16:
+                told.append("in memory half as large as fp32")
             told += list(reasons) or [report.reason for report in self.reports[-1:]]
         return "; ".join(told)
 
