@@ -49,7 +49,7 @@ def recognised(state: TrainingState, kinds: Sequence[OptimizerKind] = ()) -> Tra
         state: a snapshot, on the host; described by `shrinkpoint.roles`.
         kinds: of the optimizers, in the order in which their states stand in it; without them, values alone tell.
     """
-    open_names = {name for name, spec in state.specs.items() if _is_open(name, spec)}
+    open_names = {name for name, spec in state.specs.items() if _is_open(spec)}
     if not open_names:
         return state
     found = _found_by_behaviour(state, kinds, open_names)
@@ -64,7 +64,7 @@ def recognised(state: TrainingState, kinds: Sequence[OptimizerKind] = ()) -> Tra
     return replace(state, specs=_with_second_moments(specs, found))
 
 
-def _is_open(name: str, spec: TensorSpec) -> bool:
+def _is_open(spec: TensorSpec) -> bool:
     return spec.tag.role is Role.STATE or spec.tag.role is Role.SQUARES
 
 

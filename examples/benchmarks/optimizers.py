@@ -139,7 +139,6 @@ class Case:
 
     build: Callable[[nn.Module], list[Optimizer]]
     dtype: torch.dtype = torch.float32
-    note: str = ""
 
 
 def _of(kind: Callable[..., Optimizer], **options: Any) -> Case:
@@ -325,7 +324,7 @@ def _page(results: Sequence[Result], command: str) -> str:
             "",
             f"`{command}` wrote this page: a GPT of {_parameters():,} parameters, {steps} steps, {saves} saves of all state with the",
             f"library's defaults, {saves - 1} of them restored. *Ratio* is of all saves together, *loss* on held-out text of a run without",
-            "restores, *change* what the restores made of it (other batches or another seed change it by about one per cent). The",
+            "restores, *change* what the restores made of it. The",
             "last columns are what a restore does to the optimizer's next update, the worst save of each: its error, and its length.",
             "",
             _HEAD,
