@@ -19,6 +19,7 @@ __all__ = [
     "average_key",
     "averages_in",
     "confirmed",
+    "is_near",
     "live_tensors",
     "without_averages",
 ]
@@ -99,14 +100,15 @@ def confirmed(state: TrainingState) -> TrainingState:
     }
     specs = {
         name: spec
-        if spec.tag.role is not Role.AVERAGE or _is_near(state.tensors[name], weights.get(spec.tag.parameter))
+        if spec.tag.role is not Role.AVERAGE or is_near(state.tensors[name], weights.get(spec.tag.parameter))
         else replace(spec, tag=Tag())
         for name, spec in state.specs.items()
     }
     return replace(state, specs=specs)
 
 
-def _is_near(average: torch.Tensor, weight: torch.Tensor | None) -> bool:
+def is_near(average: torch.Tensor, weight: torch.Tensor | None) -> bool:
+    """Whether a tensor is so near to a weight that it must be an average of it, or a copy."""
     if weight is None or weight.shape != average.shape:
         return False
     wide = torch.float64 if torch.float64 in (average.dtype, weight.dtype) else torch.float32

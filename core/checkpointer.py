@@ -37,6 +37,7 @@ from shrinkpoint.swap import swapped_tensors, swapped_weights
 from shrinkpoint.telling import brief, tell
 from shrinkpoint.termination import Pace, TerminationRequest
 from shrinkpoint.tree import join_path
+from shrinkpoint.wrappers import unwrapped
 
 __all__ = ["Checkpointer", "Stateful"]
 
@@ -158,6 +159,7 @@ class Checkpointer:
                 raise ConfigError(
                     f"optimizer must be a torch.optim.Optimizer, or a list of them, not {brief(given)}; [] for none"
                 )
+        self._inner = [unwrapped(given) for given in self._optimizers]
         self._every = every
         self._loss = evaluate
         self._train_loss = train_loss
@@ -278,7 +280,7 @@ class Checkpointer:
             metrics=metrics,
             evaluate=self._evaluate if self._loss is not None else None,
             resumed=self._until_failure.guard(self._resumed()),
-            optimizers=self._optimizers,
+            optimizers=self._inner,
             exact=exact,
             wait=wait,
         )
@@ -460,13 +462,13 @@ class Checkpointer:
         loss, evaluate, config = self._train_loss, self._loss, self.saver.config
         if loss is None or evaluate is None or not config.probe_steps or config.scheme == "lossless":
             return None
-        reason = obstacle(self._model, self._optimizers)
+        reason = obstacle(self._model, self._inner)
         if reason is not None:
             self._until_failure.give_up(reason)
             return None
         run = ResumedRun(
             module=self._model,
-            optimizers=self._optimizers,
+            optimizers=self._inner,
             losses=lambda index: [loss(index)],
             evaluate=evaluate,
             clip=self._clip,

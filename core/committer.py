@@ -19,6 +19,7 @@ from shrinkpoint.finite import LOSS_ALONE, is_finite, not_finite
 from shrinkpoint.guards import Guard
 from shrinkpoint.movement import Movement, MovementTracker
 from shrinkpoint.planner import Measure, Plan, Planner
+from shrinkpoint.recognition import recognised
 from shrinkpoint.reports import SaveReport
 from shrinkpoint.retention import WEIGHTS_ONLY, Record, RetentionPolicy, lineage_of
 from shrinkpoint.schemes.base import Held, Occasion
@@ -149,7 +150,7 @@ class Committer:
         commit may have happened without our learning of it.
         """
         started, spent = time.perf_counter(), self._spent_s()
-        state = confirmed(job.snapshot.wait())
+        state = recognised(confirmed(job.snapshot.wait()), job.optimizers)
         movement = self._movement.since(state, job.step)
         try:
             stored = self._store_with(job, state, self._take_link(), movement, started, spent)
@@ -355,7 +356,10 @@ def _report(job: Job, plan: Plan, encoded: EncodedState, size: int) -> SaveRepor
         encode_s=0.0,
         write_s=0.0,
         metrics=job.metrics,
-        kept_exactly=encoded.kept_exactly,
+        kept_exactly={
+            **{e.spec.name: e.spec.tag.why for e in entries if e.spec.tag.why is not None},
+            **encoded.kept_exactly,
+        },
         exact=exact_parts(((entry.spec, entry.encoded.nbytes) for entry in entries), encoded.exact),
     )
 

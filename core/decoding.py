@@ -11,6 +11,7 @@ from shrinkpoint.digest import tensor_digest
 from shrinkpoint.errors import ChainError, CorruptionError, FormatError
 from shrinkpoint.grouping import beside_of, for_codec, groups_of, mapped, matching, siblings_of
 from shrinkpoint.schemes.base import Context, EncodedTensor, Held, ReadsBeside, TensorCodec
+from shrinkpoint.schemes.copied import CopiedCodec
 from shrinkpoint.schemes.registry import codec_for_reading
 from shrinkpoint.schemes.rounded import RoundedCodec
 from shrinkpoint.state import TensorSpec, TrainingState
@@ -30,7 +31,7 @@ __all__ = [
 
 EXPANSION = 2**20
 """Most bytes of a tensor for each byte that is stored of it without a reference: exact coding stays below, whatever the values."""
-_FOLLOWS = RoundedCodec.id  # takes the memory of a tensor beside it, of the same shape
+_FOLLOW = (RoundedCodec.id, CopiedCodec.id)  # take the memory of a tensor beside them, of the same shape
 _UNSUSPICIOUS = 2**30
 """Bytes that any base may decode to."""
 
@@ -126,7 +127,7 @@ def _check_link(checkpoint: Checkpoint, previous: Checkpoint | None) -> None:
 
 def stands_alone(stored: EncodedTensor | Record) -> bool:
     """Whether a tensor's own bytes are all that its size rests on."""
-    return not stored.uses_reference and stored.codec != _FOLLOWS
+    return not stored.uses_reference and stored.codec not in _FOLLOW
 
 
 def check_sizes(step: int, alone: Sequence[tuple[TensorSpec, int]]) -> None:

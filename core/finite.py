@@ -15,8 +15,8 @@ LOSS_ALONE = "the held-out loss"
 """What begins the words where all tensors are finite and their loss is not."""
 _NAMED = 3
 _LONGEST = 100
-_OPTIMIZED = (Role.MASTER, Role.EXP_AVG, Role.EXP_AVG_SQ)
-_TRAINED = (Role.WEIGHT, Role.MASTER, Role.EXP_AVG, Role.EXP_AVG_SQ)
+_OPTIMIZED = (Role.MASTER, Role.EXP_AVG, Role.EXP_AVG_SQ, Role.SQUARES)
+_TRAINED = (Role.WEIGHT, *_OPTIMIZED)
 
 
 def not_finite(state: TrainingState, *, baseline: float | None = None) -> str | None:

@@ -52,7 +52,7 @@ def groups_of(specs: Iterable[TensorSpec]) -> list[list[TensorSpec]]:
 def siblings_of(values: Mapping[str, V], spec: TensorSpec, group: Sequence[TensorSpec]) -> dict[str, V]:
     """Earlier tensors that stand beside this one in the state: the other moments of the same optimizer.
 
-    A weight also gets its master, the first one of its shape, wherever that stands.
+    A weight also gets its master, and an average its weight, the first one of its shape, wherever that stands.
     """
     folder = spec.name.rpartition("/")[0]
     siblings = {
@@ -60,10 +60,11 @@ def siblings_of(values: Mapping[str, V], spec: TensorSpec, group: Sequence[Tenso
         for other in group
         if other.name in values and other.name.rpartition("/")[0] == folder
     }
-    if spec.tag.role is Role.WEIGHT:
+    followed = {Role.WEIGHT: Role.MASTER, Role.AVERAGE: Role.WEIGHT}.get(spec.tag.role)
+    if followed is not None:
         for other in group:
-            if other.tag.role is Role.MASTER and other.shape == spec.shape and other.name in values:
-                siblings.setdefault(Role.MASTER.value, values[other.name])
+            if other.tag.role is followed and other.shape == spec.shape and other.name in values:
+                siblings.setdefault(followed.value, values[other.name])
     return siblings
 
 

@@ -39,7 +39,9 @@ def why_left(spec: TensorSpec, options: object) -> str:
         return f"integer:{dtype_name(spec.dtype)}"
     if spec.numel < least:
         return f"small:{least}"
-    if role is Role.OTHER:
+    if spec.tag.why is not None:
+        return f"refused:{spec.tag.why[:_LONGEST]}"
+    if role in (Role.OTHER, Role.STATE, Role.SQUARES):
         *folders, key = spec.name.split("/")
         of_optimizer = any("optim" in folder.lower() for folder in folders)
         return f"state:{key}" if of_optimizer else "role"

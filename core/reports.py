@@ -87,7 +87,7 @@ class SaveReport:
     not_finite: str | None = None
     """What of the state or its held-out loss is NaN or infinite; None where nothing is."""
     kept_exactly: Mapping[str, str]
-    """Tensors that the scheme could not represent, with the reason."""
+    """Tensors that the scheme could not represent, or that must not be coded (`Tag.why`), with the reason."""
     exact: Sequence[ExactPart] = ()
     """What a lossy scheme has stored bit-exactly, by role and reason, the most bytes first."""
 

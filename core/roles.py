@@ -1,5 +1,6 @@
 """Roles and layer types read off a plain ``torch.nn.Module`` and its optimizers."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -8,8 +9,16 @@ from torch import nn
 from shrinkpoint.averages import AverageFinder
 from shrinkpoint.state import Describe, LayerType, Role, Tag
 from shrinkpoint.tree import Path
+from shrinkpoint.wrappers import unwrapped
 
-__all__ = ["describe_training", "is_master", "model_tags", "moment_role", "optimizer_parameter_names"]
+__all__ = [
+    "describe_training",
+    "is_master",
+    "model_tags",
+    "moment_role",
+    "optimizer_parameter_names",
+    "state_tag",
+]
 
 _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
@@ -22,8 +31,23 @@ _NORMS = (
 )
 _ATTENTION_WORDS = ("attn", "attention")
 
-# The moments' names in torch.optim, and what other libraries' Adams call them.
-_MOMENTS = {"exp_avg": Role.EXP_AVG, "exp_avg_sq": Role.EXP_AVG_SQ, "momentum_buffer": Role.EXP_AVG}
+# What state is called in torch.optim, and in other libraries' optimizers. What has another name is `Role.STATE`, and told by what
+# its optimizer does with a gradient (`shrinkpoint.recognition`).
+_NAMES = {
+    "exp_avg": Role.EXP_AVG,
+    "exp_avg_fast": Role.EXP_AVG,
+    "exp_avg_slow": Role.EXP_AVG,
+    "momentum_buffer": Role.EXP_AVG,
+    "exp_avg_sq": Role.EXP_AVG_SQ,
+    "max_exp_avg_sq": Role.SQUARES,  # amsgrad
+    "square_avg": Role.SQUARES,  # RMSprop, Adadelta
+    "sum": Role.SQUARES,  # Adagrad
+}
+_NUMBERS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_CENTERED = (
+    "a centered RMSprop divides by the root of square_avg less the square of grad_avg, which must not become negative: choose"
+    " centered=False to have both coded"
+)
 # What mixed-precision optimizers call their fp32 copies of half-precision parameters.
 _MASTERS = (
     "master",
@@ -94,13 +118,43 @@ def optimizer_parameter_names(optimizer: torch.optim.Optimizer, module: nn.Modul
 
 
 def moment_role(key: str, optimizer: torch.optim.Optimizer) -> Role:
-    """The role of an optimizer state's entry by its key; `Role.OTHER` for everything but moments.
+    """The role of an optimizer state's entry by its key; `Role.STATE` where that says nothing.
 
-    A second moment counts only where it is of Adam's kind, for first moments are coded in units of its root. SGD's
-    momentum is a first moment without a second.
+    A second moment is one of Adam's only where a class is known to be of Adam's kind, for first moments are coded in units of its root;
+    else it is `Role.SQUARES`. SGD's momentum is a first moment without a second.
     """
-    role = _MOMENTS.get(key, Role.OTHER)
-    return Role.OTHER if role is Role.EXP_AVG_SQ and not _is_adam(optimizer) else role
+    role = _NAMES.get(key, Role.STATE)
+    return Role.SQUARES if role is Role.EXP_AVG_SQ and not _is_adam(optimizer) else role
+
+
+def state_tag(
+    key: str,
+    tensor: torch.Tensor,
+    parameter: torch.Tensor,
+    weight: Tag,
+    optimizer: torch.optim.Optimizer,
+) -> Tag:
+    """The tag of an entry of an optimizer's state.
+
+    Args:
+        key: the entry's.
+        tensor: the entry; its values are not looked at.
+        parameter: of the model, that it belongs to.
+        weight: the parameter's tag.
+        optimizer: that keeps it.
+
+    Returns:
+        A tag with the parameter's name where the entry has its shape and is of floating-point numbers; the empty one else. With
+        `Tag.why` where it must be stored exactly.
+    """
+    if tensor.shape != parameter.shape or tensor.dtype not in _NUMBERS or not tensor.dim():
+        return Tag()
+    role, why = moment_role(key, optimizer), None
+    if is_master(key, tensor, parameter):
+        role = Role.MASTER
+    elif key in ("square_avg", "grad_avg") and "grad_avg" in optimizer.state.get(parameter, {}):
+        role, why = Role.OTHER, _CENTERED
+    return Tag(role=role, layer_type=weight.layer_type, parameter=weight.parameter, why=why)
 
 
 def is_master(key: str, tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
@@ -122,7 +176,7 @@ def _is_adam(optimizer: torch.optim.Optimizer) -> bool:
 
 def describe_training(
     module: nn.Module,
-    optimizers: list[torch.optim.Optimizer],
+    optimizers: Sequence[torch.optim.Optimizer],
     *,
     model_path: Path,
     optimizers_path: Path,
@@ -131,15 +185,16 @@ def describe_training(
 
     Args:
         module: the model whose ``state_dict()`` stands at `model_path`.
-        optimizers: in the order of the list at `optimizers_path`.
+        optimizers: in the order of the list at `optimizers_path`; wrappers of them do as well.
         model_path: where the model's state dict stands in the state, as in ``("state_dict",)``.
         optimizers_path: where the list of optimizer state dicts stands, as in ``("optimizer_states",)``.
     """
     tags = model_tags(module)
+    inner = [unwrapped(optimizer) for optimizer in optimizers]
     # by text, as they stand in a path: an optimizer of another library may have keys that are no numbers
     names = {
         (str(index), str(parameter)): name
-        for index, optimizer in enumerate(optimizers)
+        for index, optimizer in enumerate(inner)
         for parameter, name in optimizer_parameter_names(optimizer, module).items()
     }
     depth = len(optimizers_path)
@@ -148,18 +203,14 @@ def describe_training(
     def describe(path: Path, tensor: torch.Tensor) -> Tag:
         if path[: len(model_path)] == model_path:
             return tags.get(".".join(path[len(model_path) :]), Tag())
-        if path[:depth] == optimizers_path and len(path) == depth + 4 and path[depth + 1] == "state":
+        # Lookahead has a "slow_state" beside a "fast_state"
+        if path[:depth] == optimizers_path and len(path) == depth + 4 and path[depth + 1].endswith("state"):
             index, _, parameter, key = path[depth:]
             name = names.get((index, parameter))
             weight = tags.get(name) if name is not None else None
             if name is None or weight is None:
                 return Tag()
-            live = module.get_parameter(name)
-            role = moment_role(key, optimizers[int(index)])
-            if is_master(key, tensor, live):
-                role = Role.MASTER
-            if role is not Role.OTHER and tensor.shape == live.shape:
-                return Tag(role=role, layer_type=weight.layer_type, parameter=weight.parameter)
+            return state_tag(key, tensor, module.get_parameter(name), weight, inner[int(index)])
         if path[:depth] == optimizers_path:
             return Tag()
         return averages.tag(path, tensor)

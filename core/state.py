@@ -24,6 +24,8 @@ class Role(str, Enum):
     WEIGHT = "weight"
     EXP_AVG = "exp_avg"
     EXP_AVG_SQ = "exp_avg_sq"
+    SQUARES = "squares"
+    STATE = "state"
     MASTER = "master"
     AVERAGE = "average"
     BUFFER = "buffer"
@@ -51,6 +53,8 @@ class Tag:
     """For a weight, a moment or a buffer: its name in the model; it pairs moments and averages with their weight."""
     frozen: bool = field(default=False, compare=False)
     """Whether it is a weight that training leaves as it is (``requires_grad=False``); not stored, and only told."""
+    why: str | None = field(default=None, compare=False)
+    """Of an optimizer's state that must be stored exactly: the reason, for people; no part of a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,13 +17,23 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_hooks
 
 from shrinkpoint.state import Role, TrainingState
+from shrinkpoint.wrappers import unwrapped
 
-__all__ = ["OptimizerKind", "Updates", "compare_updates", "moments_of_direction"]
+__all__ = [
+    "OptimizerKind",
+    "Updates",
+    "compare_updates",
+    "copied_group",
+    "moments_of_direction",
+    "obstacle_of",
+    "optimizer_states",
+]
 
 _STEPS = 10
 _MOST_ELEMENTS = 1 << 19  # of all parameters that are tried
 _SEED = 20230622
-_FIRST = ("exp_avg", "momentum_buffer")
+_STATE = (Role.EXP_AVG, Role.EXP_AVG_SQ, Role.SQUARES, Role.STATE)
+_SUMS = ("sum",)  # Adagrad's: of as many squares as there were steps
 _LONGER = 1.5  # times: an update that is linear in its moment becomes twice as long with it
 _GLOBAL_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 # What would bring in other kernels, or decay the weights, which has nothing to do with the state.
@@ -54,7 +64,8 @@ class OptimizerKind:
 
     @staticmethod
     def of(optimizer: Optimizer) -> "OptimizerKind":
-        """Taken on the training thread; no tensor is copied."""
+        """Taken on the training thread; no tensor is copied. Of a wrapper, what it wraps."""
+        optimizer = unwrapped(optimizer)
         kind = type(optimizer)
         attributes: dict[str, Any] = {}
         for name, value in vars(optimizer).items():
@@ -102,7 +113,8 @@ def compare_updates(
     """
     if any(getattr(optimizer_hooks, name, None) for name in _GLOBAL_HOOKS):
         return "there are hooks on all optimizers' steps"
-    nodes = [list(_optimizer_states(each.to_object())) for each in (true, restored)]
+    nodes = [list(optimizer_states(each.to_object())) for each in (true, restored)]
+    roles = {id(tensor): true.specs[name].tag.role for name, tensor in true.tensors.items()}
     if not kinds or len(nodes[0]) != len(kinds):
         return "the optimizers' states are not found in what is saved"
     names = {id(tensor): name for name, tensor in true.tensors.items()}
@@ -114,7 +126,7 @@ def compare_updates(
         if _holds_tensors(kind.kind.step):
             return f"{kind.kind.__name__}.step holds tensors or modules of its own, which it might change"
         try:
-            compared = _compare(kind, one, other, chosen)
+            compared = _compare(kind, one, other, chosen, roles)
         except Exception as error:  # noqa: BLE001 - an optimizer of anybody's may do anything
             return f"{kind.kind.__name__} cannot be stepped on copies ({type(error).__name__}: {error})"
         if compared is not None:
@@ -126,6 +138,15 @@ def compare_updates(
 
 def _nan_last(value: float) -> float:
     return math.inf if math.isnan(value) else value
+
+
+def obstacle_of(kind: OptimizerKind) -> str | None:
+    """Why an optimizer must not be stepped on copies; None where it may."""
+    if any(getattr(optimizer_hooks, name, None) for name in _GLOBAL_HOOKS):
+        return "there are hooks on all optimizers' steps"
+    if _holds_tensors(kind.kind.step):
+        return f"{kind.kind.__name__}.step holds tensors or modules of its own, which it might change"
+    return None
 
 
 def _holds_tensors(function: Callable[..., Any]) -> bool:
@@ -156,29 +177,29 @@ def moments_of_direction(state: TrainingState, kinds: Sequence[OptimizerKind]) -
         Names of tensors. Of optimizers that are not known, or cannot be stepped on copies, all that have no second moment
         beside them: nothing is known of these.
     """
-    nodes = list(_optimizer_states(state.to_object()))
+    nodes = list(optimizer_states(state.to_object()))
     names = {id(tensor): name for name, tensor in state.tensors.items()}
     found: set[str] = set()
     if any(getattr(optimizer_hooks, name, None) for name in _GLOBAL_HOOKS) or len(nodes) != len(kinds):
         return _alone(state)
     for kind, node in zip(kinds, nodes, strict=True):
-        moments = {
-            index: names[id(value)]
-            for index, entry in node["state"].items()
-            for value in (entry.values() if isinstance(entry, Mapping) else ())
-            if isinstance(value, torch.Tensor) and _is_first(state, names.get(id(value), ""))
-        }
+        moments: dict[Any, dict[str, str]] = {}  # names by key, by the parameter's number
+        for index, entry in node["state"].items():
+            for key, value in entry.items() if isinstance(entry, Mapping) else ():
+                if isinstance(value, torch.Tensor) and _is_first(state, names.get(id(value), "")):
+                    moments.setdefault(index, {})[key] = names[id(value)]
+        every = {name for entry in moments.values() for name in entry.values()}
         weights = _chosen(node, names, state, None)
         tried = [index for index in moments if index in weights and len(weights[index].shape) >= 2][:1]
         try:
             if _holds_tensors(kind.kind.step):
                 raise TypeError("it might change what is trained")
-            lengths = [_momentum_step(kind, node, weights, index) for index in tried]
+            lengths = [_momentum_step(kind, node, weights, index, moments[index]) for index in tried]
         except Exception:  # noqa: BLE001 - an optimizer of anybody's may do anything
-            found |= _alone(state) & set(moments.values())
+            found |= _alone(state) & every
             continue
         if any(twice < _LONGER * once for once, twice in lengths):
-            found.update(moments.values())
+            found |= every
     return frozenset(found)
 
 
@@ -197,34 +218,37 @@ def _is_first(state: TrainingState, name: str) -> bool:
 
 
 def _momentum_step(
-    kind: OptimizerKind, node: Mapping[str, Any], weights: Mapping[Any, torch.Tensor], index: Any
+    kind: OptimizerKind,
+    node: Mapping[str, Any],
+    weights: Mapping[Any, torch.Tensor],
+    index: Any,
+    firsts: Collection[str],
 ) -> tuple[float, float]:
     """How long the update is that a moment makes without a gradient, and that which twice the moment makes."""
     lengths = []
     for factor in (1.0, 2.0):
-        parameter = torch.nn.Parameter(weights[index].detach().float().clone())
+        parameter = torch.nn.Parameter(_widened(weights[index]))
         parameter.grad = torch.zeros_like(parameter)
-        entry = {key: _copied(value) for key, value in node["state"][index].items()}
-        for key in _FIRST:
-            if isinstance(entry.get(key), torch.Tensor):
-                entry[key] *= factor
-        groups = [_group(group, {index: parameter}) for group in node["param_groups"]]
+        entry = _entry(node["state"][index], parameter)
+        for key in firsts:
+            entry[key] *= factor
+        groups = [copied_group(group, {index: parameter}) for group in node["param_groups"]]
         kind.kind.step(kind.with_state([group for group in groups if group["params"]], {parameter: entry}))
-        lengths.append(float(torch.linalg.vector_norm(parameter.detach() - weights[index].float())))
+        lengths.append(float(torch.linalg.vector_norm(parameter.detach() - _widened(weights[index]))))
     return lengths[0], lengths[1]
 
 
-def _optimizer_states(node: Any) -> Iterator[Mapping[str, Any]]:
+def optimizer_states(node: Any) -> Iterator[Mapping[str, Any]]:
     """Every ``state_dict`` of an optimizer below, in order."""
     if isinstance(node, Mapping):
         if isinstance(node.get("param_groups"), list) and isinstance(node.get("state"), Mapping):
             yield node
         else:
             for child in node.values():
-                yield from _optimizer_states(child)
+                yield from optimizer_states(child)
     elif isinstance(node, (list, tuple)):
         for child in node:
-            yield from _optimizer_states(child)
+            yield from optimizer_states(child)
 
 
 def _chosen(
@@ -243,7 +267,7 @@ def _chosen(
     for index, entry in node["state"].items():
         for value in entry.values() if isinstance(entry, Mapping) else ():
             spec = true.specs.get(names.get(id(value), "")) if isinstance(value, torch.Tensor) else None
-            if spec is not None and spec.tag.role in (Role.EXP_AVG, Role.EXP_AVG_SQ):
+            if spec is not None and spec.tag.role in _STATE:
                 name = spec.tag.parameter or ""
                 weight = weights.get(name) if parameters is None or name in parameters else None
                 if weight is not None and weight.is_floating_point() and weight.numel():
@@ -265,9 +289,13 @@ def _compare(
     true: Mapping[str, Any],
     restored: Mapping[str, Any],
     weights: Mapping[Any, torch.Tensor],
+    roles: Mapping[int, Role],
 ) -> tuple[float, float, float, float, float] | None:
     """None where the true state does not move the parameters, or not to anywhere."""
-    paths = [list(_displacements(kind, node, true, weights)) for node in (true, restored)]
+    sizes = {
+        index: _gradient_size(true["state"][index], _options_of(true, index), roles) for index in weights
+    }
+    paths = [list(_displacements(kind, node, sizes, weights)) for node in (true, restored)]
     results: list[float] = []
     kept = 1.0
     for one, other in zip(*paths, strict=True):
@@ -283,33 +311,29 @@ def _compare(
 def _displacements(
     kind: OptimizerKind,
     node: Mapping[str, Any],
-    true: Mapping[str, Any],
+    sizes: Mapping[Any, tuple[torch.Tensor | float, torch.Tensor | float]],
     weights: Mapping[Any, torch.Tensor],
 ) -> Iterator[list[torch.Tensor]]:
     """How far the weights have gone after the first step, and after the last."""
-    parameters = {
-        index: torch.nn.Parameter(weight.detach().float().clone()) for index, weight in weights.items()
-    }
-    groups = [_group(group, parameters) for group in node["param_groups"]]
+    parameters = {index: torch.nn.Parameter(_widened(weight)) for index, weight in weights.items()}
+    groups = [copied_group(group, parameters) for group in node["param_groups"]]
     state: dict[torch.Tensor, dict[str, Any]] = {
-        parameters[index]: {key: _copied(value) for key, value in node["state"][index].items()}
-        for index in weights
+        parameters[index]: _entry(node["state"][index], parameters[index]) for index in weights
     }
     optimizer = kind.with_state([group for group in groups if group["params"]], state)
-    options = {index: group for group in node["param_groups"] for index in group["params"]}
-    sizes = {index: _gradient_size(true["state"][index], options.get(index, {})) for index in weights}
     generator = torch.Generator().manual_seed(_SEED)
     for step in range(_STEPS):
         for index, parameter in parameters.items():
             mean, spread = sizes[index]
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.grad = mean + spread * noise
+            parameter.grad = (mean + spread * noise).to(parameter.dtype)
         kind.kind.step(optimizer)
         if step in (0, _STEPS - 1):
-            yield [parameters[index].detach() - weight.float() for index, weight in weights.items()]
+            yield [parameters[index].detach() - _widened(weight) for index, weight in weights.items()]
 
 
-def _group(group: Mapping[str, Any], parameters: Mapping[Any, torch.Tensor]) -> dict[str, Any]:
+def copied_group(group: Mapping[str, Any], parameters: Mapping[Any, torch.Tensor]) -> dict[str, Any]:
+    """A group's options, as they suit copies of some of its parameters, by number, on the host."""
     made = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
     made |= {key: value for key, value in _PLAIN.items() if key in made}
     if isinstance(made.get("lr"), (int, float, torch.Tensor)) and not float(made["lr"]) > 0:
@@ -323,27 +347,61 @@ def _copied(value: Any) -> Any:
     return copy.deepcopy(value)
 
 
+def _entry(entry: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+    """A copy of a parameter's state; what was of the parameter's own half precision is widened with it."""
+    copied = {key: _copied(value) for key, value in entry.items()}
+    return {
+        key: value.to(parameter.dtype)
+        if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.is_floating_point()
+        else value
+        for key, value in copied.items()
+    }
+
+
+def _widened(weight: torch.Tensor) -> torch.Tensor:
+    """A copy in fp32, or wider where it is: steps of half precision may be too small to be seen."""
+    return weight.detach().to(torch.promote_types(weight.dtype, torch.float32), copy=True)
+
+
+def _options_of(node: Mapping[str, Any], index: Any) -> Mapping[str, Any]:
+    return next((group for group in node["param_groups"] if index in group["params"]), {})
+
+
 def _gradient_size(
-    entry: Mapping[str, Any], options: Mapping[str, Any]
+    entry: Mapping[str, Any], options: Mapping[str, Any], roles: Mapping[int, Role]
 ) -> tuple[torch.Tensor | float, torch.Tensor | float]:
-    """Mean and spread of the gradients that a moment has seen: of their squares' mean, or of the moment's own size.
+    """Mean and spread of the gradients that a state has seen: of their squares' mean, or of the moment's own size.
 
     A momentum that is no running mean but a sum, as SGD's and RMSprop's are, is as many gradients long as it lasts for steps.
     """
-    mean, spread = entry.get("exp_avg"), entry.get("exp_avg_sq")
-    root = spread.float().sqrt() if isinstance(spread, torch.Tensor) else None
-    if isinstance(mean, torch.Tensor):
-        mean = mean.float()
-    elif isinstance(entry.get("momentum_buffer"), torch.Tensor):
-        mean = entry["momentum_buffer"].float()
-        squares = entry.get("square_avg")
-        if isinstance(
-            squares, torch.Tensor
+    root, first = _root(entry, roles), _first(entry, roles)
+    if first is None:
+        return 0.0, root if root is not None else 1.0
+    key, mean = first
+    if key == "momentum_buffer":
+        if (
+            "square_avg" in entry and root is not None
         ):  # RMSprop: what was summed up are gradients in units of this root
-            root = squares.float().sqrt()
             mean = mean * root
         if "dampening" in options or root is not None:
             mean = mean * (1 - float(options.get("momentum", 0.0)))
-    else:
-        return 0.0, root if root is not None else 1.0
     return mean, root if root is not None else 4.0 * float(mean.square().mean().sqrt())
+
+
+def _first(entry: Mapping[str, Any], roles: Mapping[int, Role]) -> tuple[str, torch.Tensor] | None:
+    for key, value in entry.items():
+        if isinstance(value, torch.Tensor) and roles.get(id(value)) is Role.EXP_AVG:
+            return key, _widened(value)
+    return None
+
+
+def _root(entry: Mapping[str, Any], roles: Mapping[int, Role]) -> torch.Tensor | None:
+    """Of the gradients' mean square, where something tells it."""
+    for key, value in entry.items():
+        if isinstance(value, torch.Tensor) and roles.get(id(value)) in (Role.EXP_AVG_SQ, Role.SQUARES):
+            counted = entry.get("step") if key in _SUMS else None
+            return (_widened(value) / max(1.0, float(counted if counted is not None else 1))).sqrt()
+    for key in ("exp_inf", "prev"):  # Adamax, Rprop
+        if isinstance(entry.get(key), torch.Tensor):
+            return _widened(entry[key]).abs()
+    return None

@@ -16,8 +16,8 @@ from shrinkpoint.errors import StateMismatchError
 from shrinkpoint.integrations.gradient_buckets import Buckets
 from shrinkpoint.integrations.ranks import on_first
 from shrinkpoint.resume import require_same_groups, require_same_model
-from shrinkpoint.roles import is_master, model_tags, moment_role
-from shrinkpoint.state import Describe, Role, Tag
+from shrinkpoint.roles import model_tags, state_tag
+from shrinkpoint.state import Describe, Tag
 from shrinkpoint.tree import Path
 
 __all__ = [
@@ -117,11 +117,7 @@ def describe_state(state: State) -> Describe:
             case ("state", "optimizers", kind, "state", name, key) if (
                 kind in optimizers and name in parameters
             ):
-                role = moment_role(key, optimizers[kind])
-                if is_master(key, tensor, parameters[name]):
-                    role = Role.MASTER
-                if role is not Role.OTHER and tensor.shape == parameters[name].shape:
-                    return Tag(role=role, layer_type=tags[name].layer_type, parameter=tags[name].parameter)
+                return state_tag(key, tensor, parameters[name], tags[name], optimizers[kind])
             case ("state", "algorithms" | "callbacks", *_):
                 return averages.tag(path, tensor)
         return Tag()

@@ -14,8 +14,10 @@ What is known of each optimizer's state:
 * Adam and its kin: the second moment as a row times a column, the first in units of its root;
 * SGD with momentum, Lion: the momentum in units of its own root mean square by rows and columns;
 * masters of half-precision weights: on the trellis, and the weights rounded from them;
-* averages of the weights (EMA, SWA): on the trellis, by how far each has itself moved, with its weight's curvature; exactly
-  while that is not known, or the average is a copy;
+* other squares of gradients (RMSprop, Adagrad, Adadelta, amsgrad's maximum and the second moment beside it), and other sizes
+  (Adamax's largest gradient, Rprop's steps): every element to a share of itself;
+* averages of the weights (EMA, SWA, ASGD's): on the trellis, by how far each has itself moved, with its weight's curvature; exactly
+  while that is not known, or they are copies of their weights; an optimizer's copies that move with their weights, not at all;
 * any other state, and whatever is small: exactly.
 
 What a restored first moment has lost is lost progress: as many steps as the optimizer remembers, times the share that is
@@ -37,13 +39,16 @@ from shrinkpoint.entropy.context import Effort
 from shrinkpoint.entropy.trellis import States
 from shrinkpoint.schemes.base import Makers, Occasion, TensorCodec
 from shrinkpoint.schemes.centroid_moments import CentroidFirstMomentCodec, CentroidMomentumCodec
+from shrinkpoint.schemes.copied import CopiedCodec
+from shrinkpoint.schemes.curvature import Curvature, curvature_of, mean_levels, size_of, square
 from shrinkpoint.schemes.factored_moments import FactoredSecondMomentCodec
 from shrinkpoint.schemes.factors import matrix_shape
 from shrinkpoint.schemes.lattice import LatticeCodec
 from shrinkpoint.schemes.lattice_steps import curvature_exponents
+from shrinkpoint.schemes.log_levels import LogLevelsCodec
 from shrinkpoint.schemes.moment_memory import UNKNOWN, memories
 from shrinkpoint.schemes.moved_steps import narrowed
-from shrinkpoint.schemes.planes import WEIGHT_DTYPES, widened
+from shrinkpoint.schemes.planes import CODED_DTYPES
 from shrinkpoint.schemes.recipe import check_choice, check_number, described
 from shrinkpoint.schemes.rounded import RoundedCodec
 from shrinkpoint.schemes.trellis_lattice import TrellisLatticeCodec
@@ -61,6 +66,10 @@ MILD_SCALE = 0.25
 _FARTHEST = 64.0  # no tensor's curvature changes its steps by more
 _LEAST = 1e-30
 _FINER = 8  # biases and norms: few elements, each of which counts for many
+# Levels of other squares and sizes, in sixteenths of an octave: wider where what a restore has changed is soon forgotten
+_FADING = ("square_avg", "acc_delta")  # RMSprop's and Adadelta's
+_FADING_STEP, _LASTING_STEP = 16, 8
+_CURVED = (Role.EXP_AVG, Role.EXP_AVG_SQ, Role.SQUARES)
 _NOISE = math.sqrt(1 / 12)  # of a uniform quantizer, in its step sizes
 _WIDEST_STEP = 2.0  # of a weight, in root mean squares of all of them; the movement is nearly always less
 _FEW = 2000  # so do those of small tensors
@@ -107,7 +116,7 @@ class AutoOptions:
     def takes(self, spec: TensorSpec) -> bool:
         """Whether the tensor is coded as a weight."""
         of_a_kind = spec.tag.role in (Role.WEIGHT, Role.MASTER, Role.AVERAGE)
-        return of_a_kind and spec.dtype in WEIGHT_DTYPES and spec.numel >= self.min_elements
+        return of_a_kind and spec.dtype in CODED_DTYPES and spec.numel >= self.min_elements
 
 
 def _by_parameter(state: TrainingState, role: Role) -> dict[str | None, str]:
@@ -121,9 +130,18 @@ def _folder(spec: TensorSpec) -> str:
     return spec.name.rpartition("/")[0]
 
 
+def _key(spec: TensorSpec) -> str:
+    """What an optimizer calls it."""
+    return spec.name.rpartition("/")[2]
+
+
 def _by_folder(state: TrainingState, role: Role) -> dict[str, str]:
-    """Names of the tensors of a role, by where they stand."""
-    return {_folder(spec): name for name, spec in state.specs.items() if spec.tag.role is role}
+    """Names of the tensors of a role, the first of each place where they stand."""
+    found: dict[str, str] = {}
+    for name, spec in state.specs.items():
+        if spec.tag.role is role:
+            found.setdefault(_folder(spec), name)
+    return found
 
 
 def _master(state: TrainingState, spec: TensorSpec, masters: Mapping[str | None, str]) -> torch.Tensor | None:
@@ -169,16 +187,30 @@ class Auto:
         steps = self._steps(state, left)
         losses = self._moment_losses(state)
         masters = _by_parameter(state, Role.MASTER)
-        firsts, seconds = (_by_folder(state, role) for role in (Role.EXP_AVG, Role.EXP_AVG_SQ))
+        weights = _by_parameter(state, Role.WEIGHT)
+        firsts, seconds, squares = (
+            _by_folder(state, role) for role in (Role.EXP_AVG, Role.EXP_AVG_SQ, Role.SQUARES)
+        )
         for name, spec in state.specs.items():
             folder = _folder(spec)
             master = _master(state, spec, masters)
             if master is not None:
                 makers[name] = partial(RoundedCodec, master=master)
+            elif self._is_copy(state, spec, weights.get(spec.tag.parameter)):
+                makers[name] = partial(CopiedCodec, weight=state.tensors[weights[spec.tag.parameter]])
             elif name in steps:
                 makers[name] = partial(self._lattice, spec, steps[name])
             elif spec.numel < self.options.min_elements:
                 continue
+            elif spec.tag.role in (Role.SQUARES, Role.STATE) or (
+                spec.tag.role is Role.EXP_AVG_SQ and folder in squares  # of which that is the maximum
+            ):
+                makers[name] = partial(
+                    LogLevelsCodec,
+                    step=_FADING_STEP if _key(spec) in _FADING else _LASTING_STEP,
+                    seed=self._seed_of_levels(spec),
+                    divides=spec.tag.role is not Role.STATE,
+                )
             elif spec.tag.role is Role.EXP_AVG_SQ:
                 first = firsts.get(folder)
                 makers[name] = partial(
@@ -266,6 +298,15 @@ class Auto:
         by_effort: dict[Effort, States | None] = {"fast": None, "default": 4, "max": 8}
         return by_effort[self.options.effort]
 
+    def _seed_of_levels(self, spec: TensorSpec) -> int | None:
+        """None goes on with the dither of the checkpoint before, as long as no restore has put a tensor on its levels.
+
+        Tensors that stand together share it: so amsgrad's maximum is never restored below the second moment that it is of.
+        """
+        held = (self.occasion.reference or {}).get(spec.name)
+        goes_on = held is not None and held.codec == LogLevelsCodec.id and not self.occasion.restored
+        return None if goes_on else zlib.crc32(f"{self.occasion.step}/{_folder(spec)}".encode())
+
     def _seed(self, spec: TensorSpec) -> int:
         return zlib.crc32(f"{self.occasion.step}/{spec.name}".encode())
 
@@ -274,7 +315,7 @@ class Auto:
         specs = [spec for spec in state.specs.values() if self.options.takes(spec)]
         moments: dict[str, list[TensorSpec]] = {}
         for spec in state.specs.values():
-            if spec.tag.parameter is not None and spec.tag.role in (Role.EXP_AVG, Role.EXP_AVG_SQ):
+            if spec.tag.parameter is not None and spec.tag.role in _CURVED:
                 moments.setdefault(spec.tag.parameter, []).append(spec)
         found = {
             spec.name: self._curvature(state, spec, moments.get(spec.tag.parameter or "", ()))
@@ -282,8 +323,8 @@ class Auto:
         }
         own = [spec for spec in specs if spec.tag.role is not Role.AVERAGE] or specs
         many = [spec for spec in own if _finer(spec) == 1] or own
-        size = _size([state.tensors[spec.name] for spec in many])
-        means = _means([(found[spec.name], spec.numel) for spec in many])
+        size = size_of([state.tensors[spec.name] for spec in many])
+        means = mean_levels([(found[spec.name], spec.numel) for spec in many])
         steps = {}
         weights = _by_parameter(state, Role.WEIGHT)
         for spec in specs:
@@ -302,7 +343,7 @@ class Auto:
                 left[spec.name] = "frozen" if spec.tag.frozen else "unmoved" if finest else "zeros"
                 continue  # what training hardly changes is stored exactly, and what is all zeros
             if curvature is None:
-                unit, tensor = _size([state.tensors[spec.name]]), None
+                unit, tensor = size_of([state.tensors[spec.name]]), None
             else:
                 octaves = (means.get(curvature.kind, curvature.level) - curvature.level) / 4
                 unit = size * min(_FARTHEST, max(1 / _FARTHEST, math.exp(octaves)))
@@ -321,8 +362,20 @@ class Auto:
         """Whether an average is more than a copy of its weight, and it is known how far it moves: else it is stored exactly."""
         if weight is None or self._known_movement(spec) is None:
             return False
-        average, true = state.tensors[spec.name], state.tensors[weight]
-        return average.dtype != true.dtype or not torch.equal(average, true)
+        return not _is_equal(state.tensors[spec.name], state.tensors[weight])
+
+    def _is_copy(self, state: TrainingState, spec: TensorSpec, weight: str | None) -> bool:
+        """Whether an optimizer's average, as ASGD's, is its weight, bit by bit, and moves as that does.
+
+        What stands still is a reference, and exact; so are copies that the user keeps.
+        """
+        if spec.tag.role is not Role.AVERAGE or weight is None or not _is_of_optimizer(spec):
+            return False
+        moved = self._known_movement(spec)
+        if moved is None:  # the first one that is saved
+            moved = self._known_movement(state.specs[weight])
+        moves = moved is not None and bool((moved > 0).any())
+        return moves and _is_equal(state.tensors[spec.name], state.tensors[weight])
 
     def _is_on_trellis(self, spec: TensorSpec) -> bool:
         """Whether the previous checkpoint has the tensor so that its rows can be kept."""
@@ -345,60 +398,33 @@ class Auto:
 
     def _curvature(
         self, state: TrainingState, weight: TensorSpec, moments: Sequence[TensorSpec]
-    ) -> "_Curvature | None":
-        beside = {spec.tag.role: spec.name for spec in moments if spec.shape == weight.shape}
+    ) -> Curvature | None:
+        beside: dict[Role, str] = {}
+        for spec in moments:
+            if spec.shape == weight.shape:
+                beside.setdefault(spec.tag.role, spec.name)
         gradient = (self.occasion.gradients or {}).get(weight.tag.parameter or weight.name)
         if Role.EXP_AVG_SQ in beside:
-            return _curvature("second moment", state.tensors[beside[Role.EXP_AVG_SQ]])
+            return curvature_of("second moment", state.tensors[beside[Role.EXP_AVG_SQ]])
+        if Role.SQUARES in beside:
+            return curvature_of("second moment", state.tensors[beside[Role.SQUARES]])
         if Role.EXP_AVG in beside:
-            return _curvature("momentum", _square(state.tensors[beside[Role.EXP_AVG]]))
+            return curvature_of("momentum", square(state.tensors[beside[Role.EXP_AVG]]))
         if gradient is not None and tuple(gradient.shape) == weight.shape:
-            return _curvature("gradient", _square(gradient))
+            return curvature_of("gradient", square(gradient))
         return None
+
+
+def _is_of_optimizer(spec: TensorSpec) -> bool:
+    """Whether it stands in an optimizer's state, by parameter and key: ``.../state/0/ax``."""
+    folders = spec.name.split("/")
+    return len(folders) > 3 and folders[-3].endswith("state")
+
+
+def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one, other)
 
 
 def _finer(spec: TensorSpec) -> int:
     few = len(spec.shape) < 2 or spec.tag.layer_type is LayerType.NORM or spec.numel < _FEW
     return _FINER if few else 1
-
-
-class _Curvature(NamedTuple):
-    kind: str
-    tensor: torch.Tensor
-    level: float
-    """Natural logarithm of the mean."""
-
-
-def _curvature(kind: str, tensor: torch.Tensor) -> _Curvature | None:
-    from shrinkpoint.schemes import matrix_kernels  # numba
-
-    if tensor.is_complex() or tensor.numel() == 0:
-        return None
-    least, most = torch.aminmax(tensor)
-    if not (bool(least >= 0) and bool(most > 0) and bool(torch.isfinite(most))):  # NaN is neither
-        return None
-    mean = matrix_kernels.total(widened(tensor)) / tensor.numel()
-    return _Curvature(kind, tensor, math.log(max(mean, _LEAST)))
-
-
-def _square(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float().square()
-
-
-def _size(tensors: list[torch.Tensor]) -> float:
-    """Root of the mean square of all elements that are finite in sum."""
-    from shrinkpoint.schemes import matrix_kernels  # numba
-
-    squares = [(float(matrix_kernels.square_sum(widened(tensor))), tensor.numel()) for tensor in tensors]
-    finite = [(square, count) for square, count in squares if math.isfinite(square)]
-    return math.sqrt(sum(s for s, _ in finite) / max(1, sum(n for _, n in finite)))
-
-
-def _means(found: list[tuple[_Curvature | None, int]]) -> dict[str, float]:
-    """The mean level over all elements, for each kind: kinds are not measured in the same unit."""
-    totals: dict[str, tuple[float, int]] = {}
-    for curvature, count in found:
-        if curvature is not None:
-            total, before = totals.get(curvature.kind, (0.0, 0))
-            totals[curvature.kind] = total + count * curvature.level, before + count
-    return {kind: total / count for kind, (total, count) in totals.items()}

@@ -20,11 +20,11 @@ import numpy.typing as npt
 import torch
 
 from shrinkpoint.entropy.context import Effort, decode_plane, encode_plane
-from shrinkpoint.errors import ConfigError, FormatError
+from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
 from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes
 from shrinkpoint.schemes.factors import matrix_shape
 from shrinkpoint.schemes.moment_units import MomentCodec, OwnUnits, RootUnits, check_dtype, fp32_values
-from shrinkpoint.schemes.planes import F32, U8, integer, number, section
+from shrinkpoint.schemes.planes import F32, U8, emit, finite, integer, number, section, widened
 from shrinkpoint.schemes.recipe import check_choice
 from shrinkpoint.state import TensorSpec
 from shrinkpoint.tree import JSON
@@ -68,7 +68,7 @@ class _CentroidCodec(MomentCodec):
         check_choice(self, "effort", Effort)
 
     def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
-        """See `TensorCodec.encode`; what has no unit, or is not fp32 or not finite, is refused."""
+        """See `TensorCodec.encode`; what has no unit, or is not finite, is refused."""
         quantized = self._quantize(tensor, spec, context)
         payload = encode_plane(
             quantized.plane,
@@ -80,11 +80,11 @@ class _CentroidCodec(MomentCodec):
         params: dict[str, JSON] = {"step": float(quantized.step), "radius": quantized.radius}
         params["centroids"] = list(quantized.centroids)
         encoded = EncodedTensor(self.id, params, {self.PLANE: payload, **quantized.sections})
-        return Coded(encoded, {}, quantized.value(spec))
+        return Coded(encoded, {}, _in_range(quantized.value(spec), spec))
 
     def restored(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> torch.Tensor:
         """See `Quantizer.restored`."""
-        return self._quantize(tensor, spec, context).value(spec)
+        return _in_range(self._quantize(tensor, spec, context).value(spec), spec)
 
     def _quantize(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> "_Quantized":
         from shrinkpoint.schemes import moment_kernels  # numba
@@ -166,13 +166,20 @@ class _Quantized:
     sections: dict[str, bytes]
 
     def value(self, spec: TensorSpec) -> torch.Tensor:
-        """What a reader will have: a product of two fp32 numbers for each element."""
+        """What a reader will have: a product of two fp32 numbers for each element, rounded to the tensor's dtype."""
         from shrinkpoint.schemes import moment_kernels  # numba
 
         sizes = _sizes(self.centroids, self.radius)
         values = np.empty(self.plane.size, np.float32)
         moment_kernels.unlevel(self.plane, self.units, self.step * sizes, self.radius, values)
-        return torch.from_numpy(values).reshape(spec.shape)
+        return emit(values, spec)
+
+
+def _in_range(value: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """Refuse what has become infinite in half precision."""
+    if value.dtype.itemsize == 2 and not finite(widened(value)):
+        raise CannotRepresentError(f"{spec.name} reaches the end of {spec.dtype}'s range: stored exactly")
+    return value
 
 
 def _sizes(centroids: tuple[int, ...], radius: int) -> F32:

@@ -16,8 +16,8 @@ import torch
 from shrinkpoint.errors import CannotRepresentError
 from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes
 from shrinkpoint.schemes.factors import Factors, matrix_shape
-from shrinkpoint.schemes.moment_units import check_dtype, fp32_values
-from shrinkpoint.schemes.planes import F32, check_sections, finite
+from shrinkpoint.schemes.moment_units import check_dtype, emitted, fp32_values
+from shrinkpoint.schemes.planes import F32, check_sections, emit, finite
 from shrinkpoint.state import TensorSpec
 
 __all__ = ["FactoredSecondMomentCodec"]
@@ -35,10 +35,10 @@ class FactoredSecondMomentCodec:
     needs: ClassVar[tuple[str, ...]] = ()
 
     first_moment: torch.Tensor | None = None
-    """m as training has it, fp32 of the same shape; only encoding needs it."""
+    """m as training has it, of the same shape; only encoding needs it."""
 
     def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
-        """See `TensorCodec.encode`; second moments that are negative, not fp32 or not finite are refused."""
+        """See `TensorCodec.encode`; second moments that are negative or not finite are refused."""
         factors, value = self._factored(tensor, spec)
         encoded = EncodedTensor(self.id, {}, {"factors": factors.encode(context.threads)})
         return Coded(encoded, {}, value)
@@ -59,7 +59,7 @@ class FactoredSecondMomentCodec:
         product = factors.product()
         if not finite(product):
             raise CannotRepresentError(f"{spec.name} reaches the end of fp32's range: stored exactly")
-        return factors, torch.from_numpy(product).reshape(spec.shape)
+        return factors, emitted(product, spec, nonzero=values)
 
     def _first_moment(self, spec: TensorSpec) -> F32 | None:
         first = self.first_moment
@@ -80,8 +80,7 @@ class FactoredSecondMomentCodec:
         """See `TensorCodec.reconstruct`."""
         check_sections(encoded, spec, "factors")
         check_dtype(spec)
-        product = Factors.read(encoded, spec, context.threads).product()
-        return torch.from_numpy(product).reshape(spec.shape)
+        return emit(Factors.read(encoded, spec, context.threads).product(), spec)
 
 
 def _longer(first: F32, second: F32, factors: Factors) -> Mapping[int, float]:

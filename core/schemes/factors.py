@@ -20,7 +20,7 @@ from shrinkpoint.schemes.base import EncodedTensor
 from shrinkpoint.schemes.planes import F32, section
 from shrinkpoint.state import TensorSpec
 
-__all__ = ["Factors", "matrix_shape", "row_and_column_means"]
+__all__ = ["EMPTY", "Factors", "matrix_shape", "row_and_column_means"]
 
 I16 = npt.NDArray[np.int16]
 F64 = npt.NDArray[np.float64]
@@ -28,7 +28,8 @@ F64 = npt.NDArray[np.float64]
 _PER_OCTAVE = 4
 # 2 ** (k / 4), written out: a library's power function may differ by a rounding from one machine to another
 _QUARTERS = np.array([1.0, 1.1892071, 1.4142135, 1.6817929], np.float32)
-_NONE = -(2**15)  # the exponent of zero
+EMPTY = -(2**15)
+"""The exponent of zero."""
 _LOW, _HIGH = -126 * _PER_OCTAVE, 127 * _PER_OCTAVE  # of normal numbers
 _TINY = np.float32(np.finfo(np.float32).tiny)
 _SYMBOLS, _BYTES = 0, 1
@@ -85,7 +86,7 @@ class Factors:
         """With some rows' factors larger by so many octaves, to the nearest quarter."""
         rows = self.rows.astype(np.int64)
         for row, more in octaves.items():
-            if rows[row] != _NONE:
+            if rows[row] != EMPTY:
                 rows[row] = min(max(rows[row] + round(more * _PER_OCTAVE), _LOW), _HIGH)
         return Factors(rows=rows.astype(np.int16), columns=self.columns)
 
@@ -109,9 +110,9 @@ class Factors:
     def encode(self, threads: int = 1) -> bytes:
         """The section."""
         sides = (self.rows, self.columns)
-        lowest = [int(side[side != _NONE].min(initial=_HIGH)) for side in sides]
+        lowest = [int(side[side != EMPTY].min(initial=_HIGH)) for side in sides]
         shifted = [
-            np.where(side == _NONE, 0, side.astype(np.int64) - low + 1)
+            np.where(side == EMPTY, 0, side.astype(np.int64) - low + 1)
             for side, low in zip(sides, lowest, strict=True)
         ]
         symbols = np.concatenate(shifted)
@@ -134,12 +135,12 @@ class Factors:
         if data[:1] == bytes([_BYTES]):
             stored = decode_bytes(data[1:], 2 * (height + width), 2, threads=threads).view("<i2")
             exponents = stored.astype(np.int64)
-            given = exponents[exponents != _NONE]
+            given = exponents[exponents != EMPTY]
         elif data[:1] == bytes([_SYMBOLS]) and len(data) >= 5:
             lowest = np.frombuffer(data[1:5], "<i2").astype(np.int64)
             contexts = _contexts(height, width)
             symbols = decode_symbols(data[5:], contexts, height + width, 256, 2, threads=threads)
-            exponents = np.where(symbols == 0, _NONE, lowest[contexts] + symbols - 1)
+            exponents = np.where(symbols == 0, EMPTY, lowest[contexts] + symbols - 1)
             given = exponents[symbols != 0]
         else:
             raise FormatError(f"{spec.name}: section 'factors' is malformed")
@@ -181,13 +182,13 @@ def _exponents(octaves: F64) -> I16:
     """In quarter octaves."""
     with np.errstate(invalid="ignore"):
         rounded = np.clip(np.rint(octaves * _PER_OCTAVE), _LOW, _HIGH)
-    return np.where(np.isfinite(octaves), rounded, _NONE).astype(np.int16)
+    return np.where(np.isfinite(octaves), rounded, EMPTY).astype(np.int16)
 
 
 def _power(exponents: I16) -> F32:
     octaves, rest = np.divmod(exponents.astype(np.int64), _PER_OCTAVE)
     powers: F32 = np.ldexp(_QUARTERS[rest], np.clip(octaves, -126, 127).astype(np.int32)).astype(np.float32)
-    powers[exponents == _NONE] = 0
+    powers[exponents == EMPTY] = 0
     return powers
 
 

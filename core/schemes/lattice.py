@@ -38,8 +38,8 @@ from shrinkpoint.schemes.lattice_points import (
 )
 from shrinkpoint.schemes.lattice_steps import Steps, read_step, read_steps, write_exponents
 from shrinkpoint.schemes.planes import (
+    CODED_DTYPES,
     F32,
-    WEIGHT_DTYPES,
     as_float32,
     finite,
     integer,
@@ -93,7 +93,7 @@ class LatticeCodec:
 
     def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
         """See `TensorCodec.encode`; refuses NaN, infinity, other dtypes than floats, and steps too small by far."""
-        values = as_float32(tensor, spec)
+        values = as_float32(tensor, spec, CODED_DTYPES)
         reference = HeldLattice.of(context.reference, spec)
         lattice = self._lattice(reference, spec)
         index = lattice.nearest(values, spec)
@@ -108,7 +108,7 @@ class LatticeCodec:
 
     def restored(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> torch.Tensor:
         """See `Quantizer.restored`."""
-        values = as_float32(tensor, spec)
+        values = as_float32(tensor, spec, CODED_DTYPES)
         lattice = self._lattice(HeldLattice.of(context.reference, spec), spec)
         return _value(lattice, lattice.nearest(values, spec), spec)
 
@@ -167,7 +167,7 @@ class LatticeCodec:
 
     def decode(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> Planes:
         """See `TensorCodec.decode`."""
-        if spec.dtype not in WEIGHT_DTYPES or spec.numel == 0:
+        if spec.dtype not in CODED_DTYPES or spec.numel == 0:
             raise FormatError(f"{spec.name}: codec {self.id!r} cannot hold {spec.dtype} {spec.shape}")
         reference = HeldLattice.of(context.reference, spec) if encoded.uses_reference else None
         if encoded.uses_reference and reference is None:
@@ -195,7 +195,7 @@ def _value(lattice: Lattice, index: I16, spec: TensorSpec) -> torch.Tensor:
 
 def _tensor(points: F32, spec: TensorSpec) -> torch.Tensor:
     """The points, which nobody else holds, as a tensor of the spec's dtype and shape."""
-    if spec.dtype not in WEIGHT_DTYPES or points.size != spec.numel:
+    if spec.dtype not in CODED_DTYPES or points.size != spec.numel:
         raise FormatError(
             f"{spec.name}: {points.size} lattice points cannot become {spec.dtype} {spec.shape}"
         )

@@ -20,7 +20,8 @@ UNKNOWN = 99.0
 """Steps, where an optimizer does not say: as much as a decay of 0.99 comes to."""
 
 _DECAYS = "momentum", "beta", "beta1", "mu"
-_SECOND = "exp_avg_sq", "exp_inf"
+_LARGEST = "exp_inf"  # Adamax's, in the place of a second moment
+_SECOND = (Role.EXP_AVG_SQ, Role.SQUARES)
 
 
 def memories(state: TrainingState) -> dict[str, float]:
@@ -31,7 +32,7 @@ def memories(state: TrainingState) -> dict[str, float]:
 
     Returns:
         By the name of the moment's tensor. Of optimizers with a second moment the decay is the first of ``betas``
-        (arXiv 1412.6980); of others the greatest of ``betas``, for Lion's second one is that of its moment (arXiv
+        (arXiv 1412.6980), and of a further first moment the greatest (AdEMAMix, arXiv 2409.03137); of others the greatest of ``betas``, for Lion's second one is that of its moment (arXiv
         2302.06675), or ``momentum``. A moment whose optimizer does not say is missing.
     """
     found: dict[str, float] = {}
@@ -40,12 +41,12 @@ def memories(state: TrainingState) -> dict[str, float]:
             decays = _decays(group, state.tensors)
             for index in _indices(group):
                 moments = entries.get(index, {})
-                paired = any(name in moments for name in _SECOND)
-                decay = (decays[0] if paired else max(decays)) if decays else None
-                for name in moments.values():
-                    spec = state.specs.get(name)
-                    if decay is not None and spec is not None and spec.tag.role is Role.EXP_AVG:
-                        found[name] = decay / (1 - decay)
+                roles = {name: state.specs[name].tag.role for name in moments.values() if name in state.specs}
+                paired = _LARGEST in moments or any(role in _SECOND for role in roles.values())
+                firsts = [name for name, role in roles.items() if role is Role.EXP_AVG]
+                for place, name in enumerate(firsts if decays else ()):
+                    decay = decays[0] if paired and place == 0 else max(decays)
+                    found[name] = decay / (1 - decay)
     return found
 
 

@@ -13,10 +13,10 @@ import torch
 from shrinkpoint.errors import CannotRepresentError, FormatError
 from shrinkpoint.schemes.base import Context, EncodedTensor
 from shrinkpoint.schemes.factors import Factors, matrix_shape
-from shrinkpoint.schemes.planes import F32, check_sections, finite, normal
+from shrinkpoint.schemes.planes import CODED_DTYPES, F32, check_sections, emit, finite, normal, widened
 from shrinkpoint.state import Role, TensorSpec
 
-__all__ = ["MomentCodec", "OwnUnits", "RootUnits", "check_dtype", "fp32_values"]
+__all__ = ["MomentCodec", "OwnUnits", "RootUnits", "check_dtype", "emitted", "fp32_values"]
 
 _STRANGE = 31  # roots; first moments hardly exceed ten of true second ones, and twice that of factored ones
 _STRANGERS = 1e-3  # share of elements beyond that shows the two not to be moments of one gradient
@@ -87,32 +87,52 @@ class OwnUnits(MomentCodec):
 
 def check_dtype(spec: TensorSpec) -> None:
     """Raise FormatError unless a codec of moments may have stored the tensor."""
-    if spec.dtype is not torch.float32 or spec.numel == 0:
+    if spec.dtype not in CODED_DTYPES or spec.numel == 0:
         raise FormatError(f"{spec.name}: a moment of {spec.dtype} and shape {spec.shape} is stored exactly")
 
 
 def fp32_values(tensor: torch.Tensor, spec: TensorSpec) -> F32:
-    """A moment's elements, flat in C order.
+    """A moment's elements, flat in C order; those of float64 rounded.
 
     Raises:
         CannotRepresentError: it is empty, of another dtype, or not finite.
     """
-    if tensor.dtype is not torch.float32:
+    if tensor.dtype not in CODED_DTYPES:
         raise CannotRepresentError(f"{spec.name}: moments of dtype {tensor.dtype} are stored exactly")
     if tensor.numel() == 0:
         raise CannotRepresentError(f"{spec.name} is empty: stored exactly")
-    values: F32 = tensor.detach().contiguous().reshape(-1).numpy()
+    values = widened(tensor)
     if not finite(values):
         raise CannotRepresentError(f"{spec.name} holds NaN or infinity and is stored exactly")
     return values
 
 
+def emitted(restored: F32, spec: TensorSpec, *, nonzero: F32 | None = None) -> torch.Tensor:
+    """What a reader will have of restored values, in the spec's dtype.
+
+    Args:
+        restored: flat, finite.
+        spec: the tensor.
+        nonzero: the true values, of which none may become zero that is not; None where that does no harm.
+
+    Raises:
+        CannotRepresentError: the dtype has too small a range for them.
+    """
+    value = emit(restored, spec)
+    if spec.dtype not in (torch.float16, torch.bfloat16):
+        return value
+    narrow = widened(value)
+    if not finite(narrow) or (nonzero is not None and bool(((narrow == 0) & (nonzero != 0)).any())):
+        raise CannotRepresentError(f"{spec.name} reaches the end of {spec.dtype}'s range: stored exactly")
+    return value
+
+
 def _roots(spec: TensorSpec, context: Context) -> F32 | None:
     """The root of the second moment at every element, or None without one beside this tensor."""
     second = context.siblings.get(Role.EXP_AVG_SQ.value)
-    if second is None or second.numel() != spec.numel or second.dtype is not torch.float32:
+    if second is None or second.numel() != spec.numel or second.dtype not in CODED_DTYPES:
         return None
-    values = second.reshape(-1).numpy()
+    values = widened(second)
     if values.size and not (values.min() >= 0 and values.max() < np.inf):  # also false for NaN
         return None
     roots: F32 = np.sqrt(normal(values))  # IEEE 754 rounds the root correctly: the same everywhere

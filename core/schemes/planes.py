@@ -1,7 +1,7 @@
 """What several codecs share: reading sections and params with every size checked, and floats that decode anywhere."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from shrinkpoint.state import TensorSpec
 from shrinkpoint.tree import JSON
 
 __all__ = [
+    "CODED_DTYPES",
     "F32",
     "U8",
     "WEIGHT_DTYPES",
@@ -36,16 +37,26 @@ U8 = npt.NDArray[np.uint8]
 WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """Dtypes that widen to fp32 without loss, and that a lossy codec may round to."""
 
+CODED_DTYPES = (*WEIGHT_DTYPES, torch.float64)
+"""Those too of which fp32 is far finer than what a codec does to them; what is beyond fp32's range is refused."""
+
 _EXPONENT = np.uint32(0x7F80_0000)
 
 
-def as_float32(tensor: torch.Tensor, spec: TensorSpec) -> F32:
+def as_float32(
+    tensor: torch.Tensor, spec: TensorSpec, dtypes: Collection[torch.dtype] = WEIGHT_DTYPES
+) -> F32:
     """The elements as flat fp32 in C order, for quantizing.
 
+    Args:
+        tensor: on the host.
+        spec: names it.
+        dtypes: that are taken, of `CODED_DTYPES`.
+
     Raises:
-        CannotRepresentError: the tensor is empty, holds NaN or infinity, or is of another dtype than `WEIGHT_DTYPES`.
+        CannotRepresentError: the tensor is empty, holds NaN or infinity, or is of another dtype.
     """
-    if tensor.dtype not in WEIGHT_DTYPES:
+    if tensor.dtype not in dtypes:
         raise CannotRepresentError(f"{spec.name}: {tensor.dtype} cannot be quantized: stored exactly")
     if tensor.numel() == 0:
         raise CannotRepresentError(f"{spec.name} is empty: stored exactly")
@@ -61,7 +72,7 @@ def finite(values: F32) -> bool:
 
 
 def widened(tensor: torch.Tensor) -> F32:
-    """The elements of a host tensor as flat fp32 in C order, every bit kept; fp32 is not copied where it is dense."""
+    """The elements of a host tensor as flat fp32 in C order; fp32 is not copied where it is dense, float64 alone is rounded."""
     values: F32 = tensor.detach().to(torch.float32).contiguous().reshape(-1).numpy()
     return values
 
@@ -72,7 +83,7 @@ def emit(values: F32, spec: TensorSpec) -> torch.Tensor:
     Raises:
         FormatError: the dtype or the number of elements is not one that can hold them.
     """
-    if spec.dtype not in WEIGHT_DTYPES or values.size != spec.numel:
+    if spec.dtype not in CODED_DTYPES or values.size != spec.numel:
         raise FormatError(f"{spec.name}: {values.size} fp32 values cannot become {spec.dtype} {spec.shape}")
     # the copy leaves the plane to the next delta, whatever the caller does to the tensor
     return torch.from_numpy(values.copy()).to(spec.dtype).reshape(spec.shape)

@@ -8,6 +8,7 @@ from shrinkpoint.schemes.adaptive import AdaptiveRowsCodec
 from shrinkpoint.schemes.base import TensorCodec
 from shrinkpoint.schemes.bit_planes import BitPlanesCodec
 from shrinkpoint.schemes.centroid_moments import CentroidFirstMomentCodec, CentroidMomentumCodec
+from shrinkpoint.schemes.copied import CopiedCodec
 from shrinkpoint.schemes.delta_dnn import DeltaDnnCodec
 from shrinkpoint.schemes.exact import ExactCodec
 from shrinkpoint.schemes.excp_codecs import ExcpMomentCodec, ExcpWeightCodec
@@ -16,6 +17,7 @@ from shrinkpoint.schemes.gobo import GoboCodec
 from shrinkpoint.schemes.lattice import LatticeCodec
 from shrinkpoint.schemes.lc_checkpoint import LCDeltaCodec
 from shrinkpoint.schemes.levels import LevelsCodec
+from shrinkpoint.schemes.log_levels import LogLevelsCodec
 from shrinkpoint.schemes.moments import FirstMomentCodec, SecondMomentCodec
 from shrinkpoint.schemes.partial import PartialCodec
 from shrinkpoint.schemes.rounded import RoundedCodec
@@ -33,6 +35,8 @@ _CLASSES: tuple[type[TensorCodec], ...] = (
     CentroidMomentumCodec,
     TrellisLatticeCodec,
     RoundedCodec,
+    LogLevelsCodec,
+    CopiedCodec,
     LevelsCodec,
     SecondMomentCodec,
     FirstMomentCodec,

@@ -29,8 +29,8 @@ from shrinkpoint.schemes.factors import matrix_shape
 from shrinkpoint.schemes.lattice_points import join_exponents, split_exponents
 from shrinkpoint.schemes.lattice_steps import Steps, read_steps, write_exponents
 from shrinkpoint.schemes.planes import (
+    CODED_DTYPES,
     F32,
-    WEIGHT_DTYPES,
     as_float32,
     finite,
     integer,
@@ -138,7 +138,7 @@ class TrellisLatticeCodec:
         return self._quantize(tensor, spec, context).value(spec)
 
     def _quantize(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> "_Quantized":
-        values = as_float32(tensor, spec)
+        values = as_float32(tensor, spec, CODED_DTYPES)
         held = self._held(context, spec)
         grid = self._grid(held, spec)
         walk, carried, rows = NO_WALK, 0, None
@@ -219,7 +219,7 @@ class TrellisLatticeCodec:
 
     def decode(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> Planes:
         """See `TensorCodec.decode`."""
-        if spec.dtype not in WEIGHT_DTYPES or spec.numel == 0:
+        if spec.dtype not in CODED_DTYPES or spec.numel == 0:
             raise FormatError(f"{spec.name}: codec {self.id!r} cannot hold {spec.dtype} {spec.shape}")
         held = HeldWeights.of(context.reference, spec) if encoded.uses_reference else None
         if encoded.uses_reference and held is None:
@@ -343,7 +343,7 @@ def _planes(
 
 def _tensor(values: F32, spec: TensorSpec) -> torch.Tensor:
     """The values, which nobody else holds, as a tensor of the spec's dtype and shape."""
-    if spec.dtype not in WEIGHT_DTYPES or values.size != spec.numel:
+    if spec.dtype not in CODED_DTYPES or values.size != spec.numel:
         raise FormatError(f"{spec.name}: {values.size} points cannot become {spec.dtype} {spec.shape}")
     return torch.from_numpy(values).to(spec.dtype).reshape(spec.shape)
 

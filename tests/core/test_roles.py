@@ -103,13 +103,47 @@ def test_moments_have_the_role_and_shape_of_their_parameter(name):
             if not torch.is_tensor(value):
                 continue
             tag = tag_of(("optimizers", "0", "state", str(index), key), value)
-            expected = moment_role(key, optimizer)
-            assert tag.role is expected
-            if expected is not Role.OTHER:
-                found.add(key)
+            if tag.role is not Role.OTHER:
+                assert tag.role is moment_role(key, optimizer)
+                found.add((key, tag.role))
                 assert model.get_parameter(tag.parameter).shape == value.shape
-    known = {"Adamax": {"exp_avg"}, "SGD": {"momentum_buffer"}}
-    assert found == ({"exp_avg", "exp_avg_sq"} if "AdamW" in name else known.get(name, set()))
+    adam = {("exp_avg", Role.EXP_AVG), ("exp_avg_sq", Role.EXP_AVG_SQ)}
+    assert (
+        found
+        == {
+            "AdamW": adam,
+            "AdamW-fused-groups": adam,
+            "AdamW-amsgrad": adam | {("max_exp_avg_sq", Role.SQUARES)},
+            "SGD": {("momentum_buffer", Role.EXP_AVG)},
+            "Adafactor": {("variance", Role.STATE)},  # of vectors; of matrices it keeps rows and columns
+            "RMSprop": {("square_avg", Role.SQUARES)},
+            "Adamax": {("exp_avg", Role.EXP_AVG), ("exp_inf", Role.STATE)},
+        }[name]
+    )
+
+
+def test_a_centered_rmsprop_is_stored_exactly_and_says_why():
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.RMSprop(model.parameters(), centered=True)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    tag_of = describe(model, optimizer)
+    for key in ("square_avg", "grad_avg"):
+        tag = tag_of(("optimizers", "0", "state", "0", key), torch.ones(3, 3))
+        assert tag.role is Role.OTHER
+        assert tag.parameter == "weight"
+        assert "centered=False" in tag.why
+    plain = torch.optim.RMSprop(model.parameters())
+    tag = describe(model, plain)(("optimizers", "0", "state", "0", "square_avg"), torch.ones(3, 3))
+    assert tag.role is Role.SQUARES
+    assert tag.why is None
+
+
+def test_the_slow_weights_of_lookahead_belong_to_their_parameters():
+    model = nn.Linear(3, 3)
+    tag_of = describe(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    tag = tag_of(("optimizers", "0", "slow_state", "0", "slow_param"), torch.ones(3, 3))
+    assert (tag.role, tag.parameter) == (Role.STATE, "weight")
 
 
 @pytest.mark.parametrize(
@@ -138,9 +172,9 @@ def test_whatever_is_not_known_is_stored_exactly(path):
     [
         ("FusedLAMB", Role.EXP_AVG_SQ),
         ("DeepSpeedCPUAdam", Role.EXP_AVG_SQ),
-        ("ADOPT", Role.OTHER),
-        ("SOAP", Role.OTHER),
-        ("Adafactor", Role.OTHER),
+        ("ADOPT", Role.SQUARES),
+        ("SOAP", Role.SQUARES),
+        ("Adafactor", Role.SQUARES),
     ],
 )
 def test_second_moments_count_only_where_they_are_of_adams_kind(name, role):
@@ -175,5 +209,6 @@ def test_an_fp32_copy_of_a_half_precision_parameter_is_its_master(key, dtype):
         role=Role.MASTER, layer_type=LayerType.LINEAR, parameter="weight"
     )
     for other in (torch.ones(3, 3, dtype=dtype), torch.ones(3), torch.ones(3, 3, dtype=torch.float64)):
-        assert tag_of(path, other) == Tag()
-    assert describe(model.float(), torch.optim.Adam(model.parameters()))(path, torch.ones(3, 3)) == Tag()
+        assert tag_of(path, other).role is not Role.MASTER
+    full = describe(model.float(), torch.optim.Adam(model.parameters()))
+    assert full(path, torch.ones(3, 3)).role is Role.STATE

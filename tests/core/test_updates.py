@@ -107,6 +107,44 @@ def test_a_second_moment_that_is_too_small_makes_updates_too_long(name):
     assert found.length == pytest.approx(2, abs=0.15)
 
 
+@pytest.mark.parametrize(
+    ("kind", "options", "role", "least"),
+    [
+        (torch.optim.RMSprop, {}, Role.SQUARES, 1.8),
+        (torch.optim.RMSprop, {"momentum": 0.9}, Role.SQUARES, 1.02),  # the momentum is of updates already
+        (torch.optim.Adagrad, {}, Role.SQUARES, 1.8),
+        (torch.optim.Adadelta, {}, Role.SQUARES, 1.4),
+        (torch.optim.Adamax, {}, Role.STATE, 1.8),
+    ],
+)
+def test_squares_and_sizes_that_are_too_small_make_updates_too_long(kind, options, role, least):
+    trained = Trained(lambda model: kind(model.parameters(), **options))
+    same = trained.compare(trained.with_moments(torch.clone, role))
+    assert (same.error, same.length) == (0.0, 1.0)
+    assert trained.compare(trained.with_moments(lambda v: v / 4, role)).length > least
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad])
+def test_other_dtypes_are_tried_as_well(kind, dtype):
+    torch.manual_seed(0)
+    model = TinyMLP(32).to(dtype)
+    optimizer = kind(model.parameters(), lr=1e-3)
+    for _ in range(5):
+        for parameter in model.parameters():
+            parameter.grad = 0.01 * torch.randn_like(parameter)
+        optimizer.step()
+    state = capture(model, optimizer)
+    tensors = {
+        name: tensor / 4 if state.specs[name].tag.role in (Role.EXP_AVG_SQ, Role.SQUARES) else tensor
+        for name, tensor in state.tensors.items()
+    }
+    small = TrainingState(state.tree, tensors, state.specs)
+    kinds = [OptimizerKind.of(optimizer)]
+    assert compare_updates(state, state, kinds).error == 0
+    assert compare_updates(state, small, kinds).length > 1.5
+
+
 def test_nothing_live_is_touched(trained):
     before = trained.live()
     trained.compare(trained.with_moments(wide))

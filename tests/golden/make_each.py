@@ -26,6 +26,7 @@ from shrinkpoint.schemes.adaptive import AdaptiveOptions, AdaptiveRowsCodec
 from shrinkpoint.schemes.base import TensorCodec
 from shrinkpoint.schemes.bit_planes import BitPlanesCodec
 from shrinkpoint.schemes.centroid_moments import CentroidFirstMomentCodec, CentroidMomentumCodec
+from shrinkpoint.schemes.copied import CopiedCodec
 from shrinkpoint.schemes.delta_dnn import DeltaDnnCodec, DeltaDnnOptions
 from shrinkpoint.schemes.excp_codecs import ExcpMomentCodec, ExcpOptions, ExcpWeightCodec
 from shrinkpoint.schemes.factored_moments import FactoredSecondMomentCodec
@@ -33,6 +34,7 @@ from shrinkpoint.schemes.gobo import GoboCodec, GoboOptions
 from shrinkpoint.schemes.lattice import LatticeCodec
 from shrinkpoint.schemes.lattice_steps import curvature_exponents
 from shrinkpoint.schemes.lc_checkpoint import LCCheckpointOptions, LCDeltaCodec, merge_super_step
+from shrinkpoint.schemes.log_levels import LogLevelsCodec
 from shrinkpoint.schemes.partial import PartialCodec
 from shrinkpoint.schemes.rounded import RoundedCodec
 from shrinkpoint.schemes.symbol_coders import LstmCoder
@@ -59,6 +61,8 @@ class Variant:
     """Further tensors, stored exactly."""
     rank: int | None = None
     """Of the gradients of a matrix; None for any."""
+    moments: torch.dtype = torch.float32
+    """Of the moments."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +143,12 @@ def exactly(*roles: str, **options: object) -> Variant:
     return Variant({role: lambda *_: BitPlanesCodec() for role in roles}, **options)
 
 
+def levels(role: str, maker: Maker, **options: object) -> Variant:
+    return Variant({role: maker}, **options)
+
+
+_MOMENT_DTYPES = {"bfloat16": torch.bfloat16, "float64": torch.float64}
+
 CASES: Mapping[str, Mapping[str, Variant]] = {
     "lattice": {
         "kept": weight(lattice()),
@@ -209,6 +219,38 @@ CASES: Mapping[str, Mapping[str, Variant]] = {
             beside=("master",),
         )
         for name, dtype in (("bfloat16", torch.bfloat16), ("float16", torch.float16))
+    },
+    "log-levels": {
+        "goes-on": levels("exp_avg_sq", lambda step, _: LogLevelsCodec(seed=None if step else 7)),
+        "fine": levels("exp_avg_sq", lambda step, _: LogLevelsCodec(step=2, seed=step)),
+        "coarse": levels("exp_avg", lambda step, _: LogLevelsCodec(step=32 - step, seed=2**32 - 1 - step)),
+        "signed": levels("exp_avg", lambda *_: LogLevelsCodec(step=1, seed=None)),
+        "far-rows": levels("exp_avg_sq", lambda step, _: LogLevelsCodec(seed=step), shape=(12, 6, 5)),
+        "vector": levels("exp_avg_sq", lambda *_: LogLevelsCodec(), shape=(300,)),
+    },
+    "copied": {
+        name: Variant(
+            {"average": lambda _, tensors: CopiedCodec(weight=tensors["weight"])},
+            dtype=dtype,
+            beside=("weight",),
+        )
+        for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16))
+    },
+    "other-dtypes": {
+        "weight": weight(lambda step, _: TrellisLatticeCodec(step=0.02, seed=step), dtype=torch.float64),
+        "lattice": weight(lambda *_: LatticeCodec(step=0.02), dtype=torch.float64),
+        **{
+            f"{kind}-{name}": Variant(makers, moments=dtype)
+            for name, dtype in _MOMENT_DTYPES.items()
+            for kind, makers in {
+                "root-units": {
+                    "exp_avg_sq": lengthened,
+                    "exp_avg": lambda *_: CentroidFirstMomentCodec(loss=0.1),
+                },
+                "own-units": {"exp_avg": lambda *_: CentroidMomentumCodec(loss=0.05)},
+                "levels": {"exp_avg_sq": lambda step, _: LogLevelsCodec(seed=step)},
+            }.items()
+        },
     },
     "lc-delta": {
         "published": weight(lambda *_: LCDeltaCodec()),
@@ -292,6 +334,7 @@ class Training:
     def __init__(self, variant: Variant, seed: int) -> None:
         self._random = torch.Generator().manual_seed(seed)
         self._shape, self._dtype, self._rank = variant.shape, variant.dtype, variant.rank
+        self._moments = variant.moments
         self._scale = torch.exp2(torch.randint(-3, 2, variant.shape[:1], generator=self._random)).reshape(
             -1, *(1 for _ in variant.shape[1:])
         )
@@ -310,10 +353,11 @@ class Training:
             self._master = self._master - 0.002 * self._first / (self._second.sqrt() + 1e-8)
         self._master.reshape(-1)[7] += 0.9  # far
         return {
-            "exp_avg": self._first,
-            "exp_avg_sq": self._second,
+            "exp_avg": self._first.to(self._moments),
+            "exp_avg_sq": self._second.to(self._moments),
             "master": self._master,
             "weight": self._master.to(self._dtype),
+            "average": self._master.to(self._dtype),
         }
 
     def _noise(self) -> torch.Tensor:

@@ -61,7 +61,7 @@ def bit_planes(t):
             patterns = [undone(z, x, width) for z, x in zip(patterns, before, strict=True)]
     else:
         beside = t.siblings.get("exp_avg_sq")
-        known = {"previous": before, "beside": None if beside is None else numbers(beside, width)}
+        known = {"previous": before, "beside": None if beside is None else numbers(beside[0], width)}
         patterns = by_classes(t, width, mantissa, known)
     return np.array(patterns, f"<u{width // 8}").tobytes(), {}
 

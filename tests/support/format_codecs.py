@@ -23,7 +23,13 @@ from support.format_trellis import offset_gains, read_trellis_plane
 from shrinkpoint.entropy import lstm
 
 F32 = np.float32
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+DTYPES = {
+    name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "float64")
+}  # what codecs round to
+SIXTEENTHS = (
+    *(1, 1.04427373, 1.09050775, 1.13878858, 1.18920708, 1.24185777, 1.29683959, 1.35425556),
+    *(1.41421354, 1.47682619, 1.54221082, 1.61049032, 1.68179286, 1.75625217, 1.83400810, 1.91520655),
+)
 ITEM_SIZES = {"int64": 8, "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
 ENDS = (8, 11, 16, 23, 32, 45, 64, 91, 128)
 EDGE_PLACES = (-126, -124, -122, -119, -115, -109, -101, -90, -74, -32)
@@ -95,8 +101,13 @@ class Tensor:
     def number(self, name):
         return flushed([self.params[name]])[0]
 
-    def widen(self, data):
-        raw = torch.frombuffer(bytearray(data), dtype=DTYPES[self.entry["dtype"]]) if data else torch.empty(0)
+    def sibling(self, role):
+        data, dtype = self.siblings[role]
+        return self.widen(data, dtype)
+
+    def widen(self, data, dtype=None):
+        dtype = DTYPES[dtype or self.entry["dtype"]]
+        raw = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0)
         return raw.to(torch.float32).numpy()
 
     def rounded(self, values):
@@ -121,7 +132,8 @@ class Tensor:
         data = self.sections["levels"]
         return read_context_plane(data, self.count, alphabet, self.columns, sides, read_model_plane)
 
-    def factors(self):
+    def factor_exponents(self):
+        """Of rows and columns, None for none."""
         cursor = Cursor(self.sections["factors"])
         size = self.rows + self.columns
         if cursor.byte():
@@ -131,6 +143,10 @@ class Tensor:
             contexts = [0] * self.rows + [1] * self.columns
             symbols = read_rans(cursor.rest(), contexts, 256)
             exponents = [lowest[c] + s - 1 if s else -32768 for c, s in zip(contexts, symbols, strict=True)]
+        return exponents
+
+    def factors(self):
+        exponents = self.factor_exponents()
         values = quarters([e if e != -32768 else 0 for e in exponents])
         product = np.maximum(np.multiply.outer(values[: self.rows], values[self.rows :]), F32(2.0**-126))
         none = np.array(exponents) == -32768
@@ -155,7 +171,7 @@ def centroids(t, unit):
 
 
 def centroids_root(t):
-    return centroids(t, np.sqrt(flushed(np.frombuffer(t.siblings["exp_avg_sq"], F32))))
+    return centroids(t, np.sqrt(flushed(t.sibling("exp_avg_sq"))))
 
 
 def centroids_own(t):
@@ -370,7 +386,37 @@ def exact(t):
 
 
 def rounded(t):
-    return t.rounded(np.frombuffer(t.siblings["master"], F32)), {}
+    return t.rounded(t.sibling("master")), {}
+
+
+def copied(t):
+    data, dtype = t.siblings["weight"]
+    assert dtype == t.entry["dtype"]
+    return data, {}
+
+
+def log_levels(t):
+    step, count, lowest = t.params["step"], t.params["count"], t.params["lowest"]
+    assert 1 <= step <= 32
+    offsets = np.floor((dither(t.params["seed"], t.count) + F32(0.5)) * F32(step)).astype(int)
+    if t.before is None:
+        sides = [0 if e == -32768 else e for e in t.factor_exponents()]
+        predicted = 4 * np.add.outer(sides[: t.rows], sides[t.rows :]).reshape(-1)
+    else:
+        before, zeros = t.before["exponents"].copy(), t.before["zeros"]
+        others = before[~zeros].tolist()
+        before[zeros] = sum(others) // len(others) if others else 0
+        predicted = before + t.params["shift"]
+    symbols = np.array(t.context_plane(count + 1, []))
+    levels = (predicted - offsets + step // 2) // step + symbols + lowest - 1
+    found = np.clip(step * levels + offsets, -2016, 2047)
+    sizes = np.array([float(F32(SIXTEENTHS[e % 16])) * 2.0 ** (e // 16) for e in found.tolist()], F32)
+    zeros = symbols == 0
+    sizes[zeros] = 0
+    if t.params["signed"]:
+        packed = np.frombuffer(read_planes(t.sections["signs"], -(-t.count // 8), 1), np.uint8)
+        sizes[np.unpackbits(packed, count=t.count) > 0] *= -1
+    return t.rounded(sizes), {"exponents": found, "zeros": zeros}
 
 
 CODECS = {
@@ -382,6 +428,8 @@ CODECS = {
     "lattice": lattice,
     "trellis-lattice": trellis_lattice,
     "rounded": rounded,
+    "log-levels": log_levels,
+    "copied": copied,
     "lc-delta": closed_loop(lc_delta),
     "excp-residual": closed_loop(excp_residual),
     "excp-moment": excp_moment,
@@ -398,7 +446,7 @@ def read_chain(files):
     held = {}
     for data in files:
         header, _, rest = take_apart(data)
-        now, values = {}, {}
+        now, values, weights = {}, {}, {}
         for entry in header["tensors"]:
             sections = {}
             for name, size in entry["sections"].items():
@@ -406,8 +454,12 @@ def read_chain(files):
             folder, _, _ = entry["name"].rpartition("/")
             siblings = values.setdefault((entry["parameter"], folder), {})
             t = Tensor(entry, sections, held.get(entry["name"]), siblings)
+            if entry["role"] == "average" and (entry["parameter"], tuple(entry["shape"])) in weights:
+                siblings.setdefault("weight", weights[entry["parameter"], tuple(entry["shape"])])
             value, kept = CODECS[entry["codec"]](t)
-            siblings[entry["role"]] = value
+            siblings[entry["role"]] = value, entry["dtype"]
+            if entry["role"] == "weight":
+                weights.setdefault((entry["parameter"], tuple(entry["shape"])), siblings["weight"])
             now[entry["name"]] = {"codec": entry["codec"], "count": t.count, "bytes": value, **kept}
         held = now
         yield {name: kept["bytes"] for name, kept in now.items()}

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from shrinkpoint.movement import Movement
 from shrinkpoint.schemes.auto import Auto, AutoOptions
 from shrinkpoint.schemes.base import Occasion
 from shrinkpoint.schemes.trellis_points import WIDER
-from shrinkpoint.state import Role, TrainingState
+from shrinkpoint.state import Role, Tag, TrainingState
 from shrinkpoint.trial import restored_model
 
 OPTIONS = AutoOptions(weight_scale=0.5)
@@ -69,6 +70,87 @@ def test_every_optimizer_has_its_weights_coded_and_its_unknown_state_kept(optimi
             assert codec_of(told[-1])[name] == "trellis-lattice"
         elif spec.tag.role is Role.OTHER:
             assert identical(decoded.tensors[name], states[-1].tensors[name])
+
+
+STATES = {
+    "RMSprop": {"square_avg": "log-levels"},
+    "Adamax": {"exp_inf": "log-levels", "exp_avg": "centroid-own-units"},
+    "AdamW-amsgrad": {
+        "exp_avg_sq": "log-levels",
+        "max_exp_avg_sq": "log-levels",
+        "exp_avg": "centroid-root-units",
+    },
+    "AdamW": {"exp_avg_sq": "factored", "exp_avg": "centroid-root-units"},
+}
+
+
+@pytest.mark.parametrize("optimizer", STATES)
+def test_state_is_coded_as_suits_what_divides_by_it(optimizer):
+    states = training(optimizer, TinyMLP)
+    base = coded(states[0])
+    delta = coded(states[1], dict(base.held), step=2)
+    again = coded(states[2], dict(delta.held), step=3, restored=True)
+    seeds = []
+    for one, state in zip((base, delta, again), states, strict=False):
+        assert not one.kept_exactly
+        found = codec_of(one)
+        for name in (n for n, spec in state.specs.items() if spec.numel >= 64 and n.startswith("opt")):
+            assert found[name] == STATES[optimizer][name.rpartition("/")[2]]
+        entries = [e for e in one.checkpoint.entries if e.encoded.codec == "log-levels"]
+        seeds.append([e.encoded.params["seed"] for e in entries])
+    assert seeds[0] == seeds[1]  # the run goes on
+    assert not seeds[0] or seeds[1] != seeds[2]  # from what was restored
+
+
+def test_the_maximum_of_second_moments_is_never_restored_below_them():
+    """It would be raised to them at the next step, and never fall again."""
+    states = training("AdamW-amsgrad", TinyMLP)
+    base = coded(states[0])
+    for one in (base, coded(states[1], dict(base.held), step=2, restored=True)):
+        chain = [base.checkpoint] if one is base else [base.checkpoint, one.checkpoint]
+        chain[-1] = replace(chain[-1], parent=base.checkpoint.state_digest if one is not base else None)
+        restored = decode_chain(chain).state.tensors
+        for name in (name for name in restored if name.endswith("/max_exp_avg_sq")):
+            assert bool((restored[name] >= restored[name.replace("max_exp", "exp")]).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("optimizer", ["AdamW", "RMSprop", "SGD"])
+def test_other_dtypes_are_coded_as_fp32_is(dtype, optimizer):
+    torch.manual_seed(0)
+    model = TinyMLP().to(dtype)
+    trained = OPTIMIZERS[optimizer](model)
+    for _ in range(3):
+        for parameter in model.parameters():
+            parameter.grad = 0.01 * torch.randn_like(parameter)
+        trained.step()
+    state = capture(model, trained)
+    encoded = coded(state)
+    assert not encoded.kept_exactly
+    assert all(
+        entry.encoded.codec != "exact" for entry in encoded.checkpoint.entries if entry.spec.numel >= 64
+    )
+    restored = decode_chain([encoded.checkpoint]).state.tensors
+    for name, tensor in state.tensors.items():
+        assert restored[name].dtype == tensor.dtype
+        away = torch.linalg.vector_norm(restored[name].double() - tensor.double())
+        assert float(away) <= 0.9 * float(torch.linalg.vector_norm(tensor.double()))
+
+
+@pytest.mark.parametrize(("moves", "codec"), [(True, "copied"), (False, "exact")])
+def test_an_average_that_is_its_weight_is_stored_as_that_if_it_moves_with_it(moves, codec):
+    weight = torch.randn(40, 50)
+    roles = {"w": Role.WEIGHT, "ax": Role.AVERAGE}
+    state = TrainingState.capture(
+        {"w": weight, "optimizer": {"state": {"0": {"ax": weight.clone()}}}},
+        lambda path, tensor: Tag(role=roles[path[-1]], parameter="w"),
+    )
+    rows = np.full(40, 0.01)
+    name = "optimizer/state/0/ax"
+    movement = Movement(rows={"w": rows, name: rows if moves else 0 * rows}, steps=10)
+    assert codec_of(coded(state, movement=movement))[name] == codec
+    first = Movement(rows={"w": rows}, steps=10)
+    assert codec_of(coded(state, movement=first))[name] == "copied"
 
 
 def test_adams_moments_are_coded_in_units_of_the_second():
