@@ -52,19 +52,18 @@ class Address:
         Raises:
             NoCheckpointError: there is none; the message says which there are.
         """
-        if not manifests:
-            raise NoCheckpointError(f"{self.url} holds no checkpoint")
         for manifest in manifests:  # of a step that was saved twice, the later
             if self.step in (None, manifest.step) and self.seq in (None, manifest.seq):
                 return manifest
+        if self.step is None and self.seq is None:
+            raise NoCheckpointError(f"{self.url} holds no checkpoint")
         kind, wanted = ("step", self.step) if self.step is not None else ("commit", self.seq)
         assert wanted is not None
         there = {manifest.step if self.step is not None else manifest.seq for manifest in manifests}
         near = sorted(sorted(there, key=lambda number: abs(number - wanted))[:_NEAREST])
         which = "there are" if len(near) == len(there) else f"of its {len(there)}, the nearest are"
-        raise NoCheckpointError(
-            f"{self.url} has no checkpoint of {kind} {wanted}; {which} {', '.join(map(str, near))}"
-        )
+        listed = f"{which} {', '.join(map(str, near))}" if near else "it holds none"
+        raise NoCheckpointError(f"{self.url} has no checkpoint of {kind} {wanted}; {listed}")
 
     def __str__(self) -> str:
         if self.step is not None:
