@@ -5,16 +5,17 @@ the place of the old checkpoint, and only then is the old one let go, by the ord
 moment, the run holds the old checkpoint, or both. A delta stays one where what it was told by is there as weights too.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from shrinkpoint.compaction import rebase_checkpoint
-from shrinkpoint.container.layout import Checkpoint
+from shrinkpoint.container.layout import Checkpoint, Entry
 from shrinkpoint.container.reader import Header
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.decoding import decode_checkpoint, required
 from shrinkpoint.errors import ChainError, CorruptionError, FormatError, ShrinkpointError
+from shrinkpoint.exactness import pack_reasons, unpack_reasons
 from shrinkpoint.retention import WEIGHTS_ONLY, is_weights_only, lineage_of
 from shrinkpoint.selective import Source, decode_selected, sources_of_run
 from shrinkpoint.state import TrainingState
@@ -103,14 +104,16 @@ def make_weights(
     before = None if parent is None else sources_of_run(store, parent)
     if manifest.kind == "base" or before is not None:
         alone = required(kept, header.tensors.values(), values=True) == kept
+        entries = tuple(source.entries(kept))
         checkpoint = Checkpoint(
             kind=header.kind,
             step=header.step,
             tree=tree,
-            entries=tuple(source.entries(kept)),
+            entries=entries,
             scheme=header.scheme,
             parent=None if parent is None or header.kind == "base" else parent.state_digest,
             provenance=header.provenance,
+            exact=_reasons_of(entries, header.exact, header.tensors),
         )
         made = Slimmed(
             source=manifest,
@@ -136,14 +139,22 @@ def _as_base(store: RunStore, manifest: Manifest, tree: JSON, threads: int) -> S
         return {name: item for name, item in named.items() if name in kept}
 
     entries = tuple(entry for entry in decoded.checkpoint.entries if entry.spec.name in kept)
+    names = [entry.spec.name for entry in decoded.checkpoint.entries]
+    exact = _reasons_of(entries, decoded.checkpoint.exact, names)
     weights = replace(
         decoded,
         state=TrainingState(tree, only(decoded.state.tensors), only(decoded.state.specs)),
         held=only(decoded.held),
-        checkpoint=replace(decoded.checkpoint, tree=tree, entries=entries),
+        checkpoint=replace(decoded.checkpoint, tree=tree, entries=entries, exact=exact),
     )
     checkpoint, _ = rebase_checkpoint(weights, threads=threads)
     return Slimmed(source=manifest, parent=None, checkpoint=checkpoint, container=write_container(checkpoint))
+
+
+def _reasons_of(entries: Sequence[Entry], exact: JSON, names: Iterable[str]) -> JSON:
+    """Why those that are kept are stored exactly, of a checkpoint with tensors of these names."""
+    reasons, kept = unpack_reasons(exact, list(names)), [entry.spec.name for entry in entries]
+    return pack_reasons(kept, {name: reasons[name] for name in kept if name in reasons})
 
 
 def _is_sound(made: Slimmed, old: Header, before: Sequence[Callable[[], Source]], threads: int) -> bool:

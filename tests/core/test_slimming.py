@@ -17,8 +17,10 @@ import shrinkpoint.slimming as slimming
 from shrinkpoint.cli.app import app
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError, ShrinkpointWarning
+from shrinkpoint.exactness import unpack_reasons
 from shrinkpoint.retention import is_weights_only
 from shrinkpoint.saver import Saver
+from shrinkpoint.selective import sources_of_run
 from shrinkpoint.slimming import Slimmer, make_weights, without_optimizer
 from shrinkpoint.state import TrainingState
 from shrinkpoint.store.local import LocalObjects
@@ -92,6 +94,23 @@ def test_older_checkpoints_become_weights_in_their_places(folder: Path) -> None:
         assert manifest.meta["save"]["bytes"] == manifest.chain[-1].size
         assert manifest.meta["save"]["metrics"]["val_loss"] == 6 - manifest.step / 10
     assert slim(folder) == []
+
+
+def test_weights_keep_the_reasons_of_what_is_stored_exactly(folder: Path) -> None:
+    def reasons(manifest: Manifest) -> dict[str, str]:
+        header = sources_of_run(RunStore(folder), manifest)[-1]().header
+        found = unpack_reasons(header.exact, list(header.tensors))
+        return {name: found.get(name, "") for name in header.tensors}
+
+    before = {manifest.step: reasons(manifest) for manifest in RunStore(folder).manifests()}
+    slim(folder)
+    weights = {m.step: reasons(m) for m in RunStore(folder).manifests() if is_weights_only(m.meta)}
+    assert weights
+    for step, kept in weights.items():
+        assert kept == {name: why for name, why in before[step].items() if name in kept}
+    schemes = {str(manifest.meta) for manifest in RunStore(folder).manifests()}
+    told = any(any(kept.values()) for kept in weights.values())
+    assert told == any("auto" in each for each in schemes)
 
 
 def test_deltas_stay_deltas_where_no_moment_is_needed(folder: Path) -> None:
