@@ -1,6 +1,6 @@
 """Compiles the coders of a scheme by making and restoring some checkpoints of a small training, and notes that it did.
 
-numba compiles what is called for the first time: half a minute of one core for the coders of scheme ``auto``. It keeps what
+numba compiles what is called for the first time: up to a minute of one core for the coders of scheme ``auto``. It keeps what
 it compiled in a folder, and beside that stands one file for each scheme and effort, named after numba's version and the
 processor, which tells the coders' sources and the files that numba has kept: where one of these is gone, all is compiled again.
 """

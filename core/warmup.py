@@ -1,6 +1,6 @@
 """Has the coders compiled before the first save needs them, in a process of its own.
 
-Where nothing is compiled yet, as in every fresh container, that takes a minute or two of one core, and a thread that
+Where nothing is compiled yet, as in every fresh container, that takes up to a minute of one core, and a thread that
 compiles holds the GIL for most of it: the training beside it would wait at every step. A child fills numba's cache
 meanwhile, from which the first save loads.
 

@@ -21,7 +21,7 @@ def compile_now(
         ),
     ] = None,
 ) -> None:
-    """Compile the coders now, a minute or two; else it is done when the first training on a machine begins."""
+    """Compile the coders now, up to a minute of one core; else it is done when the first training on a machine begins."""
     from shrinkpoint.compilation import compile_coders, is_compiled
 
     out = console()
