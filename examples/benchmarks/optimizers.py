@@ -324,7 +324,7 @@ def _page(results: Sequence[Result], command: str) -> str:
             "",
             f"`{command}` wrote this page: a GPT of {_parameters():,} parameters, {steps} steps, {saves} saves of all state with the",
             f"library's defaults, {saves - 1} of them restored. *Ratio* is of all saves together, *loss* on held-out text of a run without",
-            "restores, *change* what the restores made of it. The",
+            "restores, *change* what the restores made of it (of one seed; `--seed` takes another). The",
             "last columns are what a restore does to the optimizer's next update, the worst save of each: its error, and its length.",
             "",
             _HEAD,

@@ -219,7 +219,7 @@ def test_other_gradients_and_odd_values_are_refused():
         CentroidFirstMomentCodec().encode(first, spec, beside(second * 1e-8))
     for context in (
         Context(),
-        beside(second.double()),
+        beside(second.int()),
         beside(second[:5]),
         beside(-second),
         beside(second / 0),
@@ -227,12 +227,12 @@ def test_other_gradients_and_odd_values_are_refused():
         with pytest.raises(CannotRepresentError, match="no second moment"):
             CentroidFirstMomentCodec().encode(first, spec, context)
     for wrong in (
-        first.double(),
+        first.int(),
         first * torch.inf,
         first * torch.nan,
         first[:0],
         first[:, :0],
-        first.bfloat16(),
+        first.to(torch.float8_e5m2),
     ):
         with pytest.raises(CannotRepresentError):
             CentroidMomentumCodec().encode(wrong, spec_of(wrong), Context())
@@ -324,7 +324,7 @@ def test_a_second_moment_that_is_missing_or_another_ones_is_refused():
     for context in (
         Context(),
         beside(second[:7]),
-        beside(second.double()),
+        beside(second.int()),
         beside(-second),
         beside(second * torch.nan),
     ):
@@ -336,7 +336,7 @@ def test_stored_tensors_of_no_elements_or_other_dtypes_are_refused():
     first, second = moments(30, 20)
     for codec in CODECS:
         coded = codec().encode(first, spec_of(first), beside(second)).encoded
-        for strange in (first[:0], first.half(), first.double(), first.int()):
+        for strange in (first[:0], first.to(torch.float8_e5m2), first.int()):
             with pytest.raises(FormatError, match="stored exactly"):
                 read(codec(), coded, spec_of(strange), beside(strange.float()))
 

@@ -158,11 +158,11 @@ def test_lengths_and_distances_of_rows(seed, height, width):
 def test_odd_values_are_refused():
     _, second = moments(30, 30)
     for wrong in (
-        second.double(),
+        second.int(),
         second * torch.nan,
         -second,
         second[:0],
-        second.half(),
+        second.to(torch.float8_e5m2),
         second * 0 + torch.inf,
     ):
         for method in (FactoredSecondMomentCodec().encode, FactoredSecondMomentCodec().restored):
@@ -187,7 +187,7 @@ def test_damaged_copies_are_refused():
 def test_stored_tensors_of_no_elements_or_other_dtypes_are_refused():
     _, second = moments(30, 20)
     encoded = code(second)[0].encoded
-    for strange in (second[:0], second.half(), second.double()):
+    for strange in (second[:0], second.to(torch.float8_e5m2), second.int()):
         with pytest.raises(FormatError, match="stored exactly"):
             FactoredSecondMomentCodec().reconstruct(encoded, {}, spec_of(strange), Context())
 

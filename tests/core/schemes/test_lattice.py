@@ -146,7 +146,7 @@ def test_what_cannot_stand_on_a_lattice_is_refused():
         torch.tensor([[1.0, torch.nan]]),
         torch.tensor([[1e9, 1.0]]),
         torch.tensor([[1.0, torch.inf]]),
-        torch.ones(2, 2, dtype=torch.float64),
+        torch.full((2, 2), 1e300, dtype=torch.float64),
         torch.ones(0, 4),
         torch.ones(4, 0),
     ):
