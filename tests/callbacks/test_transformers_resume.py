@@ -118,7 +118,8 @@ def test_continues_bit_by_bit(name: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("steps", [5, 11, 16])
 def test_a_longer_run_continues_a_finished_one(steps: int, folder: Path) -> None:
-    setup, url = with_arguments(max_steps=22, lr_scheduler_type="constant"), fresh()
+    # Since version 5 the trainer evaluates once more at the end, and masks at random for it.
+    setup, url = with_arguments(max_steps=22, lr_scheduler_type="constant", eval_strategy="no"), fresh()
     short = replace(setup, arguments=(*setup.arguments, ("max_steps", steps)))
     assert train(short, str(folder / "run"), saving(url)).finished
     rest = train(setup, str(folder / "run"), saving(url), seed=999)
