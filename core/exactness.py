@@ -40,6 +40,7 @@ _TEXTS: Mapping[str, tuple[str, str | None]] = MappingProxyType(
         "integer": ("dtype {}, no floating-point numbers", None),
         "moment": ("a moment, which the scheme leaves as it is", _OURS),
         "momentum": ("a momentum without a second moment", _OURS),
+        "needed": ("{}", "Only another optimizer, or other settings of it, make it smaller"),
         "norm": ("a norm's parameter", _OURS),
         "refused": ("{}", "If that lasts, the training or the scheme's settings are to be looked at"),
         "role": (

@@ -40,7 +40,7 @@ def why_left(spec: TensorSpec, options: object) -> str:
     if spec.numel < least:
         return f"small:{least}"
     if spec.tag.why is not None:
-        return f"refused:{spec.tag.why[:_LONGEST]}"
+        return f"needed:{spec.tag.why[:_LONGEST]}"
     if role in (Role.OTHER, Role.STATE, Role.SQUARES):
         *folders, key = spec.name.split("/")
         of_optimizer = any("optim" in folder.lower() for folder in folders)

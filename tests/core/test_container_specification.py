@@ -282,7 +282,7 @@ def test_trellis_coder_of_models_that_no_encoder_writes(scale, mean, monkeypatch
     with pytest.raises(CorruptionError):
         decode_points(payload, path)
     opened = Runs.open
-    monkeypatch.setattr(trellis_planes, "check_end", lambda sound: None)
+    monkeypatch.setattr(trellis_planes, "check_end", lambda words, cursor: None)
     monkeypatch.setattr(Runs, "open", lambda self, data: (opened(self, data)[0], lambda: None))
     ours = decode_points(payload, path)
     sides = [side.plane.tolist() for side in path.sides]
@@ -300,7 +300,7 @@ def read_next(encoded, tensor, before, siblings):
         "dtype": str(tensor.dtype).removeprefix("torch."),
         "uses_reference": encoded.uses_reference,
     }
-    beside = {role: value.numpy().tobytes() for role, value in siblings.items()}
+    beside = {role: (value.numpy().tobytes(), "float32") for role, value in siblings.items()}
     t = Tensor(entry, encoded.sections, before, beside)
     value, kept = CODECS[encoded.codec](t)
     return value, {"codec": encoded.codec, "count": t.count, **kept}
