@@ -20,6 +20,8 @@ from shrinkpoint.store.manifest import FORMAT, READER_FEATURES, BlobRef, Manifes
 from shrinkpoint.store.objects import MissingKeyError, ObjectStore
 from shrinkpoint.store.probe import honours_put_if_absent
 from shrinkpoint.store.retry import RetryingObjects, RetryPolicy
+from shrinkpoint.store.striped import StripedObjects
+from shrinkpoint.store.striped.members import read_member
 from shrinkpoint.store.trash import removed
 from shrinkpoint.store.writer import RunWriter
 from shrinkpoint.telling import tell
@@ -73,6 +75,8 @@ class RunStore:
         objects: ObjectStore | None = None,
     ) -> None:
         inner = open_objects(url, storage_options) if objects is None else objects
+        self.stores: StripedObjects | None = _striped(inner)
+        """The several stores of the run, if there are several."""
         self._objects: ObjectStore = RetryingObjects(inner, retry or RetryPolicy())
         self._catalog = Catalog(self._objects)
         self._warned: set[str] = set()
@@ -154,6 +158,7 @@ class RunStore:
             StoreError: The store could not be listed or read.
         """
         skipped: dict[str, str] = {}
+        self._refuse_member()
         for _ in range(_RESTARTS):
             listing = self._scan()
             if not listing.manifests and not listing.damaged:
@@ -211,6 +216,7 @@ class RunStore:
         """
         if mode not in ("auto", "single-writer"):
             raise ConfigError(f"mode={mode!r}: use 'auto' or 'single-writer'")
+        self._refuse_member()
         if self._read_format() is None:
             self._create()
         self._warn_of_containers_alone()
@@ -266,6 +272,14 @@ class RunStore:
                     raise
         raise AssertionError("_READS >= 1")
 
+    def _refuse_member(self) -> None:
+        """One store of a set holds its records, but only shards of its containers, and is not to be written to alone."""
+        if self.stores is None and (member := read_member(self._objects)) is not None:
+            raise RunMismatchError(
+                f"{self.display} is store {member.number} of a set: give all of its stores, which were"
+                f" {', '.join(member.stores)} when the run began"
+            )
+
     def _read_format(self) -> dict[str, Any] | None:
         try:
             record = read_checked(self._objects, FORMAT_KEY, unseal)
@@ -300,3 +314,9 @@ class RunStore:
         # Who loses this race uses the winner's.
         self._objects.put_if_absent(FORMAT_KEY, seal(record))
         self._read_format()
+
+
+def _striped(objects: ObjectStore) -> StripedObjects | None:
+    while isinstance(objects, RetryingObjects):
+        objects = objects.inner
+    return objects if isinstance(objects, StripedObjects) else None

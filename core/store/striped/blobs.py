@@ -119,6 +119,10 @@ class Blobs:
         try:
             return self._get(key, layout, start, end, max_size)
         except Insufficient as error:
+            try:  # a listing may lag behind what is there; the names are known
+                return self._get(key, self._guess(layout), start, end, max_size)
+            except Insufficient:
+                pass
             silent = self._group.health.ill
             what = f"{key}: {error}"
             if silent and not self._group.reads_anyway:
@@ -145,6 +149,15 @@ class Blobs:
                     problem = error
         assert problem is not None
         raise problem
+
+    def _guess(self, layout: Layout) -> Layout:
+        """The same, with the places that no listing shows in any store that shows none of this geometry."""
+        guessed: Layout = {}
+        for geometry, places in layout.items():
+            shown = {store for stores in places.values() for store in stores}
+            others = [store for store in self._group.everyone if store not in shown]
+            guessed[geometry] = {place: places.get(place, others) for place in range(geometry.shards)}
+        return guessed
 
     def _well(self, places: dict[int, list[int]]) -> int:
         return sum(

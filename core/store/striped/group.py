@@ -41,6 +41,7 @@ class Group:
         shown: Their URLs for messages.
         health: What was seen of them.
         calls: The way to ask several.
+        make_quorum: From the number of stores and the parity; another one for tests of what would be lost with it.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Group:
         self._parity = parity
         self._read_anyway = read_anyway
         self._member: Member | None = None
+        self.make_quorum: Callable[[int, int], Quorum] = Quorum
         self._honours: dict[int, bool] = {}
         self._is_conditional = False
 
@@ -72,7 +74,7 @@ class Group:
     @property
     def quorum(self) -> Quorum:
         """How many must take, and be asked for, a record."""
-        return Quorum(len(self.stores), self.parity)
+        return self.make_quorum(len(self.stores), self.parity)
 
     @property
     def to_read(self) -> int:

@@ -93,8 +93,8 @@ class StripedObjects:
 
     def get(self, key: str, start: int | None = None, end: int | None = None, *, max_size: int) -> bytes:
         """See :class:`~shrinkpoint.store.objects.ObjectStore`."""
-        if self.group.member is None:
-            raise MissingKeyError(f"{key} is not in {self.display}, where nothing was ever stored")
+        if key in _OWN or self.group.member is None:
+            raise MissingKeyError(f"{key} is not in {self.display}, as far as a run may know")
         if key.startswith("data/"):
             data = self._blobs.get(key, start, end, max_size)
             self.group.tell_changes()
