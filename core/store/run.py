@@ -1,7 +1,6 @@
 """One run in a store: which checkpoints it has, their bytes, the newest sound one, and the way to a writer."""
 
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, TypeVar
 
@@ -14,7 +13,7 @@ from shrinkpoint.errors import (
     UnsupportedFormatError,
 )
 from shrinkpoint.store.catalog import Catalog, DamagedCheckpoint, Listing, read_checked
-from shrinkpoint.store.connect import open_objects
+from shrinkpoint.store.connect import StorageOptions, open_objects, shared_fate
 from shrinkpoint.store.keys import FORMAT_KEY, is_own_key, new_nonce
 from shrinkpoint.store.manifest import FORMAT, READER_FEATURES, BlobRef, Manifest, seal, unseal
 from shrinkpoint.store.objects import MissingKeyError, ObjectStore
@@ -23,6 +22,7 @@ from shrinkpoint.store.retry import RetryingObjects, RetryPolicy
 from shrinkpoint.store.striped import StripedObjects
 from shrinkpoint.store.striped.members import read_member
 from shrinkpoint.store.trash import removed
+from shrinkpoint.store.urls import RunUrl, url_text
 from shrinkpoint.store.writer import RunWriter
 from shrinkpoint.telling import tell
 
@@ -47,8 +47,10 @@ class RunStore:
     A pickle holds ``storage_options``, but no connection.
 
     Args:
-        url: ``/folder``, ``s3://bucket/prefix`` or the URL of another fsspec file system.
-        storage_options: For the file system: credentials, ``endpoint_url`` and so on.
+        url: ``/folder``, ``s3://bucket/prefix`` or the URL of another fsspec file system; or a list of 2 to 32, which hold the
+            run together (docs/stores.md).
+        storage_options: For the file system: credentials, ``endpoint_url`` and so on; or a list of as many.
+        parity: How many of several stores may be lost; None takes what the run began with, or 1.
         retry: How long to insist when the store fails for a passing reason.
         objects: Use this object store instead of opening ``url``.
 
@@ -68,16 +70,18 @@ class RunStore:
 
     def __init__(
         self,
-        url: str | os.PathLike[str],
+        url: RunUrl,
         *,
-        storage_options: Mapping[str, Any] | None = None,
+        storage_options: StorageOptions = None,
+        parity: int | None = None,
         retry: RetryPolicy | None = None,
         objects: ObjectStore | None = None,
     ) -> None:
-        inner = open_objects(url, storage_options) if objects is None else objects
+        inner = open_objects(url, storage_options, parity=parity) if objects is None else objects
         self.stores: StripedObjects | None = _striped(inner)
         """The several stores of the run, if there are several."""
         self._objects: ObjectStore = RetryingObjects(inner, retry or RetryPolicy())
+        self._shared_fate = url_text(url) if self.stores is not None and objects is None else None
         self._catalog = Catalog(self._objects)
         self._warned: set[str] = set()
         self._restored: str | None = None
@@ -87,6 +91,11 @@ class RunStore:
     def display(self) -> str:
         """The run's URL or folder for messages, without credentials."""
         return self._objects.display
+
+    @property
+    def redundancy(self) -> int | None:
+        """How many of several stores may be lost now, as far as this process knows; None where there is one."""
+        return None if self.stores is None else self.stores.redundancy
 
     def exists(self) -> bool:
         """Whether the prefix holds a run.
@@ -219,6 +228,10 @@ class RunStore:
         self._refuse_member()
         if self._read_format() is None:
             self._create()
+        if self._shared_fate is not None and (fate := shared_fate(self._shared_fate)) is not None:
+            self._warn(
+                "", f"{fate} will be lost together, on one device or in one bucket: what is there counts as one store"
+            )
         self._warn_of_containers_alone()
         conditional = mode == "auto" and honours_put_if_absent(self._objects)
         if mode == "auto" and not conditional:

@@ -200,8 +200,8 @@ def _trials(
                 bad.append((seed, kind, trial.wrong))
             shutil.rmtree(root)
     print(f"{how}, {stores} stores, parity {parity}: {dict(seen)}, {len(bad)} of {count} lost something")
-    for item in bad[:5]:
-        print("   ", item)
+    for seed, kind, wrong in bad[:5]:
+        print("   ", seed, kind, [text[:200] for text in wrong])
     return bad
 
 

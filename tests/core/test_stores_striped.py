@@ -162,6 +162,14 @@ def test_shards_that_do_not_answer_are_no_reason_to_go_back() -> None:
     assert newest(stores, read_anyway=True) == (1, [b"small"])
 
 
+def test_a_blank_store_is_no_witness_that_shards_are_missing() -> None:
+    stores = Stores(3, 0)
+    base(stores.run().writer(), 1)
+    stores.each[1].blobs.clear()
+    with pytest.raises(StoreError, match="2 of the 3 shards .* does not answer.*is blank"):
+        newest(stores)
+
+
 def test_in_a_disaster_what_is_left_is_read() -> None:
     stores = Stores(3, 1)
     writer = stores.run().writer()

@@ -191,6 +191,7 @@ class RangeReader:
                 payload = memoryview(objects.get(str(name), begin, end, max_size=end - begin))
             return sound_blocks(block_sums(name, header)[slice(*blocks)], payload)
         except MissingKeyError:
+            self._group.confirm(store)  # a blank store knows nothing of what is missing
             return []
         except CorruptionError:
             return [None] * (blocks[1] - blocks[0])
