@@ -161,7 +161,9 @@ class Checkpointer:
         weakref.finalize(self, self._termination.unwatch)
         self._began = False
         self._told_unmeasurable = False
-        self.saver = Saver(url, config or SaverConfig(**fields), storage_options=storage_options, parity=parity)
+        self.saver = Saver(
+            url, config or SaverConfig(**fields), storage_options=storage_options, parity=parity
+        )
         self.saver.check()
 
     def resume(self, step: int | None = None) -> int:

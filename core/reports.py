@@ -101,7 +101,11 @@ class SaveReport:
         kept = list(self.kept_exactly.items())
         more = {"...": f"and {len(kept) - _NAMED} more tensors"} if len(kept) > _NAMED else {}
         report = asdict(self) | {"kept_exactly": dict(kept[:_NAMED]) | more, "ratio": self.ratio}
-        del report["seq"], report["write_s"], report["redundancy"]  # known only once the manifest that holds this is stored
+        del (
+            report["seq"],
+            report["write_s"],
+            report["redundancy"],
+        )  # known only once the manifest that holds this is stored
         report["metrics"] = {name: _finite(value) for name, value in self.metrics.items()}
         for name in ("resumed", "resumed_high"):
             report[name] = {steps: _finite(rise) for steps, rise in getattr(self, name).items()}

@@ -46,8 +46,14 @@ def open_objects(
     urls = split_urls(url)
     if len(urls) == 1:
         if parity:
-            raise ConfigError(f"parity={parity} with one URL: give as many URLs as there are stores, 2 or more")
-        if isinstance(storage_options, Sequence) and not isinstance(storage_options, str) and len(storage_options) == 1:
+            raise ConfigError(
+                f"parity={parity} with one URL: give as many URLs as there are stores, 2 or more"
+            )
+        if (
+            isinstance(storage_options, Sequence)
+            and not isinstance(storage_options, str)
+            and len(storage_options) == 1
+        ):
             storage_options = storage_options[0]
         return open_location(parse_url(urls[0]), storage_options)  # type: ignore[arg-type]
     locations = [parse_url(one) for one in urls]
@@ -60,7 +66,9 @@ def open_objects(
     return StripedObjects(stores, parity=parity, read_anyway=read_anyway)
 
 
-def _options_of_each(locations: Sequence[Location], options: StorageOptions) -> list[Mapping[str, Any] | None]:
+def _options_of_each(
+    locations: Sequence[Location], options: StorageOptions
+) -> list[Mapping[str, Any] | None]:
     if isinstance(options, Sequence) and not isinstance(options, str):
         if len(options) != len(locations):
             raise ConfigError(

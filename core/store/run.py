@@ -105,6 +105,7 @@ class RunStore:
             UnsupportedFormatError: The run needs a newer shrinkpoint.
             StoreError: The store could not be read; that never looks like an absent run.
         """
+        self._refuse_member()
         return self._read_format() is not None
 
     def manifests(self) -> list[Manifest]:
@@ -230,7 +231,8 @@ class RunStore:
             self._create()
         if self._shared_fate is not None and (fate := shared_fate(self._shared_fate)) is not None:
             self._warn(
-                "", f"{fate} will be lost together, on one device or in one bucket: what is there counts as one store"
+                "",
+                f"{fate} will be lost together, on one device or in one bucket: what is there counts as one store",
             )
         self._warn_of_containers_alone()
         conditional = mode == "auto" and honours_put_if_absent(self._objects)

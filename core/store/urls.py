@@ -75,7 +75,9 @@ def split_urls(url: RunUrl) -> list[str | os.PathLike[str]]:
         raise ConfigError("url=[] names no store: give the run's folder or URL, or several")
     for one in url:
         if isinstance(one, str | os.PathLike) and _BETWEEN.search(str(os.fspath(one))) is not None:
-            raise ConfigError(f"url={str(one)!r} in a list of stores has a comma before a path: choose another name")
+            raise ConfigError(
+                f"url={str(one)!r} in a list of stores has a comma before a path: choose another name"
+            )
     return list(url)
 
 

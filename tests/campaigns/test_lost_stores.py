@@ -36,7 +36,10 @@ class Nursery:
     def __init__(self, errors: Path) -> None:
         self.errors = errors
         path = str(Path(stores_worker.__file__).parents[1])
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([path, *filter(None, [os.environ.get("PYTHONPATH")])])}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([path, *filter(None, [os.environ.get("PYTHONPATH")])]),
+        }
         self._process = subprocess.Popen(
             [sys.executable, stores_worker.__file__],
             stdin=subprocess.PIPE,
@@ -77,7 +80,9 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
 class Trial:
     """One run on folders, and what happens to it."""
 
-    def __init__(self, nursery: Nursery, root: Path, rng: random.Random, stores: int, parity: int, how: str) -> None:
+    def __init__(
+        self, nursery: Nursery, root: Path, rng: random.Random, stores: int, parity: int, how: str
+    ) -> None:
         self.nursery, self.root, self.rng = nursery, str(root), rng
         self.stores, self.parity, self.how = stores, parity, how
         self.wrong: list[str] = []
@@ -182,7 +187,15 @@ def _lives(pid: int) -> bool:
 
 
 def _trials(
-    nursery: Nursery, folder: Path, count: int, *, stores: int, parity: int, how: str = "ours", kinds: tuple[str, ...] = KINDS, victim: int | None = None
+    nursery: Nursery,
+    folder: Path,
+    count: int,
+    *,
+    stores: int,
+    parity: int,
+    how: str = "ours",
+    kinds: tuple[str, ...] = KINDS,
+    victim: int | None = None,
 ) -> list[tuple[int, str, list[str]]]:
     bad, seen = [], Counter[str]()
     with warnings.catch_warnings():
@@ -221,7 +234,9 @@ def test_nothing_acknowledged_is_lost(
         ("committed at one copy", ("lost", "blank"), None),
     ],
 )
-def test_other_ways_lose(nursery: Nursery, tmp_path: Path, how: str, kinds: tuple[str, ...], victim: int | None) -> None:
+def test_other_ways_lose(
+    nursery: Nursery, tmp_path: Path, how: str, kinds: tuple[str, ...], victim: int | None
+) -> None:
     assert len(_trials(nursery, tmp_path, 4, stores=3, parity=1, how=how, kinds=kinds, victim=victim)) >= 2
 
 

@@ -63,7 +63,9 @@ def test_nothing_to_do() -> None:
     assert [each.blobs for each in stores.each] == before
     seen = surveyed(stores)
     assert seen.redundancy == 1
-    assert [(s.problem, s.last_step, s.records_missing, s.shards_missing) for s in seen.stores] == [(None, 3, 0, 0)] * 3
+    assert [(s.problem, s.last_step, s.records_missing, s.shards_missing) for s in seen.stores] == [
+        (None, 3, 0, 0)
+    ] * 3
 
 
 @pytest.mark.parametrize(("count", "parity"), [(2, 1), (3, 1), (4, 2), (5, 2)])
@@ -111,7 +113,9 @@ def test_damage_is_repaired_in_place(where: str) -> None:
         for name in stores.shards(1):
             stores.damage(1, str(name), 3 if where == "header" else name.geometry.header_bytes + 2)
     assert healed(stores).repaired == (1 if where == "record" else 3)
-    assert {key: data for key, (data, _) in stores.each[1].blobs.items()} == {key: data for key, (data, _) in before.items()}
+    assert {key: data for key, (data, _) in stores.each[1].blobs.items()} == {
+        key: data for key, (data, _) in before.items()
+    }
 
 
 def test_damage_in_every_shard_but_different_blocks() -> None:

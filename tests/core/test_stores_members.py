@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,14 @@ def reads(stores: Stores) -> Any:
 
 @pytest.mark.parametrize(
     ("count", "parity", "message"),
-    [(1, 1, "2 to 32"), (33, 1, "2 to 32"), (2, 2, "at most 1"), (3, 3, "0, 1 or 2"), (3, -1, "0, 1 or 2"), (3, True, "0, 1 or 2")],
+    [
+        (1, 1, "2 to 32"),
+        (33, 1, "2 to 32"),
+        (2, 2, "at most 1"),
+        (3, 3, "0, 1 or 2"),
+        (3, -1, "0, 1 or 2"),
+        (3, True, "0, 1 or 2"),
+    ],
 )
 def test_numbers_that_cannot_work(count: int, parity: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -124,7 +132,7 @@ def test_a_copy_of_a_store() -> None:
 @pytest.mark.parametrize(("count", "message"), [(2, "set of 3"), (4, "set of 3")])
 def test_another_number_of_stores(count: int, message: str) -> None:
     stores = with_a_checkpoint()
-    stores.each = (stores.each + [NamedFake("d")])[:count]
+    stores.each = [*stores.each, NamedFake("d")][:count]
     with pytest.raises(RunMismatchError, match=message):
         reads(stores)
 
@@ -176,10 +184,8 @@ def test_killed_while_a_run_begins(at: int) -> None:
 
     for each in stores.each:
         each.before = before
-    try:
+    with suppress(SystemExit):
         stores.run().writer()
-    except SystemExit:
-        pass
     for each in stores.each:
         each.heal()
     with warnings.catch_warnings():
@@ -217,7 +223,15 @@ def test_one_member_alone_is_not_a_run() -> None:
     assert stores.each[0].blobs == before
 
 
-GOOD = {"type": "shrinkpoint-member", "format": 1, "set": "0" * 32, "number": 1, "of": 3, "parity": 1, "stores": ["a", "b", "c"]}
+GOOD = {
+    "type": "shrinkpoint-member",
+    "format": 1,
+    "set": "0" * 32,
+    "number": 1,
+    "of": 3,
+    "parity": 1,
+    "stores": ["a", "b", "c"],
+}
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 from shrinkpoint.errors import CorruptionError, FormatError
 from shrinkpoint.store.striped import parity
 from shrinkpoint.store.striped.parity import parity_of, rebuild
-from shrinkpoint.store.striped.shards import BLOCK, Geometry, ShardName, block_sums, encode_shards, sound_blocks
+from shrinkpoint.store.striped.shards import (
+    BLOCK,
+    Geometry,
+    ShardName,
+    block_sums,
+    encode_shards,
+    sound_blocks,
+)
 
 KEY = "data/000000000001-0123456789abcdef-0123456789abcdef.shrink"
 

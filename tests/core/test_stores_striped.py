@@ -55,7 +55,16 @@ def _told() -> Any:
 
 @pytest.mark.parametrize(
     ("count", "parity", "write", "read"),
-    [(2, 0, 2, 1), (2, 1, 2, 1), (3, 1, 2, 2), (3, 2, 3, 1), (4, 1, 3, 2), (4, 2, 3, 2), (5, 2, 3, 3), (32, 2, 17, 16)],
+    [
+        (2, 0, 2, 1),
+        (2, 1, 2, 1),
+        (3, 1, 2, 2),
+        (3, 2, 3, 1),
+        (4, 1, 3, 2),
+        (4, 2, 3, 2),
+        (5, 2, 3, 3),
+        (32, 2, 17, 16),
+    ],
 )
 def test_quorums_meet(count: int, parity: int, write: int, read: int) -> None:
     quorum = Quorum(count, parity)
@@ -102,7 +111,9 @@ def test_saving_goes_on_with_the_same_redundancy(lost: int) -> None:
     stores.each[lost].lose()
     base(writer, 2)
     stores.each[lost].heal()
-    there = [name.geometry for i in range(3) if i != lost for name in stores.shards(i) if "000002" in name.key]
+    there = [
+        name.geometry for i in range(3) if i != lost for name in stores.shards(i) if "000002" in name.key
+    ]
     assert {(cut.k, cut.spare) for cut in there} >= {(1, 1)}
     # back with what it had, and now another one goes: what was written meanwhile is on two of the others
     for other in {0, 1, 2} - {lost}:
@@ -166,7 +177,7 @@ def test_a_blank_store_is_no_witness_that_shards_are_missing() -> None:
     stores = Stores(3, 0)
     base(stores.run().writer(), 1)
     stores.each[1].blobs.clear()
-    with pytest.raises(StoreError, match="2 of the 3 shards .* does not answer.*is blank"):
+    with pytest.raises(StoreError, match=r"2 of the 3 shards .* does not answer.*is blank"):
         newest(stores)
 
 
@@ -189,7 +200,10 @@ def test_stale_store_returns() -> None:
     writer.collect(keep=[first.seq + 1], grace_s=0)
     stores.each[2].blobs = before
     assert newest(stores) == (3, [BIG])
-    for lost in (0, 1):  # what it has lost and another store are two losses: an error, and no step back to what it holds
+    for lost in (
+        0,
+        1,
+    ):  # what it has lost and another store are two losses: an error, and no step back to what it holds
         stores.each[lost].lose()
         with pytest.raises(StoreError, match="1 of the 2 shards"):
             newest(stores)
@@ -307,7 +321,12 @@ def test_blob_without_enough_shards_is_listed_as_incomplete() -> None:
 
 
 def reads(stores: Stores) -> list[tuple[int, str]]:
-    return [(i, key) for i, each in enumerate(stores.each) for operation, key in each.calls if operation == "get" and "shrink" in key]
+    return [
+        (i, key)
+        for i, each in enumerate(stores.each)
+        for operation, key in each.calls
+        if operation == "get" and "shrink" in key
+    ]
 
 
 def forget_calls(stores: Stores) -> None:
@@ -321,7 +340,12 @@ def test_range_touches_the_shards_that_it_needs() -> None:
     objects = stores.objects()
     objects.put(KEY, data)
     size = Geometry(3, 2, len(data)).shard_bytes
-    for start, end, places in [(10, 20, {0}), (size + 5, size + 6, {1}), (size - 1, size + 1, {0, 1}), (0, len(data), {0, 1, 2})]:
+    for start, end, places in [
+        (10, 20, {0}),
+        (size + 5, size + 6, {1}),
+        (size - 1, size + 1, {0, 1}),
+        (0, len(data), {0, 1, 2}),
+    ]:
         forget_calls(stores)
         assert objects.get(KEY, start, end, max_size=len(data)) == data[start:end]
         assert {int(key.split(".")[-2]) for _, key in reads(stores)} == places
@@ -424,7 +448,9 @@ def test_old_writer_is_fenced_whichever_store_is_gone() -> None:
 
 
 @pytest.mark.parametrize("views", ["all live", "one dead", "dead for some"])
-@pytest.mark.parametrize("rounds", [25, pytest.param(2000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
+@pytest.mark.parametrize(
+    "rounds", [25, pytest.param(2000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
+)
 def test_race_of_eight_writers_has_one_winner(views: str, rounds: int, tmp_path: Any) -> None:
     roots = [str(tmp_path / str(i)) for i in range(3)]
     writers = [StripedObjects([LocalObjects(root) for root in roots], patience=QUICK) for _ in range(8)]
@@ -507,7 +533,9 @@ def test_a_listing_that_lags_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     lagging = stores.each[1]
     old = lagging.list("")
     base(writer, 2)
-    monkeypatch.setattr(lagging, "list", lambda prefix, limit=None: [i for i in old if i.key.startswith(prefix)])
+    monkeypatch.setattr(
+        lagging, "list", lambda prefix, limit=None: [i for i in old if i.key.startswith(prefix)]
+    )
     assert newest(stores) == (2, [BIG])
     stores.each[0].lose()
     assert newest(stores) == (2, [BIG])
@@ -550,7 +578,12 @@ def test_what_an_absent_store_kept_is_deleted_by_the_next_collection() -> None:
         each.now += 10
     writer.collect(keep=[1], grace_s=0)
     assert [m.step for m in stores.run().manifests()] == [2]
-    assert all("-000001" not in key for each in stores.each for key in each.blobs if key.startswith("data/000000000001"))
+    assert all(
+        "-000001" not in key
+        for each in stores.each
+        for key in each.blobs
+        if key.startswith("data/000000000001")
+    )
 
 
 def test_pickle_forgets_opinions() -> None:

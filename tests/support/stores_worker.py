@@ -117,7 +117,12 @@ def _write(config: WriterConfig) -> None:
             kind = "delta" if parent else "base"
             try:
                 parent = writer.commit(
-                    content(step), step=step, kind=kind, parent=parent, state_digest="", meta={"who": config.journal}
+                    content(step),
+                    step=step,
+                    kind=kind,
+                    parent=parent,
+                    state_digest="",
+                    meta={"who": config.journal},
                 )
             except FencedError:
                 journal.write("# fenced\n")
@@ -136,7 +141,9 @@ def _write(config: WriterConfig) -> None:
             time.sleep(config.pause_s)
 
 
-def _retire(config: WriterConfig, run: RunStore, collect: Callable[..., object], note: Callable[[str], object]) -> None:
+def _retire(
+    config: WriterConfig, run: RunStore, collect: Callable[..., object], note: Callable[[str], object]
+) -> None:
     kept = sorted(m.step for m in run.manifests())[-KEPT:]
     if kept:
         note(f"# retired below {kept[0]}\n")
@@ -160,7 +167,9 @@ def retired(root: str) -> int:
     """Below which step checkpoints may be gone."""
     path = Path(root, "acks")
     lines = path.read_text().split("\n") if path.exists() else []
-    return max((int(line.rpartition(" ")[2]) for line in lines if line.startswith("# retired below ")), default=0)
+    return max(
+        (int(line.rpartition(" ")[2]) for line in lines if line.startswith("# retired below ")), default=0
+    )
 
 
 def _serve() -> None:

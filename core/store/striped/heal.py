@@ -47,7 +47,9 @@ class Healed:
     orphans: int
 
 
-def heal(objects: StripedObjects, needed: Collection[str], progress: Progress = lambda done, of, key: None) -> Healed:
+def heal(
+    objects: StripedObjects, needed: Collection[str], progress: Progress = lambda done, of, key: None
+) -> Healed:
     """Read everything, and write what is missing or damaged. A run may be saved to meanwhile.
 
     A blank store becomes a member when it holds everything, and not before: until then it must not count among those that
@@ -123,7 +125,9 @@ class _Healing:
                 objects.put_if_absent(JOINING_KEY, member.at(store + 1).to_bytes())
                 begun = read_member(objects, JOINING_KEY)
             if begun is None or not begun.is_beside(member) or begun.number != store + 1:
-                raise RunMismatchError(f"{group.shown[store]} is being made a store of another set: choose another place")
+                raise RunMismatchError(
+                    f"{group.shown[store]} is being made a store of another set: choose another place"
+                )
             joining.append(store)
         return joining
 
@@ -158,7 +162,9 @@ class _Healing:
         geometry, places = best
         holders = {store for stores in places.values() for store in stores}
         absent = [place for place in range(geometry.shards) if place not in places]
-        bad = {name.place: store for store, name in damaged if name.geometry == geometry and name.place in absent}
+        bad = {
+            name.place: store for store, name in damaged if name.geometry == geometry and name.place in absent
+        }
         if not absent:
             return
         try:

@@ -118,7 +118,11 @@ def survey(objects: StripedObjects, manifests: list[Manifest]) -> Survey:
     for store in group.everyone:
         problem = None if store in listed else group.health.why(store) or "does not answer"
         seqs = [seq_of_commit(key) for key in held.get(store, ())]
-        last = max((seq for seq in seqs if seq in by_seq), key=lambda seq: by_seq[seq].position if seq in by_seq else (0, 0), default=None)
+        last = max(
+            (seq for seq in seqs if seq in by_seq),
+            key=lambda seq: by_seq[seq].position if seq in by_seq else (0, 0),
+            default=None,
+        )
         files = [info for info in listed.get(store, ()) if _is_shard(info.key)]
         states.append(
             StoreState(
@@ -135,7 +139,10 @@ def survey(objects: StripedObjects, manifests: list[Manifest]) -> Survey:
         )
     redundancy = 0 if unrestorable else max(0, min(spares))
     return Survey(
-        stores=tuple(states), parity=group.parity, redundancy=redundancy, unrestorable=tuple(sorted(unrestorable))
+        stores=tuple(states),
+        parity=group.parity,
+        redundancy=redundancy,
+        unrestorable=tuple(sorted(unrestorable)),
     )
 
 
