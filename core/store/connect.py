@@ -4,7 +4,7 @@ import itertools
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.store.generic import GenericObjects
@@ -49,16 +49,12 @@ def open_objects(
             raise ConfigError(
                 f"parity={parity} with one URL: give as many URLs as there are stores, 2 or more"
             )
-        if (
-            isinstance(storage_options, Sequence)
-            and not isinstance(storage_options, str)
-            and len(storage_options) == 1
-        ):
+        if isinstance(storage_options, list | tuple) and len(storage_options) == 1:
             storage_options = storage_options[0]
         return open_location(parse_url(urls[0]), storage_options)  # type: ignore[arg-type]
     locations = [parse_url(one) for one in urls]
-    _check_apart(locations)
     options = _options_of_each(locations, storage_options)
+    _check_apart(locations, options)
     stores = [
         RetryingObjects(open_location(location, each), _PATIENCE)
         for location, each in zip(locations, options, strict=True)
@@ -69,51 +65,60 @@ def open_objects(
 def _options_of_each(
     locations: Sequence[Location], options: StorageOptions
 ) -> list[Mapping[str, Any] | None]:
-    if isinstance(options, Sequence) and not isinstance(options, str):
+    if isinstance(options, list | tuple):
         if len(options) != len(locations):
             raise ConfigError(
                 f"storage_options has {len(options)} entries for {len(locations)} URLs: give one for each, or one dict for all"
             )
         return list(options)
+    given = cast("Mapping[str, Any] | None", options)
     remote = any(location.kind != "local" for location in locations)
-    return [options if location.kind != "local" or not remote else None for location in locations]
+    return [given if location.kind != "local" or not remote else None for location in locations]
 
 
-def _check_apart(locations: Sequence[Location]) -> None:
-    places = [_place(location) for location in locations]
+def _check_apart(locations: Sequence[Location], options: Sequence[Mapping[str, Any] | None]) -> None:
+    places = [_place(*each) for each in zip(locations, options, strict=True)]
     for (i, first), (j, second) in itertools.permutations(enumerate(places), 2):
         if first == second:
             raise ConfigError(
                 f"{locations[i].display} and {locations[j].display} are the same place: what is lost there is lost twice; give"
                 " different ones"
             )
-        if second[0] == first[0] and second[1].startswith(first[1].rstrip("/") + "/"):
+        if second[:-1] == first[:-1] and second[-1].startswith(first[-1].rstrip("/") + "/"):
             raise ConfigError(
                 f"{locations[j].display} lies in {locations[i].display}: give places that do not contain each other"
             )
 
 
-def _place(location: Location) -> tuple[str, str]:
+def _place(location: Location, options: Mapping[str, Any] | None) -> tuple[str, str, str]:
+    """Kind, server and path: two servers may have a bucket of one name."""
     if location.kind == "local":
-        return "local", os.path.realpath(location.path)
-    return location.kind if location.kind == "s3" else location.protocol, location.path
+        return "local", "", os.path.realpath(location.path)
+    kind = location.kind if location.kind == "s3" else location.protocol
+    given = options if isinstance(options, Mapping) else {}
+    inner = given.get("client_kwargs")
+    server = given.get("endpoint_url") or (inner.get("endpoint_url") if isinstance(inner, Mapping) else None)
+    return kind, str(server or given.get("host") or ""), location.path
 
 
-def shared_fate(urls: RunUrl) -> str | None:
+def shared_fate(url: RunUrl, storage_options: StorageOptions = None) -> str | None:
     """Which of several stores are lost together, as far as can be seen: folders on one device, prefixes in one bucket."""
-    groups: dict[tuple[str, object], list[str]] = {}
-    for url in split_urls(url=urls):
-        location = parse_url(url)
-        if location.kind == "local":
-            folder = Path(location.path)
-            while not folder.exists() and folder != folder.parent:
-                folder = folder.parent
-            fate: object = os.stat(folder).st_dev
-        else:
-            fate = location.path.partition("/")[0]
-        groups.setdefault((location.protocol, fate), []).append(location.display)
+    locations = [parse_url(one) for one in split_urls(url)]
+    groups: dict[tuple[object, ...], list[str]] = {}
+    for location, options in zip(locations, _options_of_each(locations, storage_options), strict=True):
+        kind, server, path = _place(location, options)
+        fate: object = _device(path) if kind == "local" else path.partition("/")[0]
+        groups.setdefault((kind, server, fate), []).append(location.display)
     shared = [", ".join(group) for group in groups.values() if len(group) > 1]
     return "; ".join(shared) or None
+
+
+def _device(path: str) -> int:
+    """Of a folder, or of the one that it would be made in."""
+    folder = Path(path)
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return os.stat(folder).st_dev
 
 
 def open_location(location: Location, storage_options: Mapping[str, Any] | None = None) -> ObjectStore:

@@ -22,7 +22,7 @@ from shrinkpoint.store.retry import RetryingObjects, RetryPolicy
 from shrinkpoint.store.striped import StripedObjects
 from shrinkpoint.store.striped.members import read_member
 from shrinkpoint.store.trash import removed
-from shrinkpoint.store.urls import RunUrl, url_text
+from shrinkpoint.store.urls import RunUrl
 from shrinkpoint.store.writer import RunWriter
 from shrinkpoint.telling import tell
 
@@ -81,7 +81,7 @@ class RunStore:
         self.stores: StripedObjects | None = _striped(inner)
         """The several stores of the run, if there are several."""
         self._objects: ObjectStore = RetryingObjects(inner, retry or RetryPolicy())
-        self._shared_fate = url_text(url) if self.stores is not None and objects is None else None
+        self._opened = (url, storage_options) if self.stores is not None and objects is None else None
         self._catalog = Catalog(self._objects)
         self._warned: set[str] = set()
         self._restored: str | None = None
@@ -229,10 +229,10 @@ class RunStore:
         self._refuse_member()
         if self._read_format() is None:
             self._create()
-        if self._shared_fate is not None and (fate := shared_fate(self._shared_fate)) is not None:
+        if self._opened is not None and (fate := shared_fate(*self._opened)) is not None:
             self._warn(
-                "",
-                f"{fate} will be lost together, on one device or in one bucket: what is there counts as one store",
+                "shared",
+                f"{fate} will be lost together, on one device or in one bucket: such stores count as one",
             )
         self._warn_of_containers_alone()
         conditional = mode == "auto" and honours_put_if_absent(self._objects)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 from fsspec.registry import known_implementations, registry
 
@@ -69,8 +69,8 @@ def split_urls(url: RunUrl) -> list[str | os.PathLike[str]]:
     """
     if isinstance(url, str):
         return list(_BETWEEN.split(url))
-    if isinstance(url, os.PathLike) or not isinstance(url, Sequence) or isinstance(url, bytes | bytearray):
-        return [url]  # type: ignore[list-item]
+    if not isinstance(url, list | tuple):
+        return [cast("os.PathLike[str]", url)]  # one, or what `parse_url` refuses
     if not url:
         raise ConfigError("url=[] names no store: give the run's folder or URL, or several")
     for one in url:

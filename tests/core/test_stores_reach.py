@@ -90,6 +90,16 @@ def test_what_cannot_work(urls: Any, how: dict[str, Any], message: str) -> None:
         open_objects(urls, **how)
 
 
+def test_one_bucket_name_on_two_servers() -> None:
+    pytest.importorskip("s3fs")
+    servers: list[Any] = [{"endpoint_url": "http://a"}, {"client_kwargs": {"endpoint_url": "http://b"}}]
+    urls = ["s3://runs/7", "s3://runs/7"]
+    assert len(open_objects(urls, servers).group.stores) == 2  # type: ignore[attr-defined]
+    assert shared_fate(urls, servers) is None
+    with pytest.raises(ConfigError, match="same place"):
+        open_objects(urls, [servers[0], servers[0]])
+
+
 def test_links_to_one_place(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").symlink_to("a")
