@@ -168,6 +168,8 @@ class Records:
         Args:
             listed: By store; without shards. A store whose copies cannot be read is taken out: what it holds is not known.
         """
+        with self._lock:
+            self._just_listed.clear()
         holders = _by_key(listed)
         ambiguous = _ambiguous(holders)
         for store in self._look_at(ambiguous):
@@ -235,9 +237,6 @@ class Records:
             }
             for key in several:  # which of them is meant, is for a new look to decide
                 self._just_listed.pop(key, None)
-            oldest = time.monotonic() - _JUST_LISTED_S
-            for key in [key for key, (at, _) in self._just_listed.items() if at < oldest]:
-                del self._just_listed[key]
         return failed
 
     # ---- removing
