@@ -410,10 +410,37 @@ def test_versions_have_stable_names_and_are_removed_one_by_one() -> None:
     names = {objects.get(info.key, max_size=1000): info.key for info in objects.list("commits/")}
     assert set(names) == {first, second}
     assert {stores.objects().get(name, max_size=1000) for name in names.values()} == {first, second}
+    for name in names.values():
+        assert [info.key for info in stores.objects().list(name)] == [name]
     objects.delete([names[second]])
     assert [objects.get(info.key, max_size=1000) for info in objects.list("commits/")] == [first]
     with pytest.raises(MissingKeyError):
         stores.objects().get(names[second], max_size=1000)
+
+
+def test_a_commit_that_failed_half_is_older_than_the_next() -> None:
+    """The first manifest reaches one store and is an error; the second is acknowledged by the other two."""
+    stores = Stores()
+    objects = stores.objects()
+    writer = stores.run(objects).writer()
+    first = stores.each[0]
+    for each in stores.each[1:]:
+        each.before = lambda operation, key: _refuse(operation == "put_if_absent")
+    with pytest.raises(StoreError):
+        base(writer, 1)
+    for each in stores.each[1:]:
+        each.heal()
+    first.lose()
+    objects.group.health.failed(0, "lost")
+    base(writer, 2)
+    first.heal()
+    assert newest(stores) == (2, [BIG])
+    assert [m.step for m in stores.run().manifests()] == [2, 1]
+
+
+def _refuse(really: bool) -> None:
+    if really:
+        raise InjectedError("refused")
 
 
 def test_a_record_that_is_longer_than_ours_is_another_one() -> None:

@@ -16,6 +16,7 @@ from shrinkpoint.store.striped.members import (
     check_layout,
     found_set,
     holds_a_run,
+    is_member,
     is_unfinished,
     read_member,
 )
@@ -55,6 +56,7 @@ class Group:
         self._parity = parity
         self._read_anyway = read_anyway
         self._member: Member | None = None
+        self._expected: dict[int, bytes] = {}
         self.make_quorum: Callable[[int, int], Quorum] = Quorum
         self._honours: dict[int, bool] = {}
         self._is_conditional = False
@@ -158,11 +160,15 @@ class Group:
             StoreError: It is blank, or another one.
         """
         assert self._member is not None
+        expected = self._expected.get(store)
+        if expected is not None and is_member(self.stores[store], expected):
+            return
         there = read_member(self.stores[store])
         if there is None:
             raise StoreError(_BLANK)
         if not there.is_beside(self._member) or there.number != store + 1:
             raise StoreError(f"is store {there.number} of another set ({', '.join(there.stores)}) by now")
+        self._expected[store] = there.to_bytes()
 
     def all_exclusive(self) -> bool:
         """Whether every store that answers honours put-if-absent, so that a majority of them has one winner."""

@@ -9,7 +9,7 @@ from shrinkpoint.store.striped.blobs import Blobs
 from shrinkpoint.store.striped.calls import Patience
 from shrinkpoint.store.striped.group import Group
 from shrinkpoint.store.striped.members import JOINING_KEY, MEMBER_KEY
-from shrinkpoint.store.striped.records import Records
+from shrinkpoint.store.striped.records import Records, stored_prefix
 from shrinkpoint.store.striped.shards import ShardName
 
 __all__ = ["StripedObjects"]
@@ -114,8 +114,10 @@ class StripedObjects:
         if self.group.member is None:
             return _list_raw(self.group.stores, prefix, limit)
 
+        stored = stored_prefix(prefix)
+
         def look(store: int) -> list[ObjectInfo]:
-            infos = self.group.stores[store].list(prefix)
+            infos = self.group.stores[store].list(stored)
             # Afterwards: a disk that was unmounted in between lists nothing, and must not count.
             self.group.confirm(store)
             return infos

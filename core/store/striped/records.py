@@ -16,7 +16,7 @@ from shrinkpoint.store.objects import MissingKeyError, ObjectInfo
 from shrinkpoint.store.striped.calls import for_each, is_transient
 from shrinkpoint.store.striped.group import Group
 
-__all__ = ["Records", "youngest"]
+__all__ = ["Records", "stored_prefix", "youngest"]
 
 _ALIAS = re.compile(r"commits/([0-9]{10})-([0-9a-f]{16})-([0-9a-f]{16})\.json")
 _JUST_LISTED_S = 5.0
@@ -257,6 +257,12 @@ class Records:
             if _digest(data) == alias[2] + alias[3]:
                 plain.append(numbered)
         objects.delete(plain)
+
+
+def stored_prefix(prefix: str) -> str:
+    """Below what to list in the stores: a name that is made of a digest is none that they know."""
+    alias = _ALIAS.fullmatch(prefix)
+    return prefix if alias is None else f"commits/{alias[1]}"
 
 
 def youngest(infos: Iterable[ObjectInfo]) -> float | None:
