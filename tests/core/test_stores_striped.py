@@ -5,12 +5,13 @@ import os
 import pickle
 import time
 import warnings
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from support.fake_objects import InjectedError
-from support.stores import QUICK, NamedFake, Stores, take
+from support.stores import NamedFake, Stores, take
 
 from shrinkpoint.errors import (
     ChainError,
@@ -480,7 +481,7 @@ def test_old_writer_is_fenced_whichever_store_is_gone() -> None:
 )
 def test_race_of_eight_writers_has_one_winner(views: str, rounds: int, tmp_path: Any) -> None:
     roots = [str(tmp_path / str(i)) for i in range(3)]
-    writers = [StripedObjects([LocalObjects(root) for root in roots], patience=QUICK) for _ in range(8)]
+    writers = [StripedObjects([LocalObjects(root) for root in roots]) for _ in range(8)]
     writers[0].put("probe/0123456789abcdef", b"")
     wins = []
     with ThreadPoolExecutor(8) as pool:
@@ -500,7 +501,11 @@ def test_race_of_eight_writers_has_one_winner(views: str, rounds: int, tmp_path:
                 return writer.get(commit_key(number), max_size=1000) == data  # as the run store asks
 
             wins.append(sum(pool.map(race, writers)))
-    assert wins == [1] * rounds if views != "dead for some" else max(wins) <= 1 and sum(wins) > rounds // 2
+    counts = Counter(wins)
+    print(f"{views}, {rounds} rounds: {dict(counts)} winners")
+    # Where writers differ in which stores they see, each of two may have a minority: nobody has won, and both go on.
+    assert set(counts) <= ({0, 1} if views == "dead for some" else {1})
+    assert counts[1] > rounds // 2
 
 
 # ---- clocks, conditions, listings
