@@ -33,6 +33,8 @@ from shrinkpoint.rng import capture_rng, restore_rng
 from shrinkpoint.roles import describe_training
 from shrinkpoint.saver import Saver
 from shrinkpoint.state import Describe, Role, TrainingState
+from shrinkpoint.store.connect import StorageOptions
+from shrinkpoint.store.urls import RunUrl
 from shrinkpoint.swap import swapped_tensors, swapped_weights
 from shrinkpoint.telling import brief, tell
 from shrinkpoint.termination import Pace, TerminationRequest
@@ -66,7 +68,8 @@ class Checkpointer:
         checkpointer.close()
 
     Args:
-        url: the run's prefix: a folder, ``s3://bucket/prefix``, or any URL that fsspec knows.
+        url: the run's prefix: a folder, ``s3://bucket/prefix``, or any URL that fsspec knows; or a list of several stores, of
+            which `parity` may be lost, at any moment, for good (docs/stores.md).
         model: the module; of a DataParallel or DDP wrapper give the inner one.
         optimizer: one or several.
         every: save after so many calls of `step`; None saves on `save` only.
@@ -86,7 +89,8 @@ class Checkpointer:
         resume: continue from the newest sound checkpoint if there is one (``auto``), never (another training begins beside
             what is there, which stays), or refuse to start without one (``must``).
         config: how to save; or give its fields as keyword arguments.
-        storage_options: passed to fsspec.
+        storage_options: passed to fsspec; of several URLs for all but folders, or a list of as many.
+        parity: how many of several URLs may be lost: 0, 1 or 2. None takes what the run began with, or 1.
         stateful: further objects by name: ``scheduler=scheduler, sampler=sampler``. Averages of the weights among them, such
             as ``torch.optim.swa_utils.AveragedModel``, are coded like weights.
 
@@ -97,7 +101,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        url: str,
+        url: RunUrl,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | list[torch.optim.Optimizer],
         *,
@@ -108,7 +112,8 @@ class Checkpointer:
         save_last: bool = True,
         resume: ResumePolicy = "auto",
         config: SaverConfig | None = None,
-        storage_options: Mapping[str, object] | None = None,
+        storage_options: StorageOptions = None,
+        parity: int | None = None,
         **stateful: Any,
     ) -> None:
         check_policy(resume)
@@ -178,7 +183,9 @@ class Checkpointer:
         weakref.finalize(self, self._termination.unwatch)
         self._began = False
         self._told_unmeasurable = False
-        self.saver = Saver(url, config or SaverConfig(**fields), storage_options=storage_options)
+        self.saver = Saver(
+            url, config or SaverConfig(**fields), storage_options=storage_options, parity=parity
+        )
         self.saver.check()
 
     def resume(self, step: int | None = None) -> int:

@@ -246,7 +246,8 @@ class Committer:
         self._link = _Link(manifest, dict(encoded.held), exact=plan.is_exact)
         if not plan.is_told:
             self._tell_exact(report)
-        return replace(report, seq=manifest.seq, write_s=time.perf_counter() - encoded_at)
+        written_s = time.perf_counter() - encoded_at
+        return replace(report, seq=manifest.seq, write_s=written_s, redundancy=self._store.redundancy)
 
     def _take_link(self) -> _Link | None:
         """The chain to extend, if any. It is forgotten here: coding uses up what is held, to hold it only once."""

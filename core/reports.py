@@ -83,6 +83,9 @@ class SaveReport:
     """Seconds of the background thread from snapshot to container."""
     write_s: float
     """Seconds of the background thread from container to commit."""
+    redundancy: int | None = None
+    """How many of several stores may still be lost and all that was saved is there, as far as this process knows; None where
+    there is one store."""
     metrics: Mapping[str, float]
     not_finite: str | None = None
     """What of the state or its held-out loss is NaN or infinite; None where nothing is."""
@@ -102,7 +105,12 @@ class SaveReport:
         more = {"...": f"and {len(kept) - _NAMED} more tensors"} if len(kept) > _NAMED else {}
         report = asdict(self) | {"kept_exactly": dict(kept[:_NAMED]) | more, "ratio": self.ratio}
         report["exact"] = parts_json(self.exact, self.bytes)
-        del report["seq"], report["write_s"]  # known only once the manifest that holds this is stored
+        for name in (
+            "seq",
+            "write_s",
+            "redundancy",
+        ):  # known only once the manifest that holds this is stored
+            del report[name]
         report["metrics"] = {name: _finite(value) for name, value in self.metrics.items()}
         for name in ("resumed", "resumed_high"):
             report[name] = {steps: _finite(rise) for steps, rise in getattr(self, name).items()}

@@ -32,8 +32,10 @@ from shrinkpoint.retention import is_weights_only
 from shrinkpoint.slimming import without_optimizer
 from shrinkpoint.snapshot import Snapshotter
 from shrinkpoint.state import Describe, TrainingState, plain
+from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.run import RunStore
+from shrinkpoint.store.urls import RunUrl, url_text
 from shrinkpoint.telling import brief, tell
 from shrinkpoint.updates import OptimizerKind
 from shrinkpoint.warmup import Warmup
@@ -54,23 +56,26 @@ class Saver:
     """Saves states of one run and restores them.
 
     Args:
-        url: the run's prefix: a folder, ``s3://bucket/prefix``, or any URL that fsspec knows.
+        url: the run's prefix: a folder, ``s3://bucket/prefix``, or any URL that fsspec knows; or a list of several, which hold
+            it together (docs/stores.md).
         config: how to save.
-        storage_options: passed to fsspec.
+        storage_options: passed to fsspec; of several URLs for all but folders, or a list of as many.
+        parity: how many of several URLs may be lost: 0, 1 or 2. None takes what the run began with, or 1.
 
     The constructor does no I/O; `check` does, before training starts. All methods are for one thread, the training's.
     """
 
     def __init__(
         self,
-        url: str,
+        url: RunUrl,
         config: SaverConfig | None = None,
         *,
-        storage_options: Mapping[str, object] | None = None,
+        storage_options: StorageOptions = None,
+        parity: int | None = None,
     ) -> None:
-        self.url = url
+        self.url = url_text(url)
         self.config = config or SaverConfig()
-        self.store = RunStore(url, storage_options=storage_options)
+        self.store = RunStore(url, storage_options=storage_options, parity=parity)
         self.skipped = 0
         """Saves that were skipped because one was still being written."""
         self.blocked_s = 0.0

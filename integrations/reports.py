@@ -87,6 +87,7 @@ def numbers(report: SaveReport) -> dict[str, float]:
         "overhead": report.overhead,
         "update_error": report.update_error,
         "update_length": report.update_length,
+        "redundancy": report.redundancy,
         **{f"degradation_after_{steps}_steps": rise for steps, rise in report.resumed.items()},
     }
     return {f"checkpoint/{name}": value for name, value in values.items() if value is not None}
@@ -103,3 +104,5 @@ def log_line(report: SaveReport) -> None:
         "step %d saved as %s: %d bytes, %.1fx smaller, %s (%s)",
         *(report.step, report.kind, report.bytes, report.ratio, report.configuration, report.reason),
     )
+    if report.redundancy is not None:
+        _log.info("step %d: %d stores may be lost now", report.step, report.redundancy)

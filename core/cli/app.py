@@ -15,7 +15,9 @@ from shrinkpoint.cli.exporting import export
 from shrinkpoint.cli.listing import ls
 from shrinkpoint.cli.pruning import pin, prune, unpin
 from shrinkpoint.cli.rebasing import compact
+from shrinkpoint.cli.runs import READ_ANYWAY
 from shrinkpoint.cli.showing import show
+from shrinkpoint.cli.stores import heal, stores
 from shrinkpoint.cli.undeleting import undelete
 from shrinkpoint.errors import ConfigError, ShrinkpointError, ShrinkpointWarning
 from shrinkpoint.progress import quieted
@@ -72,14 +74,22 @@ def _version(wanted: bool) -> None:
 def _globals(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing of what is under way.")] = False,
+    read_anyway: Annotated[
+        bool,
+        typer.Option(
+            "--read-anyway",
+            help="Of a run in several stores, read what those that answer hold, though newer checkpoints may be in the others.",
+        ),
+    ] = False,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Options before the command's name; `_Commands.invoke` reads ``debug`` and ``quiet``."""
+    """Options before the command's name; `_Commands.invoke` reads ``debug`` and ``quiet``, `open_run` ``read_anyway``."""
+    READ_ANYWAY.set(read_anyway)
 
 
-for _command in (ls, show, diff, verify, export, compact, prune, undelete, pin, unpin):
+for _command in (ls, show, diff, verify, export, compact, prune, undelete, pin, unpin, stores, heal):
     app.command()(_command)
 app.command("compile")(compile_now)
 

@@ -1,6 +1,7 @@
 """Runs as the commands see them: opened with a clear word when there is none, checkpoints picked, damage marked."""
 
 from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +16,13 @@ from shrinkpoint.store.retry import RetryingObjects, RetryPolicy
 from shrinkpoint.store.run import RunStore
 from shrinkpoint.store.single import looks_like_file
 
-__all__ = ["OpenRun", "describe_manifest", "find_damage", "open_run", "pick"]
+__all__ = ["READ_ANYWAY", "OpenRun", "describe_manifest", "find_damage", "open_run", "pick"]
 
 _PATIENCE = RetryPolicy(attempts=4, max_delay_s=5.0, deadline_s=60.0)
 """Shorter than in training: somebody waits at the terminal."""
+
+READ_ANYWAY: ContextVar[bool] = ContextVar("READ_ANYWAY", default=False)
+"""Whether ``--read-anyway`` stands before the command's name."""
 
 _NEAREST = 5
 
@@ -51,7 +55,7 @@ def open_run(url: str, options: Mapping[str, Any]) -> OpenRun:
         raise NoCheckpointError(
             f"{url} is a file, not a run: `show`, `verify` and `export` read single containers"
         )
-    objects = RetryingObjects(open_objects(url, options), _PATIENCE)
+    objects = RetryingObjects(open_objects(url, options, read_anyway=READ_ANYWAY.get()), _PATIENCE)
     store = RunStore(url, objects=objects, retry=RetryPolicy(attempts=1))
     if not (store.exists() or objects.list("commits/", limit=1)):
         raise NoCheckpointError(f"there is no run at {store.display}: {store.what_is_there()}")

@@ -1,29 +1,124 @@
-"""From a URL to the object store that holds what lies below it."""
+"""From a URL, or several, to the object store that holds what lies below."""
 
+import itertools
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias, cast
 
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.store.generic import GenericObjects
 from shrinkpoint.store.local import LocalObjects
 from shrinkpoint.store.objects import ObjectStore
+from shrinkpoint.store.retry import RetryingObjects, RetryPolicy
 from shrinkpoint.store.s3 import S3Objects
-from shrinkpoint.store.urls import Location, parse_url
+from shrinkpoint.store.striped import StripedObjects
+from shrinkpoint.store.urls import Location, RunUrl, parse_url, split_urls
 
-__all__ = ["open_location", "open_objects"]
+__all__ = ["StorageOptions", "open_location", "open_objects", "shared_fate"]
+
+StorageOptions: TypeAlias = Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None
+"""Options of fsspec's file system; for several URLs one for all but folders, or a list of as many."""
+
+# One of several stores: where another one can serve, it is not worth minutes.
+_PATIENCE = RetryPolicy(attempts=3, max_delay_s=5.0, deadline_s=20.0)
 
 
 def open_objects(
-    url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
+    url: RunUrl,
+    storage_options: StorageOptions = None,
+    *,
+    parity: int | None = None,
+    read_anyway: bool = False,
 ) -> ObjectStore:
     """The object store below ``url``; nothing is read, written or connected yet.
 
+    Args:
+        url: One URL, or those of several stores that are to hold one run together.
+        storage_options: For the file systems.
+        parity: How many of several stores may be lost; None takes what the run began with, or 1.
+        read_anyway: Of several stores, read from however few answer.
+
     Raises:
-        ConfigError: The URL or the options cannot work.
-        MissingDependencyError: The package for the URL's protocol is not installed.
+        ConfigError: The URLs, the options or the parity cannot work.
+        MissingDependencyError: The package for a URL's protocol is not installed.
     """
-    return open_location(parse_url(url), storage_options)
+    urls = split_urls(url)
+    if len(urls) == 1:
+        if parity:
+            raise ConfigError(
+                f"parity={parity} with one URL: give as many URLs as there are stores, 2 or more"
+            )
+        if isinstance(storage_options, list | tuple) and len(storage_options) == 1:
+            storage_options = storage_options[0]
+        return open_location(parse_url(urls[0]), storage_options)  # type: ignore[arg-type]
+    locations = [parse_url(one) for one in urls]
+    options = _options_of_each(locations, storage_options)
+    _check_apart(locations, options)
+    stores = [
+        RetryingObjects(open_location(location, each), _PATIENCE)
+        for location, each in zip(locations, options, strict=True)
+    ]
+    return StripedObjects(stores, parity=parity, read_anyway=read_anyway)
+
+
+def _options_of_each(
+    locations: Sequence[Location], options: StorageOptions
+) -> list[Mapping[str, Any] | None]:
+    if isinstance(options, list | tuple):
+        if len(options) != len(locations):
+            raise ConfigError(
+                f"storage_options has {len(options)} entries for {len(locations)} URLs: give one for each, or one dict for all"
+            )
+        return list(options)
+    given = cast("Mapping[str, Any] | None", options)
+    remote = any(location.kind != "local" for location in locations)
+    return [given if location.kind != "local" or not remote else None for location in locations]
+
+
+def _check_apart(locations: Sequence[Location], options: Sequence[Mapping[str, Any] | None]) -> None:
+    places = [_place(*each) for each in zip(locations, options, strict=True)]
+    for (i, first), (j, second) in itertools.permutations(enumerate(places), 2):
+        if first == second:
+            raise ConfigError(
+                f"{locations[i].display} and {locations[j].display} are the same place: what is lost there is lost twice; give"
+                " different ones"
+            )
+        if second[:-1] == first[:-1] and second[-1].startswith(first[-1].rstrip("/") + "/"):
+            raise ConfigError(
+                f"{locations[j].display} lies in {locations[i].display}: give places that do not contain each other"
+            )
+
+
+def _place(location: Location, options: Mapping[str, Any] | None) -> tuple[str, str, str]:
+    """Kind, server and path: two servers may have a bucket of one name."""
+    if location.kind == "local":
+        return "local", "", os.path.realpath(location.path)
+    kind = location.kind if location.kind == "s3" else location.protocol
+    given = options if isinstance(options, Mapping) else {}
+    inner = given.get("client_kwargs")
+    server = given.get("endpoint_url") or (inner.get("endpoint_url") if isinstance(inner, Mapping) else None)
+    return kind, str(server or given.get("host") or ""), location.path
+
+
+def shared_fate(url: RunUrl, storage_options: StorageOptions = None) -> str | None:
+    """Which of several stores are lost together, as far as can be seen: folders on one device, prefixes in one bucket."""
+    locations = [parse_url(one) for one in split_urls(url)]
+    groups: dict[tuple[object, ...], list[str]] = {}
+    for location, options in zip(locations, _options_of_each(locations, storage_options), strict=True):
+        kind, server, path = _place(location, options)
+        fate: object = _device(path) if kind == "local" else path.partition("/")[0]
+        groups.setdefault((kind, server, fate), []).append(location.display)
+    shared = [", ".join(group) for group in groups.values() if len(group) > 1]
+    return "; ".join(shared) or None
+
+
+def _device(path: str) -> int:
+    """Of a folder, or of the one that it would be made in."""
+    folder = Path(path)
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return os.stat(folder).st_dev
 
 
 def open_location(location: Location, storage_options: Mapping[str, Any] | None = None) -> ObjectStore:

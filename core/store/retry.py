@@ -81,6 +81,11 @@ class RetryingObjects:
         self._policy = policy
 
     @property
+    def inner(self) -> ObjectStore:
+        """The store that is asked again."""
+        return self._inner
+
+    @property
     def display(self) -> str:
         """See :class:`ObjectStore`."""
         return self._inner.display

@@ -1,7 +1,6 @@
 """One run in a store: which checkpoints it has, their bytes, the newest sound one, and the way to a writer."""
 
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, TypeVar
 
@@ -14,13 +13,16 @@ from shrinkpoint.errors import (
     UnsupportedFormatError,
 )
 from shrinkpoint.store.catalog import Catalog, DamagedCheckpoint, Listing, read_checked
-from shrinkpoint.store.connect import open_objects
+from shrinkpoint.store.connect import StorageOptions, open_objects, shared_fate
 from shrinkpoint.store.keys import FORMAT_KEY, is_own_key, new_nonce
 from shrinkpoint.store.manifest import FORMAT, READER_FEATURES, BlobRef, Manifest, seal, unseal
 from shrinkpoint.store.objects import MissingKeyError, ObjectStore
 from shrinkpoint.store.probe import honours_put_if_absent
 from shrinkpoint.store.retry import RetryingObjects, RetryPolicy
+from shrinkpoint.store.striped import StripedObjects
+from shrinkpoint.store.striped.members import read_member
 from shrinkpoint.store.trash import removed
+from shrinkpoint.store.urls import RunUrl
 from shrinkpoint.store.writer import RunWriter
 from shrinkpoint.telling import tell
 
@@ -46,8 +48,10 @@ class RunStore:
     A pickle holds ``storage_options``, but no connection.
 
     Args:
-        url: ``/folder``, ``s3://bucket/prefix`` or the URL of another fsspec file system.
-        storage_options: For the file system: credentials, ``endpoint_url`` and so on.
+        url: ``/folder``, ``s3://bucket/prefix`` or the URL of another fsspec file system; or a list of 2 to 32, which hold the
+            run together (docs/stores.md).
+        storage_options: For the file system: credentials, ``endpoint_url`` and so on; or a list of as many.
+        parity: How many of several stores may be lost; None takes what the run began with, or 1.
         retry: How long to insist when the store fails for a passing reason.
         objects: Use this object store instead of opening ``url``.
 
@@ -67,14 +71,18 @@ class RunStore:
 
     def __init__(
         self,
-        url: str | os.PathLike[str],
+        url: RunUrl,
         *,
-        storage_options: Mapping[str, Any] | None = None,
+        storage_options: StorageOptions = None,
+        parity: int | None = None,
         retry: RetryPolicy | None = None,
         objects: ObjectStore | None = None,
     ) -> None:
-        inner = open_objects(url, storage_options) if objects is None else objects
+        inner = open_objects(url, storage_options, parity=parity) if objects is None else objects
+        self.stores: StripedObjects | None = _striped(inner)
+        """The several stores of the run, if there are several."""
         self._objects: ObjectStore = RetryingObjects(inner, retry or RetryPolicy())
+        self._opened = (url, storage_options) if self.stores is not None and objects is None else None
         self._catalog = Catalog(self._objects)
         self._warned: set[str] = set()
         self._restored: str | None = None
@@ -99,6 +107,11 @@ class RunStore:
             return f"below it are the runs {_some(runs)}. Add one of these to the URL"
         return f"it holds {_some(keys)}. Check the URL"
 
+    @property
+    def redundancy(self) -> int | None:
+        """How many of several stores may be lost now, as far as this process knows; None where there is one."""
+        return None if self.stores is None else self.stores.redundancy
+
     def exists(self) -> bool:
         """Whether the prefix holds a run.
 
@@ -107,6 +120,7 @@ class RunStore:
             UnsupportedFormatError: The run needs a newer shrinkpoint.
             StoreError: The store could not be read; that never looks like an absent run.
         """
+        self._refuse_member()
         return self._read_format() is not None
 
     def manifests(self) -> list[Manifest]:
@@ -195,6 +209,7 @@ class RunStore:
     def newest_readable(self, read: Callable[[Manifest], T]) -> tuple[Manifest, T] | None:
         """As :meth:`newest_sound`, where ``read`` itself fetches what it needs of the chain, with the same errors."""
         skipped: dict[str, str] = {}
+        self._refuse_member()
         for _ in range(_RESTARTS):
             listing = self._scan()
             if not listing.manifests and not listing.damaged:
@@ -252,8 +267,14 @@ class RunStore:
         """
         if mode not in ("auto", "single-writer"):
             raise ConfigError(f"mode={mode!r}: use 'auto' or 'single-writer'")
+        self._refuse_member()
         if self._read_format() is None:
             self._create()
+        if self._opened is not None and (fate := shared_fate(*self._opened)) is not None:
+            self._warn(
+                "shared",
+                f"{fate} will be lost together, on one device or in one bucket: such stores count as one",
+            )
         self._warn_of_containers_alone()
         conditional = mode == "auto" and honours_put_if_absent(self._objects)
         if mode == "auto" and not conditional:
@@ -291,6 +312,14 @@ class RunStore:
         if key not in self._warned:
             self._warned.add(key)
             tell(message, stacklevel=4)
+
+    def _refuse_member(self) -> None:
+        """One store of a set holds its records, but only shards of its containers, and is not to be written to alone."""
+        if self.stores is None and (member := read_member(self._objects)) is not None:
+            raise RunMismatchError(
+                f"{self.display} is store {member.number} of a set: give all of its stores, which were"
+                f" {', '.join(member.stores)} when the run began"
+            )
 
     def _read_format(self) -> dict[str, Any] | None:
         try:
@@ -331,3 +360,9 @@ class RunStore:
 def _some(names: Sequence[str]) -> str:
     more = f" and {'at least ' if len(names) == _LOOK_AT else ''}{len(names) - _NAMED} more"
     return ", ".join(names[:_NAMED]) + (more if len(names) > _NAMED else "")
+
+
+def _striped(objects: ObjectStore) -> StripedObjects | None:
+    while isinstance(objects, RetryingObjects):
+        objects = objects.inner
+    return objects if isinstance(objects, StripedObjects) else None

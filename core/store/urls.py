@@ -2,20 +2,27 @@
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TypeAlias, cast
 
 from fsspec.registry import known_implementations, registry
 
 from shrinkpoint.errors import ConfigError, MissingDependencyError
 
-__all__ = ["Location", "parse_url"]
+__all__ = ["Location", "RunUrl", "parse_url", "split_urls", "url_text"]
+
+RunUrl: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+"""Where a run lives: one URL, or several as a list, or as one string with commas between them."""
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _MISTYPED = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)(:|//)(.*)", re.DOTALL)
 _PROTOCOL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)(://|:/|//)")
 _CREDENTIAL = re.compile(r"(?i)sig|token|secret|passw|credential|key")
+# A comma within a name stays one: only before a path from the root, or a protocol, does another URL begin.
+_BETWEEN = re.compile(r",\s*(?=/|~|\.{1,2}/|[A-Za-z][A-Za-z0-9+.-]*://)")
 _LOCAL = ("file", "local")
 _S3 = ("s3", "s3a")
 # Plain HTTP cannot list or write; the others would keep a cache between us and the store.
@@ -52,6 +59,31 @@ class Location:
     def show(self, key: str) -> str:
         """The URL of one object, for messages."""
         return f"{self.display}/{key}" if key else self.display
+
+
+def split_urls(url: RunUrl) -> list[str | os.PathLike[str]]:
+    """The URLs of a run's stores; one for an ordinary run.
+
+    Raises:
+        ConfigError: There is none, or one of them cannot stand in a list as text.
+    """
+    if isinstance(url, str):
+        return list(_BETWEEN.split(url))
+    if not isinstance(url, list | tuple):
+        return [cast("os.PathLike[str]", url)]  # one, or what `parse_url` refuses
+    if not url:
+        raise ConfigError("url=[] names no store: give the run's folder or URL, or several")
+    for one in url:
+        if isinstance(one, str | os.PathLike) and _BETWEEN.search(str(os.fspath(one))) is not None:
+            raise ConfigError(
+                f"url={str(one)!r} in a list of stores has a comma before a path: choose another name"
+            )
+    return list(url)
+
+
+def url_text(url: RunUrl) -> str:
+    """The same as one string, which every command and ``ckpt_path`` take too."""
+    return ",".join(str(one) for one in split_urls(url))
 
 
 def parse_url(url: str | os.PathLike[str]) -> Location:

@@ -323,7 +323,13 @@ class RunWriter:
             manifest, key = draft(self._next_seq), commit_key(self._next_seq)
             data = manifest.to_bytes()
             self._check_early(began)
-            if self._objects.put_if_absent(key, data) or self._is_mine(key, data):
+            try:
+                committed = self._objects.put_if_absent(key, data) or self._is_mine(key, data)
+            except StoreError:
+                # It may be there, seen by some and not by others: what is committed next must count as newer.
+                self._next_seq += 1
+                raise
+            if committed:
                 self._catalog.note(key, manifest)
                 self._next_seq += 1
                 return manifest

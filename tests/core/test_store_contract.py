@@ -15,6 +15,7 @@ from shrinkpoint.errors import CorruptionError, StoreError
 from shrinkpoint.store.connect import open_objects
 from shrinkpoint.store.objects import MissingKeyError, ObjectStore
 from shrinkpoint.store.run import RunStore
+from shrinkpoint.store.striped import StripedObjects
 
 KEY = "data/000000000001-0123456789abcdef-0123456789abcdef.shrink"
 OTHER = "data/000000000002-0123456789abcdef-0123456789abcdef.shrink"
@@ -142,6 +143,16 @@ class TestMemory(ObjectStoreContract):
     @pytest.fixture
     def objects(self) -> ObjectStore:
         return open_objects(f"memory://{uuid.uuid4().hex}/run")
+
+
+class TestStripedFolders(ObjectStoreContract):
+    @pytest.fixture(
+        params=[(3, 1), *(pytest.param(p, marks=pytest.mark.slow) for p in [(2, 1), (3, 0), (3, 2), (5, 2)])],
+        ids=str,
+    )
+    def objects(self, request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
+        stores, parity = request.param
+        return StripedObjects([open_objects(tmp_path / f"{i}" / "run") for i in range(stores)], parity=parity)
 
 
 class TestS3(ObjectStoreContract):

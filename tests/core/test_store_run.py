@@ -5,7 +5,8 @@ import warnings
 from collections.abc import Callable
 
 import pytest
-from support.fake_objects import FakeObjects, InjectedError
+from support.fake_objects import FakeObjects
+from support.stores import FakeSet
 
 from shrinkpoint.errors import (
     ChainError,
@@ -14,6 +15,7 @@ from shrinkpoint.errors import (
     FormatError,
     RunMismatchError,
     ShrinkpointWarning,
+    StoreError,
     UnsupportedFormatError,
 )
 from shrinkpoint.store.manifest import Manifest, seal, unseal
@@ -28,8 +30,8 @@ def take(manifest: Manifest, blobs: list[bytes]) -> list[bytes]:
 class Run:
     """A base and two deltas, then a second base: steps 1 to 4, seqs 0 to 3."""
 
-    def __init__(self) -> None:
-        self.fake = FakeObjects()
+    def __init__(self, fake: FakeObjects | FakeSet | None = None) -> None:
+        self.fake = fake or FakeObjects()
         self.store = self.reopen()
         writer = self.store.writer()
         self.manifests: list[Manifest] = []
@@ -51,8 +53,14 @@ class Run:
         self.fake.blobs[key] = (change(data), modified)
 
 
+@pytest.fixture(params=[FakeObjects, FakeSet], ids=["one", "several"])
+def run(request: pytest.FixtureRequest) -> Run:
+    return Run(request.param())
+
+
 @pytest.fixture
-def run() -> Run:
+def run_on_one() -> Run:
+    """For what counts a store's operations."""
     return Run()
 
 
@@ -169,7 +177,7 @@ def test_every_failing_operation_of_a_resume_is_an_error(run: Run) -> None:
         run.fake.fail_at(call)
         try:
             found = run.reopen().newest_sound(take)
-        except InjectedError:
+        except StoreError:
             continue
         assert found is not None
         assert found[0] == run.manifests[3]
@@ -193,7 +201,8 @@ def test_number_inside_must_be_the_number_outside(run: Run) -> None:
         assert [m.seq for m in run.reopen().manifests()] == [3, 2, 1, 0]
 
 
-def test_checkpoint_collected_during_a_restore(run: Run) -> None:
+def test_checkpoint_collected_during_a_restore(run_on_one: Run) -> None:
+    run = run_on_one
     """Its manifest and blob vanish under the reader's hands: it looks again, and warns of nothing."""
     newest = run.manifests[3]
 
@@ -211,7 +220,8 @@ def test_checkpoint_collected_during_a_restore(run: Run) -> None:
     assert found[0] == run.manifests[2]
 
 
-def test_manifests_are_read_once(run: Run) -> None:
+def test_manifests_are_read_once(run_on_one: Run) -> None:
+    run = run_on_one
     store = run.reopen()
     store.manifests()
     run.fake.calls.clear()

@@ -1,5 +1,6 @@
 """The commit point and the fence, step by step on a store whose every operation can be seen and failed."""
 
+import inspect
 import itertools
 import warnings
 from typing import Any
@@ -11,8 +12,10 @@ from shrinkpoint.errors import ChainError, ConfigError, FencedError, NoCheckpoin
 from shrinkpoint.store.catalog import Catalog
 from shrinkpoint.store.keys import commit_key
 from shrinkpoint.store.manifest import Manifest, seal, unseal
+from shrinkpoint.store.objects import ObjectStore
 from shrinkpoint.store.retry import RetryPolicy
 from shrinkpoint.store.run import RunStore
+from shrinkpoint.store.striped import StripedObjects
 from shrinkpoint.store.writer import COMMIT_LIMIT_S, RunWriter
 
 
@@ -21,12 +24,21 @@ def fake() -> FakeObjects:
     return FakeObjects()
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """What asks for the run store alone is asked of a run in several stores too."""
+    if "several" in metafunc.fixturenames:
+        alone = metafunc.cls is not None or "fake" in inspect.signature(metafunc.function).parameters
+        metafunc.parametrize(
+            "several", [False] if alone else [False, True], ids=["one", "several"][: 1 if alone else 2]
+        )
+
+
 @pytest.fixture
-def store(fake: FakeObjects) -> RunStore:
-    return store_on(fake)
+def store(fake: FakeObjects, several: bool) -> RunStore:
+    return store_on(StripedObjects([FakeObjects() for _ in range(3)]) if several else fake)
 
 
-def store_on(fake: FakeObjects) -> RunStore:
+def store_on(fake: ObjectStore) -> RunStore:
     return RunStore("ignored", objects=fake, retry=RetryPolicy(attempts=3, first_delay_s=0))
 
 

@@ -1,0 +1,149 @@
+"""``shrinkpoint stores`` and ``shrinkpoint heal``: the several stores of a run, what they lack, and writing it again."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from shrinkpoint.cli.options import AsJson, Pairs, StorageOptions, parse_storage_options
+from shrinkpoint.cli.output import bytes_text, console, print_json, print_table
+from shrinkpoint.cli.runs import OpenRun, open_run
+from shrinkpoint.errors import ConfigError
+from shrinkpoint.store.striped import StripedObjects
+from shrinkpoint.store.striped.heal import Healed
+from shrinkpoint.store.striped.heal import heal as heal_objects
+from shrinkpoint.store.striped.survey import Survey, survey
+from shrinkpoint.store.urls import split_urls, url_text
+
+__all__ = ["heal", "stores"]
+
+Urls = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="URL...", help="The stores of the run in their order, apart or with commas between them."
+    ),
+]
+
+
+def stores(
+    urls: Urls, storage_options: StorageOptions = None, option: Pairs = None, as_json: AsJson = False
+) -> None:
+    """Show the stores of a run: the newest checkpoint and what is missing on each, and how many may still be lost."""
+    run, objects = _open(_flat(urls), storage_options, option)
+    found = survey(objects, run.store.manifests())
+    if as_json:
+        print_json({"url": run.store.display} | asdict(found))
+    else:
+        _print_survey(found)
+    if any(state.problem for state in found.stores) or found.unrestorable:
+        raise typer.Exit(1)
+
+
+def heal(
+    urls: Urls,
+    replace: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--replace",
+            metavar="N=URL",
+            help="Put an empty place in that of the store with this number, from 1; repeatable.",
+        ),
+    ] = None,
+    storage_options: StorageOptions = None,
+    option: Pairs = None,
+    as_json: AsJson = False,
+) -> None:
+    """Read everything in a run's stores, and write again what is missing or damaged; exits with 1 where something is lost.
+
+    A blank store, such as a new disk, is filled and belongs to the run from then on. The run may be saved to meanwhile.
+    """
+    given = _replaced(_flat(urls), replace or ())
+    run, objects = _open(given, storage_options, option)
+    needed = {ref.key for manifest in run.store.manifests() for ref in manifest.chain}
+    columns = TextColumn("healing"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=None)
+        healed = heal_objects(
+            objects, needed, lambda done, of, key: bar.update(task, completed=done, total=of)
+        )
+    if as_json:
+        print_json({"url": run.store.display} | asdict(healed))
+    else:
+        _print_healed(healed, run.store.display, replaced=bool(replace))
+    if healed.lost:
+        raise typer.Exit(1)
+
+
+def _flat(urls: Sequence[str]) -> list[str]:
+    return [str(one) for url in urls for one in split_urls(url)]
+
+
+def _open(
+    urls: Sequence[str], storage_options: str | None, option: list[str] | None
+) -> tuple[OpenRun, StripedObjects]:
+    if len(urls) < 2:
+        raise ConfigError(f"{urls[0]} is one store: give all of the run's stores, as in A B C or A,B,C")
+    url = url_text(urls)
+    run = open_run(url, parse_storage_options(url, storage_options, option))
+    objects = run.store.stores
+    assert objects is not None
+    return run, objects
+
+
+def _replaced(urls: list[str], pairs: Sequence[str]) -> list[str]:
+    for pair in pairs:
+        number, equals, url = pair.partition("=")
+        if not equals or not url or not number.isdigit() or not 1 <= int(number) <= len(urls):
+            raise ConfigError(
+                f"--replace {pair!r} must be N=URL with the number of a store, 1 to {len(urls)}, as in 2=s3://c/run-7"
+            )
+        urls[int(number) - 1] = url
+    return urls
+
+
+def _print_survey(found: Survey) -> None:
+    rows = [
+        (
+            str(state.number),
+            state.shown,
+            "-" if state.last_step is None else f"{state.last_step} (seq {state.last_seq})",
+            str(state.records_missing) if state.problem is None else "-",
+            str(state.shards_missing),
+            f"{state.files} ({bytes_text(state.bytes)})" if state.problem is None else "-",
+            state.problem or "ok",
+        )
+        for state in found.stores
+    ]
+    columns = ("store", "url", "newest step", "records missing", "shards missing", "shards held", "state")
+    print_table(columns, rows, left=("url", "state"))
+    out = console()
+    for key in found.unrestorable:
+        out.print(f"LOST {key}: too few shards are left in the stores that answer")
+    out.print(f"{_may_be_lost(found.redundancy)}; parity {found.parity}")
+    if found.redundancy < found.parity:
+        out.print(
+            "`shrinkpoint heal` writes what is missing, where all stores answer or are replaced (--replace N=URL)"
+        )
+
+
+def _may_be_lost(count: int) -> str:
+    if count == 0:
+        return "no further store may be lost now"
+    return f"{count} store may be lost now" if count == 1 else f"{count} stores may be lost now"
+
+
+def _print_healed(healed: Healed, shown: str, *, replaced: bool) -> None:
+    out = console()
+    for number in healed.joined:
+        out.print(f"store {number} was blank and belongs to the run now")
+    leftovers = f"; {healed.orphans} leftovers of interrupted saves are left alone" if healed.orphans else ""
+    out.print(
+        f"wrote {healed.records} records and {healed.shards} shards that were missing, repaired {healed.repaired} that were"
+        f" damaged{leftovers}"
+    )
+    for key, why in healed.lost.items():
+        out.print(f"LOST {key}: {why}")
+    if replaced:
+        out.print(f"from now on, give {shown}")

@@ -1,0 +1,190 @@
+"""Asking several stores the same thing at once, without waiting for the last one longer than need be."""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from shrinkpoint.errors import StoreError
+from shrinkpoint.store.objects import TransientStoreError
+from shrinkpoint.store.striped.health import Health
+
+__all__ = ["Answers", "Calls", "Patience", "for_each", "is_transient"]
+
+T = TypeVar("T")
+
+_MOST_ABANDONED = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """How long to wait for a store.
+
+    Attributes:
+        late_floor_s: The slowest may always take so much longer than the others,
+        late_factor: or so many times as long as they took, whichever is more.
+        alone_s: Where nothing else is there to compare with: so long for a small request that another store can serve.
+        bytes_per_s: What such a request may take longer for each byte.
+        limit_s: No request is waited for longer than this.
+    """
+
+    late_floor_s: float = 2.0
+    late_factor: float = 4.0
+    alone_s: float = 10.0
+    bytes_per_s: float = 1e6
+    limit_s: float = 300.0
+
+
+@dataclass
+class Answers(Generic[T]):
+    """What came back.
+
+    Attributes:
+        of: Answers by store.
+        transient: Whether a store that gave none may give one at another attempt.
+    """
+
+    of: dict[int, T] = field(default_factory=dict)
+    transient: bool = False
+
+
+class Calls:
+    """Requests to stores on threads of their own; they do not hold up the end of the process.
+
+    Args:
+        health: Is told who answered and who did not.
+        patience: How long to wait.
+    """
+
+    def __init__(self, health: Health, patience: Patience) -> None:
+        self._health = health
+        self.patience = patience
+        self._abandoned: dict[int, list[threading.Thread]] = {}
+
+    def ask(
+        self,
+        stores: Sequence[int],
+        work: Callable[[int], T],
+        *,
+        enough: int,
+        alone_s: float | None = None,
+    ) -> Answers[T]:
+        """``work(store)`` of each at once. Whoever raises a StoreError has failed; what else is raised comes through.
+
+        Args:
+            stores: Whom to ask.
+            work: What to ask.
+            enough: With so many answers, those that are far behind are left out.
+            alone_s: Where fewer have answered, wait no longer than this for any; None: as long as ``limit_s``.
+        """
+        answers: Answers[T] = Answers()
+        incoming: queue.SimpleQueue[tuple[int, float, Any, BaseException | None]] = queue.SimpleQueue()
+        began = time.monotonic()
+        pending: dict[int, threading.Thread] = {}
+        for store in stores:
+            if self._is_stuck(store):
+                self._health.failed(store, "does not answer earlier requests", transient=True)
+                answers.transient = True
+                continue
+            pending[store] = _Request(store, work, incoming, began)
+            pending[store].start()
+        deadline = began + (self.patience.limit_s if alone_s is None else alone_s)
+        was_enough = len(answers.of) >= enough
+        if was_enough:  # nothing is needed: do not wait for nothing either
+            deadline = min(deadline, began + self.patience.late_floor_s)
+        unexpected: BaseException | None = None
+        while pending:
+            try:
+                store, seconds, value, error = incoming.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                self._leave(pending, time.monotonic() - began)
+                answers.transient = True
+                break
+            del pending[store]
+            if error is None:
+                answers.of[store] = value
+                self._health.answered(store, seconds)
+            elif isinstance(error, StoreError | OSError):
+                transient = is_transient(error)
+                self._health.failed(store, str(error), transient=transient)
+                answers.transient |= transient
+            else:
+                unexpected = error
+            if not was_enough and len(answers.of) >= enough:
+                was_enough = True
+                late = max(self.patience.late_floor_s, self.patience.late_factor * (time.monotonic() - began))
+                deadline = min(deadline, began + late)
+        if unexpected is not None:
+            raise unexpected
+        return answers
+
+    def _leave(self, pending: dict[int, threading.Thread], seconds: float) -> None:
+        for store, request in pending.items():
+            self._abandoned.setdefault(store, []).append(request)
+            self._health.failed(store, f"has not answered for {seconds:.1f} s", transient=True)
+
+    def _is_stuck(self, store: int) -> bool:
+        """Whether so many requests hang there that another one would only hang with them."""
+        alive = [request for request in self._abandoned.get(store, ()) if request.is_alive()]
+        self._abandoned[store] = alive
+        return len(alive) >= _MOST_ABANDONED
+
+
+class _Request(threading.Thread, Generic[T]):
+    """One request. A daemon: a pool would be joined at the end of the process, and wait for a store that hangs."""
+
+    def __init__(
+        self,
+        store: int,
+        work: Callable[[int], T],
+        outgoing: "queue.SimpleQueue[tuple[int, float, Any, BaseException | None]]",
+        began: float,
+    ) -> None:
+        super().__init__(name=f"shrinkpoint-store-{store + 1}", daemon=True)
+        self._store, self._work, self._outgoing, self._began = store, work, outgoing, began
+
+    def run(self) -> None:
+        """Do the work and hand over what came of it."""
+        value, error = None, None
+        try:
+            value = self._work(self._store)
+        except BaseException as raised:  # noqa: BLE001 - raised again by whoever asked
+            error = raised
+        self._outgoing.put((self._store, time.monotonic() - self._began, value, error))
+
+
+def is_transient(error: BaseException) -> bool:
+    """Also where retries of a store's own have been used up."""
+    return isinstance(error, TransientStoreError) or isinstance(error.__cause__, TransientStoreError)
+
+
+def for_each(items: Sequence[Any], work: Callable[[Any], T], *, width: int = 8) -> list[T]:
+    """``work(item)`` of each, so many at once, on threads that hold nothing up; what is raised first comes through."""
+    if len(items) <= 1:
+        return [work(item) for item in items]
+    results: list[Any] = [None] * len(items)
+    waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
+    done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+    for position in range(len(items)):
+        waiting.put(position)
+
+    def run() -> None:
+        try:
+            while True:
+                position = waiting.get_nowait()
+                results[position] = work(items[position])
+        except queue.Empty:
+            done.put(None)
+        except BaseException as error:  # noqa: BLE001 - raised again below
+            done.put(error)
+
+    threads = min(width, len(items))
+    for _ in range(threads):
+        threading.Thread(target=run, name="shrinkpoint-read", daemon=True).start()
+    for _ in range(threads):
+        error = done.get()
+        if error is not None:
+            raise error
+    return results

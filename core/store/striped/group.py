@@ -1,0 +1,280 @@
+"""The stores of a set as one body: who belongs to it, who must be asked, who may be written to."""
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from shrinkpoint.errors import RunMismatchError, StoreError
+from shrinkpoint.store.objects import ObjectStore, TransientStoreError
+from shrinkpoint.store.probe import honours_put_if_absent
+from shrinkpoint.store.striped.calls import Answers, Calls, Patience, is_transient
+from shrinkpoint.store.striped.health import Health
+from shrinkpoint.store.striped.members import (
+    MEMBER_KEY,
+    Member,
+    Quorum,
+    agree,
+    check_layout,
+    found_set,
+    holds_a_run,
+    is_member,
+    is_unfinished,
+    read_member,
+)
+
+__all__ = ["Group"]
+
+T = TypeVar("T")
+
+_DEFAULT_PARITY = 1
+
+
+class Group:
+    """The stores of a set.
+
+    Args:
+        stores: The stores, in their order.
+        parity: How many may be lost; None takes what the set was founded with, or 1.
+        read_anyway: Read from however few answer, though a newer checkpoint may then be missed.
+        patience: How long to wait for a store.
+
+    Attributes:
+        stores: As given.
+        shown: Their URLs for messages.
+        health: What was seen of them.
+        calls: The way to ask several.
+        make_quorum: From the number of stores and the parity; another one for tests of what would be lost with it.
+    """
+
+    def __init__(
+        self, stores: Sequence[ObjectStore], *, parity: int | None, read_anyway: bool, patience: Patience
+    ) -> None:
+        check_layout(len(stores), _DEFAULT_PARITY if parity is None else parity)
+        self.stores = list(stores)
+        self.shown = [store.display for store in self.stores]
+        self.health = Health([f"store {i + 1} ({shown})" for i, shown in enumerate(self.shown)])
+        self.calls = Calls(self.health, patience)
+        self._parity = parity
+        self._read_anyway = read_anyway
+        self._member: Member | None = None
+        self._expected: dict[int, bytes] = {}
+        self.make_quorum: Callable[[int, int], Quorum] = Quorum
+        self._honours: dict[int, bool] = {}
+        self._is_conditional = False
+
+    @property
+    def everyone(self) -> range:
+        """All stores."""
+        return range(len(self.stores))
+
+    @property
+    def parity(self) -> int:
+        """How many stores may be lost."""
+        if self._member is not None:
+            return self._member.parity
+        return _DEFAULT_PARITY if self._parity is None else self._parity
+
+    @property
+    def quorum(self) -> Quorum:
+        """How many must take, and be asked for, a record."""
+        return self.make_quorum(len(self.stores), self.parity)
+
+    @property
+    def to_read(self) -> int:
+        """How many must be asked for what is there."""
+        return 1 if self._read_anyway else self.quorum.read
+
+    @property
+    def reads_anyway(self) -> bool:
+        """Whether few stores are better than none."""
+        return self._read_anyway
+
+    @property
+    def redundancy(self) -> int:
+        """How many more stores may be lost, to the best of this process's knowledge, and all is still read and written."""
+        ill = len(self.health.ill)
+        return max(0, min(self.parity - ill, len(self.stores) - ill - self.quorum.read))
+
+    # ---- who belongs to it
+
+    @property
+    def member(self) -> Member | None:
+        """The first member's record; None as long as nothing was stored. Asked of the stores when it is not known yet.
+
+        Raises:
+            RunMismatchError: The stores are not those of one set.
+            ConfigError: It was founded with another parity.
+            StoreError: Too few of them answer.
+        """
+        if self._member is None:
+            self._member = self._survey()
+        return self._member
+
+    def _survey(self) -> Member | None:
+        answers = self.calls.ask(
+            self.everyone,
+            lambda store: read_member(self.stores[store]),
+            enough=len(self.stores) - 1,
+            alone_s=self.calls.patience.alone_s,
+        )
+        found = answers.of
+        first = agree(found, self.shown, self._parity)
+        blank = [store for store, member in found.items() if member is None]
+        if first is None:
+            if len(found) < len(self.stores):
+                raise self._error(
+                    f"none of the {len(found)} stores that answer is a member of a set, and the others may be: all must"
+                    " answer when a run begins",
+                    answers.transient,
+                    [store for store in self.everyone if store not in found],
+                )
+            for store in blank:
+                if (key := holds_a_run(self.stores[store])) is not None:
+                    raise RunMismatchError(
+                        f"{self.shown[store]} holds a run of its own ({key!r} for one) that is not part of a set: give all"
+                        " URLs of that run, or an empty place"
+                    )
+            return None
+        there = [store for store, member in found.items() if member is not None]
+        if blank and len(found) == len(self.stores) and is_unfinished(self.stores, there):
+            return None
+        for store in blank:
+            self.health.failed(store, _BLANK)
+        return first
+
+    def found(self) -> Member:
+        """The set, made now where nothing was stored before.
+
+        Raises:
+            RunMismatchError: A store holds something else.
+            StoreError: A store does not answer; all must when a run begins.
+        """
+        if self.member is None:
+            self._member = found_set(self.stores, self.shown, self.parity)
+        assert self._member is not None
+        return self._member
+
+    def confirm(self, store: int) -> None:
+        """Make sure that a store is still the one that belongs here.
+
+        Raises:
+            StoreError: It is blank, or another one.
+        """
+        assert self._member is not None
+        expected = self._expected.get(store)
+        if expected is not None and is_member(self.stores[store], expected):
+            return
+        there = read_member(self.stores[store])
+        if there is None:
+            raise StoreError(_BLANK)
+        if not there.is_beside(self._member) or there.number != store + 1:
+            raise StoreError(f"is store {there.number} of another set ({', '.join(there.stores)}) by now")
+        self._expected[store] = there.to_bytes()
+
+    def all_exclusive(self) -> bool:
+        """Whether every store that answers honours put-if-absent, so that a majority of them has one winner."""
+        for store in self.everyone:
+            if not self.health.is_ill(store):
+                try:
+                    self._is_exclusive(store)
+                except StoreError as error:
+                    self.health.failed(store, str(error), transient=is_transient(error))
+        self._is_conditional = all(self._honours.values())
+        return self._is_conditional
+
+    def check_exclusive(self, store: int) -> None:
+        """Refuse a store that was not there when the others were tried out, and does not honour put-if-absent as they do."""
+        if self._is_conditional and not self._is_exclusive(store):
+            raise StoreError(
+                "does not honour put-if-absent, as the others do: two writers could both believe that they had won. Use another"
+                " store in its place"
+            )
+
+    def _is_exclusive(self, store: int) -> bool:
+        if store not in self._honours:
+            known = self.stores[store].create_is_atomic
+            self._honours[store] = honours_put_if_absent(self.stores[store]) if known is None else known
+        return self._honours[store]
+
+    # ---- reading and writing
+
+    def read(self, work: Callable[[int], T]) -> dict[int, T]:
+        """Ask enough stores that whatever was committed is seen, and all that are well.
+
+        Raises:
+            StoreError: Fewer answer than it takes; the message says which and why.
+        """
+        need = self.to_read
+        first = [store for store in self.everyone if not self.health.rests(store)]
+        answers = self.calls.ask(first, work, enough=max(need, len(first) - self.parity))
+        if len(answers.of) < need:  # those that rest may be well again
+            more = [store for store in self.everyone if store not in first]
+            self._add(answers, self.calls.ask(more, work, enough=need - len(answers.of)))
+        if len(answers.of) < need:
+            raise self._error(
+                f"{len(answers.of)} of {len(self.stores)} stores can be read, and {need} are needed to be sure of the newest"
+                " checkpoint",
+                answers.transient,
+                [store for store in self.everyone if store not in answers.of],
+                more=". In a disaster, --read-anyway takes what there is",
+            )
+        return answers.of
+
+    def _add(self, answers: Answers[T], more: Answers[T]) -> None:
+        answers.of.update(more.of)
+        answers.transient |= more.transient
+
+    def writable(self) -> list[int]:
+        """The stores to write to: those that are well, or all where these are too few."""
+        well = [store for store in self.everyone if not self.health.rests(store)]
+        return well if len(well) >= self.quorum.write else list(self.everyone)
+
+    def write(self, work: Callable[[int], T], stores: Sequence[int] | None = None) -> dict[int, T]:
+        """Have as many stores do something as it takes to commit.
+
+        Raises:
+            StoreError: Fewer have done it.
+        """
+        chosen = self.writable() if stores is None else stores
+        answers = self.calls.ask(chosen, self._confirmed(work), enough=self.quorum.write)
+        if len(answers.of) < self.quorum.write:
+            raise self.too_few(len(answers.of), answers.transient)
+        return answers.of
+
+    def _confirmed(self, work: Callable[[int], T]) -> Callable[[int], T]:
+        def confirmed(store: int) -> T:
+            self.confirm(store)
+            return work(store)
+
+        return confirmed
+
+    def ask_to_write(
+        self, stores: Sequence[int], work: Callable[[int], T], *, enough: int, alone_s: float | None = None
+    ) -> Answers[T]:
+        """The same of some stores, each confirmed to be the right one first, however many do it."""
+        return self.calls.ask(stores, self._confirmed(work), enough=enough, alone_s=alone_s)
+
+    def too_few(self, done: int, transient: bool) -> StoreError:
+        """The error where fewer than a majority could be written to."""
+        return self._error(
+            f"{done} of {len(self.stores)} stores could be written to, and {self.quorum.write} are needed",
+            transient,
+            self.health.ill,
+        )
+
+    def unreadable(self, what: str, stores: Sequence[int]) -> StoreError:
+        """The error where what is needed may be in stores that do not answer."""
+        return self._error(what, self.health.may_recover(stores), stores)
+
+    def _error(self, what: str, transient: bool, stores: Sequence[int], more: str = "") -> StoreError:
+        message = f"{what}. {self.health.describe(list(stores))}{more}"
+        return TransientStoreError(message) if transient else StoreError(message)
+
+    def tell_changes(self) -> None:
+        """Warn once of stores that have begun to fail."""
+        self.health.tell_changes(self.redundancy)
+
+
+_BLANK = (
+    f"is blank, without {MEMBER_KEY}: a disk that is not mounted, or a new one. Mount it, or have `shrinkpoint heal` write what"
+    " it is to hold"
+)

@@ -1,0 +1,239 @@
+"""Writing again what a set lacks: a store that was lost or replaced, copies that are missing, shards that are damaged."""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from shrinkpoint.errors import CorruptionError, FormatError, RunMismatchError, StoreError
+from shrinkpoint.store.manifest import MAX_MANIFEST_BYTES, unseal
+from shrinkpoint.store.objects import MissingKeyError, ObjectInfo
+from shrinkpoint.store.striped.blobs import layouts_of
+from shrinkpoint.store.striped.group import Group
+from shrinkpoint.store.striped.members import JOINING_KEY, MEMBER_KEY, Member, holds_a_run, read_member
+from shrinkpoint.store.striped.objects import StripedObjects
+from shrinkpoint.store.striped.reading import Layout
+from shrinkpoint.store.striped.shards import (
+    Geometry,
+    ShardName,
+    block_sums,
+    encode_shards,
+    sound_blocks,
+)
+from shrinkpoint.store.striped.survey import best_geometry, is_mirrored
+
+__all__ = ["Healed", "heal"]
+
+Progress = Callable[[int, int, str], None]
+"""Called with how many objects are done, how many there are, and the next one's key."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Healed:
+    """What was written.
+
+    Attributes:
+        joined: Numbers of the stores that were blank.
+        records: Copies of records.
+        shards: Shards that were missing.
+        repaired: Shards and records that were damaged.
+        lost: Containers of which too few shards are sound, and why.
+        orphans: The same of containers that no checkpoint needs, as killed saves leave behind.
+    """
+
+    joined: tuple[int, ...]
+    records: int
+    shards: int
+    repaired: int
+    lost: dict[str, str]
+    orphans: int
+
+
+def heal(
+    objects: StripedObjects, needed: Collection[str], progress: Progress = lambda done, of, key: None
+) -> Healed:
+    """Read everything, and write what is missing or damaged. A run may be saved to meanwhile.
+
+    A blank store becomes a member when it holds everything, and not before: until then it must not count among those that
+    have been asked what is there.
+
+    Args:
+        objects: The set.
+        needed: Keys of the containers that the run's checkpoints need.
+        progress: Is told how far it is.
+
+    Raises:
+        RunMismatchError: A store without `member.json` holds something.
+        StoreError: A store does not answer: what it holds is not known.
+    """
+    return _Healing(objects, set(needed), progress).run()
+
+
+class _Healing:
+    def __init__(self, objects: StripedObjects, needed: set[str], progress: Progress) -> None:
+        self._objects = objects
+        self._group: Group = objects.group
+        self._needed = needed
+        self._progress = progress
+        self._records = self._shards = self._repaired = self._orphans = 0
+        self._lost: dict[str, str] = {}
+
+    def run(self) -> Healed:
+        group = self._group
+        member = group.member
+        if member is None:
+            raise StoreError(f"nothing was ever stored in {self._objects.display}: there is nothing to heal")
+        joining = self._join(member)
+        listed = {store: group.stores[store].list("") for store in group.everyone}
+        records = sorted({i.key for infos in listed.values() for i in infos if is_mirrored(i.key)})
+        layouts = layouts_of(listed)
+        of = len(records) + len(layouts)
+        for done, key in enumerate(records):
+            self._progress(done, of, key)
+            self._heal_record(key, listed)
+        for done, key in enumerate(sorted(layouts), len(records)):
+            self._progress(done, of, key)
+            self._heal_blob(key, layouts[key])
+        self._progress(of, of, "")
+        for store in joining:
+            stores = group.stores[store]
+            if not stores.put_if_absent(MEMBER_KEY, member.at(store + 1).to_bytes()):
+                group.confirm(store)
+            stores.delete([JOINING_KEY])
+            group.health.answered(store, 0.0)
+        return Healed(
+            joined=tuple(store + 1 for store in joining),
+            records=self._records,
+            shards=self._shards,
+            repaired=self._repaired,
+            lost=self._lost,
+            orphans=self._orphans,
+        )
+
+    def _join(self, member: Member) -> list[int]:
+        """Mark the blank stores, so that an interrupted healing is gone on with, and nothing else is written over."""
+        group, joining = self._group, []
+        for store, objects in enumerate(group.stores):
+            if read_member(objects) is not None:
+                group.confirm(store)
+                continue
+            begun = read_member(objects, JOINING_KEY)
+            if begun is None:
+                if (key := holds_a_run(objects)) is not None:
+                    raise RunMismatchError(
+                        f"{group.shown[store]} has no {MEMBER_KEY}, and holds a run's files all the same ({key!r} for one):"
+                        " empty it, or replace it by another place (--replace)"
+                    )
+                objects.put_if_absent(JOINING_KEY, member.at(store + 1).to_bytes())
+                begun = read_member(objects, JOINING_KEY)
+            if begun is None or not begun.is_beside(member) or begun.number != store + 1:
+                raise RunMismatchError(
+                    f"{group.shown[store]} is being made a store of another set: choose another place"
+                )
+            joining.append(store)
+        return joining
+
+    def _heal_record(self, key: str, listed: dict[int, list[ObjectInfo]]) -> None:
+        group = self._group
+        copies: dict[int, bytes | None] = {}
+        for store in group.everyone:
+            try:
+                copies[store] = group.stores[store].get(key, max_size=MAX_MANIFEST_BYTES)
+            except MissingKeyError:
+                continue
+            except CorruptionError:
+                copies[store] = None
+        sound = [data for data in copies.values() if data is not None and _is_sealed(data)]
+        if not sound:
+            return  # gone since, or damaged in every copy, which a reader is told of
+        best = max(sound, key=lambda data: (sound.count(data), data))
+        for store in group.everyone:
+            if store not in copies:
+                self._records += group.stores[store].put_if_absent(key, best)
+            elif (mine := copies[store]) is None or not _is_sealed(mine):
+                group.stores[store].put(key, best)
+                self._repaired += 1
+
+    def _heal_blob(self, key: str, layout: Layout) -> None:
+        group = self._group
+        sound, damaged = self._look_at(key, layout)
+        best = best_geometry(sound)
+        if best is None:
+            self._cannot(key, layout, damaged)
+            return
+        geometry, places = best
+        holders = {store for stores in places.values() for store in stores}
+        absent = [place for place in range(geometry.shards) if place not in places]
+        bad = {
+            name.place: store for store, name in damaged if name.geometry == geometry and name.place in absent
+        }
+        if not absent:
+            return
+        try:
+            data = self._objects.get(key, max_size=geometry.length)
+        except (FormatError, StoreError) as error:
+            self._lost[key] = str(error)
+            return
+        files = encode_shards(key, geometry, data)
+        free = [store for store in group.everyone if store not in holders and store not in bad.values()]
+        for place in absent:
+            store = bad[place] if place in bad else free.pop(0) if free else None
+            if store is not None:
+                group.stores[store].put(str(ShardName(key, geometry, place)), files[place])
+                self._repaired += place in bad
+                self._shards += place not in bad
+
+    def _cannot(self, key: str, layout: Layout, damaged: list[tuple[int, ShardName]]) -> None:
+        """Blocks of several damaged shards may still be put together."""
+        if damaged:
+            geometry = max(layout, key=lambda g: (len(layout[g]) - g.k, g))
+            try:
+                data = self._objects.get(key, max_size=geometry.length)
+            except (FormatError, StoreError) as error:
+                if key in self._needed:
+                    self._lost[key] = str(error)
+                    return
+            else:
+                files = encode_shards(key, geometry, data)
+                for store, name in damaged:
+                    if name.geometry == geometry:
+                        self._group.stores[store].put(str(name), files[name.place])
+                        self._repaired += 1
+                return
+        if key in self._needed:
+            self._lost[key] = "too few shards are left"
+        else:
+            self._orphans += 1
+
+    def _look_at(self, key: str, layout: Layout) -> tuple[Layout, list[tuple[int, ShardName]]]:
+        """Read every shard of a blob: the layout of those that are sound, and those that are not."""
+        sound: Layout = {}
+        damaged = []
+        for geometry, places in layout.items():
+            for place, stores in places.items():
+                name = ShardName(key, geometry, place)
+                for store in stores:
+                    state = self._state_of(store, name)
+                    if state:
+                        sound.setdefault(geometry, {}).setdefault(place, []).append(store)
+                    elif state is False:
+                        damaged.append((store, name))
+        return sound, damaged
+
+    def _state_of(self, store: int, name: ShardName) -> bool | None:
+        """Whether a shard is sound; None where it has gone meanwhile."""
+        cut: Geometry = name.geometry
+        try:
+            file = self._group.stores[store].get(str(name), max_size=cut.file_bytes)
+            sums = block_sums(name, file[: cut.header_bytes])
+        except MissingKeyError:
+            return None
+        except CorruptionError:
+            return False
+        return None not in [None if b is None else 0 for b in sound_blocks(sums, file[cut.header_bytes :])]
+
+
+def _is_sealed(data: bytes) -> bool:
+    try:
+        unseal(data, "a copy")
+    except FormatError:
+        return False
+    return True

@@ -1,0 +1,111 @@
+"""What a process has seen of the stores of a set: which ones fail, since when they rest, how long they take.
+
+An opinion: it decides whom to ask first and what to tell, never what is safe. Whoever rests is asked all the same where
+the others are not enough.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from shrinkpoint.telling import tell
+
+__all__ = ["Health"]
+
+_SHORTEST_REST_S = 5.0
+_LONGEST_REST_S = 300.0
+
+
+@dataclass
+class _State:
+    reason: str | None = None
+    until: float = 0.0
+    rest_s: float = 0.0
+    transient: bool = False
+    told: bool = False
+    told_at: float = float("-inf")
+    seconds: float | None = None
+    """Of the last answer."""
+
+
+class Health:
+    """Opinions on `count` stores.
+
+    Args:
+        shown: Their names in messages.
+        clock: Seconds that never go back.
+    """
+
+    def __init__(self, shown: list[str], clock: Callable[[], float] = time.monotonic) -> None:
+        self._shown = shown
+        self._states = [_State() for _ in shown]
+        self._clock = clock
+
+    def rests(self, store: int) -> bool:
+        """Whether it failed a short while ago, and is better left alone."""
+        return self._states[store].until > self._clock()
+
+    def is_ill(self, store: int) -> bool:
+        """Whether the last that was heard of it was a failure."""
+        return self._states[store].reason is not None
+
+    @property
+    def ill(self) -> list[int]:
+        """Those."""
+        return [store for store in range(len(self._states)) if self.is_ill(store)]
+
+    def why(self, store: int) -> str | None:
+        """What was wrong with it the last time."""
+        return self._states[store].reason
+
+    def seconds(self, store: int) -> float | None:
+        """How long its last answer took."""
+        return self._states[store].seconds
+
+    def answered(self, store: int, seconds: float) -> None:
+        """It works."""
+        state = self._states[store]
+        state.seconds = seconds
+        state.reason, state.until, state.rest_s = None, 0.0, 0.0
+
+    def may_recover(self, stores: Sequence[int]) -> bool:
+        """Whether one of these failed for a passing reason, so that another attempt makes sense."""
+        return any(self._states[store].transient for store in stores)
+
+    def failed(self, store: int, reason: str, *, transient: bool = False) -> None:
+        """It does not work: let it rest, twice as long as the last time."""
+        state = self._states[store]
+        state.reason, state.transient = reason, transient
+        now = self._clock()
+        if state.until <= now:  # several requests that fail together are one failure
+            state.rest_s = min(max(2 * state.rest_s, _SHORTEST_REST_S), _LONGEST_REST_S)
+            state.until = now + state.rest_s
+
+    def describe(self, stores: Sequence[int]) -> str:
+        """These stores and what is wrong with them, for a message."""
+        return "; ".join(f"{self._shown[store]}: {self.why(store) or 'not asked'}" for store in stores)
+
+    def tell_changes(self, redundancy: int) -> None:
+        """Warn once of every store that has begun to fail, and again only when it failed anew after it had worked."""
+        now, new = self._clock(), []
+        for store, state in enumerate(self._states):
+            if state.reason is None:
+                state.told = False
+            elif not state.told:
+                state.told = True
+                if now - state.told_at > _LONGEST_REST_S:  # one that comes and goes is told of now and then
+                    state.told_at = now
+                    new.append(store)
+        if new:
+            more = (
+                "no other store"
+                if redundancy <= 0
+                else f"{redundancy} more"
+                if redundancy > 1
+                else "one more store"
+            )
+            tell(
+                f"{self.describe(new)}. The run goes on with the others; {more} may be lost now. See what is missing with"
+                " `shrinkpoint stores`, and write it again with `shrinkpoint heal`. Told once until it works again",
+                stacklevel=4,
+            )

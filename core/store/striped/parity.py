@@ -1,0 +1,165 @@
+"""Parity over equal shards: XOR for one lost shard, P and Q as in RAID 6 for two.
+
+P is the XOR of the data shards. Q is their sum with weights 1, g, g^2, ... in GF(2^8) with the polynomial 0x11d and g = 2
+(H. P. Anvin, "The mathematics of RAID-6"). A single data shard is mirrored: P, Q and any further shard equal it.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from shrinkpoint.errors import CorruptionError
+
+__all__ = ["MAX_PARITY", "Shard", "parity_of", "rebuild"]
+
+Shard: TypeAlias = npt.NDArray[np.uint8]
+
+MAX_PARITY = 2
+"""Parity shards that can be computed; more spare shards than that are mirrors."""
+
+_POLYNOMIAL = 0x11D
+_WORD = 8
+_CHUNK = 1 << 19
+"""Bytes that Q is computed of at a time: with its scratch space they stay in the second cache, and Python's share is small."""
+
+
+def parity_of(data: Sequence[Shard], spare: int) -> list[Shard]:
+    """The `spare` shards that go beside `data`.
+
+    Args:
+        data: equal lengths; a multiple of 8 bytes where there are several.
+        spare: 0, 1 (P), 2 (P and Q); any number of a single data shard, which are mirrors.
+    """
+    if len(data) == 1:
+        return [data[0]] * spare
+    if spare > MAX_PARITY:
+        raise ValueError(f"{spare} parity shards of {len(data)} data shards: {MAX_PARITY} at most")
+    return [p_of(data), q_of(data)][:spare] if spare == 2 else [p_of(data)][:spare] if spare else []
+
+
+def p_of(shards: Sequence[Shard]) -> Shard:
+    """The XOR of all."""
+    result = shards[0].copy() if len(shards) == 1 else np.bitwise_xor(shards[0], shards[1])
+    for shard in shards[2:]:
+        np.bitwise_xor(result, shard, out=result)
+    return result
+
+
+def q_of(shards: Sequence[Shard]) -> Shard:
+    """The sum of g^i times shard i, by Horner's rule on 8 bytes at once: multiply by g, add the next, last shard first."""
+    size = len(shards[0])
+    result = np.empty(size, np.uint8)
+    words = [np.ascontiguousarray(shard).view(np.uint64) for shard in shards]
+    out = result.view(np.uint64)
+    step = _CHUNK // _WORD
+    carry, low = np.empty(step, np.uint64), np.empty(step, np.uint64)
+    for start in range(0, size // _WORD, step):
+        total = out[start : start + step]
+        overflow, shifted = carry[: len(total)], low[: len(total)]
+        total[...] = words[-1][start : start + step]
+        for word in words[-2::-1]:
+            _times_g(total, overflow, shifted)
+            np.bitwise_xor(total, word[start : start + step], out=total)
+    return result
+
+
+_HIGH = np.uint64(0x8080808080808080)
+_REDUCE = np.uint64(0x1D1D1D1D1D1D1D1D)
+_ONE, _SEVEN = np.uint64(1), np.uint64(7)
+
+
+def _times_g(
+    words: npt.NDArray[np.uint64], overflow: npt.NDArray[np.uint64], scratch: npt.NDArray[np.uint64]
+) -> None:
+    """Each byte of `words` times g, in place: shifted left, and reduced by the polynomial where its highest bit was set."""
+    np.bitwise_and(words, _HIGH, out=overflow)
+    np.bitwise_xor(words, overflow, out=words)
+    np.left_shift(words, _ONE, out=words)
+    np.right_shift(overflow, _SEVEN, out=scratch)
+    np.subtract(
+        overflow, scratch, out=overflow
+    )  # 0x7f in every byte that overflowed: 0x80 - 1, without a borrow
+    np.bitwise_and(overflow, _REDUCE, out=overflow)
+    np.bitwise_xor(words, overflow, out=words)
+
+
+@lru_cache(maxsize=1)
+def _tables() -> tuple[list[int], list[int]]:
+    """Powers of g, twice over so that sums of logarithms need no modulo, and logarithms."""
+    powers, logarithms = [0] * 510, [0] * 256
+    value = 1
+    for exponent in range(255):
+        powers[exponent] = powers[exponent + 255] = value
+        logarithms[value] = exponent
+        value = value << 1 ^ (_POLYNOMIAL if value & 0x80 else 0)
+    return powers, logarithms
+
+
+def _multiply(a: int, b: int) -> int:
+    powers, logarithms = _tables()
+    return powers[logarithms[a] + logarithms[b]] if a and b else 0
+
+
+def _inverse(a: int) -> int:
+    powers, logarithms = _tables()
+    return powers[255 - logarithms[a]]
+
+
+@lru_cache(maxsize=64)
+def _times_table(factor: int) -> Shard:
+    return np.array([_multiply(factor, value) for value in range(256)], np.uint8)
+
+
+def _times(shard: Shard, factor: int) -> Shard:
+    return _times_table(factor)[shard]
+
+
+def _power(exponent: int) -> int:
+    return _tables()[0][exponent % 255]
+
+
+def rebuild(found: Mapping[int, Shard], k: int, spare: int) -> list[Shard]:
+    """All `k` data shards, out of any `k` of the `k` + `spare`.
+
+    Args:
+        found: sound shards by their number: data from 0, then P, then Q. Must be sound: parity detects no damage.
+        k: data shards.
+        spare: shards beside them.
+
+    Raises:
+        CorruptionError: there are fewer than `k`.
+    """
+    if k == 1 and found:
+        return [next(iter(found.values()))]
+    missing = [i for i in range(k) if i not in found]
+    p, q = found.get(k) if spare >= 1 else None, found.get(k + 1) if spare >= 2 else None
+    if len(missing) > (p is not None) + (q is not None):
+        raise CorruptionError(f"{len(found)} of the {k} shards that are needed are sound")
+    data = {i: found[i] for i in range(k) if i in found}
+    if len(missing) == 1 and p is not None:
+        data[missing[0]] = p_of([p, *data.values()])
+    elif len(missing) == 1:
+        assert q is not None
+        [x] = missing
+        data[x] = _times(np.bitwise_xor(q, _q_without(data, k, q)), _power(-x))
+    elif len(missing) == 2:
+        assert p is not None
+        assert q is not None
+        x, y = missing
+        # P' = d_x + d_y and Q' = g^x d_x + g^y d_y
+        p_rest, q_rest = p_of([p, *data.values()]), np.bitwise_xor(q, _q_without(data, k, q))
+        divisor = _inverse(_power(y - x) ^ 1)
+        data[x] = np.bitwise_xor(
+            _times(p_rest, _multiply(_power(y - x), divisor)), _times(q_rest, _multiply(_power(-x), divisor))
+        )
+        data[y] = np.bitwise_xor(p_rest, data[x])
+    return [data[i] for i in range(k)]
+
+
+def _q_without(data: Mapping[int, Shard], k: int, like: Shard) -> Shard:
+    """Q with zeros in place of the missing data shards."""
+    zeros = np.zeros_like(like)
+    return q_of([data.get(i, zeros) for i in range(k)])

@@ -1,0 +1,264 @@
+"""kill -9 in mid-save, then a store lost, blank, put back to an earlier day, rotten, or gone and back: nothing is lost.
+
+``--kills 500`` asks for more trials than the default. Negative controls, which save in other ways, do lose.
+"""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import stores_worker
+from support.stores_worker import WriterConfig, content, open_objects, open_run, request_of, retired, taken
+
+from shrinkpoint.errors import ShrinkpointError, ShrinkpointWarning
+from shrinkpoint.store.striped.heal import heal
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
+
+TRIALS = 20
+KINDS = ("lost", "blank", "stale", "rot", "gone and back")
+
+
+class Nursery:
+    """The server of `support.stores_worker`."""
+
+    def __init__(self, errors: Path) -> None:
+        self.errors = errors
+        path = str(Path(stores_worker.__file__).parents[1])
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([path, *filter(None, [os.environ.get("PYTHONPATH")])]),
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, stores_worker.__file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors.open("wb"),
+            text=True,
+            env=environment,
+        )
+
+    def _ask(self, line: str) -> int:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        assert answer, self.errors.read_text()[-4000:]
+        return int(answer)
+
+    def start(self, config: WriterConfig) -> int:
+        return self._ask(request_of(config))
+
+    def reap(self, pid: int) -> int:
+        return self._ask(json.dumps({"reap": pid}))
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+@pytest.fixture(scope="module")
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    nursery = Nursery(tmp_path_factory.mktemp("nursery") / "stderr")
+    yield nursery
+    nursery.close()
+
+
+class Trial:
+    """One run on folders, and what happens to it."""
+
+    def __init__(
+        self, nursery: Nursery, root: Path, rng: random.Random, stores: int, parity: int, how: str
+    ) -> None:
+        self.nursery, self.root, self.rng = nursery, str(root), rng
+        self.stores, self.parity, self.how = stores, parity, how
+        self.wrong: list[str] = []
+
+    def folder(self, store: int) -> Path:
+        return Path(self.root, f"s{store}")
+
+    def save(self, more: int, *, resume: bool = True, vanish: list[int] | None = None) -> None:
+        """Save until so many more are acknowledged, and kill it in the middle of what follows."""
+        before = len(taken(self.root))
+        config = WriterConfig(
+            root=self.root, stores=self.stores, parity=self.parity, how=self.how, resume=resume, vanish=vanish
+        )
+        pid = self.nursery.start(config)
+        deadline = time.monotonic() + 60
+        while len(taken(self.root)) < before + more and time.monotonic() < deadline and _lives(pid):
+            time.sleep(0.002)
+        time.sleep(self.rng.random() * 0.03)
+        os.kill(pid, signal.SIGKILL)
+        self.nursery.reap(pid)
+        if self.how == "ours" and len(taken(self.root)) < before + more:
+            self.wrong.append(f"saving did not go on: {self.nursery.errors.read_text()[-600:]}")
+
+    def check(self, when: str) -> None:
+        """Everything that was acknowledged and not retired is there, and the newest is at least the last of them."""
+        acks = taken(self.root)
+        last = max((step for step, _, _ in acks), default=0)
+        run = open_run(open_objects(self.root, self.stores, self.parity, self.how))
+        try:
+            found = run.newest_sound(lambda manifest, blobs: blobs)
+            manifests = {manifest.digest: manifest for manifest in run.manifests()}
+            for step, _, digest in acks[-5:]:
+                if step >= retired(self.root):
+                    run.fetch(manifests[digest])
+        except (ShrinkpointError, KeyError) as error:
+            self.wrong.append(f"{when}: {type(error).__name__} ({error}), {last} acknowledged")
+            return
+        if found is None or found[0].step < last:
+            self.wrong.append(f"{when}: {found and found[0].step} found, {last} acknowledged")
+        elif any(blob != content(found[0].step - len(found[1]) + 1 + i) for i, blob in enumerate(found[1])):
+            self.wrong.append(f"{when}: other bytes")
+
+    def heal(self) -> None:
+        objects = open_objects(self.root, self.stores, self.parity, self.how)
+        run = open_run(objects)
+        needed = {ref.key for manifest in run.manifests() for ref in manifest.chain}
+        healed = heal(objects, needed)
+        if healed.lost:
+            self.wrong.append(f"healing: {healed.lost}")
+
+    def run(self, kind: str, victims: list[int]) -> None:
+        self.save(self.rng.randrange(3, 14), resume=False)
+        if kind == "gone and back":
+            self.save(12, vanish=victims)
+            self.check("while it is gone")
+            for victim in victims:
+                shutil.rmtree(self.folder(victim), ignore_errors=True)
+                if Path(self.root, f"gone{victim}").exists():
+                    os.rename(Path(self.root, f"gone{victim}"), self.folder(victim))
+            self.check("when it is back")
+        elif kind == "stale":
+            for victim in victims:
+                shutil.copytree(self.folder(victim), Path(self.root, f"old{victim}"))
+            self.save(6)
+            for victim in victims:
+                shutil.rmtree(self.folder(victim))
+                os.rename(Path(self.root, f"old{victim}"), self.folder(victim))
+            self.check("of an earlier day")
+        elif kind == "rot":
+            for victim in victims:
+                self._rot(victim)
+            self.check("rotten")
+        else:
+            for victim in victims:
+                shutil.rmtree(self.folder(victim))
+                if kind == "blank":
+                    self.folder(victim).mkdir()
+            self.check(kind)
+        self.save(4)
+        self.check("gone on")
+        if self.how == "ours":  # as before: as many others may be lost now
+            self.heal()
+            others = [store for store in range(self.stores) if store not in victims]
+            for store in self.rng.sample(others, self.parity):
+                shutil.rmtree(self.folder(store))
+            self.check("healed, and others lost")
+            self.save(2)
+            self.check("gone on after that")
+
+    def _rot(self, store: int) -> None:
+        for path in Path(self.folder(store), "data").glob("*"):
+            with path.open("r+b") as file:
+                file.seek(self.rng.randrange(max(1, path.stat().st_size)))
+                file.write(b"\xa5\x5a")
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def _trials(
+    nursery: Nursery,
+    folder: Path,
+    count: int,
+    *,
+    stores: int,
+    parity: int,
+    how: str = "ours",
+    kinds: tuple[str, ...] = KINDS,
+    victim: int | None = None,
+) -> list[tuple[int, str, list[str]]]:
+    bad, seen = [], Counter[str]()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ShrinkpointWarning)
+        for seed in range(count):
+            rng = random.Random(f"{how} {stores} {parity} {seed}")
+            kind = kinds[seed % len(kinds)]
+            victims = [victim] if victim is not None else rng.sample(range(stores), max(1, parity))
+            root = folder / str(seed)
+            root.mkdir()
+            trial = Trial(nursery, root, rng, stores, parity, how)
+            trial.run(kind, victims)
+            seen[kind] += 1
+            if trial.wrong:
+                bad.append((seed, kind, trial.wrong))
+            shutil.rmtree(root)
+    print(f"{how}, {stores} stores, parity {parity}: {dict(seen)}, {len(bad)} of {count} lost something")
+    for seed, kind, wrong in bad[:5]:
+        print("   ", seed, kind, [text[:200] for text in wrong])
+    return bad
+
+
+@pytest.mark.parametrize(("stores", "parity"), [(3, 1), (5, 2)])
+def test_nothing_acknowledged_is_lost(
+    nursery: Nursery, tmp_path: Path, pytestconfig: pytest.Config, stores: int, parity: int
+) -> None:
+    count = pytestconfig.getoption("--kills") or TRIALS
+    assert _trials(nursery, tmp_path, count, stores=stores, parity=parity) == []
+
+
+@pytest.mark.parametrize(
+    ("how", "kinds", "victim"),
+    [
+        ("no parity", ("lost", "rot"), None),
+        ("manifests on store 1 only", ("lost", "stale"), 0),
+        ("committed at one copy", ("lost", "blank"), None),
+    ],
+)
+def test_other_ways_lose(
+    nursery: Nursery, tmp_path: Path, how: str, kinds: tuple[str, ...], victim: int | None
+) -> None:
+    assert len(_trials(nursery, tmp_path, 4, stores=3, parity=1, how=how, kinds=kinds, victim=victim)) >= 2
+
+
+@pytest.mark.parametrize("gone", [None, 0, 1, 2])
+def test_of_two_writers_the_older_is_fenced(nursery: Nursery, tmp_path: Path, gone: int | None) -> None:
+    common: dict[str, Any] = {"root": str(tmp_path), "pause_s": 0.005}
+    first = nursery.start(WriterConfig(journal="a", steps=150, **common))
+    while len(taken(str(tmp_path), "a")) < 10:
+        time.sleep(0.01)
+    if gone is not None:
+        os.rename(tmp_path / f"s{gone}", tmp_path / "gone")
+    second = nursery.start(WriterConfig(journal="b", steps=20, **common))
+    nursery.reap(first), nursery.reap(second)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ShrinkpointWarning)
+        there = {m.digest: m for m in open_run(open_objects(str(tmp_path), 3, 1)).manifests()}
+    a, b = (taken(str(tmp_path), name) for name in "ab")
+    collected = [m.step for m in there.values()]
+    print(f"{len(a)} and {len(b)} acknowledged, {len(collected)} there")
+    text = (tmp_path / "a").read_text()
+    assert "# fenced" in text
+    assert len(b) == 20
+    newest = next(iter(there.values()))
+    assert newest.meta["who"] == "b"
+    assert newest.digest == b[-1][2]

@@ -1,0 +1,200 @@
+"""Writers on several folders, to be killed: a server that imports once, and forks a writer at each request.
+
+Lines of JSON on stdin: a `WriterConfig` starts a writer and answers with its process id; ``{"reap": pid}`` waits for one and
+answers with its status.
+"""
+
+import json
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from shrinkpoint.errors import FencedError, StoreError
+from shrinkpoint.store.local import LocalObjects
+from shrinkpoint.store.manifest import Manifest
+from shrinkpoint.store.retry import RetryPolicy
+from shrinkpoint.store.run import RunStore
+from shrinkpoint.store.striped import Patience, StripedObjects
+from shrinkpoint.store.striped import members as members_module
+
+__all__ = ["CONTROLS", "Control", "WriterConfig", "content", "open_objects", "open_run", "retired", "taken"]
+
+PATIENCE = Patience(late_floor_s=1.0, alone_s=3.0, limit_s=10.0)
+KEPT = 8
+
+
+@dataclass(frozen=True)
+class Control:
+    """A way of doing it that loses checkpoints; or ours."""
+
+    parity: int | None = None
+    copies: int | None = None
+    only_first: bool = False
+
+
+CONTROLS = {
+    "ours": Control(),
+    "no parity": Control(parity=0),
+    "manifests on store 1 only": Control(only_first=True),
+    "committed at one copy": Control(copies=1),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriterConfig:
+    root: str
+    stores: int = 3
+    parity: int = 1
+    how: str = "ours"
+    resume: bool = False
+    vanish: list[int] | None = None
+    """Stores that are taken away after a few saves."""
+    journal: str = "acks"
+    steps: int = 10**6
+    pause_s: float = 0.0
+
+
+class _OneCopy(members_module.Quorum):
+    """A record counts as committed with one copy; all stores must then be asked for it."""
+
+    @property
+    def write(self) -> int:
+        return 1
+
+
+class _OnlyFirst(StripedObjects):
+    """Manifests in the first store alone."""
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        if key.startswith("commits/"):
+            self.group.found()
+            return self.group.stores[0].put_if_absent(key, data)
+        return super().put_if_absent(key, data)
+
+
+def content(step: int) -> bytes:
+    """What the container of a step holds: some are mirrored, most are cut."""
+    size = 20_000 if step % 4 == 0 else 300_000 + step
+    return np.random.default_rng(step).integers(0, 256, size, np.uint8).tobytes()
+
+
+def open_objects(root: str, stores: int, parity: int, how: str = "ours") -> StripedObjects:
+    control = CONTROLS[how]
+    kind = _OnlyFirst if control.only_first else StripedObjects
+    parity = parity if control.parity is None else control.parity
+    objects = kind([LocalObjects(f"{root}/s{i}") for i in range(stores)], parity=parity, patience=PATIENCE)
+    if control.copies is not None:
+        objects.group.make_quorum = _OneCopy
+    return objects
+
+
+def open_run(objects: StripedObjects) -> RunStore:
+    return RunStore("ignored", objects=objects, retry=RetryPolicy(attempts=2, first_delay_s=0.01))
+
+
+def _take(manifest: Manifest, blobs: list[bytes]) -> list[bytes]:
+    return blobs
+
+
+def _write(config: WriterConfig) -> None:
+    warnings.simplefilter("ignore")
+    run = open_run(open_objects(config.root, config.stores, config.parity, config.how))
+    found = run.newest_sound(_take) if config.resume else None
+    parent = found[0] if found else None
+    writer = run.writer()
+    with open(f"{config.root}/{config.journal}", "a", buffering=1) as journal:
+        journal.write(f"# epoch {writer.epoch}\n")
+        first = parent.step if parent else 0
+        for step in range(first + 1, first + 1 + config.steps):
+            if step % 5 == 0:
+                parent = None
+            kind = "delta" if parent else "base"
+            try:
+                parent = writer.commit(
+                    content(step),
+                    step=step,
+                    kind=kind,
+                    parent=parent,
+                    state_digest="",
+                    meta={"who": config.journal},
+                )
+            except FencedError:
+                journal.write("# fenced\n")
+                return
+            except StoreError as error:  # the chain is not to be relied on: the next one is a base
+                journal.write(f"# failed {type(error).__name__}: {error}\n".replace("\n", " ") + "\n")
+                parent = None
+                continue
+            journal.write(f"{step} {parent.seq} {parent.digest}\n")
+            if config.vanish and step == first + 3:
+                for store in config.vanish:
+                    os.rename(f"{config.root}/s{store}", f"{config.root}/gone{store}")
+                journal.write(f"# stores {config.vanish} vanished\n")
+            if step % 10 == 0 and config.how == "ours":
+                _retire(config, run, writer.collect, journal.write)
+            time.sleep(config.pause_s)
+
+
+def _retire(
+    config: WriterConfig, run: RunStore, collect: Callable[..., object], note: Callable[[str], object]
+) -> None:
+    kept = sorted(m.step for m in run.manifests())[-KEPT:]
+    if kept:
+        note(f"# retired below {kept[0]}\n")
+        try:
+            collect([m.seq for m in run.manifests() if m.step >= kept[0]], grace_s=0)
+        except FencedError:
+            raise
+        except StoreError as error:
+            note(f"# not collected: {error}\n")
+
+
+def taken(root: str, journal: str = "acks") -> list[tuple[int, int, str]]:
+    """Step, number and digest of every acknowledged checkpoint."""
+    path = Path(root, journal)
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    acks = [line.split() for line in lines if line and not line.startswith("#")]
+    return [(int(step), int(seq), digest) for step, seq, digest in acks]
+
+
+def retired(root: str) -> int:
+    """Below which step checkpoints may be gone."""
+    path = Path(root, "acks")
+    lines = path.read_text().split("\n") if path.exists() else []
+    return max(
+        (int(line.rpartition(" ")[2]) for line in lines if line.startswith("# retired below ")), default=0
+    )
+
+
+def _serve() -> None:
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "reap" in request:
+            print(os.waitpid(request["reap"], 0)[1], flush=True)
+            continue
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                _write(WriterConfig(**request))
+                status = 0
+            finally:
+                if status:
+                    sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+                    sys.stderr.flush()
+                os._exit(status)
+        print(pid, flush=True)
+
+
+def request_of(config: WriterConfig) -> str:
+    return json.dumps(asdict(config))
+
+
+if __name__ == "__main__":
+    _serve()
