@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from shrinkpoint.errors import ShrinkpointError, ShrinkpointWarning
     from shrinkpoint.saver import Saver
     from shrinkpoint.single import load, save
+    from shrinkpoint.steps.options import StepLog
 
 __version__ = "0.1.0"
 
@@ -17,6 +18,7 @@ __all__ = [
     "SaverConfig",
     "ShrinkpointError",
     "ShrinkpointWarning",
+    "StepLog",
     "__version__",
     "load",
     "save",
@@ -28,6 +30,7 @@ _HOME = {
     "SaverConfig": "config",
     "ShrinkpointError": "errors",
     "ShrinkpointWarning": "errors",
+    "StepLog": "steps.options",
     "load": "single",
     "save": "single",
 }

@@ -18,7 +18,7 @@ from torch.optim import optimizer as optimizer_hooks
 
 from shrinkpoint.state import Role, TrainingState
 
-__all__ = ["OptimizerKind", "Updates", "compare_updates", "moments_of_direction"]
+__all__ = ["OptimizerKind", "Updates", "compare_updates", "holds_tensors", "moments_of_direction"]
 
 _STEPS = 10
 _MOST_ELEMENTS = 1 << 19  # of all parameters that are tried
@@ -111,7 +111,7 @@ def compare_updates(
         chosen = _chosen(one, names, true, parameters)
         if not chosen:
             continue
-        if _holds_tensors(kind.kind.step):
+        if holds_tensors(kind.kind.step):
             return f"{kind.kind.__name__}.step holds tensors or modules of its own, which it might change"
         try:
             compared = _compare(kind, one, other, chosen)
@@ -128,7 +128,7 @@ def _nan_last(value: float) -> float:
     return math.inf if math.isnan(value) else value
 
 
-def _holds_tensors(function: Callable[..., Any]) -> bool:
+def holds_tensors(function: Callable[..., Any]) -> bool:
     """Whether a function, or one that it wraps, closes over something that is trained: copies cannot be stepped by it."""
     for cell in getattr(function, "__closure__", None) or ():
         try:
@@ -136,7 +136,7 @@ def _holds_tensors(function: Callable[..., Any]) -> bool:
         except ValueError:  # nothing in it yet
             continue
         if isinstance(held, (torch.Tensor, torch.nn.Module, Optimizer)) or (
-            held is not function and callable(held) and _holds_tensors(held)
+            held is not function and callable(held) and holds_tensors(held)
         ):
             return True
     return False
@@ -171,7 +171,7 @@ def moments_of_direction(state: TrainingState, kinds: Sequence[OptimizerKind]) -
         weights = _chosen(node, names, state, None)
         tried = [index for index in moments if index in weights and len(weights[index].shape) >= 2][:1]
         try:
-            if _holds_tensors(kind.kind.step):
+            if holds_tensors(kind.kind.step):
                 raise TypeError("it might change what is trained")
             lengths = [_momentum_step(kind, node, weights, index) for index in tried]
         except Exception:  # noqa: BLE001 - an optimizer of anybody's may do anything
