@@ -1,8 +1,11 @@
 """A small training with everything that a careless log of its steps would miss, in this process or in one of its own."""
 
+import itertools
 import json
+import os
 import random
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -194,21 +197,41 @@ class Training:
         return [buffer.clone() for buffer in self.model.buffers()]
 
 
-def main(folder: str, until: int) -> None:
-    """Train in a process of its own, and note every step before the next one begins."""
+def main(folder: str) -> None:
+    """Train until killed, and note every step before the next one begins."""
     training = Training().log(f"{folder}/run", f"{folder}/log", every=20, steps=3)
     begin = training.checkpointer.resume()
     with (Path(folder) / "journal").open("a", buffering=1) as journal:
         journal.write(json.dumps({"resumed": begin, "digest": training.digest}) + "\n")
-        for step in range(begin, until):
+        for step in itertools.count(begin):
             loss = training.step(step)
             training.checkpointer.step(step + 1)
             written = training.checkpointer.step_log.written
             line = {"step": step + 1, "loss": loss, "digest": training.digest, "written": written}
             journal.write(json.dumps(line) + "\n")
-    training.checkpointer.close()
+
+
+def serve() -> None:
+    """For each line on stdin, a folder: fork a training there and print its process id; for a number: reap that process."""
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        text = line.strip()
+        if text.isdecimal():
+            print(os.waitpid(int(text), 0)[1], flush=True)
+            continue
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                main(text)
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(status)
+        print(child, flush=True)
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main(sys.argv[1], int(sys.argv[2]))
+    serve()

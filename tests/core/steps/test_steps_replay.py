@@ -1,7 +1,6 @@
 """Replayed steps give the undisturbed training's state, bit for bit, and its next losses."""
 
 import copy
-from collections.abc import Iterator
 from uuid import uuid4
 
 import pytest
@@ -23,9 +22,9 @@ QUICK = {
 
 
 @pytest.fixture
-def places() -> Iterator[tuple[str, str]]:
+def places() -> tuple[str, str]:
     name = uuid4().hex
-    yield f"memory://{name}/run", f"memory://{name}/log"
+    return f"memory://{name}/run", f"memory://{name}/log"
 
 
 def compare(
