@@ -8,6 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 import shrinkpoint
+from shrinkpoint.cli.advising import advise
 from shrinkpoint.cli.checking import verify
 from shrinkpoint.cli.compiling import compile_now
 from shrinkpoint.cli.exporting import export
@@ -76,7 +77,7 @@ def _globals(
     """Options before the command's name; `_Commands.invoke` reads ``debug``."""
 
 
-for _command in (ls, show, verify, export, compact, prune, undelete, pin, unpin):
+for _command in (ls, show, verify, export, compact, prune, undelete, pin, unpin, advise):
     app.command()(_command)
 app.command("compile")(compile_now)
 

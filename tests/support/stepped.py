@@ -5,6 +5,7 @@ import json
 import os
 import random
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -214,6 +215,10 @@ def main(folder: str) -> None:
 def serve() -> None:
     """For each line on stdin, a folder: fork a training there and print its process id; for a number: reap that process."""
     torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:  # import and compile everything once, before the first fork
+        training = Training().log(f"{folder}/run", f"{folder}/log", every=2)
+        training.run(0, 4)
+        training.checkpointer.close()
     for line in sys.stdin:
         text = line.strip()
         if text.isdecimal():
@@ -225,7 +230,7 @@ def serve() -> None:
             try:
                 main(text)
                 status = 0
-            except BaseException:
+            except BaseException:  # noqa: BLE001 - the child must never return into the server's loop
                 traceback.print_exc()
             finally:
                 sys.stderr.flush()
