@@ -18,6 +18,7 @@ from shrinkpoint.steps.beside import Beside
 from shrinkpoint.steps.buffers import Buffers, Held
 from shrinkpoint.steps.fingerprint import fingerprint
 from shrinkpoint.steps.options import StepLog, refuse_optimizers
+from shrinkpoint.steps.progress import ReplayBar
 from shrinkpoint.steps.reader import LogReader
 from shrinkpoint.steps.record import Record
 from shrinkpoint.steps.recorder import CannotLogError, Recorder
@@ -152,8 +153,9 @@ class ExactLog:
             return step
         reached, problems = step, survey.problems
         if survey.references:
-            replay = Replay(self._optimizers, self._beside, self._after_step, reader)
-            replayed = replay.run(step, survey.references, prepare)
+            with ReplayBar() as bar:
+                replay = Replay(self._optimizers, self._beside, self._after_step, reader, bar)
+                replayed = replay.run(step, survey.references, prepare)
             self._inherits, reached = replayed.used, replayed.step
             problems = problems + replayed.problems
         if problems:
