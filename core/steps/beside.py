@@ -60,9 +60,8 @@ class Beside:
         Raises:
             ConfigError: names the object and its largest tensor.
         """
-        # loaders and samplers may have to start their workers to tell their state
         for name, value in self._stateful.items():
-            if not hasattr(value, "__iter__") and self._after_step is None:
+            if _tells_at_once(value) and self._after_step is None:
                 reason = self._too_large(name, value.state_dict())
                 if reason is not None:
                     raise ConfigError(f"step_log='exact' cannot replay this training: {reason}")
@@ -101,7 +100,7 @@ class Beside:
         return [
             name
             for name, value in self._stateful.items()
-            if not hasattr(value, "__iter__") and self._too_large(name, value.state_dict()) is not None
+            if _tells_at_once(value) and self._too_large(name, value.state_dict()) is not None
         ]
 
     def begin(self) -> None:
@@ -200,6 +199,11 @@ class Beside:
         for optimizer, groups in zip(self._optimizers, remainder["groups"], strict=True):
             set_groups(optimizer, groups)  # loading a scheduler may have set a learning rate
         restore_rng(remainder["rng"])
+
+
+def _tells_at_once(value: object) -> bool:
+    """Whether an object's state may be asked for before training: loaders and samplers may have to start their workers for it."""
+    return isinstance(value, nn.Module) or not hasattr(value, "__iter__")
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """The options of a step log, checked before training starts."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -96,8 +97,8 @@ def log_location(
             " near the training, such as /dev/shm/steps or one on a local disk"
         )
     location, run = parse_url(step_log_url), parse_url(run_url)
-    inside = f"{location.path.rstrip('/')}/".startswith(f"{run.path.rstrip('/')}/")
-    if location.protocol == run.protocol and inside:
+    one, other = (os.path.realpath(at.path) if at.kind == "local" else at.path for at in (location, run))
+    if location.protocol == run.protocol and f"{one.rstrip('/')}/".startswith(f"{other.rstrip('/')}/"):
         raise ConfigError(
             f"step_log_url={step_log_url!r} is within the run {run.display}, whose files are not to be mixed with a log's: give"
             " a folder of its own, near the training"
@@ -109,8 +110,10 @@ def refuse_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Refuse what evaluates the loss several times in a step: its gradients are not those of one moment.
 
     Raises:
-        ConfigError: there is such an optimizer.
+        ConfigError: there is such an optimizer, or none at all.
     """
+    if not optimizers:
+        raise ConfigError("step_log='exact' logs the steps of optimizers, and there is none: leave it out")
     for optimizer in optimizers:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ConfigError(

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from shrinkpoint.errors import CorruptionError, FormatError, StoreError
 from shrinkpoint.steps.segment import (
     PREFIX,
+    ForeignSegmentError,
     Head,
     Key,
     Prefix,
@@ -82,12 +83,12 @@ class LogReader:
                 continue
             try:
                 return self.head(key)
-            except CorruptionError as error:
+            except ForeignSegmentError as error:
+                survey.problems.append(f"{self._show(key)}: {error}")
+            except (FormatError, StoreError) as error:
                 # Who came before may have gone on writing after this one began: none of that is used.
                 survey.problems.append(f"{self._show(key)}, which says what its writer went on from: {error}")
                 return None
-            except (FormatError, StoreError) as error:
-                survey.problems.append(f"{self._show(key)}: {error}")
         return None
 
     def _own(self, first: Head, survey: Survey) -> list[Reference]:

@@ -26,6 +26,7 @@ __all__ = [
     "MAGIC",
     "PREFIX",
     "VERSION",
+    "ForeignSegmentError",
     "Head",
     "Key",
     "Place",
@@ -47,6 +48,10 @@ _HEX = frozenset("0123456789abcdef")
 _MAX_TURN = 10**8 - 1
 _MAX_NUMBER = 10**10 - 1
 _KEY = re.compile(r"([0-9]{8})-([0-9a-f]{16})-([0-9]{10})\.steps")
+
+
+class ForeignSegmentError(FormatError):
+    """A sound segment that is another one than its name says, or of another run."""
 
 
 @dataclass(frozen=True, order=True)
@@ -260,7 +265,8 @@ def read_head(data: bytes, prefix: Prefix, key: Key, run: str) -> Head:
 
     Raises:
         CorruptionError: the seal does not match.
-        FormatError: another run's or another segment, or malformed.
+        ForeignSegmentError: another run's, or another segment.
+        FormatError: malformed.
     """
     header = data[PREFIX.size : PREFIX.size + prefix.header]
     if xxhash.xxh3_128(data[:_SEAL_AT] + header).digest() != prefix.seal:
@@ -271,9 +277,9 @@ def read_head(data: bytes, prefix: Prefix, key: Key, run: str) -> Head:
     try:
         check_features(node["features"])
         if node["run"] != run:
-            raise FormatError("it belongs to another run")
+            raise ForeignSegmentError("it belongs to another run")
         if node["key"] != str(key):
-            raise FormatError(f"it is the segment {str(node['key'])[:60]!r} under another name")
+            raise ForeignSegmentError(f"it is the segment {str(node['key'])[:60]!r} under another name")
         begin, end = (
             None if node[name] is None else Place.from_json(node[name]) for name in ("begin", "end")
         )

@@ -41,6 +41,16 @@ def test_a_log_within_the_run(log):
     refused("is within the run", step_log="exact", step_log_url=log)
 
 
+def test_a_log_within_the_run_by_a_link(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    refused("is within the run", step_log="exact", url=f"{tmp_path}/run", step_log_url=f"{tmp_path}/link/log")
+
+
+def test_no_optimizer():
+    refused("there is none", step_log="exact", optimizer=[])
+
+
 def test_a_scheme_that_is_not_exact():
     refused("needs scheme='lossless', not 'auto'", step_log="exact", scheme="auto")
 
