@@ -43,7 +43,7 @@ CASES = {
         LogCosts(overhead=0.03, segment=4, lag=1, replay=0.3),
     ),
 }
-FAILURES = 40_000
+FAILURES = 20_000
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -127,7 +127,7 @@ def test_advice_from_a_runs_own_reports_agrees_with_the_simulation(run_url):
     assert said["seconds_per_step"] > 0
     assert said["measured"]["saves"] == 3
     for part, more in (("without_log", None), ("with_log", log)):
-        found = simulate(FAILURES // 8, said[part]["interval_s"], costs, more)
+        found = simulate(FAILURES // 4, said[part]["interval_s"], costs, more)
         assert found == pytest.approx(said[part]["waste"], rel=0.06)  # of so few failures
         assert said[part]["every"] >= 1
 
