@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from shrinkpoint.loading import load, load_weights
     from shrinkpoint.saver import Saver
     from shrinkpoint.single import save
+    from shrinkpoint.steps.options import StepLog
 
 __version__ = "0.1.0"
 
@@ -18,6 +19,7 @@ __all__ = [
     "SaverConfig",
     "ShrinkpointError",
     "ShrinkpointWarning",
+    "StepLog",
     "__version__",
     "load",
     "load_weights",
@@ -30,6 +32,7 @@ _HOME = {
     "SaverConfig": "config",
     "ShrinkpointError": "errors",
     "ShrinkpointWarning": "errors",
+    "StepLog": "steps.options",
     "load": "loading",
     "load_weights": "loading",
     "save": "single",

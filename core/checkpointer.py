@@ -1,5 +1,6 @@
 """Checkpoints for a hand-written PyTorch loop."""
 
+import copy
 import os
 import sys
 import weakref
@@ -33,8 +34,11 @@ from shrinkpoint.rng import capture_rng, restore_rng
 from shrinkpoint.roles import describe_training
 from shrinkpoint.saver import Saver
 from shrinkpoint.state import Describe, Role, TrainingState
+from shrinkpoint.steps.exact import ExactLog
+from shrinkpoint.steps.options import StepLog, chosen_log, log_location
 from shrinkpoint.store.connect import StorageOptions
-from shrinkpoint.store.urls import RunUrl
+from shrinkpoint.store.manifest import Manifest
+from shrinkpoint.store.urls import RunUrl, split_urls
 from shrinkpoint.swap import swapped_tensors, swapped_weights
 from shrinkpoint.telling import brief, tell
 from shrinkpoint.termination import Pace, TerminationRequest
@@ -91,6 +95,11 @@ class Checkpointer:
         config: how to save; or give its fields as keyword arguments.
         storage_options: passed to fsspec; of several URLs for all but folders, or a list of as many.
         parity: how many of several URLs may be lost: 0, 1 or 2. None takes what the run began with, or 1.
+        step_log: ``"exact"`` logs what every `optimizer.step()` between two checkpoints consumed, and `resume` makes these steps
+            again, bit for bit; a `StepLog` says how. Needs ``scheme="lossless"``. Mostly not worth its bytes: docs/steps.md.
+        step_log_url: where to: a folder near the training, such as ``/dev/shm/steps``.
+        after_step: with a step log, what the training does to large tensors after each step and before it calls `step`:
+            ``lambda: ema.update_parameters(model)``. Called when steps are replayed, and only then.
         stateful: further objects by name: ``scheduler=scheduler, sampler=sampler``. Averages of the weights among them, such
             as ``torch.optim.swa_utils.AveragedModel``, are coded like weights.
 
@@ -114,11 +123,16 @@ class Checkpointer:
         config: SaverConfig | None = None,
         storage_options: StorageOptions = None,
         parity: int | None = None,
+        step_log: Literal["exact"] | StepLog | None = None,
+        step_log_url: str | None = None,
+        after_step: Callable[[], object] | None = None,
         **stateful: Any,
     ) -> None:
         check_policy(resume)
-        if not isinstance(url, str | os.PathLike):
-            raise ConfigError(f"url must be a folder or a URL, as in 'runs/7', not {brief(url)}")
+        if not isinstance(url, str | os.PathLike | list | tuple):
+            raise ConfigError(
+                f"url must be a folder or a URL, as in 'runs/7', or a list of several, not {brief(url)}"
+            )
         for name, function in (("evaluate", evaluate), ("train_loss", train_loss)):
             if function is not None and not callable(function):
                 raise ConfigError(
@@ -183,10 +197,50 @@ class Checkpointer:
         weakref.finalize(self, self._termination.unwatch)
         self._began = False
         self._told_unmeasurable = False
-        self.saver = Saver(
-            url, config or SaverConfig(**fields), storage_options=storage_options, parity=parity
-        )
+        config = config or SaverConfig(**fields)
+        self.step_log = self._logged(url, config, step_log, step_log_url, after_step)
+        """The log of the steps between two checkpoints; None where there is none."""
+        self._committed = 0
+        self._overdue = False
+        self.saver = Saver(url, config, storage_options=storage_options, parity=parity)
         self.saver.check()
+        if self.step_log is not None:
+            self.step_log.open(self.saver.store.run_id())
+
+    def _logged(
+        self,
+        url: RunUrl,
+        config: SaverConfig,
+        step_log: Literal["exact"] | StepLog | None,
+        step_log_url: str | None,
+        after_step: Callable[[], object] | None,
+    ) -> ExactLog | None:
+        given = {"step_log_url": step_log_url, "after_step": after_step}
+        options = chosen_log(step_log, given=[name for name, value in given.items() if value is not None])
+        if options is None:
+            return None
+        if config.scheme != "lossless":
+            raise ConfigError(
+                f"step_log='exact' needs scheme='lossless', not {config.scheme!r}: the gradients that it logs are those of the true"
+                " weights, and lead from a checkpoint that is not exact to weights that the training never had"
+            )
+        if config.weights_only:
+            raise ConfigError(
+                "step_log='exact' goes on from the optimizer's state, which weights_only=True does not store: leave one of them out"
+            )
+        if _is_distributed():
+            raise ConfigError(
+                "step_log='exact' is for one process so far: leave it out where there are several"
+            )
+        return ExactLog(
+            self._model,
+            self._optimizers,
+            self._stateful,
+            options=options,
+            location=log_location(step_log_url, split_urls(url), self._optimizers),
+            after_step=after_step,
+            every=self._every,
+        )
 
     def resume(self, step: int | None = None) -> int:
         """Restore the newest sound checkpoint, if the policy allows it.
@@ -216,11 +270,47 @@ class Checkpointer:
             restored = self.saver.restore(manifest) if manifest is not None else None
         if restored is None:
             self._begin(0)
-            return 0
+            return self._replayed(0, None, wanted=step is None)
         self._load(restored.state.to_object())
         self._last_step = self._saved_step = restored.manifest.step
         self._began = True
-        return restored.manifest.step
+        return self._replayed(restored.manifest.step, restored.manifest, wanted=step is None)
+
+    def _replayed(self, base: int, manifest: Manifest | None, *, wanted: bool) -> int:
+        """Make the logged steps after a checkpoint again, where there is a log.
+
+        Args:
+            base: the step of the checkpoint; 0 for a fresh start.
+            manifest: what was restored; None for a fresh start.
+            wanted: whether to go on from the newest state that there is; otherwise the log begins anew here.
+
+        Returns:
+            The step at which the training stands.
+        """
+        if self.step_log is None:
+            return base
+        reached = base
+        if wanted and self._policy != "never":
+            reached = self.step_log.recover(base, lambda: self._way_back(manifest))
+        self.step_log.restart(reached)
+        if reached > base:
+            self._last_step, self._versions = reached, self._counted()
+            self._overdue = self._every is not None and reached // self._every > base // self._every
+        return reached
+
+    def _way_back(self, manifest: Manifest | None) -> Callable[[], None]:
+        """How to have the state again that is live now: that of a checkpoint, or of a fresh start."""
+        fresh = copy.deepcopy(self._state(0)) if manifest is None else None
+
+        def reload() -> None:
+            if manifest is None:  # what an optimizer is given it may keep, and change
+                self._load(copy.deepcopy(fresh), told=False)
+                return
+            again = self.saver.restore(manifest, adopt=False)
+            assert again is not None
+            self._load(again.state.to_object(), told=False)
+
+        return reload
 
     def step(self, step: int, *, metrics: Mapping[str, float] | None = None) -> Accepted | None:
         """To be called after every training step; saves when one is due.
@@ -240,13 +330,24 @@ class Checkpointer:
             if not self._began:
                 self._begin(step)
             before = self._last_step if self._last_step is not None else step - 1
-            self._last_step, self._last_metrics, self._versions = step, metrics, self._counted()
+            self._last_step, self._last_metrics = step, metrics
+            due = self._every is not None and (self._overdue or step // self._every > before // self._every)
+            if self.step_log is not None:
+                self.step_log.end_step(step, since=before, boundary=due)
+                self._tell_log()
+            self._versions = self._counted()
             self._watch()
             if self._termination.received:
                 self._save_and_end()
-            if self._every is None or step // self._every <= before // self._every:
-                return None
-            return self.save(step, metrics=metrics)
+            return self.save(step, metrics=metrics) if due else None
+
+    def _tell_log(self) -> None:
+        """Steps before the last but one checkpoint need not be logged any more."""
+        reports = self.saver.reports()
+        for report in reports[self._committed :]:
+            assert self.step_log is not None
+            self.step_log.committed(report.step)
+        self._committed = len(reports)
 
     def _watch(self) -> None:
         """Take signals over; but not of several processes, which would have to agree on a step."""
@@ -280,6 +381,8 @@ class Checkpointer:
         wait: bool = False,
     ) -> Accepted | None:
         """Save now; see `Saver.save`."""
+        if self.step_log is not None:
+            self.step_log.boundary(step)
         accepted = self.saver.save(
             self._state(step),
             step=step,
@@ -292,7 +395,7 @@ class Checkpointer:
             wait=wait,
         )
         if accepted is not None:
-            self._saved_step = step
+            self._saved_step, self._overdue = step, False
         return accepted
 
     def flush(self, timeout_s: float | None = None) -> bool:
@@ -317,7 +420,13 @@ class Checkpointer:
             self._finish()
             self.saver.flush()
         finally:
+            self._close_log(whole=sys.exc_info()[0] is None)
             self.saver.close()
+
+    def _close_log(self, *, whole: bool) -> None:
+        if self.step_log is not None:
+            self._tell_log()
+            self.step_log.close(whole=whole and self._versions == self._counted())
 
     def _finish(self) -> None:
         step = self._last_step
@@ -372,6 +481,7 @@ class Checkpointer:
         if error is None:
             self.close()
         else:  # a save that is under way is finished, but its evaluations are not worth waiting for
+            self._close_log(whole=False)
             self.saver.close()
         return False
 
@@ -385,7 +495,7 @@ class Checkpointer:
             "rng": capture_rng(),
         }
 
-    def _load(self, state: Any) -> None:
+    def _load(self, state: Any, *, told: bool = True) -> None:
         if not isinstance(state, dict) or state.get("format") != _FORMAT:
             raise StateMismatchError(
                 f"{self.saver.url} was written by another framework's callback, not by a Checkpointer: resume it"
@@ -404,11 +514,11 @@ class Checkpointer:
         self._model.load_state_dict(state["model"])
         scheduled = any(isinstance(value, LRScheduler) for value in self._stateful.values())
         overridden = overridden_rates(state["optimizers"], self._optimizers, scheduled=scheduled)
-        if overridden is not None:
+        if overridden is not None and told:
             tell(overridden, stacklevel=5)
         for optimizer, stored_optimizer in zip(self._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(stored_optimizer)
-        for name in sorted(state["stateful"].keys() ^ self._stateful.keys()):
+        for name in sorted(state["stateful"].keys() ^ self._stateful.keys()) if told else ():
             where = "the checkpoint" if name in self._stateful else "this run"
             tell(f"{name!r} is not in {where}: its state is not restored", stacklevel=4)
         for name, value in self._stateful.items():

@@ -24,6 +24,7 @@ __all__ = [
     "Updates",
     "compare_updates",
     "copied_group",
+    "holds_tensors",
     "moments_of_direction",
     "obstacle_of",
     "optimizer_states",
@@ -123,7 +124,7 @@ def compare_updates(
         chosen = _chosen(one, names, true, parameters)
         if not chosen:
             continue
-        if _holds_tensors(kind.kind.step):
+        if holds_tensors(kind.kind.step):
             return f"{kind.kind.__name__}.step holds tensors or modules of its own, which it might change"
         try:
             compared = _compare(kind, one, other, chosen, roles)
@@ -144,12 +145,12 @@ def obstacle_of(kind: OptimizerKind) -> str | None:
     """Why an optimizer must not be stepped on copies; None where it may."""
     if any(getattr(optimizer_hooks, name, None) for name in _GLOBAL_HOOKS):
         return "there are hooks on all optimizers' steps"
-    if _holds_tensors(kind.kind.step):
+    if holds_tensors(kind.kind.step):
         return f"{kind.kind.__name__}.step holds tensors or modules of its own, which it might change"
     return None
 
 
-def _holds_tensors(function: Callable[..., Any]) -> bool:
+def holds_tensors(function: Callable[..., Any]) -> bool:
     """Whether a function, or one that it wraps, closes over something that is trained: copies cannot be stepped by it."""
     for cell in getattr(function, "__closure__", None) or ():
         try:
@@ -157,7 +158,7 @@ def _holds_tensors(function: Callable[..., Any]) -> bool:
         except ValueError:  # nothing in it yet
             continue
         if isinstance(held, (torch.Tensor, torch.nn.Module, Optimizer)) or (
-            held is not function and callable(held) and _holds_tensors(held)
+            held is not function and callable(held) and holds_tensors(held)
         ):
             return True
     return False
@@ -192,7 +193,7 @@ def moments_of_direction(state: TrainingState, kinds: Sequence[OptimizerKind]) -
         weights = _chosen(node, names, state, None)
         tried = [index for index in moments if index in weights and len(weights[index].shape) >= 2][:1]
         try:
-            if _holds_tensors(kind.kind.step):
+            if holds_tensors(kind.kind.step):
                 raise TypeError("it might change what is trained")
             lengths = [_momentum_step(kind, node, weights, index, moments[index]) for index in tried]
         except Exception:  # noqa: BLE001 - an optimizer of anybody's may do anything

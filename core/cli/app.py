@@ -8,6 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 import shrinkpoint
+from shrinkpoint.cli.advising import advise
 from shrinkpoint.cli.checking import verify
 from shrinkpoint.cli.compiling import compile_now
 from shrinkpoint.cli.diffing import diff
@@ -89,7 +90,7 @@ def _globals(
     READ_ANYWAY.set(read_anyway)
 
 
-for _command in (ls, show, diff, verify, export, compact, prune, undelete, pin, unpin, stores, heal):
+for _command in (ls, show, diff, verify, export, compact, prune, undelete, pin, unpin, stores, heal, advise):
     app.command()(_command)
 app.command("compile")(compile_now)
 

@@ -1,5 +1,6 @@
 """One run in a store: which checkpoints it has, their bytes, the newest sound one, and the way to a writer."""
 
+import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, TypeVar
@@ -9,6 +10,7 @@ from shrinkpoint.errors import (
     ConfigError,
     CorruptionError,
     FormatError,
+    NoCheckpointError,
     RunMismatchError,
     UnsupportedFormatError,
 )
@@ -31,6 +33,7 @@ __all__ = ["RunStore", "RunWriter"]
 T = TypeVar("T")
 
 _MAGIC = "shrinkpoint-run"
+_RUN_ID = re.compile("[0-9a-f]{32}")
 _READERS = 8
 _READS = 3
 _RESTARTS = 3
@@ -122,6 +125,21 @@ class RunStore:
         """
         self._refuse_member()
         return self._read_format() is not None
+
+    def run_id(self) -> str:
+        """The nonce that tells this run from every other: 32 hexadecimal digits.
+
+        Raises:
+            NoCheckpointError: There is no run yet; opening a writer makes one.
+            RunMismatchError: Its ``format.json`` is damaged or foreign.
+        """
+        record = self._read_format()
+        if record is None:
+            raise NoCheckpointError(f"there is no run at {self.display}")
+        run = record.get("run")
+        if not isinstance(run, str) or _RUN_ID.fullmatch(run) is None:
+            raise RunMismatchError(f"{self._objects.show(FORMAT_KEY)} does not name its run: {run!r:.80}")
+        return run
 
     def manifests(self) -> list[Manifest]:
         """Every committed checkpoint, newest first by (epoch, number).

@@ -1,0 +1,273 @@
+"""``shrinkpoint advise``: how often to save, and whether a log of every step pays, from what a run tells of itself."""
+
+import itertools
+import math
+import re
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
+
+import typer
+
+from shrinkpoint.cli.options import AsJson, Pairs, StorageOptions, Url, parse_storage_options
+from shrinkpoint.cli.output import bytes_text, console, print_json, print_pairs
+from shrinkpoint.cli.runs import OpenRun, open_run
+from shrinkpoint.errors import ConfigError, NoCheckpointError
+from shrinkpoint.steps.pays import (
+    Costs,
+    LogCosts,
+    best_interval,
+    waste_with_log,
+    waste_without_log,
+    worth,
+)
+from shrinkpoint.store.keys import seq_of_commit
+from shrinkpoint.store.manifest import Manifest
+
+__all__ = ["advise"]
+
+_UNITS = {"": 1.0, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(s|min|h|d|)")
+_LONGEST_WRITE = 3600.0
+_LOOKED_AT = 50  # of the newest checkpoints
+
+
+@dataclass(frozen=True)
+class _Noted:
+    """What a run's manifests say, medians of its newest saves; None where they do not."""
+
+    saves: int
+    stall_s: float
+    encode_s: float
+    write_s: float | None
+    seconds_per_step: float | None
+    checkpoint_bytes: float
+    gradient_bytes: float
+    scheme: str
+
+
+def advise(
+    url: Url,
+    mtbf: Annotated[
+        str, typer.Option("--mtbf", help="Mean time between failures of the whole training: 90min, 2h, 1d.")
+    ],
+    seconds_per_step: Annotated[
+        float | None,
+        typer.Option("--seconds-per-step", help="Default: from the times of the run's checkpoints."),
+    ] = None,
+    restore_seconds: Annotated[
+        float | None,
+        typer.Option("--restore-seconds", help="Default: the newest checkpoint is read here and timed."),
+    ] = None,
+    restart_seconds: Annotated[
+        float, typer.Option("--restart-seconds", help="From a failure until the training restores.")
+    ] = 60.0,
+    log_overhead: Annotated[
+        float, typer.Option("--log-overhead", help="Share of the training time that a step log takes.")
+    ] = 0.02,
+    replay_ratio: Annotated[
+        float, typer.Option("--replay-ratio", help="Time to replay a step, relative to training it.")
+    ] = 0.1,
+    segment_steps: Annotated[
+        int, typer.Option("--segment-steps", min=1, help="Steps that a log writes together.")
+    ] = 8,
+    storage_options: StorageOptions = None,
+    option: Pairs = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say how often to save, and whether a step log pays, from the run's own reports."""
+    failures = _seconds(mtbf)
+    for name, value in (
+        ("seconds-per-step", seconds_per_step),
+        ("restore-seconds", restore_seconds),
+        ("restart-seconds", restart_seconds),
+        ("log-overhead", log_overhead),
+        ("replay-ratio", replay_ratio),
+    ):
+        if value is not None and not (math.isfinite(value) and value >= 0):
+            raise ConfigError(f"--{name} {value} must be a number, 0 or more")
+    run = open_run(url, parse_storage_options(url, storage_options, option))
+    noted = _noted(run)
+    per_step = seconds_per_step or noted.seconds_per_step
+    if not per_step:
+        raise ConfigError(
+            f"{run.store.display} does not tell how long a step takes, for no process has committed two checkpoints of different"
+            " steps: give --seconds-per-step"
+        )
+    restore = restore_seconds if restore_seconds is not None else _timed_restore(run)
+    costs = Costs(
+        mtbf=failures,
+        stall=noted.stall_s,
+        lag=noted.encode_s + (noted.write_s or 0.0),
+        restart=restart_seconds + restore,
+    )
+    log = LogCosts(
+        overhead=log_overhead,
+        segment=segment_steps * per_step,
+        lag=per_step,
+        replay=replay_ratio,
+    )
+    without, with_log = best_interval(costs), best_interval(costs, log)
+    advice: dict[str, Any] = {
+        "url": run.store.display,
+        "seconds_per_step": per_step,
+        "costs": asdict(costs),
+        "log_costs": asdict(log),
+        "without_log": _part(without, waste_without_log(without, costs), per_step),
+        "with_log": _part(with_log, waste_with_log(with_log, costs, log), per_step),
+        "log_may_cost": _finite(worth(costs, log)),
+        "log_bytes_per_step": noted.gradient_bytes,
+        "log_bytes_kept": 2 * noted.gradient_bytes * max(1, round(with_log / per_step)),
+        "measured": asdict(noted) | {"restore_s": restore},
+        "assumed": _assumed(noted, seconds_per_step, restore_seconds),
+    }
+    if as_json:
+        print_json(advice)
+        return
+    _print(advice, costs, log, noted)
+
+
+def _seconds(text: str) -> float:
+    match = _TIME.fullmatch(text.strip())
+    value = float(match[1]) * _UNITS[match[2]] if match else 0.0
+    if value <= 0:
+        raise ConfigError(f"--mtbf {text!r} is no time: write 90s, 30min, 2h or 1d")
+    return value
+
+
+def _noted(run: OpenRun) -> _Noted:
+    manifests = run.store.manifests()
+    saves = [(m, m.meta["save"]) for m in manifests[:_LOOKED_AT] if isinstance(m.meta.get("save"), dict)]
+    if not saves:
+        raise NoCheckpointError(f"{run.store.display} holds no checkpoint with a report: save one first")
+    newest = saves[0][1]
+    raw = newest.get("raw_sections")
+    weights = raw.get("weight", 0) if isinstance(raw, dict) else 0
+    return _Noted(
+        saves=len(saves),
+        stall_s=_median([_number(save, "blocked_s") + _number(save, "search_s") for _, save in saves]),
+        encode_s=_median([_number(save, "encode_s") for _, save in saves]),
+        write_s=_write_seconds(run, [manifest for manifest, _ in saves]),
+        seconds_per_step=_step_seconds([manifest for manifest, _ in saves]),
+        checkpoint_bytes=_median([manifest.chain[-1].size for manifest, _ in saves]),
+        gradient_bytes=float(weights) if isinstance(weights, int | float) else 0.0,
+        scheme=str(newest.get("scheme")),
+    )
+
+
+def _number(save: Mapping[str, Any], name: str) -> float:
+    value = save.get(name)
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) and value >= 0 else 0.0
+
+
+def _median(values: Sequence[float]) -> float:
+    return float(statistics.median(values))
+
+
+def _step_seconds(manifests: Sequence[Manifest]) -> float | None:
+    """From the times of checkpoints that one process has committed one after the other."""
+    found = [
+        (newer.wall_time - older.wall_time) / (newer.step - older.step)
+        for newer, older in itertools.pairwise(manifests)
+        if newer.session == older.session and newer.step > older.step and newer.wall_time > older.wall_time
+    ]
+    return _median(found) if found else None
+
+
+def _write_seconds(run: OpenRun, manifests: Sequence[Manifest]) -> float | None:
+    """From when a manifest was drawn up, by its writer's clock, to when it appeared, by the store's; None where those disagree."""
+    appeared = {seq_of_commit(info.key): info.modified for info in run.objects.list("commits/")}
+    found = [
+        when - manifest.wall_time
+        for manifest in manifests
+        if (when := appeared.get(manifest.seq)) is not None
+    ]
+    middle = _median(found) if found else -1.0
+    return middle if 0 <= middle < _LONGEST_WRITE else None
+
+
+def _timed_restore(run: OpenRun) -> float:
+    from shrinkpoint.saver import decode_checkpoint
+
+    started = time.perf_counter()
+    run.store.newest_sound(lambda manifest, containers: bool(decode_checkpoint(manifest, containers)))
+    return time.perf_counter() - started
+
+
+def _part(interval: float, waste: float, per_step: float) -> dict[str, float | int | None]:
+    return {"interval_s": interval, "every": max(1, round(interval / per_step)), "waste": _finite(waste)}
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _assumed(noted: _Noted, per_step: float | None, restore: float | None) -> list[str]:
+    found = []
+    if per_step is None:
+        found.append(
+            "seconds per step include everything between two checkpoints: validation, and time that was lost"
+        )
+    if noted.write_s is None:
+        found.append(
+            "the time of an upload is not known, for this store's clock and the training's differ: it counts as 0"
+        )
+    if restore is None:
+        found.append("a restore takes as long as reading the newest checkpoint took here, from this machine")
+    if noted.scheme != "lossless":
+        found.append(
+            f"step_log='exact' needs scheme='lossless', whose saves are larger than those of {noted.scheme!r} here"
+        )
+    return [*found, "failures come at random, and a save is made as soon as the interval is over"]
+
+
+def _print(advice: Mapping[str, Any], costs: Costs, log: LogCosts, noted: _Noted) -> None:
+    def share(value: float | None) -> str:
+        return "all of it: no progress" if value is None else f"{value:.2%}"
+
+    without, with_log, most = advice["without_log"], advice["with_log"], advice["log_may_cost"]
+    write = "?" if noted.write_s is None else f"{noted.write_s:.3g}"
+    print_pairs(
+        [
+            ("seconds per step", f"{advice['seconds_per_step']:.3g} s"),
+            (
+                "a save",
+                f"stalls {costs.stall:.3g} s; committed after {noted.encode_s:.3g} + {write} s; {bytes_text(noted.checkpoint_bytes)}",
+            ),
+            (
+                "a restart",
+                f"{costs.restart:.3g} s, of these {advice['measured']['restore_s']:.3g} s for the restore",
+            ),
+            ("a failure", f"every {costs.mtbf / 3600:.3g} h"),
+            (
+                "without a log",
+                f"save every {without['every']} steps ({without['interval_s']:.3g} s); failures and saves take {share(without['waste'])}",
+            ),
+            (
+                "with a log",
+                f"save every {with_log['every']} steps ({with_log['interval_s']:.3g} s); failures, saves and the log take"
+                f" {share(with_log['waste'])}, if the log takes {log.overhead:.2%} and a replay {log.replay:.0%} of training",
+            ),
+            (
+                "the log's bytes",
+                f"{bytes_text(advice['log_bytes_per_step'])} per step, up to {bytes_text(advice['log_bytes_kept'])} at a time",
+            ),
+            (
+                "a log pays",
+                "at any overhead"
+                if most is None
+                else f"below {most:.2%} of overhead"
+                if most > 0
+                else "never here",
+            ),
+        ]
+    )
+    pays = most is None or log.overhead < most
+    chosen = with_log if pays else without
+    more = ", scheme='lossless', step_log='exact', step_log_url='/dev/shm/steps'" if pays else ""
+    out = console()
+    out.print(f"\nCheckpointer(..., every={chosen['every']}{more})" + ("" if pays else "    # no step log"))
+    for line in advice["assumed"]:
+        out.print(f"assumed: {line}")

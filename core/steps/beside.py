@@ -1,0 +1,225 @@
+"""What a training state holds beside the weights that optimizers move and the optimizers' own states.
+
+Most of it is small: buffers, generators, schedulers, scalers, positions in the data. It is logged whole at the end of a segment,
+and set back when a replay ends there. What is large must not change, or must be made again by the user's ``after_step``.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shrinkpoint.digest import tensor_digest
+from shrinkpoint.errors import ConfigError, StateMismatchError
+from shrinkpoint.rng import capture_rng, restore_rng
+from shrinkpoint.state import TrainingState
+from shrinkpoint.steps.fingerprint import device_sums
+from shrinkpoint.steps.hyperparameters import frozen_groups, parameters_of, set_groups
+from shrinkpoint.steps.recorder import KEPT, ZERO, CannotLogError, Recorder
+
+__all__ = ["Beside"]
+
+_SMALL = 16 * 1024
+_SHARE = 0.01  # of the parameters' bytes
+_SAMPLE = 1024
+_EXTRA = "_extra_state"
+
+
+class Beside:
+    """Everything of a training but optimized weights and optimizer states.
+
+    Args:
+        model: the module.
+        optimizers: all of them.
+        stateful: further objects with a state, by name.
+        after_step: makes again, once for each step, what neither the optimizers nor the log do.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        stateful: Mapping[str, Any],
+        after_step: Callable[[], object] | None,
+    ) -> None:
+        self._model = model
+        self._optimizers = optimizers
+        self._stateful = dict(stateful)
+        self._after_step = after_step
+        self._constant: dict[str, _Constant] = {}
+
+    @property
+    def _limit(self) -> float:
+        return max(_SMALL, _SHARE * sum(p.nbytes for one in self._optimizers for p in parameters_of(one)))
+
+    def refuse(self) -> None:
+        """Refuse, before training starts, objects whose states no replay makes.
+
+        Raises:
+            ConfigError: names the object and its largest tensor.
+        """
+        for name, value in self._stateful.items():
+            if _tells_at_once(value) and self._after_step is None:
+                reason = self._too_large(name, value.state_dict())
+                if reason is not None:
+                    raise ConfigError(f"step_log='exact' cannot replay this training: {reason}")
+
+    def _too_large(self, name: str, state: object) -> str | None:
+        tensors = TrainingState.capture(state).tensors
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        if size <= self._limit:
+            return None
+        largest = max(tensors, key=lambda key: tensors[key].nbytes)
+        return (
+            f"{name!r} holds {size / 1e6:.3g} MB ({largest!r} for one) that no optimizer makes, so that a replay would leave it as"
+            " it was. Give after_step=, a function that does to it what the training does after each step, or leave step_log out"
+        )
+
+    def _others(self) -> dict[str, torch.Tensor]:
+        """Buffers, and parameters that no optimizer has."""
+        trained = {id(p) for one in self._optimizers for p in parameters_of(one)}
+        parameters = {name: p.detach() for name, p in self._model.named_parameters() if id(p) not in trained}
+        return parameters | {name: b for name, b in self._model.named_buffers() if b is not None}
+
+    def made(self) -> dict[str, torch.Tensor]:
+        """Large tensors that ``after_step`` makes, by name: a replay must reproduce them too."""
+        if self._after_step is None:
+            return {}
+        limit = self._limit
+        found = {f"model/{name}": t for name, t in self._others().items() if t.nbytes > limit}
+        for name in self._made_objects():
+            tensors = TrainingState.capture(self._stateful[name].state_dict()).tensors
+            found |= {f"{name}/{key}": tensor for key, tensor in tensors.items()}
+        return found
+
+    def _made_objects(self) -> list[str]:
+        if self._after_step is None:
+            return []
+        return [
+            name
+            for name, value in self._stateful.items()
+            if _tells_at_once(value) and self._too_large(name, value.state_dict()) is not None
+        ]
+
+    def begin(self) -> None:
+        """Note what large tensors are like, which must not change from now on."""
+        self._constant = {}
+        if self._after_step is None:
+            limit = self._limit
+            for name, tensor in self._others().items():
+                if tensor.nbytes > limit:
+                    self._constant[name] = _Constant(_looks(tensor), _whole(tensor))
+
+    def check(self) -> None:
+        """Look whether they have changed.
+
+        Raises:
+            CannotLogError: one has; the message names it.
+        """
+        if not self._constant:
+            return
+        others = self._others()
+        for name, noted in self._constant.items():
+            tensor = others.get(name)
+            looks = None if tensor is None else _looks(tensor)
+            if tensor is not None and (looks == noted.looks or _whole(tensor) == noted.digest):
+                self._constant[name] = _Constant(looks, noted.digest)
+                continue
+            raise CannotLogError(
+                f"{name!r}, which no optimizer trains, is moved by the training, and no replay does that. Give after_step=, a"
+                " function that does it, or leave step_log out"
+            )
+
+    def capture(self, recorder: Recorder) -> TrainingState:
+        """What is logged at the end of a segment; live tensors, to be copied at once.
+
+        Raises:
+            CannotLogError: an object holds too much.
+        """
+        made = self._made_objects()
+        states = {name: value.state_dict() for name, value in self._stateful.items() if name not in made}
+        if self._after_step is None:
+            for name, state in states.items():
+                reason = self._too_large(name, state)
+                if reason is not None:
+                    raise CannotLogError(reason)
+        limit = self._limit
+        return TrainingState.capture(
+            {
+                "model": {name: t for name, t in self._others().items() if t.nbytes <= limit},
+                "extra": {k: v for k, v in self._model.state_dict().items() if k.endswith(_EXTRA)},
+                "stateful": states,
+                "rng": capture_rng(),
+                "groups": [frozen_groups(one) for one in self._optimizers],
+                "gradients": [
+                    [recorder.fate(parameter) for parameter in parameters_of(one)] for one in self._optimizers
+                ],
+            }
+        )
+
+    def load_buffers(self, remainder: Mapping[str, Any]) -> None:
+        """Set buffers to what they were.
+
+        Raises:
+            StateMismatchError: the model has others.
+        """
+        others = self._others()
+        with torch.no_grad():
+            for name, value in remainder["model"].items():
+                if name not in others or others[name].shape != value.shape:
+                    raise StateMismatchError(f"the log holds {name!r}, and this model has none of its shape")
+                others[name].copy_(value)
+
+    def load(self, remainder: Mapping[str, Any]) -> None:
+        """Set everything to what it was when `capture` saw it; the generators last.
+
+        Raises:
+            StateMismatchError: the model or the optimizers are others.
+        """
+        self.load_buffers(remainder)
+        if remainder["extra"]:
+            self._model.load_state_dict(remainder["extra"], strict=False)
+        for optimizer, groups in zip(self._optimizers, remainder["groups"], strict=True):
+            set_groups(optimizer, groups)
+        for optimizer, fates in zip(self._optimizers, remainder["gradients"], strict=True):
+            for parameter, fate in zip(parameters_of(optimizer), fates, strict=True):
+                if fate is None:
+                    parameter.grad = None
+                elif isinstance(fate, torch.Tensor):
+                    parameter.grad = fate.to(parameter.device)
+                elif fate == ZERO:
+                    parameter.grad = torch.zeros_like(parameter)
+                elif fate != KEPT or parameter.grad is None:
+                    raise StateMismatchError("the log says that a gradient was kept which it does not hold")
+        for name, state in remainder["stateful"].items():
+            if name in self._stateful:
+                self._stateful[name].load_state_dict(state)
+        for optimizer, groups in zip(self._optimizers, remainder["groups"], strict=True):
+            set_groups(optimizer, groups)  # loading a scheduler may have set a learning rate
+        restore_rng(remainder["rng"])
+
+
+def _tells_at_once(value: object) -> bool:
+    """Whether an object's state may be asked for before training: loaders and samplers may have to start their workers for it."""
+    return isinstance(value, nn.Module) or not hasattr(value, "__iter__")
+
+
+@dataclass(frozen=True)
+class _Constant:
+    looks: object
+    digest: str
+
+
+def _looks(tensor: torch.Tensor) -> object:
+    """What changes with a tensor almost always, and is found without reading all of it; ``tensor.data`` leaves no other trace."""
+    sample = tensor.detach().reshape(-1)
+    sample = sample[:: max(1, sample.numel() // _SAMPLE)].cpu()
+    return 0 if tensor.is_inference() else tensor._version, tensor_digest(sample)
+
+
+def _whole(tensor: torch.Tensor) -> str:
+    return (
+        tensor_digest(tensor.detach().cpu()) if tensor.is_cpu else str(device_sums(tensor.detach()).tolist())
+    )

@@ -1,0 +1,442 @@
+"""The exact log of a training: what happens at every step, at every checkpoint, and when a run is resumed."""
+
+import os
+import platform
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+import shrinkpoint
+from shrinkpoint.errors import ConfigError, StoreError
+from shrinkpoint.steps.beside import Beside
+from shrinkpoint.steps.buffers import Buffers, Held
+from shrinkpoint.steps.fingerprint import fingerprint
+from shrinkpoint.steps.options import StepLog, refuse_optimizers
+from shrinkpoint.steps.progress import ReplayBar
+from shrinkpoint.steps.reader import LogReader
+from shrinkpoint.steps.record import Record
+from shrinkpoint.steps.recorder import CannotLogError, Recorder
+from shrinkpoint.steps.rehearsal import Rehearsal
+from shrinkpoint.steps.replay import Replay
+from shrinkpoint.steps.segment import Place, Reference
+from shrinkpoint.steps.writer import Pending, SegmentWriter
+from shrinkpoint.store.connect import open_location
+from shrinkpoint.store.keys import new_nonce
+from shrinkpoint.store.objects import ObjectStore
+from shrinkpoint.store.retry import RetryingObjects, RetryPolicy
+from shrinkpoint.store.urls import Location
+from shrinkpoint.telling import tell
+
+__all__ = ["ExactLog"]
+
+_SEGMENT = 64 * 2**20
+_MOST_STEPS = 8
+_NAMED = 3
+_MAX_TURN = 10**8 - 1
+_PATIENCE = RetryPolicy(attempts=4, max_delay_s=2.0, deadline_s=20.0)
+
+
+class ExactLog:
+    """Logs every optimizer step between two checkpoints, and makes them again after a crash.
+
+    The log can only save time: whatever goes wrong with it is told, and the training goes on without it. All methods are for
+    the training's thread.
+
+    Args:
+        model: the module that is trained.
+        optimizers: all that train it.
+        stateful: further objects with a state, by name.
+        options: of the log.
+        location: the folder of the log.
+        after_step: makes again what the training does to large tensors after each step (averages of the weights).
+        every: steps between two checkpoints, if known.
+
+    Raises:
+        ConfigError: this training's steps cannot be logged.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        stateful: Mapping[str, Any],
+        *,
+        options: StepLog,
+        location: Location,
+        after_step: Callable[[], object] | None = None,
+        every: int | None = None,
+    ) -> None:
+        refuse_optimizers(optimizers)
+        if after_step is not None and not callable(after_step):
+            raise ConfigError(f"after_step must be a function, not {type(after_step).__name__}")
+        self._model = model
+        self._optimizers = list(optimizers)
+        self._options = options
+        self._location = location
+        self._after_step = after_step
+        self._every = every
+        self._beside = Beside(model, self._optimizers, stateful, after_step)
+        self._beside.refuse()
+        self._buffers = Buffers()
+        self._recorder = Recorder(self._optimizers, failed=self._turn_off, before=self._before_first)
+        self._objects: ObjectStore | None = None
+        self._run = ""
+        self._writer: SegmentWriter | None = None
+        self._inherits: list[Reference] = []
+        self._rehearsal: Rehearsal | None = None
+        self._rehearse = options.rehearse and after_step is None
+        self._begin: Place | None = None
+        self._last: int | None = None
+        self._records: list[Record] = []
+        self._held: list[Held] = []
+        self._gap = self._told_gap = self._checked_room = False
+        self.off: str | None = None
+        """Why nothing is logged any more; None while all is well."""
+        self.blocked_s = 0.0
+        """Seconds that training has waited for the log so far."""
+
+    @property
+    def bytes(self) -> int:
+        """Written so far by this process."""
+        return self._writer.bytes if self._writer is not None else 0
+
+    @property
+    def written(self) -> int | None:
+        """The step up to which all is written; None before the first segment."""
+        return self._writer.written if self._writer is not None else None
+
+    def open(self, run: str) -> None:
+        """Make sure, before training starts, that the log's folder can be written, and record from now on.
+
+        Args:
+            run: the nonce of the run.
+
+        Raises:
+            StoreError: it cannot.
+        """
+        self._run = run
+        path = f"{self._location.path.rstrip('/')}/{run}"
+        below = replace(self._location, path=path, display=self._location.show(run))
+        self._objects = RetryingObjects(open_location(below, self._options.storage_options), _PATIENCE)
+        try:
+            # What a killed writer has left half-written would take room for ever.
+            self._objects.sweep(self._objects.server_time())
+        except StoreError as error:
+            raise StoreError(f"step_log_url={self._location.display!r} cannot hold a log: {error}") from error
+        self._recorder.start()
+
+    # ---- resuming
+
+    def recover(self, step: int, prepare: Callable[[], Callable[[], None]]) -> int:
+        """Replay what the log holds beyond a restored state; the next steps are logged as its continuation.
+
+        Args:
+            step: of that state.
+            prepare: called before anything is changed; gives a function that restores the state again.
+
+        Returns:
+            The step at which the state stands: `step`, or later.
+        """
+        assert self._objects is not None
+        self._recorder.stop()
+        reader = LogReader(self._objects, self._run)
+        try:
+            survey = reader.survey()
+        except StoreError as error:
+            tell(f"the step log is not used: {error}", stacklevel=5)
+            return step
+        reached, problems = step, survey.problems
+        if survey.references:
+            with ReplayBar() as bar:
+                replay = Replay(self._optimizers, self._beside, self._after_step, reader, bar)
+                replayed = replay.run(step, survey.references, prepare)
+            self._inherits, reached = replayed.used, replayed.step
+            problems = problems + replayed.problems
+        if problems:
+            more = f" (and {len(problems) - _NAMED} more)" if len(problems) > _NAMED else ""
+            tell(
+                f"the step log brings step {step} to {reached}, and the training computes what follows again. Not used:"
+                f" {'; '.join(problems[:_NAMED])}{more}",
+                stacklevel=5,
+            )
+        return reached
+
+    def begin(self, step: int) -> None:
+        """Log from here: the state is that of `step`."""
+        if self.off is None:
+            with self._guarded():
+                self._take_turn(step)
+
+    def _take_turn(self, step: int) -> None:
+        assert self._objects is not None
+        turn = LogReader(self._objects, self._run).survey().next_turn
+        if turn > _MAX_TURN:
+            raise CannotLogError(
+                f"{self._objects.display} holds a segment with the last number that there is: remove it"
+            )
+        if self._writer is not None:
+            self._writer.close()
+        self._writer = SegmentWriter(
+            self._objects,
+            run=self._run,
+            turn=turn,
+            session=new_nonce(),
+            inherits=self._inherits,
+            provenance=_provenance(),
+        )
+        self._last = step
+
+    def restart(self, step: int) -> None:
+        """Begin anew after the state was set to that of `step`, which nothing recorded so far has led to."""
+        self._recorder.start()
+        self._begin, self._last = None, None
+        self._forget_records()
+        self.begin(step)
+
+    # ---- training
+
+    def end_step(self, step: int, *, since: int, boundary: bool = False) -> None:
+        """A training step is over.
+
+        Args:
+            step: training steps done so far.
+            since: the step before, where the log has not begun yet.
+            boundary: whether a checkpoint of this step is due.
+        """
+        if self.off is not None:
+            return
+        with self._guarded():
+            if self._writer is None:
+                self._take_turn(since)
+            if self._failed() or self._gap or self._last is None:
+                return
+            if step < self._last:
+                self._leave_gap(f"the steps go from {self._last} back to {step}")
+                return
+            self._note(step)
+            if boundary or len(self._records) >= self._segment_steps():
+                self._seal()
+
+    def boundary(self, step: int) -> None:
+        """A checkpoint of this step is being saved: a replay may begin here."""
+        if self.off is not None:
+            return
+        with self._guarded():
+            if self._writer is None:
+                self._take_turn(step)
+            if self._failed():
+                return
+            if self._gap:
+                self._gap = False
+                self._recorder.start()
+                self._begin, self._last = Place(step, self._digest()), step
+                return
+            if self._last is not None and (self._recorder.pending or step > self._last):
+                self._note(step)
+            if self._records:
+                self._seal()
+
+    def committed(self, step: int) -> None:
+        """A checkpoint of this step is stored."""
+        if self._writer is not None and self.off is None:
+            self._writer.committed(step)
+
+    def flush(self) -> None:
+        """Wait until all whole segments are written."""
+        if self._writer is not None:
+            self._writer.flush()
+
+    def close(self, *, whole: bool) -> None:
+        """Write what is not written yet, and leave the optimizers as they were.
+
+        Args:
+            whole: whether the state is that of the last `end_step`; otherwise its steps since the last segment are dropped.
+        """
+        if self.off is None and whole and self._records and not self._recorder.pending:
+            with self._guarded():
+                self._seal()
+        self._recorder.close()
+        self._forget_records()
+        if self._writer is not None:
+            self._writer.close()
+            self._failed()
+
+    def _before_first(self) -> None:
+        """Right before the first step that is recorded: the state is still that of the step before."""
+        with self._guarded():
+            if self._begin is None and self._last is not None:
+                self._begin = Place(self._last, self._digest())
+            elif self._begin is None:
+                self._begin = Place(-1, self._digest())  # its step is known when `begin` is called
+            self._beside.begin()
+            if self._rehearse and Rehearsal.possible(self._optimizers):
+                try:
+                    self._rehearsal = Rehearsal(self._optimizers)
+                except Exception as error:  # noqa: BLE001 - no memory for it, or an optimizer that cannot be copied
+                    tell(
+                        f"whether the logged steps can be replayed is not tried: {type(error).__name__}: {error}"
+                    )
+            self._rehearse = False
+
+    def _note(self, step: int) -> None:
+        """One more record; with ``after_step``, each has what stood beside the weights, which that function may read."""
+        assert self._last is not None
+        events, held = self._recorder.take()
+        record = Record(begin=self._last, end=step, events=events)
+        self._held += held
+        self._last = step
+        self._records.append(record if self._after_step is None else self._with_remainder(record))
+
+    def _with_remainder(self, record: Record) -> Record:
+        live = self._beside.capture(self._recorder)
+        held = self._buffers.take("beside", live.tensors, live.tree)
+        self._held.append(held)
+        return replace(record, remainder=held.state)
+
+    def _seal(self) -> None:
+        """Everything since the last segment becomes one, with a digest of the state behind it."""
+        assert self._writer is not None
+        assert self._last is not None
+        self._beside.check()
+        if self._records[-1].remainder is None:
+            self._records[-1] = self._with_remainder(self._records[-1])
+        end = Place(self._last, self._digest())
+        first = self._records[0].begin
+        begin = self._begin or end
+        pending = Pending(
+            begin=begin if begin.step >= 0 else Place(first, begin.digest),
+            end=end,
+            records=self._records,
+            held=self._held,
+        )
+        if self._rehearsal is not None:
+            self._rehearsed(pending)
+        self._check_room(pending)
+        if not self._writer.submit(pending, wait=self._options.busy == "wait"):
+            self._leave_gap("it cannot be written as fast as the training makes steps")
+            return
+        self._begin, self._records, self._held = end, [], []
+        self._recorder.forget_gradients()
+
+    def _rehearsed(self, pending: Pending) -> None:
+        rehearsal, self._rehearsal = self._rehearsal, None
+        assert rehearsal is not None
+        for held in pending.held:
+            held.wait()
+        try:
+            found = rehearsal.differences(pending.records, self._optimizers)
+        except Exception as error:
+            raise CannotLogError(
+                f"the logged steps cannot be replayed: {type(error).__name__}: {error}"
+            ) from error
+        if found:
+            names = self._names()
+            shown = list(dict.fromkeys(names.get("/".join(part.split("/")[:2]), part) for part in found))
+            more = f" and {len(shown) - _NAMED} more" if len(shown) > _NAMED else ""
+            raise CannotLogError(
+                f"steps {pending.begin.step} to {pending.end.step}, replayed on a copy, give other values of"
+                f" {', '.join(map(repr, shown[:_NAMED]))}{more} than the training: they are changed outside of"
+                " optimizer.step(), as by SAM, by clipping weights, by averages put in their place. Give after_step=, a function"
+                " that does what the training does after each step, or leave step_log out"
+            )
+
+    def _names(self) -> dict[str, str]:
+        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        return {
+            f"{index}/{place}": names.get(id(parameter), f"parameter {place} of optimizer {index}")
+            for index, one in enumerate(self._optimizers)
+            for place, parameter in enumerate(p for group in one.param_groups for p in group["params"])
+        }
+
+    def _check_room(self, pending: Pending) -> None:
+        """Whether two intervals between checkpoints fit where the log goes; asked once, when a step's size is known."""
+        if self._checked_room or self._location.kind != "local" or self._every is None:
+            return
+        self._checked_room = True
+        needed = 2 * self._every * pending.nbytes // len(pending.records)
+        free = shutil.disk_usage(_existing(self._location.path)).free
+        if needed > free:
+            raise CannotLogError(
+                f"the steps between two checkpoints, which are kept twice, take {needed / 1e9:.3g} GB, and"
+                f" {self._location.display} has {free / 1e9:.3g} GB: save more often than every={self._every}, or choose another"
+                " step_log_url"
+            )
+
+    def _segment_steps(self) -> int:
+        if self._options.segment_steps is not None:
+            return self._options.segment_steps
+        size = sum(held.nbytes for held in self._held) / max(1, len(self._records))
+        return int(min(_MOST_STEPS, max(1, _SEGMENT // max(1, size))))
+
+    def _digest(self) -> str:
+        return fingerprint(self._optimizers, self._beside.made())
+
+    def _failed(self) -> bool:
+        if self._writer is not None and self._writer.failure is not None:
+            self._turn_off(self._writer.failure)
+        return self.off is not None
+
+    def _leave_gap(self, reason: str) -> None:
+        """Log nothing until the next checkpoint: what follows a gap is of no use without one."""
+        self._gap = True
+        self._begin = None
+        self._recorder.stop()
+        self._forget_records()
+        if not self._told_gap:
+            self._told_gap = True
+            tell(
+                f"the step log has a gap after step {self._last}: {reason}. It goes on with the next checkpoint; busy='wait' has"
+                " training wait for the log. Told once",
+                stacklevel=6,
+            )
+
+    def _forget_records(self) -> None:
+        for held in self._held:
+            held.release()
+        self._records, self._held = [], []
+
+    def _turn_off(self, reason: str) -> None:
+        if self.off is not None:
+            return
+        self.off = reason
+        self._recorder.stop()
+        self._forget_records()
+        tell(
+            f"the step log is off: {reason}. Training goes on, and its checkpoints are saved as before",
+            stacklevel=6,
+        )
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Count the time, and let no error of the log end the training."""
+        started = time.perf_counter()
+        try:
+            yield
+        except Warning:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is
+            told = str(error) if isinstance(error, CannotLogError) else f"{type(error).__name__}: {error}"
+            self._turn_off(told)
+        finally:
+            self.blocked_s += time.perf_counter() - started
+
+
+def _existing(path: str) -> str:
+    while not os.path.exists(path):
+        path = os.path.dirname(path)
+    return path
+
+
+def _provenance() -> dict[str, str]:
+    return {
+        "shrinkpoint": shrinkpoint.__version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+    }

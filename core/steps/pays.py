@@ -1,0 +1,168 @@
+"""When a log of every step pays: the time that failures cost, with and without one, in closed forms.
+
+Failures come at random with a mean time M between them. A training that saves every tau seconds of work is stalled for C at each
+save; the checkpoint is committed D later, in the background; a restart and a restore take R. Without a log, all work since the
+last committed checkpoint is done again:
+
+    T = M / tau * exp((R + D) / M) * (exp((tau + C) / M) - 1)        seconds for each second of work
+
+which is Daly's complete model (Future Generation Computer Systems 22, 2006, equation 20) with a commit lag: a failure comes before
+k saves are committed with probability 1 - exp(-(k (tau + C) + D) / M), and every failure begins the count again. With a log that
+costs the share o of the training's time, that is written in segments of b seconds and arrives g later, and is replayed at rho of
+the time of training, b / 2 + g of work are lost, and the rest is replayed:
+
+    T = (M + r) / (M / ((1 + o) (1 + C / tau)) - b / 2 - g),   r = M (exp((R + rho (tau / 2 + D)) / M) - 1)
+
+To first order in 1 / M these are the forms of LowDiff's section on optimal intervals (arXiv 2509.04084, equation 8), corrected: a
+save in the background stalls for C and not for its duration, and each step is replayed, not each batch of summed ones.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shrinkpoint.errors import ConfigError
+
+__all__ = [
+    "Costs",
+    "LogCosts",
+    "best_interval",
+    "first_order_interval",
+    "waste_with_log",
+    "waste_without_log",
+    "worth",
+]
+
+_GOLDEN = (math.sqrt(5) - 1) / 2
+_ROUNDS = 80
+_LONGEST = 50.0  # times M; no interval near it is of use
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Of failures and saves, all in seconds.
+
+    Raises:
+        ConfigError: a value is no time.
+    """
+
+    mtbf: float
+    """M: mean time between failures of the whole training."""
+    stall: float
+    """C: that training waits for a save."""
+    lag: float
+    """D: from a save's snapshot to its commit; also the shortest interval."""
+    restart: float
+    """R: from a failure to the first new step, without the replay of a log."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            low = name == "mtbf"
+            if not (math.isfinite(value) and (value > 0 if low else value >= 0)):
+                raise ConfigError(
+                    f"{name}={value!r} must be a number of seconds{' above 0' if low else ', 0 or more'}"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogCosts:
+    """Of a log of every step.
+
+    Raises:
+        ConfigError: a value cannot be.
+    """
+
+    overhead: float
+    """o: share of the training's time."""
+    segment: float
+    """b: seconds of training in one segment."""
+    lag: float
+    """g: seconds until a segment is written."""
+    replay: float
+    """rho: time to replay a step, relative to training it."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not (math.isfinite(value) and value >= 0):
+                raise ConfigError(f"{name}={value!r} must be a number, 0 or more")
+
+
+def waste_without_log(interval: float, costs: Costs) -> float:
+    """Time beyond the work itself, as a share of it; infinite where the training does not get ahead.
+
+    Args:
+        interval: tau, seconds of work between two saves.
+        costs: of failures and saves.
+    """
+    try:
+        period = math.expm1((interval + costs.stall) / costs.mtbf)
+        return costs.mtbf / interval * math.exp((costs.restart + costs.lag) / costs.mtbf) * period - 1
+    except OverflowError:
+        return math.inf
+
+
+def waste_with_log(interval: float, costs: Costs, log: LogCosts) -> float:
+    """The same with a log."""
+    try:
+        recovery = costs.mtbf * math.expm1(
+            (costs.restart + log.replay * (interval / 2 + costs.lag)) / costs.mtbf
+        )
+    except OverflowError:
+        return math.inf
+    slowed = (1 + log.overhead) * (1 + costs.stall / interval)
+    gained = costs.mtbf / slowed - log.segment / 2 - log.lag
+    return (costs.mtbf + recovery) / gained - 1 if gained > 0 else math.inf
+
+
+def best_interval(costs: Costs, log: LogCosts | None = None) -> float:
+    """The interval between saves that wastes the least time, in seconds of work; D or more, for one save is made at a time."""
+
+    def waste(exponent: float) -> float:
+        interval = math.exp(exponent)
+        return waste_without_log(interval, costs) if log is None else waste_with_log(interval, costs, log)
+
+    low = max(costs.lag, 1e-3)
+    return math.exp(_least(waste, math.log(low), math.log(max(_LONGEST * costs.mtbf, 2 * low))))
+
+
+def first_order_interval(costs: Costs, log: LogCosts | None = None) -> float:
+    """What is mostly used for it: sqrt(2 M C) (Young, 1974), with a log sqrt(2 M C / rho)."""
+    return max(costs.lag, math.sqrt(2 * costs.mtbf * costs.stall / (max(log.replay, 1e-9) if log else 1.0)))
+
+
+def worth(costs: Costs, log: LogCosts) -> float:
+    """The overhead that a log may have before it costs more than it saves, each with its own best interval; below 0: none."""
+    without = waste_without_log(best_interval(costs), costs)
+    if not math.isfinite(without):
+        return math.inf
+
+    def overhead(interval: float) -> float:
+        """With which a log wastes as much as no log."""
+        try:
+            recovery = costs.mtbf * math.expm1(
+                (costs.restart + log.replay * (interval / 2 + costs.lag)) / costs.mtbf
+            )
+        except OverflowError:
+            return -1.0
+        needed = (costs.mtbf + recovery) / (1 + without) + log.segment / 2 + log.lag
+        return costs.mtbf / (needed * (1 + costs.stall / interval)) - 1
+
+    low = math.log(max(costs.lag, 1e-3))
+    high = max(math.log(_LONGEST * costs.mtbf), low + 1)
+    return overhead(math.exp(_least(lambda exponent: -overhead(math.exp(exponent)), low, high)))
+
+
+def _least(function: Callable[[float], float], low: float, high: float) -> float:
+    """Where a function with one minimum is least, by golden section."""
+    inner = [high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)]
+    values = [function(place) for place in inner]
+    for _ in range(_ROUNDS):
+        if values[0] <= values[1]:
+            high = inner[1]
+            inner = [high - _GOLDEN * (high - low), inner[0]]
+            values = [function(inner[0]), values[0]]
+        else:
+            low = inner[0]
+            inner = [inner[1], low + _GOLDEN * (high - low)]
+            values = [values[1], function(inner[1])]
+    return (low + high) / 2

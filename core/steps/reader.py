@@ -1,0 +1,169 @@
+"""Finds the segments that the newest writer of a run has left, and says what is wrong with the others."""
+
+from dataclasses import dataclass, field
+
+from shrinkpoint.errors import CorruptionError, FormatError, StoreError
+from shrinkpoint.steps.segment import (
+    PREFIX,
+    ForeignSegmentError,
+    Head,
+    Key,
+    Prefix,
+    Reference,
+    check_payload,
+    read_head,
+    read_prefix,
+)
+from shrinkpoint.store.objects import ObjectStore
+
+__all__ = ["LogReader", "Survey"]
+
+_FIRST_READ = 1 << 16
+_MAX_SEGMENT = 1 << 46
+
+
+@dataclass
+class Survey:
+    """What a log holds."""
+
+    next_turn: int = 1
+    """Higher than that of every writer so far."""
+    references: list[Reference] = field(default_factory=list)
+    """Segments of the newest writer, and before them those that it went on from; in the order of their steps, with gaps where
+    one is missing."""
+    problems: list[str] = field(default_factory=list)
+    """What was found and not used, and why."""
+
+
+class LogReader:
+    """Reads the segments of one run.
+
+    Args:
+        objects: the log's folder.
+        run: the nonce of the run.
+    """
+
+    def __init__(self, objects: ObjectStore, run: str) -> None:
+        self._objects = objects
+        self._run = run
+        self._sizes: dict[Key, int] = {}
+
+    def survey(self) -> Survey:
+        """Look through the folder; of each segment the head alone is read.
+
+        Raises:
+            StoreError: the folder cannot be listed.
+        """
+        survey = Survey()
+        self._sizes = {}
+        for info in self._objects.list(""):
+            key = Key.parse(info.key)
+            if key is None:
+                survey.problems.append(
+                    f"{self._objects.show(info.key)} is no segment of a step log, and is left alone"
+                )
+            else:
+                self._sizes[key] = info.size
+        survey.next_turn = 1 + max((key.turn for key in self._sizes), default=0)
+        first = self._newest_writer(survey)
+        if first is not None:
+            survey.references = [*first.inherits, *self._own(first, survey)]
+        return survey
+
+    def _newest_writer(self, survey: Survey) -> Head | None:
+        """The first segment of the newest writer. Of several with one turn, the smallest nonce wins, as in a run."""
+        writers = sorted({(-key.turn, key.session) for key in self._sizes})
+        for turn, session in writers:
+            key = Key(-turn, session, 0)
+            if key not in self._sizes:
+                some = min(other for other in self._sizes if other.session == session and other.turn == -turn)
+                survey.problems.append(
+                    f"{self._show(some)} lacks its writer's first segment, and is passed over"
+                )
+                continue
+            try:
+                return self.head(key)
+            except ForeignSegmentError as error:
+                survey.problems.append(f"{self._show(key)}: {error}")
+            except (FormatError, StoreError) as error:
+                # Who came before may have gone on writing after this one began: none of that is used.
+                survey.problems.append(f"{self._show(key)}, which says what its writer went on from: {error}")
+                return None
+        return None
+
+    def _own(self, first: Head, survey: Survey) -> list[Reference]:
+        found: list[Reference] = []
+        seals = {0: first.seal}
+        numbers = sorted(
+            key.number
+            for key in self._sizes
+            if key.turn == first.key.turn and key.session == first.key.session and key.number > 0
+        )
+        for number in numbers:
+            key = Key(first.key.turn, first.key.session, number)
+            try:
+                head = self.head(key)
+                if number - 1 in seals and head.previous != seals[number - 1]:
+                    raise CorruptionError("it does not follow the segment before it")
+            except (FormatError, StoreError) as error:
+                survey.problems.append(f"{self._show(key)}: {error}")
+                continue
+            seals[number] = head.seal
+            found.append(head.reference)
+        return found
+
+    def head(self, key: Key) -> Head:
+        """All of a segment but its tensors, compared with its seal.
+
+        Raises:
+            FormatError: it is damaged, or another segment.
+            StoreError: it cannot be read.
+        """
+        return self._head(key)[0]
+
+    def _head(self, key: Key) -> tuple[Head, Prefix]:
+        name, size = str(key), self._sizes[key]
+        data = self._objects.get(name, 0, min(size, _FIRST_READ), max_size=_FIRST_READ)
+        prefix = read_prefix(data, size)
+        end = PREFIX.size + prefix.header
+        if end > len(data):
+            data += self._objects.get(name, len(data), end, max_size=end - len(data))
+        return read_head(data, prefix, key, self._run), prefix
+
+    def load(self, reference: Reference) -> tuple[Head, memoryview]:
+        """A whole segment.
+
+        Args:
+            reference: as `survey` gave it.
+
+        Returns:
+            Its head, and its tensors' bytes, compared with their checksum.
+
+        Raises:
+            FormatError: it is damaged, or not the one that is referred to.
+            StoreError: it cannot be read.
+        """
+        key = reference.key
+        if key not in self._sizes:
+            raise CorruptionError("it is missing")
+        size = self._sizes[key]
+        if size > _MAX_SEGMENT:
+            raise CorruptionError(f"{size} bytes are more than a segment may have")
+        data = self._objects.get(str(key), max_size=size)
+        if len(data) != size:
+            raise CorruptionError(f"{len(data)} of {size} bytes could be read")
+        prefix = read_prefix(data, size)
+        payload_at = PREFIX.size + prefix.header
+        head = read_head(data[:payload_at], prefix, key, self._run)
+        if head.seal != reference.seal or head.reference != reference:
+            raise CorruptionError("it is another segment than the one that was written")
+        payload = memoryview(data)[payload_at:]
+        check_payload(payload, prefix)
+        return head, payload
+
+    def show(self, reference: Reference) -> str:
+        """Where a segment lies, for messages."""
+        return self._show(reference.key)
+
+    def _show(self, key: Key) -> str:
+        return self._objects.show(str(key))

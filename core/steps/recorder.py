@@ -1,0 +1,243 @@
+"""Sees every `optimizer.step()` at the moment when its gradients are final.
+
+That moment is within ``step`` itself: after the closure, if there is one, and after the hooks that were registered before, which
+may clip. Frameworks' own events come earlier (Lightning's ``on_before_optimizer_step`` before clipping).
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from shrinkpoint.steps.buffers import Buffers, Held
+from shrinkpoint.steps.hyperparameters import frozen, frozen_groups, parameters_of
+from shrinkpoint.steps.record import Dense, Event, Gradient, Sparse
+
+__all__ = ["KEPT", "ZERO", "CannotLogError", "Recorder", "dense_order"]
+
+KEPT, ZERO = "kept", "zero"
+"""What became of a gradient after its step: left as it was consumed, or set to zeros."""
+
+_ATTRIBUTES = ("grad_scale", "found_inf")
+
+
+class CannotLogError(Exception):
+    """This training's steps cannot be logged; the message says why. Never raised into the training."""
+
+
+class Recorder:
+    """Hooks optimizers and keeps what each ``step`` consumed until `take`.
+
+    Args:
+        optimizers: all that the training has.
+        failed: told, in words, when a step cannot be logged; the training goes on.
+        before: called before the first step after `start` is recorded, while the state is still the old one.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        failed: Callable[[str], None],
+        before: Callable[[], None],
+    ) -> None:
+        self._optimizers = list(optimizers)
+        self._failed = failed
+        self._before_first = before
+        self._buffers = Buffers()
+        self._first = True
+        self._active = False
+        self._pending: tuple[Event, Held] | None = None
+        self._events: list[Event] = []
+        self._held: list[Held] = []
+        self._consumed: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._handles = [
+            (one.register_step_pre_hook(self._on_before), one.register_step_post_hook(self._on_after))
+            for one in self._optimizers
+        ]
+
+    @property
+    def pending(self) -> bool:
+        """Whether a step was made since the last `take`."""
+        return bool(self._events)
+
+    def start(self) -> None:
+        """Record from now on."""
+        self._drop()
+        self._active = self._first = True
+
+    def stop(self) -> None:
+        """Record no more until `start`."""
+        self._active = False
+        self._drop()
+
+    def close(self) -> None:
+        """Leave the optimizers as they were."""
+        self.stop()
+        for handles in self._handles:
+            for handle in handles:
+                handle.remove()
+
+    def take(self) -> tuple[list[Event], list[Held]]:
+        """What was recorded since the last time, and the memory that it lies in."""
+        taken = self._events, self._held
+        self._events, self._held = [], []
+        return taken
+
+    def forget_gradients(self) -> None:
+        """From now on, no gradient counts as one that a recorded step has consumed."""
+        self._consumed = {}
+
+    def fate(self, parameter: torch.Tensor) -> str | torch.Tensor | None:
+        """What a parameter's gradient is now: None, as its last recorded step has left it, zeros, or something else."""
+        gradient = parameter.grad
+        if gradient is None:
+            return None
+        noted = self._consumed.get(id(parameter))
+        if noted is not None and noted[0]() is gradient and noted[1] == gradient._version:
+            return KEPT
+        if gradient.layout != torch.strided:
+            raise CannotLogError("a sparse gradient is kept from one step to the next, and added to")
+        return gradient.detach() if bool(torch.any(gradient)) else ZERO
+
+    def _drop(self) -> None:
+        for held in self._held:
+            held.release()
+        if self._pending is not None:
+            self._pending[1].release()
+        self._pending, self._events, self._held = None, [], []
+        self._consumed = {}
+
+    def _fail(self, reason: str) -> None:
+        self.stop()
+        self._failed(reason)
+
+    def _on_before(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if not self._active:
+            return None
+        if self._pending is not None:  # a step that raised, and was not made
+            self._pending[1].release()
+            self._pending = None
+        which = next(i for i, one in enumerate(self._optimizers) if one is optimizer)
+        hooks = getattr(optimizer, "_optimizer_step_pre_hooks", {})
+        if hooks and next(reversed(hooks)) != self._handles[which][0].id:
+            self._fail(
+                f"a hook was registered on {type(optimizer).__name__} after the log's own, and may change what is logged:"
+                " register it before the Checkpointer is made"
+            )
+            return None
+        if self._first:
+            self._first = False
+            self._before_first()
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not callable(closure):
+            self._record(which, closure=False, loss=None)
+            return None
+        return self._with(closure, which, args, kwargs)
+
+    def _with(
+        self, closure: Callable[[], Any], which: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        calls = 0
+
+        def recorded() -> Any:
+            nonlocal calls
+            loss = closure()
+            calls += 1
+            if calls > 1 and self._active:
+                name = type(self._optimizers[which]).__name__
+                self._fail(
+                    f"{name} evaluates its closure several times in one step, so that its gradients are not those of one moment"
+                )
+            elif self._active:
+                self._record(which, closure=True, loss=loss)
+            return loss
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": recorded}
+        return (args[0], recorded, *args[2:]), kwargs
+
+    def _on_after(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if self._pending is None or not self._active:
+            return
+        (event, held), self._pending = self._pending, None
+        self._events.append(event)
+        self._held.append(held)
+        for parameter in parameters_of(optimizer):
+            if parameter.grad is not None:
+                self._consumed[id(parameter)] = weakref.ref(parameter.grad), parameter.grad._version
+
+    def _record(self, which: int, *, closure: bool, loss: object) -> None:
+        try:
+            self._pending = self._captured(which, closure, loss)
+        except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
+            self._fail(
+                str(error) if isinstance(error, CannotLogError) else f"{type(error).__name__}: {error}"
+            )
+
+    def _captured(self, which: int, closure: bool, loss: object) -> tuple[Event, Held]:
+        optimizer = self._optimizers[which]
+        parameters = parameters_of(optimizer)
+        live = {}
+        for index, parameter in enumerate(parameters):
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            if gradient.layout == torch.sparse_coo:
+                live[f"{index}/indices"], live[f"{index}/values"] = gradient._indices(), gradient._values()
+            elif gradient.layout == torch.strided:
+                live[str(index)] = gradient
+            else:
+                raise CannotLogError(f"a gradient has the layout {gradient.layout}")
+        held = self._buffers.take(str(which), live)
+        copies = held.state.tensors
+        event = Event(
+            optimizer=which,
+            groups=frozen_groups(optimizer),
+            attributes={
+                name: frozen(getattr(optimizer, name)) for name in _ATTRIBUTES if hasattr(optimizer, name)
+            },
+            closure=closure,
+            loss=_number(loss),
+            gradients=[_gradient(index, p.grad, copies) for index, p in enumerate(parameters)],
+        )
+        return event, held
+
+
+def _gradient(index: int, live: torch.Tensor | None, copies: Any) -> Gradient:
+    if live is None:
+        return None
+    if live.layout == torch.strided:
+        return Dense(copies[str(index)], dense_order(live))
+    return Sparse(
+        indices=copies[f"{index}/indices"],
+        values=copies[f"{index}/values"],
+        shape=tuple(live.shape),
+        coalesced=live.is_coalesced(),
+    )
+
+
+def dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """The dimensions of a tensor without holes, from the slowest to the fastest; None where that is their own order."""
+    if tensor.is_contiguous():
+        return None
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
+    expected = 1
+    for dim in reversed(order):
+        if tensor.shape[dim] != 1 and strides[dim] != expected:
+            return None  # overlapping or with holes: its copy is as good as any
+        expected *= tensor.shape[dim]
+    return tuple(order)
+
+
+def _number(loss: object) -> Any:
+    """A loss that some optimizers' steps depend on."""
+    if isinstance(loss, torch.Tensor):
+        return loss.detach().clone() if loss.numel() == 1 and loss.layout == torch.strided else None
+    return loss if isinstance(loss, bool | int | float) else None

@@ -1,0 +1,262 @@
+"""Makes logged steps again, by the training's own optimizers, and believes the result only where its digest agrees."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.optim import optimizer as optimizer_module
+
+from shrinkpoint.errors import FormatError, StateMismatchError, StoreError
+from shrinkpoint.steps.beside import Beside
+from shrinkpoint.steps.fingerprint import fingerprint
+from shrinkpoint.steps.hyperparameters import parameters_of, set_groups
+from shrinkpoint.steps.reader import LogReader
+from shrinkpoint.steps.record import Dense, Event, Gradient, Sparse, Tensors, decode_record
+from shrinkpoint.steps.segment import Place, Reference
+
+__all__ = ["Replay", "Replayed", "make_step"]
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """How far a replay has come."""
+
+    step: int
+    """At which the state stands now."""
+    used: list[Reference]
+    """Segments that lead to it, from as far back as they are without a gap."""
+    problems: list[str] = field(default_factory=list)
+    """Why it did not come further, where that is worth telling."""
+    remainder: Mapping[str, Any] | None = None
+    """What was set at the end; None where nothing was replayed."""
+
+
+class _StoppedError(Exception):
+    """A segment cannot be replayed; `dirty`: some of it has been."""
+
+    def __init__(self, reason: str, dirty: bool) -> None:
+        super().__init__(reason)
+        self.dirty = dirty
+
+
+class Replay:
+    """Replays segments onto a restored state.
+
+    Args:
+        optimizers: hold the restored state, and their parameters do.
+        beside: everything else of the training.
+        after_step: called after each step, as the training called it.
+        reader: of the log.
+        progress: told how many segments are done, and of how many.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        beside: Beside,
+        after_step: Callable[[], object] | None,
+        reader: LogReader,
+        progress: Callable[[int, int], None] = lambda done, of: None,
+    ) -> None:
+        self._optimizers = optimizers
+        self._beside = beside
+        self._after_step = after_step
+        self._reader = reader
+        self._progress = progress
+
+    def run(
+        self, base: int, references: Sequence[Reference], prepare: Callable[[], Callable[[], None]]
+    ) -> Replayed:
+        """Replay what continues the restored state, as far as it is sound.
+
+        Args:
+            base: the step of that state.
+            references: segments as the log gave them.
+            prepare: called before anything is changed; gives a function that restores the state again.
+
+        Returns:
+            Where the state stands: after the last segment whose digest agrees.
+        """
+        place = Place(base, self._digest())
+        first = next((i for i in reversed(range(len(references))) if references[i].begin == place), None)
+        if first is None:
+            before = [i for i, reference in enumerate(references) if reference.end == place]
+            return Replayed(
+                base, _run_up(references, before[-1] + 1) if before else [], _unlinked(place, references)
+            )
+        chain = [references[first]]
+        for reference in references[first + 1 :]:
+            if reference.begin != chain[-1].end:
+                break
+            chain.append(reference)
+        problems = _cut_short(references[first + len(chain) :])
+        reload = prepare()
+        good = len(chain)
+        while good:
+            reached, remainder, problem = self._apply(chain[:good])
+            if problem is not None:
+                problems.insert(0, str(problem))
+            if problem is None or (reached and not problem.dirty):
+                assert remainder is not None
+                try:
+                    self._beside.load(remainder)
+                except Exception as error:  # noqa: BLE001 - an object's load_state_dict may raise anything
+                    problems.insert(0, f"what was logged beside the weights does not fit: {error}")
+                    reload()
+                    return Replayed(base, _run_up(references, first), problems)
+                used = [*_run_up(references, first), *chain[:reached]]
+                return Replayed(chain[reached - 1].end.step, used, problems, remainder)
+            good = reached
+            reload()
+        return Replayed(base, _run_up(references, first), problems)
+
+    def _apply(
+        self, chain: Sequence[Reference]
+    ) -> tuple[int, Mapping[str, Any] | None, _StoppedError | None]:
+        remainder: Mapping[str, Any] | None = None
+        for index, reference in enumerate(chain):
+            try:
+                remainder = self._segment(reference)
+            except _StoppedError as stopped:
+                return index, remainder, stopped
+            self._progress(index + 1, len(chain))
+        return len(chain), remainder, None
+
+    def _segment(self, reference: Reference) -> Mapping[str, Any]:
+        shown = self._reader.show(reference)
+        dirty = False
+        try:
+            head, payload = self._reader.load(reference)
+            tensors = Tensors(head.tensors, payload)
+            at, remainder = reference.begin.step, None
+            for node in head.records:
+                record = decode_record(node, tensors, self._shapes)
+                if record.begin != at:
+                    raise FormatError(f"its steps are not one after the other: {at}, then {record.begin}")
+                at, dirty = record.end, True
+                remainder = None if record.remainder is None else record.remainder.to_object()
+                self._make(record.events, remainder)
+            if at != reference.end.step or remainder is None:
+                raise FormatError(
+                    "its last step is not the one that its header says, or lacks what stood beside the weights"
+                )
+        except (FormatError, StoreError, StateMismatchError) as error:
+            raise _StoppedError(f"{shown}: {error}", dirty) from error
+        except Exception as error:
+            raise _StoppedError(
+                f"{shown} could not be replayed: {type(error).__name__}: {error}", dirty
+            ) from error
+        if self._digest() != reference.end.digest:
+            raise _StoppedError(
+                f"{shown}: its steps, replayed from step {reference.begin.step} to {reference.end.step}, give another state than"
+                " the training had: another optimizer, another build of torch, or weights that are changed outside of"
+                " optimizer.step()",
+                dirty=True,
+            )
+        assert isinstance(remainder, Mapping)
+        return remainder
+
+    def _make(self, events: Sequence[Event], remainder: Mapping[str, Any] | None) -> None:
+        for event in events:
+            make_step(self._optimizers[event.optimizer], event)
+        if self._after_step is not None:
+            if remainder is not None:
+                self._beside.load_buffers(remainder)
+            self._after_step()
+
+    def _shapes(self, which: int) -> list[tuple[int, ...]]:
+        if not 0 <= which < len(self._optimizers):
+            raise FormatError(
+                f"a record names optimizer {which}, and this training has {len(self._optimizers)}"
+            )
+        return [tuple(parameter.shape) for parameter in parameters_of(self._optimizers[which])]
+
+    def _digest(self) -> str:
+        return fingerprint(self._optimizers, self._beside.made())
+
+
+def make_step(optimizer: torch.optim.Optimizer, event: Event) -> None:
+    """One call of ``step`` with what it consumed then. Hooks before the step have run by the time of the record, and do not again.
+
+    Args:
+        optimizer: in the state in which it was.
+        event: as recorded.
+    """
+    set_groups(optimizer, event.groups)
+    parameters = parameters_of(optimizer)
+    for parameter, gradient in zip(parameters, event.gradients, strict=True):
+        parameter.grad = _live(gradient, parameter)
+    device = parameters[0].device if parameters else torch.device("cpu")
+    for name, value in event.attributes.items():
+        setattr(optimizer, name, value.to(device) if isinstance(value, torch.Tensor) else value)
+    try:
+        with _without_pre_hooks(optimizer):
+            if event.closure:
+                optimizer.step(lambda: event.loss)
+            else:
+                optimizer.step()
+    finally:
+        for name in event.attributes:
+            delattr(optimizer, name)
+
+
+def _live(gradient: Gradient, parameter: torch.Tensor) -> torch.Tensor | None:
+    if gradient is None:
+        return None
+    if isinstance(gradient, Sparse):
+        return torch.sparse_coo_tensor(
+            gradient.indices,
+            gradient.values,
+            gradient.shape,
+            check_invariants=True,
+            is_coalesced=gradient.coalesced or None,
+        ).to(parameter.device)
+    assert isinstance(gradient, Dense)
+    values = gradient.values
+    if gradient.order is not None:
+        back = sorted(range(len(gradient.order)), key=gradient.order.__getitem__)
+        values = values.permute(gradient.order).contiguous().permute(back)
+    return values.to(parameter.device)
+
+
+@contextmanager
+def _without_pre_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    places = [
+        getattr(optimizer, "_optimizer_step_pre_hooks", {}),
+        getattr(optimizer_module, "_global_optimizer_pre_hooks", {}),
+    ]
+    kept = [dict(place) for place in places]
+    for place in places:
+        place.clear()
+    try:
+        yield
+    finally:
+        for place, hooks in zip(places, kept, strict=True):
+            place.update(hooks)
+
+
+def _run_up(references: Sequence[Reference], end: int) -> list[Reference]:
+    """The segments before number `end`, as far back as each begins where the one before it ends."""
+    begin = end
+    while begin > 0 and (begin == end or references[begin - 1].end == references[begin].begin):
+        begin -= 1
+    return list(references[begin:end])
+
+
+def _unlinked(place: Place, references: Sequence[Reference]) -> list[str]:
+    if not references or references[-1].end == place:
+        return []
+    first, last = references[0].begin.step, references[-1].end.step
+    if any(place.step in (reference.begin.step, reference.end.step) for reference in references):
+        return [
+            f"step {place.step} is in the log with another state, so that what follows there is of another training"
+        ]
+    return [f"the log goes from step {first} to {last}, and does not continue step {place.step}"]
+
+
+def _cut_short(rest: Sequence[Reference]) -> list[str]:
+    if not rest:
+        return []
+    return [f"steps {rest[0].begin.step} to {rest[-1].end.step} are logged too, but not what leads there"]

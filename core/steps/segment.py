@@ -1,0 +1,321 @@
+"""The file of some logged steps: prefix, JSON, tensors; no pickle (docs/steps.md, "A segment").
+
+Every segment names its writer and the one before it, so that files cut short, damaged, exchanged, copied, or of another run or
+writer are found out before anything of them is used.
+"""
+
+import re
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import xxhash
+
+from shrinkpoint.container.layout import (
+    MAX_HEADER_SIZE,
+    MAX_HEADER_VALUES,
+    check_features,
+    count_values,
+    dump_json,
+    load_json,
+)
+from shrinkpoint.errors import CannotRepresentError, CorruptionError, FormatError, UnsupportedFormatError
+from shrinkpoint.tree import JSON
+
+__all__ = [
+    "MAGIC",
+    "PREFIX",
+    "VERSION",
+    "ForeignSegmentError",
+    "Head",
+    "Key",
+    "Place",
+    "Reference",
+    "check_payload",
+    "pack",
+    "read_head",
+    "read_prefix",
+]
+
+MAGIC = b"\x89SPL\r\n\x1a\n"
+VERSION = 1
+PREFIX = struct.Struct("<8sIIQQ16s16s16s")
+"""Magic, version, reserved, bytes of the header, bytes of the payload, the payload's xxh3-128, the seal of the segment before,
+and the seal: xxh3-128 of all of this before it, and of the header."""
+
+_SEAL_AT = PREFIX.size - 16
+_HEX = frozenset("0123456789abcdef")
+_MAX_TURN = 10**8 - 1
+_MAX_NUMBER = 10**10 - 1
+_KEY = re.compile(r"([0-9]{8})-([0-9a-f]{16})-([0-9]{10})\.steps")
+
+
+class ForeignSegmentError(FormatError):
+    """A sound segment that is another one than its name says, or of another run."""
+
+
+@dataclass(frozen=True, order=True)
+class Key:
+    """Whose segment it is, and which."""
+
+    turn: int
+    """Of the writers of this run, each takes a higher one than all before."""
+    session: str
+    """The writer's nonce, 16 hexadecimal digits."""
+    number: int
+    """0 is the writer's first segment, which says what it goes on from and holds no steps."""
+
+    def __str__(self) -> str:
+        return f"{self.turn:08d}-{self.session}-{self.number:010d}.steps"
+
+    @staticmethod
+    def parse(text: str) -> "Key | None":
+        """The key of a file's name; None where it is none."""
+        match = _KEY.fullmatch(text)
+        return Key(int(match[1]), match[2], int(match[3])) if match else None
+
+
+@dataclass(frozen=True)
+class Place:
+    """A moment of the training."""
+
+    step: int
+    """Training steps done."""
+    digest: str
+    """`shrinkpoint.steps.fingerprint` of the state."""
+
+    def to_json(self) -> JSON:
+        """As it stands in a header."""
+        return {"step": self.step, "digest": self.digest}
+
+    @staticmethod
+    def from_json(node: JSON) -> "Place":
+        """Read it from a header.
+
+        Raises:
+            FormatError: it is none.
+        """
+        try:
+            step, digest = node["step"], node["digest"]
+        except (KeyError, TypeError):
+            raise FormatError(f"{str(node)[:80]!r} is not a step with a digest") from None
+        if type(step) is not int or not 0 <= step < 2**63 or not _is_hex(digest, 32):
+            raise FormatError(f"{str(node)[:80]!r} is not a step with a digest")
+        return Place(step, digest)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A segment as others refer to it."""
+
+    key: Key
+    seal: str
+    """In hexadecimal."""
+    begin: Place
+    end: Place
+
+    def to_json(self) -> JSON:
+        """As it stands in a header."""
+        return {
+            "key": str(self.key),
+            "seal": self.seal,
+            "begin": self.begin.to_json(),
+            "end": self.end.to_json(),
+        }
+
+    @staticmethod
+    def from_json(node: JSON) -> "Reference":
+        """Read it from a header.
+
+        Raises:
+            FormatError: it is none.
+        """
+        try:
+            key, seal, begin, end = node["key"], node["seal"], node["begin"], node["end"]
+        except (KeyError, TypeError):
+            raise FormatError(f"{str(node)[:80]!r} does not refer to a segment") from None
+        parsed = Key.parse(key) if isinstance(key, str) else None
+        if parsed is None or not _is_hex(seal, 32):
+            raise FormatError(f"{str(node)[:80]!r} does not refer to a segment")
+        return Reference(parsed, seal, Place.from_json(begin), Place.from_json(end))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """A segment without its tensors."""
+
+    run: str
+    """The run that it belongs to: the nonce in its ``format.json``."""
+    key: Key
+    begin: Place | None
+    """The state that its records begin with; None in the first segment of a writer, which has none."""
+    end: Place | None
+    """The state after its last record."""
+    inherits: tuple[Reference, ...] = ()
+    """In the first segment of a writer: the segments of writers before it whose replay it goes on from."""
+    records: Sequence[JSON] = ()
+    tensors: JSON = ()
+    provenance: JSON = None
+    previous: str = "0" * 32
+    """The seal of the segment before, of the same writer."""
+    seal: str = ""
+    """Known once it is packed."""
+
+    @property
+    def reference(self) -> Reference:
+        """What others call it; not of a writer's first segment."""
+        assert self.begin is not None
+        assert self.end is not None
+        return Reference(self.key, self.seal, self.begin, self.end)
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """The first bytes of a segment, compared with the length of its file."""
+
+    header: int
+    payload: int
+    payload_digest: bytes
+    previous: bytes
+    seal: bytes
+
+
+def pack(head: Head, parts: Sequence[memoryview]) -> tuple[bytes, str]:
+    """The file of a segment.
+
+    Args:
+        head: all but the seal.
+        parts: the tensors' bytes, in the order of ``head.tensors``.
+
+    Returns:
+        The bytes, and the seal.
+
+    Raises:
+        CannotRepresentError: the records do not fit in a header.
+    """
+    try:
+        header = dump_json(
+            {
+                "features": {},
+                "run": head.run,
+                "key": str(head.key),
+                "begin": head.begin.to_json() if head.begin else None,
+                "end": head.end.to_json() if head.end else None,
+                "inherits": [reference.to_json() for reference in head.inherits],
+                "provenance": head.provenance,
+                "records": list(head.records),
+                "tensors": list(head.tensors),
+            }
+        )
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CannotRepresentError(f"steps cannot be written as JSON: {error}") from error
+    if len(header) > MAX_HEADER_SIZE or count_values(header) > MAX_HEADER_VALUES:
+        raise CannotRepresentError(
+            f"a segment's header of {len(header)} bytes is too long: choose a smaller segment_steps"
+        )
+    digest = xxhash.xxh3_128()
+    for part in parts:
+        digest.update(part)
+    unsealed = PREFIX.pack(
+        MAGIC,
+        VERSION,
+        0,
+        len(header),
+        sum(len(part) for part in parts),
+        digest.digest(),
+        bytes.fromhex(head.previous),
+        bytes(16),
+    )[:_SEAL_AT]
+    seal = xxhash.xxh3_128(unsealed + header).digest()
+    return b"".join([unsealed, seal, header, *parts]), seal.hex()
+
+
+def read_prefix(data: bytes, size: int) -> Prefix:
+    """Read the first `PREFIX.size` bytes of a file of `size` bytes; the lengths it returns are safe to act upon.
+
+    Raises:
+        FormatError: not a segment. UnsupportedFormatError: of a newer version. CorruptionError: cut short.
+    """
+    if not data.startswith(MAGIC):
+        raise FormatError(f"not a segment of a step log: it starts with {bytes(data[:8])!r}")
+    if len(data) < PREFIX.size:
+        raise CorruptionError(f"cut short: {len(data)} bytes do not hold the prefix of a segment")
+    _, version, reserved, header, payload, digest, previous, seal = PREFIX.unpack_from(data)
+    if version != VERSION or reserved:
+        raise UnsupportedFormatError(
+            f"a step log of version {version} (reserved field {reserved:#x}), and this shrinkpoint reads {VERSION}: upgrade it"
+        )
+    if PREFIX.size + header + payload != size:
+        raise CorruptionError(
+            f"{size} bytes, and its prefix says {PREFIX.size + header + payload}: cut short, or damaged"
+        )
+    if header > MAX_HEADER_SIZE:
+        raise FormatError(f"a header of {header} bytes is larger than the limit of {MAX_HEADER_SIZE}")
+    return Prefix(header, payload, digest, previous, seal)
+
+
+def read_head(data: bytes, prefix: Prefix, key: Key, run: str) -> Head:
+    """The head, from the first `PREFIX.size` + ``prefix.header`` bytes of a file.
+
+    Args:
+        data: these bytes.
+        prefix: as `read_prefix` gave it.
+        key: by which it was found.
+        run: that it must belong to.
+
+    Raises:
+        CorruptionError: the seal does not match.
+        ForeignSegmentError: another run's, or another segment.
+        FormatError: malformed.
+    """
+    header = data[PREFIX.size : PREFIX.size + prefix.header]
+    if xxhash.xxh3_128(data[:_SEAL_AT] + header).digest() != prefix.seal:
+        raise CorruptionError("its seal does not match: the file is damaged")
+    node = load_json(header)
+    if not isinstance(node, Mapping):
+        raise FormatError("its header is not a JSON object")
+    try:
+        check_features(node["features"])
+        if node["run"] != run:
+            raise ForeignSegmentError("it belongs to another run")
+        if node["key"] != str(key):
+            raise ForeignSegmentError(f"it is the segment {str(node['key'])[:60]!r} under another name")
+        begin, end = (
+            None if node[name] is None else Place.from_json(node[name]) for name in ("begin", "end")
+        )
+        inherits, records, tensors = node["inherits"], node["records"], node["tensors"]
+        provenance = node["provenance"]
+    except KeyError as error:
+        raise FormatError(f"its header lacks {error}") from error
+    if not all(isinstance(value, list) for value in (inherits, records, tensors)):
+        raise FormatError("its header is malformed")
+    if (begin is None or end is None) != (key.number == 0) or (key.number == 0 and records):
+        raise FormatError("a writer's first segment has no steps, and every other has a beginning and an end")
+    if begin is not None and end is not None and begin.step > end.step:
+        raise FormatError(f"it goes from step {begin.step} back to {end.step}")
+    return Head(
+        run=run,
+        key=key,
+        begin=begin,
+        end=end,
+        inherits=tuple(Reference.from_json(item) for item in inherits),
+        records=records,
+        tensors=tensors,
+        provenance=provenance,
+        previous=prefix.previous.hex(),
+        seal=prefix.seal.hex(),
+    )
+
+
+def check_payload(payload: memoryview, prefix: Prefix) -> None:
+    """Compare the tensors' bytes with their checksum.
+
+    Raises:
+        CorruptionError: they are not those that were written.
+    """
+    if xxhash.xxh3_128(payload).digest() != prefix.payload_digest:
+        raise CorruptionError("the checksum of its tensors does not match: the file is damaged")
+
+
+def _is_hex(value: object, digits: int) -> bool:
+    return type(value) is str and len(value) == digits and _HEX.issuperset(value)

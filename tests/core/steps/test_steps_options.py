@@ -1,0 +1,217 @@
+"""Wrong options are refused before training starts; a log that fails costs a warning and nothing else."""
+
+import os
+import shutil
+import time
+from uuid import uuid4
+
+import pytest
+import torch
+from support.stepped import Training
+
+import shrinkpoint
+from shrinkpoint.errors import ConfigError, ShrinkpointWarning, StoreError
+from shrinkpoint.steps.options import StepLog
+
+
+def refused(match: str, **options) -> None:
+    training = Training()
+    with pytest.raises(ConfigError, match=match):
+        shrinkpoint.Checkpointer(
+            options.pop("url", "memory://refused/run"),
+            training.model,
+            options.pop("optimizer", training.optimizer),
+            **{"scheme": "lossless", "step_log_url": "memory://refused/log", **options},
+        )
+
+
+def test_the_word():
+    refused("step_log='exakt' must be 'exact', or None", step_log="exakt")
+    refused("step_log=True must be 'exact'", step_log=True)
+
+
+def test_a_folder_is_asked_for_with_the_bytes_per_hour():
+    refused(
+        r"GB per hour.*step_log_url=.*/dev/shm", step_log="exact", step_log_url=None, url="memory://far/run"
+    )
+
+
+@pytest.mark.parametrize("log", ["memory://refused/run", "memory://refused/run/log"])
+def test_a_log_within_the_run(log):
+    refused("is within the run", step_log="exact", step_log_url=log)
+
+
+def test_a_log_within_the_run_by_a_link(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    refused("is within the run", step_log="exact", url=f"{tmp_path}/run", step_log_url=f"{tmp_path}/link/log")
+
+
+def test_no_optimizer():
+    refused("there is none", step_log="exact", optimizer=[])
+
+
+def test_a_scheme_that_is_not_exact():
+    refused("needs scheme='lossless', not 'auto'", step_log="exact", scheme="auto")
+
+
+def test_options_of_a_log_without_one():
+    refused("give step_log='exact' too")
+    refused("after_step is of use with a step log only", step_log_url=None, after_step=lambda: None)
+    refused("after_step must be a function", step_log="exact", after_step=3)
+
+
+def test_lbfgs():
+    refused("LBFGS", step_log="exact", optimizer=torch.optim.LBFGS(Training().model.parameters()))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"segment_steps": 0}, {"segment_steps": True}, {"busy": "stop"}, {"rehearse": 1}, {"kind": "small"}],
+)
+def test_fields(fields):
+    with pytest.raises(ConfigError, match=next(iter(fields)) if "kind" not in fields else "step_log"):
+        StepLog(**fields)
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="cannot hold a log"):
+        Training().log("memory://unwritable/run", str(tmp_path / "file"))
+
+
+def test_a_log_without_room_for_two_intervals_is_off_and_told_once(tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(
+        "shrinkpoint.steps.exact.shutil.disk_usage", lambda path: usage._replace(free=1_000_000)
+    )
+    training = Training().log(f"memory://{uuid4().hex}/run", str(tmp_path / "log"), every=1000)
+    training.checkpointer.resume()
+    with pytest.warns(ShrinkpointWarning, match="save more often than every=1000") as told:
+        training.run(0, 6)
+    assert len(told) == 1
+    training.checkpointer.close()
+
+
+def test_a_full_disk_ends_the_log_and_not_the_training(tmp_path, monkeypatch):
+    training = Training().log(f"memory://{uuid4().hex}/run", str(tmp_path / "log"))
+    training.checkpointer.resume()
+    training.run(0, 2)
+    training.checkpointer.step_log.flush()
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("shrinkpoint.store.local._write_synced", full)
+    training.run(2, 4)
+    training.checkpointer.step_log.flush()
+    with pytest.warns(ShrinkpointWarning, match="the step log is off: .*disk is full") as told:
+        training.run(4, 8)
+    assert len(told) == 1
+    training.checkpointer.close()
+    assert training.checkpointer.saver.reports()[-1].step == 5
+
+
+def slow_down(monkeypatch, seconds: float) -> None:
+    from shrinkpoint.steps.writer import SegmentWriter
+
+    put = SegmentWriter._put
+
+    def late(*arguments):
+        time.sleep(seconds)
+        return put(*arguments)
+
+    monkeypatch.setattr(SegmentWriter, "_put", late)
+    monkeypatch.setattr("shrinkpoint.steps.writer._ALWAYS", 0)
+
+
+def test_steps_that_come_too_fast_leave_a_gap_until_the_next_checkpoint(monkeypatch):
+    name = uuid4().hex
+    places = f"memory://{name}/run", f"memory://{name}/log"
+    truth = Training()
+    truth.run(0, 8)
+    training = Training().log(*places, every=6, steps=1)
+    training.checkpointer.resume()
+    with monkeypatch.context() as patch:
+        slow_down(patch, 0.5)
+        with pytest.warns(ShrinkpointWarning, match="gap after step .*busy='wait'") as told:
+            training.run(0, 6)
+        assert len(told) == 1
+        training.checkpointer.step_log.flush()
+    training.run(6, 8)
+    training.crash()
+    again = Training().log(*places, every=6, steps=1)
+    assert again.checkpointer.resume() == 8
+    assert again.digest == truth.digest
+
+
+def test_steps_may_wait_for_the_log(monkeypatch):
+    name = uuid4().hex
+    places = f"memory://{name}/run", f"memory://{name}/log"
+    slow_down(monkeypatch, 0.1)
+    training = Training().log(*places, step_log=StepLog(segment_steps=1, busy="wait"))
+    training.checkpointer.resume()
+    training.run(0, 8)
+    training.crash()
+    assert Training().log(*places).checkpointer.resume() == 8
+
+
+def test_segments_that_no_checkpoint_needs_are_removed(tmp_path):
+    training = Training().log(f"memory://{uuid4().hex}/run", str(tmp_path))
+    training.checkpointer.resume()
+    training.run(0, 22)
+    training.checkpointer.close()
+    (folder,) = tmp_path.iterdir()
+    names = sorted(os.listdir(folder))
+    assert names[0].endswith("-0000000000.steps")
+    # from the last but one checkpoint on: 15 to 17, 19, 20, 22
+    assert len(names) == 1 + 4
+
+
+def test_a_crashed_writers_temporary_files_are_removed(tmp_path):
+    url = f"memory://{uuid4().hex}/run"
+    training = Training().log(url, str(tmp_path))
+    training.checkpointer.resume()
+    training.run(0, 3)
+    training.crash()
+    (folder,) = tmp_path.iterdir()
+    (folder / ".tmp-0123456789abcdef").write_bytes(bytes(100))
+    Training().log(url, str(tmp_path))
+    assert not list(folder.glob(".tmp-*"))
+
+
+def test_hooks_are_gone_when_training_is_over():
+    training = Training().log(f"memory://{uuid4().hex}/run", f"memory://{uuid4().hex}/log")
+    training.checkpointer.resume()
+    training.run(0, 3)
+    training.checkpointer.close()
+    assert not training.optimizer._optimizer_step_pre_hooks
+    assert not training.optimizer._optimizer_step_post_hooks
+
+
+def test_a_loop_that_never_resumes_is_logged_too():
+    name = uuid4().hex
+    places = f"memory://{name}/run", f"memory://{name}/log"
+    training = Training().log(*places)
+    training.run(0, 9)
+    digest = training.digest
+    training.crash()
+    again = Training().log(*places)
+    assert again.checkpointer.resume() == 9
+    assert again.digest == digest
+
+
+def test_parameters_that_were_added_end_the_replay_there():
+    name = uuid4().hex
+    places = f"memory://{name}/run", f"memory://{name}/log"
+    training = Training().log(*places, every=50)
+    training.checkpointer.resume()
+    training.run(0, 4)
+    training.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
+    training.scheduler.base_lrs.append(0.1)
+    training.scheduler.lr_lambdas.append(lambda step: 1.0)
+    training.run(4, 6)
+    training.crash()
+    again = Training().log(*places, every=50)
+    with pytest.warns(ShrinkpointWarning, match="13 parameters|parameters, and optimizer 0 has"):
+        assert again.checkpointer.resume() == 4

@@ -1,0 +1,291 @@
+"""What a careless log misses: each of these must be found, or the digests would prove nothing."""
+
+import warnings
+from collections.abc import Callable
+from uuid import uuid4
+
+import pytest
+import torch
+from support.stepped import Training
+from torch import nn
+
+from shrinkpoint.errors import ConfigError, ShrinkpointWarning
+from shrinkpoint.steps import replay
+from shrinkpoint.steps.record import Dense
+
+
+@pytest.fixture
+def crashed() -> tuple[tuple[str, str], list[float], list[str]]:
+    """A crash after 9 steps with a checkpoint of step 5; the undisturbed losses, and the digests after each step."""
+    name = uuid4().hex
+    places = f"memory://{name}/run", f"memory://{name}/log"
+    truth = Training()
+    losses, digests = [], [truth.digest]
+    for step in range(12):
+        losses += truth.run(step, step + 1)
+        digests.append(truth.digest)
+    training = Training().log(*places, steps=1)
+    training.checkpointer.resume()
+    training.run(0, 9)
+    training.crash()
+    return places, losses, digests
+
+
+def resumed(crashed, told: str) -> Training:
+    """Resume, and check that what goes on is the undisturbed training all the same."""
+    places, losses, digests = crashed
+    again = Training().log(*places, steps=1)
+    with pytest.warns(ShrinkpointWarning, match=told):
+        begin = again.checkpointer.resume()
+    assert again.digest == digests[begin]
+    assert again.run(begin, 12) == losses[begin:]
+    assert again.digest == digests[12]
+    assert begin < 9
+    again.checkpointer.close()
+    return again
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, change: Callable) -> None:
+    """Have the log say something else than what was written, past all checksums."""
+    honest = replay.decode_record
+
+    def decode(*arguments):
+        record = honest(*arguments)
+        for event in record.events:
+            change(record, event)
+        return record
+
+    monkeypatch.setattr(replay, "decode_record", decode)
+
+
+def test_a_learning_rate_that_is_not_logged(crashed, monkeypatch):
+    spoil(monkeypatch, lambda record, event: [group.update(lr=0.01) for group in event.groups])
+    resumed(crashed, "give another state")
+
+
+def test_none_as_zeros(crashed, monkeypatch):
+    def change(record, event):
+        for index, gradient in enumerate(event.gradients):
+            if gradient is None:
+                event.gradients[index] = Dense(torch.zeros(shapes[index]))
+
+    shapes = [p.shape for p in Training().model.parameters()]
+    spoil(monkeypatch, change)
+    resumed(crashed, "give another state")
+
+
+def test_one_bit(crashed, monkeypatch):
+    def change(record, event):
+        if record.end == 8:
+            event.gradients[0].values.view(torch.int32).view(-1)[7] ^= 1 << 12
+
+    spoil(monkeypatch, change)
+    again = resumed(crashed, "give another state")
+    assert again.checkpointer.step_log.off is None
+
+
+def test_one_step_left_out(crashed, monkeypatch):
+    honest = replay.decode_record
+
+    def decode(*arguments):
+        record = honest(*arguments)
+        return replay_of(record, events=[]) if record.end == 7 else record
+
+    from dataclasses import replace as replay_of
+
+    monkeypatch.setattr(replay, "decode_record", decode)
+    resumed(crashed, "give another state")
+
+
+def test_another_implementation(crashed, monkeypatch):
+    spoil(monkeypatch, lambda record, event: [g.update(fused=True, foreach=False) for g in event.groups])
+    resumed(crashed, "give another state")
+
+
+def test_without_what_stands_beside_the_weights_the_next_losses_differ(crashed, monkeypatch):
+    places, losses, digests = crashed
+    monkeypatch.setattr("shrinkpoint.steps.beside.Beside.load", lambda beside, remainder: None)
+    again = Training().log(*places, steps=1)
+    assert again.checkpointer.resume() == 9
+    assert again.digest == digests[9]
+    assert again.run(9, 12) != losses[9:]
+
+
+def test_clipping_hooks_do_not_run_twice():
+    """A hook that clips has run before the record: run again, it changes bits."""
+    name = uuid4().hex
+    places = f"memory://{name}/run", f"memory://{name}/log"
+    calls = []
+
+    def make():
+        training = Training()
+        training.optimizer.register_step_pre_hook(lambda *_: calls.append(1) and None)
+        return training
+
+    training = make().log(*places)
+    training.checkpointer.resume()
+    training.run(0, 9)
+    training.crash()
+    made = len(calls)
+    assert make().log(*places).checkpointer.resume() == 9
+    assert len(calls) == made == 9
+
+
+def log_of(training: Training, **options):
+    name = uuid4().hex
+    training.log(f"memory://{name}/run", f"memory://{name}/log", every=50, **options)
+    training.checkpointer.resume()
+    return training.checkpointer.step_log
+
+
+def test_weights_that_are_changed_behind_the_step_are_named():
+    training = Training()
+    training.after = lambda: training.model.head.weight.data.clamp_(-0.05, 0.05)
+    log = log_of(training)
+    with pytest.warns(ShrinkpointWarning, match=r"'head.weight'.*after_step"):
+        training.run(0, 4)
+    assert "head.weight" in log.off
+    training.run(4, 6)  # and the training goes on
+    training.checkpointer.close()
+
+
+def test_changed_weights_are_replayed_with_after_step():
+    training = Training()
+    training.after = lambda: training.model.head.weight.data.clamp_(-0.05, 0.05)
+    log_of(training, after_step=training.after)
+    training.run(0, 4)
+    digest = training.digest
+    training.crash()
+    url, log = training.checkpointer.saver.url, training.checkpointer.saver.url.replace("/run", "/log")
+    again = Training().log(url, log, every=50)
+    again.after = lambda: again.model.head.weight.data.clamp_(-0.05, 0.05)
+    again = Training()
+    again.after = lambda: again.model.head.weight.data.clamp_(-0.05, 0.05)
+    again.log(url, log, every=50, after_step=again.after)
+    assert again.checkpointer.resume() == 4
+    assert again.digest == digest
+
+
+class Sam(torch.optim.SGD):
+    """Sharpness-aware minimization as it is mostly written: the weights move, and back, within one step."""
+
+    def step(self, closure=None):
+        assert closure is not None
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        moves = [0.01 * p.grad for p in parameters]
+        with torch.no_grad():
+            for p, move in zip(parameters, moves, strict=True):
+                p += move
+        loss = closure()
+        with torch.no_grad():
+            for p, move in zip(parameters, moves, strict=True):
+                p -= move
+        super().step()
+        return loss
+
+
+def test_sam_is_found_out():
+    training = Training()
+    training.optimizer = Sam(training.model.parameters(), lr=0.1)
+    training.scheduler = torch.optim.lr_scheduler.LambdaLR(training.optimizer, lambda step: 1.0)
+    training.closure = True
+    log = log_of(training)
+    with pytest.warns(ShrinkpointWarning, match="the step log is off"):
+        training.run(0, 4)
+    assert log.off is not None
+
+
+class Twice(torch.optim.SGD):
+    def step(self, closure=None):
+        closure()
+        return super().step(closure)
+
+
+def test_a_closure_that_is_called_twice_is_told_once():
+    training = Training()
+    training.optimizer = Twice(training.model.parameters(), lr=0.1)
+    training.scheduler = torch.optim.lr_scheduler.LambdaLR(training.optimizer, lambda step: 1.0)
+    training.closure = True
+    log = log_of(training)
+    with pytest.warns(ShrinkpointWarning, match="Twice evaluates its closure several times") as told:
+        training.run(0, 3)
+    assert len(told) == 1
+    assert "several times" in log.off
+
+
+def test_a_hook_that_is_registered_later_is_told():
+    training = Training()
+    log = log_of(training)
+    training.optimizer.register_step_pre_hook(
+        lambda *_: nn.utils.clip_grad_norm_(training.model.parameters(), 0.01) and None
+    )
+    with pytest.warns(ShrinkpointWarning, match="a hook was registered on AdamW after the log's own"):
+        training.run(0, 3)
+    assert log.off is not None
+
+
+def test_what_the_rehearsal_does_not_see_the_digest_catches(crashed):
+    """The weights are changed for the first time when the rehearsal is long over."""
+    name = uuid4().hex
+    places = f"memory://{name}/run", f"memory://{name}/log"
+
+    def make():
+        training = Training()
+        training.done = 0
+
+        def after():
+            training.done += 1
+            if training.done == 7:
+                training.model.head.weight.data.mul_(0.5)
+
+        training.after = after
+        return training
+
+    training = make().log(*places)
+    training.checkpointer.resume()
+    training.run(0, 9)
+    training.crash()
+    again = Training().log(*places)
+    with pytest.warns(ShrinkpointWarning, match="replayed from step 5 to 7, give another state"):
+        assert again.checkpointer.resume() == 5
+
+
+class Teacher(nn.Module):
+    """A model with a slowly moving copy of a layer, which no optimizer trains."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.student = model
+        self.teacher = nn.Linear(128, 128).requires_grad_(False)
+        self.table = model.table
+
+    def forward(self, *arguments, **more):
+        return self.student(*arguments, **more)
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_teacher_that_moves_is_named_and_one_that_stands_is_fine(moved):
+    training = Training()
+    training.model = Teacher(training.model)
+    if moved:
+        training.after = lambda: training.model.teacher.weight.data.mul_(0.99)
+    log = log_of(training)
+    if moved:
+        with pytest.warns(ShrinkpointWarning, match=r"'teacher.weight', which no optimizer trains, is moved"):
+            training.run(0, 6)
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ShrinkpointWarning)
+        training.run(0, 4)
+        training.model.teacher.weight.data = training.model.teacher.weight.data.clone()
+        training.model.teacher.weight.add_(0)  # touched, but the same
+        training.run(4, 6)
+    assert log.off is None
+
+
+def test_averages_without_after_step_are_refused_by_name():
+    training = Training()
+    wide = nn.Linear(128, 128)
+    average = torch.optim.swa_utils.AveragedModel(wide)
+    with pytest.raises(ConfigError, match=r"'average' holds .*module.weight.*after_step="):
+        training.log("memory://averaged/run", "memory://averaged/log", average=average)

@@ -1,0 +1,242 @@
+"""A small training with everything that a careless log of its steps would miss, in this process or in one of its own."""
+
+import itertools
+import json
+import os
+import random
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+import shrinkpoint
+from shrinkpoint.steps.fingerprint import fingerprint
+
+IMPLEMENTATIONS: dict[str, dict[str, bool]] = {
+    "loop": {"foreach": False},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True},
+    "Adam": {"lr": 1e-2, "amsgrad": True},
+    "AdamW": {"lr": 1e-2},
+    "NAdam": {"lr": 1e-2},
+    "RAdam": {"lr": 1e-2},
+    "Adagrad": {"lr": 1e-2},
+    "Adadelta": {},
+    "Adamax": {},
+    "RMSprop": {"momentum": 0.9, "centered": True},
+    "Rprop": {},
+    "ASGD": {},
+    "Adafactor": {},
+    "SparseAdam": {},
+    "Muon": {},
+}
+FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
+
+
+def cases() -> list[tuple[str, str, bool]]:
+    """Every optimizer of torch.optim with every implementation that it has on a CPU, with a closure and without."""
+    found = []
+    for name in OPTIONS:
+        kinds = ["loop", "foreach", *(["fused"] if name in FUSED else [])]
+        if name in ("SparseAdam", "Muon"):
+            kinds = ["only"]
+        if hasattr(torch.optim, name):
+            found += [(name, kind, closure) for kind in kinds for closure in (False, True)]
+    return found
+
+
+class Net(nn.Module):
+    """Dropout draws from a generator, BatchNorm has buffers, and one layer gets a gradient on every third step only."""
+
+    def __init__(self, *, sparse: bool = False, matrices: bool = False) -> None:
+        super().__init__()
+        self.table = nn.Embedding(32, 16, sparse=sparse)
+        self.conv = None if sparse or matrices else nn.Conv1d(16, 16, 3, padding=1)
+        self.norm = nn.BatchNorm1d(16, affine=not (sparse or matrices))
+        self.spare = None if sparse else nn.Linear(16, 16, bias=not matrices)
+        self.head = None if sparse else nn.Linear(16, 32, bias=not matrices)
+
+    def forward(self, tokens: torch.Tensor, spare: bool) -> torch.Tensor:
+        x = self.table(tokens)
+        if self.conv is not None:
+            x = x + self.conv(x.transpose(1, 2)).transpose(1, 2)
+        x = x + functional.dropout(x, 0.1, self.training)
+        x = x + 0.1 * self.norm(x.transpose(1, 2)).transpose(1, 2)
+        if spare and self.spare is not None:
+            x = x + self.spare(x)
+        return x @ self.table.weight.detach().T if self.head is None else self.head(x)
+
+
+class Batches:
+    """Batches by a generator of their own."""
+
+    def __init__(self) -> None:
+        self._generator = torch.Generator().manual_seed(5)
+
+    def next(self) -> torch.Tensor:
+        return torch.randint(32, (4, 9), generator=self._generator).sort(dim=1).values
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": self._generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._generator.set_state(state["generator"])
+
+
+class Training:
+    """One process of a training: made afresh, it knows nothing but the URLs.
+
+    Accumulates over two batches, clips, and follows a schedule that does not restore its learning rate.
+    """
+
+    def __init__(
+        self,
+        optimizer: str = "AdamW",
+        implementation: str = "foreach",
+        *,
+        closure: bool = False,
+        clip: float = 0.5,
+        set_to_none: bool = True,
+        **more: Any,
+    ) -> None:
+        torch.manual_seed(3)
+        random.seed(3)
+        np.random.seed(3)
+        self.model = Net(sparse=optimizer == "SparseAdam", matrices=optimizer == "Muon")
+        kind = getattr(torch.optim, optimizer)
+        options = {**OPTIONS[optimizer], **IMPLEMENTATIONS.get(implementation, {}), **more}
+        self.optimizer = kind(self.model.parameters(), **options)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + step / 7))
+        self.batches = Batches()
+        self.closure, self.clip, self.set_to_none = closure, clip, set_to_none
+        self.after: Callable[[], None] | None = None
+        self.stateful: dict[str, Any] = {}
+        self.checkpointer: Any = None
+
+    def log(self, url: str, log: str | None, *, every: int = 5, steps: int = 2, **options: Any) -> "Training":
+        """Give it a checkpointer; with a log of its steps if there is a place for it."""
+        logged = (
+            {} if log is None else {"step_log": shrinkpoint.StepLog(segment_steps=steps), "step_log_url": log}
+        )
+        self.checkpointer = shrinkpoint.Checkpointer(
+            url,
+            self.model,
+            self.optimizer,
+            **{
+                "every": every,
+                "scheme": "lossless",
+                "save_last": False,
+                "compile_ahead": False,
+                "scheduler": self.scheduler,
+                "batches": self.batches,
+                **self.stateful,
+                **logged,
+                **options,
+            },
+        )
+        return self
+
+    def step(self, step: int) -> float:
+        """One training step; the loss."""
+
+        def work() -> float:
+            self.optimizer.zero_grad(set_to_none=self.set_to_none)
+            total = 0.0
+            for _ in range(2):
+                tokens = self.batches.next()
+                logits = self.model(tokens[:, :-1], spare=step % 3 == 0)
+                loss = functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()) / 2
+                loss.backward()
+                total += loss.item()
+            if not self.model.table.sparse:
+                nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+            return total + random.random() + float(np.random.rand())
+
+        if self.closure:
+            loss = self.optimizer.step(work)
+        else:
+            loss = work()
+            self.optimizer.step()
+        if self.after is not None:
+            self.after()
+        self.scheduler.step()
+        return float(loss)
+
+    def run(self, begin: int, end: int) -> list[float]:
+        """Some steps with their losses; every save is committed before the next step."""
+        losses = []
+        for step in range(begin, end):
+            losses.append(self.step(step))
+            if self.checkpointer is not None:
+                self.checkpointer.step(step + 1)
+                self.checkpointer.flush()
+        return losses
+
+    def crash(self) -> None:
+        """What remains after a kill -9: all that was written, and no hooks."""
+        self.checkpointer.step_log.flush()
+        self.checkpointer.step_log._recorder.close()
+        self.checkpointer.saver.close()
+
+    @property
+    def digest(self) -> str:
+        """Of weights and optimizer state."""
+        return fingerprint([self.optimizer])
+
+    def buffers(self) -> list[torch.Tensor]:
+        """Copies of the model's."""
+        return [buffer.clone() for buffer in self.model.buffers()]
+
+
+def main(folder: str) -> None:
+    """Train until killed, and note every step before the next one begins."""
+    training = Training().log(f"{folder}/run", f"{folder}/log", every=20, steps=3)
+    begin = training.checkpointer.resume()
+    with (Path(folder) / "journal").open("a", buffering=1) as journal:
+        journal.write(json.dumps({"resumed": begin, "digest": training.digest}) + "\n")
+        for step in itertools.count(begin):
+            loss = training.step(step)
+            training.checkpointer.step(step + 1)
+            written = training.checkpointer.step_log.written
+            line = {"step": step + 1, "loss": loss, "digest": training.digest, "written": written}
+            journal.write(json.dumps(line) + "\n")
+
+
+def serve() -> None:
+    """For each line on stdin, a folder: fork a training there and print its process id; for a number: reap that process."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:  # import and compile everything once, before the first fork
+        training = Training().log(f"{folder}/run", f"{folder}/log", every=2)
+        training.run(0, 4)
+        training.checkpointer.close()
+    for line in sys.stdin:
+        text = line.strip()
+        if text.isdecimal():
+            print(os.waitpid(int(text), 0)[1], flush=True)
+            continue
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                main(text)
+                status = 0
+            except BaseException:  # noqa: BLE001 - the child must never return into the server's loop
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(status)
+        print(child, flush=True)
+
+
+if __name__ == "__main__":
+    serve()
