@@ -167,11 +167,20 @@ class TestS3WholeBucket(ObjectStoreContract):
         return open_objects(f"s3://{new_bucket(server)}", storage_options(server))
 
 
-@pytest.mark.parametrize("kind", ["local", "s3"])
+@pytest.mark.slow
+class TestStripedBuckets(ObjectStoreContract):
+    @pytest.fixture
+    def objects(self, server: S3Server, tmp_path: Path) -> ObjectStore:
+        urls = [f"s3://{new_bucket(server)}/run", f"s3://{new_bucket(server)}/run", str(tmp_path / "run")]
+        return open_objects(urls, storage_options(server), parity=1)
+
+
+@pytest.mark.parametrize("kind", ["local", "s3", "several"])
 def test_fork_while_open(kind: str, tmp_path: Path, server: S3Server) -> None:
     """A child reads and opens its own writer; the parent's writer refuses to work there."""
-    url = str(tmp_path) if kind == "local" else f"s3://{new_bucket(server)}/run"
-    store = RunStore(url, storage_options=None if kind == "local" else storage_options(server))
+    urls = {"local": str(tmp_path), "several": [tmp_path / name for name in "abc"]}
+    url = urls.get(kind) or f"s3://{new_bucket(server)}/run"
+    store = RunStore(url, storage_options=storage_options(server) if kind == "s3" else None)
     writer = store.writer()
     base = writer.commit(b"base", step=1, kind="base", parent=None, state_digest="", meta={})
     child = os.fork()

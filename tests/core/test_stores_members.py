@@ -1,6 +1,7 @@
 """Which stores are a set: blank, exchanged, foreign and double ones are refused, and a killed beginning is completed."""
 
 import json
+import threading
 import warnings
 from contextlib import suppress
 from pathlib import Path
@@ -210,6 +211,22 @@ def test_two_founders_agree() -> None:
     assert first.group.member is None
     assert second.group.member is None
     assert first.group.found() == second.group.found()
+
+
+def test_a_look_that_began_before_the_founding_forgets_nothing() -> None:
+    stores = Stores()
+    objects = stores.objects()
+    at_once = threading.Event()
+
+    def before(operation: str, key: str) -> None:
+        if operation == "list" and not at_once.is_set():  # of the survey, which has found the stores blank
+            at_once.set()
+            stores.each[0].heal()
+            objects.group.found()
+
+    stores.each[0].before = before
+    assert objects.group.member is not None
+    objects.put_if_absent("format.json", b"1")
 
 
 def test_one_member_alone_is_not_a_run() -> None:

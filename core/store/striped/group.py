@@ -106,7 +106,9 @@ class Group:
             StoreError: Too few of them answer.
         """
         if self._member is None:
-            self._member = self._survey()
+            found = self._survey()
+            if found is not None:  # another thread may have founded it meanwhile
+                self._member = found
         return self._member
 
     def _survey(self) -> Member | None:
