@@ -35,8 +35,8 @@ from shrinkpoint.telling import tell
 
 __all__ = ["ExactLog"]
 
-_SEGMENT = 64 * 2**20
-_MOST_STEPS = 8
+_SEGMENT = 256 * 2**20
+_STEPS = 2, 8  # the least, for a digest reads three times as much as a step's gradients are; and the most
 _NAMED = 3
 _MAX_TURN = 10**8 - 1
 _PATIENCE = RetryPolicy(attempts=4, max_delay_s=2.0, deadline_s=20.0)
@@ -372,7 +372,8 @@ class ExactLog:
         if self._options.segment_steps is not None:
             return self._options.segment_steps
         size = sum(held.nbytes for held in self._held) / max(1, len(self._records))
-        return int(min(_MOST_STEPS, max(1, _SEGMENT // max(1, size))))
+        least, most = _STEPS
+        return int(min(most, max(least, _SEGMENT // max(1, size))))
 
     def _digest(self) -> str:
         return fingerprint(self._optimizers, self._beside.made())
