@@ -83,7 +83,7 @@ def test_a_folder_that_cannot_be_written(tmp_path):
 def test_a_log_without_room_for_two_intervals_is_off_and_told_once(tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(
-        "shrinkpoint.steps.exact.shutil.disk_usage", lambda path: usage._replace(free=1_000_000)
+        "shrinkpoint.steps.room.shutil.disk_usage", lambda path: usage._replace(free=1_000_000)
     )
     training = Training().log(f"memory://{uuid4().hex}/run", str(tmp_path / "log"), every=1000)
     training.checkpointer.resume()
