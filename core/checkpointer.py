@@ -34,8 +34,8 @@ from shrinkpoint.rng import capture_rng, restore_rng
 from shrinkpoint.roles import describe_training
 from shrinkpoint.saver import Saver
 from shrinkpoint.state import Describe, Role, TrainingState
-from shrinkpoint.steps.exact import ExactLog
-from shrinkpoint.steps.options import StepLog, chosen_log, log_location
+from shrinkpoint.steps.opening import log_of_training
+from shrinkpoint.steps.options import StepLog
 from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.urls import RunUrl, split_urls
@@ -198,7 +198,18 @@ class Checkpointer:
         self._began = False
         self._told_unmeasurable = False
         config = config or SaverConfig(**fields)
-        self.step_log = self._logged(url, config, step_log, step_log_url, after_step)
+        self.step_log = log_of_training(
+            model,
+            self._optimizers,
+            stateful,
+            step_log=step_log,
+            step_log_url=step_log_url,
+            after_step=after_step,
+            run_urls=split_urls(url),
+            config=config,
+            every=every,
+            alone=not _is_distributed(),
+        )
         """The log of the steps between two checkpoints; None where there is none."""
         self._committed = 0
         self._overdue = False
@@ -206,41 +217,6 @@ class Checkpointer:
         self.saver.check()
         if self.step_log is not None:
             self.step_log.open(self.saver.store.run_id())
-
-    def _logged(
-        self,
-        url: RunUrl,
-        config: SaverConfig,
-        step_log: Literal["exact"] | StepLog | None,
-        step_log_url: str | None,
-        after_step: Callable[[], object] | None,
-    ) -> ExactLog | None:
-        given = {"step_log_url": step_log_url, "after_step": after_step}
-        options = chosen_log(step_log, given=[name for name, value in given.items() if value is not None])
-        if options is None:
-            return None
-        if config.scheme != "lossless":
-            raise ConfigError(
-                f"step_log='exact' needs scheme='lossless', not {config.scheme!r}: the gradients that it logs are those of the true"
-                " weights, and lead from a checkpoint that is not exact to weights that the training never had"
-            )
-        if config.weights_only:
-            raise ConfigError(
-                "step_log='exact' goes on from the optimizer's state, which weights_only=True does not store: leave one of them out"
-            )
-        if _is_distributed():
-            raise ConfigError(
-                "step_log='exact' is for one process so far: leave it out where there are several"
-            )
-        return ExactLog(
-            self._model,
-            self._optimizers,
-            self._stateful,
-            options=options,
-            location=log_location(step_log_url, split_urls(url), self._optimizers),
-            after_step=after_step,
-            every=self._every,
-        )
 
     def resume(self, step: int | None = None) -> int:
         """Restore the newest sound checkpoint, if the policy allows it.

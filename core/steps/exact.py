@@ -1,8 +1,6 @@
 """The exact log of a training: what happens at every step, at every checkpoint, and when a run is resumed."""
 
-import os
 import platform
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +22,7 @@ from shrinkpoint.steps.record import Record
 from shrinkpoint.steps.recorder import CannotLogError, Recorder
 from shrinkpoint.steps.rehearsal import Rehearsal
 from shrinkpoint.steps.replay import Replay
+from shrinkpoint.steps.room import lack_of_room
 from shrinkpoint.steps.segment import Place, Reference
 from shrinkpoint.steps.writer import Pending, SegmentWriter
 from shrinkpoint.store.connect import open_location
@@ -35,9 +34,9 @@ from shrinkpoint.telling import tell
 
 __all__ = ["ExactLog"]
 
-_SEGMENT = 64 * 2**20
-_MOST_STEPS = 8
-_NAMED = 3
+_SEGMENT = 256 * 2**20
+_STEPS = 2, 8  # the least, for a digest reads three times as much as a step's gradients are; and the most
+_TOLD = 3
 _MAX_TURN = 10**8 - 1
 _PATIENCE = RetryPolicy(attempts=4, max_delay_s=2.0, deadline_s=20.0)
 
@@ -159,10 +158,10 @@ class ExactLog:
             self._inherits, reached = replayed.used, replayed.step
             problems = problems + replayed.problems
         if problems:
-            more = f" (and {len(problems) - _NAMED} more)" if len(problems) > _NAMED else ""
+            more = f" (and {len(problems) - _TOLD} more)" if len(problems) > _TOLD else ""
             tell(
                 f"the step log brings step {step} to {reached}, and the training computes what follows again. Not used:"
-                f" {'; '.join(problems[:_NAMED])}{more}",
+                f" {'; '.join(problems[:_TOLD])}{more}",
                 stacklevel=5,
             )
         return reached
@@ -329,50 +328,25 @@ class ExactLog:
         assert rehearsal is not None
         for held in pending.held:
             held.wait()
-        try:
-            found = rehearsal.differences(pending.records, self._optimizers)
-        except Exception as error:
-            raise CannotLogError(
-                f"the logged steps cannot be replayed: {type(error).__name__}: {error}"
-            ) from error
-        if found:
-            names = self._names()
-            shown = list(dict.fromkeys(names.get("/".join(part.split("/")[:2]), part) for part in found))
-            more = f" and {len(shown) - _NAMED} more" if len(shown) > _NAMED else ""
-            raise CannotLogError(
-                f"steps {pending.begin.step} to {pending.end.step}, replayed on a copy, give other values of"
-                f" {', '.join(map(repr, shown[:_NAMED]))}{more} than the training: they are changed outside of"
-                " optimizer.step(), as by SAM, by clipping weights, by averages put in their place. Give after_step=, a function"
-                " that does what the training does after each step, or leave step_log out"
-            )
-
-    def _names(self) -> dict[str, str]:
-        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
-        return {
-            f"{index}/{place}": names.get(id(parameter), f"parameter {place} of optimizer {index}")
-            for index, one in enumerate(self._optimizers)
-            for place, parameter in enumerate(p for group in one.param_groups for p in group["params"])
-        }
+        reason = rehearsal.obstacle(pending.records, self._optimizers, self._model)
+        if reason is not None:
+            raise CannotLogError(reason)
 
     def _check_room(self, pending: Pending) -> None:
         """Whether two intervals between checkpoints fit where the log goes; asked once, when a step's size is known."""
-        if self._checked_room or self._location.kind != "local" or self._every is None:
+        if self._checked_room or self._every is None:
             return
         self._checked_room = True
-        needed = 2 * self._every * pending.nbytes // len(pending.records)
-        free = shutil.disk_usage(_existing(self._location.path)).free
-        if needed > free:
-            raise CannotLogError(
-                f"the steps between two checkpoints, which are kept twice, take {needed / 1e9:.3g} GB, and"
-                f" {self._location.display} has {free / 1e9:.3g} GB: save more often than every={self._every}, or choose another"
-                " step_log_url"
-            )
+        reason = lack_of_room(self._location, pending.nbytes // len(pending.records), self._every)
+        if reason is not None:
+            raise CannotLogError(reason)
 
     def _segment_steps(self) -> int:
         if self._options.segment_steps is not None:
             return self._options.segment_steps
         size = sum(held.nbytes for held in self._held) / max(1, len(self._records))
-        return int(min(_MOST_STEPS, max(1, _SEGMENT // max(1, size))))
+        least, most = _STEPS
+        return int(min(most, max(least, _SEGMENT // max(1, size))))
 
     def _digest(self) -> str:
         return fingerprint(self._optimizers, self._beside.made())
@@ -425,12 +399,6 @@ class ExactLog:
             self._turn_off(told)
         finally:
             self.blocked_s += time.perf_counter() - started
-
-
-def _existing(path: str) -> str:
-    while not os.path.exists(path):
-        path = os.path.dirname(path)
-    return path
 
 
 def _provenance() -> dict[str, str]:

@@ -26,7 +26,7 @@ class StepLog:
     """``exact``: what each `optimizer.step()` consumed, bit for bit."""
     segment_steps: int | None = None
     """Steps that are written together, with one digest of the state behind them: so many may be lost in a crash. None takes as
-    many as make 64 MiB, 8 at most."""
+    many as make 256 MiB, but from 2 to 8."""
     busy: Literal["skip", "wait"] = "skip"
     """What to do when steps come faster than they can be written: log none until the next checkpoint, or have training wait."""
     rehearse: bool = True

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import optimizer as optimizer_module
 
 from shrinkpoint.steps.fingerprint import differing, fingerprints
@@ -13,6 +14,8 @@ from shrinkpoint.steps.replay import make_step
 from shrinkpoint.updates import OptimizerKind, holds_tensors
 
 __all__ = ["Rehearsal"]
+
+_NAMED = 3
 
 
 class Rehearsal:
@@ -35,22 +38,44 @@ class Rehearsal:
             for one in optimizers
         )
 
-    def differences(
-        self, records: Sequence[Record], optimizers: Sequence[torch.optim.Optimizer]
-    ) -> list[str]:
-        """Make the steps on the copy.
+    def obstacle(
+        self, records: Sequence[Record], optimizers: Sequence[torch.optim.Optimizer], model: nn.Module
+    ) -> str | None:
+        """Make the steps on the copy, and say why a replay would not do; None where it would.
 
         Args:
-            records: what was recorded since; of the host, or still on the way from a GPU: the caller has waited.
+            records: what was recorded since; if from a GPU, the caller has waited for the copies.
             optimizers: of the training, after the last of these steps.
-
-        Returns:
-            What differs from the training's own state, as `fingerprints` calls it.
+            model: has the parameters' names.
         """
-        for record in records:
-            for event in record.events:
-                make_step(self._copies[event.optimizer], event)
-        return differing(fingerprints(optimizers), fingerprints(self._copies))
+        try:
+            for record in records:
+                for event in record.events:
+                    make_step(self._copies[event.optimizer], event)
+            found = differing(fingerprints(optimizers), fingerprints(self._copies))
+        except Exception as error:  # noqa: BLE001 - anybody's optimizer
+            return f"the logged steps cannot be replayed: {type(error).__name__}: {error}"
+        if not found:
+            return None
+        names = _names(optimizers, model)
+        shown = list(dict.fromkeys(names.get("/".join(part.split("/")[:2]), part) for part in found))
+        more = f" and {len(shown) - _NAMED} more" if len(shown) > _NAMED else ""
+        return (
+            f"steps {records[0].begin} to {records[-1].end}, replayed on a copy, give other values of"
+            f" {', '.join(map(repr, shown[:_NAMED]))}{more} than the training: they are changed outside of optimizer.step(), as"
+            " by SAM, by clipping weights, by averages put in their place. Give after_step=, a function that does what the"
+            " training does after each step, or leave step_log out"
+        )
+
+
+def _names(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> dict[str, str]:
+    """The parameters' names in the model, by what `fingerprints` calls them."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {
+        f"{index}/{place}": names.get(id(parameter), f"parameter {place} of optimizer {index}")
+        for index, one in enumerate(optimizers)
+        for place, parameter in enumerate(parameters_of(one))
+    }
 
 
 def _copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

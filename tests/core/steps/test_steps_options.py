@@ -55,6 +55,10 @@ def test_a_scheme_that_is_not_exact():
     refused("needs scheme='lossless', not 'auto'", step_log="exact", scheme="auto")
 
 
+def test_weights_without_the_optimizer_s_state():
+    refused("weights_only=True does not store", step_log="exact", weights_only=True)
+
+
 def test_options_of_a_log_without_one():
     refused("give step_log='exact' too")
     refused("after_step is of use with a step log only", step_log_url=None, after_step=lambda: None)
@@ -83,7 +87,7 @@ def test_a_folder_that_cannot_be_written(tmp_path):
 def test_a_log_without_room_for_two_intervals_is_off_and_told_once(tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(
-        "shrinkpoint.steps.exact.shutil.disk_usage", lambda path: usage._replace(free=1_000_000)
+        "shrinkpoint.steps.room.shutil.disk_usage", lambda path: usage._replace(free=1_000_000)
     )
     training = Training().log(f"memory://{uuid4().hex}/run", str(tmp_path / "log"), every=1000)
     training.checkpointer.resume()
