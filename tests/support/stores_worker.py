@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shrinkpoint.errors import FencedError, StoreError
+from shrinkpoint.errors import ChainError, FencedError, StoreError
 from shrinkpoint.store.local import LocalObjects
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.retry import RetryPolicy
@@ -58,6 +58,8 @@ class WriterConfig:
     journal: str = "acks"
     steps: int = 10**6
     pause_s: float = 0.0
+    collects: bool = True
+    """Without any grace, which is for a single process."""
 
 
 class _OneCopy(members_module.Quorum):
@@ -116,6 +118,8 @@ def _write(config: WriterConfig) -> None:
                 parent = None
             kind = "delta" if parent else "base"
             try:
+                if step > first + 1 and step % 10 == 1 and config.collects and config.how == "ours":
+                    _retire(config, run, writer.collect, journal.write)
                 parent = writer.commit(
                     content(step),
                     step=step,
@@ -127,7 +131,10 @@ def _write(config: WriterConfig) -> None:
             except FencedError:
                 journal.write("# fenced\n")
                 return
-            except StoreError as error:  # the chain is not to be relied on: the next one is a base
+            except (
+                StoreError,
+                ChainError,
+            ) as error:  # the chain is not to be relied on: the next one is a base
                 journal.write(f"# failed {type(error).__name__}: {error}\n".replace("\n", " ") + "\n")
                 parent = None
                 continue
@@ -136,8 +143,6 @@ def _write(config: WriterConfig) -> None:
                 for store in config.vanish:
                     os.rename(f"{config.root}/s{store}", f"{config.root}/gone{store}")
                 journal.write(f"# stores {config.vanish} vanished\n")
-            if step % 10 == 0 and config.how == "ours":
-                _retire(config, run, writer.collect, journal.write)
             time.sleep(config.pause_s)
 
 
