@@ -1,5 +1,6 @@
 """Asking several stores the same thing at once, without waiting for the last one longer than need be."""
 
+import os
 import queue
 import threading
 import time
@@ -61,7 +62,7 @@ class Calls:
     def __init__(self, health: Health, patience: Patience) -> None:
         self._health = health
         self.patience = patience
-        self._abandoned: dict[int, list[threading.Thread]] = {}
+        self._abandoned: dict[int, list[_Request[Any]]] = {}
 
     def ask(
         self,
@@ -82,14 +83,14 @@ class Calls:
         answers: Answers[T] = Answers()
         incoming: queue.SimpleQueue[tuple[int, float, Any, BaseException | None]] = queue.SimpleQueue()
         began = time.monotonic()
-        pending: dict[int, threading.Thread] = {}
+        pending: dict[int, _Request[T]] = {}
         for store in stores:
             if self._is_stuck(store):
                 self._health.failed(store, "does not answer earlier requests", transient=True)
                 answers.transient = True
                 continue
             pending[store] = _Request(store, work, incoming, began)
-            pending[store].start()
+            _in_background(pending[store])
         deadline = began + (self.patience.limit_s if alone_s is None else alone_s)
         was_enough = len(answers.of) >= enough
         if was_enough:  # nothing is needed: do not wait for nothing either
@@ -120,20 +121,20 @@ class Calls:
             raise unexpected
         return answers
 
-    def _leave(self, pending: dict[int, threading.Thread], seconds: float) -> None:
+    def _leave(self, pending: "dict[int, _Request[T]]", seconds: float) -> None:
         for store, request in pending.items():
             self._abandoned.setdefault(store, []).append(request)
             self._health.failed(store, f"has not answered for {seconds:.1f} s", transient=True)
 
     def _is_stuck(self, store: int) -> bool:
         """Whether so many requests hang there that another one would only hang with them."""
-        alive = [request for request in self._abandoned.get(store, ()) if request.is_alive()]
+        alive = [request for request in self._abandoned.get(store, ()) if request.is_alive]
         self._abandoned[store] = alive
         return len(alive) >= _MOST_ABANDONED
 
 
-class _Request(threading.Thread, Generic[T]):
-    """One request. A daemon: a pool would be joined at the end of the process, and wait for a store that hangs."""
+class _Request(Generic[T]):
+    """One request, which knows whether it is still under way."""
 
     def __init__(
         self,
@@ -142,17 +143,49 @@ class _Request(threading.Thread, Generic[T]):
         outgoing: "queue.SimpleQueue[tuple[int, float, Any, BaseException | None]]",
         began: float,
     ) -> None:
-        super().__init__(name=f"shrinkpoint-store-{store + 1}", daemon=True)
         self._store, self._work, self._outgoing, self._began = store, work, outgoing, began
+        self.is_alive = True
 
-    def run(self) -> None:
+    def __call__(self) -> None:
         """Do the work and hand over what came of it."""
         value, error = None, None
         try:
             value = self._work(self._store)
         except BaseException as raised:  # noqa: BLE001 - raised again by whoever asked
             error = raised
+        self.is_alive = False
         self._outgoing.put((self._store, time.monotonic() - self._began, value, error))
+
+
+class _Worker(threading.Thread):
+    """Does one thing after another, and rests in `_idle` in between: to start a thread takes longer than to wake one.
+
+    A daemon: a pool would be joined at the end of the process, and wait for a store that hangs.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(name="shrinkpoint-store", daemon=True)
+        self.jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+
+    def run(self) -> None:
+        """Until the process ends."""
+        while True:
+            self.jobs.get()()
+            _idle.append(self)
+
+
+_idle: list[_Worker] = []
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_idle.clear)  # a child has none of its parent's threads
+
+
+def _in_background(job: Callable[[], None]) -> None:
+    try:
+        worker = _idle.pop()
+    except IndexError:
+        worker = _Worker()
+        worker.start()
+    worker.jobs.put(job)
 
 
 def is_transient(error: BaseException) -> bool:
@@ -182,7 +215,7 @@ def for_each(items: Sequence[Any], work: Callable[[Any], T], *, width: int = 8) 
 
     threads = min(width, len(items))
     for _ in range(threads):
-        threading.Thread(target=run, name="shrinkpoint-read", daemon=True).start()
+        _in_background(run)
     for _ in range(threads):
         error = done.get()
         if error is not None:
