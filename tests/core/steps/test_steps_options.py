@@ -65,6 +65,11 @@ def test_options_of_a_log_without_one():
     refused("after_step must be a function", step_log="exact", after_step=3)
 
 
+def test_several_processes(monkeypatch):
+    monkeypatch.setattr("shrinkpoint.checkpointer._is_distributed", lambda: True)
+    refused("is for one process so far", step_log="exact")
+
+
 def test_lbfgs():
     refused("LBFGS", step_log="exact", optimizer=torch.optim.LBFGS(Training().model.parameters()))
 
