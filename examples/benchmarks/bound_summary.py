@@ -106,6 +106,11 @@ class Row:
         near = all(change <= max(LIMIT, 2 * spread) for change, spread in finals)
         return near and all(change <= ABILITY_LIMIT for change in abilities) and not cell["frozen_changes"]
 
+    @property
+    def kept_on_average(self) -> bool:
+        """Whether the mean change of the final loss over the seeds is within the limit, or within two spreads."""
+        return statistics.mean(self.truths.values()) <= max(LIMIT, 2 * (self.spread or 0.0))
+
     def reported(self, name: str) -> dict[str, list[float]]:
         """A number of all reports that have it; where it is several by name, by that, else under the empty name."""
         found: dict[str, list[float]] = {}

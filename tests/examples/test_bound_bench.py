@@ -324,8 +324,15 @@ def test_tables_say_what_was_kept(cells):
     from bound_table import document
 
     text = document(cells)
-    assert "- chosen on these: **1 of 1 kept** (2 of 2 runs); the told bound held in 100 % of 2 runs" in text
-    assert "- only reported: **0 of 2 kept** (0 of 4 runs)" in text
+    assert (
+        "- chosen on these: **1 of 1 kept** in every run (2 of 2 runs), 1 of 1 in the mean of their final losses;"
+        in text
+    )
+    assert "; the told bound held in 100 % of 2 runs that were told one." in text
+    assert (
+        "- only reported: **0 of 2 kept** in every run (0 of 4 runs), 1 of 2 in the mean of their final losses"
+        in text
+    )
     gpt = (
         "| GPT, AdamW (0.9, 0.95), cosine to a tenth | 20x | +0.50 (+0.20 to +0.80); +0.50 (+0.20 to +0.80) |"
     )
