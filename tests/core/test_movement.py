@@ -152,7 +152,7 @@ class Loop:
     """A training whose saves tell what movement they were given."""
 
     def __init__(self, monkeypatch, objects, **config):
-        monkeypatch.setattr("shrinkpoint.store.run.open_objects", lambda url, options: objects)
+        monkeypatch.setattr("shrinkpoint.store.run.open_objects", lambda url, options, **several: objects)
         torch.manual_seed(0)
         self.model = TinyMLP()
         self.optimizer = OPTIMIZERS["AdamW"](self.model)

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings("error::shrinkpoint.errors.ShrinkpointWa
 def objects(monkeypatch):
     """What every URL leads to."""
     fake = FakeObjects()
-    monkeypatch.setattr("shrinkpoint.store.run.open_objects", lambda url, options: fake)
+    monkeypatch.setattr("shrinkpoint.store.run.open_objects", lambda url, options, **several: fake)
     return fake
 
 

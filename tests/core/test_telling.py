@@ -40,7 +40,7 @@ def strict(told_in_background):
 @pytest.fixture
 def saver(monkeypatch):
     objects = FakeObjects()
-    monkeypatch.setattr("shrinkpoint.store.run.open_objects", lambda url, options: objects)
+    monkeypatch.setattr("shrinkpoint.store.run.open_objects", lambda url, options, **several: objects)
     saver = Saver("fake://run", SaverConfig(scheme="lossless"))
     saver.objects = objects
     yield saver
