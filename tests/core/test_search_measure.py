@@ -67,7 +67,7 @@ def test_in_a_pair_the_luck_of_a_quadratic_loss_cancels(batches):
     assert (rise.low, rise.high) == pytest.approx((without.low, without.high), abs=1e-9)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     st.integers(0, 2**32),
     st.sampled_from([(2, 0.42), (4, 0.42), (8, 0.42), (8, 0.7), (40, 0.7), (40, 2.0)]),
@@ -76,11 +76,12 @@ def test_in_a_pair_the_luck_of_a_quadratic_loss_cancels(batches):
 def test_the_upper_end_of_normal_batches_covers_the_truth(seed, batches_and_spread, truth):
     """With few batches where each one's harm varies by 42 % (the mean of two by 30 %), with many where it varies by more."""
     (batches, spread), rng, above = batches_and_spread, random.Random(seed), 0
-    for _ in range(600):
+    runs = 3000  # the least of all is 92 %, of which 600 runs would show less than 90 % in one case out of twenty
+    for _ in range(runs):
         deviation = math.hypot(spread * truth, ABSOLUTE)
         losses = [1 + rng.gauss(truth, deviation) for _ in range(batches)]
         above += truth <= single_rise(losses, [1.0] * batches).high
-    assert above >= 0.9 * 600
+    assert above >= 0.9 * runs
 
 
 def test_more_batches_narrow_the_interval_and_their_spread_widens_it():
