@@ -33,8 +33,9 @@ data apart from the probe's, changes are relative to the undisturbed run of the 
   are within +0.2 %, and nothing that is frozen has changed.
 - **bound held**: the upper end of what was told, and two spreads, are no less than the truth.
 
-Two undisturbed runs of different seeds differ by sqrt(2) spreads, so that one in twelve ends two spreads beyond the other: a restored
-run whose path is as far from the undisturbed one as another seed's is not kept as often, without any harm done to it.
+The final losses of two undisturbed runs of different seeds differ with a standard deviation of sqrt(2) spreads, so that one in twelve
+ends more than two spreads above the other. A restored run that ends as far from its own undisturbed run as another seed does exceeds
+two spreads as often, without any harm.
 
 Constants of the library are chosen on the trainings of the first table. On those of the second they are only reported.
 """
