@@ -6,13 +6,12 @@ PIP = pip --disable-pip-version-check -q install
 FOLDERS := $(shell find core callbacks integrations -type d -not -name __pycache__)
 
 # What touches fsspec, s3fs or botocore, and Composer's callback.
-LLMFOUNDRY_TESTS = $(wildcard $(addprefix tests/core/, test_store_*.py test_cli_*.py test_checkpointer.py test_saver.py) \
-  $(addprefix tests/core/, test_single.py test_export.py test_worker.py) tests/*/test_composer_*.py)
+LLMFOUNDRY_TESTS = $(addprefix tests/core/, store cli test_checkpointer.py test_saver.py test_file.py test_export.py \
+  runtime/test_worker.py) tests/integrations/composer $(wildcard tests/callbacks/test_composer_*.py)
 
 # What asks little of torch: the coders' bytes are checked there by the golden files and by runs under both versions.
-NOT_ON_NEWEST = --ignore=tests/core/entropy --ignore=tests/core/schemes --ignore=tests/campaigns --ignore-glob='tests/core/test_store*' \
-  --ignore-glob='tests/core/test_cli_*' --ignore-glob='tests/core/test_container_*' --ignore-glob='tests/core/test_search_*' \
-  --ignore-glob='tests/examples/test_*_bench.py' --ignore=tests/core/test_slimming.py --ignore=tests/core/test_exactness.py
+NOT_ON_NEWEST = $(addprefix --ignore=tests/, campaigns $(addprefix core/, entropy schemes store cli container \
+  quality/inshrinkerator_search saving/test_slimming.py)) --ignore-glob='tests/examples/test_*_bench.py'
 
 .PHONY: demo demo-composer bench bench-bound test test-newest test-llmfoundry test-slow lint format clean help
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from shrinkpoint.errors import MissingDependencyError
-from shrinkpoint.integrations.settings import refusing_unknown
-from shrinkpoint.resume import ResumePolicy
+from shrinkpoint.integrations.common.settings import refusing_unknown
+from shrinkpoint.saving.resume import ResumePolicy
 from shrinkpoint.schemes.catalogue import SchemeName
 
 _missing: ModuleNotFoundError | None = None
@@ -15,15 +15,15 @@ try:
     from composer.core import Callback, Event, State
     from composer.loggers import Logger
 
-    from shrinkpoint.integrations.composer_session import Session
-    from shrinkpoint.integrations.composer_settings import Settings
+    from shrinkpoint.integrations.composer.session import Session
+    from shrinkpoint.integrations.composer.settings import Settings
 except ModuleNotFoundError as error:
     if error.name is None or error.name.partition(".")[0] != "composer":
         raise
     _missing, Callback = error, object
 
 if TYPE_CHECKING:
-    from shrinkpoint.integrations.composer_schedule import SaveInterval
+    from shrinkpoint.integrations.composer.schedule import SaveInterval
 
 __all__ = ["CompressedCheckpoint"]
 

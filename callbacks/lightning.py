@@ -18,13 +18,13 @@ except ModuleNotFoundError as error:
         f'CompressedCheckpoint needs Lightning ({error}): pip install "shrinkpoint[lightning]"'
     ) from error
 
-from shrinkpoint.integrations.lightning_io import open_as_ckpt
-from shrinkpoint.integrations.lightning_session import Session
-from shrinkpoint.integrations.lightning_settings import Settings
-from shrinkpoint.integrations.lightning_words import answer_words
-from shrinkpoint.integrations.run_session import RunSession
-from shrinkpoint.integrations.settings import refusing_unknown
-from shrinkpoint.resume import ResumePolicy
+from shrinkpoint.integrations.common.run_session import RunSession
+from shrinkpoint.integrations.common.settings import refusing_unknown
+from shrinkpoint.integrations.lightning.io import open_as_ckpt
+from shrinkpoint.integrations.lightning.session import Session
+from shrinkpoint.integrations.lightning.settings import Settings
+from shrinkpoint.integrations.lightning.words import answer_words
+from shrinkpoint.saving.resume import ResumePolicy
 from shrinkpoint.schemes.catalogue import SchemeName
 
 __all__ = ["CompressedCheckpoint", "load_from_checkpoint"]

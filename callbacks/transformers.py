@@ -5,7 +5,7 @@ from datetime import timedelta
 from typing import Any, Literal
 
 from shrinkpoint.errors import MissingDependencyError
-from shrinkpoint.resume import ResumePolicy
+from shrinkpoint.saving.resume import ResumePolicy
 
 try:
     import accelerate as _accelerate  # noqa: F401 - the Trainer asks for it only when it is used
@@ -15,9 +15,9 @@ except ModuleNotFoundError as error:
         f'CompressedCheckpoint needs transformers and accelerate ({error}): pip install "shrinkpoint[transformers]"'
     ) from error
 
-from shrinkpoint.integrations.transformers_hooks import install
-from shrinkpoint.integrations.transformers_session import Session
-from shrinkpoint.integrations.transformers_settings import Settings
+from shrinkpoint.integrations.transformers.hooks import install
+from shrinkpoint.integrations.transformers.session import Session
+from shrinkpoint.integrations.transformers.settings import Settings
 
 __all__ = ["CompressedCheckpoint"]
 

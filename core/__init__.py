@@ -2,16 +2,17 @@
 
 from typing import TYPE_CHECKING, Any
 
+from shrinkpoint.version import __version__
+
 if TYPE_CHECKING:
     from shrinkpoint.checkpointer import Checkpointer
     from shrinkpoint.config import SaverConfig
     from shrinkpoint.errors import ShrinkpointError, ShrinkpointWarning
+    from shrinkpoint.file import save
     from shrinkpoint.loading import load, load_weights
     from shrinkpoint.saver import Saver
-    from shrinkpoint.single import save
     from shrinkpoint.steps.options import StepLog
 
-__version__ = "0.1.0"
 
 __all__ = [
     "Checkpointer",
@@ -35,7 +36,7 @@ _HOME = {
     "StepLog": "steps.options",
     "load": "loading",
     "load_weights": "loading",
-    "save": "single",
+    "save": "file",
 }
 
 

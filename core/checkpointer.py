@@ -16,12 +16,15 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
 
-from shrinkpoint.averages import averages_in, live_tensors, without_averages
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError, StateMismatchError
-from shrinkpoint.evaluation import Evaluate, Loss, ResumedSteps, losses_of
+from shrinkpoint.quality.evaluation import Evaluate, Loss, ResumedSteps, losses_of
+from shrinkpoint.quality.resumed_steps import ResumedRun, UntilFailure, obstacle
+from shrinkpoint.quality.swap import swapped_tensors, swapped_weights
 from shrinkpoint.reports import Accepted, SaveReport
-from shrinkpoint.resume import (
+from shrinkpoint.runtime.termination import Pace, TerminationRequest
+from shrinkpoint.saver import Saver
+from shrinkpoint.saving.resume import (
     ResumePolicy,
     check_policy,
     overridden_rates,
@@ -29,21 +32,18 @@ from shrinkpoint.resume import (
     require_same_model,
     resume_from,
 )
-from shrinkpoint.resumed import ResumedRun, UntilFailure, obstacle
-from shrinkpoint.rng import capture_rng, restore_rng
-from shrinkpoint.roles import describe_training
-from shrinkpoint.saver import Saver
-from shrinkpoint.state import Describe, Role, TrainingState
+from shrinkpoint.state.averages import averages_in, live_tensors, without_averages
+from shrinkpoint.state.rng import capture_rng, restore_rng
+from shrinkpoint.state.roles import describe_training
+from shrinkpoint.state.training import Describe, Role, TrainingState
+from shrinkpoint.state.tree import join_path
+from shrinkpoint.state.wrappers import unwrapped
 from shrinkpoint.steps.opening import log_of_training
 from shrinkpoint.steps.options import StepLog
 from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.urls import RunUrl, split_urls
-from shrinkpoint.swap import swapped_tensors, swapped_weights
-from shrinkpoint.telling import brief, tell
-from shrinkpoint.termination import Pace, TerminationRequest
-from shrinkpoint.tree import join_path
-from shrinkpoint.wrappers import unwrapped
+from shrinkpoint.warn import brief, tell
 
 __all__ = ["Checkpointer", "Stateful"]
 

@@ -11,12 +11,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from shrinkpoint.coding import Decoded, decode_chain, encode_state
+from shrinkpoint.coding.decode import decode_checkpoint
+from shrinkpoint.coding.encode import Decoded, decode_chain, encode_state
 from shrinkpoint.container.layout import Checkpoint, Entry
 from shrinkpoint.container.reader import read_container
 from shrinkpoint.container.writer import write_container
-from shrinkpoint.decoding import decode_checkpoint
-from shrinkpoint.digest import tensor_digest
 from shrinkpoint.errors import (
     CannotRepresentError,
     ConfigError,
@@ -24,15 +23,16 @@ from shrinkpoint.errors import (
     FormatError,
     NoCheckpointError,
 )
-from shrinkpoint.exactness import ExactPart, exact_parts, pack_reasons, parts_json, unpack_reasons
 from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Held, Planes, Rebasable, TensorCodec
 from shrinkpoint.schemes.exact import ExactCodec
+from shrinkpoint.schemes.exactness import ExactPart, exact_parts, pack_reasons, parts_json, unpack_reasons
 from shrinkpoint.schemes.registry import codec_for_reading
-from shrinkpoint.state import TensorSpec, TrainingState
+from shrinkpoint.state.digest import tensor_digest
+from shrinkpoint.state.training import TensorSpec, TrainingState
+from shrinkpoint.state.tree import JSON
 from shrinkpoint.store.gc import DEFAULT_GRACE_S
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.run import RunStore, RunWriter
-from shrinkpoint.tree import JSON
 
 __all__ = ["Compacted", "Rebased", "compact", "rebase", "rebase_checkpoint"]
 

@@ -40,7 +40,7 @@ class SaverConfig:
     `search_overhead`, so many are made; before there is time for that, 5, and the rest is extrapolated. 0 for never."""
     guards: bool = True
     """Store exactly what would be noisier than training itself, or change the next updates by more than leaving them out,
-    whatever a loss says (`shrinkpoint.guards`). Most published schemes are, for they were made for weights that do not train
+    whatever a loss says (`shrinkpoint.quality.guards`). Most published schemes are, for they were made for weights that do not train
     on; False leaves everything to the measurements."""
     key_every: int = 8
     """Every so many checkpoints one is a base, readable alone; later where the base takes more than half as many bytes as

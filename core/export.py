@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from shrinkpoint.errors import CannotRepresentError, ConfigError, MissingDependencyError, StoreError
-from shrinkpoint.state import Role, TrainingState
-from shrinkpoint.tree import join_path
+from shrinkpoint.state.training import Role, TrainingState
+from shrinkpoint.state.tree import join_path
 
 __all__ = ["SUFFIXES", "Exported", "export", "model_places", "model_tensors", "to_loadable"]
 

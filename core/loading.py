@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from shrinkpoint.address import Address
+from shrinkpoint.coding.selective import Source, decode_selected, sources_of_run
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.container.reader import Header
 from shrinkpoint.errors import (
@@ -19,15 +19,15 @@ from shrinkpoint.errors import (
     StateMismatchError,
 )
 from shrinkpoint.export import model_places
-from shrinkpoint.finite import not_finite_text
-from shrinkpoint.progress import waiting_for
-from shrinkpoint.selective import Source, decode_selected, sources_of_run
-from shrinkpoint.state import TrainingState
+from shrinkpoint.runtime.progress import waiting_for
+from shrinkpoint.saving.address import Address
+from shrinkpoint.saving.finite import not_finite_text
+from shrinkpoint.state.training import TrainingState
+from shrinkpoint.state.tree import JSON, dense_only, tensor_names
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.run import RunStore
 from shrinkpoint.store.single import looks_like_file, naming, read_file
-from shrinkpoint.telling import brief, tell
-from shrinkpoint.tree import JSON, dense_only, tensor_names
+from shrinkpoint.warn import brief, tell
 
 __all__ = ["load", "load_state", "load_weights"]
 

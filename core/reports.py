@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
-from shrinkpoint.exactness import ExactPart, parts_json
-from shrinkpoint.tree import JSON
+from shrinkpoint.schemes.exactness import ExactPart, parts_json
+from shrinkpoint.state.tree import JSON
 
 __all__ = ["Accepted", "Measured", "SaveReport"]
 

@@ -12,34 +12,34 @@ from dataclasses import dataclass
 
 import torch
 
-from shrinkpoint.address import Address
-from shrinkpoint.coding import Decoded
-from shrinkpoint.committer import Committer, Job
+from shrinkpoint.coding.decode import decode_checkpoint
+from shrinkpoint.coding.encode import Decoded
 from shrinkpoint.config import SaverConfig
-from shrinkpoint.decoding import decode_checkpoint
 from shrinkpoint.errors import (
     ConfigError,
     FencedError,
     SaveFailedError,
     ShrinkpointError,
 )
-from shrinkpoint.evaluation import Evaluate, EvaluationDesk, ResumedSteps
-from shrinkpoint.finite import is_finite, not_finite_text
-from shrinkpoint.movement import is_followed
-from shrinkpoint.progress import waiting_for
+from shrinkpoint.optimizers.updates import OptimizerKind
+from shrinkpoint.quality.evaluation import Evaluate, EvaluationDesk, ResumedSteps
+from shrinkpoint.quantize.movement import is_followed
 from shrinkpoint.reports import Accepted, SaveReport
-from shrinkpoint.retention import is_weights_only
-from shrinkpoint.slimming import without_optimizer
-from shrinkpoint.snapshot import Snapshotter
-from shrinkpoint.state import Describe, TrainingState, plain
+from shrinkpoint.runtime.progress import waiting_for
+from shrinkpoint.runtime.worker import Worker
+from shrinkpoint.saving.address import Address
+from shrinkpoint.saving.committer import Committer, Job
+from shrinkpoint.saving.finite import is_finite, not_finite_text
+from shrinkpoint.saving.retention import is_weights_only
+from shrinkpoint.saving.slimming import without_optimizer
+from shrinkpoint.saving.warmup import Warmup
+from shrinkpoint.state.snapshot import Snapshotter
+from shrinkpoint.state.training import Describe, TrainingState, plain
 from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.run import RunStore
 from shrinkpoint.store.urls import RunUrl, url_text
-from shrinkpoint.telling import brief, tell
-from shrinkpoint.updates import OptimizerKind
-from shrinkpoint.warmup import Warmup
-from shrinkpoint.worker import Worker
+from shrinkpoint.warn import brief, tell
 
 __all__ = ["Restored", "Saver", "SaverConfig", "decode_checkpoint"]
 

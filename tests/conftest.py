@@ -43,14 +43,14 @@ def _signals_as_python_has_them() -> None:
 def told_in_background(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Warning]]:
     """Warnings that are errors and were only shown, since a thread in the background had them; a test that expects any clears it."""
     told: list[Warning] = []
-    if "shrinkpoint.telling" in sys.modules:
-        show = sys.modules["shrinkpoint.telling"]._show
+    if "shrinkpoint.warn" in sys.modules:
+        show = sys.modules["shrinkpoint.warn"]._show
 
         def shown(warning: Warning) -> None:
             told.append(warning)
             show(warning)
 
-        monkeypatch.setattr("shrinkpoint.telling._show", shown)
+        monkeypatch.setattr("shrinkpoint.warn._show", shown)
     yield told
     assert not told
 
@@ -58,7 +58,7 @@ def told_in_background(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Warning
 @pytest.fixture(autouse=True)
 def compiled_where_called(monkeypatch: pytest.MonkeyPatch) -> None:
     """Savers of the test's own process start no child: which test would, depends on what ran on this machine before."""
-    monkeypatch.setattr("shrinkpoint.warmup.Warmup.start", lambda warmup: None)
+    monkeypatch.setattr("shrinkpoint.saving.warmup.Warmup.start", lambda warmup: None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -7,21 +7,21 @@ from typing import Annotated, Any, TextIO
 import typer
 from typer.core import TyperGroup
 
-import shrinkpoint
-from shrinkpoint.cli.advising import advise
-from shrinkpoint.cli.checking import verify
-from shrinkpoint.cli.compiling import compile_now
-from shrinkpoint.cli.diffing import diff
-from shrinkpoint.cli.exporting import export
-from shrinkpoint.cli.listing import ls
-from shrinkpoint.cli.pruning import pin, prune, unpin
-from shrinkpoint.cli.rebasing import compact
+from shrinkpoint.cli.advise import advise
+from shrinkpoint.cli.compact import compact
+from shrinkpoint.cli.compile import compile_now
+from shrinkpoint.cli.diff import diff
+from shrinkpoint.cli.export import export
+from shrinkpoint.cli.ls import ls
+from shrinkpoint.cli.prune import pin, prune, unpin
 from shrinkpoint.cli.runs import READ_ANYWAY
-from shrinkpoint.cli.showing import show
+from shrinkpoint.cli.show import show
 from shrinkpoint.cli.stores import heal, stores
-from shrinkpoint.cli.undeleting import undelete
+from shrinkpoint.cli.undelete import undelete
+from shrinkpoint.cli.verify import verify
 from shrinkpoint.errors import ConfigError, ShrinkpointError, ShrinkpointWarning
-from shrinkpoint.progress import quieted
+from shrinkpoint.runtime.progress import quieted
+from shrinkpoint.version import __version__
 
 __all__ = ["app", "main"]
 
@@ -67,7 +67,7 @@ app = typer.Typer(
 
 def _version(wanted: bool) -> None:
     if wanted:
-        print(f"shrinkpoint {shrinkpoint.__version__}")
+        print(f"shrinkpoint {__version__}")
         raise typer.Exit
 
 

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from shrinkpoint.address import Address
 from shrinkpoint.errors import ConfigError
+from shrinkpoint.saving.address import Address
 
 __all__ = [
     "AsJson",

@@ -5,10 +5,10 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from shrinkpoint.address import Address
 from shrinkpoint.errors import ConfigError, NoCheckpointError
-from shrinkpoint.exactness import explained
-from shrinkpoint.retention import is_weights_only, lineage_of
+from shrinkpoint.saving.address import Address
+from shrinkpoint.saving.retention import is_weights_only, lineage_of
+from shrinkpoint.schemes.exactness import explained
 from shrinkpoint.store.connect import open_objects
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.objects import ObjectStore

@@ -14,11 +14,11 @@ from typing import Literal
 import xxhash
 import zstandard
 
-from shrinkpoint.digest import state_digest
 from shrinkpoint.errors import CorruptionError, FormatError, UnsupportedFormatError
 from shrinkpoint.schemes.base import EncodedTensor
-from shrinkpoint.state import TensorSpec
-from shrinkpoint.tree import JSON
+from shrinkpoint.state.digest import state_digest
+from shrinkpoint.state.training import TensorSpec
+from shrinkpoint.state.tree import JSON
 
 __all__ = [
     "DIGEST_SIZE",
@@ -82,7 +82,7 @@ class Entry:
     spec: TensorSpec
     encoded: EncodedTensor
     digest: str
-    """`shrinkpoint.digest.tensor_digest` of the reconstruction."""
+    """`shrinkpoint.state.digest.tensor_digest` of the reconstruction."""
 
     def __post_init__(self) -> None:
         if not _is_digest(self.digest):
@@ -97,7 +97,7 @@ class Checkpoint:
     step: int
     """Optimizer steps made when the state was captured."""
     tree: JSON
-    """The state's plain data (`shrinkpoint.tree`)."""
+    """The state's plain data (`shrinkpoint.state.tree`)."""
     entries: tuple[Entry, ...]
     """The tensors in decoding order: siblings that a codec needs stand before the tensor that needs them."""
     scheme: JSON
@@ -107,7 +107,7 @@ class Checkpoint:
     provenance: JSON
     """Where the checkpoint comes from (library versions, wall time); never needed to decode."""
     exact: JSON = None
-    """Why tensors are stored exactly (`shrinkpoint.exactness`); never needed to decode. None where there is nothing to say."""
+    """Why tensors are stored exactly (`shrinkpoint.schemes.exactness`); never needed to decode. None where there is nothing to say."""
 
     def __post_init__(self) -> None:
         specs = [entry.spec for entry in self.entries]

@@ -22,11 +22,11 @@ from shrinkpoint.container.layout import (
     split_index,
     unpack_prefix,
 )
-from shrinkpoint.digest import state_digest
 from shrinkpoint.errors import CorruptionError, FormatError, StateMismatchError
 from shrinkpoint.schemes.base import EncodedTensor
-from shrinkpoint.state import TensorSpec
-from shrinkpoint.tree import JSON
+from shrinkpoint.state.digest import state_digest
+from shrinkpoint.state.training import TensorSpec
+from shrinkpoint.state.tree import JSON
 
 __all__ = ["ContainerReader", "Header", "Record", "parse_header", "read_container"]
 

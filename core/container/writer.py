@@ -14,7 +14,7 @@ from shrinkpoint.container.layout import (
 )
 from shrinkpoint.container.reader import parse_header
 from shrinkpoint.errors import CannotRepresentError
-from shrinkpoint.tree import JSON
+from shrinkpoint.state.tree import JSON
 
 __all__ = ["write_container"]
 

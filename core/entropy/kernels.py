@@ -10,10 +10,10 @@ one IEEE double division, which modern CPUs pipeline where they do not pipeline 
 """
 
 import numpy as np
-import numpy.typing as npt
 
+from shrinkpoint.arrays import Int64s, UInt8s, UInt16s
 from shrinkpoint.entropy.tables import SCALE_BITS
-from shrinkpoint.jit import jit, jit_part
+from shrinkpoint.runtime.jit import jit, jit_part
 
 __all__ = [
     "LOWER",
@@ -29,9 +29,6 @@ __all__ = [
     "refill",
 ]
 
-Int64s = npt.NDArray[np.int64]
-UInt8s = npt.NDArray[np.uint8]
-UInt16s = npt.NDArray[np.uint16]
 Integer = int | np.int64
 
 LOWER = 1 << 32

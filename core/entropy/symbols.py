@@ -1,8 +1,8 @@
 """Checking, counting and measuring symbol arrays before they are coded."""
 
 import numpy as np
-import numpy.typing as npt
 
+from shrinkpoint.arrays import Int64s, UInt8s
 from shrinkpoint.entropy.tables import data_bits
 
 __all__ = [
@@ -14,8 +14,6 @@ __all__ = [
     "frozen",
 ]
 
-Int64s = npt.NDArray[np.int64]
-UInt8s = npt.NDArray[np.uint8]
 
 _FEW_CELLS = 1 << 11  # four tables of more do not stay in the cache, and are hardly hit twice in a row
 _NO_CONTEXT = np.zeros(1, dtype=np.uint8)
@@ -89,6 +87,6 @@ def conditional_entropy_bits(
     """Bits that an ideal coder, told the frequencies in each context, needs for all symbols: n * H(symbol | context).
 
     Args and raises as :func:`count_symbols`. Tables are not included;
-    :func:`~shrinkpoint.entropy.rans.predict_bytes` tells what the coder will write.
+    :func:`~shrinkpoint.entropy.static.rans.predict_bytes` tells what the coder will write.
     """
     return float(data_bits(count_symbols(symbols, contexts, alphabet, n_contexts)).sum())

@@ -9,12 +9,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from shrinkpoint.jit import jit, jit_inlined, jit_part
+from shrinkpoint.arrays import Float64s, Int64s
+from shrinkpoint.runtime.jit import jit, jit_inlined, jit_part
 
 __all__ = ["cluster", "payload_bits"]
 
-Float64s = npt.NDArray[np.float64]
-Int64s = npt.NDArray[np.int64]
 Integer = int | np.int64
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from shrinkpoint.arrays import Float64s, Int64s, UInt8s
 from shrinkpoint.entropy.wire import ByteReader
 from shrinkpoint.errors import FormatError
 
@@ -24,9 +25,6 @@ __all__ = [
     "write_tables",
 ]
 
-Int64s = npt.NDArray[np.int64]
-UInt8s = npt.NDArray[np.uint8]
-Float64s = npt.NDArray[np.float64]
 
 SCALE_BITS = 20
 """Probabilities are multiples of 2^-SCALE_BITS."""

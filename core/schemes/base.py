@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shrinkpoint.movement import Movement
-from shrinkpoint.state import TensorSpec, TrainingState
-from shrinkpoint.tree import JSON
+from shrinkpoint.quantize.movement import Movement
+from shrinkpoint.state.training import TensorSpec, TrainingState
+from shrinkpoint.state.tree import JSON
 
 __all__ = [
     "Coded",
@@ -193,14 +193,14 @@ class Occasion:
 
 
 class Makers(dict[str, Callable[[], TensorCodec]]):
-    """What `Scheme.codecs` gives, of a scheme that knows more about the others than `shrinkpoint.reasons.why_left` does."""
+    """What `Scheme.codecs` gives, of a scheme that knows more about the others than `shrinkpoint.schemes.reasons.why_left` does."""
 
     def __init__(
         self, makers: Mapping[str, Callable[[], TensorCodec]], left: Mapping[str, str] | None = None
     ) -> None:
         super().__init__(makers)
         self.left: Mapping[str, str] = left or {}
-        """Why tensors without a maker have none: codes of `shrinkpoint.exactness`, by name."""
+        """Why tensors without a maker have none: codes of `shrinkpoint.schemes.exactness`, by name."""
 
 
 class Scheme(Protocol):

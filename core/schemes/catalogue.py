@@ -6,20 +6,20 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.schemes.adaptive import Adaptive, AdaptiveOptions
-from shrinkpoint.schemes.auto import Auto, AutoOptions
+from shrinkpoint.schemes.auto.scheme import Auto, AutoOptions
 from shrinkpoint.schemes.base import Occasion, Scheme
-from shrinkpoint.schemes.delta_dnn import DeltaDnn, DeltaDnnOptions
-from shrinkpoint.schemes.excp import ExCP
-from shrinkpoint.schemes.excp_codecs import ExcpOptions
-from shrinkpoint.schemes.gobo import Gobo, GoboOptions
-from shrinkpoint.schemes.inshrinkerator import Inshrinkerator, InshrinkeratorOptions, Weights
-from shrinkpoint.schemes.itmo import ITMO, ItmoOptions
-from shrinkpoint.schemes.lc_checkpoint import LCCheckpoint, LCCheckpointOptions
-from shrinkpoint.schemes.lossless import Lossless
-from shrinkpoint.schemes.partial import PartialOptions, Scar, ScarOptions, TopN
-from shrinkpoint.schemes.uniform import Uniform, UniformOptions
-from shrinkpoint.search.space import ConfigurationSpace
+from shrinkpoint.schemes.inshrinkerator.scheme import Inshrinkerator, InshrinkeratorOptions, Weights
+from shrinkpoint.schemes.inshrinkerator.space import ConfigurationSpace
+from shrinkpoint.schemes.lossless.scheme import Lossless
+from shrinkpoint.schemes.published.check_n_run import Adaptive, AdaptiveOptions
+from shrinkpoint.schemes.published.delta_dnn import DeltaDnn, DeltaDnnOptions
+from shrinkpoint.schemes.published.excp import ExCP
+from shrinkpoint.schemes.published.excp_codecs import ExcpOptions
+from shrinkpoint.schemes.published.gobo import Gobo, GoboOptions
+from shrinkpoint.schemes.published.itmo import ITMO, ItmoOptions
+from shrinkpoint.schemes.published.lc_checkpoint import LCCheckpoint, LCCheckpointOptions
+from shrinkpoint.schemes.published.partial import PartialOptions, Scar, ScarOptions, TopN
+from shrinkpoint.schemes.published.qd_compressor import Uniform, UniformOptions
 
 __all__ = ["SCHEMES", "SchemeName", "build", "check_options", "made_options", "options_of"]
 

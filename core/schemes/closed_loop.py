@@ -15,13 +15,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shrinkpoint.dtypes import tensor_from_bytes, tensor_to_bytes
-from shrinkpoint.entropy.bytes import decode_bytes, encode_bytes
+from shrinkpoint.arrays import Float32s, widened
+from shrinkpoint.entropy.static.bytes import decode_bytes, encode_bytes
 from shrinkpoint.errors import CannotRepresentError, FormatError
 from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Held, Planes
-from shrinkpoint.schemes.exact import ExactCodec
-from shrinkpoint.schemes.planes import (
-    F32,
+from shrinkpoint.schemes.codec_io import (
     WEIGHT_DTYPES,
     as_float32,
     check_sections,
@@ -30,10 +28,11 @@ from shrinkpoint.schemes.planes import (
     normal,
     plane_of,
     section,
-    widened,
 )
-from shrinkpoint.state import TensorSpec
-from shrinkpoint.tree import JSON
+from shrinkpoint.schemes.exact import ExactCodec
+from shrinkpoint.state.dtypes import tensor_from_bytes, tensor_to_bytes
+from shrinkpoint.state.training import TensorSpec
+from shrinkpoint.state.tree import JSON
 
 __all__ = ["VALUE", "ClosedLoopCodec", "Delta", "add", "as_held", "previous_value"]
 
@@ -48,7 +47,7 @@ class Delta:
 
     params: dict[str, JSON]
     sections: dict[str, bytes]
-    value: F32
+    value: Float32s
     """The new reconstruction, by the decoder's own arithmetic."""
     planes: dict[str, npt.NDArray[np.generic]]
     """Further planes, as the decoder will find them."""
@@ -76,13 +75,13 @@ def as_held(held: Held | None, codec: str, spec: TensorSpec) -> Held | None:
     return Held(codec, {}, {VALUE: value}) if finite(value) else None
 
 
-def previous_value(reference: Held | None, spec: TensorSpec) -> F32 | None:
+def previous_value(reference: Held | None, spec: TensorSpec) -> Float32s | None:
     """What a reader holds of the weight; None where the previous checkpoint holds none of its size."""
     plane = plane_of(reference, VALUE, spec)
     return np.asarray(plane, np.float32) if plane is not None else None
 
 
-def add(previous: F32, step: F32) -> F32:
+def add(previous: Float32s, step: Float32s) -> Float32s:
     """``previous + step``: one fp32 addition, the same bits in every process (see `planes.normal`)."""
     with np.errstate(over="ignore", invalid="ignore"):  # refused when encoding; else the digest's business
         return normal(normal(previous) + step)
@@ -99,7 +98,7 @@ class ClosedLoopCodec(ABC):
     needs: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
-    def encode_delta(self, target: F32, previous: F32, spec: TensorSpec, context: Context) -> Delta:
+    def encode_delta(self, target: Float32s, previous: Float32s, spec: TensorSpec, context: Context) -> Delta:
         """Code a weight given what a reader holds.
 
         Raises:
@@ -108,7 +107,7 @@ class ClosedLoopCodec(ABC):
 
     @abstractmethod
     def decode_delta(
-        self, encoded: EncodedTensor, previous: F32, spec: TensorSpec, context: Context
+        self, encoded: EncodedTensor, previous: Float32s, spec: TensorSpec, context: Context
     ) -> dict[str, npt.NDArray[np.generic]]:
         """All planes, the new ``value`` among them.
 

@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shrinkpoint.dtypes import tensor_from_bytes, tensor_to_bytes
-from shrinkpoint.entropy.bytes import decode_bytes, delta_bits, encode_bytes, undelta_bits
+from shrinkpoint.entropy.static.bytes import decode_bytes, delta_bits, encode_bytes, undelta_bits
 from shrinkpoint.errors import FormatError
 from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Held, Planes
-from shrinkpoint.state import TensorSpec
+from shrinkpoint.state.dtypes import tensor_from_bytes, tensor_to_bytes
+from shrinkpoint.state.training import TensorSpec
 
 __all__ = ["ExactCodec"]
 

@@ -14,18 +14,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shrinkpoint.entropy.rans import decode_symbols, encode_symbols, predict_bytes
+from shrinkpoint.arrays import Float32s, UInt8s
+from shrinkpoint.entropy.static.rans import decode_symbols, encode_symbols, predict_bytes
 from shrinkpoint.entropy.symbols import count_symbols
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
 from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Held, Planes
-from shrinkpoint.schemes.planes import normal
-from shrinkpoint.state import Role, TensorSpec
+from shrinkpoint.schemes.codec_io import normal
+from shrinkpoint.state.training import Role, TensorSpec
 
 __all__ = ["FirstMomentCodec", "SecondMomentCodec"]
 
 Array = npt.NDArray[Any]
-F32 = npt.NDArray[np.float32]
-U8 = npt.NDArray[np.uint8]
 
 _TINY = np.float32(np.finfo(np.float32).tiny)  # the least a nonzero second moment may be restored as
 _V_REACH = 60  # levels to each side of the factor
@@ -34,10 +33,10 @@ _M_BEYOND = 15.5  # |m| / sqrt(v) that moments of one gradient hardly exceed
 _M_STRANGERS = 1e-3  # share of elements beyond which the two are not moments of one gradient
 
 
-def _check_float32(tensor: torch.Tensor, spec: TensorSpec) -> F32:
+def _check_float32(tensor: torch.Tensor, spec: TensorSpec) -> Float32s:
     if tensor.dtype is not torch.float32:
         raise CannotRepresentError(f"{spec.name}: moments of dtype {tensor.dtype} are stored exactly")
-    values: F32 = tensor.detach().contiguous().reshape(-1).numpy()
+    values: Float32s = tensor.detach().contiguous().reshape(-1).numpy()
     if not np.isfinite(values).all():
         raise CannotRepresentError(f"{spec.name} holds NaN or infinity and is stored exactly")
     return values
@@ -50,7 +49,7 @@ def _matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     return shape[0], int(np.prod(shape[1:], dtype=np.int64))
 
 
-def _code_plane(plane: U8, name: str, alphabet: int, context: Context) -> tuple[bytes, bool]:
+def _code_plane(plane: UInt8s, name: str, alphabet: int, context: Context) -> tuple[bytes, bool]:
     """The plane given the same plane of the previous checkpoint, or alone where that is predicted to be smaller."""
     previous = _previous(name, plane.size, context.reference)
     if previous is not None:
@@ -60,7 +59,9 @@ def _code_plane(plane: U8, name: str, alphabet: int, context: Context) -> tuple[
     return encode_symbols(plane, None, alphabet, 1, threads=context.threads), False
 
 
-def _read_plane(encoded: EncodedTensor, spec: TensorSpec, name: str, alphabet: int, context: Context) -> U8:
+def _read_plane(
+    encoded: EncodedTensor, spec: TensorSpec, name: str, alphabet: int, context: Context
+) -> UInt8s:
     previous = _previous(name, spec.numel, context.reference) if encoded.uses_reference else None
     if encoded.uses_reference and previous is None:
         raise FormatError(f"{spec.name}: its reference plane {name!r} is missing")
@@ -76,7 +77,7 @@ def _rebased(encoded: EncodedTensor, held: Held, alphabet: int) -> EncodedTensor
     return replace(encoded, sections=sections, uses_reference=False)
 
 
-def _previous(name: str, size: int, reference: Held | None) -> U8 | None:
+def _previous(name: str, size: int, reference: Held | None) -> UInt8s | None:
     plane = reference.planes.get(name) if reference is not None else None
     return np.asarray(plane, np.uint8) if plane is not None and plane.size == size else None
 
@@ -88,7 +89,7 @@ def _section(encoded: EncodedTensor, spec: TensorSpec, name: str) -> bytes:
         raise FormatError(f"{spec.name}: section {name!r} is missing") from None
 
 
-def _floats(encoded: EncodedTensor, spec: TensorSpec, name: str, count: int) -> F32:
+def _floats(encoded: EncodedTensor, spec: TensorSpec, name: str, count: int) -> Float32s:
     section = _section(encoded, spec, name)
     data = np.frombuffer(section, dtype="<f4", count=len(section) // 4)
     if len(section) != 4 * count or not np.isfinite(data).all():
@@ -185,7 +186,7 @@ class SecondMomentCodec:
         return _rebased(encoded, held, 2 * _V_REACH + 2)
 
     @staticmethod
-    def _factors(matrix: F32) -> tuple[F32, F32]:
+    def _factors(matrix: Float32s) -> tuple[Float32s, Float32s]:
         wide = matrix.astype(np.float64)
         mean = wide.mean()
         if mean == 0:
@@ -194,25 +195,25 @@ class SecondMomentCodec:
         return _normal(wide.mean(axis=1) / mean), _normal(wide.mean(axis=0))
 
     @staticmethod
-    def _factor(rows: F32, columns: F32) -> F32:
-        factor: F32 = np.maximum(np.multiply.outer(rows, columns), _TINY).reshape(-1)
+    def _factor(rows: Float32s, columns: Float32s) -> Float32s:
+        factor: Float32s = np.maximum(np.multiply.outer(rows, columns), _TINY).reshape(-1)
         return factor
 
     @staticmethod
-    def _restore(compact: Array, codebook: F32, factor: F32) -> F32:
+    def _restore(compact: Array, codebook: Float32s, factor: Float32s) -> Float32s:
         table = np.concatenate([np.zeros(1, np.float32), codebook])
         with np.errstate(over="ignore"):  # refused when encoding; from a hostile file, the digest's business
-            value: F32 = np.maximum(factor * table[compact], _TINY)
+            value: Float32s = np.maximum(factor * table[compact], _TINY)
         value[compact == 0] = 0
         return value
 
 
-def _normal(values: npt.NDArray[np.float64]) -> F32:
+def _normal(values: npt.NDArray[np.float64]) -> Float32s:
     """As fp32 without subnormals, which a process after ``torch.set_flush_denormal(True)`` reads as zero."""
     return np.where(values < _TINY, 0, values).astype(np.float32)
 
 
-def _level_range(plane: U8) -> tuple[int, int]:
+def _level_range(plane: UInt8s) -> tuple[int, int]:
     used = np.flatnonzero(np.bincount(plane, minlength=1)[1:]) + 1
     return (int(used[0]), int(used[-1])) if used.size else (1, 0)
 
@@ -273,12 +274,12 @@ class FirstMomentCodec:
         return _rebased(encoded, held, 2 * _M_REACH + 1)
 
     @staticmethod
-    def _restore(plane: Array, unit: F32, spec: TensorSpec) -> torch.Tensor:
+    def _restore(plane: Array, unit: Float32s, spec: TensorSpec) -> torch.Tensor:
         value = (plane.astype(np.float32) - np.float32(_M_REACH)) * unit
         return torch.from_numpy(value).reshape(spec.shape)
 
 
-def _root(spec: TensorSpec, context: Context) -> F32 | None:
+def _root(spec: TensorSpec, context: Context) -> Float32s | None:
     second = context.siblings.get(Role.EXP_AVG_SQ.value)
     if second is None or second.numel() != spec.numel or second.dtype is not torch.float32:
         return None
@@ -287,5 +288,5 @@ def _root(spec: TensorSpec, context: Context) -> F32 | None:
         values.min() >= 0 and values.max() < np.inf
     ):  # also false for NaN: a root is no unit then
         return None
-    root: F32 = np.sqrt(normal(values))  # IEEE 754 rounds the root correctly: the same everywhere
+    root: Float32s = np.sqrt(normal(values))  # IEEE 754 rounds the root correctly: the same everywhere
     return root

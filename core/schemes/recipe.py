@@ -8,10 +8,10 @@ from typing import Literal, get_args
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.schemes.base import Held, TensorCodec
 from shrinkpoint.schemes.closed_loop import VALUE, as_held
+from shrinkpoint.schemes.codec_io import WEIGHT_DTYPES
 from shrinkpoint.schemes.moments import FirstMomentCodec, SecondMomentCodec
-from shrinkpoint.schemes.planes import WEIGHT_DTYPES
-from shrinkpoint.state import LayerType, Role, TensorSpec, TrainingState
-from shrinkpoint.tree import JSON
+from shrinkpoint.state.training import LayerType, Role, TensorSpec, TrainingState
+from shrinkpoint.state.tree import JSON
 
 __all__ = [
     "Moments",

@@ -4,25 +4,25 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from shrinkpoint.errors import UnsupportedFormatError
-from shrinkpoint.schemes.adaptive import AdaptiveRowsCodec
+from shrinkpoint.schemes.auto.copied import CopiedCodec
+from shrinkpoint.schemes.auto.first_moments import CentroidFirstMomentCodec, CentroidMomentumCodec
+from shrinkpoint.schemes.auto.lattice import LatticeCodec
+from shrinkpoint.schemes.auto.log_levels import LogLevelsCodec
+from shrinkpoint.schemes.auto.rounded import RoundedCodec
+from shrinkpoint.schemes.auto.second_moments import FactoredSecondMomentCodec
+from shrinkpoint.schemes.auto.trellis_weights import TrellisLatticeCodec
 from shrinkpoint.schemes.base import TensorCodec
-from shrinkpoint.schemes.bit_planes import BitPlanesCodec
-from shrinkpoint.schemes.centroid_moments import CentroidFirstMomentCodec, CentroidMomentumCodec
-from shrinkpoint.schemes.copied import CopiedCodec
-from shrinkpoint.schemes.delta_dnn import DeltaDnnCodec
 from shrinkpoint.schemes.exact import ExactCodec
-from shrinkpoint.schemes.excp_codecs import ExcpMomentCodec, ExcpWeightCodec
-from shrinkpoint.schemes.factored_moments import FactoredSecondMomentCodec
-from shrinkpoint.schemes.gobo import GoboCodec
-from shrinkpoint.schemes.lattice import LatticeCodec
-from shrinkpoint.schemes.lc_checkpoint import LCDeltaCodec
-from shrinkpoint.schemes.levels import LevelsCodec
-from shrinkpoint.schemes.log_levels import LogLevelsCodec
+from shrinkpoint.schemes.inshrinkerator.codec import LevelsCodec
+from shrinkpoint.schemes.lossless.bit_planes import BitPlanesCodec
 from shrinkpoint.schemes.moments import FirstMomentCodec, SecondMomentCodec
-from shrinkpoint.schemes.partial import PartialCodec
-from shrinkpoint.schemes.rounded import RoundedCodec
-from shrinkpoint.schemes.trellis_lattice import TrellisLatticeCodec
-from shrinkpoint.schemes.uniform import UniformCodec
+from shrinkpoint.schemes.published.check_n_run import AdaptiveRowsCodec
+from shrinkpoint.schemes.published.delta_dnn import DeltaDnnCodec
+from shrinkpoint.schemes.published.excp_codecs import ExcpMomentCodec, ExcpWeightCodec
+from shrinkpoint.schemes.published.gobo import GoboCodec
+from shrinkpoint.schemes.published.lc_checkpoint import LCDeltaCodec
+from shrinkpoint.schemes.published.partial import PartialCodec
+from shrinkpoint.schemes.published.qd_compressor import UniformCodec
 
 __all__ = ["CODECS", "codec_for_reading"]
 

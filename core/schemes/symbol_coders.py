@@ -4,12 +4,12 @@ Payload: one byte for the method, then
 
     0 packed    ceil(log2(alphabet)) bits per symbol, highest first, zero-padded
     1 lzma      the same, through raw LZMA2 (the method inside 7-Zip) with a dictionary of 8 MiB
-    2 huffman   shrinkpoint.entropy.huffman
+    2 huffman   shrinkpoint.entropy.static.huffman
     3 cyclic    Huffman codes of the difference to the previous plane, modulo the alphabet
-    4 rans      shrinkpoint.entropy.rans, alone
+    4 rans      shrinkpoint.entropy.static.rans, alone
     5 given     rANS given the symbol at the same place in the previous plane
-    6 lstm      shrinkpoint.entropy.lstm
-    7 context   shrinkpoint.entropy.context, without side planes
+    6 lstm      shrinkpoint.entropy.lstm.coder
+    7 context   shrinkpoint.entropy.contexts.coder, without side planes
     8 beside    the same, the previous plane being its side plane
 """
 
@@ -19,11 +19,12 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-from shrinkpoint.entropy import context, lstm
-from shrinkpoint.entropy.huffman import decode_huffman, encode_huffman
-from shrinkpoint.entropy.rans import decode_symbols, encode_symbols, predict_bytes
+from shrinkpoint.arrays import UInt8s
+from shrinkpoint.entropy.contexts import coder as context
+from shrinkpoint.entropy.lstm import coder as lstm
+from shrinkpoint.entropy.static.huffman import decode_huffman, encode_huffman
+from shrinkpoint.entropy.static.rans import decode_symbols, encode_symbols, predict_bytes
 from shrinkpoint.entropy.symbols import count_symbols
 from shrinkpoint.errors import CorruptionError, FormatError
 
@@ -39,11 +40,10 @@ __all__ = [
     "uses_previous",
 ]
 
-U8 = npt.NDArray[np.uint8]
 
 SymbolCoder = Literal["packed", "lzma", "huffman", "cyclic", "rans", "context", "mixing"]
 """``packed`` is plain bits, ``cyclic`` needs a previous plane and is ``huffman`` without one; ``rans``, ``context`` and
-``mixing`` are ever smaller and slower, the last two being `shrinkpoint.entropy.context` with effort default and max."""
+``mixing`` are ever smaller and slower, the last two being `shrinkpoint.entropy.contexts.coder` with effort default and max."""
 
 _PACKED, _LZMA, _HUFFMAN, _CYCLIC, _RANS, _GIVEN, _LSTM, _CONTEXT, _BESIDE = range(9)
 _EFFORTS: Mapping[SymbolCoder, context.Effort] = {"context": "default", "mixing": "max"}
@@ -55,7 +55,9 @@ _PRESET = 6
 class PlaneCoder(Protocol):
     """Whatever makes payloads that `decode_plane` reads."""
 
-    def __call__(self, plane: U8, alphabet: int, previous: U8 | None, *, columns: int, threads: int) -> bytes:
+    def __call__(
+        self, plane: UInt8s, alphabet: int, previous: UInt8s | None, *, columns: int, threads: int
+    ) -> bytes:
         """Code a plane of so many columns; the other arguments are those of `encode_plane`."""
         ...
 
@@ -66,19 +68,23 @@ class StaticCoder:
 
     coder: SymbolCoder
 
-    def __call__(self, plane: U8, alphabet: int, previous: U8 | None, *, columns: int, threads: int) -> bytes:
+    def __call__(
+        self, plane: UInt8s, alphabet: int, previous: UInt8s | None, *, columns: int, threads: int
+    ) -> bytes:
         """See `PlaneCoder`."""
         return encode_plane(plane, alphabet, self.coder, previous, threads, columns=columns)
 
 
 @dataclass(frozen=True)
 class LstmCoder:
-    """`shrinkpoint.entropy.lstm`: slow."""
+    """`shrinkpoint.entropy.lstm.coder`: slow."""
 
     options: lstm.LstmOptions
     advance: lstm.Advance | None = None
 
-    def __call__(self, plane: U8, alphabet: int, previous: U8 | None, *, columns: int, threads: int) -> bytes:
+    def __call__(
+        self, plane: UInt8s, alphabet: int, previous: UInt8s | None, *, columns: int, threads: int
+    ) -> bytes:
         """See `PlaneCoder`."""
         return bytes([_LSTM]) + lstm.encode_plane(
             plane,
@@ -92,10 +98,10 @@ class LstmCoder:
 
 
 def encode_plane(
-    plane: U8,
+    plane: UInt8s,
     alphabet: int,
     coder: SymbolCoder,
-    previous: U8 | None = None,
+    previous: UInt8s | None = None,
     threads: int = 1,
     *,
     columns: int | None = None,
@@ -141,11 +147,11 @@ def decode_plane(
     payload: bytes,
     count: int,
     alphabet: int,
-    previous: U8 | None = None,
+    previous: UInt8s | None = None,
     threads: int = 1,
     *,
     columns: int | None = None,
-) -> U8:
+) -> UInt8s:
     """Inverse of `encode_plane` and of every `PlaneCoder`; the payload says how it was coded.
 
     Args:
@@ -227,11 +233,11 @@ def _columns(count: int, columns: int | None) -> int:
     return columns or max(count, 1)
 
 
-def _sides(previous: U8 | None, alphabet: int) -> list[context.Side]:
+def _sides(previous: UInt8s | None, alphabet: int) -> list[context.Side]:
     return [] if previous is None else [context.Side(previous, alphabet)]
 
 
-def _encode_rans(plane: U8, alphabet: int, previous: U8 | None, threads: int) -> bytes:
+def _encode_rans(plane: UInt8s, alphabet: int, previous: UInt8s | None, threads: int) -> bytes:
     if previous is not None:
         counts = count_symbols(plane, previous, alphabet, alphabet)
         if predict_bytes(counts) < predict_bytes(counts.sum(axis=0, keepdims=True)):
@@ -239,7 +245,7 @@ def _encode_rans(plane: U8, alphabet: int, previous: U8 | None, threads: int) ->
     return bytes([_RANS]) + encode_symbols(plane, None, alphabet, 1, threads=threads)
 
 
-def _decode_huffman(body: bytes, count: int, alphabet: int, previous: U8 | None) -> U8:
+def _decode_huffman(body: bytes, count: int, alphabet: int, previous: UInt8s | None) -> UInt8s:
     values = decode_huffman(body, count)
     if values.size != count:
         raise FormatError(f"symbol plane: {values.size} symbols, {count} expected")
@@ -250,7 +256,7 @@ def _decode_huffman(body: bytes, count: int, alphabet: int, previous: U8 | None)
     return values.astype(np.uint8)
 
 
-def _checked(plane: U8, alphabet: int) -> U8:
+def _checked(plane: UInt8s, alphabet: int) -> UInt8s:
     if plane.size and int(plane.max()) >= alphabet:
         raise FormatError(f"symbol plane: symbol {int(plane.max())} of {alphabet}")
     return plane
@@ -260,7 +266,7 @@ def _width(alphabet: int) -> int:
     return max(1, (alphabet - 1).bit_length())
 
 
-def _pack(plane: U8, width: int) -> bytes:
+def _pack(plane: UInt8s, width: int) -> bytes:
     """Symbols side by side, the first one in the highest bits: with 4 bits, two labels per byte as ExCP packs them."""
     parts = []
     for start in range(0, plane.size, _CHUNK):
@@ -269,7 +275,7 @@ def _pack(plane: U8, width: int) -> bytes:
     return b"".join(parts)
 
 
-def _unpack(packed: U8, count: int, width: int) -> U8:
+def _unpack(packed: UInt8s, count: int, width: int) -> UInt8s:
     plane = np.empty(count, dtype=np.uint8)
     for start in range(0, count, _CHUNK):
         stop = min(start + _CHUNK, count)

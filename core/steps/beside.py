@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from shrinkpoint.digest import tensor_digest
 from shrinkpoint.errors import ConfigError, StateMismatchError
-from shrinkpoint.rng import capture_rng, restore_rng
-from shrinkpoint.state import TrainingState
+from shrinkpoint.state.digest import tensor_digest
+from shrinkpoint.state.rng import capture_rng, restore_rng
+from shrinkpoint.state.training import TrainingState
 from shrinkpoint.steps.fingerprint import device_sums
 from shrinkpoint.steps.hyperparameters import frozen_groups, parameters_of, set_groups
 from shrinkpoint.steps.recorder import KEPT, ZERO, CannotLogError, Recorder

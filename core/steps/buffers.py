@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from shrinkpoint.snapshot import Snapshot, Snapshotter
-from shrinkpoint.state import TrainingState
+from shrinkpoint.state.snapshot import Snapshot, Snapshotter
+from shrinkpoint.state.training import TrainingState
 
 __all__ = ["Buffers", "Held"]
 

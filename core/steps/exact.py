@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-import shrinkpoint
 from shrinkpoint.errors import ConfigError, StoreError
 from shrinkpoint.steps.beside import Beside
 from shrinkpoint.steps.buffers import Buffers, Held
@@ -30,7 +29,8 @@ from shrinkpoint.store.keys import new_nonce
 from shrinkpoint.store.objects import ObjectStore
 from shrinkpoint.store.retry import RetryingObjects, RetryPolicy
 from shrinkpoint.store.urls import Location
-from shrinkpoint.telling import tell
+from shrinkpoint.version import __version__
+from shrinkpoint.warn import tell
 
 __all__ = ["ExactLog"]
 
@@ -403,7 +403,7 @@ class ExactLog:
 
 def _provenance() -> dict[str, str]:
     return {
-        "shrinkpoint": shrinkpoint.__version__,
+        "shrinkpoint": __version__,
         "torch": str(torch.__version__),
         "python": platform.python_version(),
         "machine": platform.machine(),

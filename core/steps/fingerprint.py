@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import xxhash
 
-from shrinkpoint.dtypes import dtype_name, tensor_to_bytes
+from shrinkpoint.state.dtypes import dtype_name, tensor_to_bytes
 
 __all__ = ["combined", "device_sums", "differing", "fingerprint", "fingerprints"]
 

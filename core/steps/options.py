@@ -9,7 +9,7 @@ import torch
 
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.store.urls import Location, parse_url
-from shrinkpoint.telling import brief
+from shrinkpoint.warn import brief
 
 __all__ = ["StepLog", "chosen_log", "log_location", "refuse_optimizers"]
 

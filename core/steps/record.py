@@ -1,6 +1,6 @@
 """What one training step consumed: in memory, and as JSON beside a table of tensors (docs/steps.md, "A segment").
 
-No pickle: plain data goes through `shrinkpoint.tree`, tensors are raw little-endian elements. What a file declares is compared
+No pickle: plain data goes through `shrinkpoint.state.tree`, tensors are raw little-endian elements. What a file declares is compared
 with its length before anything is decoded.
 """
 
@@ -11,11 +11,12 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from shrinkpoint.dtypes import dtype_from_name, dtype_name, tensor_from_bytes, tensor_to_bytes
+from shrinkpoint.arrays import UInt8s
 from shrinkpoint.errors import FormatError
-from shrinkpoint.state import TrainingState
-from shrinkpoint.steps.sparse import Bytes, drop_zeros, put_zeros_back
-from shrinkpoint.tree import JSON, Path, decode_tree, encode_tree
+from shrinkpoint.state.dtypes import dtype_from_name, dtype_name, tensor_from_bytes, tensor_to_bytes
+from shrinkpoint.state.training import TrainingState
+from shrinkpoint.state.tree import JSON, Path, decode_tree, encode_tree
+from shrinkpoint.steps.sparse import drop_zeros, put_zeros_back
 
 __all__ = [
     "Dense",
@@ -110,7 +111,7 @@ class TensorTable:
         """For `encode_tree`."""
         return str(self.add(tensor.detach().cpu()))
 
-    def _add(self, dtype: str, shape: list[int], data: Bytes) -> int:
+    def _add(self, dtype: str, shape: list[int], data: UInt8s) -> int:
         self.specs.append([dtype, shape])
         self.parts.append(data.data)
         return len(self.specs) - 1
@@ -158,7 +159,7 @@ class Tensors:
             raise FormatError(f"a segment refers to tensor {str(number)[:40]}, and has {len(self._specs)}")
         return number
 
-    def _bytes(self, index: int) -> Bytes:
+    def _bytes(self, index: int) -> UInt8s:
         return np.frombuffer(self._payload[self._ends[index] : self._ends[index + 1]], dtype=np.uint8)
 
     def without_gaps(self, gaps: JSON, values: JSON, shape: tuple[int, ...]) -> torch.Tensor:

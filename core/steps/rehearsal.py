@@ -7,11 +7,11 @@ import torch
 from torch import nn
 from torch.optim import optimizer as optimizer_module
 
+from shrinkpoint.optimizers.updates import OptimizerKind, holds_tensors
 from shrinkpoint.steps.fingerprint import differing, fingerprints
 from shrinkpoint.steps.hyperparameters import frozen_groups, parameters_of
 from shrinkpoint.steps.record import Record
 from shrinkpoint.steps.replay import make_step
-from shrinkpoint.updates import OptimizerKind, holds_tensors
 
 __all__ = ["Rehearsal"]
 

@@ -20,7 +20,7 @@ from shrinkpoint.container.layout import (
     load_json,
 )
 from shrinkpoint.errors import CannotRepresentError, CorruptionError, FormatError, UnsupportedFormatError
-from shrinkpoint.tree import JSON
+from shrinkpoint.state.tree import JSON
 
 __all__ = [
     "MAGIC",

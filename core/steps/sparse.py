@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from shrinkpoint.arrays import UInt8s
 from shrinkpoint.errors import FormatError
 
 __all__ = ["drop_zeros", "put_zeros_back"]
@@ -18,10 +19,8 @@ _SAMPLE = 4096
 _WORDS: Mapping[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _WORTH = 0.75  # of the dense bytes: above, the gaps' bytes are not worth their time
 
-Bytes = npt.NDArray[np.uint8]
 
-
-def drop_zeros(data: Bytes, itemsize: int) -> tuple[npt.NDArray[Any], Bytes] | None:
+def drop_zeros(data: UInt8s, itemsize: int) -> tuple[npt.NDArray[Any], UInt8s] | None:
     """The elements that are not zero.
 
     Args:
@@ -45,7 +44,7 @@ def drop_zeros(data: Bytes, itemsize: int) -> tuple[npt.NDArray[Any], Bytes] | N
     return gaps.astype(gap_type), words[places].view(np.uint8)
 
 
-def put_zeros_back(gaps: npt.NDArray[Any], values: Bytes, itemsize: int, elements: int) -> Bytes:
+def put_zeros_back(gaps: npt.NDArray[Any], values: UInt8s, itemsize: int, elements: int) -> UInt8s:
     """The inverse of `drop_zeros`.
 
     Args:

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from shrinkpoint.errors import ShrinkpointError
+from shrinkpoint.state.tree import JSON
 from shrinkpoint.steps.buffers import Held
 from shrinkpoint.steps.record import Record, TensorTable, encode_record
 from shrinkpoint.steps.segment import Head, Key, Place, Reference, pack
 from shrinkpoint.store.objects import ObjectStore
-from shrinkpoint.tree import JSON
 
 __all__ = ["Pending", "SegmentWriter"]
 

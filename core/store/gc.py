@@ -13,7 +13,7 @@ from shrinkpoint.store.catalog import Catalog, Listing, is_listed, read_checked
 from shrinkpoint.store.keys import check_data_key, is_probe_key, is_trash_key, trash_key
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.objects import MissingKeyError, ObjectInfo, ObjectStore
-from shrinkpoint.telling import tell
+from shrinkpoint.warn import tell
 
 __all__ = ["DEFAULT_GRACE_S", "GcReport", "collect"]
 

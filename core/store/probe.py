@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from shrinkpoint.errors import StoreError
 from shrinkpoint.store.keys import new_nonce, probe_key
 from shrinkpoint.store.objects import ObjectStore
-from shrinkpoint.telling import tell
+from shrinkpoint.warn import tell
 
 __all__ = ["honours_put_if_absent"]
 

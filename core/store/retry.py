@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from shrinkpoint.errors import ConfigError, StoreError
 from shrinkpoint.store.objects import ObjectInfo, ObjectStore, TransientStoreError
-from shrinkpoint.telling import tell
+from shrinkpoint.warn import tell
 
 __all__ = ["RetryPolicy", "RetryingObjects"]
 

@@ -26,7 +26,7 @@ from shrinkpoint.store.striped.members import read_member
 from shrinkpoint.store.trash import removed
 from shrinkpoint.store.urls import RunUrl
 from shrinkpoint.store.writer import RunWriter
-from shrinkpoint.telling import tell
+from shrinkpoint.warn import tell
 
 __all__ = ["RunStore", "RunWriter"]
 

@@ -5,7 +5,7 @@ from shrinkpoint.store.catalog import Catalog, read_checked
 from shrinkpoint.store.keys import commit_key, is_trash_key
 from shrinkpoint.store.manifest import MAX_MANIFEST_BYTES, Manifest
 from shrinkpoint.store.objects import MissingKeyError, ObjectStore
-from shrinkpoint.telling import tell
+from shrinkpoint.warn import tell
 
 __all__ = ["publish_again", "removed"]
 

@@ -23,7 +23,7 @@ from shrinkpoint.store.keys import COMMITTED_KEY, MAX_STEP, commit_key, data_key
 from shrinkpoint.store.manifest import MAX_MANIFEST_BYTES, BlobRef, Manifest, seal
 from shrinkpoint.store.objects import MissingKeyError, ObjectStore
 from shrinkpoint.store.trash import publish_again
-from shrinkpoint.telling import tell
+from shrinkpoint.warn import tell
 
 __all__ = ["COMMIT_LIMIT_S", "RunWriter"]
 
@@ -198,7 +198,7 @@ class RunWriter:
         (until the first commit) stay.
 
         Args:
-            keep: Sequence numbers, as chosen by :class:`shrinkpoint.retention.RetentionPolicy`.
+            keep: Sequence numbers, as chosen by :class:`shrinkpoint.saving.retention.RetentionPolicy`.
             seen: The manifests that ``keep`` was chosen from. What another process has committed since then was never judged,
                 and stays. None: all that are there now.
             grace_s: Seconds, by the store's clock. Below two hours only where no second writer or reader exists.

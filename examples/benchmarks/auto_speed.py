@@ -27,15 +27,15 @@ import torch
 import zstandard
 from auto_speed_stages import Stages
 
-from shrinkpoint.coding import EncodedState, decode_chain, encode_state
+from shrinkpoint.coding.encode import EncodedState, decode_chain, encode_state
 from shrinkpoint.container.reader import read_container
 from shrinkpoint.container.writer import write_container
-from shrinkpoint.dtypes import tensor_to_bytes
-from shrinkpoint.entropy.context import Effort
-from shrinkpoint.schemes.auto import AutoOptions
+from shrinkpoint.entropy.contexts.coder import Effort
+from shrinkpoint.schemes.auto.scheme import AutoOptions
 from shrinkpoint.schemes.base import Occasion
 from shrinkpoint.schemes.catalogue import build
-from shrinkpoint.state import LayerType, Role, Tag, TrainingState
+from shrinkpoint.state.dtypes import tensor_to_bytes
+from shrinkpoint.state.training import LayerType, Role, Tag, TrainingState
 
 _SAVES = 3
 _WEIGHT_ROLES = {"weight": Role.WEIGHT, "exp_avg": Role.EXP_AVG, "exp_avg_sq": Role.EXP_AVG_SQ}

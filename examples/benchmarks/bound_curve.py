@@ -32,9 +32,9 @@ from bound_training import Kind, Training
 from moments import Middle, middle_of, trainings
 from schemes_picture import FAINT, GRID, INK
 
-from shrinkpoint.coding import restored_values
-from shrinkpoint.schemes.auto import Auto
-from shrinkpoint.state import Role, TrainingState
+from shrinkpoint.coding.encode import restored_values
+from shrinkpoint.schemes.auto.scheme import Auto
+from shrinkpoint.state.training import Role, TrainingState
 
 OUT = Path(__file__).resolve().parents[2] / "docs" / "bound_curve.svg"
 TRAININGS = ("gpt", "recommender", "fine-tuning", "gpt-lion")

@@ -13,8 +13,14 @@ import numpy as np
 import torch
 from sklearn.cluster import KMeans
 
-from shrinkpoint.clustering import assign, dequantize, kmeans_plus_plus, optimal_clusters, sample_weights
-from shrinkpoint.sketch import SignedHistogram
+from shrinkpoint.quantize.clustering import (
+    assign,
+    dequantize,
+    kmeans_plus_plus,
+    optimal_clusters,
+    sample_weights,
+)
+from shrinkpoint.quantize.sketch import SignedHistogram
 
 
 def main() -> None:

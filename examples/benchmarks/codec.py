@@ -22,15 +22,15 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from gpt import GPT, GPTConfig, build_optimizer
 
-from shrinkpoint.coding import EncodedState, decode_chain, encode_state
+from shrinkpoint.coding.encode import EncodedState, decode_chain, encode_state
 from shrinkpoint.container.reader import read_container
 from shrinkpoint.container.writer import write_container
-from shrinkpoint.roles import describe_training
-from shrinkpoint.schemes.inshrinkerator import Inshrinkerator, InshrinkeratorOptions, Weights
-from shrinkpoint.schemes.lossless import Lossless
-from shrinkpoint.search.space import Configuration
-from shrinkpoint.snapshot import Snapshotter
-from shrinkpoint.state import TrainingState
+from shrinkpoint.schemes.inshrinkerator.scheme import Inshrinkerator, InshrinkeratorOptions, Weights
+from shrinkpoint.schemes.inshrinkerator.space import Configuration
+from shrinkpoint.schemes.lossless.scheme import Lossless
+from shrinkpoint.state.roles import describe_training
+from shrinkpoint.state.snapshot import Snapshotter
+from shrinkpoint.state.training import TrainingState
 
 CONFIGURATION = Configuration(bins=16, prune=0.0, protect=0.005, metric="sensitivity", embedding_bins=32)
 

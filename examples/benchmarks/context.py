@@ -29,7 +29,7 @@ from context_planes import (
     states_of_training,
 )
 
-from shrinkpoint.entropy.context import Effort, Side, decode_plane, encode_plane
+from shrinkpoint.entropy.contexts.coder import Effort, Side, decode_plane, encode_plane
 from shrinkpoint.entropy.symbols import conditional_entropy_bits
 
 Result = TypeVar("Result")

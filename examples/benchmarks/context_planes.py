@@ -14,12 +14,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from gpt import GPT, GPTConfig, TextWindows, build_optimizer, load_corpus
 
-from shrinkpoint.clustering import optimal_clusters
-from shrinkpoint.partition import Thresholds
+from shrinkpoint.quantize.clustering import optimal_clusters
 from shrinkpoint.schemes.base import Context
-from shrinkpoint.schemes.levels import LevelsCodec
+from shrinkpoint.schemes.inshrinkerator.codec import LevelsCodec
+from shrinkpoint.schemes.inshrinkerator.partition import Thresholds
 from shrinkpoint.schemes.moments import FirstMomentCodec, SecondMomentCodec
-from shrinkpoint.state import Role, TensorSpec
+from shrinkpoint.state.training import Role, TensorSpec
 
 UInt8s = npt.NDArray[np.uint8]
 Float32s = npt.NDArray[np.float32]

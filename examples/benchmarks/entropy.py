@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from shrinkpoint.entropy.bytes import decode_bytes, delta_bits, encode_bytes
+from shrinkpoint.entropy.static.bytes import decode_bytes, delta_bits, encode_bytes
 from shrinkpoint.entropy.symbols import conditional_entropy_bits
-from shrinkpoint.levels import LevelCoder, decode_levels, encode_levels
+from shrinkpoint.schemes.inshrinkerator.level_deltas import LevelCoder, decode_levels, encode_levels
 
 UInt8s = npt.NDArray[np.uint8]
 Result = TypeVar("Result")

@@ -29,7 +29,7 @@ from torch import nn
 
 from shrinkpoint import Checkpointer, Saver, SaverConfig
 from shrinkpoint.errors import ShrinkpointWarning
-from shrinkpoint.roles import describe_training
+from shrinkpoint.state.roles import describe_training
 
 _LAYERS, _WIDTH = 24, 96
 

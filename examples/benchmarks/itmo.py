@@ -41,18 +41,21 @@ from schemes_measure import Chain
 from schemes_models import MODELS, Undisturbed
 from schemes_settings import Setting
 
-from shrinkpoint.entropy import context, lstm, trellis_planes
-from shrinkpoint.entropy.bytes import decode_bytes
-from shrinkpoint.entropy.context import Effort, Side
-from shrinkpoint.entropy.lstm import Advance, LstmOptions
+from shrinkpoint.entropy.contexts import coder as context
+from shrinkpoint.entropy.contexts.coder import Effort, Side
+from shrinkpoint.entropy.lstm import coder as lstm
+from shrinkpoint.entropy.lstm.coder import Advance, LstmOptions
+from shrinkpoint.entropy.static.bytes import decode_bytes
 from shrinkpoint.entropy.symbols import conditional_entropy_bits
-from shrinkpoint.entropy.trellis_planes import CodedPoints
-from shrinkpoint.schemes import centroid_moments, trellis_lattice
-from shrinkpoint.schemes.auto import AutoOptions
+from shrinkpoint.entropy.trellis import coder as trellis_planes
+from shrinkpoint.entropy.trellis.coder import CodedPoints
+from shrinkpoint.schemes.auto import first_moments as centroid_moments
+from shrinkpoint.schemes.auto import trellis_weights as trellis_lattice
+from shrinkpoint.schemes.auto.first_moments import CentroidFirstMomentCodec, CentroidMomentumCodec
+from shrinkpoint.schemes.auto.scheme import AutoOptions
+from shrinkpoint.schemes.auto.trellis_weights import TrellisLatticeCodec
 from shrinkpoint.schemes.base import EncodedTensor
-from shrinkpoint.schemes.centroid_moments import CentroidFirstMomentCodec, CentroidMomentumCodec
-from shrinkpoint.schemes.trellis_lattice import TrellisLatticeCodec
-from shrinkpoint.state import Role, TensorSpec, TrainingState
+from shrinkpoint.state.training import Role, TensorSpec, TrainingState
 
 EFFORTS: tuple[Effort, ...] = ("default", "max")
 HEADS = ("order 0", "previous", "stored", "one LSTM", *EFFORTS, "def used", "max used", "LSTM")

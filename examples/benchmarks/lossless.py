@@ -28,11 +28,11 @@ import torch
 import zstandard
 from torch.distributed.checkpoint._extension import ZStandard
 
-from shrinkpoint.dtypes import tensor_to_bytes
 from shrinkpoint.schemes.base import Context, EncodedTensor, Held, TensorCodec
-from shrinkpoint.schemes.bit_planes import BitPlanesCodec
 from shrinkpoint.schemes.exact import ExactCodec
-from shrinkpoint.state import TensorSpec
+from shrinkpoint.schemes.lossless.bit_planes import BitPlanesCodec
+from shrinkpoint.state.dtypes import tensor_to_bytes
+from shrinkpoint.state.training import TensorSpec
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 

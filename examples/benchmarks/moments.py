@@ -5,7 +5,7 @@
 Trainings of the bench of the bound are taken to a checkpoint in the middle. Its first moments are stored with a greatest loss
 that is the same for all of them, beside true second moments; then with the losses that `auto` chooses; then with restored
 second moments as well. The training's own optimizer is stepped on copies of its tensors, from the true state and from
-the restored one (`shrinkpoint.updates`).
+the restored one (`shrinkpoint.optimizers.updates`).
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 from bound_training import Kind, Training
 from bound_trainings import KINDS
 
-from shrinkpoint.coding import encode_state, restored_values
-from shrinkpoint.movement import MovementTracker
-from shrinkpoint.roles import describe_training
-from shrinkpoint.schemes.auto import Auto
+from shrinkpoint.coding.encode import encode_state, restored_values
+from shrinkpoint.optimizers.updates import OptimizerKind, Updates, compare_updates, moments_of_direction
+from shrinkpoint.quantize.movement import MovementTracker
+from shrinkpoint.schemes.auto.factors import Factors, matrix_shape
+from shrinkpoint.schemes.auto.first_moments import CentroidFirstMomentCodec, CentroidMomentumCodec
+from shrinkpoint.schemes.auto.scheme import Auto
 from shrinkpoint.schemes.base import Occasion, TensorCodec
-from shrinkpoint.schemes.centroid_moments import CentroidFirstMomentCodec, CentroidMomentumCodec
-from shrinkpoint.schemes.factors import Factors, matrix_shape
-from shrinkpoint.state import Role, TrainingState
-from shrinkpoint.updates import OptimizerKind, Updates, compare_updates, moments_of_direction
+from shrinkpoint.state.roles import describe_training
+from shrinkpoint.state.training import Role, TrainingState
 
 __all__ = ["Middle", "middle_of", "trainings"]
 

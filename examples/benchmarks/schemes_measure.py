@@ -11,13 +11,13 @@ import zstandard
 from schemes_models import Training, Undisturbed
 from schemes_settings import SLOW, Setting
 
-from shrinkpoint.coding import Decoded, EncodedState, decode_chain, encode_state
+from shrinkpoint.coding.encode import Decoded, EncodedState, decode_chain, encode_state
 from shrinkpoint.container.reader import read_container
 from shrinkpoint.container.writer import write_container
-from shrinkpoint.dtypes import tensor_to_bytes
-from shrinkpoint.movement import MovementTracker
+from shrinkpoint.quantize.movement import MovementTracker
 from shrinkpoint.schemes.base import Held, Occasion
-from shrinkpoint.state import Role, TrainingState
+from shrinkpoint.state.dtypes import tensor_to_bytes
+from shrinkpoint.state.training import Role, TrainingState
 
 __all__ = ["Chain", "Size", "measure_chain", "measure_restores", "measure_slice", "measure_speed", "slice_of"]
 

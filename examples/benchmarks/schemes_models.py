@@ -25,12 +25,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from gpt import GPT, VOCABULARY, GPTConfig, build_optimizer, load_corpus, val_batches
 from schemes_cache import digest
 
-from shrinkpoint.coding import decode_chain, encode_state
+from shrinkpoint.coding.encode import decode_chain, encode_state
 from shrinkpoint.container.reader import read_container
 from shrinkpoint.container.writer import write_container
-from shrinkpoint.roles import describe_training
-from shrinkpoint.schemes.lossless import Lossless
-from shrinkpoint.state import TrainingState
+from shrinkpoint.schemes.lossless.scheme import Lossless
+from shrinkpoint.state.roles import describe_training
+from shrinkpoint.state.training import TrainingState
 
 __all__ = ["MODELS", "ConvNet", "Course", "Training", "Undisturbed"]
 

@@ -8,18 +8,18 @@ from typing import Any
 
 from schemes_cache import digest
 
-from shrinkpoint.schemes.adaptive import AdaptiveOptions
-from shrinkpoint.schemes.auto import AutoOptions
+from shrinkpoint.schemes.auto.scheme import AutoOptions
 from shrinkpoint.schemes.base import Occasion, Scheme
 from shrinkpoint.schemes.catalogue import SCHEMES, build, options_of
-from shrinkpoint.schemes.delta_dnn import DeltaDnnOptions
-from shrinkpoint.schemes.excp_codecs import ExcpOptions
-from shrinkpoint.schemes.gobo import GoboOptions
-from shrinkpoint.schemes.inshrinkerator import Inshrinkerator, InshrinkeratorOptions, Weights
-from shrinkpoint.schemes.lc_checkpoint import LCCheckpointOptions
-from shrinkpoint.schemes.partial import PartialOptions, ScarOptions
-from shrinkpoint.schemes.uniform import UniformOptions
-from shrinkpoint.search.space import Configuration
+from shrinkpoint.schemes.inshrinkerator.scheme import Inshrinkerator, InshrinkeratorOptions, Weights
+from shrinkpoint.schemes.inshrinkerator.space import Configuration
+from shrinkpoint.schemes.published.check_n_run import AdaptiveOptions
+from shrinkpoint.schemes.published.delta_dnn import DeltaDnnOptions
+from shrinkpoint.schemes.published.excp_codecs import ExcpOptions
+from shrinkpoint.schemes.published.gobo import GoboOptions
+from shrinkpoint.schemes.published.lc_checkpoint import LCCheckpointOptions
+from shrinkpoint.schemes.published.partial import PartialOptions, ScarOptions
+from shrinkpoint.schemes.published.qd_compressor import UniformOptions
 
 _MATRICES: dict[str, Any] = {"matrices_only": True, "min_elements": 2000}
 

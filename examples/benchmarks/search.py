@@ -17,8 +17,8 @@ import random
 from collections.abc import Callable
 from statistics import mean
 
-from shrinkpoint.search.guided import guided_exhaustive
-from shrinkpoint.search.space import Configuration, ConfigurationSpace, Metric
+from shrinkpoint.quality.inshrinkerator_search.guided import guided_exhaustive
+from shrinkpoint.schemes.inshrinkerator.space import Configuration, ConfigurationSpace, Metric
 
 SPACE = ConfigurationSpace()
 MILDER = {

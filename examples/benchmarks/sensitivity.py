@@ -20,12 +20,12 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from gpt import GPT, GPTConfig, build_optimizer, load_corpus, loss_on, val_batches
 
-from shrinkpoint.roles import describe_training
-from shrinkpoint.schemes.inshrinkerator import InshrinkeratorOptions, Weights
-from shrinkpoint.search.space import Configuration
-from shrinkpoint.sensitivity import GradientEMA
-from shrinkpoint.state import Role, TrainingState
-from shrinkpoint.swap import swapped_weights
+from shrinkpoint.quality.swap import swapped_weights
+from shrinkpoint.schemes.inshrinkerator.scheme import InshrinkeratorOptions, Weights
+from shrinkpoint.schemes.inshrinkerator.sensitivity import GradientEMA
+from shrinkpoint.schemes.inshrinkerator.space import Configuration
+from shrinkpoint.state.roles import describe_training
+from shrinkpoint.state.training import Role, TrainingState
 
 WINDOW = 50
 

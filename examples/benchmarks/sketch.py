@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from shrinkpoint.sketch import QuantileSketch, SignedHistogram
+from shrinkpoint.quantize.sketch import QuantileSketch, SignedHistogram
 
 SHARES = [0.0005, 0.1, 0.3, 0.5, 0.9, 0.99, 0.9995]
 

@@ -11,7 +11,7 @@ from support.composer_models import Setup, fit
 
 from shrinkpoint.callbacks.composer import CompressedCheckpoint
 from shrinkpoint.saver import Saver
-from shrinkpoint.state import Role
+from shrinkpoint.state.training import Role
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"

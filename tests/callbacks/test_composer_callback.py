@@ -45,8 +45,8 @@ from shrinkpoint.errors import (
     StateMismatchError,
     StoreError,
 )
-from shrinkpoint.integrations import composer_state
-from shrinkpoint.integrations.composer_resume import require_supported
+from shrinkpoint.integrations.composer import state as composer_state
+from shrinkpoint.integrations.composer.resume import require_supported
 from shrinkpoint.saver import Saver
 
 pytestmark = pytest.mark.filterwarnings(
@@ -736,7 +736,7 @@ def test_a_loss_that_asks_the_other_processes_is_not_waited_for(
     saving: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("support.composer_models.Tiny", Talkative)
-    monkeypatch.setattr("shrinkpoint.integrations.alone.world_size", lambda: 2)
+    monkeypatch.setattr("shrinkpoint.integrations.common.alone.world_size", lambda: 2)
     with pytest.warns(
         ShrinkpointWarning, match=r"cannot be measured.*talks to the other processes \(allreduce_"
     ):

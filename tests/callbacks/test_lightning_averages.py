@@ -11,12 +11,12 @@ from lightning.pytorch import callbacks
 from support.lightning_models import Crash, Setup, assert_same, fit
 from torch.optim.swa_utils import get_ema_avg_fn
 
-from shrinkpoint.address import Address
 from shrinkpoint.callbacks.lightning import CompressedCheckpoint
 from shrinkpoint.export import export
-from shrinkpoint.integrations.lightning_io import load_checkpoint
+from shrinkpoint.integrations.lightning.io import load_checkpoint
 from shrinkpoint.saver import Saver
-from shrinkpoint.state import Role
+from shrinkpoint.saving.address import Address
+from shrinkpoint.state.training import Role
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),

@@ -17,7 +17,6 @@ from lightning.pytorch.tuner import Tuner
 from support.containers import identical
 from support.lightning_models import QUIET, Crash, Setup, Tiny, assert_same, fit
 
-from shrinkpoint.address import Address
 from shrinkpoint.callbacks.lightning import CompressedCheckpoint
 from shrinkpoint.checkpointer import Checkpointer
 from shrinkpoint.compaction import compact, rebase
@@ -29,9 +28,11 @@ from shrinkpoint.errors import (
     StateMismatchError,
     StoreError,
 )
-from shrinkpoint.integrations import lightning_loaders, lightning_resume
-from shrinkpoint.integrations.lightning_io import load_checkpoint, open_as_ckpt
+from shrinkpoint.integrations.lightning import loaders as lightning_loaders
+from shrinkpoint.integrations.lightning import resume as lightning_resume
+from shrinkpoint.integrations.lightning.io import load_checkpoint, open_as_ckpt
 from shrinkpoint.saver import Saver
+from shrinkpoint.saving.address import Address
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"

@@ -12,11 +12,11 @@ from support.lightning_models import QUIET
 from support.training import TinyMLP
 from torch.utils.data import DataLoader
 
-import shrinkpoint.schemes.centroid_moments as centroid_moments
+import shrinkpoint.schemes.auto.first_moments as centroid_moments
 from shrinkpoint.callbacks.lightning import CompressedCheckpoint
 from shrinkpoint.errors import ShrinkpointWarning
 from shrinkpoint.saver import Saver
-from shrinkpoint.schemes.auto import AutoOptions
+from shrinkpoint.schemes.auto.scheme import AutoOptions
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"

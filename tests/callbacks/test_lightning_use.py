@@ -13,9 +13,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from support.containers import identical
 from support.lightning_models import QUIET, Crash, Tiny, fit
 
-from shrinkpoint import decoding
 from shrinkpoint.callbacks.composer import CompressedCheckpoint as ForComposer
 from shrinkpoint.callbacks.lightning import CompressedCheckpoint, load_from_checkpoint
+from shrinkpoint.coding import decode as decoding
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError, NoCheckpointError, ShrinkpointWarning
 from shrinkpoint.saver import Saver

@@ -18,7 +18,7 @@ from shrinkpoint.callbacks.transformers import CompressedCheckpoint
 from shrinkpoint.checkpointer import Checkpointer
 from shrinkpoint.errors import ConfigError, NoCheckpointError, ShrinkpointWarning, StateMismatchError
 from shrinkpoint.saver import Saver
-from shrinkpoint.state import Role
+from shrinkpoint.state.training import Role
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning",

@@ -22,11 +22,11 @@ from shrinkpoint.errors import (
     ShrinkpointWarning,
 )
 from shrinkpoint.saver import Saver
+from shrinkpoint.schemes.auto.lattice import LatticeCodec
+from shrinkpoint.schemes.auto.trellis_weights import TrellisLatticeCodec
 from shrinkpoint.schemes.base import EncodedTensor
-from shrinkpoint.schemes.lattice import LatticeCodec
-from shrinkpoint.schemes.levels import LevelsCodec
+from shrinkpoint.schemes.inshrinkerator.codec import LevelsCodec
 from shrinkpoint.schemes.moments import FirstMomentCodec, SecondMomentCodec
-from shrinkpoint.schemes.trellis_lattice import TrellisLatticeCodec
 from shrinkpoint.store.run import RunStore
 from shrinkpoint.store.writer import RunWriter
 

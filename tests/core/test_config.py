@@ -5,7 +5,7 @@ import pytest
 import shrinkpoint
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.schemes.inshrinkerator import InshrinkeratorOptions
+from shrinkpoint.schemes.inshrinkerator.scheme import InshrinkeratorOptions
 
 NAN = float("nan")
 

@@ -22,8 +22,8 @@ from support.states import states
 import shrinkpoint.export as export_module
 from shrinkpoint.errors import CannotRepresentError, ConfigError, StoreError
 from shrinkpoint.export import export, model_tensors, to_loadable
-from shrinkpoint.roles import describe_training
-from shrinkpoint.state import TrainingState
+from shrinkpoint.state.roles import describe_training
+from shrinkpoint.state.training import TrainingState
 
 
 def training(model: torch.nn.Module | None = None) -> tuple[Any, TrainingState]:

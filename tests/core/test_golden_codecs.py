@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from shrinkpoint.coding import decode_chain
+from shrinkpoint.coding.encode import decode_chain
+from shrinkpoint.coding.selective import Source, decode_selected
 from shrinkpoint.container.reader import read_container
-from shrinkpoint.dtypes import tensor_to_bytes
 from shrinkpoint.schemes.registry import CODECS
-from shrinkpoint.selective import Source, decode_selected
+from shrinkpoint.state.dtypes import tensor_to_bytes
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden"

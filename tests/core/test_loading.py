@@ -11,7 +11,8 @@ from support.containers import identical
 from torch import nn
 
 import shrinkpoint
-from shrinkpoint import decoding
+from shrinkpoint.coding import decode as decoding
+from shrinkpoint.coding.selective import Source, decode_selected
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.container.reader import ContainerReader
 from shrinkpoint.errors import (
@@ -25,7 +26,6 @@ from shrinkpoint.errors import (
     StoreError,
 )
 from shrinkpoint.saver import Saver
-from shrinkpoint.selective import Source, decode_selected
 from shrinkpoint.store.run import RunStore
 
 NAMES = {
@@ -130,7 +130,7 @@ def test_only_the_wanted_tensors_are_read(
         return original(self, ref, start, end)  # type: ignore[arg-type]
 
     monkeypatch.setattr(RunStore, "fetch_range", fetch_range)
-    monkeypatch.setattr("shrinkpoint.selective._WHOLE_BYTES", 0)
+    monkeypatch.setattr("shrinkpoint.coding.selective._WHOLE_BYTES", 0)
     monkeypatch.setattr("shrinkpoint.container.reader._FIRST_READ", 1024)
     monkeypatch.setattr(RunStore, "fetch_blob", lambda *args: pytest.fail("a whole container was fetched"))
     found = shrinkpoint.load_weights(f"{folder}#step=30", names=["norm.running_mean"])
@@ -258,7 +258,7 @@ def test_the_newest_is_the_newest_sound_one(folder: Path) -> None:
 def test_a_range_that_was_damaged_on_its_way_is_read_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shrinkpoint.selective._WHOLE_BYTES", 0)
+    monkeypatch.setattr("shrinkpoint.coding.selective._WHOLE_BYTES", 0)
     original = RunStore.fetch_range
 
     def fetch_range(self: RunStore, ref: object, start: int, end: int) -> bytes:

@@ -10,7 +10,7 @@ from support.fake_objects import FakeObjects, InjectedError
 from support.losses import nearly_flat
 from support.training import OPTIMIZERS, TinyMLP, train
 
-from shrinkpoint.coding import encode_state
+from shrinkpoint.coding.encode import encode_state
 from shrinkpoint.errors import (
     CannotRepresentError,
     ChainError,
@@ -20,9 +20,9 @@ from shrinkpoint.errors import (
     SaveFailedError,
     ShrinkpointWarning,
 )
-from shrinkpoint.roles import describe_training
 from shrinkpoint.saver import Saver, SaverConfig
-from shrinkpoint.state import LayerType, Role, Tag, TrainingState
+from shrinkpoint.state.roles import describe_training
+from shrinkpoint.state.training import LayerType, Role, Tag, TrainingState
 from shrinkpoint.store.run import RunStore
 from shrinkpoint.store.writer import RunWriter
 
@@ -226,7 +226,7 @@ def test_host_memory_is_one_snapshot_and_one_of_what_the_reader_holds(loop, monk
             state, scheme, reference=reference, release=given_up if release else None, **options
         )
 
-    monkeypatch.setattr("shrinkpoint.committer.encode_state", watched)
+    monkeypatch.setattr("shrinkpoint.saving.committer.encode_state", watched)
     buffers = set()
     for _ in range(3):
         loop.train()

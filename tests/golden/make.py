@@ -22,8 +22,8 @@ from support.containers import store_raw
 
 from shrinkpoint.container.layout import FORMAT_VERSION, Checkpoint
 from shrinkpoint.container.writer import write_container
-from shrinkpoint.dtypes import DTYPES, tensor_from_bytes
-from shrinkpoint.state import LayerType, Role, Tag
+from shrinkpoint.state.dtypes import DTYPES, tensor_from_bytes
+from shrinkpoint.state.training import LayerType, Role, Tag
 
 
 def state() -> dict:

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import torch
 
-from shrinkpoint.coding import decode_chain, encode_state
+from shrinkpoint.coding.encode import decode_chain, encode_state
 from shrinkpoint.container.reader import read_container
 from shrinkpoint.container.writer import write_container
-from shrinkpoint.dtypes import tensor_to_bytes
-from shrinkpoint.roles import describe_training
-from shrinkpoint.schemes.inshrinkerator import Inshrinkerator, InshrinkeratorOptions, Weights
-from shrinkpoint.search.space import Configuration
-from shrinkpoint.state import TrainingState
+from shrinkpoint.schemes.inshrinkerator.scheme import Inshrinkerator, InshrinkeratorOptions, Weights
+from shrinkpoint.schemes.inshrinkerator.space import Configuration
+from shrinkpoint.state.dtypes import tensor_to_bytes
+from shrinkpoint.state.roles import describe_training
+from shrinkpoint.state.training import TrainingState
 
 HERE = Path(__file__).parent / "codecs"
 

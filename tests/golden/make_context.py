@@ -12,7 +12,7 @@ from typing import get_args
 
 from support.context_planes import golden_dithered_plane, golden_planes, sparse
 
-from shrinkpoint.entropy.context import Effort, encode_plane
+from shrinkpoint.entropy.contexts.coder import Effort, encode_plane
 
 HERE = Path(__file__).parent / "context"
 

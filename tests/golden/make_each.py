@@ -16,31 +16,31 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from shrinkpoint.coding import EncodedState, decode_chain, encode_state
+from shrinkpoint.coding.encode import EncodedState, decode_chain, encode_state
 from shrinkpoint.container.layout import Checkpoint
 from shrinkpoint.container.reader import read_container
 from shrinkpoint.container.writer import write_container
-from shrinkpoint.dtypes import tensor_to_bytes
-from shrinkpoint.entropy import lstm
-from shrinkpoint.schemes.adaptive import AdaptiveOptions, AdaptiveRowsCodec
+from shrinkpoint.entropy.lstm import coder as lstm
+from shrinkpoint.schemes.auto.copied import CopiedCodec
+from shrinkpoint.schemes.auto.first_moments import CentroidFirstMomentCodec, CentroidMomentumCodec
+from shrinkpoint.schemes.auto.lattice import LatticeCodec
+from shrinkpoint.schemes.auto.lattice_steps import curvature_exponents
+from shrinkpoint.schemes.auto.log_levels import LogLevelsCodec
+from shrinkpoint.schemes.auto.rounded import RoundedCodec
+from shrinkpoint.schemes.auto.second_moments import FactoredSecondMomentCodec
+from shrinkpoint.schemes.auto.trellis_weights import TrellisLatticeCodec
 from shrinkpoint.schemes.base import TensorCodec
-from shrinkpoint.schemes.bit_planes import BitPlanesCodec
-from shrinkpoint.schemes.centroid_moments import CentroidFirstMomentCodec, CentroidMomentumCodec
-from shrinkpoint.schemes.copied import CopiedCodec
-from shrinkpoint.schemes.delta_dnn import DeltaDnnCodec, DeltaDnnOptions
-from shrinkpoint.schemes.excp_codecs import ExcpMomentCodec, ExcpOptions, ExcpWeightCodec
-from shrinkpoint.schemes.factored_moments import FactoredSecondMomentCodec
-from shrinkpoint.schemes.gobo import GoboCodec, GoboOptions
-from shrinkpoint.schemes.lattice import LatticeCodec
-from shrinkpoint.schemes.lattice_steps import curvature_exponents
-from shrinkpoint.schemes.lc_checkpoint import LCCheckpointOptions, LCDeltaCodec, merge_super_step
-from shrinkpoint.schemes.log_levels import LogLevelsCodec
-from shrinkpoint.schemes.partial import PartialCodec
-from shrinkpoint.schemes.rounded import RoundedCodec
+from shrinkpoint.schemes.lossless.bit_planes import BitPlanesCodec
+from shrinkpoint.schemes.published.check_n_run import AdaptiveOptions, AdaptiveRowsCodec
+from shrinkpoint.schemes.published.delta_dnn import DeltaDnnCodec, DeltaDnnOptions
+from shrinkpoint.schemes.published.excp_codecs import ExcpMomentCodec, ExcpOptions, ExcpWeightCodec
+from shrinkpoint.schemes.published.gobo import GoboCodec, GoboOptions
+from shrinkpoint.schemes.published.lc_checkpoint import LCCheckpointOptions, LCDeltaCodec, merge_super_step
+from shrinkpoint.schemes.published.partial import PartialCodec
+from shrinkpoint.schemes.published.qd_compressor import UniformCodec, UniformOptions
 from shrinkpoint.schemes.symbol_coders import LstmCoder
-from shrinkpoint.schemes.trellis_lattice import TrellisLatticeCodec
-from shrinkpoint.schemes.uniform import UniformCodec, UniformOptions
-from shrinkpoint.state import LayerType, Role, Tag, TrainingState
+from shrinkpoint.state.dtypes import tensor_to_bytes
+from shrinkpoint.state.training import LayerType, Role, Tag, TrainingState
 
 HERE = Path(__file__).parent / "each"
 SHAPE = (24, 40)

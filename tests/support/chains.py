@@ -10,12 +10,12 @@ import torch
 from hypothesis import strategies as st
 from support.containers import identical
 
-from shrinkpoint.coding import EncodedState, decode_chain, encode_state
+from shrinkpoint.coding.encode import EncodedState, decode_chain, encode_state
 from shrinkpoint.container.reader import read_container
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.errors import ShrinkpointError
 from shrinkpoint.schemes.base import Context, Held, Scheme
-from shrinkpoint.state import LayerType, Role, Tag, TensorSpec, TrainingState
+from shrinkpoint.state.training import LayerType, Role, Tag, TensorSpec, TrainingState
 
 ROLES = {"w": Role.WEIGHT, "exp_avg": Role.EXP_AVG, "exp_avg_sq": Role.EXP_AVG_SQ}
 

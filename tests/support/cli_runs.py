@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from shrinkpoint.config import SaverConfig
-from shrinkpoint.roles import describe_training
 from shrinkpoint.saver import Saver
+from shrinkpoint.state.roles import describe_training
 
 STEPS = (10, 20, 30, 40, 50)
 """With chains of three: base, delta, delta, base, delta."""

@@ -23,7 +23,7 @@ from composer.utils import dist
 from support.composer_models import Crash, Outcome, Setup, fit
 
 from shrinkpoint.callbacks.composer import CompressedCheckpoint
-from shrinkpoint.integrations import composer_session
+from shrinkpoint.integrations.composer import session as composer_session
 
 __all__ = ["OF_THREE", "SCENARIOS", "Scenario", "starts"]
 

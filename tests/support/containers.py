@@ -10,10 +10,10 @@ import xxhash
 import zstandard
 
 from shrinkpoint.container.layout import Checkpoint, Entry
-from shrinkpoint.digest import tensor_digest
-from shrinkpoint.dtypes import tensor_from_bytes, tensor_to_bytes
 from shrinkpoint.schemes.base import EncodedTensor
-from shrinkpoint.state import Describe, TrainingState, plain
+from shrinkpoint.state.digest import tensor_digest
+from shrinkpoint.state.dtypes import tensor_from_bytes, tensor_to_bytes
+from shrinkpoint.state.training import Describe, TrainingState, plain
 
 PREFIX_SIZE = 64
 MAGIC = b"\x89SHR\r\n\x1a\n"

@@ -1,11 +1,9 @@
 """Planes of levels like those of real checkpoints: few directions shared by all rows, and sides that tell something."""
 
 import numpy as np
-import numpy.typing as npt
 
-from shrinkpoint.entropy.context import Side
-
-UInt8s = npt.NDArray[np.uint8]
+from shrinkpoint.arrays import UInt8s
+from shrinkpoint.entropy.contexts.coder import Side
 
 
 def low_rank_planes(rows: int, columns: int, rank: int) -> tuple[UInt8s, UInt8s]:

@@ -20,7 +20,7 @@ from support.format_reader import (
 )
 from support.format_trellis import offset_gains, read_trellis_plane
 
-from shrinkpoint.entropy import lstm
+from shrinkpoint.entropy.lstm import coder as lstm
 
 F32 = np.float32
 DTYPES = {

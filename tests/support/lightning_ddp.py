@@ -26,7 +26,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from shrinkpoint.callbacks.lightning import CompressedCheckpoint
-from shrinkpoint.integrations import lightning_position
+from shrinkpoint.integrations.lightning import position as lightning_position
 
 
 class Distributed(Tiny):

@@ -4,7 +4,7 @@ import torch
 from hypothesis import strategies as st
 
 from shrinkpoint.schemes.base import Context
-from shrinkpoint.state import Role
+from shrinkpoint.state.training import Role
 
 SHAPES = st.sampled_from([(1,), (7,), (1, 1), (1, 30), (30, 1), (12, 40), (4, 3, 3, 3), (2, 1, 5), (5, 70)])
 SCALES = st.sampled_from([1e-25, 1e-8, 1e-3, 1.0, 1e12])

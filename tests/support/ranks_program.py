@@ -6,7 +6,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shrinkpoint.errors import ConfigError, StoreError
-from shrinkpoint.integrations import ranks
+from shrinkpoint.integrations.common import ranks
 
 
 def fails(error: Exception) -> Any:

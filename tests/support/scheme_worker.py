@@ -15,28 +15,26 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from unittest import mock
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from support.chains import save_chain
 from support.version_worker import digests, versions
 
-from shrinkpoint.coding import decode_chain
+from shrinkpoint.arrays import Float64s
+from shrinkpoint.coding.encode import decode_chain
 from shrinkpoint.container.reader import read_container
 from shrinkpoint.container.writer import write_container
-from shrinkpoint.entropy import lstm
+from shrinkpoint.entropy.lstm import coder as lstm
 from shrinkpoint.errors import ShrinkpointError
 from shrinkpoint.schemes.base import Held, Occasion, Scheme
 from shrinkpoint.schemes.catalogue import SCHEMES, build, options_of
-from shrinkpoint.schemes.inshrinkerator import Inshrinkerator, InshrinkeratorOptions, Weights
-from shrinkpoint.search.space import Configuration
-from shrinkpoint.state import LayerType, Role, Tag, TrainingState
-from shrinkpoint.tree import Path as TreePath
+from shrinkpoint.schemes.inshrinkerator.scheme import Inshrinkerator, InshrinkeratorOptions, Weights
+from shrinkpoint.schemes.inshrinkerator.space import Configuration
+from shrinkpoint.state.training import LayerType, Role, Tag, TrainingState
+from shrinkpoint.state.tree import Path as TreePath
 
 __all__ = ["CASES", "SAVES", "Case", "encode", "states"]
 
 SAVES = 3
-
-F64 = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -108,7 +106,7 @@ _USUAL = {
 }
 
 
-def _noise(seed: int, shape: tuple[int, ...]) -> F64:
+def _noise(seed: int, shape: tuple[int, ...]) -> Float64s:
     """Something like a normal distribution, made of the bits of SplitMix64: exact in fp32 under any version of anything."""
     count = int(np.prod(shape, dtype=np.int64))
     with np.errstate(over="ignore"):
@@ -149,7 +147,7 @@ class _Training:
         return {"weight": weight, **{slot: _tensor(found[slot]) for slot in self._parameter.slots}}
 
 
-def _tensor(values: F64) -> torch.Tensor:
+def _tensor(values: Float64s) -> torch.Tensor:
     return torch.from_numpy(np.array(values, np.float32))
 
 

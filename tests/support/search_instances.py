@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from shrinkpoint.search.outcome import Search, SearchOutcome
-from shrinkpoint.search.space import Configuration, ConfigurationSpace
+from shrinkpoint.quality.inshrinkerator_search.outcome import Search, SearchOutcome
+from shrinkpoint.schemes.inshrinkerator.space import Configuration, ConfigurationSpace
 
 SMALL = ConfigurationSpace(
     bins=(4, 8, 16), prune=(0.4, 0.2, 0.0), protect=(0.001, 0.01), embedding_bins=(16, 32)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from shrinkpoint.dtypes import DTYPES, tensor_from_bytes
+from shrinkpoint.state.dtypes import DTYPES, tensor_from_bytes
 
 NUMPY = [
     "bool",

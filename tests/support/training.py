@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from shrinkpoint.roles import describe_training
-from shrinkpoint.state import TrainingState
+from shrinkpoint.state.roles import describe_training
+from shrinkpoint.state.training import TrainingState
 
 
 class TinyGPT(nn.Module):

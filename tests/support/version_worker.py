@@ -16,7 +16,7 @@ import torch
 from support.training_worker import TrainingConfig, train
 
 from shrinkpoint.saver import Saver
-from shrinkpoint.state import TrainingState
+from shrinkpoint.state.training import TrainingState
 
 __all__ = ["Readings", "digests", "versions"]
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from shrinkpoint.telling import tell
+from shrinkpoint.warn import tell
 
 __all__ = ["Health"]
 

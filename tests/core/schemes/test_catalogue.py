@@ -7,15 +7,15 @@ from support.containers import identical
 from support.scheme_worker import CASES, SAVES, encode
 from support.training import OPTIMIZERS, TinyConvNet, TinyGPT, capture, train
 
-from shrinkpoint.coding import decode_chain
+from shrinkpoint.coding.encode import decode_chain
 from shrinkpoint.container.reader import read_container
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.errors import ConfigError
+from shrinkpoint.quality.trial import restored_model, restored_state, true_model
 from shrinkpoint.schemes.base import Occasion
 from shrinkpoint.schemes.catalogue import SCHEMES, build, check_options, options_of
-from shrinkpoint.schemes.gobo import GoboOptions
-from shrinkpoint.state import Role
-from shrinkpoint.trial import restored_model, restored_state, true_model
+from shrinkpoint.schemes.published.gobo import GoboOptions
+from shrinkpoint.state.training import Role
 
 
 class Chain:

@@ -8,7 +8,7 @@ import pytest
 from support.stepped import Training
 
 from shrinkpoint.errors import ShrinkpointWarning
-from shrinkpoint.rng import capture_rng, restore_rng
+from shrinkpoint.state.rng import capture_rng, restore_rng
 
 END = 14
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.training import OPTIMIZERS, TinyMLP, train
 
-from shrinkpoint.dtypes import DTYPES
+from shrinkpoint.state.dtypes import DTYPES
 from shrinkpoint.steps.fingerprint import device_sums, differing, fingerprint, fingerprints
 
 

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shrinkpoint.dtypes import DTYPES, tensor_from_bytes
 from shrinkpoint.errors import CannotRepresentError, FormatError, UnsupportedFormatError
-from shrinkpoint.state import TrainingState
+from shrinkpoint.state.dtypes import DTYPES, tensor_from_bytes
+from shrinkpoint.state.training import TrainingState
 from shrinkpoint.steps.record import (
     Dense,
     Event,

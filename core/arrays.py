@@ -1,0 +1,36 @@
+"""Names of the array types that the whole library passes around, and tensors as such arrays."""
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+__all__ = [
+    "Bools",
+    "Float32s",
+    "Float64s",
+    "Int8s",
+    "Int16s",
+    "Int32s",
+    "Int64s",
+    "UInt8s",
+    "UInt16s",
+    "UInt32s",
+    "widened",
+]
+
+Bools = npt.NDArray[np.bool_]
+Float32s = npt.NDArray[np.float32]
+Float64s = npt.NDArray[np.float64]
+Int8s = npt.NDArray[np.int8]
+Int16s = npt.NDArray[np.int16]
+Int32s = npt.NDArray[np.int32]
+Int64s = npt.NDArray[np.int64]
+UInt8s = npt.NDArray[np.uint8]
+UInt16s = npt.NDArray[np.uint16]
+UInt32s = npt.NDArray[np.uint32]
+
+
+def widened(tensor: torch.Tensor) -> Float32s:
+    """The elements of a host tensor as flat fp32 in C order; fp32 is not copied where it is dense, float64 alone is rounded."""
+    values: Float32s = tensor.detach().to(torch.float32).contiguous().reshape(-1).numpy()
+    return values

@@ -1,0 +1,91 @@
+"""``shrinkpoint compact``: make a delta a base, so that the chain behind it can go."""
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shrinkpoint.cli.options import (
+    AsJson,
+    Pairs,
+    Seq,
+    Step,
+    StorageOptions,
+    Url,
+    Yes,
+    parse_storage_options,
+    split_address,
+)
+from shrinkpoint.cli.output import bytes_text, console, print_json
+from shrinkpoint.cli.runs import open_run, pick
+from shrinkpoint.runtime.progress import waiting_for
+from shrinkpoint.store.gc import DEFAULT_GRACE_S
+
+if TYPE_CHECKING:
+    from shrinkpoint.compaction import Rebased
+
+__all__ = ["compact"]
+
+
+def compact(
+    url: Url,
+    step: Step = None,
+    seq: Seq = None,
+    yes: Yes = False,
+    grace: Annotated[
+        float,
+        typer.Option(
+            "--grace", min=0, help="Seconds that the old chain's data is kept for readers under way."
+        ),
+    ] = DEFAULT_GRACE_S,
+    storage_options: StorageOptions = None,
+    option: Pairs = None,
+    as_json: AsJson = False,
+) -> None:
+    """Store a delta anew as a base with the same values; fences off a training that is under way."""
+    from shrinkpoint.compaction import compact as commit
+    from shrinkpoint.compaction import rebase
+    from shrinkpoint.config import SaverConfig
+
+    url, step, seq = split_address(url, step, seq)
+    run = open_run(url, parse_storage_options(url, storage_options, option))
+    manifest = pick(run, step=step, seq=seq)
+    if manifest.kind == "base":
+        _tell({"step": manifest.step, "seq": manifest.seq, "done": False, "already_base": True}, as_json)
+        return
+    with waiting_for(f"storing step {manifest.step} as a base"):
+        rebased = rebase(run.store, manifest, threads=SaverConfig().encoder_threads)
+    report = _report(rebased) | {"done": False, "already_base": False}
+    if yes:
+        compacted = commit(run.store, rebased, grace_s=grace)
+        report |= {"done": True, "new_seq": compacted.manifest.seq, "pins": list(compacted.pins)}
+    _tell(report, as_json)
+
+
+def _report(rebased: "Rebased") -> dict[str, Any]:
+    return {
+        "step": rebased.source.step,
+        "seq": rebased.source.seq,
+        "chain_length": len(rebased.source.chain),
+        "chain_bytes": rebased.source.stored_bytes,
+        "base_bytes": len(rebased.container),
+        "stored_exactly": list(rebased.stored_exactly),
+    }
+
+
+def _tell(report: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print_json(report)
+        return
+    out = console()
+    if report["already_base"]:
+        out.print(f"step {report['step']} (seq {report['seq']}) is a base already: nothing to do")
+        return
+    sizes = (
+        f"{report['chain_length']} containers of {bytes_text(report['chain_bytes'])} together become one of"
+        f" {bytes_text(report['base_bytes'])}"
+    )
+    if report["done"]:
+        out.print(f"step {report['step']}: {sizes}; it is commit {report['new_seq']} now")
+    else:
+        out.print(f"step {report['step']}: {sizes}. Nothing was changed: say --yes to do it")
+        out.print("A training that is under way in this run would be fenced off: stop it first")

@@ -1,0 +1,39 @@
+"""``shrinkpoint compile``: compile the coders now, not when a training begins."""
+
+import time
+from typing import Annotated
+
+import typer
+
+from shrinkpoint.cli.output import console
+from shrinkpoint.errors import ShrinkpointError
+from shrinkpoint.runtime.progress import waiting_for
+
+__all__ = ["compile_now"]
+
+
+def compile_now(
+    scheme: Annotated[str, typer.Option("--scheme", help="Whose coders.")] = "auto",
+    effort: Annotated[
+        str | None,
+        typer.Option(
+            "--effort", help="fast, default or max, for schemes that have a choice.", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Compile the coders now, up to a minute of one core; else it is done when the first training on a machine begins."""
+    from shrinkpoint.saving.compilation import compile_coders, is_compiled
+
+    out = console()
+    if is_compiled(scheme, effort):
+        out.print(f"the coders of scheme {scheme} are compiled already")
+        return
+    started = time.perf_counter()
+    with waiting_for(f"compiling the coders of scheme {scheme}, which takes a minute or two"):
+        lasts = compile_coders(scheme, effort)
+    if not lasts:
+        raise ShrinkpointError(
+            "the compiled coders cannot be kept: numba finds no folder that it may write to;"
+            " let NUMBA_CACHE_DIR name one, here and where training runs"
+        )
+    out.print(f"compiled the coders of scheme {scheme} in {time.perf_counter() - started:.0f} s")

@@ -1,0 +1,198 @@
+"""``shrinkpoint diff``: which tensors of two checkpoints differ, and how far."""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shrinkpoint.cli.decode import Loaded, load
+from shrinkpoint.cli.options import AsJson, Pairs, StorageOptions, parse_storage_options
+from shrinkpoint.cli.output import bytes_text, console, number, print_json, print_table
+from shrinkpoint.cli.runs import describe_manifest
+
+if TYPE_CHECKING:
+    import torch
+
+    from shrinkpoint.container.layout import Entry
+
+__all__ = ["diff"]
+
+_IDENTICAL, _DIFFERS, _OTHER = "bit-identical", "differs", "other dtype or shape"
+_CHUNK = 1 << 22  # elements compared at a time, in double precision
+_NAMED = 10
+
+Side = Annotated[str, typer.Argument(help="A run, one checkpoint of it (URL#step=N), or a container file.")]
+
+
+def diff(
+    a: Side,
+    b: Side,
+    everything: Annotated[bool, typer.Option("--all", help="Show bit-identical tensors too.")] = False,
+    storage_options: StorageOptions = None,
+    option: Pairs = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare two checkpoints tensor by tensor: rms of the difference relative to A's rms, sizes, steps, losses."""
+    one, other = (load(url, parse_storage_options(url, storage_options, option)) for url in (a, b))
+    report = {"a": _side(one), "b": _side(other), "tensors": _tensors(one, other), "data": _data(one, other)}
+    if as_json:
+        print_json(report)
+    else:
+        _print(report, everything=everything)
+
+
+def _side(loaded: Loaded) -> dict[str, Any]:
+    noted = describe_manifest(loaded.manifest) if loaded.manifest is not None else None
+    checkpoint = loaded.decoded.checkpoint
+    return {
+        "url": loaded.shown,
+        "step": checkpoint.step,
+        "seq": noted["seq"] if noted else None,
+        "kind": checkpoint.kind,
+        "bytes": loaded.bytes,
+        "raw_bytes": sum(entry.spec.nbytes for entry in checkpoint.entries),
+        "state_digest": checkpoint.state_digest,
+        "loss": noted["baseline"] if noted else None,
+        "metrics": noted["metrics"] if noted else {},
+    }
+
+
+def _tensors(one: Loaded, other: Loaded) -> list[dict[str, Any]]:
+    entries_a, entries_b = (
+        {entry.spec.name: entry for entry in loaded.decoded.checkpoint.entries} for loaded in (one, other)
+    )
+    rows = []
+    for name in dict.fromkeys((*entries_a, *entries_b)):
+        entry_a, entry_b = entries_a.get(name), entries_b.get(name)
+        row: dict[str, Any] = {
+            "name": name,
+            "a": _tensor(entry_a),
+            "b": _tensor(entry_b),
+            "rms": None,
+            "relative": None,
+        }
+        if entry_a is None or entry_b is None:
+            row["state"] = "only in B" if entry_a is None else "only in A"
+        elif entry_a.digest == entry_b.digest:
+            row["state"] = _IDENTICAL
+        elif (entry_a.spec.dtype, entry_a.spec.shape) != (entry_b.spec.dtype, entry_b.spec.shape):
+            row["state"] = _OTHER
+        else:
+            row["state"] = _DIFFERS
+            rms, size = _distance(one.decoded.state.tensors[name], other.decoded.state.tensors[name])
+            row["rms"] = rms if math.isfinite(rms) else None
+            relative = rms / size if size > 0 else math.inf
+            row["relative"] = relative if math.isfinite(relative) else None
+        rows.append(row)
+    return rows
+
+
+def _tensor(entry: "Entry | None") -> dict[str, Any] | None:
+    from shrinkpoint.state.dtypes import dtype_name
+
+    if entry is None:
+        return None
+    spec = entry.spec
+    return {
+        "role": spec.tag.role.value,
+        "dtype": dtype_name(spec.dtype),
+        "shape": list(spec.shape),
+        "codec": entry.encoded.codec,
+        "bytes": entry.encoded.nbytes,
+    }
+
+
+def _distance(a: "torch.Tensor", b: "torch.Tensor") -> tuple[float, float]:
+    """Root mean squares of the difference, and of the first."""
+    flat_a, flat_b = a.reshape(-1), b.reshape(-1)
+    away = size = 0.0
+    for start in range(0, flat_a.numel(), _CHUNK):
+        part_a, part_b = (_double(flat[start : start + _CHUNK]) for flat in (flat_a, flat_b))
+        away += float((part_b - part_a).square().sum())
+        size += float(part_a.square().sum())
+    count = max(1, flat_a.numel())
+    return math.sqrt(away / count), math.sqrt(size / count)
+
+
+def _double(values: "torch.Tensor") -> "torch.Tensor":
+    import torch
+
+    return (torch.view_as_real(values) if values.is_complex() else values).double()
+
+
+def _data(one: Loaded, other: Loaded) -> list[dict[str, Any]]:
+    """Plain data that differs: learning rates, counters, positions."""
+    trees = (one.decoded.checkpoint.tree, other.decoded.checkpoint.tree)
+    return [{"name": path, "a": a, "b": b} for path, a, b in _leaves(*trees, "")]
+
+
+def _leaves(a: Any, b: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
+    if all(value is None or _is_tensor(value) for value in (a, b)):
+        return  # tensors have a table of their own
+    if all(value is None or isinstance(value, dict) for value in (a, b)):
+        left, right = a or {}, b or {}
+        for key in dict.fromkeys((*left, *right)):
+            yield from _leaves(left.get(key), right.get(key), f"{path}/{key}" if path else str(key))
+    elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        for index, pair in enumerate(zip(a, b, strict=True)):
+            yield from _leaves(*pair, f"{path}/{index}" if path else str(index))
+    elif type(a) is not type(b) or a != b:
+        yield path, a, b
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, dict) and value.get("$") in ("tensor", "ndarray")
+
+
+def _print(report: Mapping[str, Any], *, everything: bool) -> None:
+    out = console()
+    facts = (("step", str), ("kind", str), ("bytes", bytes_text), ("loss", number), ("url", str))
+    sides = [(name, *(text(report[name][fact]) for fact, text in facts)) for name in ("a", "b")]
+    print_table(
+        ("", *(fact for fact, _ in facts)),
+        [(name.upper(), *rest) for name, *rest in sides],
+        left=("", "kind", "url"),
+    )
+    out.print()
+    rows = [_row(row) for row in report["tensors"] if everything or row["state"] != _IDENTICAL]
+    if rows:
+        columns = ("tensor", "role", "dtype", "shape", "difference", "bytes in A", "bytes in B")
+        print_table(columns, rows, left=("tensor", "role", "dtype", "shape", "difference"))
+    for data in report["data"][:_NAMED]:
+        out.print(f"{data['name']}: {_brief(data['a'])} in A, {_brief(data['b'])} in B")
+    if len(report["data"]) > _NAMED:
+        out.print(f"... and {len(report['data']) - _NAMED} more values of the plain data differ")
+    same = sum(row["state"] == _IDENTICAL for row in report["tensors"])
+    out.print(f"{same} of {len(report['tensors'])} tensors are bit-identical")
+
+
+def _row(row: Mapping[str, Any]) -> tuple[str, ...]:
+    a, b = row["a"], row["b"]
+    known = a or b
+    return (
+        row["name"],
+        known["role"],
+        _both(a, b, "dtype", str),
+        _both(a, b, "shape", lambda shape: "x".join(map(str, shape)) or "scalar"),
+        _difference(row),
+        *("-" if side is None else bytes_text(side["bytes"]) for side in (a, b)),
+    )
+
+
+def _both(a: Mapping[str, Any] | None, b: Mapping[str, Any] | None, name: str, text: Any) -> str:
+    values = [text(side[name]) for side in (a, b) if side is not None]
+    return " / ".join(dict.fromkeys(values))
+
+
+def _difference(row: Mapping[str, Any]) -> str:
+    if row["state"] != _DIFFERS:
+        return str(row["state"])
+    if row["relative"] is not None:
+        return f"{row['relative']:.3%} of the rms"
+    return "NaN or infinity" if row["rms"] is None else f"rms {row['rms']:.3g}, from zeros"
+
+
+def _brief(value: Any) -> str:
+    text = "nothing" if value is None else repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."

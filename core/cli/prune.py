@@ -1,0 +1,246 @@
+"""``shrinkpoint prune``, ``pin`` and ``unpin``: which checkpoints stay."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import typer
+
+from shrinkpoint.cli.options import (
+    AsJson,
+    Pairs,
+    Seq,
+    Step,
+    StorageOptions,
+    Url,
+    Yes,
+    parse_storage_options,
+    split_address,
+)
+from shrinkpoint.cli.output import bytes_text, console, print_json
+from shrinkpoint.cli.runs import OpenRun, describe_manifest, open_run, pick
+from shrinkpoint.errors import ConfigError
+from shrinkpoint.runtime.progress import waiting_for
+from shrinkpoint.saving.retention import Record, RetentionPolicy
+from shrinkpoint.store.gc import DEFAULT_GRACE_S
+from shrinkpoint.store.manifest import Manifest
+
+__all__ = ["pin", "prune", "unpin"]
+
+
+_CLOCK_TICKS = (0.02, 1.1, 1.1)
+"""Seconds until what one pass unpublished is older than "now" for the next: ticks of a file system's and of S3's clock."""
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What a collection would keep and remove."""
+
+    keep: Sequence[Manifest]
+    remove: Sequence[Manifest]
+    freed: Mapping[str, int]
+    """Bytes, by key, of the containers that nothing would need any more."""
+
+    @property
+    def chains(self) -> dict[str, int]:
+        """Bytes, by key, of the containers that are needed by kept deltas only."""
+        own = {m.chain[-1].key for m in self.keep}
+        return {ref.key: ref.size for m in self.keep for ref in m.chain[:-1] if ref.key not in own}
+
+    @property
+    def deltas(self) -> list[Manifest]:
+        """The kept ones that need these, the newest first."""
+        chains = self.chains
+        return [m for m in self.keep if any(ref.key in chains for ref in m.chain)]
+
+
+def prune(
+    url: Url,
+    keep_last: Annotated[int | None, typer.Option("--keep-last", min=1, help="Keep the newest N.")] = None,
+    keep_every: Annotated[
+        int | None, typer.Option("--keep-every", min=1, help="Keep the first of every M training steps.")
+    ] = None,
+    keep_best: Annotated[
+        int | None, typer.Option("--keep-best", min=1, help="Keep the K best by --metric.")
+    ] = None,
+    metric: Annotated[str | None, typer.Option("--metric", help="The metric for --keep-best.")] = None,
+    mode: Annotated[
+        str, typer.Option("--mode", help="Whether the best metric is the 'min' or the 'max'.")
+    ] = "min",
+    yes: Yes = False,
+    grace: Annotated[
+        float, typer.Option("--grace", min=0, help="Seconds that removed data is kept for readers under way.")
+    ] = DEFAULT_GRACE_S,
+    storage_options: StorageOptions = None,
+    option: Pairs = None,
+    as_json: AsJson = False,
+) -> None:
+    """Remove the checkpoints that no rule keeps; pinned ones and the newest sound one, which is read for it, always stay."""
+    policy = _policy(keep_last, keep_every, keep_best, metric, mode)
+    run = open_run(url, parse_storage_options(url, storage_options, option))
+    plan = _plan(run, policy, metric)
+    report = _report(plan)
+    if yes:
+        report |= {"done": True, **_collect(run, plan, grace)}
+    if as_json:
+        print_json(report)
+    else:
+        _print(report, run.store.display)
+
+
+def _policy(
+    keep_last: int | None, keep_every: int | None, keep_best: int | None, metric: str | None, mode: str
+) -> RetentionPolicy:
+    if keep_last is None and keep_every is None and keep_best is None:
+        raise ConfigError(
+            "say what to keep: --keep-last N, --keep-every M, --keep-best K, or several of these"
+        )
+    if keep_best is not None and metric is None:
+        raise ConfigError(
+            "--keep-best must know its metric: give --metric too, for example --metric val_loss"
+        )
+    if metric is not None and keep_best is None:
+        raise ConfigError(f"--metric {metric} is for --keep-best: say how many of the best to keep")
+    known: dict[str, Literal["min", "max"]] = {"min": "min", "max": "max"}
+    if mode not in known:
+        raise ConfigError(f"--mode {mode!r} must be 'min' or 'max'")
+    return RetentionPolicy(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best, mode=known[mode])
+
+
+def _plan(run: OpenRun, policy: RetentionPolicy, metric: str | None) -> _Plan:
+    manifests = run.store.manifests()
+    noted = {manifest.seq: describe_manifest(manifest) for manifest in manifests}
+    metrics = {seq: checkpoint["metrics"] for seq, checkpoint in noted.items()}
+    if metric is not None and not any(metric in measured for measured in metrics.values()):
+        known = ", ".join(sorted({name for measured in metrics.values() for name in measured})) or "none"
+        raise ConfigError(
+            f"--metric {metric}: no checkpoint of {run.store.display} has it; they have {known}"
+        )
+    records = [
+        Record(
+            seq=m.seq,
+            step=m.step,
+            epoch=m.epoch,
+            replaces=m.replaces,
+            metric=metrics[m.seq].get(metric) if metric else None,
+            finite=noted[m.seq]["not_finite"] is None,
+        )
+        for m in manifests
+    ]
+    wanted = policy.select(records, set(run.store.pins().values())) | _newest_sound(run)
+    sizes = run.sizes()
+    keep = [m for m in manifests if m.seq in wanted]
+    remove = [m for m in manifests if m not in keep]
+    needed = {ref.key for m in keep for ref in m.chain}
+    freed = {
+        ref.key: ref.size for m in remove for ref in m.chain if ref.key in sizes and ref.key not in needed
+    }
+    return _Plan(keep, remove, freed)
+
+
+def _newest_sound(run: OpenRun) -> set[int]:
+    """Its number: what a run goes on from, which a listing cannot tell, since a damaged file may have its size.
+
+    Raises:
+        ChainError: there are checkpoints, and none is sound; what is left of them is nothing to remove from.
+    """
+    from shrinkpoint.coding.decode import decode_checkpoint
+    from shrinkpoint.config import SaverConfig
+
+    threads = SaverConfig().encoder_threads
+    with waiting_for("looking for the newest sound checkpoint"):
+        found = run.store.newest_sound(lambda m, data: decode_checkpoint(m, data, threads=threads))
+    return set() if found is None else {found[0].seq}
+
+
+def _report(plan: _Plan) -> dict[str, Any]:
+    return {
+        "done": False,
+        "keep": [{"seq": m.seq, "step": m.step} for m in plan.keep],
+        "remove": [{"seq": m.seq, "step": m.step} for m in plan.remove],
+        "containers_freed": len(plan.freed),
+        "bytes_freed": sum(plan.freed.values()),
+        "containers_of_chains": len(plan.chains),
+        "bytes_of_chains": sum(plan.chains.values()),
+        "deltas_with_chains": [{"seq": m.seq, "step": m.step} for m in plan.deltas],
+    }
+
+
+def _collect(run: OpenRun, plan: _Plan, grace: float) -> dict[str, Any]:
+    keep, seen = {manifest.seq for manifest in plan.keep}, [*plan.keep, *plan.remove]
+    with run.store.writer() as writer:
+        collected = writer.collect(keep, seen=seen, grace_s=grace)
+        for pause in _CLOCK_TICKS if grace == 0 else ():
+            if not collected.waiting:
+                break
+            time.sleep(pause)
+            collected = writer.collect(keep, seen=seen, grace_s=grace)
+    return {"containers_waiting": collected.waiting, "unreadable": list(collected.damaged)}
+
+
+def _print(report: Mapping[str, Any], shown: str) -> None:
+    out = console()
+    for word in ("keep", "remove"):
+        steps = ", ".join(str(entry["step"]) for entry in report[word]) or "none"
+        out.print(f"{word:<7} {len(report[word])} checkpoints; steps: {steps}")
+    freed = f"{report['containers_freed']} containers, {bytes_text(report['bytes_freed'])}"
+    if not report["done"]:
+        out.print(f"would free {freed} in {shown}. Nothing was changed: say --yes to do it")
+    elif report["containers_waiting"]:
+        out.print(
+            f"removed from {shown}; frees {freed}. {report['containers_waiting']} containers wait for the end of"
+            " their grace: the next collection deletes them"
+        )
+    else:
+        out.print(f"removed from {shown}; freed {freed}")
+    if not report["containers_freed"] and report["containers_of_chains"]:
+        out.print(
+            f"{report['containers_of_chains']} containers, {bytes_text(report['bytes_of_chains'])}, are there only because"
+            f" kept deltas need them: `shrinkpoint compact {shown} --seq {report['deltas_with_chains'][0]['seq']} --yes` makes"
+            " one a base of its own, after which they can go"
+        )
+    for key in report.get("unreadable", ()):
+        out.print(f"left alone, with all that it may need: unreadable {key}")
+
+
+def pin(
+    url: Url,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A name of your choice for the pin.")],
+    step: Step = None,
+    seq: Seq = None,
+    storage_options: StorageOptions = None,
+    option: Pairs = None,
+    as_json: AsJson = False,
+) -> None:
+    """Keep a checkpoint through every collection until it is unpinned."""
+    url, step, seq = split_address(url, step, seq)
+    run = open_run(url, parse_storage_options(url, storage_options, option))
+    manifest = pick(run, step=step, seq=seq)
+    with run.store.writer() as writer:
+        writer.pin(name, manifest)
+    if as_json:
+        print_json({"pin": name, "seq": manifest.seq, "step": manifest.step})
+    else:
+        console().print(f"pinned step {manifest.step} (seq {manifest.seq}) as {name}")
+
+
+def unpin(
+    url: Url,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The pin's name.")],
+    storage_options: StorageOptions = None,
+    option: Pairs = None,
+    as_json: AsJson = False,
+) -> None:
+    """Release a pin."""
+    run = open_run(url, parse_storage_options(url, storage_options, option))
+    pins = run.store.pins()
+    if name not in pins:
+        known = ", ".join(sorted(pins)) or "none"
+        raise ConfigError(f"there is no pin {name!r} in {run.store.display}; the pins are: {known}")
+    with run.store.writer() as writer:
+        writer.unpin(name)
+    if as_json:
+        print_json({"unpinned": name, "seq": pins[name]})
+    else:
+        console().print(f"released pin {name} (seq {pins[name]})")

@@ -1,0 +1,187 @@
+"""``shrinkpoint show``: what is inside one checkpoint, from its header alone."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from shrinkpoint.cli.files import ContainerFile
+from shrinkpoint.cli.options import (
+    AsJson,
+    Pairs,
+    Seq,
+    Step,
+    StorageOptions,
+    Target,
+    parse_storage_options,
+    split_address,
+)
+from shrinkpoint.cli.output import (
+    bytes_text,
+    console,
+    degradation_text,
+    exact_texts,
+    interval_text,
+    print_json,
+    print_pairs,
+    print_table,
+    ratio_text,
+)
+from shrinkpoint.cli.runs import describe_manifest, open_run, pick
+from shrinkpoint.schemes.exactness import exact_parts, explained, unpack_reasons
+from shrinkpoint.store.single import looks_like_file, naming
+
+if TYPE_CHECKING:
+    from shrinkpoint.container.reader import Header, Record
+
+__all__ = ["show"]
+
+
+def show(
+    url: Target,
+    step: Step = None,
+    seq: Seq = None,
+    storage_options: StorageOptions = None,
+    option: Pairs = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the tensors of one checkpoint: codec, bytes, bits per element; reads its header, not its tensors."""
+    from shrinkpoint.container.reader import ContainerReader
+
+    url, step, seq = split_address(url, step, seq)
+    options = parse_storage_options(url, storage_options, option)
+    if looks_like_file(url):
+        file = ContainerFile(url, options)
+        with naming(file.url):
+            header = ContainerReader(file.read, file.size).header
+        size, shown = file.size, file.url
+        noted: dict[str, Any] | None = None
+    else:
+        run = open_run(url, options)
+        manifest = pick(run, step=step, seq=seq)
+        ref = manifest.chain[-1]
+
+        def read(offset: int, length: int) -> bytes:
+            return run.store.fetch_range(ref, offset, offset + length)
+
+        header, size, shown = ContainerReader(read, ref.size).header, ref.size, run.store.display
+        noted = describe_manifest(manifest)
+    report = _report(header, size) | {"url": shown, "checkpoint": noted}
+    if as_json:
+        print_json(report)
+    else:
+        _print(report)
+
+
+def _report(header: "Header", size: int) -> dict[str, Any]:
+    records = list(header.tensors.values())
+    reasons = unpack_reasons(header.exact, list(header.tensors))
+    roles = sorted({record.spec.tag.role.value for record in records})
+    totals = {role: _total(r for r in records if r.spec.tag.role.value == role) for role in roles}
+    raw = header.decoded_nbytes
+    return {
+        "kind": header.kind,
+        "step": header.step,
+        "bytes": size,
+        "raw_bytes": raw,
+        "ratio": raw / size if size else None,
+        "overhead_bytes": size - header.sections_nbytes,
+        "state_digest": header.state_digest,
+        "parent": header.parent,
+        "scheme": header.scheme,
+        "provenance": header.provenance,
+        "totals": totals,
+        "exact": [
+            asdict(part) | {"reason": explained(part.code), "share": part.bytes / size if size else 0.0}
+            for part in exact_parts(((record.spec, record.nbytes) for record in records), reasons)
+        ],
+        "tensors": [_tensor(record, reasons.get(record.spec.name)) for record in records],
+    }
+
+
+def _tensor(record: "Record", why: str | None) -> dict[str, Any]:
+    from shrinkpoint.state.dtypes import dtype_name
+
+    spec = record.spec
+    return {
+        "name": spec.name,
+        "role": spec.tag.role.value,
+        "layer_type": spec.tag.layer_type.value,
+        "parameter": spec.tag.parameter,
+        "dtype": dtype_name(spec.dtype),
+        "shape": list(spec.shape),
+        "codec": record.codec,
+        "delta": record.uses_reference,
+        "why_exact": explained(why) if why is not None else None,
+        "digest": record.digest,
+        **_total([record]),
+    }
+
+
+def _total(records: Iterable["Record"]) -> dict[str, Any]:
+    records = list(records)
+    coded = sum(record.nbytes for record in records)
+    raw = sum(record.spec.nbytes for record in records)
+    elements = sum(record.spec.numel for record in records)
+    return {
+        "elements": elements,
+        "bytes": coded,
+        "raw_bytes": raw,
+        "bits_per_element": 8 * coded / elements if elements else None,
+        "ratio": raw / coded if coded else None,
+    }
+
+
+def _print(report: Mapping[str, Any]) -> None:
+    print_table(
+        ("tensor", "role", "dtype", "shape", "codec", "bytes", "bits/element", "ratio", "exact, because"),
+        [
+            (
+                tensor["name"],
+                tensor["role"],
+                tensor["dtype"],
+                "x".join(map(str, tensor["shape"])) or "scalar",
+                tensor["codec"] + (" delta" if tensor["delta"] else ""),
+                *_sizes(tensor),
+                tensor["why_exact"] or "",
+            )
+            for tensor in report["tensors"]
+        ],
+        left=("tensor", "role", "dtype", "shape", "codec", "exact, because"),
+    )
+    console().print()
+    totals = [(role, str(total["elements"]), *_sizes(total)) for role, total in report["totals"].items()]
+    header = ("header and index", "", bytes_text(report["overhead_bytes"]), "", "")
+    whole = ("whole file", "", bytes_text(report["bytes"]), "", ratio_text(report["ratio"]))
+    columns = ("role", "elements", "bytes", "bits/element", "ratio")
+    print_table(columns, [*totals, header, whole], left=("role",))
+    console().print()
+    print_pairs(_facts(report))
+
+
+def _sizes(total: Mapping[str, Any]) -> tuple[str, str, str]:
+    bits = total["bits_per_element"]
+    return bytes_text(total["bytes"]), "-" if bits is None else f"{bits:.2f}", ratio_text(total["ratio"])
+
+
+def _facts(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    noted = report["checkpoint"]
+    facts = [("url", report["url"]), ("step", str(report["step"])), ("kind", report["kind"])]
+    if noted is not None:
+        facts += [
+            ("commit", f"{noted['seq']} ({noted['chain_length']} containers to read)"),
+            ("configuration", noted["configuration"] or "-"),
+            ("reason", noted["reason"] or "-"),
+            ("degradation", degradation_text(noted)),
+            *([("not finite", noted["not_finite"])] if noted["not_finite"] else []),
+            *(
+                (f"loss after {steps} resumed steps", interval_text(rise, noted["resumed_high"].get(steps)))
+                for steps, rise in noted["resumed"].items()
+            ),
+        ]
+    facts += [("exact", text) for text in exact_texts(report["exact"])]
+    facts.append(("state digest", report["state_digest"]))
+    for name in ("scheme", "provenance"):
+        value = report[name]
+        text = ", ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
+        facts.append((name, text))
+    return facts

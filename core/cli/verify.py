@@ -1,0 +1,153 @@
+"""``shrinkpoint verify``: read everything back, decode it and compare the digests."""
+
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shrinkpoint.cli.files import ContainerFile
+from shrinkpoint.cli.options import (
+    AsJson,
+    Pairs,
+    Seq,
+    Step,
+    StorageOptions,
+    Target,
+    parse_storage_options,
+    split_address,
+)
+from shrinkpoint.cli.output import console, print_json
+from shrinkpoint.cli.runs import OpenRun, open_run, pick
+from shrinkpoint.errors import ChainError, ConfigError, FormatError, NoCheckpointError, ShrinkpointWarning
+from shrinkpoint.runtime.progress import waiting_for
+from shrinkpoint.store.single import looks_like_file
+
+if TYPE_CHECKING:
+    from shrinkpoint.store.manifest import Manifest
+
+__all__ = ["verify"]
+
+
+def verify(
+    url: Target,
+    step: Step = None,
+    seq: Seq = None,
+    everything: Annotated[bool, typer.Option("--all", help="Verify every checkpoint of the run.")] = False,
+    storage_options: StorageOptions = None,
+    option: Pairs = None,
+    as_json: AsJson = False,
+) -> None:
+    """Fetch and decode checkpoints and compare every digest; exits with 1 when something is damaged."""
+    url, step, seq = split_address(url, step, seq)
+    options = parse_storage_options(url, storage_options, option)
+    named = step is not None or seq is not None
+    if everything and named:
+        raise ConfigError("--all and --step or --seq exclude each other: give one of them")
+    if looks_like_file(url):
+        file = ContainerFile(url, options)
+        with waiting_for(f"verifying {file.url}"):
+            shown, results = file.url, [_verify_file(file)]
+    else:
+        run = open_run(url, options)
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore", ShrinkpointWarning
+            )  # unreadable checkpoints are among the results
+            results = _verify_run(run, step, seq, everything=everything, with_unreadable=not named)
+        shown = run.store.display
+    damaged = sum(not result["sound"] for result in results)
+    if as_json:
+        print_json({"url": shown, "sound": len(results) - damaged, "damaged": damaged, "results": results})
+    else:
+        _print(results, damaged, shown)
+    if damaged:
+        raise typer.Exit(1)
+
+
+def _verify_run(
+    run: OpenRun, step: int | None, seq: int | None, *, everything: bool, with_unreadable: bool
+) -> list[dict[str, Any]]:
+    manifests = run.store.manifests()
+    unreadable = [_result(key=d.key, error=d.reason) for d in run.store.damaged]
+    if not manifests and not unreadable:
+        raise NoCheckpointError(f"{run.store.display} is a run without a checkpoint yet: nothing to verify")
+    chosen = manifests if everything else [pick(run, step=step, seq=seq)] if manifests else []
+    results = []
+    with waiting_for("verifying", total=len(chosen) if len(chosen) > 1 else None) as waiting:
+        for count, manifest in enumerate(chosen):
+            waiting.say(f"verifying step {manifest.step} ({count + 1} of {len(chosen)})", done=count)
+            results.append(_verify_one(run, manifest))
+    return results + (unreadable if with_unreadable else [])
+
+
+def _verify_one(run: OpenRun, manifest: "Manifest") -> dict[str, Any]:
+    from shrinkpoint.coding.decode import decode_checkpoint
+    from shrinkpoint.config import SaverConfig
+
+    about: dict[str, Any] = {
+        "seq": manifest.seq,
+        "step": manifest.step,
+        "kind": manifest.kind,
+        "key": manifest.chain[-1].key,
+    }
+    try:
+        decoded = decode_checkpoint(
+            manifest, run.store.fetch(manifest), threads=SaverConfig().encoder_threads
+        )
+    except (FormatError, ChainError) as error:
+        return _result(**about, error=str(error))
+    return _result(**about, tensors=len(decoded.state.tensors), state_digest=manifest.state_digest)
+
+
+def _verify_file(file: ContainerFile) -> dict[str, Any]:
+    """A base is decoded; of a delta, whose chain is not at hand, the checksums are compared."""
+    from shrinkpoint.coding.encode import decode_chain
+    from shrinkpoint.container.reader import read_container
+
+    try:
+        checkpoint = read_container(file.read(0, file.size))
+        if checkpoint.kind == "base":
+            decode_chain([checkpoint])
+    except (FormatError, ChainError) as error:
+        return _result(key=file.url, error=str(error))
+    return _result(
+        key=file.url,
+        step=checkpoint.step,
+        kind=checkpoint.kind,
+        tensors=len(checkpoint.entries),
+        state_digest=checkpoint.state_digest,
+        decoded=checkpoint.kind == "base",
+    )
+
+
+def _result(*, key: str, error: str | None = None, decoded: bool = True, **known: Any) -> dict[str, Any]:
+    empty = {"seq": None, "step": None, "kind": None, "tensors": None, "state_digest": None}
+    return {
+        "key": key,
+        **empty,
+        **known,
+        "decoded": decoded and error is None,
+        "sound": error is None,
+        "error": error,
+    }
+
+
+def _print(results: list[dict[str, Any]], damaged: int, shown: str) -> None:
+    out = console()
+    for result in results:
+        out.print(_line(result))
+    verdict = "all sound" if not damaged else f"{damaged} of {len(results)} damaged"
+    out.print(f"{verdict}: {shown}")
+
+
+def _line(result: Mapping[str, Any]) -> str:
+    where = result["key"]
+    if result["step"] is not None:
+        commit = f"seq {result['seq']}, " if result["seq"] is not None else ""
+        where = f"step {result['step']} ({commit}{result['kind']})"
+    if not result["sound"]:
+        return f"DAMAGED {where}: {result['error']}"
+    if not result["decoded"]:
+        return f"ok      {where}: checksums match; a delta can only be decoded within its run"
+    return f"ok      {where}: {result['tensors']} tensors, state {result['state_digest']}"

@@ -1,0 +1,230 @@
+"""Checkpoints back to states: the chain's codecs over all tensors, or over those that are wanted and what they need."""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from shrinkpoint.coding.grouping import beside_of, for_codec, groups_of, mapped, matching, siblings_of
+from shrinkpoint.container.layout import Checkpoint, Entry
+from shrinkpoint.container.reader import Record, read_container
+from shrinkpoint.errors import ChainError, CorruptionError, FormatError
+from shrinkpoint.schemes.auto.copied import CopiedCodec
+from shrinkpoint.schemes.auto.rounded import RoundedCodec
+from shrinkpoint.schemes.base import Context, EncodedTensor, Held, ReadsBeside, TensorCodec
+from shrinkpoint.schemes.registry import codec_for_reading
+from shrinkpoint.state.digest import tensor_digest
+from shrinkpoint.state.training import TensorSpec, TrainingState
+from shrinkpoint.store.manifest import Manifest
+
+__all__ = [
+    "EXPANSION",
+    "Decoded",
+    "check_sizes",
+    "decode_chain",
+    "decode_checkpoint",
+    "decode_planes",
+    "decode_values",
+    "required",
+    "stands_alone",
+]
+
+EXPANSION = 2**20
+"""Most bytes of a tensor for each byte that is stored of it without a reference: exact coding stays below, whatever the values."""
+_FOLLOW = (RoundedCodec.id, CopiedCodec.id)  # take the memory of a tensor beside them, of the same shape
+_UNSUSPICIOUS = 2**30
+"""Bytes that any base may decode to."""
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """A restored state, and what its reader holds for the next delta."""
+
+    state: TrainingState
+    held: Mapping[str, Held]
+    checkpoint: Checkpoint = field(repr=False)
+
+
+def decode_chain(chain: Iterable[Checkpoint], *, threads: int = 1) -> Decoded:
+    """Restore the last checkpoint of a chain.
+
+    Args:
+        chain: base first, each the predecessor of the next; consumed one at a time.
+        threads: parameters decoded side by side.
+
+    Raises:
+        ChainError: the chain is empty, does not start with a base, or its members do not belong together.
+        CorruptionError: a restored tensor's digest is not the one that was stored.
+        FormatError: sections are malformed.
+    """
+    held: Mapping[str, Held] = {}
+    previous: Checkpoint | None = None
+    for checkpoint in chain:
+        _check_link(checkpoint, previous)
+        alone = [entry for entry in checkpoint.entries if stands_alone(entry.encoded)]
+        check_sizes(checkpoint.step, [(entry.spec, entry.encoded.nbytes) for entry in alone])
+        if previous is not None:
+            held = decode_planes(previous.entries, held, threads)
+        previous = checkpoint
+    if previous is None:
+        raise ChainError("the chain is empty")
+    rows = decode_values(previous.entries, previous.step, held, threads)
+    tensors = {entry.spec.name: value for entry, _, value in rows}
+    specs = {entry.spec.name: entry.spec for entry, _, _ in rows}
+    state = TrainingState(previous.tree, tensors, specs)
+    return Decoded(state, {entry.spec.name: now for entry, now, _ in rows}, previous)
+
+
+def decode_checkpoint(manifest: Manifest, containers: Iterable[bytes], *, threads: int = 1) -> Decoded:
+    """Decode a fetched chain and check it against its manifest.
+
+    Raises:
+        FormatError, ChainError, CorruptionError: the chain is not sound.
+    """
+    decoded = decode_chain((read_container(data) for data in containers), threads=threads)
+    if decoded.checkpoint.state_digest != manifest.state_digest or decoded.checkpoint.step != manifest.step:
+        raise CorruptionError(
+            f"{manifest.chain[-1].key} holds another state than its manifest (commit {manifest.seq}) says"
+        )
+    return decoded
+
+
+def required(wanted: Collection[str], stored: Iterable[Record], *, values: bool) -> set[str]:
+    """What of one checkpoint must be decoded to have some of its tensors, these among them.
+
+    Args:
+        wanted: names of tensors; those that the checkpoint lacks are passed over.
+        stored: all that it holds, in decoding order.
+        values: whether they are to be reconstructed; False where their planes are enough, in the middle of a chain.
+    """
+    by_name = {item.spec.name: item for item in stored}
+    needed = {name for name in wanted if name in by_name}
+    for group in groups_of(item.spec for item in by_name.values()):
+        for at in range(len(group) - 1, 0, -1):  # what a tensor needs stands before it
+            spec, earlier = group[at], group[:at]
+            if spec.name not in needed:
+                continue
+            item = by_name[spec.name]
+            codec = codec_for_reading(item.codec)
+            siblings = siblings_of({other.name: other.name for other in earlier}, spec, group)
+            beside = beside_of(spec, ((other, other.name) for other in earlier))
+            roles = codec.reads(item.params) if isinstance(codec, ReadsBeside) else ()
+            needed.update(beside[role] for role in roles if role in beside)
+            if values:
+                needed.update(siblings[role] for role in codec.needs if role in siblings)
+    return needed
+
+
+def _check_link(checkpoint: Checkpoint, previous: Checkpoint | None) -> None:
+    if previous is None and checkpoint.kind != "base":
+        raise ChainError(f"the chain starts with the delta of step {checkpoint.step}: its base is missing")
+    if previous is not None and checkpoint.parent != previous.state_digest:
+        raise ChainError(
+            f"the checkpoint of step {checkpoint.step} is a delta against state {checkpoint.parent}, but the one"
+            f" before it in the chain (step {previous.step}) is {previous.state_digest}"
+        )
+
+
+def stands_alone(stored: EncodedTensor | Record) -> bool:
+    """Whether a tensor's own bytes are all that its size rests on."""
+    return not stored.uses_reference and stored.codec not in _FOLLOW
+
+
+def check_sizes(step: int, alone: Sequence[tuple[TensorSpec, int]]) -> None:
+    """Refuse a small file that declares large tensors before memory is taken for them.
+
+    What uses a reference is as large as that, which was decoded from a file of its own.
+
+    Args:
+        step: of the checkpoint, for the message.
+        alone: its tensors that use none, and the bytes that it has of each.
+
+    Raises:
+        FormatError: the tensors cannot be what so few bytes hold.
+    """
+    declared, stored = sum(spec.nbytes for spec, _ in alone), sum(nbytes for _, nbytes in alone)
+    if declared > max(_UNSUSPICIOUS, EXPANSION * stored):
+        largest = max((spec for spec, _ in alone), key=lambda spec: spec.nbytes)
+        raise FormatError(
+            f"the checkpoint of step {step} declares tensors of {declared} bytes ({largest.name!r} alone of"
+            f" {largest.nbytes}), and holds {stored} bytes of them: no checkpoint is that small"
+        )
+
+
+def decode_planes(entries: Iterable[Entry], held: Mapping[str, Held], threads: int) -> dict[str, Held]:
+    """What a reader holds after a checkpoint in the middle of a chain.
+
+    Args:
+        entries: its tensors, or those that are `required`.
+        held: what the reader held before it.
+        threads: parameters decoded side by side.
+    """
+    by_name = {entry.spec.name: entry for entry in entries}
+
+    def decode(group: Sequence[TensorSpec]) -> list[tuple[Entry, Held]]:
+        rows: list[tuple[Entry, Held]] = []
+        for entry in (by_name[spec.name] for spec in group):
+            beside = beside_of(entry.spec, ((earlier.spec, now) for earlier, now in rows))
+            codec, context = _reader(entry, held, {}, beside)
+            planes = codec.decode(entry.encoded, entry.spec, context)
+            rows.append((entry, Held(entry.encoded.codec, entry.encoded.params, planes)))
+        return rows
+
+    groups = groups_of(entry.spec for entry in by_name.values())
+    return {entry.spec.name: now for rows in mapped(decode, groups, threads) for entry, now in rows}
+
+
+def decode_values(
+    entries: Iterable[Entry], step: int, held: Mapping[str, Held], threads: int
+) -> list[tuple[Entry, Held, torch.Tensor]]:
+    """The tensors of a chain's last checkpoint, each compared with its digest.
+
+    Args:
+        entries: its tensors, or those that are `required`.
+        step: of the checkpoint, for messages.
+        held: what the reader held before it.
+        threads: parameters decoded side by side.
+
+    Raises:
+        CorruptionError: a restored tensor's digest is not the one that was stored.
+        FormatError: sections are malformed.
+    """
+    by_name = {entry.spec.name: entry for entry in entries}
+
+    def decode(group: Sequence[TensorSpec]) -> list[tuple[Entry, Held, torch.Tensor]]:
+        values: dict[str, torch.Tensor] = {}
+        rows: list[tuple[Entry, Held, torch.Tensor]] = []
+        for spec in group:
+            entry = by_name[spec.name]
+            beside = beside_of(spec, ((earlier.spec, now) for earlier, now, _ in rows))
+            codec, context = _reader(entry, held, siblings_of(values, spec, group), beside)
+            planes = codec.decode(entry.encoded, spec, context)
+            value = codec.reconstruct(entry.encoded, planes, spec, context)
+            if (value.dtype, tuple(value.shape)) != (spec.dtype, spec.shape):
+                raise FormatError(
+                    f"{spec.name}: codec {entry.encoded.codec!r} cannot hold {spec.dtype} {spec.shape}"
+                )
+            if tensor_digest(value) != entry.digest:
+                raise CorruptionError(
+                    f"step {step}: {spec.name} decodes to other values than were stored"
+                    " (a wrong reference, or a fault of this machine's decoder)"
+                )
+            values[spec.name] = value
+            rows.append((entry, Held(entry.encoded.codec, entry.encoded.params, planes), value))
+        return rows
+
+    groups = groups_of(entry.spec for entry in by_name.values())
+    return [row for rows in mapped(decode, groups, threads) for row in rows]
+
+
+def _reader(
+    entry: Entry,
+    held: Mapping[str, Held],
+    siblings: Mapping[str, torch.Tensor],
+    beside: Mapping[str, Held],
+) -> tuple[TensorCodec, Context]:
+    context = Context(matching(held.get(entry.spec.name), entry.spec), siblings, beside)
+    context = for_codec(context, entry.encoded.codec, entry.spec)
+    if entry.encoded.uses_reference and context.reference is None:
+        raise FormatError(f"{entry.spec.name} needs its predecessor, which the chain before it does not hold")
+    return codec_for_reading(entry.encoded.codec), context

@@ -1,0 +1,184 @@
+"""States to checkpoints: runs a scheme's codecs over the tensors, parameter by parameter, in closed loop."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from shrinkpoint.coding.decode import EXPANSION, Decoded, decode_chain, stands_alone
+from shrinkpoint.coding.grouping import (
+    BASES_IN_FULL,
+    beside_of,
+    for_codec,
+    groups_of,
+    mapped,
+    matching,
+    siblings_of,
+)
+from shrinkpoint.container.layout import Checkpoint, Entry
+from shrinkpoint.errors import CannotRepresentError
+from shrinkpoint.schemes.base import Coded, Context, Held, Quantizer, Scheme, TensorCodec
+from shrinkpoint.schemes.exact import ExactCodec
+from shrinkpoint.schemes.exactness import pack_reasons
+from shrinkpoint.schemes.reasons import reasons_of
+from shrinkpoint.state.digest import tensor_digest
+from shrinkpoint.state.training import Role, TensorSpec, TrainingState
+from shrinkpoint.state.tree import JSON
+
+__all__ = ["Decoded", "EncodedState", "decode_chain", "encode_state", "restored_values"]
+
+
+@dataclass(frozen=True)
+class EncodedState:
+    """A checkpoint ready to be written, and what a reader of it would hold."""
+
+    checkpoint: Checkpoint
+    held: Mapping[str, Held]
+    kept_exactly: Mapping[str, str]
+    """Tensors that the scheme wanted to code but could not, with the reason."""
+    exact: Mapping[str, str] = field(default_factory=dict)
+    """Of a lossy scheme, every tensor that is stored bit-exactly, with the reason's code (`shrinkpoint.schemes.exactness`)."""
+
+
+def encode_state(
+    state: TrainingState,
+    scheme: Scheme,
+    *,
+    step: int,
+    reference: Mapping[str, Held] | None,
+    parent: str | None,
+    release: Callable[[str], object] | None = None,
+    provenance: JSON = None,
+    threads: int = 1,
+    exactly: str | None = None,
+) -> EncodedState:
+    """Code a snapshot.
+
+    Args:
+        state: host tensors that nobody changes meanwhile.
+        scheme: decides which codec takes which tensor.
+        step: the training step that the state belongs to.
+        reference: what a reader holds of the previous checkpoint; None makes a base.
+        parent: digest of the previous checkpoint's state; given exactly when `reference` is.
+        release: called with the name of each tensor whose reference is not needed any more; ``reference.pop`` keeps
+            what a reader holds from being in memory twice.
+        provenance: free JSON for the header: versions, configuration.
+        threads: parameters coded side by side; the bytes do not depend on it.
+        exactly: why a checkpoint is stored exactly that was to be lossy; None where `scheme` is what was asked for.
+    """
+    makers = scheme.codecs(state)
+    groups = groups_of(state.specs.values())
+    held_before = reference or {}
+
+    def code(group: Sequence[TensorSpec]) -> list[tuple[Entry, Held, str | None]]:
+        values: dict[str, torch.Tensor] = {}
+        coded: list[tuple[Entry, Held, str | None]] = []
+        for spec in group:
+            reference = matching(held_before.get(spec.name), spec)
+            context = Context(
+                reference,
+                siblings_of(values, spec, group),
+                beside_of(spec, ((entry.spec, held) for entry, held, _ in coded)),
+            )
+            result, why = _encode_one(state.tensors[spec.name], spec, context, makers.get(spec.name))
+            values[spec.name] = result.value
+            entry = Entry(spec, result.encoded, tensor_digest(result.value))
+            held = Held(result.encoded.codec, result.encoded.params, result.planes, result.unseen)
+            coded.append((entry, held, why))
+            if release is not None and spec.name in held_before:
+                release(spec.name)
+        return coded
+
+    rows = [row for rows in mapped(code, groups, threads) for row in rows]
+    exact = reasons_of(
+        ((entry.spec, entry.encoded, why) for entry, _, why in rows), scheme, makers, BASES_IN_FULL, exactly
+    )
+    checkpoint = Checkpoint(
+        kind="base" if reference is None else "delta",
+        step=step,
+        tree=state.tree,
+        entries=tuple(entry for entry, _, _ in rows),
+        scheme=scheme.describe(),
+        parent=parent,
+        provenance=provenance,
+        exact=pack_reasons((entry.spec.name for entry, _, _ in rows), exact),
+    )
+    held = {entry.spec.name: held for entry, held, _ in rows}
+    refused = {entry.spec.name: why for entry, _, why in rows if why is not None}
+    return EncodedState(checkpoint, held, refused, exact)
+
+
+def _encode_one(
+    tensor: torch.Tensor, spec: TensorSpec, context: Context, maker: Callable[[], TensorCodec] | None
+) -> tuple[Coded, str | None]:
+    why = None
+    if maker is not None:
+        try:
+            codec = maker()
+            coded = codec.encode(tensor, spec, for_codec(context, codec.id, spec))
+            if stands_alone(coded.encoded) and spec.nbytes > EXPANSION * coded.encoded.nbytes:
+                raise CannotRepresentError(f"{spec.name}: no reader would believe that so few bytes hold it")
+            return coded, None
+        except CannotRepresentError as error:
+            why = str(error)
+    return ExactCodec().encode(tensor, spec, for_codec(context, ExactCodec.id, spec)), why
+
+
+def restored_values(
+    state: TrainingState,
+    scheme: Scheme,
+    reference: Mapping[str, Held] | None,
+    *,
+    roles: Collection[Role] | None = None,
+    parameters: Collection[str] | None = None,
+    threads: int = 1,
+) -> dict[str, torch.Tensor]:
+    """What a reader would get of a snapshot under a scheme; nothing is kept, and what is held stays as it is.
+
+    Args:
+        state: host tensors that nobody changes meanwhile.
+        scheme: decides which codec takes which tensor.
+        reference: as `encode_state`.
+        roles: the only ones that are wanted, which must not need others beside them; None takes all.
+        parameters: the only ones whose tensors are wanted; the others stay true. None takes all.
+        threads: parameters handled side by side.
+    """
+    makers = scheme.codecs(state)
+    held_before = reference or {}
+
+    def restore(group: Sequence[TensorSpec]) -> dict[str, torch.Tensor]:
+        values: dict[str, torch.Tensor] = {}
+        rows: list[tuple[TensorSpec, Held]] = []
+        for spec in group:
+            tensor, known = state.tensors[spec.name], matching(held_before.get(spec.name), spec)
+            context = Context(known, siblings_of(values, spec, group), beside_of(spec, rows))
+            values[spec.name], row = _restore_one(tensor, spec, context, makers.get(spec.name))
+            rows.extend(row)
+        return values
+
+    wanted = (
+        spec
+        for spec in state.specs.values()
+        if (roles is None or spec.tag.role in roles)
+        and (parameters is None or spec.tag.parameter in parameters)
+    )
+    found = mapped(restore, groups_of(wanted), threads)
+    others = state.tensors if parameters is not None else {}
+    return {**others, **{name: value for values in found for name, value in values.items()}}
+
+
+def _restore_one(
+    tensor: torch.Tensor, spec: TensorSpec, context: Context, maker: Callable[[], TensorCodec] | None
+) -> tuple[torch.Tensor, list[tuple[TensorSpec, Held]]]:
+    if maker is None:
+        return tensor, []
+    try:
+        codec = maker()
+        context = for_codec(context, codec.id, spec)
+        if isinstance(codec, Quantizer):
+            return codec.restored(tensor, spec, context), []
+        coded = codec.encode(tensor, spec, context)
+    except CannotRepresentError:
+        return tensor, []
+    held = Held(coded.encoded.codec, coded.encoded.params, coded.planes, coded.unseen)
+    return coded.value, [(spec, held)]

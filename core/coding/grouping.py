@@ -1,0 +1,98 @@
+"""Which tensors are coded together and in which order, and what each of them sees of the others: reader and writer agree."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import TypeVar
+
+from shrinkpoint.schemes.base import Context, Held
+from shrinkpoint.schemes.closed_loop import ClosedLoopCodec, as_held
+from shrinkpoint.schemes.registry import CODECS
+from shrinkpoint.state.training import Role, TensorSpec
+
+__all__ = ["BASES_IN_FULL", "beside_of", "for_codec", "groups_of", "mapped", "matching", "siblings_of"]
+
+BASES_IN_FULL = frozenset(id for id, codec in CODECS.items() if isinstance(codec(), ClosedLoopCodec))
+"""Ids of codecs that store a tensor exactly where they use no reference."""
+
+R = TypeVar("R")
+V = TypeVar("V")
+
+# Second moments are restored first: they scale the first ones, and both may explain the weights. A weight of half
+# precision follows its master, of which it is the rounded value.
+_ORDER = {Role.EXP_AVG_SQ: 0, Role.EXP_AVG: 1, Role.MASTER: 2, Role.WEIGHT: 3}
+
+
+def matching(held: Held | None, spec: TensorSpec) -> Held | None:
+    """The reference, unless the tensor changed its size since: symbols of another shape explain nothing."""
+    per_element = 2 if spec.dtype.is_complex else 1
+    if held is None or any(plane.size != spec.numel * per_element for plane in held.planes.values()):
+        return None
+    return held
+
+
+def for_codec(context: Context, codec: str, spec: TensorSpec) -> Context:
+    """The context without what another codec has left as a reference, unless that holds the tensor's values."""
+    if context.reference is not None and context.reference.codec != codec:
+        known = as_held(context.reference, codec, spec) if codec in BASES_IN_FULL else None
+        return replace(context, reference=known)
+    return context
+
+
+def groups_of(specs: Iterable[TensorSpec]) -> list[list[TensorSpec]]:
+    """Tensors of one parameter together, in the order in which they are coded; reader and writer agree on it."""
+    groups: dict[str, list[TensorSpec]] = {}
+    for spec in specs:
+        groups.setdefault(spec.tag.parameter or f"/{spec.name}", []).append(spec)
+    return [
+        sorted(group, key=lambda spec: _ORDER.get(spec.tag.role, len(_ORDER))) for group in groups.values()
+    ]
+
+
+def siblings_of(values: Mapping[str, V], spec: TensorSpec, group: Sequence[TensorSpec]) -> dict[str, V]:
+    """Earlier tensors that stand beside this one in the state: the other moments of the same optimizer.
+
+    A weight also gets its master, and an average its weight, the first one of its shape, wherever that stands.
+    """
+    folder = spec.name.rpartition("/")[0]
+    siblings = {
+        other.tag.role.value: values[other.name]
+        for other in group
+        if other.name in values and other.name.rpartition("/")[0] == folder
+    }
+    followed = {Role.WEIGHT: Role.MASTER, Role.AVERAGE: Role.WEIGHT}.get(spec.tag.role)
+    if followed is not None:
+        for other in group:
+            if other.tag.role is followed and other.shape == spec.shape and other.name in values:
+                siblings.setdefault(followed.value, values[other.name])
+    return siblings
+
+
+def beside_of(spec: TensorSpec, earlier: Iterable[tuple[TensorSpec, V]]) -> dict[str, V]:
+    """What stands before this tensor of the same parameter and shape: the first of each role."""
+    beside: dict[str, V] = {}
+    for other, held in earlier:
+        if other.shape == spec.shape and spec.tag.parameter is not None:
+            beside.setdefault(other.tag.role.value, held)
+    return beside
+
+
+def mapped(
+    function: Callable[[Sequence[TensorSpec]], R], groups: Iterable[Sequence[TensorSpec]], threads: int
+) -> Iterator[R]:
+    """``map(function, groups)``; threads begin with the largest groups, so that none is left alone with one at the end."""
+    work = list(groups)
+    if threads <= 1 or len(work) < 2:
+        yield from map(function, work)
+        return
+    sizes = [sum(spec.nbytes for spec in group) for group in work]
+    with ThreadPoolExecutor(threads, thread_name_prefix="shrinkpoint-code") as pool:
+        futures: dict[int, Future[R]] = {}
+        for index in sorted(range(len(work)), key=lambda index: -sizes[index]):
+            futures[index] = pool.submit(function, work[index])
+        try:
+            for index in range(len(work)):
+                yield futures.pop(index).result()
+        finally:
+            for future in futures.values():
+                future.cancel()

@@ -1,0 +1,1 @@
+"""The context coder of planes of levels."""

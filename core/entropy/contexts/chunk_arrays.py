@@ -1,0 +1,133 @@
+"""The arrays on which the kernels of entropy/contexts/segment_kernels.py and entropy/trellis/context_kernels.py work, one set for each chunk.
+
+They are made here, since kernels that make arrays take several times as long to compile. Importing this module imports
+numba, so it is only ever imported from inside a function of its callers.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from shrinkpoint.arrays import Int32s, Int64s
+from shrinkpoint.entropy.contexts import segment_kernels as context_segments
+from shrinkpoint.entropy.contexts.feature_kernels import BLOCK_ROWS
+from shrinkpoint.entropy.contexts.lowrank_kernels import Room, start_directions
+from shrinkpoint.entropy.contexts.segment_kernels import LEVELS, SEGMENT, SEGMENT_RANK, Rows
+from shrinkpoint.entropy.trellis import context_kernels as trellis_kernels
+from shrinkpoint.entropy.trellis.context_kernels import Fans, Row, Work
+from shrinkpoint.entropy.trellis.margin_kernels import LEADS, Leads, Scene
+
+__all__ = ["new_fans", "new_rows", "new_work", "side_cells"]
+
+
+def new_rows(scene: Any, columns: int, low_rank: bool) -> Rows:
+    """Before the first row of a plane of so many columns; ``scene`` is a `context_kernels.Scene`."""
+    segments = -(-columns // SEGMENT)
+    padded, tracked = segments * SEGMENT, segments if low_rank else 0
+    directions, strengths, powers = _directions(columns, tracked)
+    return Rows(
+        directions=directions,
+        fans=directions.reshape(SEGMENT_RANK, tracked, SEGMENT),
+        strengths=strengths,
+        powers=powers,
+        block=np.zeros((BLOCK_ROWS, tracked * SEGMENT), np.int32),
+        trust=np.zeros((tracked, SEGMENT_RANK, SEGMENT_RANK)),
+        precision=np.zeros((SEGMENT_RANK, SEGMENT_RANK)),
+        room=_room(tracked),
+        u=np.zeros(SEGMENT_RANK),
+        rounded=np.zeros(SEGMENT_RANK, np.int32),
+        prediction=np.zeros(SEGMENT, np.int32),
+        values=np.zeros(SEGMENT, np.int32),
+        cells=np.zeros(padded, np.int32),
+        busy=np.full(padded, 4 * scene.mean, np.int32),
+        activity=np.zeros(padded, np.int32),
+        magnitudes=np.zeros(padded, np.int32),
+        places=np.zeros(padded, np.int32),
+        signs=np.ones(padded, np.int32),
+        octaves=context_segments.OCTAVES,
+        kinds=context_segments.PLACES,
+    )
+
+
+def side_cells(scene: Any, strides: Int64s) -> Int32s:
+    """int32 (sides, 256): what a level of each side plane of a `context_kernels.Scene` adds to a cell."""
+    of_sides = strides[len(LEVELS) : len(LEVELS) + scene.sides.shape[0]]
+    cells: Int32s = (scene.fine[: of_sides.size].astype(np.int64) * of_sides[:, None]).astype(np.int32)
+    return cells
+
+
+def new_fans(width: int, low_rank: bool) -> Fans:
+    """Before the first row of paths of that width; empty without low-rank prediction."""
+    tracked = -(-width // SEGMENT) if low_rank else 0
+    directions, strengths, powers = _directions(width, tracked)
+    return Fans(
+        directions=directions,
+        parts=directions.reshape(SEGMENT_RANK, tracked, SEGMENT),
+        strengths=strengths,
+        powers=powers,
+        block=np.zeros((BLOCK_ROWS, tracked * SEGMENT), np.int32),
+        trust=np.zeros((tracked, SEGMENT_RANK, SEGMENT_RANK)),
+        precision=np.zeros((SEGMENT_RANK, SEGMENT_RANK)),
+        room=_room(tracked),
+        u=np.zeros(SEGMENT_RANK),
+        rounded=np.zeros(SEGMENT_RANK, np.int32),
+        prediction=np.zeros(SEGMENT, np.int32),
+        values=np.zeros(SEGMENT, np.int32),
+    )
+
+
+def new_work(scene: Scene, tables: int = 0, stride: int = 1) -> Work:
+    """Before the first row of a chunk.
+
+    Args:
+        scene: the chunk.
+        tables: under how many its symbols are coded; encoders need none.
+        stride: what a class of leads adds to a cell.
+    """
+    segments = -(-scene.width // SEGMENT)
+    columns, states = segments * SEGMENT, scene.states
+    classes = np.minimum(np.arange(256) & 127, LEADS - 1)
+    return Work(
+        leads=Leads(
+            y=np.zeros(columns, np.int32),
+            squares=np.zeros((4, SEGMENT, segments + 1), np.int32),
+            paths=np.zeros((2, states, segments), np.int32),
+            ahead=np.zeros((states, columns if scene.low_rank else 0), np.int32),
+            packed=np.zeros((states // 4, segments), np.int32),
+            found=np.zeros((states // 4, columns), np.int32),
+            shift=np.zeros(SEGMENT, np.int32),
+        ),
+        row=Row(
+            cells=np.zeros(columns, np.int32),
+            busy=np.full(columns, scene.mean, np.int32),
+            activity=np.zeros(columns, np.int32),
+            energies=np.zeros(columns, np.int32),
+        ),
+        fans=new_fans(scene.width, scene.low_rank),
+        counters=np.zeros((2, tables), np.int32),
+        by_lead=(classes * stride).astype(np.int32),
+        path=np.zeros(SEGMENT, np.int32),
+        ranked=np.zeros(SEGMENT, np.int32),
+        reached=np.zeros(SEGMENT, np.int16),
+        octaves=trellis_kernels.OCTAVES,
+    )
+
+
+def _directions(columns: int, tracked: int) -> tuple[Int32s, Int64s, Int64s]:
+    """Directions of so many segments, zero behind the columns, their strengths and powers."""
+    directions = np.zeros((SEGMENT_RANK, tracked * SEGMENT), np.int32)
+    strengths, powers = np.zeros(SEGMENT_RANK, np.int64), np.zeros(SEGMENT_RANK + 1, np.int64)
+    if tracked:
+        start_directions(directions, strengths, powers)
+        directions[:, columns:] = 0
+    return directions, strengths, powers
+
+
+def _room(tracked: int) -> Room:
+    return Room(
+        grown=np.empty((SEGMENT_RANK, tracked * SEGMENT), np.int32),
+        coefficients=np.empty(BLOCK_ROWS, np.int32),
+        shifts=np.empty(SEGMENT_RANK, np.int64),
+        total=np.empty(tracked * SEGMENT, np.int32),
+        sums=np.empty(tracked * SEGMENT, np.int64),
+    )

@@ -1,0 +1,1 @@
+"""The LSTM coder of the ITMO scheme."""

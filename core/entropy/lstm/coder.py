@@ -1,0 +1,305 @@
+"""The ITMO coder: an LSTM over the 3x3 neighbourhood in the previous plane, and an arithmetic coder (arXiv 2506.12000).
+
+Every symbol is predicted from the nine symbols around its place in the same plane of the previous checkpoint, by two LSTM
+layers and a softmax. The network learns while it codes: after every 256 symbols both sides take the same step of Adam
+on what has just become known. Without a previous plane all contexts are zeros, as in the paper, and only frequencies are
+learned.
+
+Both sides must agree on every probability to the last bit, for ever and on any machine, so that all of it is integers
+(:mod:`shrinkpoint.entropy.lstm.network_kernels`), and every chunk is decoded again when it is written: one that does not come
+back as it was, or that is no shorter for it, leaves the plane to :mod:`shrinkpoint.entropy.static.rans`.
+
+What differs from the paper: layers are 32 units wide by default and not 512, which would take hours for a small model,
+and learn faster (1/128, where the paper has 1/1000 for its 512), the embedding is one with the first layer's input
+weights, and the network starts from the plane's frequencies rather than from chance. Not stated there, and chosen here:
+symbols in raster order; the neighbourhood row by row with the symbol at the same place last, zeros outside of the plane;
+every chunk starts anew.
+
+The coder is here for comparison. It is slow, in both directions alike: some twenty thousand symbols a second and
+thread at the default width, where neighbourhoods differ, and its time grows with the square of the width; planes of
+nearly nothing but zeros take a tenth of that. :mod:`shrinkpoint.entropy.contexts.coder` finds more in the same planes, at
+hundreds of times the speed.
+
+Payload (integers are little-endian, "varint" is 7 bits per byte)::
+
+    nothing                                                  if there are no symbols
+    0x00, rANS payload                                       entropy/static/rans.py, alone
+    0x01, rANS payload                                       given the symbol at the same place in the previous plane
+    0x02, width / 4, rate, chunk, rarities, lengths, chunks  LSTM, all contexts zero
+    0x03, the same                                           LSTM given the previous plane
+
+Rate and chunk are bytes: the learning rate is ``2^-rate``, a chunk has ``2^chunk`` symbols. Rarities are a byte per symbol
+of the alphabet (:func:`~shrinkpoint.entropy.lstm.initial.rarities`). Lengths are one varint per chunk but the last. A chunk
+is the CRC-32 of its symbols and the arithmetic code without its trailing zeros. Chunks do not depend on each other
+nor on the number of threads.
+"""
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from shrinkpoint.arrays import Int64s, UInt8s
+from shrinkpoint.entropy.lstm.initial import MOST_RARE, curves, new_learner, rarities
+from shrinkpoint.entropy.static.rans import decode_symbols, encode_symbols, map_in_threads, predict_bytes
+from shrinkpoint.entropy.symbols import check_array, check_sizes, count_symbols, frozen
+from shrinkpoint.entropy.wire import ByteReader, Payload, write_uvarint
+from shrinkpoint.errors import ConfigError, CorruptionError, FormatError
+
+__all__ = ["Advance", "LstmOptions", "decode_plane", "encode_plane", "uses_previous"]
+
+Span = tuple[int, int]
+
+Advance = Callable[[int], object]
+"""Called with how many symbols have been coded since the last call; from several threads where there are several."""
+
+_ALONE, _GIVEN, _LSTM, _LSTM_GIVEN = range(4)
+_MIN_WIDTH, _MAX_WIDTH = 4, 512
+_MIN_RATE, _MAX_RATE = 3, 12
+_MIN_CHUNK, _MAX_CHUNK = 8, 24
+_MIN_SYMBOLS = 256  # below, nothing is learned before the end
+_SPAN = 1 << 14  # symbols between two calls of `Advance`; a multiple of the batch
+_CHECKSUM = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class LstmOptions:
+    """Settings of the network; they are stored with every plane."""
+
+    width: int = 32
+    """Units per layer, a multiple of 4; the paper has 512."""
+    rate: int = 7
+    """The learning rate is 2^-rate: wide layers want a smaller one."""
+    chunk: int = 18
+    """A chunk has at most 2^chunk symbols: threads share the chunks, and each learns from nothing."""
+
+    def __post_init__(self) -> None:
+        ranges = {
+            "width": (_MIN_WIDTH, _MAX_WIDTH),
+            "rate": (_MIN_RATE, _MAX_RATE),
+            "chunk": (_MIN_CHUNK, _MAX_CHUNK),
+        }
+        for name, (low, high) in ranges.items():
+            value = getattr(self, name)
+            if type(value) is not int or not low <= value <= high:
+                raise ConfigError(f"{name} must be an integer from {low} to {high}, not {value!r}")
+        if self.width % 4:
+            raise ConfigError(f"width must be a multiple of 4, not {self.width!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """How the chunks of one plane are coded."""
+
+    options: LstmOptions
+    rarity: bytes
+    previous: UInt8s
+    """(rows, columns), frozen; no rows where contexts are zero."""
+    advance: Advance | None
+
+    def spans(self, count: int) -> list[Span]:
+        size = 1 << self.options.chunk
+        return [(start, min(start + size, count)) for start in range(0, count, size)]
+
+    def code(self, offset: int, symbols: UInt8s, stream: UInt8s, decoding: bool) -> int:
+        """Code one chunk; how many bytes that takes when encoding, has taken at most when decoding."""
+        from shrinkpoint.entropy import range_coder_kernels as range_coder  # numba
+        from shrinkpoint.entropy.lstm import chunk_kernels as lstm_chunk
+
+        learner = new_learner(self.rarity, self.options.width, 1 << (24 - self.options.rate))
+        coder = range_coder.new_coder(stream, decoding)
+        for start in range(0, symbols.size, _SPAN):
+            stop = min(start + _SPAN, symbols.size)
+            arguments: tuple[Any, ...] = (learner, curves(), self.previous, offset, symbols, start, stop)
+            lstm_chunk.code_span(*arguments, coder, stream, decoding)
+            if self.advance is not None:
+                self.advance(stop - start)
+        if decoding:
+            return int(coder[3]) - 3  # four bytes were read ahead, of which the encoder may have written one
+        lstm_chunk.finish(coder, stream)
+        return int(coder[3])
+
+
+def encode_plane(
+    symbols: UInt8s,
+    alphabet: int,
+    *,
+    columns: int,
+    previous: UInt8s | None = None,
+    options: LstmOptions | None = None,
+    threads: int = 1,
+    advance: Advance | None = None,
+) -> bytes:
+    """Code a plane and decode it again.
+
+    Args:
+        symbols: uint8 (n,), flat in C order, each below ``alphabet``.
+        alphabet: how many symbols there are, 1..256.
+        columns: the plane's columns, which divide n.
+        previous: uint8 (n,), the same plane of the previous checkpoint, each below ``alphabet``; None without one.
+        options: settings of the network.
+        threads: how many threads share the chunks; the bytes do not depend on it.
+        advance: told of progress: every symbol counts twice, once for the decoding that verifies it.
+
+    Returns:
+        The payload; :func:`uses_previous` tells from it whether decoding needs the previous plane.
+
+    Raises:
+        ValueError: an argument is out of range or has the wrong shape or dtype.
+    """
+    check_array(symbols, "symbols")
+    _check(symbols.size, alphabet, columns, previous)
+    options = options or LstmOptions()
+    if symbols.size == 0:
+        return b""
+    counts = count_symbols(symbols, previous, alphabet, alphabet if previous is not None else 1)
+    ordinary = _encode_ordinary(symbols, alphabet, previous, counts, threads)
+    total = counts.sum(axis=0)
+    if symbols.size < _MIN_SYMBOLS or np.count_nonzero(total) < 2:
+        return ordinary
+    plan = _Plan(
+        options=options,
+        rarity=rarities(total),
+        previous=_matrix(previous, columns),
+        advance=advance,
+    )
+    chunks = map_in_threads(
+        lambda span: _encode_chunk(plan, symbols, span), plan.spans(symbols.size), threads
+    )
+    head = bytearray([_LSTM if previous is None else _LSTM_GIVEN])
+    head += bytes([options.width // 4, options.rate, options.chunk]) + plan.rarity
+    parts: list[bytes] = []
+    for chunk in chunks:
+        if chunk is None:
+            return ordinary
+        parts.append(chunk)
+    for chunk in parts[:-1]:
+        write_uvarint(head, len(chunk))
+    return min(ordinary, bytes(head) + b"".join(parts), key=len)
+
+
+def decode_plane(
+    payload: Payload,
+    size: int,
+    alphabet: int,
+    *,
+    columns: int,
+    previous: UInt8s | None = None,
+    threads: int = 1,
+    advance: Advance | None = None,
+) -> UInt8s:
+    """Inverse of :func:`encode_plane`.
+
+    Args:
+        payload: the bytes of :func:`encode_plane`, all of them and nothing else.
+        size: how many symbols there are; what is allocated is that and a network for each thread.
+        alphabet: as given to the encoder.
+        columns: as given to the encoder.
+        previous: as given to the encoder; not looked at where the payload does not need it.
+        threads: how many threads share the chunks.
+        advance: told of progress.
+
+    Returns:
+        uint8 (size,), each below ``alphabet``.
+
+    Raises:
+        FormatError: the payload is malformed, or needs a previous plane and there is none.
+        CorruptionError: the payload is well-formed, but a chunk does not decode to the symbols that were coded.
+        ValueError: an argument other than the payload is out of range.
+    """
+    reader = ByteReader(payload, "LSTM payload")
+    given = uses_previous(payload)
+    if given and previous is None:
+        raise FormatError("LSTM payload: it is coded given a previous plane, and there is none")
+    _check(size, alphabet, columns, previous if given else None)
+    if size == 0:
+        reader.finish()
+        return np.zeros(0, dtype=np.uint8)
+    mode = reader.byte()
+    if mode in (_ALONE, _GIVEN):
+        contexts = (previous, alphabet) if given else (None, 1)
+        return decode_symbols(reader.rest(), contexts[0], size, alphabet, contexts[1], threads)
+    if mode not in (_LSTM, _LSTM_GIVEN):
+        raise FormatError(f"LSTM payload: unknown mode {mode}")
+    plan = _read_plan(reader, alphabet, _matrix(previous if given else None, columns), advance)
+    count = -(-size >> plan.options.chunk)
+    if count * (_CHECKSUM + 1) > reader.remaining + 1:  # all but one chunk have a length, too
+        raise FormatError(f"LSTM payload: {reader.remaining} bytes are too few for {count} chunks")
+    spans = plan.spans(size)
+    lengths = [reader.uvarint(reader.remaining, "chunk length") for _ in spans[:-1]]
+    chunks = [reader.take(length) for length in lengths] + [reader.rest()]
+    out = np.empty(size, dtype=np.uint8)
+
+    def decode(work: tuple[Span, memoryview]) -> None:
+        (start, stop), chunk = work
+        _decode_chunk(plan, chunk, start, out[start:stop])
+
+    map_in_threads(decode, zip(spans, chunks, strict=True), threads)
+    return out
+
+
+def uses_previous(payload: Payload) -> bool:
+    """Whether a payload of :func:`encode_plane` was coded given the previous plane."""
+    return len(payload) > 0 and payload[0] in (_GIVEN, _LSTM_GIVEN)
+
+
+def _check(size: int, alphabet: int, columns: int, previous: UInt8s | None) -> None:
+    check_sizes(alphabet, 1)
+    if size < 0 or columns < 1 or size % columns:
+        raise ValueError(
+            f"columns must divide the number of symbols, got {columns} columns and {size} symbols"
+        )
+    if previous is not None:
+        check_array(previous, "previous", size)
+        if size and int(previous.max()) >= alphabet:
+            raise ValueError(f"previous has symbol {int(previous.max())} in an alphabet of {alphabet}")
+
+
+def _matrix(previous: UInt8s | None, columns: int) -> UInt8s:
+    plane = np.zeros(0, dtype=np.uint8) if previous is None else previous
+    return frozen(plane.reshape(-1, columns))
+
+
+def _encode_ordinary(
+    symbols: UInt8s, alphabet: int, previous: UInt8s | None, counts: Int64s, threads: int
+) -> bytes:
+    if previous is not None and predict_bytes(counts) < predict_bytes(counts.sum(axis=0, keepdims=True)):
+        return bytes([_GIVEN]) + encode_symbols(symbols, previous, alphabet, alphabet, threads)
+    return bytes([_ALONE]) + encode_symbols(symbols, None, alphabet, 1, threads)
+
+
+def _encode_chunk(plan: _Plan, symbols: UInt8s, span: Span) -> bytes | None:
+    """A chunk that decodes to its symbols; None if for any reason it does not."""
+    chunk = symbols[slice(*span)].copy()
+    stream = np.empty(2 * chunk.size + chunk.size // 64 + 16, dtype=np.uint8)
+    used = plan.code(span[0], chunk, stream, decoding=False)
+    coded = stream[:used].tobytes().rstrip(b"\0") if used <= stream.size else b""
+    again = np.empty_like(chunk)
+    plan.code(span[0], again, np.frombuffer(bytearray(coded), dtype=np.uint8), decoding=True)
+    if not np.array_equal(again, chunk):
+        return None
+    return zlib.crc32(chunk.data).to_bytes(_CHECKSUM, "little") + coded
+
+
+def _decode_chunk(plan: _Plan, chunk: memoryview, offset: int, out: UInt8s) -> None:
+    reader = ByteReader(chunk, "LSTM chunk")
+    checksum = int.from_bytes(reader.take(_CHECKSUM), "little")
+    stream = np.frombuffer(bytearray(reader.rest()), dtype=np.uint8)
+    limit = plan.code(offset, out, stream, decoding=True)
+    if stream.size > limit:
+        raise CorruptionError(f"LSTM chunk: {stream.size} bytes, of which {limit} at most are symbols")
+    if zlib.crc32(out.data) != checksum:
+        raise CorruptionError("LSTM chunk: it does not decode to the symbols whose checksum it has")
+
+
+def _read_plan(reader: ByteReader, alphabet: int, previous: UInt8s, advance: Advance | None) -> _Plan:
+    try:
+        options = LstmOptions(width=4 * reader.byte(), rate=reader.byte(), chunk=reader.byte())
+    except ConfigError as error:
+        raise FormatError(f"LSTM payload: {error}") from error
+    rarity = bytes(reader.take(alphabet))
+    if max(rarity) > MOST_RARE:
+        raise FormatError(f"LSTM payload: a rarity of {max(rarity)} is not in this format")
+    return _Plan(options=options, rarity=rarity, previous=previous, advance=advance)

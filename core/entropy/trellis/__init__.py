@@ -1,0 +1,1 @@
+"""The context coder of planes that are quantized on a trellis."""

@@ -1,0 +1,83 @@
+"""One state dict in one file, without a run: ``shrinkpoint.save``; ``shrinkpoint.load`` reads it (`shrinkpoint.loading`)."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from shrinkpoint.coding.encode import EncodedState, encode_state
+from shrinkpoint.config import SaverConfig
+from shrinkpoint.container.writer import write_container
+from shrinkpoint.errors import ConfigError
+from shrinkpoint.quality.planner import Plan, Planner
+from shrinkpoint.schemes.base import Occasion
+from shrinkpoint.schemes.exactness import exact_parts, large_share
+from shrinkpoint.state.training import Describe, TrainingState, plain
+from shrinkpoint.store.single import write_file
+from shrinkpoint.warn import brief, tell
+
+__all__ = ["save"]
+
+
+def save(
+    state: object,
+    path: str | Path,
+    *,
+    scheme: str = "lossless",
+    describe: Describe = plain,
+    storage_options: Mapping[str, object] | None = None,
+) -> int:
+    """Write one state to one file, which appears whole or not at all.
+
+    Args:
+        state: what one would give to ``torch.save``: nested dicts, lists, numbers, tensors.
+        path: a path or URL; an existing file is replaced.
+        scheme: ``lossless``; or one that quantizes the tensors that `describe` calls weights and moments: ``auto`` with
+            mild steps, ``inshrinkerator`` with its mildest configuration, any other with its defaults.
+        describe: gives each tensor's role (`shrinkpoint.state.roles`); without it every scheme stores exactly, and says so.
+        storage_options: passed to fsspec.
+
+    Returns:
+        The file's size in bytes.
+
+    Raises:
+        ConfigError: `path` is no path, as where the arguments are swapped.
+        CannotRepresentError: `state` holds an object that cannot be stored without pickle; the message names it.
+        StoreError: the file cannot be written.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise ConfigError(f"path must be a path or URL, not {brief(path)}: save(state, path)")
+    config = SaverConfig(scheme=scheme)  # type: ignore[arg-type]
+    captured = TrainingState.capture(state, describe)
+    host = TrainingState(captured.tree, {n: t.cpu() for n, t in captured.tensors.items()}, captured.specs)
+    plan = Planner(config, lambda: 0.0).plan(Occasion(state=host), None)
+    encoded = encode_state(
+        host,
+        plan.scheme,
+        step=0,
+        reference=None,
+        parent=None,
+        threads=config.encoder_threads,
+        exactly=plan.reason if plan.is_exact and scheme != "lossless" else None,
+    )
+    data = write_container(encoded.checkpoint)
+    _tell_exact(str(path), scheme, plan, encoded, len(data), knows=describe is not plain)
+    write_file(str(path), data, storage_options)
+    return len(data)
+
+
+def _tell_exact(path: str, scheme: str, plan: Plan, encoded: EncodedState, size: int, *, knows: bool) -> None:
+    """Say that a scheme that was to make the file smaller has not, and why."""
+    if plan.is_exact and scheme != "lossless":
+        why = (
+            plan.reason
+            if knows
+            else "nothing says which of its tensors are weights and which an optimizer's. Give describe=, as"
+            " shrinkpoint.state.roles.describe_training makes it of a model and its optimizers"
+        )
+        tell(f"scheme={scheme!r} has stored {path} bit-exactly, as 'lossless' does: {why}", stacklevel=3)
+        return
+    entries = encoded.checkpoint.entries
+    parts = exact_parts(((entry.spec, entry.encoded.nbytes) for entry in entries), encoded.exact)
+    told = large_share(parts, size, path)
+    if told is not None:
+        tell(told[1], stacklevel=3)

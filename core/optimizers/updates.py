@@ -1,0 +1,408 @@
+"""What restored optimizer state does to the next updates: the training's own optimizer, stepped on copies of its tensors.
+
+The same gradients are given to the true state and to the restored one, on the same weights. How far the updates are apart, and
+how long they are, needs no evaluation and no forward pass, holds for any optimizer whose state is tensors, and does not
+depend on the learning rate of the day.
+"""
+
+import copy
+import math
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim import optimizer as optimizer_hooks
+
+from shrinkpoint.state.training import Role, TrainingState
+from shrinkpoint.state.wrappers import unwrapped
+
+__all__ = [
+    "OptimizerKind",
+    "Updates",
+    "compare_updates",
+    "copied_group",
+    "holds_tensors",
+    "moments_of_direction",
+    "obstacle_of",
+    "optimizer_states",
+]
+
+_STEPS = 10
+_MOST_ELEMENTS = 1 << 19  # of all parameters that are tried
+_SEED = 20230622
+_STATE = (Role.EXP_AVG, Role.EXP_AVG_SQ, Role.SQUARES, Role.STATE)
+_SUMS = ("sum",)  # Adagrad's: of as many squares as there were steps
+_LONGER = 1.5  # times: an update that is linear in its moment becomes twice as long with it
+_GLOBAL_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+# What would bring in other kernels, or decay the weights, which has nothing to do with the state.
+_PLAIN = {"foreach": False, "fused": None, "capturable": False, "differentiable": False, "weight_decay": 0.0}
+
+
+@dataclass(frozen=True)
+class Updates:
+    """Of a restored state beside the true one; the worst of all optimizers."""
+
+    error: float
+    """``||u' - u|| / ||u||``: u the first update from the true state, u' from the restored one; 1 if there were none."""
+    length: float
+    """``||u'|| / ||u||``."""
+    later_error: float
+    """The same of the weights' displacement after ten updates."""
+    later_length: float
+    lost_steps: float
+    """Updates in vain: ten times the share of that displacement that is missing, along itself."""
+
+
+@dataclass(frozen=True)
+class OptimizerKind:
+    """What makes an optimizer what it is, but for its parameters and its state."""
+
+    kind: type[Optimizer]
+    attributes: Mapping[str, Any]
+
+    @staticmethod
+    def of(optimizer: Optimizer) -> "OptimizerKind":
+        """Taken on the training thread; no tensor is copied. Of a wrapper, what it wraps."""
+        optimizer = unwrapped(optimizer)
+        kind = type(optimizer)
+        attributes: dict[str, Any] = {}
+        for name, value in vars(optimizer).items():
+            if name.endswith("_hooks"):
+                attributes[name] = OrderedDict()
+            elif name not in ("param_groups", "state") and not callable(getattr(kind, name, None)):
+                attributes[name] = _shallow(value)  # a scheduler wraps `step` in an attribute: not that one
+        return OptimizerKind(kind, attributes)
+
+    def with_state(
+        self, groups: list[dict[str, Any]], state: Mapping[torch.Tensor, dict[str, Any]]
+    ) -> Optimizer:
+        """An optimizer of this kind for other parameters."""
+        made = object.__new__(self.kind)
+        vars(made).update(copy.deepcopy(dict(self.attributes)))
+        made.param_groups = groups
+        made.state = defaultdict(dict, state)
+        return made
+
+
+def _shallow(value: Any) -> Any:
+    try:
+        return copy.copy(value)
+    except Exception:  # noqa: BLE001 - a lock, a process group: the deep copy fails too, and there it is told
+        return value
+
+
+def compare_updates(
+    true: TrainingState,
+    restored: TrainingState,
+    kinds: Sequence[OptimizerKind],
+    *,
+    parameters: Collection[str] | None = None,
+) -> Updates | str:
+    """Try the next updates from both states.
+
+    Args:
+        true: a snapshot, on the host.
+        restored: what a reader would get of it.
+        kinds: of the optimizers, in the order in which their states stand in the snapshot.
+        parameters: the only ones to be tried; None takes the smallest, as many as are quickly tried.
+
+    Returns:
+        The comparison; or why there is none, in words.
+    """
+    if any(getattr(optimizer_hooks, name, None) for name in _GLOBAL_HOOKS):
+        return "there are hooks on all optimizers' steps"
+    nodes = [list(optimizer_states(each.to_object())) for each in (true, restored)]
+    roles = {id(tensor): true.specs[name].tag.role for name, tensor in true.tensors.items()}
+    if not kinds or len(nodes[0]) != len(kinds):
+        return "the optimizers' states are not found in what is saved"
+    names = {id(tensor): name for name, tensor in true.tensors.items()}
+    found = []
+    for kind, one, other in zip(kinds, *nodes, strict=True):
+        chosen = _chosen(one, names, true, parameters)
+        if not chosen:
+            continue
+        if holds_tensors(kind.kind.step):
+            return f"{kind.kind.__name__}.step holds tensors or modules of its own, which it might change"
+        try:
+            compared = _compare(kind, one, other, chosen, roles)
+        except Exception as error:  # noqa: BLE001 - an optimizer of anybody's may do anything
+            return f"{kind.kind.__name__} cannot be stepped on copies ({type(error).__name__}: {error})"
+        if compared is not None:
+            found.append(compared)
+    if not found:
+        return "no optimizer holds moments that move its parameters"
+    return Updates(*(max(values, key=_nan_last) for values in zip(*found, strict=True)))
+
+
+def _nan_last(value: float) -> float:
+    return math.inf if math.isnan(value) else value
+
+
+def obstacle_of(kind: OptimizerKind) -> str | None:
+    """Why an optimizer must not be stepped on copies; None where it may."""
+    if any(getattr(optimizer_hooks, name, None) for name in _GLOBAL_HOOKS):
+        return "there are hooks on all optimizers' steps"
+    if holds_tensors(kind.kind.step):
+        return f"{kind.kind.__name__}.step holds tensors or modules of its own, which it might change"
+    return None
+
+
+def holds_tensors(function: Callable[..., Any]) -> bool:
+    """Whether a function, or one that it wraps, closes over something that is trained: copies cannot be stepped by it."""
+    for cell in getattr(function, "__closure__", None) or ():
+        try:
+            held = cell.cell_contents
+        except ValueError:  # nothing in it yet
+            continue
+        if isinstance(held, (torch.Tensor, torch.nn.Module, Optimizer)) or (
+            held is not function and callable(held) and holds_tensors(held)
+        ):
+            return True
+    return False
+
+
+def moments_of_direction(state: TrainingState, kinds: Sequence[OptimizerKind]) -> frozenset[str]:
+    """The first moments of which an optimizer uses the direction alone: twice the moment makes no longer update.
+
+    Lion takes signs, Muon the nearest orthogonal matrix: what is small in a moment counts as much there as what is large, and
+    so do small errors.
+
+    Args:
+        state: a snapshot, on the host.
+        kinds: of the optimizers, in the order in which their states stand in it.
+
+    Returns:
+        Names of tensors. Of optimizers that are not known, or cannot be stepped on copies, all that have no second moment
+        beside them: nothing is known of these.
+    """
+    nodes = list(optimizer_states(state.to_object()))
+    names = {id(tensor): name for name, tensor in state.tensors.items()}
+    found: set[str] = set()
+    if any(getattr(optimizer_hooks, name, None) for name in _GLOBAL_HOOKS) or len(nodes) != len(kinds):
+        return _alone(state)
+    for kind, node in zip(kinds, nodes, strict=True):
+        moments: dict[Any, dict[str, str]] = {}  # names by key, by the parameter's number
+        for index, entry in node["state"].items():
+            for key, value in entry.items() if isinstance(entry, Mapping) else ():
+                if isinstance(value, torch.Tensor) and _is_first(state, names.get(id(value), "")):
+                    moments.setdefault(index, {})[key] = names[id(value)]
+        every = {name for entry in moments.values() for name in entry.values()}
+        weights = _chosen(node, names, state, None)
+        tried = [index for index in moments if index in weights and len(weights[index].shape) >= 2][:1]
+        try:
+            if holds_tensors(kind.kind.step):
+                raise TypeError("it might change what is trained")
+            lengths = [_momentum_step(kind, node, weights, index, moments[index]) for index in tried]
+        except Exception:  # noqa: BLE001 - an optimizer of anybody's may do anything
+            found |= _alone(state) & every
+            continue
+        if any(twice < _LONGER * once for once, twice in lengths):
+            found |= every
+    return frozenset(found)
+
+
+def _alone(state: TrainingState) -> frozenset[str]:
+    """First moments without a second one beside them."""
+    paired = {
+        name.rpartition("/")[0] for name, spec in state.specs.items() if spec.tag.role is Role.EXP_AVG_SQ
+    }
+    return frozenset(
+        name for name in state.specs if _is_first(state, name) and name.rpartition("/")[0] not in paired
+    )
+
+
+def _is_first(state: TrainingState, name: str) -> bool:
+    return name in state.specs and state.specs[name].tag.role is Role.EXP_AVG
+
+
+def _momentum_step(
+    kind: OptimizerKind,
+    node: Mapping[str, Any],
+    weights: Mapping[Any, torch.Tensor],
+    index: Any,
+    firsts: Collection[str],
+) -> tuple[float, float]:
+    """How long the update is that a moment makes without a gradient, and that which twice the moment makes."""
+    lengths = []
+    for factor in (1.0, 2.0):
+        parameter = torch.nn.Parameter(_widened(weights[index]))
+        parameter.grad = torch.zeros_like(parameter)
+        entry = _entry(node["state"][index], parameter)
+        for key in firsts:
+            entry[key] *= factor
+        groups = [copied_group(group, {index: parameter}) for group in node["param_groups"]]
+        kind.kind.step(kind.with_state([group for group in groups if group["params"]], {parameter: entry}))
+        lengths.append(float(torch.linalg.vector_norm(parameter.detach() - _widened(weights[index]))))
+    return lengths[0], lengths[1]
+
+
+def optimizer_states(node: Any) -> Iterator[Mapping[str, Any]]:
+    """Every ``state_dict`` of an optimizer below, in order."""
+    if isinstance(node, Mapping):
+        if isinstance(node.get("param_groups"), list) and isinstance(node.get("state"), Mapping):
+            yield node
+        else:
+            for child in node.values():
+                yield from optimizer_states(child)
+    elif isinstance(node, (list, tuple)):
+        for child in node:
+            yield from optimizer_states(child)
+
+
+def _chosen(
+    node: Mapping[str, Any],
+    names: Mapping[int, str],
+    true: TrainingState,
+    parameters: Collection[str] | None,
+) -> dict[Any, torch.Tensor]:
+    """Weights by their number: those that have a moment, the smallest matrix first, then the smallest of all."""
+    weights = {
+        spec.tag.parameter: true.tensors[name]
+        for name, spec in true.specs.items()
+        if spec.tag.role is Role.WEIGHT and spec.tag.parameter is not None
+    }
+    found: dict[Any, torch.Tensor] = {}
+    for index, entry in node["state"].items():
+        for value in entry.values() if isinstance(entry, Mapping) else ():
+            spec = true.specs.get(names.get(id(value), "")) if isinstance(value, torch.Tensor) else None
+            if spec is not None and spec.tag.role in _STATE:
+                name = spec.tag.parameter or ""
+                weight = weights.get(name) if parameters is None or name in parameters else None
+                if weight is not None and weight.is_floating_point() and weight.numel():
+                    found[index] = weight
+    chosen: dict[Any, torch.Tensor] = {}
+    elements = 0
+    order = sorted(found, key=lambda index: found[index].numel())
+    matrix = [index for index in order if found[index].dim() >= 2][:1]
+    for index in (*matrix, *(index for index in order if index not in matrix)):
+        elements += found[index].numel()
+        if chosen and elements > _MOST_ELEMENTS and parameters is None:
+            break
+        chosen[index] = found[index]
+    return chosen
+
+
+def _compare(
+    kind: OptimizerKind,
+    true: Mapping[str, Any],
+    restored: Mapping[str, Any],
+    weights: Mapping[Any, torch.Tensor],
+    roles: Mapping[int, Role],
+) -> tuple[float, float, float, float, float] | None:
+    """None where the true state does not move the parameters, or not to anywhere."""
+    sizes = {
+        index: _gradient_size(true["state"][index], _options_of(true, index), roles) for index in weights
+    }
+    paths = [list(_displacements(kind, node, sizes, weights)) for node in (true, restored)]
+    results: list[float] = []
+    kept = 1.0
+    for one, other in zip(*paths, strict=True):
+        length = math.sqrt(sum(float(u.square().sum()) for u in one))
+        if not 0 < length < math.inf:
+            return None
+        away = math.sqrt(sum(float((v - u).square().sum()) for u, v in zip(one, other, strict=True)))
+        results += [away / length, math.sqrt(sum(float(v.square().sum()) for v in other)) / length]
+        kept = sum(float((u * v).sum()) for u, v in zip(one, other, strict=True)) / length**2
+    return results[0], results[1], results[2], results[3], _STEPS * max(0.0, 1 - kept)
+
+
+def _displacements(
+    kind: OptimizerKind,
+    node: Mapping[str, Any],
+    sizes: Mapping[Any, tuple[torch.Tensor | float, torch.Tensor | float]],
+    weights: Mapping[Any, torch.Tensor],
+) -> Iterator[list[torch.Tensor]]:
+    """How far the weights have gone after the first step, and after the last."""
+    parameters = {index: torch.nn.Parameter(_widened(weight)) for index, weight in weights.items()}
+    groups = [copied_group(group, parameters) for group in node["param_groups"]]
+    state: dict[torch.Tensor, dict[str, Any]] = {
+        parameters[index]: _entry(node["state"][index], parameters[index]) for index in weights
+    }
+    optimizer = kind.with_state([group for group in groups if group["params"]], state)
+    generator = torch.Generator().manual_seed(_SEED)
+    for step in range(_STEPS):
+        for index, parameter in parameters.items():
+            mean, spread = sizes[index]
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.grad = (mean + spread * noise).to(parameter.dtype)
+        kind.kind.step(optimizer)
+        if step in (0, _STEPS - 1):
+            yield [parameters[index].detach() - _widened(weight) for index, weight in weights.items()]
+
+
+def copied_group(group: Mapping[str, Any], parameters: Mapping[Any, torch.Tensor]) -> dict[str, Any]:
+    """A group's options, as they suit copies of some of its parameters, by number, on the host."""
+    made = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+    made |= {key: value for key, value in _PLAIN.items() if key in made}
+    if isinstance(made.get("lr"), (int, float, torch.Tensor)) and not float(made["lr"]) > 0:
+        made["lr"] = 1e-3  # it may rise again
+    return {**made, "params": [parameters[index] for index in group["params"] if index in parameters]}
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return copy.deepcopy(value)
+
+
+def _entry(entry: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+    """A copy of a parameter's state; what was of the parameter's own half precision is widened with it."""
+    copied = {key: _copied(value) for key, value in entry.items()}
+    return {
+        key: value.to(parameter.dtype)
+        if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.is_floating_point()
+        else value
+        for key, value in copied.items()
+    }
+
+
+def _widened(weight: torch.Tensor) -> torch.Tensor:
+    """A copy in fp32, or wider where it is: steps of half precision may be too small to be seen."""
+    return weight.detach().to(torch.promote_types(weight.dtype, torch.float32), copy=True)
+
+
+def _options_of(node: Mapping[str, Any], index: Any) -> Mapping[str, Any]:
+    return next((group for group in node["param_groups"] if index in group["params"]), {})
+
+
+def _gradient_size(
+    entry: Mapping[str, Any], options: Mapping[str, Any], roles: Mapping[int, Role]
+) -> tuple[torch.Tensor | float, torch.Tensor | float]:
+    """Mean and spread of the gradients that a state has seen: of their squares' mean, or of the moment's own size.
+
+    A momentum that is no running mean but a sum, as SGD's and RMSprop's are, is as many gradients long as it lasts for steps.
+    """
+    root, first = _root(entry, roles), _first(entry, roles)
+    if first is None:
+        return 0.0, root if root is not None else 1.0
+    key, mean = first
+    if key == "momentum_buffer":
+        if (
+            "square_avg" in entry and root is not None
+        ):  # RMSprop: what was summed up are gradients in units of this root
+            mean = mean * root
+        if "dampening" in options or root is not None:
+            mean = mean * (1 - float(options.get("momentum", 0.0)))
+    return mean, root if root is not None else 4.0 * float(mean.square().mean().sqrt())
+
+
+def _first(entry: Mapping[str, Any], roles: Mapping[int, Role]) -> tuple[str, torch.Tensor] | None:
+    for key, value in entry.items():
+        if isinstance(value, torch.Tensor) and roles.get(id(value)) is Role.EXP_AVG:
+            return key, _widened(value)
+    return None
+
+
+def _root(entry: Mapping[str, Any], roles: Mapping[int, Role]) -> torch.Tensor | None:
+    """Of the gradients' mean square, where something tells it."""
+    for key, value in entry.items():
+        if isinstance(value, torch.Tensor) and roles.get(id(value)) in (Role.EXP_AVG_SQ, Role.SQUARES):
+            counted = entry.get("step") if key in _SUMS else None
+            return (_widened(value) / max(1.0, float(counted if counted is not None else 1))).sqrt()
+    for key in ("exp_inf", "prev"):  # Adamax, Rprop
+        if isinstance(entry.get(key), torch.Tensor):
+            return _widened(entry[key]).abs()
+    return None

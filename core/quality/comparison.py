@@ -1,0 +1,129 @@
+"""What candidates cost, measured against the true weights of one save, on the same batches."""
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+
+import torch
+
+from shrinkpoint.errors import ShrinkpointError
+from shrinkpoint.quality.evaluation import Measure, losses_of
+from shrinkpoint.quality.measurement import EXACT, LOSS_FLOOR, Losses, Rise, absolute_error, pair_rise
+from shrinkpoint.quality.trial import mirrored_model, perturbed_model, true_model
+from shrinkpoint.state.training import TrainingState
+
+__all__ = ["BlindEvaluationError", "Comparison"]
+
+_NOISE = 0.1  # root mean squares: far more than any scheme changes, and far from destroying what was learned
+_SEED = 17
+
+
+class BlindEvaluationError(ShrinkpointError):
+    """The evaluation does not see the weights: noise in them leaves the loss as it is in every digit."""
+
+
+class Comparison:
+    """The measurements of one save; the loss of the true weights is measured at once.
+
+    Args:
+        state: the snapshot.
+        measure: the losses with given weights.
+        share: what one restore may cost, which says how exactly it must be known.
+        floor: losses nearer to zero count as this one, see `relative_rise`.
+
+    Raises:
+        EvaluationUnavailableError: by all that measures, if there is nobody to evaluate any more.
+    """
+
+    def __init__(
+        self, state: TrainingState, measure: Measure, *, share: float, floor: float = LOSS_FLOOR
+    ) -> None:
+        self._state = state
+        self._measure = measure
+        self._floor = floor
+        self._absolute = absolute_error(share)
+        self._rises: dict[object, Rise] = {}
+        self._seen: set[frozenset[str] | None] = set()
+        self.evaluations = 0
+        """How many were made."""
+        self.baseline = self._losses(true_model(state))
+        """The losses of the true weights."""
+
+    @property
+    def loss(self) -> float:
+        """Mean loss of the true weights."""
+        return sum(self.baseline) / len(self.baseline)
+
+    def rise(self, key: object, restored: Callable[[], Mapping[str, torch.Tensor]]) -> Rise:
+        """What a restore costs, measured as a pair unless it was already.
+
+        Args:
+            key: names the candidate.
+            restored: makes the model that a reader would get.
+
+        Raises:
+            BlindEvaluationError: the evaluation does not see the weights.
+        """
+        if key not in self._rises:
+            self._rises[key] = self._pair(restored())
+        return self._rises[key]
+
+    def _pair(self, restored: Mapping[str, torch.Tensor]) -> Rise:
+        if self._is_true(restored):
+            return EXACT
+        plus = self._losses(restored)
+        if not all(map(math.isfinite, plus)):
+            return Rise(math.inf)
+        minus = self._losses(mirrored_model(self._state, restored))
+        if plus == minus == self.baseline:
+            self.look(self._changed(restored))
+        rise = pair_rise(plus, minus, self.baseline, floor=self._floor, absolute=self._absolute)
+        return replace(rise, distance=self._distance(restored))
+
+    def _distance(self, restored: Mapping[str, torch.Tensor]) -> float:
+        true = true_model(self._state)
+        squares = [
+            float(torch.linalg.vector_norm(value.float() - true[name].float())) ** 2
+            for name, value in restored.items()
+            if value is not true[name] and value.is_floating_point()
+        ]
+        return math.sqrt(math.fsum(squares))
+
+    def look(self, names: Collection[str] | None = None) -> None:
+        """Make sure, once, that noise in the weights changes what is measured.
+
+        Args:
+            names: of the weights that get noise, as in the model; None takes all. An evaluation of a frozen copy within the
+                model sees noise in all of them, and none in those that are trained.
+
+        Raises:
+            BlindEvaluationError: it does not.
+        """
+        which = None if names is None else frozenset(names)
+        if which in self._seen:
+            return
+        if self._losses(perturbed_model(self._state, _NOISE, _SEED, names=which)) == self.baseline:
+            told = "all weights" if which is None else "all weights that this checkpoint changes"
+            raise BlindEvaluationError(
+                f"noise of {_NOISE:.0%} in {told} leaves the measured loss, {self.loss:.6g}, exactly as it is"
+            )
+        self._seen.add(which)
+
+    def sees_network(self) -> bool:
+        """Whether noise in the network's own weights, and not in their averages, changes what is measured."""
+        return self._losses(perturbed_model(self._state, _NOISE, _SEED, averages=False)) != self.baseline
+
+    def _changed(self, restored: Mapping[str, torch.Tensor]) -> list[str]:
+        true = true_model(self._state)
+        return [
+            name
+            for name, value in restored.items()
+            if value is not true[name] and not torch.equal(value, true[name])
+        ]
+
+    def _is_true(self, restored: Mapping[str, torch.Tensor]) -> bool:
+        return not self._changed(restored)
+
+    def _losses(self, weights: Mapping[str, torch.Tensor]) -> Losses:
+        self.evaluations += 1
+        return losses_of(self._measure(weights))

@@ -1,0 +1,201 @@
+"""Measurements that the background worker asks for and the training thread makes, one at a time, between its steps.
+
+Only the training thread may touch the model, and only the worker has the time to build candidate weights. So the
+worker leaves a request and waits; the training thread serves it at the end of a batch. Training is blocked for the
+forward passes alone, and where the worker asks how training goes on from a state, for the steps of that.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shrinkpoint.errors import ConfigError, ShrinkpointError
+
+__all__ = [
+    "Evaluate",
+    "EvaluationDesk",
+    "EvaluationUnavailableError",
+    "Loss",
+    "Measure",
+    "ResumedSteps",
+    "losses_of",
+]
+
+Loss = float | Sequence[float] | torch.Tensor
+"""A loss: one number, or one for each of some batches, always the same ones in the same order."""
+
+Evaluate = Callable[[Mapping[str, torch.Tensor]], Loss]
+"""The loss on fixed held-out batches with these parameters and buffers (host tensors by name) in the model's place.
+
+Averaged weights beside the model (`shrinkpoint.state.averages`) are among them; whoever cannot put them in place leaves them out.
+"""
+
+Measure = Evaluate
+"""The same, asked for by the background."""
+
+ResumedSteps = Callable[[object, Sequence[int]], Sequence[Loss]]
+"""The held-out loss after each of so many (ascending) optimizer steps from a state, in the form in which it was saved.
+
+Two calls take the same batches and the same random numbers; neither leaves a trace in the training.
+"""
+
+_LOOK_EVERY_S = 0.2
+_Answer = Sequence[tuple[float, ...]]
+
+
+class EvaluationUnavailableError(ShrinkpointError):
+    """Nobody will serve this request: training is over, or evaluating failed."""
+
+
+def losses_of(value: Any) -> tuple[float, ...]:
+    """The losses that an evaluation gave, one for each batch.
+
+    Args:
+        value: a number, a tensor of one element or of one dimension, or a sequence of such numbers.
+
+    Raises:
+        ConfigError: it is none of these, or empty.
+    """
+    if isinstance(value, torch.Tensor):
+        value = value.detach().double().tolist()  # a number where it has no dimension
+    elif hasattr(value, "tolist"):  # an array or a number of numpy's
+        value = value.tolist()
+    try:
+        losses = tuple(map(float, value)) if isinstance(value, (list, tuple)) else (float(value),)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"an evaluation must give one number, or one for each batch, not {value!r}"
+        ) from error
+    if not losses:
+        raise ConfigError("an evaluation must give one number, or one for each batch, and gave none")
+    return losses
+
+
+@dataclass(frozen=True)
+class _Request:
+    """How the training thread is to answer, given what it can evaluate with."""
+
+    answer: Callable[[Evaluate | None, ResumedSteps | None], _Answer]
+
+
+class EvaluationDesk:
+    """Hands requests from one worker thread to one training thread."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._request: _Request | None = None
+        self._answer: _Answer | BaseException | None = None
+        self._open = True
+        self.seconds = 0.0
+        """Time that serving has taken from training so far."""
+
+    def measure(self, weights: Mapping[str, torch.Tensor]) -> tuple[float, ...]:
+        """Called by the worker: wait until the training thread has evaluated `weights`.
+
+        Returns:
+            The loss on each batch.
+
+        Raises:
+            EvaluationUnavailableError: the desk was closed, or the evaluation raised.
+        """
+
+        def answer(evaluate: Evaluate | None, resumed: ResumedSteps | None) -> _Answer:
+            if evaluate is None:
+                raise EvaluationUnavailableError("no evaluation")
+            return [losses_of(evaluate(weights))]
+
+        return self._ask(_Request(answer))[0]
+
+    def resume(self, state: object, marks: Sequence[int]) -> _Answer:
+        """Called by the worker: wait until the training thread has gone on from `state` for so many steps, and come back.
+
+        Args:
+            state: in the form in which it was saved.
+            marks: ascending numbers of optimizer steps.
+
+        Returns:
+            The held-out losses after each.
+
+        Raises:
+            EvaluationUnavailableError: the desk was closed, or going on raised.
+        """
+
+        def answer(evaluate: Evaluate | None, resumed: ResumedSteps | None) -> _Answer:
+            if resumed is None:
+                raise EvaluationUnavailableError("no way to go on from a state")
+            return [losses_of(loss) for loss in resumed(state, marks)]
+
+        return self._ask(_Request(answer))
+
+    def _ask(self, request: _Request) -> _Answer:
+        with self._changed:
+            if not self._open:
+                raise EvaluationUnavailableError("no more evaluations: training has ended")
+            self._request, self._answer = request, None
+            self._changed.notify_all()
+            # a main thread that ended without `close` will serve nobody, and the interpreter waits for this thread
+            while not self._changed.wait_for(
+                lambda: self._answer is not None or not self._open, _LOOK_EVERY_S
+            ):
+                if not threading.main_thread().is_alive():
+                    self._open = False
+            answer = self._take_answer()
+        if isinstance(answer, BaseException):
+            raise EvaluationUnavailableError(f"evaluating the model failed: {answer!r}") from answer
+        if answer is None:
+            raise EvaluationUnavailableError("no more evaluations: training has ended")
+        return answer
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a request waits to be served."""
+        with self._changed:
+            return self._open and self._request is not None and self._answer is None
+
+    def _take_answer(self) -> _Answer | BaseException | None:
+        answer, self._request, self._answer = self._answer, None, None
+        return answer
+
+    def serve(self, evaluate: Evaluate | None, resumed: ResumedSteps | None = None) -> float:
+        """Called by the training thread: make the measurement that is asked for, if any.
+
+        Returns:
+            The seconds that it took; 0.0 when nothing was asked for.
+        """
+        with self._changed:
+            request = self._request if self._answer is None else None
+        if request is None:
+            return 0.0
+        start = time.perf_counter()
+        answer: _Answer | BaseException
+        try:
+            answer = request.answer(evaluate, resumed)
+        # a failed evaluation must not end training: the worker stores exactly instead
+        except Exception as error:  # noqa: BLE001
+            answer = error
+        seconds = time.perf_counter() - start
+        with self._changed:
+            self.seconds += seconds
+            self._answer = answer
+            self._changed.notify_all()
+        return seconds
+
+    def wait_for_request(self, timeout_s: float) -> None:
+        """Called by the training thread while it has nothing else to do."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._request is not None and self._answer is None, timeout_s)
+
+    def close(self) -> None:
+        """Refuse requests from now on, the waiting one too."""
+        with self._changed:
+            self._open = False
+            self._changed.notify_all()
+
+    def reopen(self) -> None:
+        """Take requests again."""
+        with self._changed:
+            self._open = True

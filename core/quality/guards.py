@@ -1,0 +1,140 @@
+"""What must hold of every lossy checkpoint whatever a loss says: guards that look at tensors alone.
+
+A held-out loss sees what its batches ask, at the restore. Three things are therefore looked at beside it, on a sample of the
+parameters: how large the noise of restored weights is beside what training has moved them, whether first moments are nearer
+to the truth than zeros would be, and what the restored optimizer state does to the next updates (`shrinkpoint.optimizers.updates`).
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from shrinkpoint.coding.encode import restored_values
+from shrinkpoint.optimizers.updates import OptimizerKind, Updates, compare_updates
+from shrinkpoint.schemes.base import Occasion, Scheme
+from shrinkpoint.state.training import Role, TrainingState
+
+__all__ = ["Guard"]
+
+_MOST_ELEMENTS = 1 << 20  # of the parameters that are looked at
+# Steps of a chain are kept up to a noise of sqrt(1.2) of what is wanted, and rows' exponents are quarters of an octave.
+_MOST_NOISE = 1.5
+_MOST_ERROR = 1.0  # of updates; 1 is that of having none
+_MOST_LENGTH = 1.1
+# Of a first moment's error, in its own size: zeros have 1, noise of its own size has 1.41. Codecs that keep to 1 weigh
+# elements by units of their own, in which this is not measured.
+_MOST_LOST = 1.2
+_WEIGHTS = (Role.WEIGHT, Role.MASTER)
+_GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+class Guard:
+    """Refuses checkpoints by their tensors; made for one save.
+
+    Args:
+        kinds: of the optimizers, in the order of their states in the snapshot; empty where they are not known.
+        threads: parameters handled side by side.
+    """
+
+    def __init__(self, kinds: Sequence[OptimizerKind] = (), threads: int = 1) -> None:
+        self._kinds = tuple(kinds)
+        self._threads = threads
+        self.updates: Updates | None = None
+        """What the last scheme that was looked at does to the next updates; None where they could not be tried."""
+        self.untried: str | None = None
+        """Why they could not be."""
+
+    @property
+    def lost_steps(self) -> float:
+        """Training steps that the last scheme that was looked at would lose of the optimizers' memory; 0 where that is not
+        known."""
+        return self.updates.lost_steps if self.updates is not None else 0.0
+
+    def __call__(self, occasion: Occasion, scheme: Scheme) -> str | None:
+        """Look at what a scheme would restore.
+
+        Args:
+            occasion: the save.
+            scheme: set up for it.
+
+        Returns:
+            Why it must not store the snapshot, or None where it may.
+        """
+        self.updates, self.untried = None, None
+        chosen = _sample(occasion.state)
+        if not chosen:
+            return None
+        state = occasion.state
+        values = restored_values(state, scheme, occasion.reference, parameters=chosen, threads=self._threads)
+        return (
+            self._too_noisy(occasion, values)
+            or self._worse_than_none(state, values)
+            or self._updates_differ(state, TrainingState(state.tree, values, state.specs), chosen)
+        )
+
+    def _too_noisy(self, occasion: Occasion, values: dict[str, torch.Tensor]) -> str | None:
+        if occasion.movement is None:
+            return None
+        for name, rows in occasion.movement.rows.items():
+            true, restored = occasion.state.tensors[name], values[name]
+            if restored is true or torch.equal(restored, true):
+                continue
+            moved = math.sqrt(float((rows**2).mean()))
+            noise = float((restored.float() - true.float()).square().mean().sqrt())
+            if not noise <= _MOST_NOISE * moved:
+                times = f"{noise / moved:.1f} times as large as" if moved > 0 else "not zero, as is"
+                return f"the noise of {name} would be {times} what training has moved it by since the last checkpoint"
+        return None
+
+    def _worse_than_none(self, state: TrainingState, values: dict[str, torch.Tensor]) -> str | None:
+        for name, spec in state.specs.items():
+            true, restored = state.tensors[name], values[name]
+            if spec.tag.role is not Role.EXP_AVG or restored is true or not bool(torch.isfinite(true).all()):
+                continue
+            length, away = (
+                float(torch.linalg.vector_norm(x.float())) for x in (true, restored.float() - true)
+            )
+            if not away <= _MOST_LOST * length:
+                times = f"{away / length:.1f} times as far from" if length > 0 else "not zeros, as is"
+                return f"the moment {name} would be {times} the truth" + (
+                    " as zeros are" if length > 0 else ""
+                )
+        return None
+
+    def _updates_differ(
+        self, true: TrainingState, restored: TrainingState, chosen: frozenset[str]
+    ) -> str | None:
+        found = compare_updates(true, restored, self._kinds, parameters=chosen)
+        if isinstance(found, str):
+            self.untried = found
+            return None
+        self.updates = found
+        if not (found.error <= _MOST_ERROR and found.length <= _MOST_LENGTH):  # NaN is neither
+            return (
+                f"the first update after a restore would be {found.length:.2f} times as long as it should be, with an error of"
+                f" {found.error:.0%}"
+            )
+        return None
+
+
+def _sample(state: TrainingState) -> frozenset[str]:
+    """Parameters spread over the model, within the number of elements that is looked at; one matrix at least if there is one."""
+    sizes: dict[str, int] = {}
+    matrices: dict[str, int] = {}
+    for spec in state.specs.values():
+        name = spec.tag.parameter
+        if spec.tag.role in _WEIGHTS and name is not None and spec.numel:
+            sizes[name] = spec.numel
+            if len(spec.shape) >= 2:
+                matrices[name] = spec.numel
+    if not sizes:
+        return frozenset()
+    first = min(matrices or sizes, key=lambda name: sizes[name])
+    chosen, elements = {first}, sizes[first]
+    places = {name: index * _GOLDEN % 1 for index, name in enumerate(sizes)}  # far apart, one after another
+    for name in sorted(sizes, key=lambda name: places[name]):
+        if name not in chosen and elements + sizes[name] <= _MOST_ELEMENTS:
+            chosen.add(name)
+            elements += sizes[name]
+    return frozenset(chosen)

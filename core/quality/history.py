@@ -1,0 +1,74 @@
+"""What the measurements of earlier saves say of the next one: rises go with the square of the steps' scale."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shrinkpoint.errors import ConfigError
+from shrinkpoint.quality.measurement import Rise
+
+__all__ = ["History"]
+
+_DRIFT = 0.3  # of the rise, from one save to the next: checkpoints differ, not only measurements of them
+_OCTAVE = 0.5  # of the rise, for each octave between two scales: the square is no law far from where it was measured
+
+
+@dataclass(frozen=True)
+class History:
+    """The pooled rise of all measurements so far, as it would be at one scale.
+
+    It is a Kalman filter of one number: between two saves it is less certain by a share of its size (`aged`), a
+    measurement is added by its precision (`shrinkpoint.quality.measurement.pooled`).
+    """
+
+    scale: float
+    mean: float
+    error: float
+    """Standard error of the mean."""
+
+    @classmethod
+    def of(cls, scale: float, rise: Rise, before: "History | None" = None) -> "History | None":
+        """After a measurement that was pooled with what was known; `before` where it tells nothing."""
+        if rise.batches == 0 or not (math.isfinite(rise.mean) and math.isfinite(rise.error)):
+            return before
+        return cls(scale, max(0.0, rise.mean), rise.error)
+
+    def aged(self) -> "History":
+        """At the next save."""
+        return replace(self, error=math.hypot(self.error, _DRIFT * self.mean))
+
+    def predicted(self, scale: float) -> Rise:
+        """What is to be expected at a scale."""
+        ratio = scale / self.scale
+        error = math.hypot(self.error, _OCTAVE * abs(math.log2(ratio)) * self.mean)
+        return Rise(self.mean * ratio**2, error * ratio**2)
+
+    def to_json(self) -> list[float]:
+        """In JSON primitives."""
+        return [self.scale, self.mean, self.error]
+
+    @classmethod
+    def from_json(cls, value: Any) -> "History | None":
+        """What `to_json` returned; None of None.
+
+        Raises:
+            ConfigError: it is neither.
+        """
+        if value is None:
+            return None
+        right = isinstance(value, list) and len(value) == 3
+        if not right or not all(isinstance(item, float) and 0 <= item < math.inf for item in value):
+            raise ConfigError(f"the measurements {value!r} of a search are malformed: start a new search")
+        if value[0] == 0:
+            raise ConfigError(f"the measurements {value!r} of a search are malformed: start a new search")
+        return cls(*value)
+
+    @classmethod
+    def load(cls, state: Mapping[str, Any]) -> "History | None":
+        """The entry ``history`` of a stored state.
+
+        Raises:
+            ConfigError: it is malformed.
+        """
+        return cls.from_json(state.get("history"))

@@ -1,0 +1,83 @@
+"""Inshrinkerator: the search over configurations, spread over the saves (`shrinkpoint.quality.inshrinkerator_search.driver`)."""
+
+from collections.abc import Callable, Mapping
+
+from shrinkpoint.quality.comparison import Comparison
+from shrinkpoint.quality.inshrinkerator_search.driver import SearchConfig, SearchDriver
+from shrinkpoint.quality.measurement import Rise
+from shrinkpoint.quality.strategy import Plan, exactly
+from shrinkpoint.schemes.base import Occasion
+from shrinkpoint.schemes.inshrinkerator.prediction import SizePredictor
+from shrinkpoint.schemes.inshrinkerator.scheme import Inshrinkerator, InshrinkeratorOptions, Weights
+from shrinkpoint.schemes.inshrinkerator.space import Configuration
+from shrinkpoint.schemes.recipe import is_weight
+from shrinkpoint.state.training import TensorSpec
+
+__all__ = ["ConfigurationStrategy"]
+
+
+class ConfigurationStrategy:
+    """Chooses bins, prune and protect fractions.
+
+    Args:
+        options: the scheme's settings.
+        max_degradation: the bound to start with.
+        overhead: share of the training time that searches may take.
+        spent_s: seconds that evaluations have taken from training so far.
+    """
+
+    def __init__(
+        self,
+        options: InshrinkeratorOptions,
+        max_degradation: float,
+        overhead: float,
+        spent_s: Callable[[], float],
+    ) -> None:
+        self._options = options
+        search = SearchConfig(max_degradation=max_degradation, overhead=overhead)
+        self._space = search.space
+        self._driver = SearchDriver(search, cost_clock=spent_s)
+
+    def takes(self, spec: TensorSpec) -> bool:
+        """See `Strategy.takes`."""
+        return is_weight(spec, self._options.min_elements)
+
+    def unmeasured(self, occasion: Occasion) -> Plan:
+        """See `Strategy.unmeasured`."""
+        return self._plan(
+            self._weights(occasion),
+            self._space.mildest,
+            "the mildest configuration: nothing to measure the degradation with",
+        )
+
+    def measured(self, occasion: Occasion, comparison: Comparison, allowed: float) -> Plan:
+        """See `Strategy.measured`."""
+        weights = self._weights(occasion)
+        predict = SizePredictor(weights, self._options)
+
+        def rise(configuration: Configuration) -> Rise:
+            return comparison.rise(configuration, lambda: weights.restored(configuration))
+
+        self._driver.bound(allowed)
+        choice = self._driver.choose(predict, rise)
+        if choice.configuration is None:
+            return exactly(choice.reason)
+        return self._plan(weights, choice.configuration, choice.reason, choice.rise)
+
+    def _plan(
+        self, weights: Weights, configuration: Configuration, reason: str, rise: Rise | None = None
+    ) -> Plan:
+        scheme = Inshrinkerator(self._options, weights, configuration)
+        settings = f"inshrinkerator {self._options} {configuration}"
+        return Plan(scheme, str(configuration), reason, rise, options=settings)
+
+    def _weights(self, occasion: Occasion) -> Weights:
+        return Weights(occasion.state, self._options, occasion.gradients)
+
+    def state_dict(self) -> dict[str, object]:
+        """See `Strategy.state_dict`."""
+        return self._driver.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """See `Strategy.load_state_dict`."""
+        self._driver.load_state_dict(state)

@@ -1,0 +1,373 @@
+"""Decides, for one snapshot, which scheme with which settings stores it; runs in the background thread."""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+
+from shrinkpoint.config import SaverConfig
+from shrinkpoint.errors import ConfigError
+from shrinkpoint.quality.comparison import BlindEvaluationError, Comparison
+from shrinkpoint.quality.evaluation import EvaluationUnavailableError, ResumedSteps, losses_of
+from shrinkpoint.quality.fixed_strategy import FixedStrategy
+from shrinkpoint.quality.inshrinkerator_search.strategy import ConfigurationStrategy
+from shrinkpoint.quality.measurement import EXACT, Rise, absolute_error, relative_rise, single_rise
+from shrinkpoint.quality.recovery import Healing, without_delay, without_luck
+from shrinkpoint.quality.restore_budget import RestoreBudget
+from shrinkpoint.quality.scale_strategy import ScaleStrategy
+from shrinkpoint.quality.strategy import Measure, Plan, Strategy, exactly
+from shrinkpoint.quality.trial import restored_state
+from shrinkpoint.schemes.base import Occasion, Scheme
+from shrinkpoint.state.training import Role, TrainingState
+from shrinkpoint.warn import tell
+
+__all__ = ["Guard", "Measure", "Plan", "Planner"]
+
+
+class Guard(Protocol):
+    """Looks at the tensors alone, whatever a loss says."""
+
+    @property
+    def lost_steps(self) -> float:
+        """Training steps that a restore of what was looked at last would set training back by; 0 where that is not known."""
+        ...
+
+    def __call__(self, occasion: Occasion, scheme: Scheme) -> str | None:
+        """Why a lossy scheme must not store a snapshot, or None where it may."""
+        ...
+
+
+_NAMED = 5
+_AIM = 0.7  # of what should hold by proportion
+_MEASURED = 0.5
+"""Of `max_degradation`, what the measured costs of all restores may come to. Where they used it up, the mean harm over 23 trainings was
+what they said, and the rest of a run's path, which no measurement at a save sees, carried one run in thirty beyond the bound."""
+_AVERAGES_ONLY = "averaged weights alone are measured, so that the network's own have mild steps"
+_MILDER = 3  # so many milder settings are asked for where a guard refuses
+
+
+class Planner:
+    """Chooses the scheme of every save; keeps the search's state between saves.
+
+    Args:
+        config: scheme, bound and budget.
+        spent_s: seconds that evaluations have taken from training so far: what the search's budget is charged with.
+        guard: asked about every lossy plan; None accepts all.
+        clock: seconds since any fixed moment.
+    """
+
+    def __init__(
+        self,
+        config: SaverConfig,
+        spent_s: Callable[[], float],
+        *,
+        guard: Guard | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._config = config
+        self._spent_s = spent_s
+        self.guard = guard
+        self._clock = clock
+        self._started = clock(), spent_s()
+        self._budget = _budget(config)
+        self._healing = Healing(config.probe_steps, config.search_overhead, spent_s, clock)
+        self._strategy = _strategy(config, spent_s)
+        self._cost = EXACT
+        self._sighted = False  # whether an evaluation was seen to change with the weights
+        self._sees_network: bool | None = (
+            None  # beside averages of its weights; None where that was not tried
+        )
+        self._told: set[str] = set()
+
+    @property
+    def overhead(self) -> float:
+        """Share of the time since this planner was made that evaluations and probes have taken."""
+        passed = self._clock() - self._started[0]
+        return (self._spent_s() - self._started[1]) / passed if passed > 0 else 0.0
+
+    def plan(
+        self,
+        occasion: Occasion,
+        measure: Measure | None,
+        resume: ResumedSteps | None = None,
+        *,
+        exact: bool = False,
+    ) -> Plan:
+        """Choose for one snapshot.
+
+        Args:
+            occasion: the snapshot, and what a reader holds before it.
+            measure: None where the user gave no way to evaluate the model.
+            resume: None where there is no way to go on from a state and back.
+            exact: the user wants this checkpoint bit-exact.
+        """
+        self._healing.saw(occasion.step)
+        share = self._budget.share
+        plan = self._choose(occasion, measure, resume, exact)
+        self._cost = plan.cost or plan.rise or EXACT
+        return replace(plan, allowed=share, overhead=self.overhead)
+
+    def _choose(
+        self, occasion: Occasion, measure: Measure | None, resume: ResumedSteps | None, exact: bool
+    ) -> Plan:
+        if exact or self._strategy is None:
+            return exactly("bit-exact storage was asked for", is_told=True)
+        finite, not_finite = _weights(occasion.state, self._strategy)
+        self._tell_not_finite(not_finite)
+        if not finite:
+            return exactly("the state holds no weight that could be quantized", is_told=bool(not_finite))
+        if self._budget.left <= 0:
+            return exactly("nothing is left of max_degradation that a restore may cost: stored exactly")
+        if measure is None:
+            self._tell_once(
+                "unmeasured",
+                "there is no way to evaluate the model, so max_degradation cannot be checked: weights are stored with"
+                f" {self._config.scheme}'s mildest settings, or those given, unmeasured. Give evaluate=, or validation data,"
+                " or scheme='lossless'",
+            )
+            return self._guarded(self._strategy, occasion, self._strategy.unmeasured(occasion))
+        try:
+            share, floor = self._budget.share, self._config.loss_floor
+            comparison = Comparison(occasion.state, measure, share=share, floor=floor)
+            plan = self._measured(self._strategy, occasion, comparison, resume)
+        except EvaluationUnavailableError as error:
+            return exactly(f"the degradation could not be measured ({error})", is_told=True)
+        return replace(plan, baseline=comparison.loss, evaluations=comparison.evaluations)
+
+    def _measured(
+        self, strategy: Strategy, occasion: Occasion, comparison: Comparison, resume: ResumedSteps | None
+    ) -> Plan:
+        if not math.isfinite(comparison.loss):
+            self._tell_once(
+                "loss",
+                f"the held-out loss is {comparison.loss:g}, so the quality of checkpoints cannot be measured: they are"
+                " stored exactly, which makes them large. Has the training diverged?",
+            )
+            return exactly("the loss of the true weights is not finite: stored exactly", is_told=True)
+        try:
+            if not self._sighted:
+                comparison.look()
+                self._sighted = True
+            occasion = replace(
+                occasion, averages_only=self._sees_averages_only(strategy, occasion, comparison)
+            )
+            plan = self._bounded(strategy, occasion, comparison, resume)
+            if occasion.averages_only and not plan.is_exact:
+                plan = replace(plan, reason=f"{plan.reason}; {_AVERAGES_ONLY}")
+            return plan
+        except BlindEvaluationError as error:
+            self._sighted = False
+            self._tell_once(
+                "blind",
+                f"the evaluation does not see the weights that are stored: {error}. So max_degradation cannot be checked, and"
+                f" {self._config.scheme}'s mildest settings, or those given, are taken, unmeasured. Evaluate the model that is"
+                " trained, not a copy of it, or choose scheme='lossless'",
+            )
+            plan = self._guarded(strategy, occasion, strategy.unmeasured(occasion))
+            if plan.is_exact:
+                return plan
+            return replace(plan, reason=f"unmeasured: {error}", is_blind=True)
+
+    def _sees_averages_only(self, strategy: Strategy, occasion: Occasion, comparison: Comparison) -> bool:
+        """Whether the evaluation measures averages of the weights and not the weights.
+
+        Raises:
+            BlindEvaluationError: it does, and the scheme stores averages exactly: nothing that it changes is seen.
+        """
+        averages = [spec for spec in occasion.state.specs.values() if spec.tag.role is Role.AVERAGE]
+        if not averages:
+            return False
+        if self._sees_network is None:
+            self._sees_network = comparison.sees_network()
+        if not self._sees_network and not any(map(strategy.takes, averages)):
+            raise BlindEvaluationError(
+                "it measures averages of the weights, which this scheme stores exactly"
+            )
+        return not self._sees_network
+
+    def _bounded(
+        self, strategy: Strategy, occasion: Occasion, comparison: Comparison, resume: ResumedSteps | None
+    ) -> Plan:
+        """At a restore the loss may rise by all that is left, if training makes good all but the share of one restore."""
+        remains = self._healing.remains if resume is not None else 1.0
+        share, allowed = self._budget.share, min(self._budget.left, self._budget.share / remains)
+        plan = self._settled(strategy, occasion, comparison, allowed, remains)
+        if resume is None or plan.is_exact or not self._healing.marks(plan.options, plan.scale):
+            return plan
+        plan = self._probed(plan, occasion, resume)
+        if _cost(plan).within(share):
+            return plan
+        told = f"after {max(plan.resumed)} resumed steps the loss was {plan.resumed[max(plan.resumed)].mean:+.3g}"
+        allowed = _stricter(plan, share)
+        plan = self._settled(strategy, occasion, comparison, allowed, self._healing.remains)
+        plan = replace(plan, reason=f"{told}; {plan.reason}")
+        if plan.is_exact:
+            return plan
+        plan = self._probed(plan, occasion, resume)
+        if _cost(plan).within(share):
+            return plan
+        return exactly(f"{told}, and with milder settings too: stored exactly")
+
+    def _settled(
+        self, strategy: Strategy, occasion: Occasion, comparison: Comparison, allowed: float, remains: float
+    ) -> Plan:
+        """What the strategy chooses and the guard accepts, and what it costs by all that is known without a probe."""
+        plan = strategy.measured(occasion, comparison, allowed)
+        plan = replace(self._guarded(strategy, occasion, plan, comparison, allowed), baseline=comparison.loss)
+        if plan.rise is not None and plan.rise.high - plan.rise.low > allowed:
+            plan = replace(
+                plan,
+                reason=f"{plan.reason}; this is known from {_batches(plan.rise)} to ±{_half(plan.rise):.2g} only",
+            )
+        return replace(plan, cost=plan.rise.times(remains) if plan.rise is not None else None)
+
+    def _guarded(
+        self,
+        strategy: Strategy,
+        occasion: Occasion,
+        plan: Plan,
+        comparison: Comparison | None = None,
+        allowed: float = 0.0,
+    ) -> Plan:
+        if self.guard is None or plan.is_exact:
+            return plan
+        milder = getattr(strategy, "milder", None)
+        reason = self.guard(occasion, plan.scheme)
+        for _ in range(_MILDER if milder is not None else 0):
+            if reason is None:
+                break
+            found = milder(occasion, comparison, allowed)  # type: ignore[misc]
+            if found is None:
+                break
+            plan = found
+            reason = self.guard(occasion, plan.scheme)
+        return plan if reason is None else exactly(f"{reason}: stored exactly")
+
+    def _probed(self, plan: Plan, occasion: Occasion, resume: ResumedSteps) -> Plan:
+        """The plan with the rise of the loss after some steps from a restore, over the same steps from the true state."""
+        marks = self._healing.marks(plan.options, plan.scale) or self._healing.shortest
+        threads = self._config.encoder_threads
+        true = [losses_of(loss) for loss in resume(occasion.state.to_object(), marks)]
+        restored = restored_state(occasion.state, plan.scheme, occasion.reference, threads)
+        tried = [losses_of(loss) for loss in resume(restored.to_object(), marks)]
+        at, floor = plan.rise or EXACT, self._config.loss_floor
+        absolute = absolute_error(self._budget.share)
+        rises = {
+            mark: without_luck(single_rise(losses, baseline, floor=floor, absolute=absolute), at)
+            for mark, losses, baseline in zip(marks, tried, true, strict=True)
+        }
+        if self.guard is not None and plan.baseline is not None:
+            last = sum(true[-1]) / len(true[-1])
+            fall = max(0.0, -relative_rise(last, plan.baseline, floor)) / marks[-1]
+            rises = {mark: without_delay(rise, self.guard.lost_steps * fall) for mark, rise in rises.items()}
+        cost = self._healing.measured(at, rises, plan.options, plan.scale)
+        return replace(plan, resumed=rises, cost=cost)
+
+    def _tell_not_finite(self, names: Sequence[str]) -> None:
+        if names:
+            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+            self._tell_once(
+                "weights",
+                f"NaN or infinity in the weights {', '.join(names[:_NAMED])}{more}: they are stored exactly, which makes"
+                " checkpoints large. Has the training diverged? Then go back to a checkpoint from before",
+            )
+
+    def _tell_once(self, subject: str, message: str) -> None:
+        if subject not in self._told:
+            self._told.add(subject)
+            tell(message)
+
+    def state_dict(self) -> dict[str, object]:
+        """The search's state in JSON primitives, for the manifest."""
+        cost, high = (
+            value if math.isfinite(value) else 0.0
+            for value in (max(0.0, self._cost.mean), max(0.0, self._cost.high))
+        )
+        return {
+            "scheme": self._config.scheme,
+            "strategy": self._strategy.state_dict() if self._strategy is not None else {},
+            "restores": {**self._budget.state_dict(), "cost": cost, "cost_high": high},
+            "healing": self._healing.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Go on from a stored state of the search: a restore of the checkpoint that it stands in.
+
+        Raises:
+            ConfigError: it is no such state; what could be read of it is kept.
+        """
+        self._load_restores(state.get("restores"))
+        healing, strategy = state.get("healing"), state.get("strategy")
+        if self._strategy is None or state.get("scheme") != self._config.scheme:
+            if isinstance(
+                healing, dict
+            ):  # how training heals another scheme's errors says nothing of this one's
+                self._healing.carry(healing)
+            return
+        if not isinstance(healing, dict) or not isinstance(strategy, dict):
+            raise ConfigError("the search state is malformed: start a new search")
+        self._healing.load_state_dict(healing)
+        self._strategy.load_state_dict(strategy)
+
+    def _load_restores(self, stored: object) -> None:
+        """What was spent before, and this restore; one of a checkpoint that tells nothing counts too."""
+        self._budget = _budget(self._config)
+        known: dict[str, object] = (
+            stored if isinstance(stored, dict) else {"spent": 0.0, "spent_high": 0.0, "restores": 0}
+        )
+        cost, high = (
+            float(value) if isinstance(value := known.get(name), int | float) else 0.0
+            for name in ("cost", "cost_high")
+        )
+        try:
+            self._budget.load_state_dict(known)
+        finally:
+            self._budget.restored(cost, high)
+
+
+def _budget(config: SaverConfig) -> RestoreBudget:
+    return RestoreBudget(_MEASURED * config.max_degradation, config.restore_budget)
+
+
+def _cost(plan: Plan) -> Rise:
+    return plan.cost or EXACT
+
+
+def _half(rise: Rise) -> float:
+    return (rise.high - rise.low) / 2
+
+
+def _batches(rise: Rise) -> str:
+    return "one number" if rise.batches < 2 else f"{rise.batches} batches"
+
+
+def _stricter(plan: Plan, share: float) -> float:
+    """What a restore may cost at once so that it costs its share for good, by proportion."""
+    at, cost = plan.rise or EXACT, _cost(plan)
+    if not math.isfinite(cost.high):
+        return _AIM * share / 4  # four times narrower steps at least
+    return _AIM * max(at.high, 0.0) * share / cost.high
+
+
+def _strategy(config: SaverConfig, spent_s: Callable[[], float]) -> Strategy | None:
+    """None for the scheme that chooses nothing and changes nothing."""
+    options = config.scheme_options
+    if config.scheme == "lossless":
+        return None
+    if config.scheme == "auto":
+        return ScaleStrategy(options)
+    if config.scheme == "inshrinkerator":
+        return ConfigurationStrategy(options, config.max_degradation, config.search_overhead, spent_s)
+    return FixedStrategy(config.scheme, options)
+
+
+def _weights(state: TrainingState, strategy: Strategy) -> tuple[list[str], list[str]]:
+    """Names of the weights to be coded that hold numbers only, and of those that do not."""
+    names: dict[bool, list[str]] = {True: [], False: []}
+    for name, spec in state.specs.items():
+        if strategy.takes(spec):
+            names[bool(torch.isfinite(state.tensors[name]).all())].append(name)
+    return names[True], names[False]

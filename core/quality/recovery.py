@@ -1,0 +1,245 @@
+"""How much of what a restore costs is still there some steps later, and when to measure it again.
+
+The loss at a restore is the wrong test in both directions: noise in the weights is trained away within some steps, and a
+second moment that was restored too small shows only after some. What is left after the steps is what a restore costs a run.
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from shrinkpoint.errors import ConfigError
+from shrinkpoint.quality.measurement import CONFIDENCE, Rise, pooled
+
+__all__ = ["Healing", "without_delay", "without_luck"]
+
+_LEAST, _MOST = 0.25, 16.0  # of what a restore costs remains, whatever one noisy measurement says
+_UNKNOWN = 0.5  # standard error of the share that remains before anything was measured
+_DRIFT = 0.1  # by which it is less certain at the next probe
+_NOISE = 0.0002
+_SURPRISE = 2.0  # standard errors
+_MARGIN = 1.2  # a resumed step in training's own: evaluations and copies of the state come on top
+_SHORT = 2, 5  # steps: enough to tell what heals from what grows
+_CREDIT_S = 1800.0  # seconds of training whose share a probe may take in advance
+_CREDIT_PROBES = 2
+
+
+def without_luck(rise: Rise, at: Rise) -> Rise:
+    """The rise some steps after a restore, less the luck that is still in it.
+
+    A pair tells how much luck there was at the restore, on the same batches. Some steps later, between all and nothing of it
+    is left: half of it is taken off, and the other half is doubt.
+
+    Args:
+        rise: measured at the restored weights alone.
+        at: measured at the restore as a pair.
+    """
+    half = at.luck / 2
+    if not (math.isfinite(rise.mean) and math.isfinite(half)):
+        return rise
+    return replace(rise, mean=rise.mean - half, doubt=abs(half)).expecting(0.0)
+
+
+def without_delay(rise: Rise, delay: float) -> Rise:
+    """The rise some steps after a restore, less what it owes to steps that are only made up for later.
+
+    A restored optimizer that has lost some of its memory is some steps behind. While the loss falls steeply, as at the start
+    of a training, these cost much in the loss of the day and little in the end.
+
+    Args:
+        rise: of the loss over the same steps from the true state.
+        delay: what the loss falls by in the steps that are lost; half of it is doubt.
+    """
+    if not (math.isfinite(rise.mean) and math.isfinite(delay)):
+        return rise
+    taken = min(delay, max(0.0, rise.mean))
+    return replace(rise, mean=rise.mean - taken, doubt=math.hypot(rise.doubt, taken / 2)).expecting(0.0)
+
+
+class Healing:
+    """Keeps the share that remains, and a purse of training time for measuring it.
+
+    The purse fills with a share of the training time, and all evaluations and probes are paid from it. A probe of new
+    settings may be paid on credit, once; until that is paid back there is no other.
+
+    Args:
+        steps: how far to go on from a restore; 0 measures nothing.
+        overhead: share of the training time that may be taken.
+        spent_s: seconds that evaluations and probes have taken from training so far.
+        clock: seconds since any fixed moment.
+    """
+
+    def __init__(
+        self,
+        steps: int,
+        overhead: float,
+        spent_s: Callable[[], float] = lambda: 0.0,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._short = tuple(sorted({min(mark, steps) for mark in _SHORT})) if steps > 0 else ()
+        self._long = (self._short[-1], steps) if steps > _SHORT[-1] else self._short
+        self.remains = 1.0
+        """Share of a restore's cost that is left after the last step."""
+        self._error = _UNKNOWN
+        self._onward = 1.0  # what is left after the long probe, of what is left after the short one
+        self._probed: tuple[str, float] | None = None
+        self._overhead = overhead
+        self._spent_s = spent_s
+        self._clock = clock
+        self._since = clock(), 0, spent_s()
+        self._purse = 0.0
+        self._step_s = math.inf
+
+    def saw(self, step: int) -> None:
+        """A save begins: time has gone by, and steps."""
+        now, spent = self._clock(), self._spent_s()
+        then, before, paid = self._since
+        if step > before:
+            if math.isfinite(self._overhead):
+                self._purse += self._overhead * (now - then)
+            self._step_s = (now - then) / (step - before)
+        self._pay(spent - paid)
+        self._since = now, max(step, before), spent
+
+    def _pay(self, seconds: float) -> None:
+        if math.isfinite(self._overhead):
+            self._purse -= seconds
+
+    def marks(self, options: str, scale: float) -> Sequence[int]:
+        """After how many steps the loss is to be measured at this save; none where there is no time for it.
+
+        Args:
+            options: what makes a restore cost what it costs, beside the scale.
+            scale: of the steps.
+        """
+        if not self._short or math.isinf(self._overhead):
+            return self._long
+        if self._purse >= self._price(self._long):
+            return self._long
+        if not self._is_new(options, scale):
+            return ()
+        price = self._price(self._short)
+        credit = min(self._overhead * _CREDIT_S, _CREDIT_PROBES * price)
+        return self._short if math.isfinite(price) and self._purse - price >= -credit else ()
+
+    @property
+    def shortest(self) -> Sequence[int]:
+        """The marks of the cheapest probe."""
+        return self._short
+
+    def _is_new(self, options: str, scale: float) -> bool:
+        """Whether a restore may cost something else than at the last probe."""
+        if self._probed is None or self._probed[0] != options:
+            return True
+        return abs(math.log2(scale / self._probed[1])) > 1
+
+    def _price(self, marks: Sequence[int]) -> float:
+        return 2 * marks[-1] * _MARGIN * self._step_s
+
+    def measured(self, at: Rise, resumed: Mapping[int, Rise], options: str, scale: float) -> Rise:
+        """Take over a probe.
+
+        Args:
+            at: the rise of the loss at the restore.
+            resumed: the rise after each of the marks.
+            options: see `marks`.
+            scale: see `marks`.
+
+        Returns:
+            What the restore costs after all steps: what the probe says, and what earlier ones let expect of `at`, each by
+            its precision. A probe that exceeds what was expected by more than both errors explain stands alone.
+        """
+        self._probed = options, scale
+        left = self._at_the_end(at, resumed)
+        if not math.isfinite(left.high):
+            self.remains, self._error = max(1.0, self.remains), _UNKNOWN
+            return Rise(math.inf)
+        expected = at.times(self.remains)
+        expected = Rise(max(0.0, expected.mean), expected.error)
+        size = max(at.mean, _NOISE)
+        ratio = max(0.0, left.mean) / size
+        doubt = math.hypot(left.error, ratio * at.error) / size
+        if_expected = math.hypot(left.error_of(expected.mean), self.remains * at.error) / size
+        before = math.hypot(self._error, _DRIFT)
+        if ratio - self.remains > _SURPRISE * math.hypot(if_expected, before):
+            remains, self._error = ratio, doubt
+        else:
+            precision, known = doubt**-2, before**-2
+            remains = (ratio * precision + self.remains * known) / (precision + known)
+            self._error = (precision + known) ** -0.5
+        self.remains = min(_MOST, max(_LEAST, remains))
+        return pooled(left, expected)
+
+    def _at_the_end(self, at: Rise, resumed: Mapping[int, Rise]) -> Rise:
+        """The rise after all steps: as measured, or from that after the last mark.
+
+        What a short probe shows to grow is taken to go on growing at the same rate. Of what it does not show to grow, as
+        much is left at the end as long probes have found.
+        """
+        last, horizon = max(resumed), self._long[-1]
+        left = resumed[last]
+        if not math.isfinite(left.high):
+            return left
+        if last == horizon:
+            earlier = resumed[min(resumed)]
+            if len(resumed) > 1 and earlier.is_significant and left.is_significant:
+                ratio = min(_MOST, max(_LEAST, left.mean / earlier.mean))
+                self._onward = max(ratio, (self._onward + ratio) / 2)
+            return left
+        before = max(0.0, at.mean)
+        if left.mean - before > CONFIDENCE * math.hypot(left.error, at.error):
+            factor = (horizon - last) / last
+            grown = left.mean + factor * (left.mean - before)
+            return replace(left.times(1 + factor), mean=grown)
+        return left.times(self._onward)
+
+    def state_dict(self) -> dict[str, object]:
+        """What a resumed training needs, in JSON primitives."""
+        return {
+            "remains": self.remains,
+            "error": self._error,
+            "onward": self._onward,
+            "probed": list(self._probed) if self._probed is not None else None,
+            **self._purse_state(),
+        }
+
+    def _purse_state(self) -> dict[str, object]:
+        """What has been earned and spent since the last save began counts too."""
+        earned = self._overhead * (self._clock() - self._since[0]) if math.isfinite(self._overhead) else 0.0
+        owed = self._spent_s() - self._since[2] if math.isfinite(self._overhead) else 0.0
+        return {"purse": self._purse + earned - owed, "step": self._since[1]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned.
+
+        Raises:
+            ConfigError: it is no such state.
+        """
+        remains, error, onward = (state.get(name) for name in ("remains", "error", "onward"))
+        right = all(isinstance(value, float) for value in (remains, error, onward))
+        if not right or not (_LEAST <= remains <= _MOST and 0 <= error < math.inf and onward > 0):  # type: ignore[operator]
+            raise ConfigError(f"what remains after a restore, {dict(state)!r}, is malformed")
+        probed = state.get("probed")
+        if probed is not None:
+            pair = isinstance(probed, list) and len(probed) == 2
+            if not pair or not (
+                isinstance(probed[0], str) and isinstance(probed[1], float) and probed[1] > 0
+            ):
+                raise ConfigError(f"what was probed, {probed!r}, is malformed")
+        self.carry(state)
+        self.remains, self._error, self._onward = remains, error, onward  # type: ignore[assignment]
+        self._probed = (probed[0], probed[1]) if probed is not None else None
+
+    def carry(self, state: Mapping[str, Any]) -> None:
+        """Take over the purse alone, with its debt.
+
+        Raises:
+            ConfigError: it is no such state.
+        """
+        purse, step = state.get("purse"), state.get("step")
+        if not isinstance(purse, float) or not math.isfinite(purse) or type(step) is not int or step < 0:
+            raise ConfigError(f"the time for probes, {purse!r} at step {step!r}, is malformed")
+        self._purse = purse if math.isfinite(self._overhead) else 0.0
+        self._since = self._clock(), step, self._spent_s()

@@ -1,0 +1,327 @@
+"""Goes on from a saved state for some optimizer steps, in the midst of a training that does not notice.
+
+What a lossy checkpoint costs shows after some steps, not at the restore (design: "Quality bound"). Whoever asks takes the
+same steps from the true state and from the restored one, and compares.
+"""
+
+import inspect
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim import optimizer as optimizer_hooks
+
+from shrinkpoint.errors import ConfigError, StateMismatchError
+from shrinkpoint.quality.evaluation import Loss, ResumedSteps, losses_of
+from shrinkpoint.quality.preserve import is_plain_tensor, untouched
+from shrinkpoint.state.rng import capture_rng, restore_rng
+
+__all__ = ["ResumedRun", "UntilFailure", "obstacle"]
+
+_SEED = 20230622
+_GLOBAL_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+_STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumedRun:
+    """A live training that can be left for some steps from another state, and come back to.
+
+    Args:
+        module: the live model.
+        optimizers: all that train it; each makes a step for every batch.
+        losses: gives the parts of the training loss on the i-th of some fixed batches, i = 0, 1, ..., in train mode and
+            with gradients. Each is differentiated before the next is computed; their sum is what training minimizes.
+        evaluate: the held-out loss of the module as it stands, one number or one for each batch; called in eval mode and
+            without gradients.
+        clip: limits the gradients, as the training does before a step.
+        scale: by which losses are multiplied and gradients divided, as a gradient scaler of half-precision training does.
+    """
+
+    module: nn.Module
+    optimizers: Sequence[Optimizer]
+    losses: Callable[[int], Iterable[torch.Tensor]]
+    evaluate: Callable[[], Loss]
+    clip: Callable[[], None] | None = None
+    scale: float = 1.0
+
+    def steps(
+        self,
+        weights: Mapping[str, Any],
+        optimizer_states: Sequence[Mapping[str, Any]],
+        marks: Sequence[int],
+    ) -> list[tuple[float, ...]]:
+        """The held-out losses after each of so many steps from a state.
+
+        Every call draws the same random numbers. Afterwards everything is bit by bit as before, whatever was raised:
+        parameters, buffers, optimizers, gradients, modes, random number generators, and what else `untouched` reaches.
+        Learning rates are those of the state; no scheduler makes a step. What training holds is kept on the host
+        meanwhile, but for its gradients, which stay where they are beside those of the steps.
+
+        Args:
+            weights: parameters and buffers by the module's own names; other entries are passed over.
+            optimizer_states: of each optimizer its ``state_dict()``, with any names for the parameters. All tensors are
+                only read.
+            marks: ascending numbers of optimizer steps.
+
+        Raises:
+            StateMismatchError: the state is another model's or optimizer's.
+            ConfigError: there is no loss to differentiate.
+        """
+        with torch.inference_mode(False), torch.enable_grad(), _left_alone(self.module, self.optimizers):
+            _load_weights(self.module, weights)
+            for optimizer, stored in zip(self.optimizers, optimizer_states, strict=True):
+                _load_optimizer(optimizer, stored)
+            _seed()
+            if not self.module.training:  # a validation is going on
+                self.module.train()
+            reached: list[tuple[float, ...]] = []
+            done = 0
+            for mark in marks:
+                for index in range(done, mark):
+                    self._step(index)
+                done = mark
+                reached.append(self._held_out())
+            return reached
+
+    def _step(self, index: int) -> None:
+        for tensor in _trained(self.module, self.optimizers):
+            tensor.grad = None
+        for loss in self.losses(index):
+            if not (isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad):
+                raise ConfigError(
+                    f"the training loss must be a tensor of one element with a gradient, not {loss!r}"
+                )
+            (loss * self.scale if self.scale != 1 else loss).backward()
+        if self.scale != 1 and not self._unscale():
+            return  # what a gradient scaler does where one has overflowed
+        if self.clip is not None:
+            self.clip()
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def _unscale(self) -> bool:
+        """Divide all gradients by the scale; whether all are finite."""
+        gradients = [
+            tensor.grad for tensor in _trained(self.module, self.optimizers) if tensor.grad is not None
+        ]
+        for gradient in gradients:
+            gradient.div_(self.scale)
+        return all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
+
+    def _held_out(self) -> tuple[float, ...]:
+        modes = [(part, part.training) for part in self.module.modules()]
+        self.module.eval()
+        with torch.no_grad():
+            loss = losses_of(self.evaluate())
+        self.module.train()  # some models do more in it than to set flags
+        for part, training in modes:
+            part.training = training
+        return loss
+
+
+class UntilFailure:
+    """Offers the steps until they have failed once: what failed, as for want of memory, would fail at every save.
+
+    Where the model or its optimizer has changed since the save, as by unfreezing layers, only the second failure in a row counts.
+
+    Args:
+        tell: gets a message, once.
+    """
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell = tell
+        self._failed = False
+        self._changed = False
+
+    def guard(self, resumed: ResumedSteps | None) -> ResumedSteps | None:
+        """The same steps, watched; None where there are none or they have failed."""
+        if resumed is None or self._failed:
+            return None
+
+        def watched(state: object, marks: Sequence[int]) -> Sequence[Loss]:
+            try:
+                reached = resumed(state, marks)
+            except Exception as error:
+                if self._changed or not isinstance(error, StateMismatchError):
+                    self.give_up(f"{type(error).__name__}: {error}")
+                self._changed = True
+                raise
+            self._changed = False
+            return reached
+
+        return watched
+
+    def give_up(self, reason: str) -> None:
+        """Offer nothing from now on."""
+        if not self._failed:
+            self._failed = True
+            self._tell(
+                "the quality of checkpoints is measured at the restore alone, for some steps from there cannot be tried"
+                f" ({reason})"
+            )
+
+
+def obstacle(module: nn.Module, optimizers: Sequence[Optimizer], *, alone: bool = False) -> str | None:
+    """Why no steps can be taken that would leave no trace in the training; None where they can.
+
+    Args:
+        module: the live model.
+        optimizers: all that train it.
+        alone: whether it is certain that no step waits for another process.
+    """
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if several and not alone:
+        return "several processes train together"
+    if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
+        return "the model is compiled by torch.jit"
+    tensors = [*_trained(module, optimizers), *module.buffers()]
+    if not all(is_plain_tensor(tensor) for tensor in tensors):
+        return "some parameters or buffers are no plain tensors"
+    if not {tensor.device for tensor in tensors} <= _restorable_devices():
+        return "the model is on a device whose random numbers cannot be put back"
+    if any(getattr(tensor, "_backward_hooks", None) or _after_hooks(tensor) for tensor in tensors):
+        return "parameters have hooks on their gradients"
+    if any(part._backward_hooks or part._backward_pre_hooks for part in module.modules()):
+        return "modules have hooks on their gradients"
+    if any(getattr(optimizer_hooks, name, None) for name in _GLOBAL_HOOKS):
+        return "there are hooks on all optimizers' steps"
+    return next(filter(None, (_optimizer_obstacle(optimizer) for optimizer in optimizers)), None)
+
+
+def _optimizer_obstacle(optimizer: Optimizer) -> str | None:
+    kind = type(optimizer)
+    held = vars(optimizer)
+    if not isinstance(optimizer, Optimizer) or not {"state", "param_groups"} <= held.keys():
+        return f"{kind.__name__} keeps its state elsewhere"
+    if kind.state_dict is not Optimizer.state_dict or kind.load_state_dict is not Optimizer.load_state_dict:
+        return f"{kind.__name__} has a state of its own form"
+    _, *parameters = inspect.signature(kind.step).parameters.values()
+    if any(_must_be_given(parameter) for parameter in parameters):
+        return f"{kind.__name__} computes the loss itself"
+    for group in optimizer.param_groups:
+        on_gpu = any(parameter.is_cuda for parameter in group["params"])
+        if group.get("differentiable") or (on_gpu and (group.get("fused") or group.get("capturable"))):
+            return f"{kind.__name__} is differentiable, fused or capturable"
+    if not all(_is_copyable(entries) for entries in optimizer.state.values()):
+        return f"{kind.__name__} keeps objects in its state"
+    return None
+
+
+def _must_be_given(parameter: inspect.Parameter) -> bool:
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return parameter.default is inspect.Parameter.empty and parameter.kind not in several
+
+
+def _is_copyable(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return is_plain_tensor(value)
+    if type(value) is dict:
+        return all(_is_copyable(item) for item in value.values())
+    if type(value) in (list, tuple):
+        return all(_is_copyable(item) for item in value)
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _after_hooks(tensor: torch.Tensor) -> object:
+    return getattr(tensor, "_post_accumulate_grad_hooks", None)
+
+
+def _restorable_devices() -> set[torch.device]:
+    devices = {torch.device("cpu")}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        devices.add(torch.device("cuda", torch.cuda.current_device()))
+    return devices
+
+
+def _trained(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
+    """Every parameter once, those of a loss that is no part of the module too."""
+    groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
+    return list(dict.fromkeys(chain(module.parameters(), *groups)))
+
+
+@contextmanager
+def _left_alone(module: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[None]:
+    rng = capture_rng()
+    try:
+        with untouched(module, *optimizers):
+            for optimizer in optimizers:
+                for name in _STEP_HOOKS:
+                    setattr(optimizer, name, OrderedDict())
+            yield
+    finally:
+        restore_rng(rng)
+
+
+def _seed() -> None:
+    """Fixed numbers, from those generators alone that `restore_rng` puts back."""
+    random.seed(_SEED)
+    np.random.seed(_SEED)
+    torch.default_generator.manual_seed(_SEED)
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.manual_seed(_SEED)
+
+
+def _load_weights(module: nn.Module, weights: Mapping[str, Any]) -> None:
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    live = parameters | dict(module.named_buffers(remove_duplicate=False))
+    for name, value in weights.items():
+        if name in live and isinstance(value, torch.Tensor):
+            if value.shape != live[name].shape:
+                raise StateMismatchError(
+                    f"{name} was saved with the shape {tuple(value.shape)} and now has {tuple(live[name].shape)}"
+                )
+            live[name].data.copy_(value)
+
+
+def _load_optimizer(optimizer: Optimizer, stored: Mapping[str, Any]) -> None:
+    """Take over a state in place; ``load_state_dict`` would run hooks, cast, and share memory with what it is given."""
+    groups, given = optimizer.param_groups, stored["param_groups"]
+    if [len(group["params"]) for group in groups] != [len(group["params"]) for group in given]:
+        raise StateMismatchError(f"{type(optimizer).__name__} has other parameters than when it was saved")
+    names = chain.from_iterable(group["params"] for group in given)
+    parameters = dict(zip(names, chain.from_iterable(group["params"] for group in groups), strict=True))
+    for group, values in zip(groups, given, strict=True):
+        group.update(
+            {
+                name: _placed(value, group.get(name), None)
+                for name, value in values.items()
+                if name != "params"
+            }
+        )
+    before = dict(optimizer.state)
+    optimizer.state.clear()
+    for name, entries in stored["state"].items():
+        parameter: Any = parameters.get(name, name)
+        device = parameter.device if isinstance(parameter, torch.Tensor) else None
+        optimizer.state[parameter] = _placed(entries, before.get(parameter), device)
+
+
+def _placed(value: Any, live: Any, device: torch.device | None) -> Any:
+    """A stored value as an optimizer may change it: in the memory of the `live` one where that fits, else copied.
+
+    Args:
+        value: only read.
+        live: what stands in its place now.
+        device: of the parameter; single numbers stay on the host, as torch's optimizers have their counts of steps.
+    """
+    if isinstance(value, torch.Tensor):
+        if isinstance(live, torch.Tensor) and live.shape == value.shape and live.dtype == value.dtype:
+            live.detach().copy_(value)
+            return live
+        return value.detach().to(device if device is not None and value.dim() else "cpu", copy=True)
+    if isinstance(value, dict):
+        inner = live if isinstance(live, dict) else {}
+        return {key: _placed(item, inner.get(key), device) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_placed(item, None, device) for item in value)
+    return value

@@ -1,0 +1,236 @@
+"""The search of ``auto``: one number, the scale of all weights' steps, found within a few evaluations a save.
+
+The rise of the loss grows with the square of the steps where it is more than noise, so that one measurement predicts the
+next, and those of all saves count together (`shrinkpoint.quality.history`). A scale is taken if the upper end of what its
+restore costs is within the bound. Steps become narrower whenever the bound asks for it, and wider at the start of a chain,
+where that costs no bytes; within a chain by an octave at least, where the measurements say so together.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shrinkpoint.errors import ConfigError
+from shrinkpoint.quality.history import History
+from shrinkpoint.quality.measurement import Rise, pooled
+
+__all__ = ["ScaleChoice", "ScaleSearch"]
+
+STATE_VERSION = 2
+
+_PER_OCTAVE = 4
+_NARROWEST, _WIDEST = -8 * _PER_OCTAVE, 0
+_START = -1 * _PER_OCTAVE
+_AIM = (
+    0.9  # of what is allowed, at the upper end: the next checkpoint of the chain may cost more than this one
+)
+_FARTHEST = 2 * _PER_OCTAVE
+_TRIES = 3
+_SAME = 1.1
+_FEWEST = 3  # rungs: in a chain, rows whose steps are less than half an octave too wide keep them
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaleChoice:
+    """What to store at this save."""
+
+    scale: float | None
+    """None to store bit-exactly."""
+    rise: Rise | None
+    """Measured on this save's weights, and pooled with earlier measurements."""
+    reason: str
+
+
+class ScaleSearch:
+    """Chooses the scale of every save; keeps what it learned between saves."""
+
+    def __init__(self) -> None:
+        self._rung = _START
+        self._history: History | None = None
+        self._out_of_reach = False  # whether the narrowest steps broke the bound at the last save
+        self._limit = _START + _PER_OCTAVE  # of this chain, by rises that are no more than noise
+        self._may_widen = True  # within this chain
+        self._save = _Save(None)
+
+    def choose(
+        self,
+        measure: Callable[[float], Rise],
+        allowed: float,
+        *,
+        base: bool,
+        fixed: float | None = None,
+        again: bool = False,
+    ) -> ScaleChoice:
+        """Choose for one save.
+
+        Args:
+            measure: what a restore at a scale costs; expensive.
+            allowed: the most that the loss may rise at the upper end of the interval, relative.
+            base: whether the save starts a chain.
+            fixed: the only scale to be considered, where the user wants this one.
+            again: whether it is the save of the last call, with another `allowed`.
+        """
+        if not again:
+            self._save = _Save(self._history.aged() if self._history is not None else None)
+        save = self._save
+        if base and not again:
+            self._may_widen = True
+
+        def rise(rung: int) -> Rise:
+            scale = _scale(rung) if fixed is None else fixed
+            return save.rise(scale, measure)
+
+        if allowed <= 0:
+            return _exact("nothing is left that a restore may cost: stored exactly")
+        if fixed is not None:
+            rung = self._rung
+        else:
+            if self._out_of_reach and not rise(_NARROWEST).within(allowed):
+                return self._refused(rise(_NARROWEST), allowed)
+            rung = self._start(rise, allowed, base=base, again=again)
+            rung = self._hold(rung, rise, allowed, fewest=1 if base else _FEWEST)
+        if not rise(rung).within(allowed):
+            return self._refused(rise(rung), allowed)
+        if self._history is None and fixed is None and not again:
+            rung = self._explore(rung, rise, allowed)
+        scale = _scale(rung) if fixed is None else fixed
+        self._rung, self._out_of_reach = rung, False
+        if base:
+            self._limit = rung + _PER_OCTAVE
+        self._history = History.of(scale, rise(rung), self._history)
+        reason = f"scale {scale:.3g} {_told(rise(rung), allowed)}"
+        return ScaleChoice(scale=scale, rise=rise(rung), reason=reason)
+
+    def narrower(self) -> float | None:
+        """The scale an octave below the one that is in use; None if there is none. It is in use from now on."""
+        if self._rung == _NARROWEST:
+            return None
+        self._rung = max(_NARROWEST, self._rung - _PER_OCTAVE)
+        return _scale(self._rung)
+
+    def _start(self, rise: Callable[[int], Rise], allowed: float, *, base: bool, again: bool) -> int:
+        """The rung in use, or a wider one if earlier measurements say that it holds and this one does not object."""
+        wider = self._wider(allowed, base=base) if not again else self._rung
+        if wider == self._rung or rise(wider).within(allowed):
+            return wider
+        if not base:
+            self._may_widen = False  # one try a chain: it costs two evaluations
+        return self._rung
+
+    def _wider(self, allowed: float, *, base: bool) -> int:
+        """The rung that all measurements together allow.
+
+        For a new chain any, within a chain one an octave wider at least: that much pays for exchanging the steps. Where the
+        measurements are no more than noise, an octave wider than the chain has begun with at most.
+        """
+        past = self._save.past
+        if past is None:
+            return self._rung
+        expected = past.predicted(_scale(self._rung))
+        shift = _shift(expected, allowed)
+        if base:
+            most = _FARTHEST if expected.is_significant else _PER_OCTAVE
+            return min(_WIDEST, self._rung + max(0, min(shift, most)))
+        wider = min(_WIDEST, self._rung + shift)
+        if not expected.is_significant:
+            wider = min(wider, self._limit)
+        worth = self._may_widen and expected.mean > 0 and wider >= self._rung + _PER_OCTAVE
+        return wider if worth else self._rung
+
+    def _hold(self, rung: int, rise: Callable[[int], Rise], allowed: float, *, fewest: int) -> int:
+        """The rung, or one so much narrower that it holds; after some tries the narrowest of all."""
+        for _ in range(_TRIES):
+            if rise(rung).within(allowed) or rung == _NARROWEST:
+                return rung
+            rung = max(_NARROWEST, rung + min(-fewest, _shift(rise(rung), allowed)))
+        return rung if rise(rung).within(allowed) else _NARROWEST
+
+    def _explore(self, rung: int, rise: Callable[[int], Rise], allowed: float) -> int:
+        """At the first save there is only one measurement to go by: the rung that it predicts is tried at once.
+
+        A rise that is no more than noise predicts nothing: by such ones, steps become an octave wider at most.
+        """
+        for _ in range(_TRIES):
+            shift = _shift(rise(rung), allowed)
+            if not rise(rung).is_significant:
+                shift = min(shift, _START + _PER_OCTAVE - rung)
+            wider = min(_WIDEST, rung + shift)
+            if wider <= rung or not rise(wider).within(allowed):
+                break
+            if self._save.same(_scale(rung), _scale(wider)):
+                break  # steps are limited by something else than the scale
+            rung = wider
+        return rung
+
+    def _refused(self, rise: Rise, allowed: float) -> ScaleChoice:
+        """Store exactly; the next save asks the narrowest steps first, and the others only if these hold."""
+        self._out_of_reach = True
+        return _exact(f"the smallest scale tried {_told(rise, allowed)}: stored exactly")
+
+    def state_dict(self) -> dict[str, object]:
+        """What a resumed training needs, in JSON primitives."""
+        history = self._history.to_json() if self._history is not None else None
+        return {"version": STATE_VERSION, "rung": self._rung, "history": history}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned.
+
+        Raises:
+            ConfigError: it is no such state.
+        """
+        if state.get("version") != STATE_VERSION:
+            raise ConfigError(
+                f"search state version {state.get('version')!r} is not {STATE_VERSION}: start a new search"
+            )
+        rung = state.get("rung")
+        if type(rung) is not int or not _NARROWEST <= rung <= _WIDEST:
+            raise ConfigError(f"the search state {dict(state)!r} is malformed: start a new search")
+        self._rung, self._limit = rung, rung + _PER_OCTAVE
+        self._history = History.load(state)
+
+
+class _Save:
+    """The measurements of one save, each pooled with the nearest that is known."""
+
+    def __init__(self, past: History | None) -> None:
+        self.past = past
+        self._measured: dict[float, Rise] = {}
+        self._pooled: dict[float, Rise] = {}
+
+    def rise(self, scale: float, measure: Callable[[float], Rise]) -> Rise:
+        if scale not in self._pooled:
+            self._measured[scale] = measure(scale)
+            past = self._nearest(scale)
+            expected = past.predicted(scale) if past is not None else None
+            self._pooled[scale] = pooled(self._measured[scale], expected)
+        return self._pooled[scale]
+
+    def _nearest(self, scale: float) -> History | None:
+        known = [found for at, rise in self._pooled.items() if (found := History.of(at, rise)) is not None]
+        return min(known, key=lambda found: abs(math.log2(found.scale / scale)), default=self.past)
+
+    def same(self, narrow: float, wide: float) -> bool:
+        """Whether a wider scale changes next to nothing: something else limits the steps."""
+        one, other = self._measured[narrow], self._measured[wide]
+        return one == other or 0 < other.distance < _SAME * one.distance
+
+
+def _scale(rung: int) -> float:
+    return float(2.0 ** (rung / _PER_OCTAVE))
+
+
+def _shift(rise: Rise, allowed: float) -> int:
+    """Rungs until the upper end is predicted to be most of what is allowed."""
+    if not math.isfinite(rise.high):
+        return -_FARTHEST
+    octaves = math.log2(_AIM * allowed / max(rise.high, 1e-3 * allowed)) / 2
+    return max(-_FARTHEST, min(_FARTHEST, math.floor(_PER_OCTAVE * octaves)))
+
+
+def _told(rise: Rise, allowed: float) -> str:
+    return f"raises the loss by {rise.mean:+.3g} ({rise.high:+.3g} at most), and a restore may cost {allowed:.3g}"
+
+
+def _exact(reason: str) -> ScaleChoice:
+    return ScaleChoice(scale=None, rise=None, reason=reason)

@@ -1,0 +1,121 @@
+"""What the planner asks a strategy for, and what it gets."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from shrinkpoint.quality.comparison import Comparison
+from shrinkpoint.quality.evaluation import Measure
+from shrinkpoint.quality.measurement import EXACT, Rise
+from shrinkpoint.reports import Measured
+from shrinkpoint.schemes.base import Occasion, Scheme
+from shrinkpoint.schemes.lossless.scheme import Lossless
+from shrinkpoint.state.training import TensorSpec
+
+__all__ = ["Measure", "Plan", "Strategy", "exactly"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to store a snapshot with, and why."""
+
+    scheme: Scheme
+    configuration: str
+    reason: str
+    rise: Rise | None = None
+    """What a restore costs at once; None where nothing could be measured."""
+    baseline: float | None = None
+    evaluations: int = 0
+    """All that were made for this save."""
+    resumed: Mapping[int, Rise] = field(default_factory=dict)
+    """The rise of the loss after so many steps from a restore, where it was measured at this save."""
+    cost: Rise | None = None
+    """What a restore costs for good; None where nothing is known of it but `rise`."""
+    allowed: float | None = None
+    """What one restore may cost."""
+    options: str = ""
+    """What beside the scale makes a restore cost what it costs."""
+    scale: float = 1.0
+    """Of the steps, where the scheme has one: a restore's cost goes with its square."""
+    is_told: bool = False
+    """Whether somebody was told already why this is exact, or asked for it."""
+    is_blind: bool = False
+    """Whether the evaluation was found not to see the weights."""
+    overhead: float = 0.0
+    """Share of the training time of this process that evaluations and probes have taken so far."""
+
+    @property
+    def degradation(self) -> float | None:
+        """The relative rise of the loss at a restore; None where it could not be measured."""
+        return None if self.rise is None else self.rise.mean
+
+    @property
+    def degradation_low(self) -> float | None:
+        """Lower end of its interval."""
+        return None if self.rise is None else self.rise.low
+
+    @property
+    def degradation_high(self) -> float | None:
+        """Upper end of its interval."""
+        return None if self.rise is None else self.rise.high
+
+    @property
+    def degradation_luck(self) -> float | None:
+        """What the loss right at the restore rises by beyond `degradation`."""
+        return None if self.rise is None else self.rise.luck
+
+    @property
+    def measured(self) -> Measured:
+        """How the degradation is known."""
+        if self.is_exact:
+            return "exact"
+        if self.rise is not None:
+            return "measured"
+        return "blind" if self.is_blind else "unmeasured"
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether nothing is changed."""
+        return self.configuration == "exact"
+
+
+class Strategy(Protocol):
+    """Chooses the settings of one scheme, and keeps what it learned between saves.
+
+    One that has milder settings than those of its last plan may also have a method ``milder`` with the arguments of
+    `measured` (`comparison` is None where nothing can be measured); it gives a plan, or None where there are none.
+    """
+
+    def takes(self, spec: TensorSpec) -> bool:
+        """Whether the scheme codes this tensor as a weight."""
+        ...
+
+    def unmeasured(self, occasion: Occasion) -> Plan:
+        """The plan where there is no way to evaluate the model."""
+        ...
+
+    def measured(self, occasion: Occasion, comparison: Comparison, allowed: float) -> Plan:
+        """The plan whose restore raises the loss by no more than `allowed`, relative, at the upper end of the interval.
+
+        Raises:
+            EvaluationUnavailableError: there is nobody to evaluate any more.
+            BlindEvaluationError: the evaluation does not see the weights.
+        """
+        ...
+
+    def state_dict(self) -> dict[str, object]:
+        """What a resumed training needs, in JSON primitives."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Go on from what `state_dict` returned.
+
+        Raises:
+            ConfigError: it is no such state.
+        """
+        ...
+
+
+def exactly(reason: str, *, is_told: bool = False) -> Plan:
+    """The plan that changes nothing."""
+    return Plan(Lossless(), "exact", reason, EXACT, is_told=is_told)

@@ -1,0 +1,124 @@
+"""Restores that are tried and not stored: the models and states that the quality of a scheme is measured on."""
+
+from collections.abc import Collection, Iterator, Mapping
+
+import torch
+
+from shrinkpoint.coding.encode import restored_values
+from shrinkpoint.schemes.base import Held, Scheme
+from shrinkpoint.state.averages import average_key
+from shrinkpoint.state.training import Role, TensorSpec, TrainingState
+
+__all__ = ["mirrored_model", "perturbed_model", "restored_model", "restored_state", "true_model"]
+
+_MODEL = (Role.WEIGHT, Role.BUFFER)
+_EVALUATED = (*_MODEL, Role.AVERAGE)
+
+
+def true_model(state: TrainingState) -> dict[str, torch.Tensor]:
+    """A snapshot's weights and buffers by their names in the model, and averaged weights by `average_key`.
+
+    All of them, what is stored exactly too: the live model moves on between two evaluations.
+    """
+    return {key: state.tensors[spec.name] for key, spec in _evaluated(state)}
+
+
+def restored_model(
+    state: TrainingState, scheme: Scheme, reference: Mapping[str, Held] | None
+) -> dict[str, torch.Tensor]:
+    """The same as a reader of the snapshot under a scheme would get them, and train on.
+
+    Args:
+        state: the snapshot.
+        scheme: set up for this save.
+        reference: what a reader holds of the previous checkpoint; it stays as it is.
+    """
+    values = restored_values(state, scheme, reference, roles=(Role.MASTER, *_EVALUATED))
+    masters = {
+        (spec.tag.parameter, spec.shape): values[spec.name]
+        for spec in state.specs.values()
+        if spec.tag.role is Role.MASTER and values[spec.name] is not state.tensors[spec.name]
+    }
+
+    def value(spec: TensorSpec) -> torch.Tensor:
+        """Of a weight that is kept while its master is not, what the first step will make of it."""
+        kept = spec.tag.role in _MODEL and values[spec.name] is state.tensors[spec.name]
+        master = masters.get((spec.tag.parameter, spec.shape)) if kept else None
+        return values[spec.name] if master is None else master.to(spec.dtype)
+
+    return {key: value(spec) for key, spec in _evaluated(state)}
+
+
+def restored_state(
+    state: TrainingState, scheme: Scheme, reference: Mapping[str, Held] | None, threads: int = 1
+) -> TrainingState:
+    """The whole state as a reader would get it; arguments as `restored_model`."""
+    values = restored_values(state, scheme, reference, threads=threads)
+    return TrainingState(state.tree, values, state.specs)
+
+
+def mirrored_model(state: TrainingState, restored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The model on the other side of the true one: ``2 * true - restored`` of each weight and average.
+
+    Buffers and what is not floating are the true ones, and what was restored exactly stays so.
+
+    Args:
+        state: the snapshot.
+        restored: what a reader would get of it, by the names in the model.
+    """
+    mirrored = true_model(state)
+    for name in _floating_weights(state):
+        true, value = mirrored[name], restored.get(name)
+        if value is not None and value is not true and not torch.equal(value, true):
+            mirrored[name] = _mirrored(true, value)
+    return mirrored
+
+
+def _mirrored(true: torch.Tensor, restored: torch.Tensor) -> torch.Tensor:
+    wide = torch.promote_types(true.dtype, torch.float32)  # half precision would lose the difference
+    centre = true.to(wide)
+    other = centre + (centre - restored.to(wide))
+    return torch.where(torch.isfinite(centre), other, centre).to(true.dtype)
+
+
+def perturbed_model(
+    state: TrainingState,
+    share: float,
+    seed: int,
+    *,
+    averages: bool = True,
+    names: Collection[str] | None = None,
+) -> dict[str, torch.Tensor]:
+    """The model with normal noise on each weight tensor: what no evaluation of these weights can overlook.
+
+    Args:
+        state: the snapshot.
+        share: standard deviation of the noise, in root mean squares of the tensor; of a tensor of zeros, its value.
+        seed: of the noise.
+        averages: whether averaged weights get noise too.
+        names: the only ones that get noise, by their names in the model; None takes all.
+    """
+    perturbed = true_model(state)
+    generator = torch.Generator().manual_seed(seed)
+    for name in _floating_weights(state, averages=averages):
+        true = perturbed[name]
+        size = float(true.float().square().mean().sqrt()) if true.numel() else 0.0
+        noise = torch.randn(true.shape, generator=generator) * (share * (size or 1.0))
+        if names is not None and name not in names:
+            continue
+        perturbed[name] = (true.to(torch.promote_types(true.dtype, torch.float32)) + noise).to(true.dtype)
+    return perturbed
+
+
+def _evaluated(state: TrainingState) -> Iterator[tuple[str, TensorSpec]]:
+    """What an evaluation may see, by the names that it gets."""
+    for spec in state.specs.values():
+        if spec.tag.role is Role.AVERAGE:
+            yield average_key(spec.name), spec
+        elif spec.tag.role in _MODEL and spec.tag.parameter is not None:
+            yield spec.tag.parameter, spec
+
+
+def _floating_weights(state: TrainingState, *, averages: bool = True) -> list[str]:
+    roles = (Role.WEIGHT, Role.AVERAGE) if averages else (Role.WEIGHT,)
+    return [key for key, spec in _evaluated(state) if spec.tag.role in roles and spec.dtype.is_floating_point]

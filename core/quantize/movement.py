@@ -1,0 +1,103 @@
+"""How far training has moved each weight since the checkpoint before: what the noise of a restore is measured by.
+
+A loss sees only what its batches ask. Whatever they ask, noise that stays below what training itself does between two
+checkpoints is healed as fast as training moves, and changes nothing that training does not change.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from shrinkpoint.arrays import Float64s, widened
+from shrinkpoint.state.training import Role, TensorSpec, TrainingState
+
+__all__ = ["Movement", "MovementTracker", "is_followed"]
+
+
+_MOVED = (Role.WEIGHT, Role.MASTER, Role.AVERAGE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Movement:
+    """Of a training between two snapshots."""
+
+    rows: Mapping[str, Float64s]
+    """By the tensor's name: root mean square of each row's change (the first axis against all others; tensors with a
+    single axis are one row). A tensor that is new, or has another shape than before, is missing."""
+    steps: int
+    """Training steps from one to the other; at least 1."""
+
+
+class MovementTracker:
+    """Keeps the weights of the last snapshot, in the dtype that they have, and compares the next one's with them."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, torch.Tensor] = {}
+        self._step = 0
+
+    def since(self, state: TrainingState, step: int) -> Movement | None:
+        """The movement from the last noted snapshot to this one; None where there is none before it.
+
+        Args:
+            state: a snapshot; tensors on the host.
+            step: the training step that it belongs to.
+        """
+        if not self._before:
+            return None
+        rows = {
+            name: _row_changes(state.tensors[name], before)
+            for name, before in self._before.items()
+            if name in state.tensors and _comparable(state.tensors[name], before)
+        }
+        return Movement(rows=rows, steps=max(1, step - self._step))
+
+    @property
+    def knows(self) -> bool:
+        """Whether a snapshot was noted."""
+        return bool(self._before)
+
+    def note(self, state: TrainingState, step: int) -> None:
+        """Take a copy of the weights: the next movement is counted from here.
+
+        Args:
+            state: a snapshot, or a restored state that training goes on from.
+            step: the training step that it belongs to.
+        """
+        wanted = [name for name, spec in state.specs.items() if is_followed(spec)]
+        kept: dict[str, torch.Tensor] = {}
+        with torch.no_grad():
+            for name in wanted:
+                tensor, old = state.tensors[name].detach(), self._before.get(name)
+                fits = old is not None and old.shape == tensor.shape and old.dtype == tensor.dtype
+                # memory is reused, so that nothing is allocated in steady state
+                kept[name] = old.copy_(tensor) if old is not None and fits else tensor.to("cpu", copy=True)
+        self._before, self._step = kept, step
+
+    def forget(self) -> None:
+        """Nothing is known of what comes next."""
+        self._before = {}
+
+
+def is_followed(spec: TensorSpec) -> bool:
+    """Whether a tensor's movement is of interest: that of weights, masters and averages of floating-point dtypes."""
+    return spec.tag.role in _MOVED and spec.dtype.is_floating_point and spec.numel > 0
+
+
+def _comparable(tensor: torch.Tensor, before: torch.Tensor) -> bool:
+    return tensor.shape == before.shape and tensor.dtype == before.dtype
+
+
+def _row_changes(tensor: torch.Tensor, before: torch.Tensor) -> Float64s:
+    rows = tensor.shape[0] if tensor.dim() >= 2 else 1
+    if tensor.dtype is torch.float64:
+        exact: Float64s = (tensor - before).square().reshape(rows, -1).mean(dim=1).sqrt().numpy()
+        return exact
+    from shrinkpoint.quantize import matrix_kernels  # numba
+
+    sums = np.empty(rows)
+    one, other = (widened(each).reshape(rows, -1) for each in (tensor, before))
+    matrix_kernels.row_squares(one, other, sums)
+    moved: Float64s = np.sqrt(sums / one.shape[1])
+    return moved

@@ -1,0 +1,128 @@
+"""The compiled search for the path of a trellis that is nearest to each row (Viterbi).
+
+Importing this module imports numba, so it is only ever imported from inside a function of its callers. Only encoders
+search.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from shrinkpoint.arrays import Float32s, Int16s, UInt8s
+from shrinkpoint.entropy.trellis.margin_kernels import flip
+from shrinkpoint.runtime.jit import jit
+
+__all__ = ["nearest_path"]
+
+
+_LANES = 16
+_EVERY = 64  # columns after which costs are counted anew
+
+
+class _Search(NamedTuple):
+    """What a search works on: lanes are paths that are searched at once.
+
+    Attributes:
+        y: fp32 (width, lanes), the values.
+        squares: fp32 (4, lanes).
+        costs: fp32 (2, states, lanes).
+        base: fp32 (lanes,).
+        choices: uint8 (width, states, lanes).
+    """
+
+    y: Float32s
+    squares: Float32s
+    costs: Float32s
+    base: Float32s
+    choices: UInt8s
+
+
+def nearest_path(values: Float32s, width: int, states: int, out: Int16s) -> None:
+    """Fill ``out`` with the nearest points, in half steps.
+
+    Args:
+        values: fp32 (n,), in steps, within `trellis_dither.LIMIT`.
+        width: elements of a path; each begins in state 0.
+        states: 4 or 8.
+        out: int16 (n,).
+    """
+    search = _Search(
+        y=np.zeros((width, _LANES), np.float32),
+        squares=np.zeros((4, _LANES), np.float32),
+        costs=np.zeros((2, states, _LANES), np.float32),
+        base=np.zeros(_LANES, np.float32),
+        choices=np.zeros((width, states, _LANES), np.uint8),
+    )
+    _search(values, width, states, search, out)
+
+
+@jit
+def _search(values: Float32s, width: int, states: int, search: _Search, out: Int16s) -> None:
+    lanes = _LANES
+    y, squares, costs, base, choices = search
+    half, one, two = np.float32(0.5), np.float32(1), np.float32(2)
+    paths = (values.size + width - 1) // width
+    for first in range(0, paths, lanes):
+        some = min(lanes, paths - first)
+        for lane in range(some):
+            start = (first + lane) * width
+            row = values[start : min(start + width, values.size)]
+            for j in range(row.size):
+                y[j, lane] = row[j] - two * np.floor(row[j] * half + half)
+            for j in range(row.size, width):
+                y[j, lane] = 0
+        costs[0] = np.float32(1e9)
+        costs[0, 0] = 0
+        # the last path may end before the others: what lies behind its end costs nothing
+        ends = min(width, values.size - (first + some - 1) * width)
+        for j in range(width):
+            before, now = costs[j & 1], costs[1 - (j & 1)]
+            here = y[j]
+            for offset in range(2):
+                even, odd = squares[2 * offset], squares[2 * offset + 1]
+                moved = half * np.float32(offset)
+                for lane in range(lanes):
+                    z = here[lane] - moved
+                    near = z + two if z < -one else z
+                    other = one - abs(near)
+                    even[lane] = near * near
+                    odd[lane] = other * other
+            if j >= ends:
+                for k in range(4):
+                    squares[k, some - 1] = 0
+            for state in range(states):
+                low = state >> 1
+                high = low + states // 2
+                parity = (state & 1) ^ flip(low, states)
+                offset = low & 1
+                of_low, of_high = squares[2 * offset + parity], squares[2 * offset + 1 - parity]
+                from_low, from_high = before[low], before[high]
+                cost, choice = now[state], choices[j, state]
+                for lane in range(lanes):
+                    a, b = from_low[lane] + of_low[lane], from_high[lane] + of_high[lane]
+                    choice[lane] = b < a
+                    cost[lane] = min(a, b)
+            if j % _EVERY == _EVERY - 1:
+                for lane in range(lanes):
+                    base[lane] = now[0, lane]
+                for state in range(states):
+                    cost = now[state]
+                    for lane in range(lanes):
+                        cost[lane] -= base[lane]
+        last = costs[width & 1]
+        for lane in range(some):
+            start = (first + lane) * width
+            row = values[start : min(start + width, values.size)]
+            state = 0
+            for other_state in range(1, states):
+                if last[other_state, lane] < last[state, lane]:
+                    state = other_state
+            for j in range(width - 1, -1, -1):
+                chosen = choices[j, state, lane]
+                low = state >> 1
+                parity = (state & 1) ^ flip(low, states) ^ chosen
+                state = low + (states // 2) * chosen
+                if j < row.size:
+                    beside = half * np.float32(state & 1)
+                    index = two * np.floor((row[j] - beside - np.float32(parity)) * half + half)
+                    out[start + j] = 2 * (np.int32(index) + parity) + (state & 1)

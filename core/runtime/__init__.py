@@ -1,0 +1,1 @@
+"""What runs beside the training: compiled loops, background threads, signals, progress."""

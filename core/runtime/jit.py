@@ -1,0 +1,69 @@
+"""How the compiled loops are compiled: numba, without the GIL, on first use.
+
+Importing this module imports numba, so it and the modules of kernels are only ever imported from inside a function of
+their callers. numba checks no bounds: every kernel states what its caller must have checked.
+
+Every machine compiles the kernels once, so that what they cost to compile counts. A function is compiled with all that it
+calls, again for each of its callers, and each array that is made in it, each assignment of an array to a part of another
+and each type that an argument may have adds to that. So callers hand over the arrays that kernels work on; what Python does
+not call is a `jit_part`; and short bodies are `jit_inlined`.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numba
+
+from shrinkpoint.warn import tell
+
+__all__ = ["jit", "jit_in_any_order", "jit_inlined", "jit_part"]
+
+
+def jit(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile lazily, cached on disk where numba finds a folder it may write to, in memory elsewhere."""
+    return _compiled(function)
+
+
+def jit_part(function: Callable[..., Any]) -> Callable[..., Any]:
+    """For what kernels call and Python never does, which would crash: neither wrapped for it nor cached by itself.
+
+    It is in the cache as a part of the kernels that call it.
+    """
+    options = {"no_cpython_wrapper": True, **_ALWAYS}
+    part: Callable[..., Any] = numba.njit(**options)(function)
+    return part
+
+
+def jit_inlined(function: Callable[..., Any]) -> Callable[..., Any]:
+    """For short bodies in kernels: they are copied into these before types are inferred, and not compiled by themselves."""
+    inlined: Callable[..., Any] = numba.njit(inline="always", **_ALWAYS)(function)
+    return inlined
+
+
+def jit_in_any_order(function: Callable[..., Any]) -> Callable[..., Any]:
+    """As `jit`, for sums whose last bits may depend on the machine: they are reassociated, so that they vectorise."""
+    return _compiled(function, fastmath={"reassoc", "nsz"})
+
+
+# no kernel is handed to C, for which numba would wrap each once more
+_ALWAYS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
+
+
+@cache
+def _tell_once() -> None:
+    tell(
+        "the compiled coders cannot be kept, since numba finds no folder that it may write to: every process will compile"
+        " what it calls, for some 10 CPU seconds before a restore and half a minute before a save; let"
+        " NUMBA_CACHE_DIR name a folder that lasts"
+    )
+
+
+def _compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    options |= _ALWAYS
+    try:
+        compiled: Callable[..., Any] = numba.njit(cache=True, **options)(function)
+    except RuntimeError:  # numba's "cannot cache function": read-only install and no home folder
+        _tell_once()
+        compiled = numba.njit(**options)(function)
+    return compiled

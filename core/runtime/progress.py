@@ -1,0 +1,123 @@
+"""Says what is being waited for, once that takes longer than two seconds.
+
+On a terminal it is a line on stderr that is gone afterwards, elsewhere one line in Python's log, of level INFO. Nothing is
+said where the environment has ``SHRINKPOINT_QUIET``, or the logger ``shrinkpoint`` a level above INFO.
+"""
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+__all__ = ["Waiting", "quieted", "waiting_for"]
+
+_AFTER_S = 2.0
+_QUIET = "SHRINKPOINT_QUIET"
+_log = logging.getLogger("shrinkpoint.runtime.progress")
+_hushed = threading.Event()
+
+
+class Waiting:
+    """What is being waited for; made by `waiting_for`."""
+
+    def __init__(self, text: str, total: int | None) -> None:
+        self._text, self._total, self._done = text, total, 0
+        self._since = time.monotonic()
+        self._lock = threading.Lock()
+        self._over = False
+        self._shown: tuple[Progress, TaskID] | None = None
+
+    def say(self, text: str, *, done: int | None = None) -> None:
+        """Another text, and how much of the total is done."""
+        with self._lock:
+            self._text, self._done = text, self._done if done is None else done
+            if self._shown is not None:
+                progress, task = self._shown
+                progress.update(task, description=self._text, completed=self._done)
+
+    def begin(self) -> None:
+        """The two seconds are over."""
+        with self._lock:
+            if self._over or is_quiet():
+                return
+            if not sys.stderr.isatty():
+                _log.info("%s ...", self._text)
+                return
+            self._shown = _line(self._text, self._total, self._done, self._since)
+
+    def end(self) -> None:
+        """Take the line away."""
+        with self._lock:
+            self._over = True
+            if self._shown is not None:
+                self._shown[0].stop()
+                self._shown = None
+
+
+def is_quiet() -> bool:
+    """Whether nothing is to be said."""
+    return (
+        _hushed.is_set()
+        or bool(os.environ.get(_QUIET))
+        or logging.getLogger("shrinkpoint").level > logging.INFO
+    )
+
+
+@contextmanager
+def quieted(wanted: bool) -> Iterator[None]:
+    """Nothing is said inside, if that is `wanted`."""
+    before = _hushed.is_set()
+    if wanted:
+        _hushed.set()
+    try:
+        yield
+    finally:
+        if not before:
+            _hushed.clear()
+
+
+@contextmanager
+def waiting_for(text: str, *, total: int | None = None) -> Iterator[Waiting]:
+    """Say what is done inside, if it takes long.
+
+    Args:
+        text: what, as in "resuming from step 300".
+        total: how many parts it has, for a bar.
+    """
+    waiting = Waiting(text, total)
+    timer = threading.Timer(_AFTER_S, waiting.begin)
+    timer.daemon = True
+    with suppress(RuntimeError):  # no thread can be started while the interpreter exits
+        timer.start()
+    try:
+        yield waiting
+    finally:
+        timer.cancel()
+        waiting.end()
+
+
+def _line(text: str, total: int | None, done: int, since: float) -> "tuple[Progress, TaskID]":
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    bar = (BarColumn(bar_width=30),) if total is not None else ()
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), *bar, TimeElapsedColumn())
+    progress = Progress(
+        *columns,
+        console=Console(stderr=True),
+        transient=True,
+        redirect_stdout=False,
+        redirect_stderr=False,
+        get_time=time.monotonic,
+    )
+    task = progress.add_task(text, total=total, completed=done)
+    progress.tasks[0].start_time = since
+    progress.start()
+    return progress, task

@@ -1,0 +1,1 @@
+"""From a snapshot to a committed checkpoint, and which checkpoints a run keeps."""

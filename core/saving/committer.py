@@ -1,0 +1,380 @@
+"""Turns snapshots into committed checkpoints, each a base or a delta against the one before: the background half."""
+
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from shrinkpoint.coding.encode import EncodedState, encode_state
+from shrinkpoint.config import SaverConfig
+from shrinkpoint.container.writer import write_container
+from shrinkpoint.errors import ChainError, FencedError, ShrinkpointError
+from shrinkpoint.optimizers.recognition import recognised
+from shrinkpoint.optimizers.updates import OptimizerKind, moments_of_direction
+from shrinkpoint.quality.evaluation import ResumedSteps
+from shrinkpoint.quality.guards import Guard
+from shrinkpoint.quality.planner import Measure, Plan, Planner
+from shrinkpoint.quantize.movement import Movement, MovementTracker
+from shrinkpoint.reports import SaveReport
+from shrinkpoint.saving.finite import LOSS_ALONE, is_finite, not_finite
+from shrinkpoint.saving.retention import WEIGHTS_ONLY, Record, RetentionPolicy, lineage_of
+from shrinkpoint.saving.slimming import Slimmer
+from shrinkpoint.schemes.base import Held, Occasion
+from shrinkpoint.schemes.exactness import exact_parts, large_share
+from shrinkpoint.state.averages import confirmed
+from shrinkpoint.state.snapshot import Snapshot
+from shrinkpoint.state.training import TensorSpec, TrainingState
+from shrinkpoint.state.tree import JSON
+from shrinkpoint.store.keys import new_nonce
+from shrinkpoint.store.manifest import BlobRef, Manifest
+from shrinkpoint.store.run import RunStore, RunWriter
+from shrinkpoint.version import __version__
+from shrinkpoint.warn import tell
+
+__all__ = ["Committer", "Job", "record_of"]
+
+_PAID_OFF = 2.0  # times its bytes, that a base's deltas take together before another base is made
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One save, as the training thread hands it over."""
+
+    snapshot: Snapshot
+    step: int
+    metrics: Mapping[str, float]
+    measure: Measure | None
+    resume: ResumedSteps | None = None
+    gradients: Mapping[str, torch.Tensor] | None
+    optimizers: Sequence[OptimizerKind] = ()
+    exact: bool
+    blocked_s: float
+
+
+@dataclass(frozen=True)
+class _Link:
+    """What the next delta builds on."""
+
+    parent: Manifest
+    held: dict[str, Held]
+    restored: bool = False
+    """Whether the training went on from a restore of it."""
+    exact: bool = False
+    """Whether nothing of it was quantized, so that its weights stand for themselves, as after a restore."""
+
+
+class Committer:
+    """Encodes, commits and collects, in this order; remembers the chain that it extends.
+
+    Args:
+        store: where to.
+        config: how.
+        spent_s: seconds that evaluations have taken from training so far.
+    """
+
+    def __init__(self, store: RunStore, config: SaverConfig, spent_s: Callable[[], float]) -> None:
+        self._store = store
+        self._config = config
+        self._spent_s = spent_s
+        self._writer: RunWriter | None = None
+        self._link: _Link | None = None
+        self._movement = MovementTracker()
+        self._told_of_loss = False
+        self._told_exact: set[str] = set()
+        self.lineage: str | None = None
+        """The training that the next checkpoint belongs to, also when it is killed and resumed; None until the first one."""
+        self._diverged = False
+        keep = config.keep_optimizer
+        self._slimmer = (
+            Slimmer(store, keep=keep, grace_s=config.grace_s, threads=config.encoder_threads)
+            if keep is not None
+            else None
+        )
+        self.planner = Planner(config, spent_s)
+
+    def open(self) -> RunWriter:
+        """The run's writer; taking it makes this process the run's only one.
+
+        Raises:
+            StoreError: the store cannot be written, or holds something foreign.
+        """
+        if self._writer is None:
+            self._writer = self._store.writer()
+        return self._writer
+
+    def close(self) -> None:
+        """Let go of the store."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    @property
+    def follows(self) -> bool:
+        """Whether it is known where the weights were at the last checkpoint, or at the start."""
+        return self._movement.knows
+
+    def begin(self, state: TrainingState, step: int) -> None:
+        """Count the weights' movement from here: where a training starts that restored nothing."""
+        self._note(state, step)
+
+    def _note(self, state: TrainingState, step: int) -> None:
+        if self._config.scheme != "lossless":  # which makes no noise to be compared with the movement
+            self._movement.note(state, step)
+
+    def adopt(self, parent: Manifest, held: Mapping[str, Held], state: TrainingState) -> None:
+        """Continue the chain of a restored checkpoint, from the state that a reader has got of it."""
+        self.follow(parent)
+        self._link = _Link(parent, dict(held), restored=True)
+        self._note(state, parent.step)
+
+    def follow(self, manifest: Manifest) -> None:
+        """Belong to the training of this checkpoint, whatever is built on."""
+        self.lineage = lineage_of(manifest.meta) or new_nonce()
+
+    def forget(self) -> None:
+        """Build on nothing: the next checkpoint is a base."""
+        self._link = None
+
+    def start_over(self) -> None:
+        """Another training follows: build on nothing, count no movement from what was before, and collect none of it."""
+        self.forget()
+        self.lineage = None
+        self._movement.forget()
+
+    def commit(self, job: Job) -> SaveReport:
+        """Store one snapshot; on return it is committed.
+
+        Whatever is raised, nothing that was stored before is harmed, and the caller must `forget` the chain: the
+        commit may have happened without our learning of it.
+        """
+        started, spent = time.perf_counter(), self._spent_s()
+        state = recognised(confirmed(job.snapshot.wait()), job.optimizers)
+        movement = self._movement.since(state, job.step)
+        try:
+            stored = self._store_with(job, state, self._take_link(), movement, started, spent)
+        except ChainError as error:  # a base needs no parent
+            if not self._told_of_loss:
+                self._told_of_loss = True
+                tell(
+                    f"{error}. Step {job.step} is stored as a base; checkpoints that need what is gone cannot be restored. Told"
+                    " once"
+                )
+            stored = self._store_with(job, state, None, movement, started, spent)
+        self._note(state, job.step)
+        self._tell_diverged(stored)
+        self._collect()
+        self._slim()
+        return stored
+
+    def _tell_diverged(self, report: SaveReport) -> None:
+        """Once, until a checkpoint is finite again."""
+        found = report.not_finite
+        # of a loss alone, the planner has told
+        told, self._diverged = self._diverged, found is not None and not found.startswith(LOSS_ALONE)
+        if self._diverged and not told:
+            tell(
+                f"the checkpoint of step {report.step} is not finite: {report.not_finite}. Has the training diverged? The newest"
+                " finite checkpoints are kept beside those that follow, and `shrinkpoint ls` marks these"
+            )
+
+    def _tell_exact(self, report: SaveReport) -> None:
+        """Once for each way in which a substantial share of a lossy scheme's bytes is exact, and need not be."""
+        told = large_share(report.exact, report.bytes, f"step {report.step}'s checkpoint")
+        if told is not None and told[0] not in self._told_exact:
+            self._told_exact.add(told[0])
+            tell(f"{told[1]}. Told once")
+
+    def _store_with(
+        self,
+        job: Job,
+        state: TrainingState,
+        link: "_Link | None",
+        movement: Movement | None,
+        started: float,
+        spent: float,
+    ) -> SaveReport:
+        occasion = Occasion(
+            state=state,
+            step=job.step,
+            reference=link.held if link else None,
+            restored=link is not None and (link.restored or link.exact),
+            movement=movement,
+            directions=moments_of_direction(state, job.optimizers),
+            gradients=job.gradients,
+        )
+        guard = Guard(job.optimizers, self._config.encoder_threads)
+        self.planner.guard = guard if self._config.guards else None
+        plan = self.planner.plan(occasion, job.measure, job.resume, exact=job.exact)
+        encoded = encode_state(
+            state,
+            plan.scheme,
+            step=job.step,
+            reference=link.held if link else None,
+            parent=link.parent.state_digest if link else None,
+            release=link.held.pop if link else None,
+            provenance=_provenance(),
+            threads=self._config.encoder_threads,
+            exactly=plan.reason if plan.is_exact and self._config.scheme != "lossless" else None,
+        )
+        container = write_container(encoded.checkpoint)
+        encoded_at = time.perf_counter()
+        report = _report(job, plan, encoded, len(container))
+        report = replace(report, not_finite=not_finite(state, baseline=plan.baseline))
+        if guard.updates is not None and not plan.is_exact:
+            updates = guard.updates
+            report = replace(report, update_error=updates.error, update_length=updates.length)
+            report = replace(report, lost_steps=updates.lost_steps)
+        if guard.untried is not None and job.optimizers and not plan.is_exact:
+            untried = f"what a restore does to the next updates was not tried: {guard.untried}"
+            report = replace(report, reason=f"{report.reason}; {untried}")
+        report = replace(report, search_s=self._spent_s() - spent, encode_s=encoded_at - started)
+        manifest = self.open().commit(
+            container,
+            step=job.step,
+            kind=encoded.checkpoint.kind,
+            parent=link.parent if link else None,
+            state_digest=encoded.checkpoint.state_digest,
+            meta={
+                "save": report.to_json(),
+                "search": self.planner.state_dict(),
+                "lineage": self._lineage_of_this(),
+                **({WEIGHTS_ONLY: True} if self._config.weights_only else {}),
+            },
+        )
+        self._link = _Link(manifest, dict(encoded.held), exact=plan.is_exact)
+        if not plan.is_told:
+            self._tell_exact(report)
+        written_s = time.perf_counter() - encoded_at
+        return replace(report, seq=manifest.seq, write_s=written_s, redundancy=self._store.redundancy)
+
+    def _take_link(self) -> _Link | None:
+        """The chain to extend, if any. It is forgotten here: coding uses up what is held, to hold it only once."""
+        link, self._link = self._link, None
+        return None if link is None or self._is_complete(link.parent.chain) else link
+
+    def _is_complete(self, chain: Sequence[BlobRef]) -> bool:
+        """Whether a base is due: every `key_every` checkpoints, but a dear one is used for longer before another is made."""
+        if len(chain) < self._config.key_every:
+            return False
+        deltas = sum(blob.size for blob in chain[1:])
+        return len(chain) >= self._config.chain_limit or deltas >= _PAID_OFF * chain[0].size
+
+    def _lineage_of_this(self) -> str:
+        if self.lineage is None:
+            others = self._store.manifests()
+            if others:
+                tell(
+                    f"{self._store.display} holds {len(others)} checkpoints, the newest of step {others[0].step}, that this"
+                    " training does not continue. They stay: retention leaves them alone (`shrinkpoint prune` removes them), and"
+                    " a resume goes on from the newest one, which is this training's from now on. To go on from them, stop and"
+                    " start with resume='must' (a Checkpointer's resume() must be called); to keep the two apart, give another"
+                    " URL"
+                )
+            self.lineage = new_nonce()
+        return self.lineage
+
+    def _collect(self) -> None:
+        config = self._config
+        if config.keep_last is None and config.keep_every is None and config.keep_best is None:
+            return
+        policy = RetentionPolicy(
+            keep_last=config.keep_last,
+            keep_every=config.keep_every,
+            keep_best=config.keep_best,
+            mode=config.mode,
+        )
+        try:
+            # A training that this one does not continue is not its to judge, whatever was forgotten.
+            seen = [m for m in self._store.manifests() if lineage_of(m.meta) == self.lineage]
+            records = [record_of(manifest, config.monitor) for manifest in seen]
+            self.open().collect(policy.select(records), seen=seen, grace_s=config.grace_s)
+        except FencedError:
+            raise
+        # as where nothing may be deleted; the checkpoint is committed all the same
+        except ShrinkpointError as error:
+            tell(
+                f"the checkpoint is stored, but older ones could not be removed: {error}. The next save tries again"
+            )
+
+    def _slim(self) -> None:
+        """Turn older checkpoints into weights, where `keep_optimizer` says so."""
+        if self._slimmer is None:
+            return
+        try:
+            self._slimmer.run(self.open(), self.lineage)
+        except FencedError:
+            raise
+        except ShrinkpointError as error:  # the checkpoint is committed, and older ones are as they were
+            tell(
+                f"the checkpoint is stored, but older ones keep their optimizer state: {error}. The next save tries again"
+            )
+
+
+def record_of(manifest: Manifest, monitor: str | None) -> Record:
+    """What retention needs to know of a checkpoint."""
+    save = manifest.meta.get("save")
+    metrics = save.get("metrics") if isinstance(save, dict) else None
+    metric = metrics.get(monitor) if isinstance(metrics, dict) and monitor is not None else None
+    measured = float(metric) if isinstance(metric, int | float) else None
+    return Record(
+        seq=manifest.seq,
+        step=manifest.step,
+        epoch=manifest.epoch,
+        replaces=manifest.replaces,
+        metric=measured,
+        finite=is_finite(manifest),
+    )
+
+
+def _report(job: Job, plan: Plan, encoded: EncodedState, size: int) -> SaveReport:
+    entries = encoded.checkpoint.entries
+    return SaveReport(
+        step=job.step,
+        seq=-1,
+        kind=encoded.checkpoint.kind,
+        scheme=plan.scheme.name,
+        configuration=plan.configuration,
+        reason=plan.reason,
+        bytes=size,
+        raw_bytes=sum(entry.spec.nbytes for entry in entries),
+        sections=_by_role([(entry.spec, entry.encoded.nbytes) for entry in entries]),
+        raw_sections=_by_role([(entry.spec, entry.spec.nbytes) for entry in entries]),
+        degradation=plan.degradation,
+        degradation_low=plan.degradation_low,
+        degradation_high=plan.degradation_high,
+        degradation_luck=plan.degradation_luck,
+        measured=plan.measured,
+        allowed=plan.allowed,
+        resumed={str(steps): rise.mean for steps, rise in plan.resumed.items()},
+        resumed_high={str(steps): rise.high for steps, rise in plan.resumed.items()},
+        baseline=plan.baseline,
+        overhead=plan.overhead,
+        evaluations=plan.evaluations,
+        blocked_s=job.blocked_s,
+        search_s=0.0,
+        encode_s=0.0,
+        write_s=0.0,
+        metrics=job.metrics,
+        kept_exactly={
+            **{e.spec.name: e.spec.tag.why for e in entries if e.spec.tag.why is not None},
+            **encoded.kept_exactly,
+        },
+        exact=exact_parts(((entry.spec, entry.encoded.nbytes) for entry in entries), encoded.exact),
+    )
+
+
+def _by_role(sizes: Sequence[tuple[TensorSpec, int]]) -> dict[str, int]:
+    totals: dict[str, int] = {}
+    for spec, size in sizes:
+        totals[spec.tag.role.value] = totals.get(spec.tag.role.value, 0) + size
+    return totals
+
+
+def _provenance() -> JSON:
+    return {
+        "shrinkpoint": __version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+    }

@@ -1,0 +1,192 @@
+"""Compiles the coders of a scheme by making and restoring some checkpoints of a small training, and notes that it did.
+
+numba compiles what is called for the first time: up to a minute of one core for the coders of scheme ``auto``. It keeps what
+it compiled in a folder, and beside that stands one file for each scheme and effort, named after numba's version and the
+processor, which tells the coders' sources and the files that numba has kept: where one of these is gone, all is compiled again.
+"""
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shrinkpoint.coding.encode import decode_chain, encode_state
+from shrinkpoint.errors import ConfigError
+from shrinkpoint.quantize.movement import MovementTracker
+from shrinkpoint.runtime import jit
+from shrinkpoint.schemes.base import Held, Occasion
+from shrinkpoint.schemes.catalogue import SCHEMES, build, options_of
+from shrinkpoint.state.roles import describe_training
+from shrinkpoint.state.snapshot import Snapshotter
+from shrinkpoint.state.training import TrainingState
+
+__all__ = ["cache_folder", "compile_coders", "is_compiled"]
+
+_WIDTH, _ROWS, _SAVES, _STEPS = 64, 512, 3, 10
+
+
+def compile_coders(scheme: str, effort: str | None = None) -> bool:
+    """Compile what saves and restores of a scheme call, exact ones too, by making some of a small training.
+
+    Args:
+        scheme: one of `shrinkpoint.schemes.catalogue.SCHEMES`.
+        effort: of the coder, for schemes that have several; None takes the scheme's default.
+
+    Returns:
+        Whether it lasts: False where numba has no folder that it may write to.
+
+    Raises:
+        ConfigError: there is no such scheme, or no such effort.
+    """
+    options = _options(scheme, effort)
+    _make_and_restore(scheme, options)
+    if scheme != "lossless":
+        _make_and_restore("lossless", None)
+    mark = _mark(scheme, options)
+    if mark is None:
+        return False
+    mark.parent.mkdir(parents=True, exist_ok=True)
+    part = mark.with_suffix(f".{os.getpid()}")
+    files = [os.path.relpath(file, mark.parent) for file in _cached_files()]
+    part.write_text(json.dumps({"sources": _sources(), "files": files}))
+    part.replace(mark)
+    return True
+
+
+def is_compiled(scheme: str, effort: str | None = None) -> bool:
+    """Whether `compile_coders` has been here since the coders, numba or the processor last changed.
+
+    Raises:
+        ConfigError: as `compile_coders`.
+    """
+    mark = _mark(scheme, _options(scheme, effort))
+    if mark is None:
+        return False
+    try:
+        noted = json.loads(mark.read_text())
+        same, files = noted["sources"] == _sources(), noted["files"]
+        return same and all((mark.parent / file).is_file() for file in files)
+    except (OSError, ValueError, TypeError, KeyError):  # none, or damaged
+        return False
+
+
+def cache_folder() -> Path | None:
+    """Where numba keeps the compiled coders; None where it keeps none: no folder that it may write to, ``NUMBA_DISABLE_JIT``."""
+    from shrinkpoint.entropy import kernels
+
+    stats = getattr(kernels.encode_one, "stats", None)  # none where compiling is turned off
+    return Path(stats.cache_path) if stats is not None and stats.cache_path is not None else None
+
+
+def _cached_files() -> list[Path]:
+    """What numba keeps of the kernels that this process has called: an index of each, and its object files."""
+    from numba.core.dispatcher import Dispatcher
+
+    found: set[Path] = set()
+    for name, module in list(sys.modules.items()):
+        if not name.startswith("shrinkpoint."):
+            continue
+        for kernel in vars(module).values():
+            folder = kernel.stats.cache_path if isinstance(kernel, Dispatcher) and kernel.signatures else None
+            if folder is not None:
+                stem = f"{kernel.__module__.rpartition('.')[2]}.{kernel.__qualname__}-"
+                found.update(Path(folder).glob(f"{stem}*.nb[ic]"))
+    return sorted(found)
+
+
+def _options(scheme: str, effort: str | None) -> Any:
+    if scheme not in SCHEMES:
+        raise ConfigError(f"scheme={scheme!r} must be one of {', '.join(SCHEMES)}")
+    options = options_of(scheme)
+    if effort is None:
+        return options
+    if options is None or "effort" not in {item.name for item in fields(options)}:
+        raise ConfigError(f"effort={effort!r}: the scheme {scheme!r} has only one")
+    return replace(options, effort=effort)
+
+
+def _make_and_restore(scheme: str, options: Any) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        _make_and_restore_one(scheme, options, _SmallTraining(dtype))
+
+
+def _make_and_restore_one(scheme: str, options: Any, training: "_SmallTraining") -> None:
+    held: Mapping[str, Held] | None = None
+    parent, chain, tracker = None, [], MovementTracker()
+    for step in range(1, _SAVES + 1):
+        state = training.go_on()
+        movement = tracker.since(state, step)
+        tracker.note(state, step)
+        occasion = Occasion(state=state, step=step, reference=held, movement=movement)
+        coder = build(scheme, options, occasion)
+        coded = encode_state(state, coder, step=step, reference=held, parent=parent)
+        held, parent = dict(coded.held), coded.checkpoint.state_digest
+        chain.append(coded.checkpoint)
+    decode_chain(chain)
+
+
+class _SmallTraining:
+    """With what a real one has, as far as coders choose by it: several shapes, rows that hardly change, and growing moments."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._random = torch.Generator().manual_seed(0)
+        with torch.random.fork_rng(devices=[]):
+            layers = (
+                nn.Embedding(_ROWS, _WIDTH),
+                nn.Linear(_WIDTH, _WIDTH),
+                nn.LayerNorm(_WIDTH),
+                nn.Linear(_WIDTH, _ROWS),
+            )
+        self._model = nn.Sequential(*layers).to(dtype)
+        self._optimizer = torch.optim.AdamW(self._model.parameters())
+        self._snapshotter = Snapshotter()
+        self._size = 1.0
+
+    def go_on(self) -> TrainingState:
+        """A copy of the state some steps later."""
+        self._size *= 3  # so that second moments grow by octaves, and steps with them
+        for _ in range(_STEPS):
+            tokens = torch.randint(_ROWS // 8, (32,), generator=self._random)
+            self._optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(self._model(tokens), tokens.roll(1))
+            (self._size * loss).backward()
+            self._optimizer.step()
+        live = {"model": self._model.state_dict(), "optimizers": [self._optimizer.state_dict()]}
+        describe = describe_training(
+            self._model, [self._optimizer], model_path=("model",), optimizers_path=("optimizers",)
+        )
+        return self._snapshotter.take(TrainingState.capture(live, describe)).wait()
+
+
+def _mark(scheme: str, options: object) -> Path | None:
+    """The file beside numba's own that tells of what was compiled for this processor; None where nothing is cached."""
+    import numba
+    from numba.core.registry import cpu_target
+
+    folder = cache_folder()
+    if folder is None:
+        return None
+    machine = cpu_target.target_context.codegen().magic_tuple()
+    processor = [numba.__version__, sys.implementation.cache_tag, repr(machine)]
+    named = hashlib.sha256(
+        json.dumps([scheme, getattr(options, "effort", None), processor]).encode()
+    ).hexdigest()[:16]
+    return folder / f"shrinkpoint-{named}.compiled"
+
+
+def _sources() -> str:
+    """What numba goes by to tell whether what it has cached is valid: sources, in older versions the times of their files."""
+    core = Path(jit.__file__).parents[1]
+    digest = hashlib.sha256()
+    for folder in ("entropy", "quantize", "runtime", "schemes"):
+        for file in sorted((core / folder).rglob("*.py")):
+            digest.update(f"{file.name} {int(file.stat().st_mtime)}\n".encode())
+            digest.update(file.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,197 @@
+"""A matrix of squares as the product of a row and a column: what Adafactor keeps of a second moment.
+
+Source: Adafactor (arXiv 1804.04235), section 3. Factors are powers of ``2 ** (1/4)``, which every machine computes alike.
+
+Payload of a section ``factors`` (integers are little-endian): one byte; 0, then int16 lowest exponents of rows and of
+columns, then a rANS payload of symbols, 0 for a factor that is zero and else ``exponent - lowest + 1``, under context 0
+for rows and 1 for columns; or 1, then all exponents as int16, coded as bytes, -32768 for zero.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from shrinkpoint.arrays import Float32s, Float64s, Int16s
+from shrinkpoint.entropy.static.bytes import decode_bytes, encode_bytes
+from shrinkpoint.entropy.static.rans import decode_symbols, encode_symbols
+from shrinkpoint.errors import FormatError
+from shrinkpoint.schemes.base import EncodedTensor
+from shrinkpoint.schemes.codec_io import section
+from shrinkpoint.state.training import TensorSpec
+
+__all__ = ["EMPTY", "Factors", "matrix_shape", "row_and_column_means"]
+
+
+_PER_OCTAVE = 4
+# 2 ** (k / 4), written out: a library's power function may differ by a rounding from one machine to another
+_QUARTERS = np.array([1.0, 1.1892071, 1.4142135, 1.6817929], np.float32)
+EMPTY = -(2**15)
+"""The exponent of zero."""
+_LOW, _HIGH = -126 * _PER_OCTAVE, 127 * _PER_OCTAVE  # of normal numbers
+_TINY = np.float32(np.finfo(np.float32).tiny)
+_SYMBOLS, _BYTES = 0, 1
+
+
+def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Rows and columns of a tensor: the first axis against all others; one row for what has a single axis."""
+    if len(shape) < 2:
+        return 1, int(np.prod(shape, dtype=np.int64))
+    return shape[0], int(np.prod(shape[1:], dtype=np.int64))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Factors:
+    """Exponents of each row and of each column, in quarter octaves."""
+
+    rows: Int16s
+    columns: Int16s
+
+    @classmethod
+    def of_second_moment(cls, values: Float32s) -> "Factors":
+        """Factors of a matrix, the mean logarithm of whose product over its positive elements is the matrix's.
+
+        Args:
+            values: fp32 (rows, columns), finite and not negative.
+        """
+        rows, columns = _means(*row_and_column_means(values))
+        total, count = _log_sum(values)
+        if not count:
+            return cls._rounded(rows, columns)
+        used = values > 0 if count < values.size else None
+        for octaves, axis in ((rows, 1), (columns, 0)):
+            every = np.full(octaves.size, values.shape[axis])
+            each = np.count_nonzero(used, axis=axis) if used is not None else every
+            total -= float((octaves[each > 0] * each[each > 0]).sum())
+        return cls._rounded(rows + total / count, columns)
+
+    @classmethod
+    def of_roots(cls, values: Float32s) -> "Factors":
+        """Factors whose product is about each element's root mean square, zero only where all of a row or column is.
+
+        Args:
+            values: fp32 (rows, columns), finite.
+        """
+        largest = np.abs(values).max(initial=0)
+        if largest == 0:
+            return cls._rounded(*_means(*row_and_column_means(values)))
+        shift = int(np.frexp(largest)[1])
+        squares = np.square(np.ldexp(values.astype(np.float64), -shift))
+        rows, columns = _means(squares.mean(axis=1), squares.mean(axis=0))
+        return cls._rounded(rows / 2 + shift, columns / 2)
+
+    def lengthened(self, octaves: Mapping[int, float]) -> "Factors":
+        """With some rows' factors larger by so many octaves, to the nearest quarter."""
+        rows = self.rows.astype(np.int64)
+        for row, more in octaves.items():
+            if rows[row] != EMPTY:
+                rows[row] = min(max(rows[row] + round(more * _PER_OCTAVE), _LOW), _HIGH)
+        return Factors(rows=rows.astype(np.int16), columns=self.columns)
+
+    @classmethod
+    def _rounded(cls, rows: Float64s, columns: Float64s) -> "Factors":
+        return cls(rows=_exponents(rows), columns=_exponents(columns))
+
+    def product(self) -> Float32s:
+        """fp32 (rows * columns,): at least the least normal number, or zero where a factor is."""
+        rows, columns = _power(self.rows), _power(self.columns)
+        with np.errstate(over="ignore", under="ignore"):
+            product: Float32s = np.multiply.outer(rows, columns)
+        zeros = not (rows.all() and columns.all())
+        if zeros or rows.min(initial=1) * columns.min(initial=1) < _TINY:  # rounding keeps order
+            np.maximum(product, _TINY, out=product)
+        if zeros:
+            product[rows == 0] = 0
+            product[:, columns == 0] = 0
+        return product.reshape(-1)
+
+    def encode(self, threads: int = 1) -> bytes:
+        """The section."""
+        sides = (self.rows, self.columns)
+        lowest = [int(side[side != EMPTY].min(initial=_HIGH)) for side in sides]
+        shifted = [
+            np.where(side == EMPTY, 0, side.astype(np.int64) - low + 1)
+            for side, low in zip(sides, lowest, strict=True)
+        ]
+        symbols = np.concatenate(shifted)
+        if symbols.max(initial=0) > 255:
+            exponents = np.concatenate(sides).astype("<i2")
+            return bytes([_BYTES]) + encode_bytes(exponents.view(np.uint8), 2, threads=threads)
+        head = bytes([_SYMBOLS]) + np.array(lowest, "<i2").tobytes()
+        contexts = _contexts(self.rows.size, self.columns.size)
+        return head + encode_symbols(symbols.astype(np.uint8), contexts, 256, 2, threads=threads)
+
+    @classmethod
+    def read(cls, encoded: EncodedTensor, spec: TensorSpec, threads: int = 1) -> "Factors":
+        """The factors of a tensor of the spec's shape.
+
+        Raises:
+            FormatError: the section is missing or malformed.
+        """
+        height, width = matrix_shape(spec.shape)
+        data = section(encoded, spec, "factors")
+        if data[:1] == bytes([_BYTES]):
+            stored = decode_bytes(data[1:], 2 * (height + width), 2, threads=threads).view("<i2")
+            exponents = stored.astype(np.int64)
+            given = exponents[exponents != EMPTY]
+        elif data[:1] == bytes([_SYMBOLS]) and len(data) >= 5:
+            lowest = np.frombuffer(data[1:5], "<i2").astype(np.int64)
+            contexts = _contexts(height, width)
+            symbols = decode_symbols(data[5:], contexts, height + width, 256, 2, threads=threads)
+            exponents = np.where(symbols == 0, EMPTY, lowest[contexts] + symbols - 1)
+            given = exponents[symbols != 0]
+        else:
+            raise FormatError(f"{spec.name}: section 'factors' is malformed")
+        if given.size and not _LOW <= given.min() <= given.max() <= _HIGH:
+            raise FormatError(f"{spec.name}: a factor is beyond the range of fp32")
+        narrow = exponents.astype(np.int16)
+        return cls(rows=narrow[:height], columns=narrow[height:])
+
+
+def row_and_column_means(values: Float32s) -> tuple[Float64s, Float64s]:
+    """float64 (rows,) and (columns,), the means of an fp32 matrix."""
+    from shrinkpoint.quantize import matrix_kernels  # numba
+
+    rows, columns = np.empty(values.shape[0]), np.zeros(values.shape[1])
+    matrix_kernels.add_up(values, rows, columns)
+    return rows / values.shape[1], columns / values.shape[0]
+
+
+def _means(rows: Float64s, columns: Float64s) -> tuple[Float64s, Float64s]:
+    """log2 of rows' means, and of columns' means over the mean of all; minus infinity for those without any."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        mean = rows.mean()
+        return np.log2(rows), np.log2(columns / mean) if mean else np.full_like(columns, -np.inf)
+
+
+def _log_sum(values: Float32s) -> tuple[float, int]:
+    """The sum of log2 over the positive elements, and how many these are."""
+    from shrinkpoint.quantize import matrix_kernels  # numba
+
+    total, count, subnormal = matrix_kernels.log_sum(values.reshape(-1).view(np.int32))
+    if not subnormal:
+        return total, count
+    used = values > 0
+    octaves = np.log2(values, where=used, out=np.zeros_like(values))
+    return float(octaves.sum(dtype=np.float64)), int(np.count_nonzero(used))
+
+
+def _exponents(octaves: Float64s) -> Int16s:
+    """In quarter octaves."""
+    with np.errstate(invalid="ignore"):
+        rounded = np.clip(np.rint(octaves * _PER_OCTAVE), _LOW, _HIGH)
+    return np.where(np.isfinite(octaves), rounded, EMPTY).astype(np.int16)
+
+
+def _power(exponents: Int16s) -> Float32s:
+    octaves, rest = np.divmod(exponents.astype(np.int64), _PER_OCTAVE)
+    powers: Float32s = np.ldexp(_QUARTERS[rest], np.clip(octaves, -126, 127).astype(np.int32)).astype(
+        np.float32
+    )
+    powers[exponents == EMPTY] = 0
+    return powers
+
+
+def _contexts(height: int, width: int) -> npt.NDArray[np.uint8]:
+    return np.repeat(np.array([0, 1], np.uint8), [height, width])

@@ -1,0 +1,256 @@
+"""First moments rounded to levels around zero, restored as long as they were.
+
+A first moment lives for some ten or hundred steps. What counts is how much of it is kept, that updates after a restore are
+no longer than they would have been, and that it is never farther from the truth than zeros would be. Dither, which the
+weights have, would buy an unbiased mean at the price of errors of several times the moment itself.
+
+So an element becomes the nearest multiple of a step size, and each level stands for the mean of its elements (the Lloyd-Max
+condition; S. Lloyd, "Least squares quantization in PCM", 1982). These means are shorter than the moment, by
+``sqrt(1 - e^2)`` where their relative error is e: all of them are multiplied by one number that makes up for it. Then
+``1 - sqrt(1 - e^2)`` of the moment is lost, half of what is lost without that number, and the relative error is
+``sqrt(2 - 2 sqrt(1 - e^2))``, which is at most 1 up to e = 0.866; beyond it the number is 2 and no more.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+
+from shrinkpoint.arrays import Float32s, Float64s, UInt8s, widened
+from shrinkpoint.entropy.contexts.coder import Effort, decode_plane, encode_plane
+from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
+from shrinkpoint.schemes.auto.factors import matrix_shape
+from shrinkpoint.schemes.auto.moment_units import MomentCodec, OwnUnits, RootUnits, check_dtype, fp32_values
+from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes
+from shrinkpoint.schemes.codec_io import emit, finite, integer, number, section
+from shrinkpoint.schemes.recipe import check_choice
+from shrinkpoint.state.training import TensorSpec
+from shrinkpoint.state.tree import JSON
+
+__all__ = ["CentroidFirstMomentCodec", "CentroidMomentumCodec"]
+
+
+_PARTS = 256  # of a step, in which a centroid's distance from its level is stored
+_CENTROIDS = 16  # levels from which on the middle of the cell does
+_PER_OCTAVE = 4
+_NARROWEST, _WIDEST = -6 * _PER_OCTAVE, 3 * _PER_OCTAVE  # step sizes tried, in quarter octaves of a unit
+_REACH = 126
+_LONGEST = 2.0  # by what levels are lengthened at most: from there on, they would be farther from the truth than zeros
+_SAMPLE = 1 << 16  # elements by which a step size is chosen
+
+
+@dataclass(frozen=True, kw_only=True)
+class _CentroidCodec(MomentCodec):
+    """Levels of a moment, and their centroids.
+
+    Raises:
+        ConfigError: an option is out of its range.
+    """
+
+    step: float | None = None
+    """Distance of two levels in units; None takes the widest that loses no more than `loss`."""
+    loss: float = 0.1
+    """Greatest share of the moment to be lost: 1 less its product with the restored one over its square, in units."""
+    effort: Effort = "default"
+    """How much time the coder of the levels spends."""
+    linear: bool = False
+    """Whether updates are as long as the moment itself is, so that its length and what is lost of it are those of the values;
+    otherwise those of the values in units."""
+
+    def __post_init__(self) -> None:
+        if self.step is not None and not 0.001 <= self.step <= 64:
+            raise ConfigError(f"step must be between 0.001 and 64 units, or None, not {self.step}")
+        if not 0 < self.loss <= 1:
+            raise ConfigError(f"loss must be above 0 and at most 1, not {self.loss}")
+        check_choice(self, "effort", Effort)
+
+    def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
+        """See `TensorCodec.encode`; what has no unit, or is not finite, is refused."""
+        quantized = self._quantize(tensor, spec, context)
+        payload = encode_plane(
+            quantized.plane,
+            2 * quantized.radius + 1,
+            columns=matrix_shape(spec.shape)[1],
+            effort=self.effort,
+            threads=context.threads,
+        )
+        params: dict[str, JSON] = {"step": float(quantized.step), "radius": quantized.radius}
+        params["centroids"] = list(quantized.centroids)
+        encoded = EncodedTensor(self.id, params, {self.PLANE: payload, **quantized.sections})
+        return Coded(encoded, {}, _in_range(quantized.value(spec), spec))
+
+    def restored(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> torch.Tensor:
+        """See `Quantizer.restored`."""
+        return _in_range(self._quantize(tensor, spec, context).value(spec), spec)
+
+    def _quantize(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> "_Quantized":
+        from shrinkpoint.schemes.auto import moment_kernels  # numba
+
+        values = fp32_values(tensor, spec)
+        units, sections = self._measure(values, spec, context)
+        step = np.float32(
+            self.step if self.step is not None else _widest(values, units, self.loss, linear=self.linear)
+        )
+        plane, sums, counts = np.empty(values.size, np.uint8), np.zeros(128), np.zeros(128)
+        radius = int(moment_kernels.levels(values, units, step, self.REACH, self.linear, plane, sums, counts))
+        plane -= np.uint8(self.REACH - radius)
+        centroids = _centroids(sums, counts, radius)
+        true = float(moment_kernels.square_sum(values, units, self.linear))
+        longer = _longer(true, counts, step, _sizes(centroids, radius))
+        return _Quantized(plane, radius, np.float32(step * longer), centroids, units, sections)
+
+    def decode(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> Planes:
+        """See `TensorCodec.decode`; nothing of it helps to decode the next checkpoint."""
+        return {}
+
+    def reconstruct(
+        self, encoded: EncodedTensor, planes: Planes, spec: TensorSpec, context: Context
+    ) -> torch.Tensor:
+        """See `TensorCodec.reconstruct`."""
+        check_dtype(spec)
+        step, radius = (
+            number(encoded.params, spec, "step"),
+            integer(encoded.params, spec, "radius", 0, self.REACH),
+        )
+        if not 0 < step < 1e30:
+            raise FormatError(f"{spec.name}: the step {step} is not of ordinary size")
+        centroids = _read_centroids(encoded.params.get("centroids"), radius, spec)
+        units = self._units(encoded, spec, context)
+        plane = decode_plane(
+            section(encoded, spec, self.PLANE),
+            spec.numel,
+            2 * radius + 1,
+            columns=matrix_shape(spec.shape)[1],
+            threads=context.threads,
+        )
+        return _Quantized(plane, radius, step, centroids, units, {}).value(spec)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CentroidFirstMomentCodec(RootUnits, _CentroidCodec):
+    """Levels of Adam's ``m / sqrt(v)``, v being the second moment as restored.
+
+    Guarantees: in units, m is restored no farther from the truth than zeros are, and no longer than it was; it is zero where
+    v is zero.
+
+    Raises:
+        ConfigError: an option is out of its range.
+    """
+
+    id: ClassVar[str] = "centroid-root-units"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CentroidMomentumCodec(OwnUnits, _CentroidCodec):
+    """Levels of a momentum in units of its own root mean square by row and column, for optimizers without a second moment.
+
+    Guarantees and raises as `CentroidFirstMomentCodec`; with `linear`, which is for optimizers whose update is a multiple of
+    the momentum, the guarantees hold for the momentum itself.
+    """
+
+    id: ClassVar[str] = "centroid-own-units"
+
+
+@dataclass(frozen=True)
+class _Quantized:
+    plane: UInt8s
+    """Levels, plus `radius`."""
+    radius: int
+    step: np.float32
+    """What a level stands for but for its centroid, in units: the step size, lengthened."""
+    centroids: tuple[int, ...]
+    units: Float32s
+    sections: dict[str, bytes]
+
+    def value(self, spec: TensorSpec) -> torch.Tensor:
+        """What a reader will have: a product of two fp32 numbers for each element, rounded to the tensor's dtype."""
+        from shrinkpoint.schemes.auto import moment_kernels  # numba
+
+        sizes = _sizes(self.centroids, self.radius)
+        values = np.empty(self.plane.size, np.float32)
+        moment_kernels.unlevel(self.plane, self.units, self.step * sizes, self.radius, values)
+        return emit(values, spec)
+
+
+def _in_range(value: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """Refuse what has become infinite in half precision."""
+    if value.dtype.itemsize == 2 and not finite(widened(value)):
+        raise CannotRepresentError(f"{spec.name} reaches the end of {spec.dtype}'s range: stored exactly")
+    return value
+
+
+def _sizes(centroids: tuple[int, ...], radius: int) -> Float32s:
+    """fp32 (radius + 1,): what levels stand for, in steps; whole numbers and parts of 256, all exact."""
+    sizes = np.arange(radius + 1, dtype=np.float32)
+    sizes[1 : 1 + len(centroids)] += np.array(centroids, np.float32) / np.float32(_PARTS)
+    return sizes
+
+
+def _longer(true: float, counts: Float64s, step: np.float32, sizes: Float32s) -> float:
+    """By what the restored moment must be multiplied to be as long as the true one, whose square is `true`; at most 2."""
+    found = float((counts[: sizes.size] * np.square(sizes.astype(np.float64))).sum()) * float(step) ** 2
+    return min(_LONGEST, math.sqrt(true / found)) if found > 0 and math.isfinite(true) else 1.0
+
+
+def _centroids(sums: Float64s, counts: Float64s, radius: int) -> tuple[int, ...]:
+    """How far the first levels' means lie from them, in 1/256 step; the first level's is not beyond it."""
+    last = min(radius, _CENTROIDS)
+    used = counts[1 : last + 1] > 0
+    away = np.zeros(last)
+    np.divide(sums[1 : last + 1], counts[1 : last + 1], out=away, where=used)
+    away = np.where(used, away - np.arange(1, last + 1), 0.0)
+    parts = np.clip(np.rint(away * _PARTS), -_PARTS // 2, _PARTS // 2 - 1)
+    parts[:1] = np.minimum(parts[:1], 0)
+    return tuple(int(part) for part in parts)
+
+
+def _read_centroids(stored: JSON, radius: int, spec: TensorSpec) -> tuple[int, ...]:
+    half = _PARTS // 2
+    if not isinstance(stored, list) or len(stored) != min(radius, _CENTROIDS):
+        raise FormatError(f"{spec.name}: 'centroids' must list {min(radius, _CENTROIDS)} integers")
+    found = []
+    for part in stored:
+        if type(part) is not int or not -half <= part < half:
+            raise FormatError(
+                f"{spec.name}: a centroid must be an integer from {-half} to {half - 1}, not {part!r}"
+            )
+        found.append(part)
+    return tuple(found)
+
+
+def _widest(values: Float32s, units: Float32s, loss: float, *, linear: bool) -> float:
+    """The widest step size, in quarter octaves of a unit, that loses at most such a share; the narrowest if none does.
+
+    What is lost of the values themselves is mostly lost of their largest rows. Where that counts, no more of them in units may
+    be lost either: so small rows keep as much as large ones.
+    """
+    stride = (
+        values.size // _SAMPLE | 1
+    )  # odd: it takes all columns of a matrix that has a power of two of them
+    unit = units[::stride].astype(np.float64)
+    sizes = np.abs(values[::stride].astype(np.float64))[unit > 0] / unit[unit > 0]
+    counted = [np.ones_like(sizes), np.square(unit[unit > 0])] if linear else [np.ones_like(sizes)]
+    totals = [float((weights * np.square(sizes)).sum()) for weights in counted]
+    if not all(0 < total < math.inf for total in totals):
+        return 1.0
+    low, high = _NARROWEST, _WIDEST + 1  # of which the first is taken, and the last is not
+    while high - low > 1:
+        middle = (low + high) // 2
+        step = 2.0 ** (middle / _PER_OCTAVE)
+        if all(_lost(sizes, each, total, step) <= loss for each, total in zip(counted, totals, strict=True)):
+            low = middle
+        else:
+            high = middle
+    return float(2.0 ** (low / _PER_OCTAVE))
+
+
+def _lost(sizes: Float64s, weights: Float64s, total: float, step: float) -> float:
+    """The share that is lost: levels' means explain a part of the moment's square, and are lengthened."""
+    levels = np.minimum(np.rint(sizes / step), _REACH).astype(np.int64)
+    counts, sums = np.bincount(levels, weights=weights), np.bincount(levels, weights=weights * sizes)
+    explained = float(np.divide(np.square(sums), counts, out=np.zeros_like(sums), where=counts > 0)[1:].sum())
+    if explained <= 0:
+        return 1.0
+    return 1 - min(_LONGEST, math.sqrt(total / explained)) * explained / total

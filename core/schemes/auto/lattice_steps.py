@@ -1,0 +1,150 @@
+"""The steps of a lattice's rows and columns: what the curvature wants, and how much of it a chain follows.
+
+Steps are proportional to ``v ** -1/4``: reverse water-filling with the curvature taken as the root of Adam's second moment
+v (for which ``sqrt(v)`` stands in Adam's own update), of which the mean of each row and of each column is kept, as in
+Adafactor (arXiv 1804.04235, section 3).
+
+A weight whose step changes must be told its place anew, which costs most of a bit; one whose step is too wide costs loss,
+with the square of what it is too wide by. While training has only begun, second moments change by octaves, and lattices
+that stayed as they were would cost several times the loss. So a tensor keeps its steps until too much is lost, and then
+only rows and columns that are off take others.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from shrinkpoint.arrays import Float64s, Int8s, UInt8s, widened
+from shrinkpoint.entropy.static.bytes import decode_bytes, encode_bytes
+from shrinkpoint.errors import FormatError
+from shrinkpoint.schemes.auto.factors import matrix_shape, row_and_column_means
+from shrinkpoint.schemes.auto.lattice_points import REACH, join_exponents
+from shrinkpoint.schemes.base import EncodedTensor
+from shrinkpoint.schemes.codec_io import check_sections, number, section
+from shrinkpoint.state.training import TensorSpec
+
+__all__ = ["Steps", "curvature_exponents", "read_step", "read_steps", "write_exponents"]
+
+
+_PER_OCTAVE = 4
+_CURVATURE = 12  # quarter octaves that the curvature of a row or a column may change its steps by, each way
+_NARROWER, _WIDER = 2, 4  # quarter octaves that a row or column must be off to take another step
+_IDLE = 2.0  # quarter octaves that steps may on average be narrower than wanted: half a bit
+
+
+def curvature_exponents(second: torch.Tensor, shape: tuple[int, ...]) -> tuple[Int8s, Int8s]:
+    """How many quarter octaves the steps of each row and of each column lie above the tensor's own.
+
+    Args:
+        second: Adam's second moment, of `shape`; finite and not negative.
+        shape: rows are the first axis, columns all others.
+
+    Returns:
+        int8 (rows,) and int8 (columns,), each -12 to 12: minus the octaves of the row's mean above the tensor's, and the
+        same for columns. A row without any second moment gets the largest step.
+    """
+    rows, columns = row_and_column_means(widened(second).reshape(matrix_shape(shape)))
+    return _exponents(rows), _exponents(columns)
+
+
+def _exponents(means: Float64s) -> Int8s:
+    used = means > 0
+    if not used.any():
+        return np.zeros(means.size, np.int8)
+    octaves = np.log2(means, where=used, out=np.zeros_like(means))
+    below = np.where(used, np.log2(means.mean()) - octaves, _CURVATURE)
+    exponents: Int8s = np.clip(np.rint(below), -_CURVATURE, _CURVATURE).astype(np.int8)
+    return exponents
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steps:
+    """Of all rows and columns of one tensor: ``step * 2 ** ((row + column) / 4)``."""
+
+    step: np.float32
+    rows: Int8s
+    columns: Int8s
+
+    def followed(self, wanted: "Steps", slack: float) -> "Steps":
+        """The steps to go on with where `wanted` are asked for: these, these with some rows and columns changed, or those.
+
+        Args:
+            wanted: of the same shape.
+            slack: share by which the loss may be larger than with the wanted steps; no row's may be an octave wider.
+        """
+        octaves = math.log2(float(wanted.step) / float(self.step))
+        off_columns = wanted.columns - self.columns.astype(np.float64)
+        shared = _PER_OCTAVE * octaves + float(off_columns.mean())
+        off_rows = wanted.rows - self.rows.astype(np.float64) + shared
+        off_columns -= off_columns.mean()
+        lost = float(np.exp2(-off_rows / 2).mean() * np.exp2(-off_columns / 2).mean()) - 1
+        if lost <= slack and float(off_rows.mean()) <= _IDLE and float(off_rows.min()) > -_PER_OCTAVE:
+            return self
+        changed = [_changed(*pair) for pair in ((self.rows, off_rows), (self.columns, off_columns))]
+        if any(np.abs(side).max(initial=0) > REACH for side in changed):
+            return wanted
+        new_rows, new_columns = (side.astype(np.int8) for side in changed)
+        return Steps(step=self.step, rows=new_rows, columns=new_columns)
+
+
+def _changed(exponents: Int8s, off: Float64s) -> Float64s:
+    """Exponents, with those that are off put right."""
+    far = (off <= -_NARROWER) | (off >= _WIDER)
+    changed: Float64s = exponents + np.where(far, np.rint(off), 0.0)
+    return changed
+
+
+def write_exponents(rows: Int8s, columns: Int8s, threads: int) -> bytes:
+    """The section ``exponents``."""
+    return encode_bytes(np.concatenate([rows, columns]).view(np.uint8), 1, threads=threads)
+
+
+def read_steps(
+    encoded: EncodedTensor,
+    known: tuple[np.float32, UInt8s] | None,
+    spec: TensorSpec,
+    threads: int,
+    plane: str,
+    *others: str,
+) -> tuple[np.float32, UInt8s]:
+    """The tensor's step, and every element's exponent as of `join_exponents`.
+
+    Args:
+        encoded: of sections ``exponents``, unless they are the predecessor's, ``far`` and the plane's.
+        known: the same of the predecessor, if the reader has one.
+        spec: of the tensor.
+        threads: how many threads read.
+        plane: section of what is on the lattice.
+        others: sections that may stand with it.
+
+    Raises:
+        FormatError: they are malformed, or the predecessor's and there is none.
+    """
+    step = read_step(encoded, spec)
+    expected = (plane, "far", *(name for name in others if name in encoded.sections))
+    if "exponents" not in encoded.sections:
+        check_sections(encoded, spec, *expected)
+        if known is None or step != known[0]:
+            raise FormatError(f"{spec.name}: section 'exponents' is missing")
+        return known
+    check_sections(encoded, spec, *expected, "exponents")
+    height, width = matrix_shape(spec.shape)
+    data = decode_bytes(section(encoded, spec, "exponents"), height + width, 1, threads=threads)
+    stored = data.view(np.int8)
+    if max(int(stored.max()), -int(stored.min())) > REACH:
+        raise FormatError(f"{spec.name}: an exponent lies beyond {REACH}")
+    return step, join_exponents(stored[:height], stored[height:])
+
+
+def read_step(encoded: EncodedTensor, spec: TensorSpec) -> np.float32:
+    """The tensor's own step.
+
+    Raises:
+        FormatError: it is none.
+    """
+    step = number(encoded.params, spec, "step")
+    if not 1e-27 < float(step) < 1e30:
+        raise FormatError(f"{spec.name}: the step {step} is not of ordinary size")
+    return step

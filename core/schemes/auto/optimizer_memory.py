@@ -1,0 +1,121 @@
+"""For how many steps an optimizer remembers a gradient in its first moments, read off its own settings in a state.
+
+Every optimizer of torch, and every one that keeps to its protocol, saves ``param_groups`` with its decays, and its state by
+the parameter's number. Where they are found in the tree of a state does not matter.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from shrinkpoint.state.training import Role, TrainingState
+from shrinkpoint.state.tree import JSON
+
+__all__ = ["UNKNOWN", "memories"]
+
+Tensors = Mapping[str, torch.Tensor]
+
+UNKNOWN = 99.0
+"""Steps, where an optimizer does not say: as much as a decay of 0.99 comes to."""
+
+_DECAYS = "momentum", "beta", "beta1", "mu"
+_LARGEST = "exp_inf"  # Adamax's, in the place of a second moment
+_SECOND = (Role.EXP_AVG_SQ, Role.SQUARES)
+
+
+def memories(state: TrainingState) -> dict[str, float]:
+    """How many steps of gradients each first moment holds: ``beta / (1 - beta)``, beta being its decay.
+
+    Args:
+        state: of a training, as copied: hyperparameters may be tensors.
+
+    Returns:
+        By the name of the moment's tensor. Of optimizers with a second moment the decay is the first of ``betas``
+        (arXiv 1412.6980), and of a further first moment the greatest (AdEMAMix, arXiv 2409.03137); of others the greatest of ``betas``, for Lion's second one is that of its moment (arXiv
+        2302.06675), or ``momentum``. A moment whose optimizer does not say is missing.
+    """
+    found: dict[str, float] = {}
+    for groups, entries in _optimizers(state.tree):
+        for group in groups:
+            decays = _decays(group, state.tensors)
+            for index in _indices(group):
+                moments = entries.get(index, {})
+                roles = {name: state.specs[name].tag.role for name in moments.values() if name in state.specs}
+                paired = _LARGEST in moments or any(role in _SECOND for role in roles.values())
+                firsts = [name for name, role in roles.items() if role is Role.EXP_AVG]
+                for place, name in enumerate(firsts if decays else ()):
+                    decay = decays[0] if paired and place == 0 else max(decays)
+                    found[name] = decay / (1 - decay)
+    return found
+
+
+def _optimizers(node: JSON) -> Iterator[tuple[list[Mapping[str, JSON]], dict[JSON, dict[str, str]]]]:
+    """Parameter groups, and the names of the tensors of each parameter's state, of every optimizer below."""
+    if isinstance(node, list):
+        for child in node:
+            yield from _optimizers(child)
+    elif isinstance(node, Mapping):
+        members = _members(node)
+        groups = members.get("param_groups")
+        if isinstance(groups, list):
+            entries = {
+                index: dict(_tensor_names(entry))
+                for index, entry in _pairs(members.get("state"))
+                if isinstance(index, (int, str))
+            }
+            yield [_members(group) for group in groups], entries
+        for child in node.values():
+            yield from _optimizers(child)
+
+
+def _tensor_names(entry: JSON) -> Iterator[tuple[str, str]]:
+    for key, value in _members(entry).items():
+        if isinstance(value, Mapping) and value.get("$") == "tensor":
+            yield key, str(value.get("name"))
+
+
+def _indices(group: Mapping[str, JSON]) -> Iterator[int | str]:
+    parameters = group.get("params")
+    if isinstance(parameters, list):
+        yield from (index for index in parameters if isinstance(index, (int, str)))
+
+
+def _decays(group: Mapping[str, JSON], tensors: Tensors) -> list[float]:
+    """From 0 to below 1; those of ``betas``, or else the first that has another usual name."""
+    betas = group.get("betas")
+    if isinstance(betas, Mapping):  # a tuple
+        betas = betas.get("items")
+    given = betas if isinstance(betas, list) else [group[name] for name in _DECAYS if name in group][:1]
+    decays = [_number(decay, tensors) for decay in given]
+    return [decay for decay in decays if decay is not None and 0 <= decay < 1 and math.isfinite(decay)]
+
+
+def _members(node: JSON) -> Mapping[str, JSON]:
+    """What a dict of any kind held, where its keys were strings."""
+    return {key: value for key, value in _pairs(node) if isinstance(key, str)}
+
+
+def _pairs(node: JSON) -> list[tuple[JSON, JSON]]:
+    """Keys and values of a dict of any kind."""
+    if not isinstance(node, Mapping):
+        return []
+    if node.get("$") not in ("dict", "odict"):
+        return list(node.items())
+    pairs = node.get("items")
+    return [(pair[0], pair[1]) for pair in pairs if _is_pair(pair)] if isinstance(pairs, list) else []
+
+
+def _is_pair(node: JSON) -> bool:
+    return isinstance(node, list) and len(node) == 2
+
+
+def _number(node: JSON, tensors: Tensors) -> float | None:
+    """A number, or a tensor of one, as capturable optimizers have."""
+    if isinstance(node, Mapping) and node.get("$") == "tensor":
+        tensor = tensors.get(str(node.get("name")))
+        single = tensor is not None and tensor.numel() == 1 and not tensor.is_complex()
+        return float(tensor) if tensor is not None and single else None
+    if isinstance(node, (int, float)) and not isinstance(node, bool):
+        return float(node)
+    return None

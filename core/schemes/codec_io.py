@@ -1,0 +1,153 @@
+"""What several codecs share: reading sections and params with every size checked, and floats that decode anywhere."""
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from shrinkpoint.arrays import Float32s, widened
+from shrinkpoint.errors import CannotRepresentError, FormatError
+from shrinkpoint.schemes.base import EncodedTensor, Held
+from shrinkpoint.state.training import TensorSpec
+from shrinkpoint.state.tree import JSON
+
+__all__ = [
+    "CODED_DTYPES",
+    "WEIGHT_DTYPES",
+    "as_float32",
+    "check_sections",
+    "emit",
+    "finite",
+    "floats",
+    "integer",
+    "normal",
+    "number",
+    "plane_of",
+    "section",
+]
+
+
+WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""Dtypes that widen to fp32 without loss, and that a lossy codec may round to."""
+
+CODED_DTYPES = (*WEIGHT_DTYPES, torch.float64)
+"""Those too of which fp32 is far finer than what a codec does to them; what is beyond fp32's range is refused."""
+
+_EXPONENT = np.uint32(0x7F80_0000)
+
+
+def as_float32(
+    tensor: torch.Tensor, spec: TensorSpec, dtypes: Collection[torch.dtype] = WEIGHT_DTYPES
+) -> Float32s:
+    """The elements as flat fp32 in C order, for quantizing.
+
+    Args:
+        tensor: on the host.
+        spec: names it.
+        dtypes: that are taken, of `CODED_DTYPES`.
+
+    Raises:
+        CannotRepresentError: the tensor is empty, holds NaN or infinity, or is of another dtype.
+    """
+    if tensor.dtype not in dtypes:
+        raise CannotRepresentError(f"{spec.name}: {tensor.dtype} cannot be quantized: stored exactly")
+    if tensor.numel() == 0:
+        raise CannotRepresentError(f"{spec.name} is empty: stored exactly")
+    values = widened(tensor)
+    if not finite(values):
+        raise CannotRepresentError(f"{spec.name} holds NaN or infinity: stored exactly")
+    return values
+
+
+def finite(values: Float32s) -> bool:
+    """Whether none is NaN or infinite, without an array of answers."""
+    return values.size == 0 or bool(np.isfinite(values.min()) and np.isfinite(values.max()))
+
+
+def emit(values: Float32s, spec: TensorSpec) -> torch.Tensor:
+    """A tensor of the spec's dtype and shape from flat fp32, rounded to nearest even; always a copy.
+
+    Raises:
+        FormatError: the dtype or the number of elements is not one that can hold them.
+    """
+    if spec.dtype not in CODED_DTYPES or values.size != spec.numel:
+        raise FormatError(f"{spec.name}: {values.size} fp32 values cannot become {spec.dtype} {spec.shape}")
+    # the copy leaves the plane to the next delta, whatever the caller does to the tensor
+    return torch.from_numpy(values.copy()).to(spec.dtype).reshape(spec.shape)
+
+
+def normal(values: Float32s) -> Float32s:
+    """The same values with every subnormal and every negative zero as +0, which no process treats in its own way.
+
+    A process after ``torch.set_flush_denormal(True)`` reads and writes subnormals as zero; decided on the bits, the
+    result is the same in both.
+    """
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    flushed: Float32s = np.where(bits & _EXPONENT, bits, np.uint32(0)).view(np.float32)
+    return flushed
+
+
+def section(encoded: EncodedTensor, spec: TensorSpec, name: str) -> bytes:
+    """A section's bytes.
+
+    Raises:
+        FormatError: there is no such section.
+    """
+    try:
+        return encoded.sections[name]
+    except KeyError:
+        raise FormatError(f"{spec.name}: section {name!r} is missing") from None
+
+
+def check_sections(encoded: EncodedTensor, spec: TensorSpec, *names: str) -> None:
+    """Raise FormatError unless the tensor has exactly these sections."""
+    if set(encoded.sections) != set(names):
+        raise FormatError(f"{spec.name}: the sections must be {names}, not {tuple(encoded.sections)}")
+
+
+def floats(encoded: EncodedTensor, spec: TensorSpec, name: str, count: int) -> Float32s:
+    """A section of `count` little-endian fp32 numbers, all finite, subnormals as zero.
+
+    Raises:
+        FormatError: the section is missing, has another size, or holds NaN or infinity.
+    """
+    data = section(encoded, spec, name)
+    if len(data) != 4 * count:
+        raise FormatError(f"{spec.name}: section {name!r} has {len(data)} bytes, not {4 * count}")
+    values = np.frombuffer(data, dtype="<f4").astype(np.float32)
+    if not np.isfinite(values).all():
+        raise FormatError(f"{spec.name}: section {name!r} holds NaN or infinity")
+    return normal(values)
+
+
+def integer(params: Mapping[str, JSON], spec: TensorSpec, key: str, low: int, high: int) -> int:
+    """A param that must be an integer from `low` to `high`.
+
+    Raises:
+        FormatError: it is not.
+    """
+    value: Any = params.get(key)
+    if type(value) is not int or not low <= value <= high:
+        raise FormatError(f"{spec.name}: {key!r} must be an integer from {low} to {high}, not {value!r}")
+    return value
+
+
+def number(params: Mapping[str, JSON], spec: TensorSpec, key: str) -> np.float32:
+    """A param that must be a finite number, as fp32, a subnormal as zero.
+
+    Raises:
+        FormatError: it is not.
+    """
+    value: Any = params.get(key)
+    if type(value) not in (int, float) or not math.isfinite(value) or abs(value) > np.finfo(np.float32).max:
+        raise FormatError(f"{spec.name}: {key!r} must be a finite number, not {value!r}")
+    return np.float32(normal(np.array([value], np.float32))[0])
+
+
+def plane_of(reference: Held | None, name: str, spec: TensorSpec) -> npt.NDArray[Any] | None:
+    """A plane of the previous checkpoint, or None where it holds none of this tensor's size."""
+    plane = reference.planes.get(name) if reference is not None else None
+    return plane if plane is not None and plane.size == spec.numel else None

@@ -1,0 +1,181 @@
+"""The weight codec of Inshrinkerator: pruned, protected and clustered weights as levels, deltas in level space.
+
+Source: Inshrinkerator (arXiv 2306.11800), sections 4.2-4.4. Values are quantized absolutely, so that no error
+accumulates along a chain; only the levels are delta-coded, losslessly.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
+from shrinkpoint.quantize.clustering import assign, kmeans_plus_plus, optimal_clusters, sample_weights
+from shrinkpoint.quantize.sketch import SignedHistogram
+from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Held, Planes
+from shrinkpoint.schemes.inshrinkerator.level_deltas import decode_levels, encode_levels
+from shrinkpoint.schemes.inshrinkerator.partition import Thresholds, partition
+from shrinkpoint.state.dtypes import tensor_from_bytes, tensor_to_bytes
+from shrinkpoint.state.training import TensorSpec
+
+__all__ = ["Clustering", "LevelsCodec", "Quantized"]
+
+_PRUNED, _PROTECTED, _FIRST = 0, 1, 2  # level ids; they never move when the number of bins changes
+_CODED = {torch.float32, torch.float16, torch.bfloat16}
+
+Clustering = Literal["optimal", "kmeans++"]
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A weight after quantization, before any entropy coding."""
+
+    levels: torch.Tensor
+    """uint8, the weight's shape."""
+    codebook: torch.Tensor
+    """fp32, ascending, shape (bins,) or shorter where there are fewer distinct values."""
+    protected: torch.Tensor
+    """The protected weights in C order, in their 2-byte dtype."""
+
+    def value(self, dtype: torch.dtype) -> torch.Tensor:
+        """The weight as a reader restores it, on the levels' device."""
+        table = torch.cat([torch.zeros(2, device=self.codebook.device), self.codebook]).to(dtype)
+        restored = table[self.levels.to(torch.int32)]
+        restored[self.levels == _PROTECTED] = self.protected.to(dtype)
+        return restored
+
+
+@dataclass(frozen=True, kw_only=True)
+class LevelsCodec:
+    """Codes one weight with given thresholds and number of bins.
+
+    Guarantees: protected weights are restored to bfloat16 precision (2-byte dtypes exactly), pruned ones as zero, all
+    others as the nearest of at most `bins` centroids.
+    """
+
+    id: ClassVar[str] = "levels"
+    needs: ClassVar[tuple[str, ...]] = ()
+
+    bins: int = 32
+    thresholds: Thresholds | None = None
+    gradient: torch.Tensor | None = None
+    """EMA of the gradient, the weight's shape; None scores by magnitude alone."""
+    clustering: Clustering = "optimal"
+    coder: Literal["rans", "rle-huffman"] = "rans"
+    alpha: float = 0.01
+    magnitude_weight: float = 0.1
+    """Share of the magnitude in a bucket's sample weight; the rest is its frequency."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.bins <= 253:
+            raise ConfigError(f"bins must be between 1 and 253 (levels are bytes), not {self.bins}")
+
+    def quantize(self, weight: torch.Tensor, name: str = "the weight") -> Quantized:
+        """Partition, cluster and assign, on the weight's own device.
+
+        Raises:
+            CannotRepresentError: a dtype without two-byte form, non-finite values, or no thresholds.
+        """
+        if weight.dtype not in _CODED or self.thresholds is None:
+            raise CannotRepresentError(f"{name}: weights of dtype {weight.dtype} are stored exactly")
+        if not bool(torch.isfinite(weight).all()):
+            raise CannotRepresentError(f"{name} holds NaN or infinity and is stored exactly")
+        parts = partition(weight, self.gradient, self.thresholds)
+        rest = weight[~(parts.protected | parts.pruned)].to(torch.float32)
+        # a centroid is a bucket's value, up to `alpha` beyond the weights in it, and two-byte dtypes end early
+        codebook = _within(self._cluster(rest), weight.dtype).to(weight.device)
+        levels = torch.zeros(weight.shape, dtype=torch.uint8, device=weight.device)
+        if rest.numel():
+            levels[~(parts.protected | parts.pruned)] = assign(rest, codebook) + _FIRST
+        levels[parts.protected] = _PROTECTED
+        half = torch.bfloat16 if weight.dtype is torch.float32 else weight.dtype
+        return Quantized(levels, codebook, _within(weight[parts.protected], half).to(half))
+
+    def _cluster(self, rest: torch.Tensor) -> torch.Tensor:
+        if rest.numel() == 0:
+            return torch.empty(0, dtype=torch.float32)
+        histogram = SignedHistogram(self.alpha).add(rest).histogram()
+        weights = sample_weights(histogram, self.magnitude_weight)
+        if self.clustering == "kmeans++":
+            return kmeans_plus_plus(histogram.values, weights, self.bins, seed=0)
+        return optimal_clusters(histogram.values, weights, self.bins)
+
+    def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
+        """See `TensorCodec.encode`."""
+        quantized = self.quantize(tensor, spec.name)
+        levels = quantized.levels.contiguous().reshape(-1).numpy()
+        count = quantized.codebook.numel() + _FIRST
+        previous, previous_count = _previous(context.reference, spec)
+        payload = encode_levels(levels, count, previous, previous_count, self.coder, threads=context.threads)
+        sections = {
+            "codebook": quantized.codebook.numpy().astype("<f4").tobytes(),
+            "protected": tensor_to_bytes(quantized.protected).tobytes(),
+            "levels": payload,
+        }
+        encoded = EncodedTensor(self.id, {"levels": count}, sections, previous is not None)
+        return Coded(encoded, {"levels": levels}, quantized.value(tensor.dtype))
+
+    def decode(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> Planes:
+        """See `TensorCodec.decode`."""
+        previous, previous_count = _previous(context.reference if encoded.uses_reference else None, spec)
+        payload = _section(encoded, spec, "levels")
+        count = _count(encoded.params, spec)
+        return {
+            "levels": decode_levels(
+                payload, spec.numel, count, previous, previous_count, threads=context.threads
+            )
+        }
+
+    def reconstruct(
+        self, encoded: EncodedTensor, planes: Planes, spec: TensorSpec, context: Context
+    ) -> torch.Tensor:
+        """See `TensorCodec.reconstruct`."""
+        section = _section(encoded, spec, "codebook")
+        if spec.dtype not in _CODED or len(section) != 4 * (_count(encoded.params, spec) - _FIRST):
+            raise FormatError(f"{spec.name}: its codebook does not fit its dtype or its number of levels")
+        codebook = np.frombuffer(section, dtype="<f4").astype(np.float32)
+        levels = np.asarray(planes["levels"], dtype=np.uint8)
+        half = torch.bfloat16 if spec.dtype is torch.float32 else spec.dtype
+        raw = np.frombuffer(_section(encoded, spec, "protected"), dtype=np.uint8)
+        protected = tensor_from_bytes(raw, half, (int(np.count_nonzero(levels == _PROTECTED)),))
+        shaped = torch.from_numpy(levels).reshape(spec.shape)
+        return Quantized(shaped, torch.from_numpy(codebook), protected).value(spec.dtype)
+
+    def rebase(
+        self, encoded: EncodedTensor, held: Held, spec: TensorSpec, beside: Mapping[str, Held]
+    ) -> EncodedTensor | None:
+        """See `Rebasable.rebase`."""
+        levels = np.ascontiguousarray(held.planes["levels"], dtype=np.uint8)
+        payload = encode_levels(levels, _count(encoded.params, spec), None, None)
+        sections = {**encoded.sections, "levels": payload}
+        return EncodedTensor(self.id, encoded.params, sections)
+
+
+def _within(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The values, the outermost moved to the dtype's largest: rounded to the dtype none becomes infinite."""
+    largest = torch.finfo(dtype).max
+    return values.clamp(-largest, largest)
+
+
+def _previous(reference: Held | None, spec: TensorSpec) -> tuple[npt.NDArray[np.uint8] | None, int | None]:
+    if reference is None:
+        return None, None
+    plane = np.asarray(reference.planes["levels"], dtype=np.uint8)
+    return plane, _count(reference.params, spec)
+
+
+def _count(params: Any, spec: TensorSpec) -> int:
+    count = params.get("levels")
+    if type(count) is not int or not _FIRST <= count <= 255:
+        raise FormatError(f"{spec.name}: {count!r} is not a number of levels")
+    return count
+
+
+def _section(encoded: EncodedTensor, spec: TensorSpec, name: str) -> bytes:
+    try:
+        return encoded.sections[name]
+    except KeyError:
+        raise FormatError(f"{spec.name}: section {name!r} is missing") from None

@@ -1,0 +1,186 @@
+"""Which weights are protected (stored in 16 bits), which are pruned (stored as zero), and which are quantized.
+
+Source: Inshrinkerator (arXiv 2306.11800): outliers of either score are protected, the lowest share of one score is
+pruned, with one threshold per layer type. Protection wins over pruning, which wins over quantization.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from shrinkpoint.errors import ConfigError
+from shrinkpoint.quantize.sketch import DEFAULT_ALPHA, QuantileSketch
+from shrinkpoint.schemes.inshrinkerator.sensitivity import magnitude_score, sensitivity_score
+
+__all__ = ["Metric", "Partition", "ScoreSketches", "Thresholds", "layer_type_thresholds", "partition"]
+
+Metric = Literal["magnitude", "sensitivity"]
+"""The score that decides what is pruned."""
+
+# A row that no batch of the averaging window touched has no gradient: by sensitivity it would be pruned first.
+_ALWAYS_BY_MAGNITUDE = frozenset({"embedding"})
+_CHUNK = 1 << 22
+
+
+@dataclass(frozen=True, kw_only=True)
+class Thresholds:
+    """Where the weights of one layer type are cut. All are float32 values; scores are compared in float32."""
+
+    metric: Metric
+    """What prunes where a weight has a gradient; without one it is always the magnitude."""
+    prune_magnitude: float
+    """Pruned: magnitude < this."""
+    prune_sensitivity: float
+    """Pruned: sensitivity < this."""
+    protect_magnitude: float
+    """Protected: magnitude >= this; infinity protects nothing."""
+    protect_sensitivity: float
+    """Protected: sensitivity >= this; infinity protects nothing."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Partition:
+    """Boolean masks of a weight's shape, on its device; no element is in both."""
+
+    protected: torch.Tensor
+    pruned: torch.Tensor
+
+    @property
+    def quantized(self) -> torch.Tensor:
+        """The mask of all other elements."""
+        return ~(self.protected | self.pruned)
+
+
+class ScoreSketches:
+    """The distribution of both scores in every layer type: built once per save, asked for every configuration.
+
+    Args:
+        alpha: relative error of the sketches' buckets; a threshold takes up to one bucket less than its share.
+    """
+
+    def __init__(self, alpha: float = DEFAULT_ALPHA) -> None:
+        self.alpha = alpha
+        self._magnitude: dict[str, QuantileSketch] = {}
+        self._sensitivity: dict[str, QuantileSketch] = {}
+
+    def add(self, weight: torch.Tensor, gradient: torch.Tensor | None, layer_type: str) -> None:
+        """Count one weight's scores under its layer type.
+
+        Args:
+            weight: float32, bfloat16 or float16, any shape and device. 1-D weights are better left out: norm gains
+                lie near 1 and would take the whole protected share.
+            gradient: averaged gradient of the same shape, or None to score by magnitude alone.
+            layer_type: weights of one type share their thresholds.
+
+        Raises:
+            ConfigError: the gradient has another shape than the weight.
+            CannotRepresentError: a score is not finite, or the dtype cannot be sketched; earlier chunks were counted.
+        """
+        magnitude = self._magnitude.setdefault(layer_type, QuantileSketch(self.alpha))
+        flat = weight.detach().reshape(-1)
+        if gradient is None:
+            magnitude.add(flat.abs())
+            return
+        _check_shapes(weight, gradient)
+        sensitivity = self._sensitivity.setdefault(layer_type, QuantileSketch(self.alpha))
+        gradients = torch.split(gradient.detach().reshape(-1), _CHUNK)
+        for part, slope in zip(torch.split(flat, _CHUNK), gradients, strict=True):
+            magnitude.add(part.abs())
+            sensitivity.add(sensitivity_score(part, slope))
+
+    def thresholds(self, metric: Metric, prune: float, protect: float) -> dict[str, Thresholds]:
+        """The thresholds of one configuration, by layer type.
+
+        Args:
+            metric: what prunes; embeddings are always pruned by magnitude.
+            prune: share of each layer type to prune, in [0, 1]; never exceeded, ties at the threshold stay.
+            protect: share to protect by each score, in [0, 1]; the union is at most twice as large.
+
+        Raises:
+            ConfigError: an option is out of its range.
+        """
+        if metric not in get_args(Metric):
+            raise ConfigError(f"metric={metric!r} must be one of {', '.join(get_args(Metric))}")
+        for name, share in (("prune", prune), ("protect", protect)):
+            if not 0.0 <= share <= 1.0:
+                raise ConfigError(f"{name}={share} is a share of the weights and must lie in [0, 1]")
+        found = {}
+        for layer_type, magnitude in self._magnitude.items():
+            sensitivity = self._sensitivity.get(layer_type)
+            found[layer_type] = Thresholds(
+                metric="magnitude" if layer_type in _ALWAYS_BY_MAGNITUDE or sensitivity is None else metric,
+                prune_magnitude=magnitude.threshold_below(prune) if prune else 0.0,
+                prune_sensitivity=sensitivity.threshold_below(prune) if sensitivity and prune else 0.0,
+                protect_magnitude=magnitude.threshold_above(protect),
+                protect_sensitivity=sensitivity.threshold_above(protect) if sensitivity else math.inf,
+            )
+        return found
+
+
+def layer_type_thresholds(
+    weights: Mapping[str, torch.Tensor],
+    gradients: Mapping[str, torch.Tensor] | None,
+    layer_types: Mapping[str, str],
+    metric: Metric,
+    prune: float,
+    protect: float,
+    alpha: float = DEFAULT_ALPHA,
+) -> dict[str, Thresholds]:
+    """The thresholds of a single configuration; for several, build `ScoreSketches` once.
+
+    Args:
+        weights: by name; see `ScoreSketches.add`.
+        gradients: averaged gradients by the same names; weights without one are scored by magnitude alone.
+        layer_types: the layer type of every weight, by name.
+        metric: what prunes.
+        prune: share of each layer type to prune, in [0, 1].
+        protect: share of each layer type to protect by each score, in [0, 1].
+        alpha: relative error of the sketches' buckets.
+
+    Raises:
+        ConfigError: an option is out of its range, or a weight has no layer type, or a gradient a foreign shape.
+        CannotRepresentError: a score is not finite, or a dtype cannot be sketched.
+    """
+    sketches = ScoreSketches(alpha)
+    for name, weight in weights.items():
+        if name not in layer_types:
+            raise ConfigError(f"layer_types has no entry for weight {name!r}; every weight needs one")
+        sketches.add(weight, None if gradients is None else gradients.get(name), layer_types[name])
+    return sketches.thresholds(metric, prune, protect)
+
+
+def partition(weight: torch.Tensor, gradient: torch.Tensor | None, thresholds: Thresholds) -> Partition:
+    """Cut one weight at the thresholds of its layer type.
+
+    Args:
+        weight: any floating dtype, shape and device.
+        gradient: the averaged gradient that was sketched, of the same shape, or None.
+        thresholds: those of the weight's layer type.
+
+    Raises:
+        ConfigError: the gradient has another shape than the weight.
+    """
+    magnitude = magnitude_score(weight)
+    protected = magnitude >= thresholds.protect_magnitude
+    if gradient is None:
+        pruned = magnitude < thresholds.prune_magnitude
+    else:
+        _check_shapes(weight, gradient)
+        sensitivity = sensitivity_score(weight, gradient)
+        protected |= sensitivity >= thresholds.protect_sensitivity
+        if thresholds.metric == "sensitivity":
+            pruned = sensitivity < thresholds.prune_sensitivity
+        else:
+            pruned = magnitude < thresholds.prune_magnitude
+    return Partition(protected=protected, pruned=pruned.logical_and_(~protected))
+
+
+def _check_shapes(weight: torch.Tensor, gradient: torch.Tensor) -> None:
+    if gradient.shape != weight.shape:
+        raise ConfigError(
+            f"a gradient of shape {tuple(gradient.shape)} cannot score a weight of shape {tuple(weight.shape)};"
+            " pass the gradient of the same parameter"
+        )

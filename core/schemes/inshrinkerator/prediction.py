@@ -1,0 +1,102 @@
+"""Predicted sizes of a checkpoint under every configuration, from one histogram per weight and without coding any."""
+
+import numpy as np
+
+from shrinkpoint.arrays import Float64s
+from shrinkpoint.quantize.clustering import optimal_codebooks, sample_weights
+from shrinkpoint.quantize.sketch import Histogram, SignedHistogram
+from shrinkpoint.schemes.inshrinkerator.scheme import InshrinkeratorOptions, Weights
+from shrinkpoint.schemes.inshrinkerator.space import Configuration
+from shrinkpoint.state.training import LayerType
+
+__all__ = ["SizePredictor"]
+
+
+_PROTECTED_BITS = 16  # a protected weight is stored in two bytes
+_CENTROID_BITS = 32
+_USUAL_BINS = (4, 6, 8, 12, 16, 32)  # one run of the dynamic programme gives them all
+
+
+class SizePredictor:
+    """Predicts the bytes of all weights under a configuration: entropy of the levels, protected values, codebooks.
+
+    Pruning and protection are taken by magnitude within each tensor, and the levels as coded alone (of a delta, only
+    the order among configurations with the same bins is predicted). The search needs the order, not the size.
+
+    Args:
+        weights: of one snapshot.
+        options: the scheme's settings.
+    """
+
+    def __init__(self, weights: Weights, options: InshrinkeratorOptions) -> None:
+        self._options = options
+        self._tensors = [
+            (_Tensor(SignedHistogram(options.alpha).add(tensor).histogram()), spec.tag.layer_type)
+            for spec, tensor in ((spec, weights.tensors[spec.name]) for spec in weights.specs)
+        ]
+        self._known: dict[tuple[int, int, float, float], float] = {}
+
+    def __call__(self, configuration: Configuration) -> float:
+        """Predicted bytes of all weights."""
+        bits = 0.0
+        for index, (tensor, layer_type) in enumerate(self._tensors):
+            embedding = layer_type is LayerType.EMBEDDING
+            bins = configuration.embedding_bins if embedding else configuration.bins
+            key = (index, bins, configuration.prune, configuration.protect)
+            if key not in self._known:
+                self._known[key] = tensor.bits(
+                    bins, configuration.prune, configuration.protect, self._options
+                )
+            bits += self._known[key]
+        return bits / 8
+
+
+class _Tensor:
+    """The histogram of one weight, ordered by magnitude."""
+
+    def __init__(self, histogram: Histogram) -> None:
+        self.values: Float64s = histogram.values
+        self.counts: Float64s = histogram.counts.astype(np.float64)
+        self.total = float(self.counts.sum())
+        self._order = np.argsort(np.abs(self.values), kind="stable")
+        self._cumulative = np.cumsum(self.counts[self._order])
+        self._codebooks: dict[tuple[int, float], Float64s] = {}
+
+    def bits(self, bins: int, prune: float, protect: float, options: InshrinkeratorOptions) -> float:
+        """Predicted bits of the tensor under one configuration."""
+        if self.total == 0:
+            return 0.0
+        rest = self.counts.copy()
+        protected = self._take(rest, protect * self.total, from_small=False)
+        codebook = self._codebook(bins, protect, rest, options)
+        pruned = self._take(rest, prune * self.total, from_small=True)
+        boundaries = (codebook[1:] + codebook[:-1]) / 2
+        cells = np.searchsorted(boundaries, self.values)
+        centroids = np.bincount(cells, weights=rest, minlength=codebook.size)
+        occupancy = np.concatenate([[pruned, protected], centroids])
+        share = occupancy[occupancy > 0] / self.total
+        entropy = float(-(share * np.log2(share)).sum())
+        return entropy * self.total + _PROTECTED_BITS * protected + _CENTROID_BITS * codebook.size
+
+    def _take(self, rest: Float64s, amount: float, *, from_small: bool) -> float:
+        """Remove the `amount` smallest or largest magnitudes from `rest`; what was removed."""
+        order, cumulative = self._order, self._cumulative
+        if from_small:
+            chosen = order[cumulative <= amount]
+        else:
+            chosen = order[self.total - cumulative + self.counts[order] <= amount]
+        taken = float(rest[chosen].sum())
+        rest[chosen] = 0
+        return taken
+
+    def _codebook(
+        self, bins: int, protect: float, rest: Float64s, options: InshrinkeratorOptions
+    ) -> Float64s:
+        """The centroids of what is not protected; outliers left in would draw them to the rim."""
+        if (bins, protect) not in self._codebooks:
+            kept = rest > 0
+            histogram = Histogram(values=self.values[kept], counts=rest[kept].astype(np.int64))
+            weights = sample_weights(histogram, options.magnitude_weight)
+            books = optimal_codebooks(histogram.values, weights, sorted({*_USUAL_BINS, bins}))
+            self._codebooks |= {(size, protect): book.double().numpy() for size, book in books.items()}
+        return self._codebooks[bins, protect]

@@ -1,0 +1,216 @@
+"""Inshrinkerator (arXiv 2306.11800): weights partitioned and clustered within a measured bound on quality.
+
+The paper compresses weights only. Adam's moments are coded beside them by `shrinkpoint.schemes.moments`; everything
+else is stored exactly.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar, get_args
+
+import torch
+
+from shrinkpoint.errors import CannotRepresentError, ConfigError
+from shrinkpoint.schemes.base import TensorCodec
+from shrinkpoint.schemes.inshrinkerator.codec import Clustering, LevelsCodec
+from shrinkpoint.schemes.inshrinkerator.level_deltas import LevelCoder
+from shrinkpoint.schemes.inshrinkerator.partition import ScoreSketches
+from shrinkpoint.schemes.inshrinkerator.sensitivity import sensitivity_score
+from shrinkpoint.schemes.inshrinkerator.space import Configuration
+from shrinkpoint.schemes.moments import FirstMomentCodec, SecondMomentCodec
+from shrinkpoint.schemes.recipe import with_second_moment
+from shrinkpoint.state.training import LayerType, Role, TensorSpec, TrainingState
+from shrinkpoint.state.tree import JSON
+
+__all__ = ["Inshrinkerator", "InshrinkeratorOptions", "Weights"]
+
+_RANGES = (  # those of the parts that the options are passed to, checked before training starts
+    ("alpha", 0.001, 0.5),
+    ("magnitude_weight", 0, 1),
+    ("second_moment_step", 0.01, 2),
+    ("first_moment_step", 0.001, 4),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class InshrinkeratorOptions:
+    """What the paper leaves open or fixes once, apart from the configuration that is searched."""
+
+    alpha: float = 0.01
+    """Relative error bound of the quantile sketches (4.2)."""
+    magnitude_weight: float = 0.1
+    """Share of the magnitude in the sample weights of the histogram k-means (4.3)."""
+    clustering: Clustering = "optimal"
+    """The exact one-dimensional programme, or the paper's weighted ``kmeans++``."""
+    coder: LevelCoder = "rans"
+    """Coder of the levels: conditional rANS, or the paper's run lengths and Huffman codes (Algorithm 5)."""
+    second_moment_step: float = 1.0
+    """Distance of two levels of Adam's second moment, in octaves."""
+    first_moment_step: float = 0.5
+    """Distance of two levels of Adam's first moment, in roots of the second."""
+    min_elements: int = 2000
+    """Tensors with fewer elements are stored exactly."""
+
+    def __post_init__(self) -> None:
+        if type(self.min_elements) is not int or self.min_elements < 1:
+            raise ConfigError(
+                f"min_elements must be a number of elements, at least 1, not {self.min_elements!r}"
+            )
+        for name, low, high in _RANGES:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+                raise ConfigError(f"{name} must be a number from {low} to {high}, not {value!r}")
+        for name, choices in (("clustering", get_args(Clustering)), ("coder", get_args(LevelCoder))):
+            if getattr(self, name) not in choices:
+                raise ConfigError(
+                    f"{name} must be {' or '.join(map(repr, choices))}, not {getattr(self, name)!r}"
+                )
+
+
+class Weights:
+    """The weights of one snapshot that the scheme may code, with their scores sketched once for all configurations."""
+
+    def __init__(
+        self,
+        state: TrainingState,
+        options: InshrinkeratorOptions,
+        gradients: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        self.specs = [spec for spec in state.specs.values() if _is_weight(spec, options)]
+        self.tensors = {spec.name: state.tensors[spec.name] for spec in self.specs}
+        finite = {name for name, tensor in self.tensors.items() if bool(torch.isfinite(tensor).all())}
+        self.not_finite = [spec.name for spec in self.specs if spec.name not in finite]
+        """Weights that hold NaN or infinity: no codebook can stand for those, so they are stored exactly."""
+        self.specs = [spec for spec in self.specs if spec.name in finite]
+        self.tensors = {spec.name: self.tensors[spec.name] for spec in self.specs}
+        # What is stored exactly is evaluated as stored too: the live model moves on between two evaluations.
+        self._rest = {
+            _parameter(spec): state.tensors[spec.name]
+            for spec in state.specs.values()
+            if spec.tag.role in (Role.WEIGHT, Role.BUFFER)
+            and spec.tag.parameter is not None
+            and spec.name not in self.tensors
+        }
+        self.gradients = _gradients(state, self.specs, gradients)
+        self._options = options
+        self.sketches = ScoreSketches(options.alpha)
+        for spec in self.specs:
+            tensor, gradient = self.tensors[spec.name], self.gradients.get(spec.name)
+            self.sketches.add(tensor, gradient, spec.tag.layer_type.value)
+
+    def codec(self, spec: TensorSpec, configuration: Configuration) -> LevelsCodec:
+        """The codec of one weight under a configuration."""
+        thresholds = self.sketches.thresholds(
+            configuration.metric, prune=configuration.prune, protect=configuration.protect
+        )
+        embedding = spec.tag.layer_type is LayerType.EMBEDDING
+        return LevelsCodec(
+            bins=configuration.embedding_bins if embedding else configuration.bins,
+            thresholds=thresholds[spec.tag.layer_type.value],
+            gradient=self.gradients.get(spec.name),
+            clustering=self._options.clustering,
+            coder=self._options.coder,
+            alpha=self._options.alpha,
+            magnitude_weight=self._options.magnitude_weight,
+        )
+
+    def true(self) -> dict[str, torch.Tensor]:
+        """The snapshot's whole model, by the names of its parameters and buffers."""
+        return self._rest | {_parameter(spec): self.tensors[spec.name] for spec in self.specs}
+
+    def restored(self, configuration: Configuration) -> dict[str, torch.Tensor]:
+        """The model that a reader would restore under a configuration, by the names of its parameters and buffers."""
+        return self._rest | {
+            _parameter(spec): self.codec(spec, configuration).quantize(tensor).value(tensor.dtype)
+            for spec, tensor in ((spec, self.tensors[spec.name]) for spec in self.specs)
+        }
+
+
+@dataclass(frozen=True)
+class Inshrinkerator:
+    """The scheme under one configuration.
+
+    Args:
+        options: the scheme's settings.
+        weights: the snapshot's weights, sketched.
+        configuration: bins, prune and protect fractions, metric.
+    """
+
+    name: ClassVar[str] = "inshrinkerator"
+
+    options: InshrinkeratorOptions
+    weights: Weights
+    configuration: Configuration
+
+    def codecs(self, state: TrainingState) -> Mapping[str, Callable[[], TensorCodec]]:
+        """See `Scheme.codecs`."""
+        makers: dict[str, Callable[[], TensorCodec]] = {}
+        sketched = {spec.name for spec in self.weights.specs}
+        squared = with_second_moment(state)
+        for name, spec in state.specs.items():
+            if name in sketched:
+                makers[name] = partial(self.weights.codec, spec, self.configuration)
+            elif _is_weight(spec, self.options):
+                makers[name] = partial(_refuse, name)
+            elif spec.numel >= self.options.min_elements and spec.tag.role is Role.EXP_AVG_SQ:
+                makers[name] = partial(SecondMomentCodec, step=self.options.second_moment_step)
+            elif (
+                spec.numel >= self.options.min_elements
+                and spec.tag.role is Role.EXP_AVG
+                and spec.tag.parameter in squared
+            ):
+                makers[name] = partial(FirstMomentCodec, step=self.options.first_moment_step)
+        return makers
+
+    def describe(self) -> JSON:
+        """See `Scheme.describe`."""
+        return {"name": self.name, "configuration": self.configuration.to_json()}
+
+
+def _refuse(name: str) -> TensorCodec:
+    raise CannotRepresentError(f"{name} holds NaN or infinity and is stored exactly")
+
+
+def _parameter(spec: TensorSpec) -> str:
+    return spec.tag.parameter or spec.name
+
+
+def _is_weight(spec: TensorSpec, options: InshrinkeratorOptions) -> bool:
+    # one-dimensional tensors (norm gains near 1, biases) would eat the protected quantile
+    return (
+        spec.tag.role is Role.WEIGHT
+        and spec.tag.layer_type is not LayerType.NORM
+        and len(spec.shape) >= 2
+        and spec.numel >= options.min_elements
+        and spec.dtype in (torch.float32, torch.float16, torch.bfloat16)
+    )
+
+
+def _gradients(
+    state: TrainingState, specs: list[TensorSpec], collected: Mapping[str, torch.Tensor] | None
+) -> dict[str, torch.Tensor]:
+    """The gradients' EMA of each weight: as collected, or else Adam's first moment, which is one (beta1 = 0.9)."""
+    moments = {
+        spec.tag.parameter: state.tensors[name]
+        for name, spec in state.specs.items()
+        if spec.tag.role is Role.EXP_AVG
+        and spec.tag.parameter is not None
+        and not spec.name.endswith("/momentum_buffer")  # SGD's is no average, but a sum over many steps
+    }
+    chosen = {}
+    for spec in specs:
+        gradient = (collected or {}).get(_parameter(spec), moments.get(spec.tag.parameter or ""))
+        if gradient is not None and _scores(state.tensors[spec.name], gradient):
+            chosen[spec.name] = gradient
+    return chosen
+
+
+def _scores(weight: torch.Tensor, gradient: torch.Tensor) -> bool:
+    """Whether the sensitivities of a finite weight are finite too; of some gradients only the product overflows."""
+    if gradient.shape != weight.shape or gradient.is_complex():
+        return False
+    if weight.numel() == 0:
+        return True
+    largest = weight.abs().max().float() * gradient.abs().max().float()  # NaN where the gradient holds one
+    return bool(torch.isfinite(largest)) or bool(torch.isfinite(sensitivity_score(weight, gradient)).all())

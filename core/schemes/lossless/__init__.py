@@ -1,0 +1,1 @@
+"""The scheme that changes nothing."""

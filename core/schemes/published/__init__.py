@@ -1,0 +1,1 @@
+"""Other published schemes, for comparison."""

@@ -1,0 +1,272 @@
+"""ExCP's codecs and settings: see `shrinkpoint.schemes.published.excp` for the scheme and its source."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from shrinkpoint.arrays import Float32s, UInt8s
+from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
+from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Held, Planes
+from shrinkpoint.schemes.closed_loop import VALUE, ClosedLoopCodec, Delta, add
+from shrinkpoint.schemes.codec_io import (
+    WEIGHT_DTYPES,
+    as_float32,
+    check_sections,
+    emit,
+    finite,
+    integer,
+    normal,
+    plane_of,
+    section,
+)
+from shrinkpoint.schemes.published.excp_symbols import (
+    Clustering,
+    Codebook,
+    Refill,
+    Symbols,
+    cluster,
+    matrix_shape,
+    refill_factors,
+    refill_values,
+)
+from shrinkpoint.schemes.recipe import check_choice, check_number, is_weight
+from shrinkpoint.schemes.symbol_coders import (
+    PlaneCoder,
+    StaticCoder,
+    SymbolCoder,
+    decode_plane,
+    uses_previous,
+)
+from shrinkpoint.state.training import Role, TensorSpec
+from shrinkpoint.state.tree import JSON
+
+__all__ = ["SYMBOLS", "ExcpMomentCodec", "ExcpOptions", "ExcpSettings", "ExcpWeightCodec", "residual_to"]
+
+SYMBOLS = "symbols"
+"""The plane of symbols: 0 = pruned, 1.. = ascending clusters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExcpSettings(ABC):
+    """How ExCP's symbols are made; the defaults are the repository's, but for the codebook's dtype."""
+
+    alpha: float = 5e-5
+    """Weights' threshold: min(clamp, alpha / sqrt(mean second moment)) times the median residual (equation 4). Not free
+    of units: it follows the gradients' scale, and with it loss scaling and clipping."""
+    target_sparsity: float | None = None
+    """Share of all residuals to prune; alpha is then derived at every save. The clamp bounds what can be reached."""
+    clamp: float = 2.5
+    """Most medians that the threshold may be."""
+    beta: float = 2.0
+    """First moments up to beta times their mean magnitude are pruned (equation 5)."""
+    bits: int = 4
+    """2^bits - 1 clusters and zero, for each of the three tensors."""
+    clustering: Clustering = "kmeans"
+    codebook: Codebook = "float32"
+    """``float16`` as published restores second moments below 3e-8 as zero."""
+    refill: Refill = "none"
+    base_moments: Literal["exact", "quantized"] = "exact"
+    """In a base: everything in full as published, or the moments pruned by their own threshold and clustered."""
+    min_elements: int = 64
+    """Parameters with fewer elements are stored exactly: their codebooks would be as large."""
+    matrices_only: bool = False
+    """Store biases, norms and other one-dimensional parameters exactly, which the repository codes like all others."""
+
+    def __post_init__(self) -> None:
+        check_number(self, "alpha", 0, 1e6)
+        check_number(self, "clamp", 0.01, 1e6)
+        check_number(self, "beta", 0, 1e6)
+        check_number(self, "bits", 1, 8, whole=True)
+        check_number(self, "min_elements", 1, 2**48, whole=True)
+        if self.target_sparsity is not None:
+            check_number(self, "target_sparsity", 0, 1)
+        check_choice(self, "clustering", Clustering)
+        check_choice(self, "codebook", Codebook)
+        check_choice(self, "refill", Refill)
+        if self.base_moments not in ("exact", "quantized"):
+            raise ConfigError(f"base_moments must be 'exact' or 'quantized', not {self.base_moments!r}")
+
+    def takes(self, spec: TensorSpec) -> bool:
+        """Whether the tensor is coded as a weight."""
+        if self.matrices_only:
+            return is_weight(spec, self.min_elements)
+        of_a_kind = spec.tag.role is Role.WEIGHT and spec.dtype in WEIGHT_DTYPES
+        return of_a_kind and spec.numel >= self.min_elements
+
+    @abstractmethod
+    def plane_coder(self) -> PlaneCoder:
+        """What codes the symbols."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExcpOptions(ExcpSettings):
+    """Settings of ExCP."""
+
+    coder: SymbolCoder = "lzma"
+    """The paper packs two labels per byte and compresses files with 7-Zip; ``rans``, ``context`` and ``mixing`` use
+    the previous labels too, the last two also those around."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice(self, "coder", SymbolCoder)
+
+    def plane_coder(self) -> PlaneCoder:
+        """See `ExcpSettings.plane_coder`."""
+        return StaticCoder(self.coder)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExcpWeightCodec(ClosedLoopCodec):
+    """Codes the pruned and clustered residual of one weight.
+
+    Guarantees: an element whose residual is at most `threshold` stays where a reader holds it, any other moves by the
+    nearest cluster.
+    """
+
+    id: ClassVar[str] = "excp-residual"
+
+    options: ExcpSettings = field(default_factory=ExcpOptions)
+    threshold: float = 0.0
+    coder: PlaneCoder | None = None
+    """What codes the symbols; None for what the options say."""
+
+    def encode_delta(self, target: Float32s, previous: Float32s, spec: TensorSpec, context: Context) -> Delta:
+        """See `ClosedLoopCodec.encode_delta`; refuses differences beyond fp32."""
+        residual = residual_to(target, previous, spec)
+        keep = np.abs(residual) > np.float32(self.threshold)
+        symbols = cluster(residual, keep, self.options.bits, self.options.clustering, self.options.codebook)
+        coder = self.coder or self.options.plane_coder()
+        params, sections = _store(symbols, spec, self.options, coder, context)
+        value = add(previous, symbols.values())
+        return Delta(params=params, sections=sections, value=value, planes={SYMBOLS: symbols.plane})
+
+    def decode_delta(
+        self, encoded: EncodedTensor, previous: Float32s, spec: TensorSpec, context: Context
+    ) -> dict[str, npt.NDArray[np.generic]]:
+        """See `ClosedLoopCodec.decode_delta`."""
+        check_sections(encoded, spec, "codebook", "symbols")
+        symbols = Symbols(plane=_load(encoded, spec, context), codebook=_codebook(encoded, spec))
+        return {VALUE: add(previous, _values(symbols, spec)), SYMBOLS: symbols.plane}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExcpMomentCodec:
+    """Codes one moment, pruned by a mask and clustered, without reference to earlier values.
+
+    Guarantees: an element of the mask is restored as its nearest cluster, any other as zero or, if it is a second moment
+    and the options say so, as a mean.
+    """
+
+    id: ClassVar[str] = "excp-moment"
+    needs: ClassVar[tuple[str, ...]] = ()
+
+    options: ExcpSettings = field(default_factory=ExcpOptions)
+    keep: npt.NDArray[np.bool_] | None = None
+    """Which elements are not pruned, flat; None for all."""
+    coder: PlaneCoder | None = None
+    """What codes the symbols; None for what the options say."""
+
+    def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
+        """See `TensorCodec.encode`; refuses NaN and infinity."""
+        values = as_float32(tensor, spec)
+        keep = self.keep if self.keep is not None else np.ones(values.size, dtype=np.bool_)
+        symbols = cluster(values, keep, self.options.bits, self.options.clustering, self.options.codebook)
+        second = spec.tag.role is Role.EXP_AVG_SQ
+        factors = refill_factors(values, spec.shape, self.options.refill if second else "none")
+        coder = self.coder or self.options.plane_coder()
+        params, sections = _store(symbols, spec, self.options, coder, context)
+        sections["refill"] = factors.astype("<f4").tobytes()
+        value = self._restore(symbols, factors, spec)
+        if not bool(torch.isfinite(value).all()):
+            raise CannotRepresentError(f"{spec.name} reaches the end of {spec.dtype}'s range: stored exactly")
+        encoded = EncodedTensor(self.id, params, sections, uses_previous(sections["symbols"]))
+        return Coded(encoded, {SYMBOLS: symbols.plane}, value)
+
+    def decode(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> Planes:
+        """See `TensorCodec.decode`."""
+        check_sections(encoded, spec, "codebook", "symbols", "refill")
+        return {SYMBOLS: _load(encoded, spec, context)}
+
+    def reconstruct(
+        self, encoded: EncodedTensor, planes: Planes, spec: TensorSpec, context: Context
+    ) -> torch.Tensor:
+        """See `TensorCodec.reconstruct`."""
+        symbols = Symbols(plane=np.asarray(planes[SYMBOLS], np.uint8), codebook=_codebook(encoded, spec))
+        data = section(encoded, spec, "refill")
+        if len(data) not in (0, 4, 4 * sum(matrix_shape(spec.shape))):
+            raise FormatError(f"{spec.name}: the refill of its pruned elements has {len(data)} bytes")
+        factors = normal(np.frombuffer(data, dtype="<f4").astype(np.float32))
+        if not finite(factors):
+            raise FormatError(f"{spec.name}: the refill of its pruned elements holds NaN or infinity")
+        return self._restore(symbols, factors, spec)
+
+    @staticmethod
+    def _restore(symbols: Symbols, factors: Float32s, spec: TensorSpec) -> torch.Tensor:
+        values = _values(symbols, spec)
+        if factors.size:
+            values = np.where(symbols.plane == 0, refill_values(factors, spec.shape), values)
+        return emit(values, spec)
+
+
+def residual_to(target: Float32s, previous: Float32s, spec: TensorSpec) -> Float32s:
+    """The weight's difference to what a reader holds.
+
+    Raises:
+        CannotRepresentError: it is beyond fp32.
+    """
+    with np.errstate(over="ignore"):
+        residual: Float32s = target - normal(previous)
+    if not np.isfinite(residual).all():
+        raise CannotRepresentError(f"{spec.name} changed by more than fp32 holds: stored exactly")
+    return residual
+
+
+def _store(
+    symbols: Symbols, spec: TensorSpec, options: ExcpSettings, coder: PlaneCoder, context: Context
+) -> tuple[dict[str, JSON], dict[str, bytes]]:
+    previous = _previous_symbols(context.reference, spec, options.bits)
+    payload = coder(
+        symbols.plane, 1 << options.bits, previous, columns=_columns(spec), threads=context.threads
+    )
+    sections = {"codebook": symbols.codebook.astype("<f4").tobytes(), "symbols": payload}
+    return {"bits": options.bits}, sections
+
+
+def _load(encoded: EncodedTensor, spec: TensorSpec, context: Context) -> UInt8s:
+    bits = integer(encoded.params, spec, "bits", 1, 8)
+    previous = _previous_symbols(context.reference, spec, bits) if encoded.uses_reference else None
+    payload = section(encoded, spec, "symbols")
+    return decode_plane(payload, spec.numel, 1 << bits, previous, context.threads, columns=_columns(spec))
+
+
+def _columns(spec: TensorSpec) -> int:
+    return max(matrix_shape(spec.shape)[1], 1)
+
+
+def _previous_symbols(reference: Held | None, spec: TensorSpec, bits: int) -> UInt8s | None:
+    plane = plane_of(reference, SYMBOLS, spec)
+    if reference is None or plane is None or reference.params.get("bits") != bits:
+        return None
+    return np.asarray(plane, np.uint8)
+
+
+def _codebook(encoded: EncodedTensor, spec: TensorSpec) -> Float32s:
+    data = section(encoded, spec, "codebook")
+    if len(data) % 4 or len(data) > 4 * 255:
+        raise FormatError(f"{spec.name}: a codebook of {len(data)} bytes is none")
+    codebook = normal(np.frombuffer(data, dtype="<f4").astype(np.float32))
+    if not np.isfinite(codebook).all():
+        raise FormatError(f"{spec.name}: its codebook holds NaN or infinity")
+    return codebook
+
+
+def _values(symbols: Symbols, spec: TensorSpec) -> Float32s:
+    if symbols.plane.size != spec.numel or (
+        symbols.plane.size and symbols.plane.max() > symbols.codebook.size
+    ):
+        raise FormatError(f"{spec.name}: a symbol lies outside its codebook")
+    return symbols.values()

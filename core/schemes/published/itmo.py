@@ -1,0 +1,130 @@
+"""The ITMO scheme (arXiv 2506.12000): ExCP's symbols, coded by an LSTM that sees the previous checkpoint's.
+
+Quantization is ExCP's (`shrinkpoint.schemes.published.excp`), and what is restored is the same bit by bit; what the paper adds is
+the coder (`shrinkpoint.entropy.lstm.coder`). Each plane (residual, first and second moment) has the same plane of the
+previous checkpoint as context: codebooks ascend, so that symbols mean alike from one checkpoint to the next.
+
+The paper's step size s names the checkpoint that a residual is taken to and that symbols are predicted from: s saves
+back. A chain here holds what a reader has of its last checkpoint and nothing older, so that s = 1, which is also the
+paper's main setting, is what there is; its s = 2 halves the chain that a restore reads, as bases at shorter distances do.
+
+It is slow, which it says once: see `shrinkpoint.entropy.lstm.coder` for how slow, and for what differs from the paper.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from shrinkpoint.entropy.lstm.coder import Advance, LstmOptions
+from shrinkpoint.errors import ConfigError
+from shrinkpoint.schemes.base import Held, TensorCodec
+from shrinkpoint.schemes.published.excp import ExCP
+from shrinkpoint.schemes.published.excp_codecs import ExcpSettings, ExcpWeightCodec
+from shrinkpoint.schemes.recipe import described, held_value
+from shrinkpoint.schemes.symbol_coders import LstmCoder
+from shrinkpoint.state.training import Role, TrainingState
+from shrinkpoint.state.tree import JSON
+from shrinkpoint.warn import tell
+
+__all__ = ["ITMO", "ItmoOptions"]
+
+_SYMBOLS_PER_S = 20_000  # of dense planes, at width 32, in one thread
+_USUAL_WIDTH = 32
+_LONG_S = 60
+
+_told = threading.Event()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ItmoOptions(ExcpSettings):
+    """Settings of ExCP's quantization, and of the coder."""
+
+    reference_step: int = 1
+    """The paper's s: how many saves back the reference lies; only 1 is possible."""
+    width: int = 32
+    """Units of each of the two layers, a multiple of 4; the paper has 512. Time grows with its square."""
+    rate: int = 7
+    """The learning rate is 2^-rate."""
+    chunk: int = 18
+    """The network starts anew after 2^chunk symbols; threads share the chunks."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if type(self.reference_step) is not int or self.reference_step != 1:
+            raise ConfigError(
+                f"reference_step must be 1, not {self.reference_step!r}: a chain's reader holds its last checkpoint only"
+            )
+        self.network()
+
+    def network(self) -> LstmOptions:
+        """The coder's own settings."""
+        return LstmOptions(width=self.width, rate=self.rate, chunk=self.chunk)
+
+    def plane_coder(self) -> LstmCoder:
+        """See `ExcpSettings.plane_coder`."""
+        return LstmCoder(self.network())
+
+
+@dataclass(frozen=True, kw_only=True)
+class ITMO:
+    """The scheme.
+
+    Args:
+        options: its settings.
+        reference: as for `ExCP`.
+        advance: called with how many symbols have been coded since the last call, from any thread; `symbols` tells how
+            many there will be. For progress bars.
+    """
+
+    name: ClassVar[str] = "itmo"
+
+    options: ItmoOptions = field(default_factory=ItmoOptions)
+    reference: Mapping[str, Held] | None = None
+    advance: Advance | None = None
+
+    def codecs(self, state: TrainingState) -> Mapping[str, Callable[[], TensorCodec]]:
+        """See `Scheme.codecs`; warns once in a process if coding will take more than a minute."""
+        makers = self._excp().codecs(state)
+        symbols = self._planned(state, makers)
+        seconds = symbols / _SYMBOLS_PER_S * (self.options.width / _USUAL_WIDTH) ** 2
+        if seconds > _LONG_S and not _told.is_set():
+            _told.set()
+            tell(
+                f"the scheme 'itmo' codes {symbols:,} symbols with an LSTM, twice: to write and to verify them. That takes"
+                f" up to {_readable(seconds)} of one core at every save, and half of it at every restore. It is meant for"
+                " comparison: scheme='auto' is smaller, and hundreds of times as fast"
+            )
+        return makers
+
+    def symbols(self, state: TrainingState) -> int:
+        """How many symbols will be coded, those of verification counted again.
+
+        An upper bound: tensors that cannot be represented, and planes that a table codes, are left out when their turn
+        comes.
+        """
+        return self._planned(state, self._excp().codecs(state))
+
+    def _planned(self, state: TrainingState, names: Iterable[str]) -> int:
+        specs = state.specs
+        planes = [
+            specs[name].numel
+            for name in names
+            if specs[name].tag.role is not Role.WEIGHT
+            or held_value(self.reference, specs[name], ExcpWeightCodec.id) is not None
+        ]
+        return 2 * sum(planes)
+
+    def _excp(self) -> ExCP:
+        coder = LstmCoder(self.options.network(), self.advance)
+        return ExCP(options=self.options, reference=self.reference, coder=coder)
+
+    def describe(self) -> JSON:
+        """See `Scheme.describe`."""
+        return described(self.name, self.options)
+
+
+def _readable(seconds: float) -> str:
+    if seconds < 2 * 3600:
+        return f"{seconds / 60:.0f} minutes"
+    return f"{seconds / 3600:.0f} hours"

@@ -1,0 +1,89 @@
+"""Which reason a tensor has for being stored exactly, as codes of `shrinkpoint.schemes.exactness`."""
+
+from collections.abc import Collection, Iterable, Mapping
+
+from shrinkpoint.schemes.base import EncodedTensor, Makers, Scheme
+from shrinkpoint.schemes.codec_io import WEIGHT_DTYPES
+from shrinkpoint.schemes.exact import ExactCodec
+from shrinkpoint.schemes.lossless.scheme import Lossless
+from shrinkpoint.state.dtypes import dtype_name
+from shrinkpoint.state.training import LayerType, Role, TensorSpec
+
+__all__ = ["reasons_of", "refusal", "why_left"]
+
+_LONGEST = 300  # characters of a detail: an error's message may hold anything
+_ENDINGS = (": stored exactly", " and is stored exactly", " are stored exactly")
+
+
+def refusal(message: str, name: str) -> str:
+    """The reason where a codec has refused a tensor: the error's message, less what says which tensor that is."""
+    text = message.replace(f"{name}: ", "").replace(f"{name} ", "")
+    for ending in _ENDINGS:
+        text = text.removesuffix(ending)
+    return f"refused:{text[:_LONGEST]}"
+
+
+def why_left(spec: TensorSpec, options: object) -> str:
+    """Why a scheme did not even try to code a tensor, as far as the tensor's kind tells.
+
+    Args:
+        spec: the tensor.
+        options: the scheme's.
+    """
+    role, least = spec.tag.role, getattr(options, "min_elements", 0)
+    if spec.numel == 0:
+        return "empty"
+    if role is Role.BUFFER:
+        return "buffer"
+    if not (spec.dtype.is_floating_point or spec.dtype.is_complex):
+        return f"integer:{dtype_name(spec.dtype)}"
+    if spec.numel < least:
+        return f"small:{least}"
+    if spec.tag.why is not None:
+        return f"needed:{spec.tag.why[:_LONGEST]}"
+    if role in (Role.OTHER, Role.STATE, Role.SQUARES):
+        *folders, key = spec.name.split("/")
+        of_optimizer = any("optim" in folder.lower() for folder in folders)
+        return f"state:{key}" if of_optimizer else "role"
+    if spec.dtype not in WEIGHT_DTYPES:
+        return f"dtype:{dtype_name(spec.dtype)}"
+    if role in (Role.EXP_AVG, Role.EXP_AVG_SQ):
+        # ExCP says by itself where it leaves moments of weights that it codes
+        as_given = getattr(options, "moments", None) == "exact" or hasattr(options, "base_moments")
+        return "moment" if as_given else "momentum"
+    if role is Role.WEIGHT and spec.tag.layer_type is LayerType.NORM:
+        return "norm"
+    if role is Role.WEIGHT and len(spec.shape) < 2:
+        return "vector"
+    return f"scheme:{role.value}"
+
+
+def reasons_of(
+    coded: Iterable[tuple[TensorSpec, EncodedTensor, str | None]],
+    scheme: Scheme,
+    makers: Mapping[str, object],
+    in_full: Collection[str],
+    exactly: str | None,
+) -> dict[str, str]:
+    """Codes for all tensors that are stored exactly, by name; none where exact storage was asked for.
+
+    Args:
+        coded: each tensor, and why the codec that the scheme has for it refused it.
+        scheme: what chose the codecs.
+        makers: what it gave for the state.
+        in_full: ids of codecs that store a tensor exactly where they use no reference.
+        exactly: why all of a checkpoint that was to be lossy is stored exactly.
+    """
+    left = makers.left if isinstance(makers, Makers) else {}
+    options, lossy = getattr(scheme, "options", None), scheme.name != Lossless.name
+    reasons = {}
+    for spec, encoded, refused in coded:
+        if exactly is not None:
+            reasons[spec.name] = f"all:{exactly.removesuffix(_ENDINGS[0])[:_LONGEST]}"
+        elif refused is not None:
+            reasons[spec.name] = refusal(refused, spec.name)
+        elif lossy and encoded.codec == ExactCodec.id:
+            reasons[spec.name] = left.get(spec.name) or why_left(spec, options)
+        elif encoded.codec in in_full and not encoded.uses_reference:
+            reasons[spec.name] = "base"
+    return reasons

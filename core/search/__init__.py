@@ -1,1 +1,0 @@
-"""The search for the smallest configuration whose measured degradation stays within the bound."""

@@ -1,0 +1,218 @@
+"""Roles and layer types read off a plain ``torch.nn.Module`` and its optimizers."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from shrinkpoint.state.averages import AverageFinder
+from shrinkpoint.state.training import Describe, LayerType, Role, Tag
+from shrinkpoint.state.tree import Path
+from shrinkpoint.state.wrappers import unwrapped
+
+__all__ = [
+    "describe_training",
+    "is_master",
+    "model_tags",
+    "moment_role",
+    "optimizer_parameter_names",
+    "state_tag",
+]
+
+_CONVOLUTIONS = (nn.modules.conv._ConvNd,)
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+_NORMS = (
+    nn.modules.batchnorm._NormBase,
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.LocalResponseNorm,
+    nn.RMSNorm,
+)
+_ATTENTION_WORDS = ("attn", "attention")
+
+# What state is called in torch.optim, and in other libraries' optimizers. What has another name is `Role.STATE`, and told by what
+# its optimizer does with a gradient (`shrinkpoint.optimizers.recognition`).
+_NAMES = {
+    "exp_avg": Role.EXP_AVG,
+    "exp_avg_fast": Role.EXP_AVG,
+    "exp_avg_slow": Role.EXP_AVG,
+    "momentum_buffer": Role.EXP_AVG,
+    "exp_avg_sq": Role.EXP_AVG_SQ,
+    "max_exp_avg_sq": Role.SQUARES,  # amsgrad
+    "square_avg": Role.SQUARES,  # RMSprop, Adadelta
+    "sum": Role.SQUARES,  # Adagrad
+}
+_NUMBERS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_CENTERED = (
+    "a centered RMSprop divides by the root of square_avg less the square of grad_avg, which must not become negative: choose"
+    " centered=False to have both coded"
+)
+# What mixed-precision optimizers call their fp32 copies of half-precision parameters.
+_MASTERS = (
+    "master",
+    "master_param",
+    "master_params",
+    "master_weight",
+    "master_weights",
+    "fp32_master",
+    "fp32_param",
+    "master_fp32",
+)
+# Optimizers, by a part of their class's name, whose two moments are running means of one gradient and of its square.
+# Under the same names ADOPT and Adafactor average updates that are divided already, and SOAP squares a rotated gradient.
+_ADAMS = ("adam", "lamb")
+
+
+def _layer_type(module: nn.Module, name: str) -> LayerType:
+    if isinstance(module, _EMBEDDINGS):
+        return LayerType.EMBEDDING
+    if isinstance(module, _NORMS) or type(module).__name__.endswith("RMSNorm"):
+        return LayerType.NORM
+    if isinstance(module, _CONVOLUTIONS):
+        return LayerType.CONV
+    words = (*name.lower().split("."), type(module).__name__.lower())
+    if isinstance(module, nn.MultiheadAttention) or any(
+        w in word for word in words for w in _ATTENTION_WORDS
+    ):
+        return LayerType.ATTENTION
+    if isinstance(module, (nn.Linear, nn.Bilinear)):
+        return LayerType.LINEAR
+    return LayerType.OTHER
+
+
+def model_tags(module: nn.Module) -> dict[str, Tag]:
+    """The tag of every parameter and buffer, by its name in ``module.state_dict()``.
+
+    A projection inside a module whose name or class says attention counts as attention, as in the layer types of
+    Inshrinkerator (arXiv 2306.11800, section 4.2). A parameter shared by an embedding and a linear head counts as
+    embedding, whichever comes first.
+    """
+    tags: dict[str, Tag] = {}
+    shared: dict[int, str] = {}
+    for prefix, layer in module.named_modules(remove_duplicate=False):
+        layer_type = _layer_type(layer, prefix)
+        for key, parameter in layer.named_parameters(recurse=False):
+            name = f"{prefix}.{key}" if prefix else key
+            first = shared.setdefault(id(parameter), name)
+            if layer_type is LayerType.EMBEDDING and first in tags:
+                tags[first] = replace(tags[first], layer_type=layer_type)
+            known = tags[first].layer_type if first in tags else layer_type
+            frozen = not parameter.requires_grad
+            tags[name] = Tag(role=Role.WEIGHT, layer_type=known, parameter=first, frozen=frozen)
+        for key, buffer in layer.named_buffers(recurse=False):
+            name = f"{prefix}.{key}" if prefix else key
+            first = shared.setdefault(id(buffer), name)
+            tags[name] = Tag(role=Role.BUFFER, layer_type=layer_type, parameter=first)
+    return tags
+
+
+def optimizer_parameter_names(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[int, str | None]:
+    """The parameter's name for each index in ``optimizer.state_dict()["state"]``; None for one not in `module`.
+
+    Groups change the order, so names are found by the parameter's identity, never by counting.
+    """
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {index: names.get(id(parameter)) for index, parameter in enumerate(parameters)}
+
+
+def moment_role(key: str, optimizer: torch.optim.Optimizer) -> Role:
+    """The role of an optimizer state's entry by its key; `Role.STATE` where that says nothing.
+
+    A second moment is one of Adam's only where a class is known to be of Adam's kind, for first moments are coded in units of its root;
+    else it is `Role.SQUARES`. SGD's momentum is a first moment without a second.
+    """
+    role = _NAMES.get(key, Role.STATE)
+    return Role.SQUARES if role is Role.EXP_AVG_SQ and not _is_adam(optimizer) else role
+
+
+def state_tag(
+    key: str,
+    tensor: torch.Tensor,
+    parameter: torch.Tensor,
+    weight: Tag,
+    optimizer: torch.optim.Optimizer,
+) -> Tag:
+    """The tag of an entry of an optimizer's state.
+
+    Args:
+        key: the entry's.
+        tensor: the entry; its values are not looked at.
+        parameter: of the model, that it belongs to.
+        weight: the parameter's tag.
+        optimizer: that keeps it.
+
+    Returns:
+        A tag with the parameter's name where the entry has its shape and is of floating-point numbers; the empty one else. With
+        `Tag.why` where it must be stored exactly.
+    """
+    if tensor.shape != parameter.shape or tensor.dtype not in _NUMBERS or not tensor.dim():
+        return Tag()
+    role, why = moment_role(key, optimizer), None
+    if is_master(key, tensor, parameter):
+        role = Role.MASTER
+    elif key in ("square_avg", "grad_avg") and "grad_avg" in optimizer.state.get(parameter, {}):
+        role, why = Role.OTHER, _CENTERED
+    return Tag(role=role, layer_type=weight.layer_type, parameter=weight.parameter, why=why)
+
+
+def is_master(key: str, tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether an optimizer state's entry is the fp32 copy of a half-precision parameter that the optimizer updates.
+
+    Args:
+        key: the entry's key.
+        tensor: the entry.
+        parameter: the model's parameter that it belongs to.
+    """
+    halved = parameter.dtype in (torch.float16, torch.bfloat16) and tensor.dtype is torch.float32
+    return key in _MASTERS and halved and tensor.shape == parameter.shape
+
+
+def _is_adam(optimizer: torch.optim.Optimizer) -> bool:
+    names = [base.__name__.lower() for base in type(optimizer).__mro__]
+    return any(part in name for name in names for part in _ADAMS)
+
+
+def describe_training(
+    module: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    model_path: Path,
+    optimizers_path: Path,
+) -> Describe:
+    """The `Describe` of a state that holds ``module.state_dict()`` and a list of ``optimizer.state_dict()``.
+
+    Args:
+        module: the model whose ``state_dict()`` stands at `model_path`.
+        optimizers: in the order of the list at `optimizers_path`; wrappers of them do as well.
+        model_path: where the model's state dict stands in the state, as in ``("state_dict",)``.
+        optimizers_path: where the list of optimizer state dicts stands, as in ``("optimizer_states",)``.
+    """
+    tags = model_tags(module)
+    inner = [unwrapped(optimizer) for optimizer in optimizers]
+    # by text, as they stand in a path: an optimizer of another library may have keys that are no numbers
+    names = {
+        (str(index), str(parameter)): name
+        for index, optimizer in enumerate(inner)
+        for parameter, name in optimizer_parameter_names(optimizer, module).items()
+    }
+    depth = len(optimizers_path)
+    averages = AverageFinder(module, tags)
+
+    def describe(path: Path, tensor: torch.Tensor) -> Tag:
+        if path[: len(model_path)] == model_path:
+            return tags.get(".".join(path[len(model_path) :]), Tag())
+        # Lookahead has a "slow_state" beside a "fast_state"
+        if path[:depth] == optimizers_path and len(path) == depth + 4 and path[depth + 1].endswith("state"):
+            index, _, parameter, key = path[depth:]
+            name = names.get((index, parameter))
+            weight = tags.get(name) if name is not None else None
+            if name is None or weight is None:
+                return Tag()
+            return state_tag(key, tensor, module.get_parameter(name), weight, inner[int(index)])
+        if path[:depth] == optimizers_path:
+            return Tag()
+        return averages.tag(path, tensor)
+
+    return describe

@@ -1,0 +1,92 @@
+"""A consistent copy of the training state in host memory: the only thing that training waits for."""
+
+import dataclasses
+import time
+from dataclasses import dataclass
+
+import torch
+
+from shrinkpoint.state.training import TrainingState
+
+__all__ = ["Snapshot", "Snapshotter"]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A training state whose tensors are host copies owned by a `Snapshotter`."""
+
+    state: TrainingState
+    blocked_s: float
+    """Seconds that the caller waited for the copy."""
+    ready: torch.cuda.Event | None = None
+    """For tensors of a GPU: recorded after the last copy; `wait` before reading."""
+
+    def wait(self) -> TrainingState:
+        """The state, once every copy has arrived; called off the training thread."""
+        if self.ready is not None:
+            self.ready.synchronize()
+        return self.state
+
+
+class Snapshotter:
+    """Copies states into buffers that it keeps and reuses: at most 1x the state, and no allocation in steady state.
+
+    Tensors on a GPU are copied to pinned memory on a side stream. The compute stream then waits, on the GPU and
+    without stopping the host, until the copies have left: later optimizer steps cannot overtake them.
+
+    One snapshot at a time: the buffers of the last one are overwritten by `take`.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def take(self, state: TrainingState) -> Snapshot:
+        """Copy `state`'s tensors to the host.
+
+        Args:
+            state: with live tensors, on any device.
+
+        Returns:
+            The copy. Its tensors are C-contiguous and stay valid until the next `take`.
+        """
+        start = time.perf_counter()
+        devices = {tensor.device for tensor in state.tensors.values() if tensor.is_cuda}
+        ready = None
+        with torch.no_grad():
+            if devices:
+                ready = self._copy_from_gpu(state, devices)
+            else:
+                copies = {name: self._copy(name, tensor) for name, tensor in state.tensors.items()}
+                self._buffers = copies
+        host = dataclasses.replace(state, tensors=dict(self._buffers))
+        return Snapshot(host, time.perf_counter() - start, ready)
+
+    def _copy_from_gpu(self, state: TrainingState, devices: set[torch.device]) -> torch.cuda.Event:
+        for device in devices:
+            stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+            stream.wait_stream(torch.cuda.current_stream(device))
+        copies = {}
+        for name, tensor in state.tensors.items():
+            if tensor.is_cuda:
+                with torch.cuda.stream(self._streams[tensor.device]):
+                    copies[name] = self._copy(name, tensor, pin=True)
+                tensor.record_stream(self._streams[tensor.device])
+            else:
+                copies[name] = self._copy(name, tensor)
+        self._buffers = copies
+        last, *others = devices
+        for device in devices:
+            torch.cuda.current_stream(device).wait_stream(self._streams[device])
+        for device in others:
+            self._streams[last].wait_stream(self._streams[device])
+        ready = torch.cuda.Event()
+        ready.record(self._streams[last])
+        return ready
+
+    def _copy(self, name: str, tensor: torch.Tensor, pin: bool = False) -> torch.Tensor:
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin)
+        buffer.copy_(tensor, non_blocking=pin)
+        return buffer

@@ -1,0 +1,355 @@
+"""Plain data as JSON without loss and without pickle: the part of a training state that is not tensors.
+
+JSON's own types stand for themselves. Everything else is an object with the single reserved key ``"$"`` that names
+its type (docs/format.md, "The tree"). Tensors are pulled out and leave a reference behind.
+"""
+
+import base64
+import math
+import re
+from argparse import Namespace
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from enum import Enum
+from pathlib import PurePath
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from shrinkpoint.errors import CannotRepresentError, FormatError
+from shrinkpoint.state.dtypes import dtype_from_name, dtype_name
+
+__all__ = ["JSON", "Path", "decode_tree", "dense_only", "encode_tree", "join_path", "tensor_names"]
+
+JSON: TypeAlias = Any
+"""None, bool, int, float, str, or a list or str-keyed dict of these."""
+
+Path: TypeAlias = tuple[str, ...]
+
+_TAG = "$"
+_MAX_DEPTH = 100
+"""Containers within containers; far below what Python's own recursion limit allows on both sides."""
+
+_INT64 = range(-(2**63), 2**63)
+_ARRAYS = frozenset(
+    ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
+     "float16", "float32", "float64", "complex64", "complex128")
+)  # fmt: skip
+_SCALAR = re.compile(
+    r"[<>|](b1|[iu][1248]|f[248]|c8|c16|[mM]8(\[[0-9]{0,9}(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?)"
+)
+"""numpy's array-protocol names of the scalars that have the same meaning on every machine."""
+
+
+def join_path(path: Path) -> str:
+    """A tensor's name: its place in the state, parts joined by ``/`` (escaped as in JSON pointers, RFC 6901)."""
+    name = "/".join(part.replace("~", "~0").replace("/", "~1") for part in path)
+    return name.encode("utf-8", "backslashreplace").decode("utf-8")  # lone surrogates have no UTF-8
+
+
+def encode_tree(value: object, put: Callable[[Path, torch.Tensor], str], path: Path = ()) -> JSON:
+    """Turn nested plain data into JSON.
+
+    Args:
+        value: dicts, lists, tuples, sets, numbers, strings, bytes, numpy arrays and scalars, torch tensors, dtypes,
+            devices and sizes, enums' values, paths, timedeltas, namespaces.
+        put: takes a tensor's path and the tensor, and returns the name by which `decode_tree` asks for it.
+        path: where `value` stands; for error messages and names.
+
+    Some types come back as their plain kin: subclasses of dict (but OrderedDict), list, tuple (named ones too), set,
+    str, int and float as these; enums as their values; bytearrays as bytes; paths as strings.
+
+    Raises:
+        CannotRepresentError: an object of another type; the message names its place and type.
+    """
+    if len(path) > _MAX_DEPTH:
+        raise CannotRepresentError(f"{join_path(path[:4])}/...: nested deeper than {_MAX_DEPTH} levels")
+    if isinstance(value, torch.Tensor):
+        return _encode_tensor(value, put, path)
+    if isinstance(value, Mapping):
+        return _encode_mapping(value, put, path)
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return _encode_sequence(value, put, path)
+    return _encode_leaf(value, put, path)
+
+
+def _encode_tensor(value: torch.Tensor, put: Callable[[Path, torch.Tensor], str], path: Path) -> JSON:
+    if type(value).__name__ == "DTensor":
+        raise CannotRepresentError(
+            f"{join_path(path)} is a DTensor: sharded states are not supported yet; gather a full state dict first"
+        )
+    if value.is_meta or value.is_quantized or value.is_nested:
+        raise CannotRepresentError(f"{join_path(path)}: meta, quantized and nested tensors cannot be stored")
+    value = value.detach()
+    if value.layout == torch.sparse_coo:
+        parts = {"indices": value._indices(), "values": value._values()}
+        kind, more = "sparse_coo", {"coalesced": value.is_coalesced()}
+    elif value.layout == torch.sparse_csr:
+        parts = {"crow": value.crow_indices(), "col": value.col_indices(), "values": value.values()}
+        kind, more = "sparse_csr", {}
+    elif value.layout == torch.strided:
+        return {_TAG: "tensor", "name": put(path, value)}
+    else:
+        raise CannotRepresentError(f"{join_path(path)}: tensors of layout {value.layout} cannot be stored")
+    names = {part: put((*path, part), tensor) for part, tensor in parts.items()}
+    return {_TAG: kind, "size": list(value.shape), **names, **more}
+
+
+def _encode_mapping(value: Mapping[Any, Any], put: Callable[[Path, torch.Tensor], str], path: Path) -> JSON:
+    plain = all(type(key) is str and _is_unicode(key) for key in value) and _TAG not in value
+    kind = "odict" if isinstance(value, OrderedDict) else "dict"
+    if plain and kind == "dict":
+        return {key: encode_tree(item, put, (*path, key)) for key, item in value.items()}
+    items = [
+        [encode_tree(key, put, (*path, "key")), encode_tree(item, put, (*path, str(key)))]
+        for key, item in value.items()
+    ]
+    return {_TAG: kind, "items": items}
+
+
+def _encode_sequence(value: Any, put: Callable[[Path, torch.Tensor], str], path: Path) -> JSON:
+    if isinstance(value, torch.Size):
+        return {_TAG: "size", "items": list(value)}
+    ordered = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value
+    items = [encode_tree(item, put, (*path, str(index))) for index, item in enumerate(ordered)]
+    if isinstance(value, list):
+        return items
+    kind = "tuple" if isinstance(value, tuple) else "set" if isinstance(value, set) else "frozenset"
+    return {_TAG: kind, "items": items}
+
+
+def _encode_leaf(value: object, put: Callable[[Path, torch.Tensor], str], path: Path) -> JSON:
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, Enum):
+        return encode_tree(value.value, put, path)
+    if isinstance(value, str):
+        return _encode_str(value)
+    if isinstance(value, (bytes, bytearray)):
+        return {_TAG: "bytes", "data": _to_base64(bytes(value))}
+    if isinstance(value, (np.ndarray, np.generic)):
+        return _encode_numpy(value, put, path)
+    if isinstance(value, int):
+        return int(value) if value in _INT64 else {_TAG: "int", "hex": hex(value)}
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {_TAG: "float", "hex": float(value).hex()}
+    if isinstance(value, complex):
+        return {_TAG: "complex", "hex": [value.real.hex(), value.imag.hex()]}
+    if isinstance(value, torch.dtype):
+        return {_TAG: "dtype", "name": dtype_name(value)}
+    if isinstance(value, torch.device):
+        return {_TAG: "device", "name": str(value)}
+    if isinstance(value, timedelta):
+        return {_TAG: "timedelta", "parts": [value.days, value.seconds, value.microseconds]}
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, Namespace):
+        return {_TAG: "namespace", "items": _encode_mapping(vars(value), put, path)}
+    raise CannotRepresentError(
+        f"{join_path(path) or 'the state'} is a {type(value).__module__}.{type(value).__qualname__}: it cannot be"
+        " stored without pickle. Return numbers, strings, lists, dicts and tensors from your state_dict() instead"
+    )
+
+
+def _encode_str(value: str) -> JSON:
+    text = str.__str__(value)  # a subclass may have its own idea of str()
+    if _is_unicode(text):
+        return text
+    return {_TAG: "str", "data": _to_base64(text.encode("utf-8", "surrogatepass"))}
+
+
+def _encode_numpy(value: Any, put: Callable[[Path, torch.Tensor], str], path: Path) -> JSON:
+    dtype = value.dtype
+    if isinstance(value, np.generic):
+        if not _SCALAR.fullmatch(dtype.str):
+            raise CannotRepresentError(f"{join_path(path)}: numpy scalars of dtype {dtype} cannot be stored")
+        return {_TAG: "npscalar", "dtype": dtype.str, "data": _to_base64(value.tobytes())}
+    if dtype.name not in _ARRAYS or isinstance(value, np.ma.MaskedArray):
+        raise CannotRepresentError(
+            f"{join_path(path)}: a numpy {type(value).__name__} of dtype {dtype} cannot be stored"
+        )
+    # In the machine's own byte order: the format's elements are little-endian, whatever the array's were.
+    array = np.array(value, dtype=np.dtype(dtype.name), order="C")
+    return {_TAG: "ndarray", "name": put(path, torch.from_numpy(array))}
+
+
+def decode_tree(node: JSON, get: Callable[[str], torch.Tensor]) -> Any:
+    """The inverse of `encode_tree`.
+
+    Args:
+        node: JSON as `encode_tree` made it.
+        get: gives the tensor of a name.
+
+    Raises:
+        FormatError: not such JSON.
+    """
+    try:
+        return _decode(node, get, 0)
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        IndexError,
+        AttributeError,
+        OverflowError,
+        RuntimeError,
+    ) as error:
+        raise FormatError(f"the tree of plain data is malformed: {error!r}") from error
+
+
+def _decode(node: JSON, get: Callable[[str], torch.Tensor], depth: int) -> Any:
+    if depth > 3 * (_MAX_DEPTH + 1):  # a namespace, its dict and a pair of it: three objects for one level
+        raise FormatError("the tree of plain data is nested too deeply")
+    if isinstance(node, list):
+        return [_decode(item, get, depth + 1) for item in node]
+    if not isinstance(node, dict):
+        return node
+    if _TAG not in node:
+        return {key: _decode(item, get, depth + 1) for key, item in node.items()}
+    kind = node[_TAG]
+    if kind in _COLLECTIONS:
+        if not isinstance(node["items"], list):
+            raise FormatError(f"the items of a {kind} in the tree of plain data are not a list")
+        return _COLLECTIONS[kind]([_decode(item, get, depth + 1) for item in node["items"]])
+    if kind == "namespace":
+        return _namespace(_decode(node["items"], get, depth + 1))
+    if kind in _TENSORS:
+        return _TENSORS[kind](node, get)
+    if kind in _LEAVES:
+        return _LEAVES[kind](node)
+    raise FormatError(f"the tree of plain data holds the unknown type {kind!r}")
+
+
+_PARTS: Mapping[str, tuple[str, ...]] = {
+    "ndarray": ("name",),
+    "sparse_coo": ("indices", "values"),
+    "sparse_csr": ("crow", "col", "values"),
+}
+
+
+def dense_only(node: JSON) -> tuple[JSON, dict[str, str]]:
+    """A tree to be decoded with tensors that have shapes but no elements, which arrays and sparse tensors cannot be made of.
+
+    Args:
+        node: JSON as `encode_tree` made it.
+
+    Returns:
+        The tree with these as lists of the tensors that they consist of; and of which kind each such tensor is a part.
+
+    Raises:
+        FormatError: not such JSON.
+    """
+    parts: dict[str, str] = {}
+
+    def cleared(node: JSON, depth: int) -> JSON:
+        if depth > 3 * (_MAX_DEPTH + 1):
+            raise FormatError("the tree of plain data is nested too deeply")
+        if isinstance(node, list):
+            return [cleared(item, depth + 1) for item in node]
+        if not isinstance(node, dict):
+            return node
+        kind = node.get(_TAG)
+        if not isinstance(kind, str) or kind not in _PARTS:
+            return {key: cleared(item, depth + 1) for key, item in node.items()}
+        names = [name for part in _PARTS[kind] if isinstance(name := node.get(part), str)]
+        if len(names) != len(_PARTS[kind]):
+            raise FormatError(f"the tree of plain data is malformed: {kind} without its tensors")
+        parts.update(dict.fromkeys(names, kind))
+        return [{_TAG: "tensor", "name": name} for name in names]
+
+    return cleared(node, 0), parts
+
+
+def tensor_names(node: JSON) -> set[str]:
+    """The names of all tensors that a tree refers to.
+
+    Raises:
+        FormatError: not such JSON.
+    """
+    names: set[str] = set()
+
+    def note(name: str) -> torch.Tensor:
+        names.add(name)
+        return torch.empty(0)
+
+    decode_tree(dense_only(node)[0], note)
+    return names
+
+
+def _pairs(items: list[Any]) -> list[tuple[Any, Any]]:
+    if any(not isinstance(item, list) or len(item) != 2 for item in items):
+        raise FormatError("the items of a dict in the tree of plain data are not pairs")
+    return [(key, value) for key, value in items]
+
+
+def _namespace(members: Any) -> Namespace:
+    if not isinstance(members, dict) or any(type(name) is not str for name in members):
+        raise FormatError(
+            "the items of a namespace in the tree of plain data are not a dict with names as keys"
+        )
+    namespace = Namespace()
+    vars(namespace).update(members)  # as keyword arguments, a member named "self" would not pass
+    return namespace
+
+
+def _sparse_coo(node: Mapping[str, JSON], get: Callable[[str], torch.Tensor]) -> torch.Tensor:
+    return torch.sparse_coo_tensor(
+        get(node["indices"]),
+        get(node["values"]),
+        node["size"],
+        check_invariants=True,
+        is_coalesced=bool(node["coalesced"]),
+    )
+
+
+def _sparse_csr(node: Mapping[str, JSON], get: Callable[[str], torch.Tensor]) -> torch.Tensor:
+    crow, col, values = get(node["crow"]), get(node["col"]), get(node["values"])
+    return torch.sparse_csr_tensor(crow, col, values, node["size"], check_invariants=True)
+
+
+def _npscalar(node: Mapping[str, JSON]) -> Any:
+    if not _SCALAR.fullmatch(node["dtype"]):
+        raise FormatError(f"a numpy scalar of dtype {node['dtype'][:40]!r} is not allowed")
+    (scalar,) = np.frombuffer(_from_base64(node["data"]), dtype=np.dtype(node["dtype"]))
+    return scalar
+
+
+def _is_unicode(text: str) -> bool:
+    return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _to_base64(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
+def _from_base64(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)
+
+
+_COLLECTIONS: Mapping[str, Callable[[list[Any]], Any]] = {
+    "dict": lambda items: dict(_pairs(items)),
+    "odict": lambda items: OrderedDict(_pairs(items)),
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "size": torch.Size,
+}
+_TENSORS: Mapping[str, Callable[[Mapping[str, JSON], Callable[[str], torch.Tensor]], Any]] = {
+    "tensor": lambda node, get: get(node["name"]),
+    "ndarray": lambda node, get: get(node["name"]).numpy(),
+    "sparse_coo": _sparse_coo,
+    "sparse_csr": _sparse_csr,
+}
+_LEAVES: Mapping[str, Callable[[Mapping[str, JSON]], Any]] = {
+    "npscalar": _npscalar,
+    "int": lambda node: int(node["hex"], 16),
+    "float": lambda node: float.fromhex(node["hex"]),
+    "complex": lambda node: complex(float.fromhex(node["hex"][0]), float.fromhex(node["hex"][1])),
+    "bytes": lambda node: _from_base64(node["data"]),
+    "str": lambda node: _from_base64(node["data"]).decode("utf-8", "surrogatepass"),
+    "dtype": lambda node: dtype_from_name(node["name"]),
+    "device": lambda node: torch.device(node["name"]),
+    "timedelta": lambda node: timedelta(*node["parts"]),
+}

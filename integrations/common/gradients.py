@@ -1,0 +1,59 @@
+"""The moving average of gradients for optimizers that do not hold one themselves."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from shrinkpoint.schemes.inshrinkerator.sensitivity import GradientEMA
+
+__all__ = ["GradientCollector"]
+
+
+class GradientCollector:
+    """Averages the gradients of the last steps before a save, unless Adam's first moments do so already."""
+
+    def __init__(self) -> None:
+        self._average = GradientEMA()
+
+    def update(
+        self,
+        module: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        remaining: int | None,
+        *,
+        names: Mapping[str, str] | None = None,
+    ) -> None:
+        """Take a step's gradients into the average, if they count.
+
+        Those that hold NaN or infinity, as before a step that a loss scaler skips, are left out; so are all gradients
+        of a module some of whose parameters are sharded (``DTensor``), for no process has them whole.
+
+        Args:
+            module: its gradients are complete, and not set to zero yet.
+            optimizers: all that train it.
+            remaining: steps after this one until the next save, 0 where this one is saved; None where that is unknown,
+                and every step counts.
+            names: the name in a checkpoint of each of the module's own names; by default they are the same.
+        """
+        if (remaining is not None and not self._average.should_collect(remaining)) or _average_themselves(
+            optimizers
+        ):
+            return
+        found = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+        # The mark of a DTensor, whose class is missing where torch was built without distributed.
+        if not any(hasattr(gradient, "device_mesh") for gradient in found.values()):
+            self._average.update(
+                {(names or {}).get(name, name): gradient for name, gradient in found.items()}
+            )
+
+    def take(self, optimizers: Sequence[torch.optim.Optimizer]) -> Mapping[str, torch.Tensor] | None:
+        """The average by parameter name, and start a new one; None where the optimizer holds a better one."""
+        average = self._average.result()
+        self._average.reset()
+        return None if _average_themselves(optimizers) else average or None
+
+
+def _average_themselves(optimizers: Sequence[torch.optim.Optimizer]) -> bool:
+    # Adam has no state before its first step.
+    return any("exp_avg" in state for optimizer in optimizers for state in optimizer.state.values())

@@ -1,0 +1,108 @@
+"""What is told about finished saves, and which checkpoint is the best so far."""
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from shrinkpoint.reports import SaveReport
+from shrinkpoint.saving.address import Address
+from shrinkpoint.saving.retention import KeepBest, Record
+from shrinkpoint.store.manifest import Manifest
+
+__all__ = ["BestCheckpoints", "configuration", "finite", "log_line", "metrics_of", "numbers"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class BestCheckpoints:
+    """The run's last and best checkpoints, as addresses."""
+
+    url: str
+    monitor: str | None
+    mode: Literal["min", "max"]
+    top_k: int
+    last_path: str = ""
+    best_path: str = ""
+    current: float | None = None
+    scores: dict[str, float] = field(default_factory=dict)
+    """The best `top_k` by address, oldest first; all of them with -1."""
+
+    @property
+    def best_score(self) -> float | None:
+        """The metric of the best one; None without a monitor."""
+        return self.scores.get(self.best_path)
+
+    def add(self, step: int, metrics: Mapping[str, float], *, finite: bool = True) -> None:
+        """Take a finished save into account.
+
+        One that is not finite is the best for want of another only: its metric may be one of before.
+        The best is what `shrinkpoint.saving.retention.KeepBest` keeps, of equals the newest: it must be one that is still there.
+        Without a monitor, or where none of the best is kept, the last one is the best one.
+        """
+        self.last_path = str(Address(url=self.url, step=step))
+        self.current = metrics.get(self.monitor) if self.monitor is not None else None
+        if self.monitor is None or self.top_k == 0:
+            self.best_path = self.last_path
+            return
+        if self.current is None or not math.isfinite(self.current) or not finite:
+            return
+        self.scores.pop(self.last_path, None)
+        self.scores[self.last_path] = self.current
+        [self.best_path] = self._best(1)
+        if self.top_k > 0:
+            self.scores = {path: self.scores[path] for path in self._best(self.top_k)}
+
+    def _best(self, count: int) -> list[str]:
+        """The paths that retention would keep of these, oldest first."""
+        records = [Record(seq=at, step=at, metric=score) for at, score in enumerate(self.scores.values())]
+        kept = KeepBest(count=count, mode=self.mode).select(records)
+        return [path for at, path in enumerate(self.scores) if at in kept]
+
+
+def finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics that can stand in a manifest: JSON knows neither NaN nor infinity."""
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+
+def metrics_of(manifest: Manifest) -> dict[str, float]:
+    """The metrics that were stored with a checkpoint."""
+    save = manifest.meta.get("save")
+    metrics = save.get("metrics") if isinstance(save, dict) else None
+    return dict(metrics) if isinstance(metrics, dict) else {}
+
+
+def numbers(report: SaveReport) -> dict[str, float]:
+    """What a logger is to show of a save, under the names that all integrations use; without what was not measured."""
+    values = {
+        "ratio": report.ratio,
+        "bytes": float(report.bytes),
+        "blocked_s": report.blocked_s,
+        "search_s": report.search_s,
+        "write_s": report.write_s,
+        "degradation": report.degradation,
+        "degradation_high": report.degradation_high,
+        "overhead": report.overhead,
+        "update_error": report.update_error,
+        "update_length": report.update_length,
+        "redundancy": report.redundancy,
+        **{f"degradation_after_{steps}_steps": rise for steps, rise in report.resumed.items()},
+    }
+    return {f"checkpoint/{name}": value for name, value in values.items() if value is not None}
+
+
+def configuration(report: SaveReport) -> tuple[str, str]:
+    """What the search chose, for loggers that take text: the name, and the words."""
+    return "checkpoint/configuration", f"{report.configuration} ({report.scheme})"
+
+
+def log_line(report: SaveReport) -> None:
+    """Write one line about a save to Python's log, at level INFO."""
+    _log.info(
+        "step %d saved as %s: %d bytes, %.1fx smaller, %s (%s)",
+        *(report.step, report.kind, report.bytes, report.ratio, report.configuration, report.reason),
+    )
+    if report.redundancy is not None:
+        _log.info("step %d: %d stores may be lost now", report.step, report.redundancy)

@@ -1,0 +1,204 @@
+"""The options that all callbacks share, checked and sorted by who needs them."""
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, Literal, ParamSpec
+
+from shrinkpoint.errors import ConfigError
+from shrinkpoint.saver import SaverConfig
+from shrinkpoint.saving.resume import ResumePolicy, check_policy
+from shrinkpoint.warn import brief
+
+__all__ = ["RunSettings", "refusing_unknown"]
+
+P = ParamSpec("P")
+
+_OWN = (
+    "monitor",
+    "mode",
+    "save_top_k",
+    "save_last",
+    "keep_last",
+    "resume",
+    "probe_batches",
+    "storage_options",
+)
+
+_NEVER_OVERWRITTEN = (
+    "a run is never overwritten: give a fresh url, or resume='never' to start afresh in this one"
+)
+_URL = "give url, the run's folder or URL"
+_NO_NAMES = "not needed, for a checkpoint is addressed by its step: '<url>#step=1000', '<url>#newest'"
+_KEEP_LAST = "give keep_last, how many of the newest to keep, or save_top_k=-1 to keep all"
+_WEIGHTS = (
+    "give weights_only=True where no run is to be continued exactly; `shrinkpoint export` takes the weights out of any"
+    " checkpoint"
+)
+_RESUMES = "give resume: 'auto' (the default) continues by itself, 'must' insists, 'never' starts afresh"
+_BY_INTERVAL = "give save_interval, for example save_interval="
+
+# What users of the frameworks are used to. A callback that has such an option takes it, and never asks here.
+_HABITS = {
+    "autoresume": _RESUMES,
+    "resume_from_checkpoint": _RESUMES,
+    "dirpath": _URL,
+    "folder": _URL,
+    "save_folder": _URL,
+    "remote_file_name": _URL,
+    "save_remote_file_name": _URL,
+    "run_name": "not needed: give every run a url of its own",
+    "filename": _NO_NAMES,
+    "save_filename": _NO_NAMES,
+    "auto_insert_metric_name": _NO_NAMES,
+    "latest_filename": _NO_NAMES,
+    "save_latest_filename": _NO_NAMES,
+    "latest_remote_file_name": _NO_NAMES,
+    "save_latest_remote_file_name": _NO_NAMES,
+    "overwrite": _NEVER_OVERWRITTEN,
+    "save_overwrite": _NEVER_OVERWRITTEN,
+    "enable_version_counter": _NEVER_OVERWRITTEN,
+    "num_checkpoints_to_keep": _KEEP_LAST,
+    "save_num_checkpoints_to_keep": _KEEP_LAST,
+    "save_weights_only": _WEIGHTS,
+    "ignore_keys": _WEIGHTS,
+    "save_ignore_keys": _WEIGHTS,
+    "save_on_exception": "not offered, for a step that was broken off cannot be continued; a SIGTERM is saved at by itself",
+    "num_concurrent_uploads": "not needed: training does not wait for uploads",
+    "upload_timeout_in_seconds": "give the timeouts of your storage in storage_options",
+    "every_n_train_steps": f"{_BY_INTERVAL}'1000ba'",
+    "every_n_epochs": f"{_BY_INTERVAL}'1ep'",
+    "train_time_interval": f"{_BY_INTERVAL}'600sec'",
+    "save_on_train_epoch_end": f"{_BY_INTERVAL}'1ep'",
+    "save_interval": "give every_n_train_steps, every_n_epochs or train_time_interval",
+    "save_strategy": "give it to TrainingArguments, or every_n_train_steps or every_n_epochs here",
+    "save_steps": "give it to TrainingArguments, or every_n_train_steps here",
+    "save_total_limit": _KEEP_LAST,
+    "metric_for_best_model": "give it to TrainingArguments, or monitor here",
+    "greater_is_better": "give it to TrainingArguments, or mode here",
+    "every_n_batches": "give every_n_train_steps (Lightning) or save_interval='1000ba' (Composer)",
+}
+
+
+def refusing_unknown(init: Callable[P, None]) -> Callable[P, None]:
+    """Make a callback's constructor refuse arguments that it does not have with what to give instead.
+
+    Its signature stays what it is, for editors and for command lines that are made of it (jsonargparse).
+
+    Args:
+        init: the constructor; all its options are ordinary arguments.
+    """
+    known = inspect.signature(init).parameters
+
+    @wraps(init)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
+        unknown = sorted(kwargs.keys() - known.keys())
+        if unknown:
+            raise ConfigError("; ".join(_refusal(name, known) for name in unknown))
+        init(*args, **kwargs)
+
+    return checked
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """What a callback was told about its run; see there."""
+
+    url: str
+    saver: SaverConfig
+    monitor: str | None = None
+    mode: Literal["min", "max"] = "min"
+    save_top_k: int = 1
+    save_last: bool = True
+    resume: ResumePolicy = "auto"
+    probe_batches: int = 2
+    storage_options: Mapping[str, object] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.url, str) or not self.url.rstrip("/"):
+            raise ConfigError(
+                f"url={brief(self.url)} must be a string: the folder or URL of a run, for example 's3://bucket/run-7'"
+            )
+        if "#" in self.url:
+            raise ConfigError(
+                f"url={self.url!r} must name a run without '#', which separates a checkpoint's step"
+            )
+        if type(self.save_top_k) is not int or self.save_top_k < -1:
+            raise ConfigError(f"save_top_k={self.save_top_k!r} must be an integer: how many, or -1 for all")
+        if self.save_top_k > 1 and self.monitor is None:
+            raise ConfigError(
+                f"save_top_k={self.save_top_k} ranks by a metric: name it with monitor=, or use keep_last="
+            )
+        if type(self.probe_batches) is not int or self.probe_batches < 1:
+            raise ConfigError(f"probe_batches={self.probe_batches!r} must be an integer of at least 1")
+        if type(self.save_last) is not bool:
+            raise ConfigError(f"save_last={self.save_last!r} must be True or False")
+        if not (self.storage_options is None or isinstance(self.storage_options, Mapping)):
+            raise ConfigError(f"storage_options={brief(self.storage_options)} must be a dict, or None")
+        check_policy(self.resume)
+        object.__setattr__(self, "url", self.url.rstrip("/"))
+
+    @classmethod
+    def build(
+        cls,
+        *,
+        url: str,
+        options: Mapping[str, Any],
+        save_top_k: int = 1,
+        keep_last: int = 3,
+        monitor: str | None = None,
+        mode: Literal["min", "max"] = "min",
+        save_last: bool = True,
+        resume: ResumePolicy = "auto",
+        probe_batches: int = 2,
+        storage_options: Mapping[str, object] | None = None,
+        known: Iterable[str] = (),
+    ) -> "RunSettings":
+        """Check and sort a callback's arguments.
+
+        Args:
+            url: the run's folder or URL.
+            options: all that the callback has no parameter for: to be fields of `SaverConfig`.
+            save_top_k: how many of the best by `monitor` are kept; -1 keeps every checkpoint.
+            keep_last: how many of the newest are kept.
+            monitor: the metric.
+            mode: whether its best value is the least or the greatest.
+            save_last: save once more when training ends.
+            resume: whether to continue by itself.
+            probe_batches: batches to measure the quality on.
+            storage_options: for fsspec.
+            known: the callback's own parameters, to be suggested for mistyped ones beside those above.
+
+        Raises:
+            ConfigError: one of them has a value that cannot work, or there is no such option.
+        """
+        unknown = sorted(set(options) - SaverConfig.names())
+        if unknown:
+            names = {*known, *_OWN, *SaverConfig.names()}
+            raise ConfigError("; ".join(_refusal(name, names) for name in unknown))
+        keep: dict[str, Any] = {} if save_top_k == -1 else {"keep_last": keep_last}
+        if monitor is not None and type(save_top_k) is int and save_top_k > 0:
+            keep["keep_best"] = save_top_k
+        elif monitor is not None and save_top_k == -1 and options.get("keep_every") is not None:
+            keep["keep_best"] = 1  # thinned out, but what is called the best is there
+        return cls(
+            url=url,
+            saver=SaverConfig(**{"monitor": monitor, "mode": mode, **keep, **options}),
+            monitor=monitor,
+            mode=mode,
+            save_top_k=save_top_k,
+            save_last=save_last,
+            resume=resume,
+            probe_batches=probe_batches,
+            storage_options=storage_options,
+        )
+
+
+def _refusal(name: str, names: Iterable[str]) -> str:
+    refusal = f"{name}: CompressedCheckpoint has no such option"
+    if name in _HABITS:
+        return f"{refusal}; {_HABITS[name]}"
+    near = difflib.get_close_matches(name, sorted(names), n=1)
+    return f"{refusal}; did you mean {near[0]}?" if near else refusal

@@ -1,0 +1,217 @@
+"""Where a Composer run stands in its training data.
+
+Composer builds an epoch's iterator under whatever state the generators have, which after a restart is another one, and
+then fetches and drops the batches before the position. Here the generators' states at the building of the iterator are
+part of every checkpoint, and the iterator is built under them again.
+
+No event fires right before an iterator is built. So for that moment the loader gets a subclass of its own class, and
+gets its class back when the epoch's first batch starts.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from composer.core import State
+
+from shrinkpoint.errors import ShrinkpointWarning
+from shrinkpoint.integrations.common.loaders import generators, set_generators
+from shrinkpoint.integrations.composer.skipping import SkippingSampler, can_skip
+from shrinkpoint.state.rng import capture_rng, restore_rng
+
+__all__ = ["DataPlace"]
+
+_TRAIN = "train"
+_BUILD = "_get_iterator"  # of torch's DataLoader; StreamingDataLoader calls it within the first fetch
+
+
+class DataPlace:
+    """Follows the training data of one trainer on this rank, and finds a stored place again."""
+
+    def __init__(self) -> None:
+        self._epoch: Mapping[str, Any] | None = None
+        self._pending: Mapping[str, Any] | None = None
+        self._watch: _Watch | None = None
+        self._fetches = 0
+        self._skipped = False
+
+    def state(self, state: State) -> dict[str, Any]:
+        """This rank's place, in plain data and tensors.
+
+        Args:
+            state: at one of Composer's checkpoint events.
+        """
+        return {"now": _generators(state), "epoch": self._epoch if _inside_epoch(state) else None}
+
+    def load(self, place: Mapping[str, Any]) -> None:
+        """Take over a checkpoint's place; it is taken up when training starts."""
+        self._pending, self._epoch = place["now"], place["epoch"]
+
+    def fit_starts(self, state: State) -> None:
+        """Composer is about to draw one batch of each past epoch, and then to build the epoch's iterator."""
+        self._fetches = 0
+        if not _inside_epoch(state):
+            return
+        if self._pending is None or self._epoch is None:
+            self._watch_iterator(state, self._note_epoch)
+        else:
+            skip = self._can_skip(state)
+            if skip:
+                # As with a dataset that finds its place by itself: Composer neither draws past epochs nor drops batches.
+                state.dataset_resumption[_TRAIN] = self._skipped = True
+            epoch = self._epoch
+            self._watch_iterator(state, lambda state: _set_generators(state, epoch), skip=skip)
+
+    def epoch_starts(self, state: State) -> None:
+        """An epoch begins, and its iterator is about to be built."""
+        pending = self._pending
+        self._continue(state)
+        self._fetches = 0
+        self._note_epoch(state)
+        # Persistent workers that an earlier epoch had started: starting them again draws a number that was not drawn then.
+        draws = pending is not None and int(state.timestamp.epoch) > 0 and _starts_persistent_workers(state)
+        self._watch_iterator(state, self._note_epoch, instead=pending if draws else None)
+
+    def fetches(self, state: State) -> None:
+        """A batch is about to be fetched."""
+        dropped = int(state.timestamp.batch_in_epoch)
+        if _TRAIN not in state.dataset_resumption and self._fetches == dropped:
+            self._continue(state)
+        self._fetches += 1
+
+    def batch_starts(self, state: State) -> None:
+        """A batch that is trained on has been fetched."""
+        self._unwatch()
+        self._continue(state)  # the user has told Composer not to look for the place
+
+    def epoch_ends(self, state: State) -> None:
+        """No more batches of this epoch are fetched; also called when training ends."""
+        self._unwatch()
+        if self._skipped:  # from now on Composer goes its usual way
+            state.dataset_resumption.pop(_TRAIN, None)
+            self._skipped = False
+
+    def close(self) -> None:
+        """Training is over, well or not."""
+        self._unwatch()
+
+    def _note_epoch(self, state: State) -> None:
+        self._epoch = _generators(state)
+
+    def _continue(self, state: State) -> None:
+        """The place is found: go on with the random numbers of the moment at which the checkpoint was taken."""
+        if self._pending is not None:
+            _set_generators(state, self._pending)
+            self._pending = None
+
+    def _can_skip(self, state: State) -> bool:
+        if _TRAIN in state.dataset_resumption:
+            return False
+        length = state.dataloader_len
+        return can_skip(
+            state.dataloader,
+            count=int(state.timestamp.batch_in_epoch),
+            length=None if length is None else int(length),
+        )
+
+    def _watch_iterator(
+        self,
+        state: State,
+        before: Callable[[State], None],
+        *,
+        skip: bool = False,
+        instead: Mapping[str, Any] | None = None,
+    ) -> None:
+        def built() -> None:
+            if instead is not None:
+                _set_generators(state, instead)
+            if _TRAIN in state.dataset_resumption and not skip:  # the dataset itself starts at the place
+                self._continue(state)
+
+        def skipping(inner: Any) -> SkippingSampler:
+            done = int(state.timestamp.batch_in_epoch)
+            left = None if state.dataloader.num_workers else int(state.dataloader_len) - done
+            return SkippingSampler(inner, count=done, stop=left, on_ready=lambda: self._continue(state))
+
+        self._unwatch()
+        try:
+            self._watch = _Watch(state.dataloader, lambda: before(state), built, skipping if skip else None)
+        except TypeError as error:
+            if self._pending is not None:
+                warnings.warn(
+                    f"the order of the samples cannot be restored for a {type(state.dataloader).__name__}: {error}",
+                    ShrinkpointWarning,
+                    stacklevel=2,
+                )
+
+    def _unwatch(self) -> None:
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
+
+
+class _Watch:
+    """Calls a function before and after each building of a loader's iterator, until `stop`.
+
+    Args:
+        loader: any iterable whose class can be subclassed.
+        before: called before an iterator is built, once or several times for each.
+        built: called when torch's own has been built.
+        skipping: wraps the index sampler.
+
+    Raises:
+        TypeError: the loader's class does not admit it.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        before: Callable[[], None],
+        built: Callable[[], None],
+        skipping: Callable[[Any], SkippingSampler] | None,
+    ) -> None:
+        kind = type(loader)
+        self._loader, self._kind = loader, kind
+
+        def iterate(self: Any) -> Iterator[Any]:
+            before()
+            iterator: Iterator[Any] = kind.__iter__(self)
+            return iterator
+
+        def build(self: Any) -> Any:
+            before()
+            iterator = getattr(kind, _BUILD)(self)
+            built()
+            return iterator
+
+        members: dict[str, Any] = {"__slots__": ()}
+        if hasattr(kind, "__iter__"):
+            members["__iter__"] = iterate
+        if hasattr(kind, _BUILD):
+            members[_BUILD] = build
+        if skipping is not None:
+            members["_index_sampler"] = property(lambda self: skipping(kind._index_sampler.fget(self)))
+        loader.__class__ = type(kind.__name__, (kind,), members)
+
+    def stop(self) -> None:
+        """Give the loader its class back."""
+        self._loader.__class__ = self._kind
+
+
+def _starts_persistent_workers(state: State) -> bool:
+    loader = state.dataloader
+    return bool(getattr(loader, "persistent_workers", False)) and getattr(loader, "_iterator", None) is None
+
+
+def _inside_epoch(state: State) -> bool:
+    return int(state.timestamp.batch_in_epoch) > 0
+
+
+def _generators(state: State) -> dict[str, Any]:
+    """The states of all generators that loading and training draw from."""
+    return {"rng": capture_rng(), "generators": [g.get_state() for g in generators([state.dataloader])]}
+
+
+def _set_generators(state: State, states: Mapping[str, Any]) -> None:
+    restore_rng(states["rng"])
+    set_generators([state.dataloader], states["generators"])

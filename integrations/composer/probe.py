@@ -1,0 +1,149 @@
+"""What other weights would cost, measured between two batches of a Composer run without leaving a trace in it.
+
+``Trainer.eval`` fires events, fills metrics and reads the user's loaders. So a few batches that went past are kept,
+and the model's own loss is computed on them.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from composer.core import State, get_precision_context
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from shrinkpoint.errors import ConfigError
+from shrinkpoint.integrations.common.alone import alone
+from shrinkpoint.integrations.common.probe import (
+    MORE_BATCHES,
+    KeptBatches,
+    loss_of,
+    metrics_untouched,
+    to_host,
+)
+from shrinkpoint.integrations.common.ranks import broadcast, gather
+from shrinkpoint.integrations.composer.state import parameter_names, trained_module
+from shrinkpoint.quality.swap import swapped_weights
+
+__all__ = ["LossProbe"]
+
+
+class LossProbe:
+    """Evaluates a run's model on a few batches: the first ones of evaluation, or of training where there is none yet.
+
+    Args:
+        batches: how many to use at first; some more are kept, in host memory.
+    """
+
+    def __init__(self, *, batches: int) -> None:
+        self.kept = KeptBatches(batches, MORE_BATCHES * batches)
+
+    def evaluate(self, state: State, weights: Mapping[str, torch.Tensor]) -> tuple[float, ...]:
+        """The loss on each of the kept batches; arguments as of what `evaluation` returns."""
+        return self.evaluation()(state, weights)
+
+    def evaluation(self) -> Callable[[State, Mapping[str, torch.Tensor]], tuple[float, ...]]:
+        """Measures the loss on each of the batches that are kept now, whatever is kept later.
+
+        Args of what is returned:
+            state: between two batches. Its model's parameters, buffers, modes, metrics and all random number generators
+                are as before afterwards.
+            weights: values in the parameters' and buffers' place, by their names in a checkpoint, on any device.
+
+        Raises:
+            ConfigError: no batch has been seen, or the model tells no loss.
+        """
+        batches = list(self.kept.batches)
+
+        def evaluate(state: State, weights: Mapping[str, torch.Tensor]) -> tuple[float, ...]:
+            module = trained_module(state)
+            names = {stored: own for own, stored in parameter_names(module).items()}
+            values = {names[name]: value for name, value in weights.items() if name in names}
+            with alone():
+                return _losses_with(state, module, values, batches)
+
+        return evaluate
+
+    def measurement(self, state: State) -> Callable[[], tuple[float, ...]]:
+        """The losses of the model as it stands on the batches that are kept now, whatever is kept later.
+
+        Args:
+            state: of the only process, or of the one that measures. Whoever calls what is returned sees to it that the model is in eval mode, and left
+                as it was.
+        """
+        batches = list(self.kept.batches)
+        return lambda: _losses(state, trained_module(state), batches)
+
+    def evaluate_sharded(self, state: State, weights: Mapping[str, torch.Tensor] | None) -> tuple[float, ...]:
+        """As `evaluate`, for a model whose parameters are sharded; called on every rank.
+
+        Args:
+            state: between two batches.
+            weights: the first rank's; None elsewhere.
+
+        Returns:
+            The losses of all ranks, each on the batches that it has seen.
+        """
+        module = trained_module(state)
+        # With another number of batches on one rank, the others would wait for it in a forward pass for ever.
+        batches = self.kept.batches[: min(gather(len(self.kept.batches)))]
+        _reshard(module)  # Composer's own evaluation leaves gathered parameters behind
+        try:
+            losses = gather(self._loss_or_error(state, module, _shards(module, weights), batches))
+        finally:
+            _reshard(module)  # or the next training step would run with these weights
+        for loss in losses:
+            if isinstance(loss, str):
+                raise ConfigError(loss)
+        return tuple(float(loss) for of_rank in losses for loss in of_rank)
+
+    def _loss_or_error(
+        self, state: State, module: nn.Module, weights: Mapping[str, torch.Tensor], batches: list[Any]
+    ) -> tuple[float, ...] | str:
+        try:
+            return _losses_with(state, module, weights, batches)
+        except Exception as error:  # noqa: BLE001 - raised on every rank, none of which may wait for this one
+            return f"{type(error).__name__}: {error}"
+
+
+def _losses_with(
+    state: State, module: nn.Module, weights: Mapping[str, torch.Tensor], batches: Sequence[Any]
+) -> tuple[float, ...]:
+    with metrics_untouched(module), swapped_weights(module, weights):
+        return _losses(state, module, batches)
+
+
+def _losses(state: State, module: nn.Module, batches: Sequence[Any]) -> tuple[float, ...]:
+    if not batches:
+        raise ConfigError("there is nothing to measure the loss with: no batch has been seen")
+    model: Any = module
+    losses = []
+    for kept in batches:
+        batch = state.device.batch_to_device(to_host(kept))  # a copy: some models change their batch
+        with get_precision_context(state.precision, state.precision_config, fp8_autocast_enabled=False):
+            losses.append(loss_of(model.loss(model(batch), batch)))
+    return tuple(losses)
+
+
+def _reshard(module: nn.Module) -> None:
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
+def _shards(module: nn.Module, weights: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
+    """Each rank's part of the first rank's `weights`, by the module's own names."""
+    names = {stored: own for own, stored in parameter_names(module).items()}
+    live = dict(module.named_parameters()) | dict(module.named_buffers())
+    given = broadcast([name for name in weights if name in names] if weights is not None else None) or []
+    shards: dict[str, torch.Tensor] = {}
+    for name in given:
+        own = live[names[name]]
+        value = weights[name] if weights is not None else torch.empty(own.shape, dtype=own.dtype)
+        if isinstance(own, DTensor):
+            value = value.to(own.device_mesh.device_type, own.dtype)
+            shards[names[name]] = distribute_tensor(value, own.device_mesh, own.placements)
+        else:
+            shards[names[name]] = broadcast(value)
+    return shards

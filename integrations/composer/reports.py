@@ -1,0 +1,48 @@
+"""What Composer's loggers are told about finished saves, and the metrics that are stored with them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from composer.core import State
+from composer.loggers import Logger
+
+from shrinkpoint.integrations.common.probe import number_of
+from shrinkpoint.integrations.common.reports import finite, log_line, numbers
+from shrinkpoint.reports import SaveReport
+
+__all__ = ["current_metrics", "log_reports"]
+
+
+def current_metrics(state: State) -> dict[str, float]:
+    """What training and evaluation have come to so far, under the names that Composer logs; finite numbers only.
+
+    A metric of the first evaluator is also found under its bare name.
+    """
+    values: dict[str, Any] = {
+        f"loss/train/{name.removeprefix('loss/train/')}": value
+        for name, value in (state.total_loss_dict or {}).items()
+    }
+    values |= {f"metrics/train/{name}": value for name, value in state.train_metric_values.items()}
+    for label, metrics in reversed(list(state.eval_metrics.items())):
+        known = {name: _computed(state, name, metric) for name, metric in metrics.items()}
+        values |= {f"metrics/{label}/{name}": value for name, value in known.items()}
+        values |= known
+    found = {name: number_of(value) for name, value in values.items()}
+    return finite({name: value for name, value in found.items() if value is not None})
+
+
+def _computed(state: State, name: str, metric: Any) -> Any:
+    # Composer keeps one value by name, whichever evaluator came last; a metric remembers its own.
+    own = getattr(metric, "_computed", None)
+    return own if own is not None else state.eval_metric_values.get(name)
+
+
+def log_reports(logger: Logger, reports: Sequence[SaveReport]) -> None:
+    """Give finished saves to the run's loggers.
+
+    They are told at the present batch, for some loggers (Weights & Biases) drop what comes for an earlier one; the
+    batch that was saved is among the numbers.
+    """
+    for report in reports:
+        log_line(report)
+        logger.log_metrics({**numbers(report), "checkpoint/batch": float(report.step)})

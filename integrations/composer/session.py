@@ -1,0 +1,304 @@
+"""One Composer run that is being saved: what the callback's events do."""
+
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from composer.callbacks import CheckpointSaver
+from composer.core import Event, State
+from composer.loggers import Logger
+from composer.utils import dist
+
+from shrinkpoint.errors import ConfigError, ShrinkpointWarning
+from shrinkpoint.integrations.common.gradient_buckets import (
+    Buckets,
+    bucket_order,
+    restore_buckets,
+    stateful_hook,
+)
+from shrinkpoint.integrations.common.gradients import GradientCollector
+from shrinkpoint.integrations.common.ranks import (
+    Outcome,
+    broadcast,
+    gather,
+    is_first,
+    on_every,
+    on_first,
+    world_size,
+)
+from shrinkpoint.integrations.common.run_session import RunSession
+from shrinkpoint.integrations.composer.data import DataPlace
+from shrinkpoint.integrations.composer.probe import LossProbe
+from shrinkpoint.integrations.composer.probe_steps import StepProbe
+from shrinkpoint.integrations.composer.reports import current_metrics, log_reports
+from shrinkpoint.integrations.composer.resume import continue_run, require_supported
+from shrinkpoint.integrations.composer.settings import Settings
+from shrinkpoint.integrations.composer.state import (
+    describe_state,
+    followed_state,
+    parameter_names,
+    stored_state,
+    trained_module,
+    unloadable_optimizer,
+)
+from shrinkpoint.runtime.termination import TerminationRequest
+
+__all__ = ["Session"]
+
+_LOOK_EVERY_S = 0.01
+
+
+class Session:
+    """Drives a `RunSession` from a trainer's events; every method is called on every rank.
+
+    Args:
+        settings: the callback's options.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.run = RunSession(settings.run)
+        self._probe = LossProbe(batches=settings.run.probe_batches)
+        self._steps = StepProbe(self._probe, steps=self.run.probe_steps)
+        self._data = DataPlace()
+        self._buckets: Buckets = []
+        self._gradients = GradientCollector()
+        self._termination = TerminationRequest()
+
+    # ---- before training
+
+    def init(self, state: State) -> None:
+        """The trainer is being built: check the store before anything costs time.
+
+        Raises:
+            ConfigError: two callbacks save to one run, or no process will ever hold the whole state.
+            StoreError: the store cannot be read or written.
+        """
+        require_supported(state)
+        url = self.settings.run.url
+        sessions = [getattr(callback, "_session", None) for callback in state.callbacks]
+        if [s.settings.run.url for s in sessions if isinstance(s, Session)].count(url) > 1:
+            raise ConfigError(
+                f"two CompressedCheckpoint callbacks save to {url}: give each a URL of its own, or use one"
+            )
+        if is_first() and any(isinstance(callback, CheckpointSaver) for callback in state.callbacks):
+            warnings.warn(
+                f"save_folder makes Composer write checkpoints of its own too, in full size, while training waits. They and"
+                f" those in {url} do not know of each other; without save_folder the run is saved and continued as well",
+                ShrinkpointWarning,
+                stacklevel=2,
+            )
+        self.run.open()
+
+    def after_load(self, state: State, logger: Logger) -> None:
+        """Continue the run, unless a load_path has put it somewhere already.
+
+        Raises:
+            ShrinkpointError: as `continue_run`.
+        """
+        self._buckets = continue_run(self.run, self._data, state, logger)
+
+    def fit_starts(self, state: State) -> None:
+        """Training starts or goes on."""
+        if (
+            int(state.timestamp.batch) < self.run.saved_step
+        ):  # ``fit(reset_time=True)``: batches are counted anew
+            self.run.saved_step = 0
+        unloadable = unloadable_optimizer(state)
+        if unloadable is not None and is_first():
+            self.run.warn_once(
+                f"Composer cannot load the state of {unloadable}, so that weights can be taken out of {self.settings.run.url} with"
+                " `shrinkpoint export`, but the run cannot be continued"
+            )
+        if is_first():
+            self.run.warn_hook(stateful_hook(state.model))
+        self._termination.watch()
+        restore_buckets(state.model, self._buckets)  # DDP exists only now
+        self._buckets = []
+        self._data.fit_starts(state)
+        self._steps.starts(state)
+        weights = followed_state(state)
+        if is_first():
+            self.run.saver.begin(weights, step=int(state.timestamp.batch), describe=describe_state(state))
+
+    # ---- during training
+
+    def epoch_starts(self, state: State) -> None:
+        """An epoch's iterator is about to be built."""
+        self._data.epoch_starts(state)
+
+    def fetches(self, state: State) -> None:
+        """A training batch is about to be fetched."""
+        self._data.fetches(state)
+
+    def batch_starts(self, state: State) -> None:
+        """A batch is about to be trained on."""
+        self._data.batch_starts(state)
+        self._steps.batch_starts()
+
+    def trains(self, state: State) -> None:
+        """The model is about to get a batch of training, or the part of one that fits into memory."""
+        if is_first() or state.fsdp_enabled:
+            self._probe.kept.see_training(state.batch)
+        self._steps.see(state)
+
+    def evaluates(self, state: State) -> None:
+        """The model is about to get a batch of evaluation, or the part of one that fits into memory."""
+        first = next((evaluator.label for evaluator in state.evaluators), None)
+        if state.dataloader_label == first and (is_first() or state.fsdp_enabled):
+            self._probe.kept.see_validation(state.batch, int(state.eval_timestamp.batch))
+
+    def batch_ends(self, state: State) -> None:
+        """A step has been made; its gradients are still there, once, however often the optimizer asked for them."""
+        if is_first() and self.settings.run.saver.scheme != "lossless":
+            every, batch = self.settings.every_batches, int(state.timestamp.batch)
+            remaining = None if every is None else -batch % every
+            module = trained_module(state)
+            self._gradients.update(module, state.optimizers, remaining, names=parameter_names(module))
+
+    def epoch_ends(self, state: State) -> None:
+        """All of an epoch's batches have been fetched."""
+        self._data.epoch_ends(state)
+
+    def checkpoint(self, state: State, logger: Logger, event: Event) -> None:
+        """A moment from which a run can be continued: serve the background, and save if a checkpoint is due.
+
+        Raises:
+            SystemExit: the process was asked to end, and has been saved.
+        """
+        asked: Outcome[bool] = Outcome()
+        asked.run(
+            lambda: bool(self.settings.due(state, event))
+        )  # everywhere: the user's function may talk to the others
+        failed, due, terminated, wanted = _agree(
+            state,
+            asked.error is not None,
+            is_first() and asked.error is None and asked.get(),
+            self._termination.received,
+            is_first() and self.run.saver.evaluation_wanted,
+        )
+        if failed:
+            on_every(asked.get)
+        self._attend(state, logger, wanted=wanted)
+        if due or terminated:
+            ended = (state.get_elapsed_duration() or 0.0) >= 1.0
+            self._save(state, last=terminated or ended, exact=terminated)
+        if terminated:
+            self._finish(state, exact=True)
+            self._termination.end()
+
+    def _attend(self, state: State, logger: Logger, *, wanted: bool) -> None:
+        if state.fsdp_enabled and wanted:
+            self._evaluate_together(state)
+        reports = self.run.attend(serve=not state.fsdp_enabled)
+        if not state.fsdp_enabled:  # there the other ranks would have to know
+            for report in reports:
+                self._probe.kept.adapt(report, self.settings.run.saver.search_overhead)
+        log_reports(logger, reports)
+
+    def _evaluate_together(self, state: State) -> None:
+        if is_first():
+            self.run.saver.poll()
+        else:
+            with suppress(ConfigError):  # the first rank has it too, and tells
+                self._probe.evaluate_sharded(state, None)
+
+    def _drain(self, state: State) -> None:
+        """Wait for the save that is under way, where all processes take part in its evaluations."""
+        while state.fsdp_enabled:
+            busy, wanted = broadcast((self.run.saver.busy, self.run.saver.evaluation_wanted))
+            if wanted:
+                self._evaluate_together(state)
+            elif not busy:
+                return
+            elif is_first():
+                time.sleep(_LOOK_EVERY_S)
+
+    def _save(self, state: State, *, last: bool = False, exact: bool = False, again: bool = False) -> None:
+        """Take a checkpoint; all ranks take part.
+
+        Args:
+            state: at a moment from which a run can be continued.
+            last: there will be no other: wait for the one that is under way rather than skip this one.
+            exact: spend no time on a search.
+            again: even if this batch has been saved.
+        """
+        batch = int(state.timestamp.batch)
+        if (batch == self.run.saved_step and not again) or not self.run.wants(last=last):
+            return
+        self._drain(state)
+        stored = self._stored(state)
+        accepted = on_first(
+            lambda: self.run.hand_over(
+                stored,
+                step=batch,
+                describe=describe_state(state),
+                metrics=current_metrics(state),
+                evaluate=self._evaluation(state),
+                resumed=self._steps.resumed(state),
+                gradients=self._gradients.take(state.optimizers),
+                optimizers=state.optimizers,
+                exact=exact,
+                last=last,
+            )
+        )
+        if accepted:
+            self.run.saved_step = batch
+        if last:
+            self._drain(state)
+
+    def _stored(self, state: State) -> dict[str, Any]:
+        places, buckets = gather(self._data.state(state)), bucket_order(state.model)
+        if state.fsdp_enabled:
+            return stored_state(state, places, buckets)
+        return on_every(
+            lambda: stored_state(state, places, buckets)
+        )  # a callback's own state may fail on one rank alone
+
+    def _evaluation(self, state: State) -> Callable[[Mapping[str, torch.Tensor]], tuple[float, ...]]:
+        evaluate = self._probe.evaluate_sharded if state.fsdp_enabled else self._probe.evaluation()
+        return lambda weights: evaluate(state, weights)
+
+    # ---- after training
+
+    def fit_ends(self, state: State, logger: Logger) -> None:
+        """Save the last batches, and wait until everything is committed.
+
+        Raises:
+            SaveFailedError: the last checkpoint could not be stored.
+        """
+        self._data.epoch_ends(state)
+        [terminated] = _agree(state, self._termination.received)
+        if self.settings.run.save_last or terminated:
+            self._save(state, last=True, exact=terminated)
+        self._finish(state, exact=terminated)
+        self._attend(state, logger, wanted=False)
+        if terminated:
+            self._termination.end()
+        self._termination.unwatch()
+
+    def _finish(self, state: State, *, exact: bool) -> None:
+        self._drain(state)
+        self.run.finish(lambda: self._save(state, last=True, exact=exact, again=True))
+
+    def close(self) -> None:
+        """Finish what is under way, after an error too; there may be no other process any more."""
+        self._data.close()
+        self._termination.unwatch()
+        self.run.fail()
+        self.run.release()
+        self._probe = LossProbe(batches=self.settings.run.probe_batches)
+        self._steps = StepProbe(self._probe, steps=self.run.probe_steps)
+        self._gradients = GradientCollector()
+
+
+def _agree(state: State, *flags: bool) -> list[bool]:
+    """For each flag, whether any process has it."""
+    if world_size() == 1:
+        return list(flags)
+    tensor = state.device.tensor_to_device(torch.tensor(flags, dtype=torch.uint8))
+    dist.all_reduce(tensor, reduce_operation="MAX")
+    return [bool(flag) for flag in tensor.tolist()]

@@ -1,0 +1,38 @@
+"""The options of the Composer callback, checked and sorted by who needs them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shrinkpoint.integrations.common.settings import RunSettings
+from shrinkpoint.integrations.composer.schedule import (
+    SaveInterval,
+    Scheduler,
+    batches_between,
+    save_scheduler,
+)
+
+__all__ = ["Settings"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What `CompressedCheckpoint` was told; see there."""
+
+    run: RunSettings
+    due: Scheduler
+    every_batches: int | None
+    """Batches between two saves; None where saves are not due by batches."""
+
+    @classmethod
+    def build(
+        cls, *, save_interval: SaveInterval, save_last: bool, options: Mapping[str, Any], **more: Any
+    ) -> "Settings":
+        """Check and sort the callback's arguments.
+
+        Raises:
+            ConfigError: one of them has a value that cannot work.
+        """
+        due = save_scheduler(save_interval, at_end=save_last)
+        run = RunSettings.build(save_last=save_last, options=options, known=("save_interval",), **more)
+        return cls(run=run, due=due, every_batches=batches_between(save_interval))

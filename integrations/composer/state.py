@@ -1,0 +1,237 @@
+"""What of a Composer run is stored, what role its tensors have, and putting it back."""
+
+import inspect
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from composer.algorithms import EMA
+from composer.core import State
+from composer.loggers import Logger
+from torch import nn
+
+from shrinkpoint.errors import StateMismatchError
+from shrinkpoint.integrations.common.gradient_buckets import Buckets
+from shrinkpoint.integrations.common.ranks import on_first
+from shrinkpoint.saving.resume import require_same_groups, require_same_model
+from shrinkpoint.state.averages import AverageFinder
+from shrinkpoint.state.roles import model_tags, state_tag
+from shrinkpoint.state.training import Describe, Tag
+from shrinkpoint.state.tree import Path
+
+__all__ = [
+    "OUTLINE",
+    "describe_state",
+    "followed_state",
+    "load_state",
+    "parameter_names",
+    "require_own_run",
+    "require_same_optimizers",
+    "stored_state",
+    "trained_module",
+    "unloadable_optimizer",
+]
+
+FORMAT = "composer"
+_VERSION = 1
+_LIGHTNING = "pytorch-lightning_version"  # in every checkpoint of Lightning
+
+OUTLINE = ("format", "version", "state", _LIGHTNING)
+"""What of a stored state `require_own_run` needs."""
+
+# What wrappers put into the names of parameters, and torch's own state dicts leave out.
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "_orig_mod.")
+
+
+def trained_module(state: State) -> nn.Module:
+    """The user's model, without the wrapper of data parallelism."""
+    module: nn.Module = state.model.module if state.is_model_ddp else state.model
+    return module
+
+
+def parameter_names(module: nn.Module) -> dict[str, str]:
+    """The name in a checkpoint of each of the module's own names for parameters and buffers."""
+    own = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
+    return {name: _without_wrappers(name) for name in own}
+
+
+def _without_wrappers(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+# ---- saving
+
+
+def stored_state(state: State, ranks: list[Any], buckets: Buckets) -> dict[str, Any]:
+    """Everything that a run is continued from; its tensors are the live ones.
+
+    Called on every rank: with FSDP the shards are gathered, and the first rank alone gets them.
+
+    Args:
+        state: at one of Composer's checkpoint events, after the first step.
+        ranks: every process's place in the data.
+        buckets: in which gradients are summed.
+    """
+    stored = state.state_dict()
+    _begin_next_epoch(stored, state)
+    return {"format": FORMAT, "version": _VERSION, "state": stored, "ranks": ranks, "buckets": buckets}
+
+
+def followed_state(state: State) -> dict[str, Any]:
+    """What of a `stored_state` holds weights and averages of them that exist from the start.
+
+    Called on every rank: with FSDP the shards are gathered.
+    """
+    algorithms = [
+        (type(each).__qualname__, each.state_dict() if isinstance(each, EMA) else {})
+        for each in state.algorithms
+    ]
+    return {"state": {"model": state.get_model_state_dict(), "algorithms": algorithms}}
+
+
+def _begin_next_epoch(stored: dict[str, Any], state: State) -> None:
+    """At an epoch's end, a StreamingDataset still names that epoch, and would go on with its first sample again."""
+    streaming = sys.modules.get("streaming")
+    if streaming is None or int(state.timestamp.batch_in_epoch):
+        return
+    if isinstance(getattr(state.train_dataloader, "dataset", None), streaming.StreamingDataset):
+        stored["dataset_state"]["train"]["epoch"] += 1
+
+
+def describe_state(state: State) -> Describe:
+    """The role of each tensor of a `stored_state`: Composer names moments after their parameters."""
+    module = trained_module(state)
+    own = {name: _renamed(tag) for name, tag in model_tags(module).items()}
+    averages = AverageFinder(module, own)
+    tags = {_without_wrappers(name): tag for name, tag in own.items()}
+    parameters = {_without_wrappers(name): value for name, value in module.named_parameters()}
+    optimizers = {type(optimizer).__qualname__: optimizer for optimizer in state.optimizers}
+
+    def describe(path: Path, tensor: torch.Tensor) -> Tag:
+        match path:
+            case ("state", "model", name):
+                return tags.get(name, Tag())
+            case ("state", "optimizers", kind, "state", name, key) if (
+                kind in optimizers and name in parameters
+            ):
+                return state_tag(key, tensor, parameters[name], tags[name], optimizers[kind])
+            case ("state", "algorithms" | "callbacks", *_):
+                return averages.tag(path, tensor)
+        return Tag()
+
+    return describe
+
+
+def _renamed(tag: Tag) -> Tag:
+    if tag.parameter is None:
+        return tag
+    return Tag(role=tag.role, layer_type=tag.layer_type, parameter=_without_wrappers(tag.parameter))
+
+
+# ---- restoring
+
+
+def require_own_run(stored: Any, live: Mapping[str, Any], state: State, url: str) -> None:
+    """Refuse another run's checkpoint; Composer would take what fits and pass over the rest.
+
+    Args:
+        stored: the checkpoint, or its outline.
+        live: what ``state.get_model_state_dict()`` gives on the first rank.
+        state: of the run that is to be saved there.
+        url: the run, for the message.
+
+    Raises:
+        StateMismatchError: it is another framework's or another model's; the message says which.
+    """
+    if not isinstance(stored, dict) or stored.get("format") != FORMAT:
+        lightning = isinstance(stored, dict) and _LIGHTNING in stored
+        writer = "Lightning's callback" if lightning else "another program"
+        raise StateMismatchError(
+            f"{url} was written by {writer}, not by Composer's callback: its weights and optimizer can be taken out with"
+            " `shrinkpoint export`, but its run cannot be continued here. Give this run a URL of its own"
+        )
+    if stored["version"] > _VERSION:
+        raise StateMismatchError(
+            f"{url} was written by a newer shrinkpoint (its Composer state is of version {stored['version']}, and this"
+            f" one reads {_VERSION}): upgrade shrinkpoint"
+        )
+    there = stored["state"]
+    if not _missing_algorithms(there, state):
+        require_same_model(_shapes(there["model"]), _shapes(live), url)
+
+
+def require_same_optimizers(stored: Mapping[str, Any], state: State, url: str) -> None:
+    """Refuse a checkpoint of another optimizer, which Composer would start afresh, or of one that it cannot load.
+
+    Raises:
+        StateMismatchError: the message says which.
+    """
+    there = stored["state"]["optimizers"]
+    unloadable = unloadable_optimizer(state)
+    if unloadable is not None:
+        raise StateMismatchError(
+            f"the run in {url} cannot be continued: Composer cannot load the state of {unloadable}, which computes the loss by"
+            " itself. Its weights can be taken out with `shrinkpoint export`; resume='never' starts afresh"
+        )
+    for optimizer in state.optimizers:
+        name = type(optimizer).__qualname__
+        if name not in there:
+            raise StateMismatchError(
+                f"{url} holds a run with {' and '.join(there)}, and this one has {name}: build the optimizer that the run"
+                " was made with, or give this run a URL of its own"
+            )
+        require_same_groups(there[name], optimizer, url)
+
+
+def unloadable_optimizer(state: State) -> str | None:
+    """The name of an optimizer whose state Composer can save but not load; None where there is none.
+
+    Before loading, torch lets the optimizer make a step without a loss; some cannot.
+    """
+    for optimizer in state.optimizers:
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        required = closure is not None and closure.default is inspect.Parameter.empty
+        if required or getattr(optimizer, "_step_supports_amp_closure", False):  # Composer's mark, of SAM
+            return type(optimizer).__qualname__
+    return None
+
+
+def load_state(
+    stored: Mapping[str, Any], state: State, logger: Logger, url: str, *, optimizers: bool = True
+) -> None:
+    """Put a checkpoint into a run; called on every rank.
+
+    Args:
+        stored: the checkpoint.
+        state: of the run.
+        logger: for Composer.
+        url: the run's, for the message.
+        optimizers: False where their state was not stored.
+
+    Raises:
+        StateMismatchError: after Composer has applied the algorithms that it was made with, the model is still another.
+    """
+    run_name = state.run_name
+    missing = _missing_algorithms(stored["state"], state)
+    values = stored["state"]
+    if not optimizers:  # torch refuses to load the groups alone: they begin as they were built
+        values = {name: value for name, value in values.items() if name != "optimizers"}
+    state.load_state_dict(values, logger)
+    state.run_name = run_name  # as Composer does: a continued run may bear another name
+    if missing:
+        live = state.get_model_state_dict()  # with FSDP the first rank alone gets it
+        on_first(lambda: require_same_model(_shapes(stored["state"]["model"]), _shapes(live), url))
+
+
+def _missing_algorithms(stored: Mapping[str, Any], state: State) -> set[str]:
+    """Algorithms of the checkpoint that Composer will apply when it is loaded, some of which change the model."""
+    return {name for name, _ in stored["algorithms"]} - {
+        type(algorithm).__qualname__ for algorithm in state.algorithms
+    }
+
+
+def _shapes(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(value.shape) for name, value in tensors.items() if torch.is_tensor(value)}

@@ -1,0 +1,132 @@
+"""Where a Lightning run stands in its training data: loaders with a state of their own, and all the others.
+
+A stateful loader (torchdata's, or the user's own) says where it stands. For any other one, the place is the state of
+the generators when the epoch's iterator was built and the number of batches drawn since.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+
+from shrinkpoint.integrations.common.loaders import generators, samplers, set_generators
+from shrinkpoint.state.rng import capture_rng, restore_rng
+
+__all__ = ["DataPlace", "missing_internals"]
+
+_PRIVATE = ("_data_fetcher", "_combined_loader", "_restarting", "_resuming_from_checkpoint")
+
+
+def missing_internals(trainer: Trainer) -> list[str]:
+    """Private names of Lightning that this module needs and this version lacks."""
+    return [name for name in _PRIVATE if not hasattr(trainer.fit_loop, name)]
+
+
+class DataPlace:
+    """Follows the training data of one `Trainer.fit` on this rank, and finds the place again."""
+
+    def __init__(self) -> None:
+        self._epoch: dict[str, Any] = {}
+        self._now: list[Any] | None = None
+        self._behind: list[Any] | None = None
+
+    def note_epoch(self, trainer: Trainer | None) -> None:
+        """An iterator is about to be built; what it draws depends on the generators' states now.
+
+        Args:
+            trainer: None before the first epoch, whose loaders do not exist yet.
+        """
+        states = [] if trainer is None else [g.get_state() for g in generators(_loaders(trainer))]
+        self._epoch = {"rng": capture_rng(), "generators": states}
+        self._now = self._behind = None
+
+    def note_first_loaders(self, trainer: Trainer) -> None:
+        """The first epoch's iterator has been built: its loaders' own generators started from their seeds."""
+        fresh = [
+            torch.Generator(g.device).manual_seed(g.initial_seed()) for g in generators(_loaders(trainer))
+        ]
+        self._epoch["generators"] = [g.get_state() for g in fresh]
+
+    def note_batch(self, trainer: Trainer) -> None:
+        """A batch is done. Where Lightning draws one batch ahead, the loaders' states of one batch ago are kept."""
+        if _draws_ahead(trainer):
+            self._behind, self._now = self._now, [loader.state_dict() for loader in _stateful(trainer)]
+
+    def is_known(self, trainer: Trainer) -> bool:
+        """False after an epoch's first batch where Lightning draws ahead of a stateful loader."""
+        return not _draws_ahead(trainer) or self._behind is not None
+
+    def state(self, trainer: Trainer, loader_states: list[Any]) -> dict[str, Any]:
+        """The place, in plain data and tensors.
+
+        Args:
+            trainer: at the end of a batch, a validation or an epoch.
+            loader_states: those that Lightning has taken.
+        """
+        behind = self._behind if _draws_ahead(trainer) else None
+        return {
+            "epoch": self._epoch,
+            "generators": [g.get_state() for g in generators(_loaders(trainer))],
+            "loaders": loader_states if behind is None else behind,
+        }
+
+    def continue_epoch(self, trainer: Trainer, state: Mapping[str, Any]) -> None:
+        """Find the place inside an epoch; an iterator exists, and no batch has been drawn from it."""
+        loop = trainer.fit_loop
+        self._epoch = dict(state["epoch"])
+        _set_epoch(trainer)  # Lightning does so only after it has built the iterator
+        batches, stateful = loop.epoch_loop.batch_progress, _stateful(trainer)
+        if self._epoch and (stateful or not batches.is_last_batch):
+            set_generators(_loaders(trainer), self._epoch["generators"])
+            restore_rng(self._epoch["rng"])
+            for loader, loader_state in zip(stateful, state["loaders"], strict=False):
+                loader.load_state_dict(loader_state)
+            iter(loop._data_fetcher)
+            if len(stateful) < len(_loaders(trainer)) and not batches.is_last_batch:
+                _draw(loop._data_fetcher, batches.current.processed)
+        set_generators(_loaders(trainer), state["generators"])
+        loop._restarting = False  # or plateau schedulers would be skipped at the end of this epoch
+
+    def start_next_epoch(self, trainer: Trainer, state: Mapping[str, Any]) -> None:
+        """Let the next iterator, which Lightning is about to build, be that of the epoch after the finished one."""
+        stateful = _stateful(trainer)
+        for loader, loader_state in zip(stateful, state["loaders"], strict=False):
+            loader.load_state_dict(loader_state)
+        if stateful and state["loaders"]:  # run the finished epoch out
+            fetcher = trainer.fit_loop._data_fetcher
+            iter(fetcher)
+            next(fetcher, None)
+        set_generators(_loaders(trainer), state["generators"])
+
+
+def _draw(fetcher: Any, count: int) -> None:
+    for _ in range(count):
+        next(fetcher)
+    fetcher.fetched -= count  # Lightning adds the batches that are behind us when the epoch continues
+    if fetcher.length is not None:
+        fetcher.done = False
+
+
+def _loaders(trainer: Trainer) -> list[Any]:
+    combined = getattr(trainer.fit_loop, "_combined_loader", None)
+    return [] if combined is None else list(combined.flattened)
+
+
+def _stateful(trainer: Trainer) -> list[Any]:
+    names = ("state_dict", "load_state_dict")
+    return [
+        loader for loader in _loaders(trainer) if all(callable(getattr(loader, name, None)) for name in names)
+    ]
+
+
+def _draws_ahead(trainer: Trainer) -> bool:
+    fetcher = getattr(trainer.fit_loop, "_data_fetcher", None)
+    return bool(getattr(fetcher, "batches", None)) and bool(_stateful(trainer))
+
+
+def _set_epoch(trainer: Trainer) -> None:
+    for loader in _loaders(trainer):
+        for sampler in samplers(loader):
+            if callable(getattr(sampler, "set_epoch", None)):
+                sampler.set_epoch(trainer.fit_loop.epoch_progress.current.processed)

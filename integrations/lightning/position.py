@@ -1,0 +1,217 @@
+"""Where a Lightning run stands, beyond what Lightning's own checkpoint says, so that it continues bit by bit.
+
+Lightning stores neither random number generators nor the place in a plain DataLoader, keeps only the first rank's
+loader states, and restores some of its loops in a way that skips or repeats work. What is added here travels under
+one key of the checkpoints that shrinkpoint writes, and of no other.
+"""
+
+import os
+import warnings
+from collections.abc import Mapping
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from shrinkpoint.integrations.common.gradient_buckets import bucket_order, restore_buckets
+from shrinkpoint.integrations.common.ranks import gather
+from shrinkpoint.integrations.lightning.loaders import DataPlace, missing_internals
+from shrinkpoint.state.rng import capture_rng, restore_rng
+
+__all__ = ["POSITION_KEY", "Position"]
+
+POSITION_KEY = "shrinkpoint"
+"""Where a position stands in a checkpoint."""
+
+_SEED = "PL_GLOBAL_SEED"  # Lightning seeds the distributed sampler that it injects from this variable
+_BATCHES = "epoch_loop.batch_progress"
+_VALIDATION = "epoch_loop.val_loop.batch_progress"
+
+
+class Position:
+    """Follows one `Trainer.fit`, gives its position for a checkpoint, and takes a checkpoint's position up again."""
+
+    _of: ClassVar["WeakKeyDictionary[Trainer, Position]"] = WeakKeyDictionary()
+
+    @classmethod
+    def of(cls, trainer: Trainer) -> "Position":
+        """The trainer's position; several callbacks on one trainer share it."""
+        return cls._of.setdefault(trainer, cls())
+
+    def __init__(self) -> None:
+        self._data = DataPlace()
+        self._loaded: Mapping[str, Any] | None = None
+        self._before_validation: dict[str, Any] = {}
+
+    def fit_starts(self) -> None:
+        """Training is about to build the first epoch's iterator."""
+        if self._loaded is None:
+            self._data.note_epoch(None)
+
+    def epoch_starts(self, trainer: Trainer) -> None:
+        """An epoch begins; Lightning builds a new iterator right after this, except in a run's first epoch."""
+        if trainer.current_epoch > 0 and not trainer.fit_loop.is_resuming:
+            self._data.note_epoch(trainer)
+
+    def batch_ends(self, trainer: Trainer, *, validation_follows: bool) -> None:
+        """A training batch is done."""
+        self._data.note_batch(trainer)
+        self._before_validation = capture_rng() if validation_follows else {}
+
+    def is_known(self, trainer: Trainer) -> bool:
+        """Whether the place in the data is known after this batch."""
+        return self._data.is_known(trainer)
+
+    def state(
+        self,
+        trainer: Trainer,
+        checkpoint: Mapping[str, Any],
+        *,
+        mid_accumulation: bool,
+        validation_pending: bool,
+    ) -> dict[str, Any]:
+        """What a checkpoint taken now needs beside Lightning's own state; must be called on every rank.
+
+        Args:
+            trainer: in a hook at the end of a batch, a validation or an epoch.
+            checkpoint: Lightning's own state on this rank.
+            mid_accumulation: keep the gradients, of which some batches have been accumulated.
+            validation_pending: the validation after the last batch has not begun, or was broken off.
+        """
+        epochs = trainer.fit_loop.epoch_progress
+        between = epochs.current.processed == epochs.current.ready
+        rng = self._before_validation if validation_pending and self._before_validation else capture_rng()
+        mine = {
+            "rng": rng,
+            "data": self._data.state(trainer, _fit_state(checkpoint).get("combined_loader", [])),
+        }
+        metrics = {name: value.detach().cpu().clone() for name, value in trainer.callback_metrics.items()}
+        return {
+            "version": 1,
+            "between_epochs": between,
+            "plateau_pending": between and epochs.total.completed != epochs.total.processed,
+            "validation_pending": validation_pending,
+            "ranks": gather(mine),
+            "buckets": bucket_order(trainer.strategy.model),
+            "callback_metrics": metrics,
+            "seed": os.environ.get(_SEED),
+            "gradients": _gradients(trainer) if mid_accumulation else {},
+        }
+
+    def load(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+        """Take over a checkpoint's position, before Lightning restores its loops from the same dict.
+
+        Args:
+            trainer: while it restores callbacks.
+            checkpoint: changed in place: Lightning gets no loader states, and counters that make it do what is left.
+        """
+        loaded = checkpoint.get(POSITION_KEY)
+        if loaded is None:
+            return
+        if len(loaded["ranks"]) != trainer.world_size:
+            rank_zero_warn(
+                f"the checkpoint was saved by {len(loaded['ranks'])} processes and is continued by"
+                f" {trainer.world_size}: random numbers and the order of samples will differ"
+            )
+            return
+        self._loaded = loaded
+        if not missing_internals(trainer):  # `apply` loads them, from the right generators' states
+            _fit_state(checkpoint).pop("combined_loader", None)
+        if loaded["validation_pending"]:
+            _expect_validation(checkpoint["loops"]["fit_loop"])
+        if loaded["seed"] is not None:
+            os.environ[_SEED] = loaded["seed"]
+
+    def apply(self, trainer: Trainer, module: LightningModule) -> None:
+        """Take up the loaded position, once the iterators exist and before the first batch is drawn."""
+        if self._loaded is None:
+            self._data.note_first_loaders(trainer)
+            return
+        loaded, mine = self._loaded, self._mine(trainer)
+        self._loaded = None
+        trainer.callback_metrics.update(
+            loaded["callback_metrics"]
+        )  # early stopping and plateau schedulers read these
+        if missing := missing_internals(trainer):
+            rank_zero_warn(
+                f"this version of Lightning has no fit_loop.{', '.join(missing)}: the order of samples may differ"
+                " from an uninterrupted run's; a stateful dataloader is not affected"
+            )
+        elif loaded["between_epochs"]:
+            _leave_epoch(trainer)
+            self._data.start_next_epoch(trainer, mine["data"])
+        else:
+            self._data.continue_epoch(trainer, mine["data"])
+            # Lightning warns that a loader without a state starts over, which has just been prevented.
+            warnings.filterwarnings(
+                "ignore", message="You're resuming from a checkpoint that ended before the epoch"
+            )
+        if loaded["validation_pending"]:
+            _rerun_validation(trainer)
+        if loaded["plateau_pending"]:
+            _step_plateau_schedulers(trainer, module)
+        restore_buckets(trainer.strategy.model, loaded["buckets"])
+        for name, gradient in loaded["gradients"].items():
+            parameter = module.get_parameter(name)
+            parameter.grad = gradient.to(parameter.device)
+        restore_rng(mine["rng"])
+
+    def _mine(self, trainer: Trainer) -> Mapping[str, Any]:
+        assert self._loaded is not None
+        ranks: list[Mapping[str, Any]] = self._loaded["ranks"]
+        return ranks[trainer.global_rank]
+
+
+def _fit_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    state: dict[str, Any] = checkpoint["loops"]["fit_loop"]["state_dict"]
+    return state
+
+
+def _gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
+    # With several processes the gradients are still local; their mean gives the same step when it is put on each.
+    return {
+        name: trainer.strategy.reduce(parameter.grad.detach().clone(), reduce_op="mean")
+        for name, parameter in trainer.lightning_module.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def _leave_epoch(trainer: Trainer) -> None:
+    """Begin with a fresh epoch, whichever way Lightning would have taken the finished one up again."""
+    loop = trainer.fit_loop
+    if loop.epoch_progress.total.completed != loop.epoch_progress.total.processed:
+        loop.epoch_progress.increment_completed()
+    loop.epoch_progress.current.completed = loop.epoch_progress.current.processed
+    loop._restarting = False
+    loop._resuming_from_checkpoint = False  # lets Lightning build the epoch's iterator at its usual place
+    loop.reset_restart_stage()
+    loop.epoch_loop.restarting = False
+
+
+def _expect_validation(loops: dict[str, Any]) -> None:
+    """Change the stored counters to those of a run whose batch is done and whose validation has just begun."""
+    for kind in ("total", "current"):
+        batches, validation = loops[_BATCHES][kind], loops[_VALIDATION][kind]
+        batches["completed"] = batches["processed"]
+        done = validation["completed"] - loops[_VALIDATION]["current"]["completed"] if kind == "total" else 0
+        validation.update(ready=done + 1, started=done + 1, processed=done, completed=done)
+
+
+def _rerun_validation(trainer: Trainer) -> None:
+    # Lightning has seen that a validation has begun; it is run whole, so nothing of it counts as begun.
+    progress = trainer.fit_loop.epoch_loop.val_loop.batch_progress
+    progress.total.ready = progress.total.started = progress.total.completed
+    progress.current.reset()
+    progress.is_last_batch = False
+
+
+def _step_plateau_schedulers(trainer: Trainer, module: LightningModule) -> None:
+    """Make the steps that Lightning makes after the hook at an epoch's end, in which the checkpoint was taken."""
+    epochs = trainer.fit_loop.epoch_progress.current.processed
+    for config in trainer.lr_scheduler_configs:
+        if config.reduce_on_plateau and config.interval == "epoch" and epochs % config.frequency == 0:
+            value = trainer.callback_metrics.get(config.monitor)
+            if value is not None and module.automatic_optimization:
+                module.lr_scheduler_step(config.scheduler, value)

@@ -1,0 +1,183 @@
+"""What other weights would cost, measured in the middle of training without leaving a trace in it.
+
+``Trainer.validate`` cannot run inside a hook, so a few batches that went past are kept, and the module's own
+validation step is called on them with its ``log`` replaced.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from shrinkpoint.errors import ConfigError
+from shrinkpoint.integrations.common.alone import alone
+from shrinkpoint.integrations.common.probe import (
+    MORE_BATCHES,
+    KeptBatches,
+    metrics_untouched,
+    number_of,
+    to_host,
+)
+from shrinkpoint.quality.swap import swapped_weights
+from shrinkpoint.state.averages import without_averages
+
+__all__ = ["LossProbe", "arguments", "captured_logs"]
+
+
+class LossProbe:
+    """Evaluates a module on a few batches: the first ones of validation, or of training where there is none yet."""
+
+    def __init__(self, *, metric: str | None = None, batches: int = 2) -> None:
+        """Keeps nothing until it has seen batches.
+
+        Args:
+            metric: name under which the validation step logs the loss; by default ``val_loss`` or what it returns.
+            batches: how many batches to use at first; some more are kept, in host memory.
+        """
+        self._metric = metric
+        self.kept = KeptBatches(batches, MORE_BATCHES * batches)
+
+    def see_validation(self, batch: Any, dataloader_idx: int, batch_idx: int | None = None) -> None:
+        """Keep a validation batch if more are needed; the module gets it after this."""
+        if dataloader_idx == 0:
+            self.kept.see_validation(batch, batch_idx)
+
+    def see_training(self, batch: Any) -> None:
+        """Keep a training batch if there is nothing better; the module gets it after this."""
+        self.kept.see_training(batch)
+
+    def evaluate(
+        self, trainer: Trainer, module: LightningModule, weights: Mapping[str, torch.Tensor] | None = None
+    ) -> tuple[float, ...]:
+        """The loss on each of the kept batches.
+
+        Args:
+            trainer: between two batches.
+            module: its parameters, buffers, modes, metrics and random number generators are as before afterwards.
+            weights: values to put in the parameters' place, by name, on any device; None for the live ones.
+
+        Raises:
+            ConfigError: no batch has been seen, or the module tells no loss.
+        """
+        return self.evaluation(trainer, module)(weights or {})
+
+    def evaluation(
+        self, trainer: Trainer, module: LightningModule
+    ) -> Callable[[Mapping[str, torch.Tensor]], tuple[float, ...]]:
+        """As `evaluate`, on the batches that are kept now, whatever is kept later: losses are compared batch by batch."""
+        measure = self.measurement(trainer, module)
+
+        def evaluate(weights: Mapping[str, torch.Tensor]) -> tuple[float, ...]:
+            with metrics_untouched(module), swapped_weights(module, without_averages(weights)):
+                return measure()
+
+        return evaluate
+
+    def measurement(self, trainer: Trainer, module: LightningModule) -> Callable[[], tuple[float, ...]]:
+        """The losses of the module as it stands on the batches that are kept now, whatever is kept later.
+
+        Args:
+            trainer: between two batches.
+            module: whoever calls what is returned sees to it that it is in eval mode, and left as it was.
+
+        Raises:
+            ConfigError: by what is returned, if no batch has been seen, or the module tells no loss.
+        """
+        batches = list(self.kept.batches)
+        step, context = _step(trainer, module, held_out=self.kept.held_out)
+
+        def measure() -> tuple[float, ...]:
+            if not batches or step is None:
+                raise ConfigError(
+                    "there is nothing to measure the loss with: no batch has been seen, or no step is usable"
+                )
+            values = []
+            for index, kept in enumerate(batches):
+                batch = move_data_to_device(to_host(kept), module.device)
+                with alone(), captured_logs(trainer, module) as logged, context():
+                    returned = step(*arguments(step, batch, index))
+                values.append(_loss(logged, returned, self._metric))
+            return tuple(values)
+
+        return measure
+
+
+@contextmanager
+def captured_logs(trainer: Trainer, module: LightningModule) -> Iterator[dict[str, Any]]:
+    """Let the step log into a dict: the trainer's loggers, metrics and progress bars see nothing.
+
+    Args:
+        trainer: whose loggers are replaced meanwhile, for a step may write to them itself.
+        module: whose methods are replaced meanwhile.
+    """
+    logged: dict[str, Any] = {}
+
+    def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        logged[name] = value
+
+    def log_dict(values: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        logged.update(values)
+
+    def all_gather(*args: Any, **kwargs: Any) -> None:
+        raise ConfigError(
+            "the step calls all_gather, but quality is measured by the first process alone: gather in"
+            " on_validation_epoch_end instead"
+        )
+
+    shadows: dict[str, Callable[..., None]] = {"log": log, "log_dict": log_dict}
+    if trainer.world_size > 1:
+        shadows["all_gather"] = all_gather
+    before = {name: module.__dict__[name] for name in shadows if name in module.__dict__}
+    module.__dict__.update(shadows)
+    loggers = trainer.loggers
+    trainer.loggers = [DummyLogger() for _ in loggers]
+    try:
+        yield logged
+    finally:
+        trainer.loggers = loggers
+        for name in shadows:
+            del module.__dict__[name]
+        module.__dict__.update(before)
+
+
+def _step(
+    trainer: Trainer, module: LightningModule, *, held_out: bool
+) -> tuple[Callable[..., Any] | None, Any]:
+    if held_out:
+        return module.validation_step, trainer.precision_plugin.val_step_context
+    # With manual optimization the training step would train.
+    if module.automatic_optimization and is_overridden("training_step", module):
+        return module.training_step, trainer.precision_plugin.train_step_context
+    return None, None
+
+
+def arguments(step: Callable[..., Any], batch: Any, index: int) -> list[Any]:
+    """What a training or validation step is called with.
+
+    Raises:
+        ConfigError: it reads its batches itself.
+    """
+    names = list(inspect.signature(step).parameters)
+    if "dataloader_iter" in names:
+        raise ConfigError("a step that takes dataloader_iter cannot be used to measure the loss")
+    return [batch, index, 0][: len(names)]
+
+
+def _loss(logged: Mapping[str, Any], returned: Any, metric: str | None) -> float:
+    if isinstance(returned, Mapping):
+        returned = returned.get("loss")
+    by_name = [value for name, value in logged.items() if "loss" in name]
+    for value in (logged.get(metric) if metric else None, logged.get("val_loss"), returned, *by_name):
+        number = number_of(value)
+        if number is not None:
+            return number
+    raise ConfigError(
+        f"no loss to measure quality by: the step logged {sorted(logged) or 'nothing'} and returned none; log 'val_loss'"
+        " or return the loss from validation_step"
+    )

@@ -1,0 +1,119 @@
+"""Going on from a saved state for some steps, in the midst of a Lightning run that does not notice.
+
+The trainer's own loop cannot be used: it counts, logs, calls everybody's hooks and reads the loaders. So the module's
+training step is called on batches that went past, and the rest of a step is made here, where that is simple enough.
+"""
+
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from shrinkpoint.errors import ConfigError
+from shrinkpoint.integrations.common.alone import alone, wrapper_obstacle
+from shrinkpoint.integrations.common.probe import RecentBatches, to_host
+from shrinkpoint.integrations.lightning.probe import LossProbe, arguments, captured_logs
+from shrinkpoint.integrations.lightning.state import trained_key
+from shrinkpoint.quality.evaluation import Loss, ResumedSteps
+from shrinkpoint.quality.resumed_steps import ResumedRun, obstacle
+
+__all__ = ["StepProbe"]
+
+_PRECISIONS = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
+_OWN_STEPS = ("optimizer_step", "backward", "manual_backward")
+
+
+class StepProbe:
+    """Keeps batches to make steps on, and makes them.
+
+    Args:
+        losses: measures what the steps come to.
+        steps: how many batches to keep, in host memory; 0 keeps none and makes none.
+    """
+
+    def __init__(self, losses: LossProbe, *, steps: int) -> None:
+        self._losses = losses
+        self._recent = RecentBatches(steps)
+
+    def starts(self, trainer: Trainer, module: LightningModule) -> None:
+        """Keep nothing in a training that no steps can be made in."""
+        if _obstacle(trainer, module) is not None:
+            self._recent.stop()
+
+    def see(self, trainer: Trainer, batch: Any, batch_idx: int) -> None:
+        """A batch is about to be trained on."""
+        self._recent.see(batch, first=batch_idx % trainer.accumulate_grad_batches == 0)
+
+    def resumed(self, trainer: Trainer, module: LightningModule) -> ResumedSteps | None:
+        """How to go on from a checkpoint of now, in the form in which Lightning makes it; None where that is impossible.
+
+        Gradients are clipped as in training. The hooks of callbacks, and those of the module that belong to the trainer's
+        loop, are not called.
+        """
+        batches = self._recent.take()
+        if not batches or _obstacle(trainer, module) is not None:
+            return None
+        (optimizer,) = trainer.optimizers
+        run = ResumedRun(
+            module=module,
+            optimizers=[optimizer],
+            losses=lambda index: _losses(trainer, module, batches[index % len(batches)], index),
+            evaluate=self._losses.measurement(trainer, module),
+            clip=lambda: _clip(trainer, module, optimizer),
+            scale=_scale(trainer),
+        )
+
+        def resumed(checkpoint: Any, marks: Sequence[int]) -> Sequence[Loss]:
+            weights = checkpoint[trained_key(checkpoint)]
+            with alone():
+                return run.steps(weights, checkpoint["optimizer_states"], marks)
+
+        return resumed
+
+
+def _obstacle(trainer: Trainer, module: LightningModule) -> str | None:
+    precision = trainer.precision_plugin
+    if type(trainer.strategy) not in (SingleDeviceStrategy, DDPStrategy):
+        return "the strategy is neither that of a single device nor DDP's"
+    if type(precision) not in _PRECISIONS:
+        return "the precision is a library's"
+    if not module.automatic_optimization or len(trainer.optimizers) != 1:
+        return "the module optimizes by itself, or has several optimizers"
+    own = any(is_overridden(name, module) for name in _OWN_STEPS)
+    if own or "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        return "the module makes its steps in a way of its own"
+    return wrapper_obstacle(trainer.strategy.model) or obstacle(module, trainer.optimizers, alone=True)
+
+
+def _scale(trainer: Trainer) -> float:
+    """Of the losses, where half-precision training has a scaler: its present one, which stays as it is."""
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return 1.0 if scaler is None or not scaler.is_enabled() else float(scaler.get_scale())
+
+
+def _losses(
+    trainer: Trainer, module: LightningModule, parts: Sequence[Any], index: int
+) -> Iterator[torch.Tensor]:
+    for part in parts:
+        batch = move_data_to_device(to_host(part), module.device)  # a copy: some modules change their batch
+        with captured_logs(trainer, module), trainer.precision_plugin.train_step_context():
+            returned = module.training_step(*arguments(module.training_step, batch, index))
+        loss = returned["loss"] if isinstance(returned, dict) else returned
+        if not isinstance(loss, torch.Tensor):
+            raise ConfigError(f"training_step returned no loss but {type(loss).__name__}")
+        yield loss / trainer.accumulate_grad_batches
+
+
+def _clip(trainer: Trainer, module: LightningModule, optimizer: torch.optim.Optimizer) -> None:
+    with captured_logs(trainer, module):
+        module.configure_gradient_clipping(
+            optimizer,
+            gradient_clip_val=trainer.gradient_clip_val,
+            gradient_clip_algorithm=trainer.gradient_clip_algorithm,
+        )

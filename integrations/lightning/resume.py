@@ -1,0 +1,121 @@
+"""Making ``Trainer.fit`` continue a run although it was given no ``ckpt_path``."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from shrinkpoint.errors import ConfigError, StateMismatchError
+from shrinkpoint.integrations.common.ranks import on_first
+from shrinkpoint.integrations.common.run_session import RunSession
+from shrinkpoint.saving.address import Address
+from shrinkpoint.saving.resume import require_same_model
+from shrinkpoint.store.manifest import Manifest
+
+__all__ = ["continue_run", "is_tuning", "require_module"]
+
+_HOOK = "resume_start"
+_VERSION = "pytorch-lightning_version"  # in every checkpoint of Lightning
+
+
+def is_tuning(trainer: Trainer) -> bool:
+    """Whether this fit is only a trial of `lightning.pytorch.tuner.Tuner`, which undoes it afterwards."""
+    return any(getattr(callback, "_early_exit", False) is True for callback in trainer.callbacks)
+
+
+def continue_run(trainer: Trainer, run: RunSession) -> None:
+    """Arrange that the fit which is being set up loads the run's newest sound checkpoint.
+
+    Lightning has fixed the path before any hook of a callback runs, so the one method that takes the path in is
+    wrapped, for one call. A path that the user gave wins there.
+
+    Args:
+        trainer: in a callback's ``setup`` for ``fit``; called on every rank.
+        run: the first rank chooses for all.
+
+    Raises:
+        NoCheckpointError: there is none, and ``resume="must"``, and no path was given.
+        ChainError: there are checkpoints, and none is sound.
+        StoreError: the store cannot be read.
+    """
+    connector = getattr(trainer, "_checkpoint_connector", None)
+    if not callable(getattr(connector, _HOOK, None)):
+        if run.settings.resume == "must":
+            raise ConfigError(
+                "this version of Lightning cannot be made to resume by itself: give fit(ckpt_path=...)"
+            )
+        rank_zero_warn(
+            "this version of Lightning cannot be made to resume by itself: give fit(ckpt_path=...)"
+        )
+        return
+    waiting: dict[str, RunSession] | None = getattr(getattr(connector, _HOOK), "runs", None)
+    if waiting is None:
+        waiting = {}
+        setattr(connector, _HOOK, _wrapped(trainer, connector, waiting))
+    waiting[run.settings.url] = run
+
+
+def _wrapped(trainer: Trainer, connector: Any, runs: Mapping[str, RunSession]) -> Callable[..., None]:
+    original = getattr(connector, _HOOK)
+
+    def resume_start(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
+        vars(connector).pop(_HOOK, None)
+        if not checkpoint_path:
+            checkpoint_path = on_first(lambda: _choose(runs))
+        loaded = Address.parse(str(checkpoint_path))
+        others = [run for url, run in runs.items() if loaded is None or loaded.url != url]
+        on_first(lambda: _require_own_runs(others, trainer.lightning_module))
+        original(checkpoint_path, *args, **kwargs)
+
+    resume_start.runs = runs  # type: ignore[attr-defined]
+    return resume_start
+
+
+def _choose(runs: Mapping[str, RunSession]) -> str | None:
+    """The address of the newest sound checkpoint; of several callbacks' runs the one that got furthest."""
+    chosen: dict[str, Manifest] = {}
+    for url, run in runs.items():
+        newest = run.newest_wanted()
+        if newest is not None:
+            chosen[url] = newest
+    if not chosen:
+        return None
+    url = max(chosen, key=lambda url: chosen[url].step)
+    for other in chosen.keys() - {url}:
+        runs[other].saver.forget(follows=chosen[other])  # a whole state that nobody will ask for
+    rank_zero_info(f"continuing {url} from step {chosen[url].step}")
+    return str(Address(url=url, seq=chosen[url].seq))
+
+
+def _require_own_runs(runs: Iterable[RunSession], module: LightningModule) -> None:
+    """Refuse to save beside another model's checkpoints: retention would remove them."""
+    for run in runs:
+        stored = run.outline(("state_dict", _VERSION))
+        if stored is not None:
+            require_module(stored, module, run.settings.url)
+
+
+def require_module(checkpoint: dict[str, Any], module: LightningModule, url: str) -> None:
+    """Refuse a checkpoint of another model, unless the module translates what it loads.
+
+    Raises:
+        StateMismatchError: names or shapes differ; the message says which. Or it is not a Lightning checkpoint.
+    """
+    if "state_dict" not in checkpoint or _VERSION not in checkpoint:
+        raise StateMismatchError(
+            f"{url} was not written by Lightning's callback: give this run a URL of its own, or continue the other one"
+            " with what it was made with"
+        )
+    if is_overridden("on_load_checkpoint", module) or not module.strict_loading:
+        return
+    stored = {
+        name: tuple(value.shape)
+        for name, value in checkpoint["state_dict"].items()
+        if hasattr(value, "shape")
+    }
+    live = {
+        name: tuple(value.shape) for name, value in module.state_dict().items() if hasattr(value, "shape")
+    }
+    require_same_model(stored, live, url)

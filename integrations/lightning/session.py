@@ -1,0 +1,355 @@
+"""One Lightning run that is being saved: what the callback's hooks do."""
+
+import signal
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+
+from shrinkpoint.errors import ConfigError
+from shrinkpoint.integrations.common.gradient_buckets import stateful_hook
+from shrinkpoint.integrations.common.gradients import GradientCollector
+from shrinkpoint.integrations.common.ranks import Outcome, broadcast, is_first, world_size
+from shrinkpoint.integrations.common.run_session import RunSession
+from shrinkpoint.integrations.common.triggers import Trigger
+from shrinkpoint.integrations.lightning.io import RunCheckpointIO, require_supported, storable
+from shrinkpoint.integrations.lightning.moments import ends_epoch, ends_training, validation_follows
+from shrinkpoint.integrations.lightning.position import POSITION_KEY, Position
+from shrinkpoint.integrations.lightning.probe import LossProbe
+from shrinkpoint.integrations.lightning.probe_steps import StepProbe
+from shrinkpoint.integrations.lightning.reports import finite_metrics, log_reports
+from shrinkpoint.integrations.lightning.resume import continue_run, is_tuning, require_module
+from shrinkpoint.integrations.lightning.settings import Settings
+from shrinkpoint.integrations.lightning.state import describe_checkpoint, followed_state
+from shrinkpoint.runtime.termination import TerminationRequest
+from shrinkpoint.saver import Saver
+from shrinkpoint.saving.address import Address
+from shrinkpoint.saving.resume import overridden_rates, require_optimizers
+from shrinkpoint.warn import tell
+
+__all__ = ["Session"]
+
+
+class Session:
+    """Drives a `RunSession` from a trainer's hooks; every method is called on every rank.
+
+    Args:
+        settings: the callback's options.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.run = RunSession(settings.run)
+        metric = settings.run.monitor if settings.run.mode == "min" else None
+        self.probe = LossProbe(metric=metric, batches=settings.run.probe_batches)
+        self._steps = StepProbe(self.probe, steps=self.run.probe_steps)
+        self._trigger = Trigger(settings.schedule)
+        self._gradients = GradientCollector()
+        self._interruption = TerminationRequest(  # Lightning answers SIGTERM itself
+            [signal.SIGINT], answered=lambda: self._training
+        )
+        self._training = False
+        self._active = False
+        self._seen_step = 0
+        self._stepped = False
+        self._last_batch = False
+        self._ending = False
+        self._stored_optimizers: list[dict[str, Any]] = []
+        self._position_wanted = False
+        self._validation_pending = False
+
+    @property
+    def _saver(self) -> Saver:
+        return self.run.saver
+
+    # ---- before training
+
+    def setup(self, trainer: Trainer, stage: str) -> None:
+        """Check the store before training starts, and arrange that the run continues.
+
+        Raises:
+            ConfigError: the strategy is not supported, or two callbacks save to one run.
+            StoreError: the store cannot be read or written.
+        """
+        require_supported(trainer.strategy)
+        self._require_torch_distributed(trainer)
+        self._require_own_run(trainer)
+        self._active = stage == "fit" and not trainer.fast_dev_run and not is_tuning(trainer)
+        io = RunCheckpointIO.install(trainer.strategy)
+        url = self.settings.run.url
+        io.add_run(
+            url,
+            self._saver,
+            lambda checkpoint: self._require_model(trainer, checkpoint),
+            adopts=lambda: self._active,
+        )
+        if self._active:
+            self.run.open()
+            if trainer.global_step == 0:  # a second fit goes on from where the trainer stands
+                continue_run(trainer, self.run)
+            self._training = False
+            self._interruption.watch()  # before any worker of a loader is forked, which would die of a Ctrl-C
+
+    def take_position(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+        """A checkpoint of any kind is being loaded."""
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._stored_optimizers = checkpoint.get("optimizer_states", [])
+            Position.of(trainer).load(trainer, checkpoint)
+
+    def fit_starts(self, trainer: Trainer) -> None:
+        """The model stands, and nothing has been drawn yet.
+
+        Raises:
+            StateMismatchError: the checkpoint that is being restored has other optimizers.
+        """
+        if self._stored_optimizers:
+            require_optimizers(self._stored_optimizers, trainer.optimizers, str(trainer.ckpt_path))
+            scheduled = bool(trainer.lr_scheduler_configs)
+            overridden = overridden_rates(self._stored_optimizers, trainer.optimizers, scheduled=scheduled)
+            if overridden is not None and trainer.is_global_zero:
+                tell(overridden)
+            self._stored_optimizers = []
+        Position.of(trainer).fit_starts()
+
+    def train_starts(self, trainer: Trainer, module: LightningModule) -> None:
+        """The iterators exist, and no batch has been drawn yet."""
+        Position.of(trainer).apply(trainer, module)
+        self._trigger.start(step=trainer.global_step, epochs=trainer.current_epoch)
+        self._seen_step = trainer.global_step
+        self._steps.starts(trainer, module)
+        self._training = self._active
+        loaded = Address.parse(str(trainer.ckpt_path))
+        if self._active and loaded is not None and loaded.url == self.settings.run.url:
+            self.run.saved_step = trainer.global_step
+            self.run.remember()
+            if not is_first():  # only the first process goes on from what it has read
+                self._saver.forget()
+        if self._active and is_first():
+            self.run.warn_hook(stateful_hook(trainer.strategy.model))
+            weights = followed_state(trainer, module)
+            self._saver.begin(
+                weights, step=trainer.global_step, describe=describe_checkpoint(trainer, module, weights)
+            )
+
+    def _require_model(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+        if trainer.state.fn == TrainerFn.FITTING:
+            require_module(checkpoint, trainer.lightning_module, self.settings.run.url)
+
+    def _require_torch_distributed(self, trainer: Trainer) -> None:
+        if trainer.world_size != world_size():
+            raise ConfigError(
+                f"strategy={type(trainer.strategy).__name__} trains with {trainer.world_size} processes, of which"
+                f" torch.distributed knows {world_size()}: use a single device or 'ddp', or let Lightning set torch.distributed"
+                " up"
+            )
+
+    def _require_own_run(self, trainer: Trainer) -> None:
+        sessions = [getattr(callback, "_session", None) for callback in trainer.checkpoint_callbacks]
+        urls = [session.settings.run.url for session in sessions if isinstance(session, Session)]
+        if urls.count(self.settings.run.url) > 1:
+            raise ConfigError(
+                f"two CompressedCheckpoint callbacks save to {self.settings.run.url}: give each a URL of its own, or use one"
+            )
+
+    # ---- during training
+
+    def epoch_starts(self, trainer: Trainer) -> None:
+        """Right before an epoch's iterator is built."""
+        Position.of(trainer).epoch_starts(trainer)
+
+    def batch_starts(self, trainer: Trainer, batch: Any, batch_idx: int) -> None:
+        """A batch is about to be trained on."""
+        self.probe.see_training(batch)
+        if self._active:
+            self._steps.see(trainer, batch, batch_idx)
+
+    def before_step(self, trainer: Trainer, module: LightningModule) -> None:
+        """The gradients of an optimizer step are complete."""
+        if self._active and is_first() and self.settings.run.saver.scheme != "lossless":
+            remaining = self._trigger.steps_until_due(trainer.global_step)
+            after = None if remaining is None else remaining - 1
+            self._gradients.update(module, trainer.optimizers, after)
+
+    def batch_ends(self, trainer: Trainer, module: LightningModule, batch_idx: int) -> None:
+        """Save if a checkpoint is due and this moment allows it."""
+        if not self._active:
+            return
+        self._attend(trainer)
+        step = trainer.global_step
+        self._stepped, self._seen_step = step != self._seen_step, step
+        self._last_batch = ends_epoch(trainer, batch_idx)
+        self._validation_pending = validation_follows(trainer, batch_idx)
+        position = Position.of(trainer)
+        position.batch_ends(trainer, validation_follows=self._validation_pending)
+        if self._stepped:
+            self._trigger.after_step(step, agree=broadcast)
+        if self._last_batch:
+            self._trigger.after_epoch(trainer.current_epoch + 1)
+        self._request_last(trainer)
+        terminated, interrupted = self._is_asked_to_end(trainer)
+        if terminated:
+            self._trigger.request()
+        # A validation that is broken off by the signal would leave the ranks at different places.
+        wait = (self._validation_pending and not terminated) or (
+            self._last_batch and not self._validation_pending
+        )
+        if not wait and (terminated or position.is_known(trainer)):
+            self._save_if_due(trainer, module, terminated=terminated)
+            if interrupted:
+                self._interruption.end()
+
+    def _is_asked_to_end(self, trainer: Trainer) -> tuple[bool, bool]:
+        """Whether by any signal, and whether by a Ctrl-C, which Lightning leaves to us.
+
+        One rank may learn of a signal earlier than the others: all must save at the same batch, or none.
+        """
+        asked = trainer.received_sigterm or self._interruption.received
+        terminated = trainer.strategy.reduce_boolean_decision(asked, all=False)
+        return terminated, terminated and self._is_interrupted(trainer)
+
+    def _is_interrupted(self, trainer: Trainer) -> bool:
+        return trainer.strategy.reduce_boolean_decision(self._interruption.received, all=False)
+
+    def validation_ends(self, trainer: Trainer, module: LightningModule) -> None:
+        """Save what was due at the batch before this validation."""
+        if trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING or not self._active:
+            return
+        self._attend(trainer)
+        self._validation_pending = False
+        self._request_last(trainer)
+        if not (self._last_batch and self.settings.on_epoch_end):
+            self._save_or_end(trainer, module)
+
+    def epoch_ends(self, trainer: Trainer, module: LightningModule) -> None:
+        """Save what was due at the epoch's last batch."""
+        if self._active:
+            if self._last_batch:  # else training has ended within the epoch: no place to go on from
+                self._request_last(trainer)
+            self._save_or_end(trainer, module)
+
+    def _save_or_end(self, trainer: Trainer, module: LightningModule) -> None:
+        terminated, interrupted = self._is_asked_to_end(trainer)
+        if terminated and trainer.global_step != self.run.saved_step:
+            self._trigger.request()
+        self._save_if_due(trainer, module, terminated=terminated)
+        if interrupted:
+            self._interruption.end()
+
+    def add_position(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+        """A checkpoint of any kind is being made."""
+        if self._position_wanted:
+            position = Position.of(trainer)
+            checkpoint[POSITION_KEY] = position.state(
+                trainer,
+                checkpoint,
+                mid_accumulation=not self._stepped,
+                validation_pending=self._validation_pending,
+            )
+
+    def _attend(self, trainer: Trainer) -> None:
+        """Serve the background, and tell of saves that are finished."""
+        reports = self.run.attend()
+        for report in reports:
+            self.probe.kept.adapt(report, self.settings.run.saver.search_overhead)
+        log_reports(trainer, reports)
+
+    def _request_last(self, trainer: Trainer) -> None:
+        """Save at the next moment that allows it if training ends here."""
+        self._ending = self.settings.run.save_last and ends_training(trainer, last_batch=self._last_batch)
+        if self._ending and trainer.global_step != self.run.saved_step:
+            self._trigger.request()
+
+    def _save_if_due(self, trainer: Trainer, module: LightningModule, *, terminated: bool = False) -> None:
+        if self._trigger.due and (self._stepped or self._ending or terminated):
+            self._save(trainer, module, last=terminated or self._ending, exact=terminated)
+
+    def _save(
+        self, trainer: Trainer, module: LightningModule, *, last: bool = False, exact: bool = False
+    ) -> None:
+        """Take a checkpoint by Lightning's own way, which ends in our plugin on the first rank.
+
+        Args:
+            trainer: between two batches.
+            module: the model.
+            last: there will be no other: wait for the one that is under way rather than skip this one.
+            exact: spend no time on a search.
+        """
+        self._trigger.saved()
+        if not self.run.wants(last=last):
+            return
+        accepted: Outcome[bool] = Outcome()
+
+        def write(checkpoint: dict[str, Any]) -> None:  # must not raise: the other ranks wait at a barrier
+            accepted.run(lambda: self._hand_over(trainer, module, checkpoint, last=last, exact=exact))
+
+        token = f"shrinkpoint-step-{trainer.global_step}"
+        self._position_wanted = True
+        try:
+            with RunCheckpointIO.install(trainer.strategy).writing(token, write):
+                trainer.save_checkpoint(token, weights_only=False)
+        finally:
+            self._position_wanted = False
+        if accepted.share():
+            self.run.saved_step = trainer.global_step
+
+    def _hand_over(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        checkpoint: dict[str, Any],
+        *,
+        last: bool,
+        exact: bool,
+    ) -> bool:
+        return self.run.hand_over(
+            storable(checkpoint),
+            step=trainer.global_step,
+            describe=describe_checkpoint(trainer, module, checkpoint),
+            metrics=finite_metrics(trainer),
+            evaluate=self.probe.evaluation(trainer, module),
+            resumed=self._steps.resumed(trainer, module),
+            gradients=self._gradients.take(trainer.optimizers),
+            optimizers=trainer.optimizers,
+            exact=exact,
+            last=last,
+        )
+
+    # ---- after training
+
+    def train_ends(self, trainer: Trainer, module: LightningModule) -> None:
+        """Save the last steps, and wait until everything is committed."""
+        if not self._active:
+            return
+        unsaved = trainer.global_step != self.run.saved_step
+        if unsaved and (self._trigger.due or self.settings.run.save_last):
+            self._stepped = True
+            self._save(trainer, module, last=True)
+        self.run.finish(lambda: self._save(trainer, module, last=True))
+        self._attend(trainer)
+        if self._is_interrupted(trainer):
+            self._interruption.end()
+        self._unwatch()
+
+    def fails(self, trainer: Trainer, module: LightningModule, *, terminated: bool) -> None:
+        """Finish what is under way; when the process is asked to end between two batches, save there first."""
+
+        def save() -> None:
+            # With several processes the checkpoint was taken at the end of the batch, where all of them agree.
+            alone = self._active and trainer.world_size == 1
+            if terminated and alone and trainer.global_step != self.run.saved_step:
+                self._save(trainer, module, last=True, exact=True)
+
+        self._unwatch()
+        if terminated:
+            self.run.fail(None, save=save)
+        else:
+            self.run.fail()
+
+    def _unwatch(self) -> None:
+        self._training = False
+        self._interruption.unwatch()
+
+    def close(self) -> None:
+        """Let go of the store."""
+        self._unwatch()
+        self.run.close()

@@ -1,0 +1,82 @@
+"""``ckpt_path="last"`` and ``"best"`` of Lightning's trainer, answered from the runs of our callbacks."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+from lightning.pytorch.trainer.states import TrainerFn
+
+from shrinkpoint.errors import ConfigError, NoCheckpointError
+from shrinkpoint.integrations.common.reports import metrics_of
+from shrinkpoint.integrations.common.run_session import RunSession
+from shrinkpoint.saving.address import Address
+
+__all__ = ["answer_words"]
+
+_HOOK = "_parse_ckpt_path"
+_NAMED = 8
+
+
+def answer_words(runs_of: Callable[[Trainer], list[RunSession]]) -> None:
+    """Have trainers ask our callbacks what ``"last"`` and ``"best"`` mean.
+
+    Lightning turns the words into a path before any hook of a callback, asks ``ModelCheckpoint`` alone for the last one, and
+    goes on with the weights as they are where it finds nothing: an evaluation of untrained weights. It offers no way to answer
+    it but its connector's method, which is wrapped here, once for the process. A trainer without a callback of ours, and every
+    other path, passes through.
+
+    Args:
+        runs_of: the runs that a trainer's callbacks save to, in their order.
+    """
+    original = getattr(_CheckpointConnector, _HOOK, None)
+    if not callable(original) or hasattr(original, "answers_words"):
+        return
+
+    @wraps(original)
+    def parse(self: Any, state_fn: TrainerFn, ckpt_path: Any, *args: Any, **kwargs: Any) -> Any:
+        runs = runs_of(self.trainer) if ckpt_path in ("last", "best") else []
+        if not runs or self.trainer.fast_dev_run:
+            return original(self, state_fn, ckpt_path, *args, **kwargs)
+        if ckpt_path == "best":
+            known = getattr(self.trainer.checkpoint_callback, "best_model_path", "")
+            return known or _best(runs[0])
+        if state_fn == TrainerFn.FITTING:
+            return _last_to_train(runs)
+        return runs[0].best.last_path or str(Address(url=runs[0].settings.url))
+
+    parse.answers_words = True  # type: ignore[attr-defined]
+    setattr(_CheckpointConnector, _HOOK, parse)
+
+
+def _last_to_train(runs: list[RunSession]) -> str | None:
+    """None where the run continues by itself, or holds nothing yet: the same command starts it and goes on with it."""
+    if any(run.settings.resume != "never" for run in runs):
+        return None
+    run = runs[0]
+    return str(Address(url=run.settings.url)) if run.saver.store.manifests() else None
+
+
+def _best(run: RunSession) -> str:
+    settings = run.settings
+    if settings.monitor is None:
+        raise ConfigError(
+            f'ckpt_path="best": which checkpoint of {settings.url} is the best is not known: give CompressedCheckpoint a'
+            ' monitor=, or take ckpt_path="last" for the newest'
+        )
+    if settings.save_top_k == 0:
+        raise ConfigError(
+            'ckpt_path="best" with save_top_k=0, which ranks none: give save_top_k=1, or ckpt_path="last"'
+        )
+    manifests = run.saver.store.manifests()
+    run.add_best(manifests)
+    if run.best.best_path:
+        return run.best.best_path
+    logged = sorted({name for manifest in manifests for name in metrics_of(manifest)})
+    raise NoCheckpointError(
+        f"none of the {len(manifests)} checkpoints of {settings.url} was saved with the metric {settings.monitor!r};"
+        f" they have {', '.join(logged[:_NAMED]) or 'no metrics'}"
+        if manifests
+        else f"{settings.url} holds no checkpoint"
+    )

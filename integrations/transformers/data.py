@@ -1,0 +1,287 @@
+"""Where a Hugging Face run stands in its training data.
+
+The trainer skips the batches before the place and sets the random numbers afterwards. But accelerate's loaders read one
+batch ahead, so that a collator that draws random numbers (masked language modelling) would draw others for that batch;
+workers would start with other seeds; and samplers that draw from torch's own generator would shuffle anew. So a
+checkpoint holds the generators' states at these moments too, and the loader, which the trainer gets wrapped, sets them
+at the same moments.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from shrinkpoint.integrations.transformers.generators import Generators, seeds, set_seeds
+from shrinkpoint.integrations.transformers.skipping import can_skip
+from shrinkpoint.warn import tell
+
+__all__ = ["DataPlace", "FollowedLoader"]
+
+_AHEAD = 2
+"""Of so many batches that were fetched last is known from which states; accelerate reads one ahead."""
+
+
+class DataPlace:
+    """Follows the training data of one trainer on this rank, and finds a stored place again.
+
+    Args:
+        seen: called with every batch that is trained on, and its number in the epoch.
+    """
+
+    def __init__(self, seen: Callable[[Any, int], None]) -> None:
+        self._seen = seen
+        self._loader: Any = None
+        self._epoch = _Epoch()
+        self._generators = Generators(None)
+        self._pending: Mapping[str, Any] | None = None
+
+    def follow(self, loader: Any) -> "FollowedLoader":
+        """Wrap the loader that the trainer is about to use."""
+        self._loader = loader
+        self._generators = Generators(loader)
+        if self._pending is not None:
+            set_seeds(loader, self._pending["seeds"])
+        return FollowedLoader(loader, self._iterate)
+
+    def state(self, *, inside_epoch: bool) -> dict[str, Any]:
+        """This rank's place, in plain data and tensors.
+
+        Args:
+            inside_epoch: whether batches of the present epoch are still to be trained on.
+        """
+        self._generators.find()
+        epoch = self._epoch
+        return {
+            "now": self._generators.states(),
+            "batches": epoch.consumed if inside_epoch else 0,
+            "epoch": epoch.state() if inside_epoch else None,
+            "seeds": seeds(self._loader),
+        }
+
+    def load(self, place: Mapping[str, Any]) -> None:
+        """Take over a checkpoint's place; it is found when the trainer iterates over the loader."""
+        self._pending = place
+
+    def between_epochs(self) -> None:
+        """The trainer would set the random numbers now: it begins an epoch, and skips nothing."""
+        if self._pending is not None:
+            self._set(self._pending["now"])
+            self._pending = None
+
+    def in_epoch(self) -> None:
+        """The trainer has the first batch after the place."""
+        if self._pending is not None:
+            tell(
+                "the order of the samples could not be restored: the trainer has not used the loader of its"
+                " get_train_dataloader()"
+            )
+            self.between_epochs()
+
+    def _set(self, states: Mapping[str, Any]) -> None:
+        self._generators.find()
+        self._generators.set(states)
+
+    # ---- one epoch
+
+    def _iterate(self, inner: Any, skip: int) -> Iterator[Any]:
+        stored = self._pending if skip and self._pending is not None else None
+        self._pending = None if skip else self._pending
+        if stored is not None and stored["batches"] != skip:
+            tell(
+                f"the checkpoint was saved after {stored['batches']} batches of the epoch, and the trainer skips {skip}: the"
+                " order of the samples will differ, as another batch size or number of accumulated gradients makes it"
+            )
+            self._set(stored["now"])
+            stored = None
+        base = _base(inner)
+        generators = self._generators
+        generators.find()
+        epoch = _Epoch(generators, stored, skip)
+        self._epoch = epoch
+        hook = None if base is None else _IndexHook.on(base)
+        drop = skip
+        if (
+            base is not None
+            and hook is not None
+            and skip
+            and can_skip(base, count=skip, exact=stored is not None)
+        ):
+            epoch.skips, drop = skip, 0
+        epoch.starts(workers=bool(getattr(base, "num_workers", 0)), hooked=hook is not None)
+        if hook is not None:
+            hook.epoch = epoch
+        iterator = iter(inner)
+        for _ in range(drop):
+            next(iterator, None)
+        for batch in iterator:
+            epoch.reached()
+            self._seen(batch, epoch.consumed)
+            epoch.consumed += 1
+            yield batch
+
+
+class _Epoch:
+    """The moments of one epoch at which the generators' states are noted, or set to what they were.
+
+    Args:
+        generators: of the loader; None before the first epoch.
+        stored: a place inside this epoch, to be found again.
+        consumed: batches that have been trained on before.
+    """
+
+    def __init__(
+        self,
+        generators: Generators | None = None,
+        stored: Mapping[str, Any] | None = None,
+        consumed: int = 0,
+    ) -> None:
+        self._generators = generators
+        self._stored = stored
+        self.consumed = consumed
+        self.skips = 0
+        """How many of the sampler's first batches are not to be fetched."""
+        self._asked = 0
+        self._workers = False
+        self._start: Any = None
+        self._sampler: Any = None
+        self._ahead: deque[tuple[int, Any]] = deque(maxlen=_AHEAD)
+
+    def state(self) -> dict[str, Any]:
+        """What has been noted so far."""
+        ahead = {str(number): states for number, states in self._ahead if number >= self.consumed}
+        return {"start": self._start, "sampler": self._sampler, "ahead": ahead, "asked": self._asked}
+
+    def starts(self, *, workers: bool, hooked: bool) -> None:
+        """The iterator is about to be built: workers get their seed from torch's generator."""
+        self._workers = workers
+        # Where all is read in this process, the moment at which the sampler starts is the first that counts.
+        self._start = self._moment("start") if workers or not hooked else None
+
+    def sampler_starts(self) -> None:
+        """The sampler is about to shuffle."""
+        self._sampler = self._moment("sampler")
+
+    def asks(self, number: int) -> None:
+        """The loader asks its sampler for a batch."""
+        if self._stored is not None and number >= self._stored["epoch"]["asked"]:
+            self._continue()
+        self._asked = number
+
+    def fetches(self, number: int) -> None:
+        """The sampler has answered, and the loader is about to read the batch, in this process or in a worker."""
+        self._asked = number + 1
+        if self._workers or self._generators is None:
+            return
+        stored = None if self._stored is None else self._stored["epoch"]["ahead"].get(str(number))
+        if stored is not None:
+            self._generators.set(stored)
+        self._ahead.append((number, self._generators.states()))
+
+    def reached(self) -> None:
+        """The trainer gets a batch that it trains on."""
+        self._continue()
+
+    def _moment(self, name: str) -> Any:
+        if self._generators is None:
+            return None
+        stored = None if self._stored is None else self._stored["epoch"][name]
+        if stored is not None:
+            self._generators.set(stored)
+        return self._generators.states()
+
+    def _continue(self) -> None:
+        if self._stored is not None and self._generators is not None:
+            self._generators.set(self._stored["now"])
+            self._stored = None
+
+
+class FollowedLoader:
+    """A loader that tells where its training stands; all else is the inner one's.
+
+    Args:
+        inner: any iterable.
+        iterate: gives the inner one's batches from a place on.
+    """
+
+    def __init__(self, inner: Any, iterate: Callable[[Any, int], Iterator[Any]]) -> None:
+        self._inner = inner
+        self._iterate = iterate
+        self._skip = 0
+
+    def skipping(self, count: int) -> "FollowedLoader":
+        """Leave so many batches out of the next iteration alone."""
+        self._skip = count
+        return self
+
+    def __iter__(self) -> Iterator[Any]:
+        skip, self._skip = self._skip, 0
+        return self._iterate(self._inner, skip)
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_inner", "_iterate", "_skip"):  # while a copy is made
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+    @property  # type: ignore[misc]  # which can be set elsewhere
+    def __class__(self) -> Any:
+        """The inner one's, as accelerate's own wrappers have it, so that ``isinstance(loader, DataLoader)`` holds."""
+        return self._inner.__class__
+
+
+class _IndexHook:
+    """Stands for a torch loader's index sampler, and tells an epoch what is asked for.
+
+    Args:
+        inner: the loader's own.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.epoch = _Epoch()
+
+    @classmethod
+    def on(cls, base: DataLoader[Any]) -> "_IndexHook":
+        """The loader's hook, which it gets once."""
+        found = vars(base).get("_shrinkpoint_hook")
+        if found is None:
+            kind = type(base)
+            found = cls(base._index_sampler)  # what a loader's iterators ask
+            base.__dict__["_shrinkpoint_hook"] = found
+            members = {"_index_sampler": property(lambda self: self.__dict__["_shrinkpoint_hook"])}
+            base.__class__ = type(kind.__name__, (kind,), members)
+        hook: _IndexHook = found
+        return hook
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch = self.epoch
+        epoch.sampler_starts()
+        indices = iter(self._inner)
+        for _ in range(epoch.skips):
+            next(indices, None)
+        number = epoch.skips
+        while True:
+            epoch.asks(number)
+            try:
+                batch = next(indices)
+            except StopIteration:
+                return
+            epoch.fetches(number)
+            yield batch
+            number += 1
+
+
+def _base(loader: Any) -> DataLoader[Any] | None:
+    """The torch loader inside accelerate's wrappers; None where there is no plain one."""
+    base = vars(loader).get("base_dataloader", loader) if hasattr(loader, "__dict__") else loader
+    if type(base) is DataLoader or "_shrinkpoint_hook" in getattr(base, "__dict__", {}):
+        found: DataLoader[Any] = base
+        return found
+    return None

@@ -1,0 +1,124 @@
+"""How the callback gets hold of a trainer: callbacks are told of events, but not of the trainer, and cannot make it resume.
+
+`Trainer.train` is wrapped once per process, and asks the trainer's callbacks for one of ours. For the time of a training
+a few methods of that one trainer are replaced: where it loads, gets its data, and logs, evaluates and saves.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import transformers
+from transformers import Trainer
+from transformers import trainer as trainer_module
+
+from shrinkpoint.errors import ConfigError
+from shrinkpoint.integrations.transformers.data import FollowedLoader
+from shrinkpoint.warn import tell
+
+__all__ = ["TESTED", "install", "overridden"]
+
+TESTED = "4.57 and 5.23"
+_MARK = "_shrinkpoint"
+_SKIP = "skip_first_batches"
+_ABSENT = object()
+
+Override = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""Makes what is called instead of a trainer's own method, which it gets."""
+
+
+class _Session(Protocol):
+    def renewed(self) -> "_Session": ...
+    def training(self, trainer: Any, given: Any) -> AbstractContextManager[Any]: ...
+
+
+def install() -> None:
+    """Let `Trainer.train` look for callbacks of ours; a trainer without one trains as before.
+
+    Raises:
+        ConfigError: this version of transformers has another trainer.
+    """
+    if getattr(Trainer.train, _MARK, False):
+        return
+    skip = getattr(trainer_module, _SKIP, None)
+    if skip is None:
+        raise ConfigError(
+            f"transformers {transformers.__version__} skips batches in a way that CompressedCheckpoint does not know; it was"
+            f" tested with {TESTED}"
+        )
+    setattr(trainer_module, _SKIP, _skipping(skip))
+    Trainer.train = _asking(Trainer.train)
+
+
+def _asking(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        owners = [each for each in self.callback_handler.callbacks if hasattr(each, "_shrinkpoint_session")]
+        given = None if resume_from_checkpoint is False else resume_from_checkpoint
+        given = kwargs.pop("model_path", given)  # its name in earlier versions
+        trial = args[0] if args else kwargs.get("trial")
+        if not owners:
+            return original(self, given, *args, **kwargs)
+        if trial is not None:
+            tell(
+                "the trials of a hyper-parameter search are not saved: CompressedCheckpoint leaves them alone"
+            )
+            return original(self, given, *args, **kwargs)
+        if len(owners) > 1:
+            raise ConfigError(
+                f"{len(owners)} CompressedCheckpoint callbacks are in this Trainer: give it one of them"
+            )
+        session: _Session = owners[
+            0
+        ]._shrinkpoint_session.renewed()  # a callback may serve one train after another
+        owners[0]._shrinkpoint_session = session
+        with session.training(self, given) as found:
+            return original(self, found, *args, **kwargs)
+
+    setattr(train, _MARK, True)
+    return train
+
+
+def _skipping(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+        if type(dataloader) is FollowedLoader:
+            return dataloader.skipping(num_batches)
+        return original(dataloader, num_batches)
+
+    return skip_first_batches
+
+
+@contextmanager
+def overridden(
+    trainer: Any, required: Mapping[str, Override], optional: Mapping[str, Override]
+) -> Iterator[None]:
+    """Replace methods of one trainer for a while.
+
+    Args:
+        trainer: not of its class, other trainers keep theirs.
+        required: by name.
+        optional: those that not every version has.
+
+    Raises:
+        ConfigError: the trainer lacks one of the `required`.
+    """
+    missing = [name for name in required if not callable(getattr(trainer, name, None))]
+    if missing:
+        raise ConfigError(
+            f"the {type(trainer).__name__} of transformers {transformers.__version__} has no {', '.join(missing)}, which"
+            f" CompressedCheckpoint needs; it was tested with {TESTED}"
+        )
+    wanted = {**required, **{name: make for name, make in optional.items() if hasattr(trainer, name)}}
+    before = {name: vars(trainer).get(name, _ABSENT) for name in wanted}
+    try:
+        for name, make in wanted.items():
+            setattr(trainer, name, make(getattr(trainer, name)))
+        yield
+    finally:
+        for name, value in before.items():
+            if value is _ABSENT:
+                vars(trainer).pop(name, None)
+            else:
+                setattr(trainer, name, value)

@@ -1,0 +1,215 @@
+"""What other weights would cost, measured between two steps of a Hugging Face run without leaving a trace in it.
+
+``Trainer.evaluate`` fires events, logs, and reads the loaders. So a few batches that went past are kept, and the trainer's own
+``compute_loss`` is called on them, by a copy of the trainer: subclasses note metrics there.
+"""
+
+import copy
+import inspect
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer
+
+from shrinkpoint.errors import ConfigError
+from shrinkpoint.integrations.common.alone import alone, wrapper_obstacle
+from shrinkpoint.integrations.common.probe import (
+    MORE_BATCHES,
+    KeptBatches,
+    RecentBatches,
+    loss_of,
+    metrics_untouched,
+    to_host,
+)
+from shrinkpoint.integrations.common.ranks import world_size
+from shrinkpoint.integrations.transformers.state import optimizers_of
+from shrinkpoint.quality.evaluation import Loss, ResumedSteps
+from shrinkpoint.quality.resumed_steps import ResumedRun, obstacle
+from shrinkpoint.quality.swap import swapped_weights
+from shrinkpoint.state.averages import without_averages
+
+__all__ = ["LossProbe", "StepProbe"]
+
+
+class LossProbe:
+    """Evaluates a run's model on a few batches: the first ones of evaluation, or of training where there is none yet.
+
+    Args:
+        batches: how many to use at first; some more are kept, in host memory.
+    """
+
+    def __init__(self, *, batches: int) -> None:
+        self.kept = KeptBatches(batches, MORE_BATCHES * batches)
+        self._number = 0
+
+    def evaluates(self, inputs: Any) -> None:
+        """The model is about to get a held-out batch."""
+        self.kept.see_validation(inputs, self._number)
+        self._number += 1
+
+    def evaluation_ends(self) -> None:
+        """The next held-out batch is the first of another evaluation."""
+        self._number = 0
+
+    def evaluation(self, trainer: Any) -> Callable[[Mapping[str, torch.Tensor]], tuple[float, ...]]:
+        """Measures the loss with given weights on each of the batches that are kept now, whatever is kept later.
+
+        Args:
+            trainer: between two steps. Its model's parameters, buffers, modes, metrics and all random number generators are
+                as before afterwards.
+
+        Raises:
+            ConfigError: by what is returned, if no batch has been seen, or the model tells no loss.
+        """
+        measure = self.measurement(trainer)
+        module: nn.Module = trainer.model
+
+        def evaluate(weights: Mapping[str, torch.Tensor]) -> tuple[float, ...]:
+            with metrics_untouched(module), swapped_weights(module, without_averages(weights)), alone():
+                return measure()
+
+        return evaluate
+
+    def measurement(self, trainer: Any) -> Callable[[], tuple[float, ...]]:
+        """The losses of the model as it stands on the batches that are kept now, whatever is kept later.
+
+        Args:
+            trainer: whoever calls what is returned sees to it that its model is in eval mode, and left as it was.
+        """
+        batches = list(self.kept.batches)
+
+        def measure() -> tuple[float, ...]:
+            if not batches:
+                raise ConfigError("there is nothing to measure the loss with: no batch has been seen")
+            silent = _silent(trainer)
+            return tuple(loss_of(_loss(silent, kept)) for kept in batches)
+
+        return measure
+
+
+class StepProbe:
+    """Keeps batches to make steps on, and makes them.
+
+    Args:
+        losses: measures what the steps come to.
+        steps: how many batches to keep, in host memory; 0 keeps none and makes none.
+    """
+
+    def __init__(self, losses: LossProbe, *, steps: int) -> None:
+        self._losses = losses
+        self._recent = RecentBatches(steps)
+
+    def starts(self, trainer: Any) -> None:
+        """Keep nothing in a training that no steps can be made in."""
+        if _obstacle(trainer) is not None:
+            self._recent.stop()
+
+    def see(self, batch: Any, number: int, *, accumulated: int) -> None:
+        """A batch is about to be trained on.
+
+        Args:
+            batch: as the loader gives it.
+            number: in its epoch, from 0.
+            accumulated: batches to a step.
+        """
+        self._recent.see(batch, first=number % accumulated == 0)
+
+    def resumed(self, trainer: Any) -> ResumedSteps | None:
+        """How to go on from a `stored_state` of now; None where that is impossible."""
+        batches = self._recent.take()
+        if not batches or _obstacle(trainer) is not None:
+            return None
+        run = ResumedRun(
+            module=trainer.model,
+            optimizers=optimizers_of(trainer),
+            losses=lambda index: _losses(trainer, batches[index % len(batches)]),
+            evaluate=self._losses.measurement(trainer),
+            clip=lambda: _clip(trainer),
+            scale=_scale(trainer),
+        )
+
+        def resumed(stored: Any, marks: Sequence[int]) -> Sequence[Loss]:
+            with alone():
+                return run.steps(stored["model"], stored["optimizers"], marks)
+
+        return resumed
+
+
+def _obstacle(trainer: Any) -> str | None:
+    if trainer.args.n_gpu > 1:
+        return "one process trains on several GPUs"
+    if type(trainer).training_step is not Trainer.training_step or "training_step" in vars(trainer):
+        return "the trainer makes its steps in a way of its own"
+    if getattr(trainer, "use_apex", False) or "lomo" in str(trainer.args.optim).lower():
+        return "the optimizer or the precision is a library's"
+    return wrapper_obstacle(trainer.model_wrapped) or obstacle(
+        trainer.model, optimizers_of(trainer), alone=True
+    )
+
+
+def _scale(trainer: Any) -> float:
+    """Of the losses, where half-precision training has a scaler: its present one, which stays as it is."""
+    scaler = getattr(trainer.accelerator, "scaler", None)
+    return 1.0 if scaler is None or not scaler.is_enabled() else float(scaler.get_scale())
+
+
+def _losses(trainer: Any, parts: Sequence[Any]) -> Iterator[torch.Tensor]:
+    silent = _silent(trainer)
+    items = _items(silent, parts)
+    for part in parts:
+        loss = _loss(silent, part, items)
+        scaled = items is not None and getattr(silent, "model_accepts_loss_kwargs", False)
+        if not scaled and getattr(silent, "compute_loss_func", None) is None:
+            loss = loss / len(parts)
+        yield loss
+
+
+def _items(trainer: Any, parts: Sequence[Any]) -> Any:
+    """By how many labels the trainer divides the sum of the losses of one step; None where it takes means of means.
+
+    Of several processes one alone cannot know it.
+    """
+    if world_size() > 1 or not hasattr(trainer, "get_batch_samples"):
+        return None
+    batches = iter([trainer._prepare_inputs(to_host(part)) for part in parts])
+    device = (
+        [trainer.args.device] if "device" in inspect.signature(trainer.get_batch_samples).parameters else []
+    )
+    return trainer.get_batch_samples(batches, len(parts), *device)[1]
+
+
+def _loss(trainer: Any, kept: Any, items: Any = None) -> torch.Tensor:
+    inputs = trainer._prepare_inputs(to_host(kept))  # a copy: labels are taken out of it
+    more = {} if items is None else {"num_items_in_batch": items}
+    with trainer.compute_loss_context_manager():
+        loss: torch.Tensor = trainer.compute_loss(trainer.model, inputs, **more)
+    return loss
+
+
+def _clip(trainer: Any) -> None:
+    if trainer.args.max_grad_norm is not None and trainer.args.max_grad_norm > 0:
+        nn.utils.clip_grad_norm_(trainer.model.parameters(), trainer.args.max_grad_norm)
+
+
+def _silent(trainer: Any) -> Any:
+    """A copy of the trainer with containers of its own, whose log goes nowhere."""
+    silent = object.__new__(type(trainer))
+    for name, value in vars(trainer).items():
+        silent.__dict__[name] = value if name.endswith("dataset") else _copied(value)
+    silent.state = copy.deepcopy(trainer.state)
+    silent.control = copy.copy(trainer.control)
+    silent.log = lambda *args, **kwargs: None
+    return silent
+
+
+def _copied(value: Any) -> Any:
+    """Containers are copied, what they hold is not."""
+    if isinstance(value, dict):
+        copied = copy.copy(value)  # of its own kind
+        for key, item in value.items():
+            copied[key] = _copied(item)
+        return copied
+    return copy.copy(value) if isinstance(value, (list, set, deque)) else value

@@ -1,0 +1,229 @@
+"""How a Hugging Face run starts: whether it can be saved at all, and where it goes on."""
+
+import json
+import logging
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers.trainer import TRAINER_STATE_NAME
+
+from shrinkpoint.errors import ConfigError, NoCheckpointError
+from shrinkpoint.integrations.common.ranks import is_first, on_every, on_first, world_size
+from shrinkpoint.integrations.common.run_session import RunSession
+from shrinkpoint.integrations.transformers.state import (
+    OUTLINE,
+    arguments,
+    require_own_run,
+    trainer_state,
+)
+from shrinkpoint.saving.address import Address
+from shrinkpoint.store.manifest import Manifest
+from shrinkpoint.warn import tell
+
+__all__ = [
+    "AFTER_THE_END",
+    "choose",
+    "is_complete",
+    "require_supported",
+    "require_supported_args",
+    "write_thin",
+]
+
+_log = logging.getLogger(__name__)
+
+AFTER_THE_END = 2**52
+"""A step that lies behind the end of every training, and in floating point on an epoch's edge."""
+
+_SUPPORTED = (
+    "NO",
+    "MULTI_GPU",
+    "MULTI_CPU",
+    "MULTI_NPU",
+    "MULTI_MLU",
+    "MULTI_MUSA",
+    "MULTI_XPU",
+    "MULTI_HPU",
+)
+
+
+def require_supported_args(args: Any) -> None:
+    """Refuse a training whose whole state no process will ever hold, before a model is moved anywhere.
+
+    Args:
+        args: the ``TrainingArguments``.
+
+    Raises:
+        ConfigError: the message says what to change.
+    """
+    for name in ("deepspeed", "fsdp"):
+        if getattr(args, name, None):
+            raise ConfigError(
+                f"{name}={getattr(args, name)!r}: no process holds the whole state, and CompressedCheckpoint does not save"
+                " shards yet. Train with DDP (torchrun), or leave the saving to the Trainer's own save_strategy"
+            )
+
+
+def require_supported(trainer: Any) -> None:
+    """As `require_supported_args`, and what only the trainer knows.
+
+    Raises:
+        ConfigError: the message says what to change.
+    """
+    require_supported_args(trainer.args)
+    kind = getattr(trainer.accelerator, "distributed_type", "NO")
+    name = str(getattr(kind, "value", kind))
+    sharded = getattr(trainer, "is_tp_enabled", False) or getattr(
+        trainer, "is_distributed_loading_by_transformers", False
+    )
+    if name not in _SUPPORTED or sharded:
+        raise ConfigError(
+            f"accelerate trains this model as {'TENSOR_PARALLEL' if sharded else name}, which CompressedCheckpoint cannot save"
+            " yet: train on a single device or with DDP (torchrun)"
+        )
+    if trainer.args.world_size != world_size():
+        raise ConfigError(
+            f"{trainer.args.world_size} processes train, of which torch.distributed knows {world_size()}: start them with"
+            " torchrun or accelerate launch"
+        )
+
+
+def choose(run: RunSession, trainer: Any, given: Any) -> Mapping[str, Any] | None:
+    """What a training is to continue from, read and compared with its model; the same on all ranks.
+
+    Args:
+        run: where to look.
+        trainer: not yet training.
+        given: the user's ``resume_from_checkpoint``, which wins; an address of ours, or anything of the trainer's own.
+
+    Returns:
+        The stored state; None where nothing of ours is to be continued.
+
+    Raises:
+        NoCheckpointError: there is none, and ``resume="must"``.
+        StateMismatchError: the run is another model's or framework's.
+        ChainError, StoreError: no checkpoint can be read.
+    """
+    url = run.settings.url
+    address = Address.parse(given) if isinstance(given, str) else None
+    if address is not None and address.url != url:
+        raise ConfigError(
+            f"resume_from_checkpoint={given!r} is not in {url}, where CompressedCheckpoint saves: continue that run with its"
+            " own URL, or take its weights with `shrinkpoint export`"
+        )
+    if (
+        given is True
+        and run.settings.resume != "never"
+        and on_first(lambda: bool(run.saver.store.manifests()))
+    ):
+        given = None  # "go on from the last checkpoint": there are none in the trainer's folder since they are ours
+    if given is not None and address is None:
+        _require_own_run(run, trainer)
+        _tell_newer(run, given)
+        return None
+    manifest = run.choose() if address is None else on_first(lambda: _at(run, address))
+    if manifest is None:
+        _require_own_run(run, trainer)
+        return None
+    stored = on_every(lambda: _read(run, manifest))
+    on_first(lambda: require_own_run(stored, trainer.model, url))
+    run.saved_step = manifest.step
+    run.remember()
+    if not is_first():  # only the first process goes on from what it has read
+        run.saver.forget()
+    _tell_resumed(run, stored, trainer.args)
+    found: Mapping[str, Any] = stored
+    return found
+
+
+def _at(run: RunSession, address: Address) -> Manifest:
+    manifests = run.saver.store.manifests()
+    for manifest in manifests:
+        if address.step is None and address.seq is None:
+            break
+        if address.step == manifest.step or (address.seq is not None and address.seq == manifest.seq):
+            return manifest
+    else:
+        raise NoCheckpointError(
+            f"{run.settings.url} holds no such checkpoint: {address}; see `shrinkpoint ls {run.settings.url}`"
+        )
+    newest = run.saver.newest()
+    if newest is None:
+        raise NoCheckpointError(f"{run.settings.url} holds no checkpoint")
+    return newest
+
+
+def _read(run: RunSession, manifest: Manifest) -> Any:
+    restored = run.saver.restore(manifest)
+    assert restored is not None
+    return restored.state.to_object()
+
+
+def _require_own_run(run: RunSession, trainer: Any) -> None:
+    """Refuse to save beside another model's checkpoints: retention would remove them."""
+
+    def look() -> None:
+        found = run.outline(OUTLINE)
+        if found is not None:
+            require_own_run(found, trainer.model, run.settings.url)
+
+    on_first(look)
+
+
+def is_complete(stored: Mapping[str, Any], args: Any) -> bool:
+    """Whether nothing is left to train: the trainer itself would make one step more where ``max_steps`` ended an epoch early.
+
+    Args:
+        stored: the checkpoint.
+        args: the ``TrainingArguments`` of now.
+    """
+    state, now = stored["trainer"], arguments(args)
+    done = state["global_step"]
+    if stored["arguments"] == now:
+        return bool(stored["stopped"]) or done >= state["max_steps"]
+    if now["max_steps"] > 0:
+        return bool(done >= now["max_steps"])
+    per_epoch = stored["steps_per_epoch"]
+    return per_epoch is not None and done >= math.ceil(now["num_train_epochs"] * per_epoch)
+
+
+def write_thin(stored: Mapping[str, Any], folder: Path, *, complete: bool) -> str:
+    """Write what the trainer finds its place by: a checkpoint folder with its state and nothing else.
+
+    Args:
+        stored: the checkpoint.
+        folder: empty, and of this process.
+        complete: nothing is left to train; the trainer is then told a step behind the end.
+    """
+    state = trainer_state(stored)
+    if complete:
+        state = {**state, "global_step": AFTER_THE_END}
+    (folder / TRAINER_STATE_NAME).write_text(json.dumps(state, default=float))
+    return str(folder)
+
+
+def _tell_resumed(run: RunSession, stored: Mapping[str, Any], args: Any) -> None:
+    if not is_first():
+        return
+    step = stored["trainer"]["global_step"]
+    _log.info("continuing %s from step %d", run.settings.url, step)
+    if is_complete(stored, args):
+        tell(
+            f"the run in {run.settings.url} is complete: it ended at step {step}. Raise max_steps or num_train_epochs to train"
+            " on; there is nothing to do now"
+        )
+    if len(stored["ranks"]) != world_size():
+        tell(
+            f"the checkpoint was saved by {len(stored['ranks'])} processes and is continued by {world_size()}: random numbers"
+            " and the order of samples will differ"
+        )
+
+
+def _tell_newer(run: RunSession, given: Any) -> None:
+    newest = on_first(lambda: next(iter(run.saver.store.manifests()), None))
+    if newest is not None and is_first():
+        tell(
+            f"resume_from_checkpoint={given!r} wins: {run.settings.url}, which holds step {newest.step}, is not continued. Leave"
+            " resume_from_checkpoint out to go on from there"
+        )

@@ -1,0 +1,427 @@
+"""One run of Hugging Face's Trainer that is being saved: what the callback's events do, and what happens beside them."""
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from shrinkpoint.errors import ConfigError
+from shrinkpoint.integrations.common.gradient_buckets import (
+    Buckets,
+    bucket_order,
+    restore_buckets,
+    stateful_hook,
+)
+from shrinkpoint.integrations.common.gradients import GradientCollector
+from shrinkpoint.integrations.common.ranks import (
+    any_of,
+    broadcast,
+    gather,
+    is_first,
+    on_every,
+    on_first,
+    rank,
+    world_size,
+)
+from shrinkpoint.integrations.common.run_session import RunSession
+from shrinkpoint.integrations.common.triggers import Schedule, Trigger
+from shrinkpoint.integrations.transformers.data import DataPlace
+from shrinkpoint.integrations.transformers.hooks import Override, overridden
+from shrinkpoint.integrations.transformers.probe import LossProbe, StepProbe
+from shrinkpoint.integrations.transformers.progress import Progress, inside_epoch
+from shrinkpoint.integrations.transformers.reports import current_metrics, log_reports
+from shrinkpoint.integrations.transformers.resume import (
+    choose,
+    is_complete,
+    require_supported,
+    require_supported_args,
+    write_thin,
+)
+from shrinkpoint.integrations.transformers.settings import Settings
+from shrinkpoint.integrations.transformers.state import (
+    describe_state,
+    followed_state,
+    load_callbacks,
+    load_model,
+    load_optimizer,
+    load_scaler,
+    optimizers_of,
+    stored_state,
+)
+from shrinkpoint.runtime.termination import TerminationRequest
+from shrinkpoint.saving.address import Address
+from shrinkpoint.warn import tell
+
+__all__ = ["Session"]
+
+_log = logging.getLogger(__name__)
+
+
+class Session:
+    """Drives a `RunSession` from a trainer's events; every method is called on every rank.
+
+    Args:
+        settings: the callback's options.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._given = self.settings = settings
+        self.run = RunSession(settings.run)
+        self._set_up()
+
+    def _set_up(self) -> None:
+        self._probe = LossProbe(batches=self.settings.run.probe_batches)
+        self._steps = StepProbe(self._probe, steps=self.run.probe_steps)
+        self._data = DataPlace(self._sees)
+        self._trigger = Trigger(Schedule())
+        self._gradients = GradientCollector()
+        self._termination = TerminationRequest()
+        self._progress = Progress()
+        self._trainer: Any = None
+        self._stored: Mapping[str, Any] | None = None
+        self._seen_step = 0
+        self._requested = self._epoch_over = self._best_loaded = self._new_best = False
+        self._best_metric: float | None = None
+
+    def renewed(self) -> "Session":
+        """A fresh one with the same options, for another training."""
+        return Session(self._given)
+
+    # ---- before training
+
+    def init_ends(self, args: Any) -> None:
+        """The trainer has been built: refuse at once what could not be saved.
+
+        Raises:
+            ConfigError: the message says what to change.
+        """
+        require_supported_args(args)
+        self.settings.for_trainer(args)
+
+    @contextmanager
+    def training(self, trainer: Any, given: Any) -> Iterator[Any]:
+        """A whole call of ``Trainer.train``, whatever it ends by.
+
+        Args:
+            trainer: about to train.
+            given: the user's ``resume_from_checkpoint``.
+
+        Yields:
+            What the trainer is to be given instead.
+
+        Raises:
+            ConfigError: this training cannot be saved.
+            ShrinkpointError: as `choose`; the store cannot be reached or written.
+        """
+        require_supported(trainer)
+        self.settings = self._given.for_trainer(trainer.args)
+        self.run = RunSession(self.settings.run)
+        self._set_up()
+        self._trainer = trainer
+        try:
+            self.run.open()
+            with ExitStack() as stack:
+                self._stored = choose(self.run, trainer, given)
+                if self._stored is not None:
+                    folder = stack.enter_context(TemporaryDirectory(prefix="shrinkpoint-"))
+                    given = self._prepare(self._stored, Path(folder))
+                stack.enter_context(overridden(trainer, self._required(), self._optional()))
+                yield given
+        finally:
+            self._close()
+
+    def _prepare(self, stored: Mapping[str, Any], folder: Path) -> str:
+        if len(stored["ranks"]) == world_size():
+            self._data.load(stored["ranks"][rank()]["place"])
+        return write_thin(stored, folder, complete=is_complete(stored, self._trainer.args))
+
+    def _required(self) -> dict[str, Override]:
+        return {
+            "get_train_dataloader": lambda original: lambda: self._data.follow(original()),
+            "_load_from_checkpoint": self._instead(
+                lambda stored, *args: load_model(stored, self._trainer.model)
+            ),
+            "_load_optimizer_and_scheduler": self._instead(
+                lambda stored, *args: self._load_optimizer(stored)
+            ),
+            "_load_rng_state": self._instead(lambda stored, *args: self._place_is_found()),
+            "_maybe_log_save_evaluate": self._around_moments,
+            "_save_checkpoint": self._instead_of_saving,
+            "prediction_step": self._before_evaluating,
+        }
+
+    def _optional(self) -> dict[str, Override]:
+        return {
+            "_load_scaler": self._instead(lambda stored, *args: None),  # it went with the optimizer
+            "_load_callback_state": self._instead(
+                lambda stored, *args: load_callbacks(stored, self._trainer)
+            ),
+            "_load_best_model": self._instead_of_loading_best,
+        }
+
+    def _instead(self, load: Any) -> Override:
+        """Where the trainer would load a part of a checkpoint of its own, load ours, if that is what it continues."""
+
+        def override(original: Any) -> Any:
+            def replacement(*args: Any, **kwargs: Any) -> Any:
+                return original(*args, **kwargs) if self._stored is None else load(self._stored, *args)
+
+            return replacement
+
+        return override
+
+    def _load_optimizer(self, stored: Mapping[str, Any]) -> None:
+        load_optimizer(stored, self._trainer, self.run.settings.url)
+        load_scaler(stored, self._trainer)
+
+    def _place_is_found(self) -> None:
+        assert self._stored is not None
+        if inside_epoch(self._trainer.state) and not self._trainer.args.ignore_data_skip:
+            self._data.in_epoch()
+        else:
+            self._data.between_epochs()
+
+    def train_begins(self, state: Any) -> None:
+        """Everything is built and loaded.
+
+        Raises:
+            ConfigError: the trainer trains in a way of its own.
+        """
+        if self._trainer is None:
+            if state.is_hyper_param_search:
+                return
+            raise ConfigError(
+                "CompressedCheckpoint is in a trainer whose train() does not go through transformers.Trainer.train, and so can"
+                " neither continue nor save it"
+            )
+        trainer, buckets = self._trainer, Buckets()
+        if self._stored is not None:
+            if len(self._stored["ranks"]) == world_size():
+                buckets = self._stored["buckets"]
+            self._progress.restore(trainer, self._stored)
+            if trainer.args.load_best_model_at_end and self._takes_over:
+                state.best_model_checkpoint = broadcast(self.run.best.best_path) or None
+        self._best_metric = state.best_metric
+        self._seen_step = state.global_step
+        self._trigger = Trigger(self.settings.schedule_for(trainer.args, state.save_steps))
+        self._trigger.start(step=state.global_step, epochs=int(state.epoch or 0))
+        self._termination.watch()
+        restore_buckets(trainer.model_wrapped, buckets)
+        self._steps.starts(trainer)
+        if is_first():
+            self.run.warn_hook(stateful_hook(trainer.model_wrapped))
+            self.run.saver.begin(
+                followed_state(trainer), step=state.global_step, describe=describe_state(trainer)
+            )
+        if self._stored is not None and not trainer.args.auto_find_batch_size:  # which loads once more
+            self._stored = {"format": self._stored["format"]}  # the rest has been loaded, and takes memory
+
+    # ---- during training
+
+    @property
+    def _takes_over(self) -> bool:
+        return not self.settings.keep_trainer_saves
+
+    def _sees(self, batch: Any, number: int) -> None:
+        """A batch is about to be trained on."""
+        if is_first() and self._trainer is not None:
+            self._probe.kept.see_training(batch)
+            accumulated = self._trainer.args.gradient_accumulation_steps
+            self._steps.see(batch, number, accumulated=accumulated)
+
+    def _before_evaluating(self, original: Any) -> Any:
+        def prediction_step(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if is_first() and self._trainer.is_in_train:
+                self._probe.evaluates(inputs)
+            return original(model, inputs, *args, **kwargs)
+
+        return prediction_step
+
+    def evaluation_ends(self) -> None:
+        """An evaluation is over."""
+        self._probe.evaluation_ends()
+
+    def before_step(self, state: Any) -> None:
+        """The gradients of an optimizer step are complete."""
+        if self._trainer is not None and is_first() and self.settings.run.saver.scheme != "lossless":
+            remaining = self._trigger.steps_until_due(state.global_step)
+            after = None if remaining is None else remaining - 1
+            self._gradients.update(self._trainer.model, optimizers_of(self._trainer), after)
+
+    def step_ends(self, control: Any) -> None:
+        """The trainer has decided whether it saves after this step: the checkpoint is ours."""
+        if self._trainer is not None:
+            self._requested |= bool(control.should_save) and self.settings.schedule is None
+            if self._takes_over:
+                control.should_save = False
+
+    def epoch_ends(self, control: Any) -> None:
+        """All batches of an epoch have been trained on, or the training stops within it."""
+        self.step_ends(control)
+        self._epoch_over = True
+
+    def _instead_of_saving(self, original: Any) -> Any:
+        def save_checkpoint(*args: Any, **kwargs: Any) -> None:
+            if self._takes_over:
+                self._requested = True  # by a strategy that knows after the evaluation
+            else:
+                original(*args, **kwargs)
+
+        return save_checkpoint
+
+    def _around_moments(self, original: Any) -> Any:
+        def log_save_evaluate(tr_loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+            self._progress.add_pending(tr_loss)
+            original(tr_loss, *args, **kwargs)
+            self._moment(tr_loss)
+
+        return log_save_evaluate
+
+    def _moment(self, tr_loss: torch.Tensor) -> None:
+        """After a step, or an epoch, has been logged and evaluated: the moment from which a run is continued.
+
+        Of an epoch's last step what belongs to the epoch's end is still to come, so its checkpoint waits for that.
+
+        Raises:
+            SystemExit, KeyboardInterrupt: the process was asked to end, and has been saved.
+        """
+        state, control = self._trainer.state, self._trainer.control
+        epoch_over, self._epoch_over = self._epoch_over, False
+        if state.global_step != self._seen_step:
+            self._trigger.after_step(state.global_step, agree=broadcast)
+            self._seen_step = state.global_step
+        if epoch_over and not inside_epoch(state):
+            self._trigger.after_epoch(round(state.epoch))
+        if self._trainer.args.load_best_model_at_end and self._takes_over:
+            self._new_best |= state.best_metric != self._best_metric
+            self._best_metric = state.best_metric
+        self._attend()
+        terminated = any_of(self._termination.received, self._trainer.args.device)
+        ending = terminated or bool(control.should_training_stop)
+        if not epoch_over and not inside_epoch(state):
+            return
+        last = ending and (self.settings.run.save_last or terminated)
+        if self._trigger.due or self._requested or self._new_best or last:
+            self._save(tr_loss, last=last or self._new_best, exact=terminated)
+        if terminated:
+            self._finish(tr_loss, exact=True)
+            self._termination.end()
+
+    def _attend(self) -> None:
+        reports = self.run.attend()
+        for report in reports:
+            self._probe.kept.adapt(report, self.settings.run.saver.search_overhead)
+        log_reports(self._trainer, reports)
+
+    def _save(
+        self, tr_loss: torch.Tensor | None, *, last: bool = False, exact: bool = False, again: bool = False
+    ) -> None:
+        """Take a checkpoint; all ranks take part.
+
+        Args:
+            tr_loss: what the trainer has added up since it has logged.
+            last: there will be no other of its kind: wait for the one that is under way rather than skip this one.
+            exact: spend no time on a search.
+            again: even if this step has been saved.
+        """
+        trainer, step = self._trainer, self._trainer.state.global_step
+        best, self._new_best = self._new_best, False
+        self._trigger.saved()
+        self._requested = False
+        if step != self.run.saved_step or again:
+            if not self.run.wants(last=last):
+                return
+            stored = self._gathered(tr_loss)
+            accepted = on_first(
+                lambda: self.run.hand_over(
+                    stored,
+                    step=step,
+                    describe=describe_state(trainer),
+                    metrics=current_metrics(trainer.state),
+                    evaluate=self._probe.evaluation(trainer),
+                    resumed=self._steps.resumed(trainer),
+                    gradients=self._gradients.take(optimizers_of(trainer)),
+                    optimizers=optimizers_of(trainer),
+                    exact=exact,
+                    last=last,
+                )
+            )
+            if not accepted:
+                return
+            self.run.saved_step = step
+        if best:
+            trainer.state.best_model_checkpoint = str(Address(url=self.run.settings.url, step=step))
+
+    def _gathered(self, tr_loss: torch.Tensor | None) -> dict[str, Any]:
+        trainer = self._trainer
+        trainer.store_flos()
+        place = on_every(lambda: self._data.state(inside_epoch=inside_epoch(trainer.state)))
+        ranks = gather({"place": place, **self._progress.state(trainer, tr_loss)})
+        buckets = bucket_order(trainer.model_wrapped)
+        return on_every(lambda: stored_state(trainer, ranks, buckets))
+
+    # ---- after training
+
+    def _instead_of_loading_best(self, original: Any) -> Any:
+        def load_best_model() -> None:
+            if self._takes_over:
+                self._load_best()
+            else:
+                original()
+
+        return load_best_model
+
+    def _load_best(self) -> None:
+        trainer = self._trainer
+        self._finish(None, exact=False)
+        address = Address.parse(self.run.best.best_path)
+        trainer.state.best_model_checkpoint = (
+            None  # the trainer would look for a folder; `train_ends` sets it again
+        )
+        if address is None:
+            tell(
+                "there is no best checkpoint to load: no evaluation has been saved. The model stays as it is"
+            )
+            return
+        restored = on_every(lambda: self.run.saver.restore(address.step, adopt=False))
+        assert restored is not None
+        load_model(restored.state.to_object(), trainer.model)
+        self._best_loaded = True
+        _log.info("the best model is loaded from %s", address)
+
+    def train_ends(self, state: Any) -> None:
+        """Save the last steps if they are not, and wait until everything is committed.
+
+        Raises:
+            SaveFailedError: the last checkpoint could not be stored.
+        """
+        if self._trainer is None:
+            return
+        unsaved = state.global_step not in (0, self.run.saved_step)
+        if unsaved and self.settings.run.save_last and not self._best_loaded:
+            self._save(None, last=True)
+        self._finish(None, exact=False)
+        self._attend()
+        if self._trainer.args.load_best_model_at_end and self._takes_over:
+            state.best_model_checkpoint = self.run.best.best_path or None
+        if any_of(self._termination.received, self._trainer.args.device):
+            self._termination.end()
+        self._termination.unwatch()
+
+    def _finish(self, tr_loss: torch.Tensor | None, *, exact: bool) -> None:
+        def save_again() -> None:
+            if not self._best_loaded:
+                self._save(tr_loss, last=True, exact=exact, again=True)
+
+        self.run.finish(save_again)
+
+    def _close(self) -> None:
+        """Finish what is under way, after an error too; there may be no other process any more."""
+        self._termination.unwatch()
+        self.run.fail()
+        self.run.release()
+        self._set_up()

@@ -1,0 +1,217 @@
+"""What of a Hugging Face run is stored, and putting it back."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.trainer_callback import EarlyStoppingCallback, ExportableState, TrainerControl
+
+from shrinkpoint.errors import StateMismatchError
+from shrinkpoint.integrations.common.gradient_buckets import Buckets
+from shrinkpoint.saving.resume import overridden_rates, require_optimizers, require_same_model
+from shrinkpoint.state.roles import describe_training
+from shrinkpoint.state.training import Describe
+from shrinkpoint.warn import tell
+
+__all__ = [
+    "OUTLINE",
+    "describe_state",
+    "followed_state",
+    "load_callbacks",
+    "load_model",
+    "load_optimizer",
+    "load_scaler",
+    "optimizers_of",
+    "require_own_run",
+    "stored_state",
+    "trainer_state",
+]
+
+FORMAT = "transformers"
+_VERSION = 1
+
+OUTLINE = ("format", "version", "model")
+"""What of a stored state `require_own_run` needs."""
+
+
+def optimizers_of(trainer: Any) -> list[torch.optim.Optimizer]:
+    """The optimizers that the trainer steps, without accelerate's wrapper."""
+    optimizer = trainer.optimizer
+    return [] if optimizer is None else [_unwrapped(optimizer)]
+
+
+def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
+    wrapped = any(base.__module__.startswith("accelerate.") for base in type(optimizer).__mro__)
+    inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer) if wrapped else optimizer
+    return inner
+
+
+# ---- saving
+
+
+def stored_state(trainer: Any, ranks: Sequence[Any], buckets: Buckets) -> dict[str, Any]:
+    """Everything that a run is continued from; its tensors are the live ones.
+
+    Args:
+        trainer: between two steps.
+        ranks: every process's own part.
+        buckets: in which gradients are summed.
+    """
+    scheduler, scaler = trainer.lr_scheduler, _scaler(trainer)
+    return {
+        "format": FORMAT,
+        "version": _VERSION,
+        "model": trainer.model.state_dict(),
+        "optimizers": [optimizer.state_dict() for optimizer in optimizers_of(trainer)],
+        "scheduler": None if scheduler is None else scheduler.state_dict(),
+        "scaler": None if scaler is None else scaler.state_dict(),
+        "trainer": _trainer_state(trainer),
+        "arguments": arguments(trainer.args),
+        "stopped": _stopped_early(trainer),
+        "steps_per_epoch": _steps_per_epoch(trainer),
+        "ranks": list(ranks),
+        "buckets": buckets,
+    }
+
+
+def arguments(args: Any) -> dict[str, Any]:
+    """What the length of a training is computed from."""
+    return {"max_steps": args.max_steps, "num_train_epochs": float(args.num_train_epochs)}
+
+
+def followed_state(trainer: Any) -> dict[str, Any]:
+    """What of a `stored_state` holds weights from the start."""
+    return {"model": trainer.model.state_dict()}
+
+
+def describe_state(trainer: Any) -> Describe:
+    """The role of each tensor of a `stored_state`."""
+    return describe_training(
+        trainer.model, optimizers_of(trainer), model_path=("model",), optimizers_path=("optimizers",)
+    )
+
+
+def _trainer_state(trainer: Any) -> dict[str, Any]:
+    """The trainer's state as it writes it itself, with its callbacks' present states."""
+    stateful: dict[str, Any] = {}
+    for part in _exportable(trainer):
+        name = type(part).__name__
+        if name in stateful:
+            before = stateful[name]
+            stateful[name] = [*(before if isinstance(before, list) else [before]), part.state()]
+        else:
+            stateful[name] = part.state()
+    state = dataclasses.asdict(trainer.state)
+    state["stateful_callbacks"] = stateful
+    state["best_model_checkpoint"] = None  # an address of ours, which the run knows by itself
+    return state
+
+
+def _exportable(trainer: Any) -> list[Any]:
+    parts = [*trainer.callback_handler.callbacks, trainer.control]
+    return [part for part in parts if isinstance(part, ExportableState)]
+
+
+def _stopped_early(trainer: Any) -> bool:
+    """Whether `EarlyStoppingCallback` has ended the training, and not somebody's clock, whom a restart is to go on from."""
+    return any(
+        isinstance(part, EarlyStoppingCallback)
+        and part.early_stopping_patience_counter >= part.early_stopping_patience
+        for part in trainer.callback_handler.callbacks
+    ) and bool(trainer.control.should_training_stop)
+
+
+def _steps_per_epoch(trainer: Any) -> int | None:
+    try:
+        batches = len(trainer.callback_handler.train_dataloader)
+    except TypeError:  # of a stream that does not know its length
+        return None
+    return max(-(-batches // trainer.args.gradient_accumulation_steps), 1)
+
+
+def _scaler(trainer: Any) -> Any:
+    return getattr(trainer.accelerator, "scaler", None)
+
+
+# ---- restoring
+
+
+def require_own_run(stored: Any, model: nn.Module, url: str) -> None:
+    """Refuse another framework's or another model's checkpoint.
+
+    Args:
+        stored: the checkpoint, or its outline.
+        model: that is to be trained.
+        url: the run, for the message.
+
+    Raises:
+        StateMismatchError: the message says which.
+    """
+    if not isinstance(stored, dict) or stored.get("format") != FORMAT:
+        raise StateMismatchError(
+            f"{url} was not written by the callback for Hugging Face's Trainer: its weights and optimizer can be taken out"
+            " with `shrinkpoint export`, but its run cannot be continued here. Give this run a URL of its own"
+        )
+    if stored["version"] > _VERSION:
+        raise StateMismatchError(
+            f"{url} was written by a newer shrinkpoint (its state is of version {stored['version']}, and this one reads"
+            f" {_VERSION}): upgrade shrinkpoint"
+        )
+    require_same_model(_shapes(stored["model"]), _shapes(model.state_dict()), url)
+
+
+def load_model(stored: Mapping[str, Any], model: nn.Module) -> None:
+    """Put a checkpoint's weights and buffers into a model that `require_own_run` has accepted."""
+    model.load_state_dict(stored["model"])
+
+
+def load_optimizer(stored: Mapping[str, Any], trainer: Any, url: str) -> None:
+    """Put a checkpoint's optimizer and scheduler back.
+
+    Raises:
+        StateMismatchError: the optimizer is another one.
+    """
+    live, there = optimizers_of(trainer), stored["optimizers"]
+    require_optimizers(there, live, url)
+    told = overridden_rates(there, live, scheduled=trainer.lr_scheduler is not None)
+    if told is not None:
+        tell(told)
+    for optimizer, state in zip(live, there, strict=True):
+        optimizer.load_state_dict(state)
+    if trainer.lr_scheduler is not None and stored["scheduler"] is not None:
+        trainer.lr_scheduler.load_state_dict(stored["scheduler"])
+
+
+def load_scaler(stored: Mapping[str, Any], trainer: Any) -> None:
+    """Put a checkpoint's gradient scaler back, where both trainings have one."""
+    scaler = _scaler(trainer)
+    if scaler is not None and stored["scaler"]:
+        scaler.load_state_dict(stored["scaler"])
+
+
+def load_callbacks(stored: Mapping[str, Any], trainer: Any) -> None:
+    """Put the states of callbacks back, of the trainer's own instances; their options are the new ones.
+
+    The trainer itself would make new instances of them, with the old options, and only when told to.
+    """
+    waiting = {
+        name: list(states) if isinstance(states, list) else [states]
+        for name, states in stored["trainer"]["stateful_callbacks"].items()
+    }
+    for part in _exportable(trainer):
+        states = waiting.get(type(part).__name__)
+        if states and not isinstance(part, TrainerControl):
+            for name, value in states.pop(0).get("attributes", {}).items():
+                setattr(part, name, value)
+
+
+def trainer_state(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """The trainer's state, as it reads it from a file of JSON."""
+    state: dict[str, Any] = dict(stored["trainer"])
+    return state
+
+
+def _shapes(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(value.shape) for name, value in tensors.items() if torch.is_tensor(value)}

@@ -1,0 +1,291 @@
+"""Guards refuse by tensors alone what a loss may not see, and accept what `auto` makes."""
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from support.optimizers import KINDS
+from support.training import OPTIMIZERS, TinyGPT, TinyMLP, capture, train
+
+from shrinkpoint.coding.encode import encode_state
+from shrinkpoint.config import SaverConfig
+from shrinkpoint.container.writer import write_container
+from shrinkpoint.optimizers.updates import OptimizerKind
+from shrinkpoint.quality.guards import Guard, _sample
+from shrinkpoint.quantize.movement import Movement, MovementTracker
+from shrinkpoint.schemes.auto.scheme import Auto, AutoOptions
+from shrinkpoint.schemes.base import Coded, EncodedTensor, Occasion
+from shrinkpoint.schemes.catalogue import SCHEMES, build
+from shrinkpoint.schemes.lossless.scheme import Lossless
+from shrinkpoint.state.training import Role, Tag, TrainingState
+
+
+@dataclass(frozen=True)
+class Changing:
+    """A codec that restores what a function makes of the tensor."""
+
+    change: object
+    id = "changing"
+    needs = ()
+
+    def encode(self, tensor, spec, context):
+        return Coded(EncodedTensor(self.id, {}, {}), {}, self.change(tensor))
+
+
+@dataclass(frozen=True)
+class ChangingScheme:
+    """Restores changed tensors of some roles, or of some names."""
+
+    change: object
+    roles: tuple = ()
+    names: tuple = ()
+    name: str = field(default="changing")
+
+    def codecs(self, state):
+        return {
+            name: lambda: Changing(self.change)
+            for name, spec in state.specs.items()
+            if spec.tag.role in self.roles or name in self.names
+        }
+
+
+class Trained:
+    """A training that has gone on for some steps since the checkpoint before."""
+
+    def __init__(self, make=OPTIMIZERS["AdamW"], model=TinyMLP, steps=20):
+        torch.manual_seed(0)
+        self.model = model()
+        self.optimizer = make(self.model)
+        tracker = MovementTracker()
+        train(self.model, self.optimizer, range(10))
+        tracker.note(capture(self.model, self.optimizer), 10)
+        train(self.model, self.optimizer, range(10, 10 + steps))
+        self.state = capture(self.model, self.optimizer)
+        self.movement = tracker.since(self.state, 10 + steps)
+
+    @property
+    def occasion(self):
+        return Occasion(state=self.state, step=30, movement=self.movement)
+
+    def look(self, scheme, **options):
+        guard = Guard([OptimizerKind.of(self.optimizer)], **options)
+        return guard(self.occasion, scheme), guard
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return Trained()
+
+
+def added(size):
+    def change(tensor):
+        generator = torch.Generator().manual_seed(tensor.numel())
+        return tensor + size * torch.randn(tensor.shape, generator=generator)
+
+    return change
+
+
+@pytest.mark.parametrize("optimizer", sorted(KINDS))
+@pytest.mark.parametrize("model", [TinyMLP, TinyGPT])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_what_auto_makes_is_accepted(optimizer, model, threads):
+    if threads == 2 and optimizer != "AdamW":
+        return
+    trained = Trained(KINDS[optimizer], model)
+    scheme = Auto(occasion=trained.occasion, scale=1.0)
+    why, guard = trained.look(scheme, threads=threads)
+    assert why is None
+    assert guard.untried is None
+    assert guard.updates.error < 0.6
+    assert 0.9 < guard.updates.length <= 1.05
+
+
+def test_what_changes_nothing_is_accepted(trained):
+    why, guard = trained.look(Lossless())
+    assert why is None
+    assert (guard.updates.error, guard.updates.length) == (0, 1)
+
+
+def test_forced_wide_weights_are_refused(trained):
+    scheme = Auto(options=AutoOptions(weight_scale=64), occasion=trained.occasion)
+    why, _ = trained.look(scheme)
+    assert "times as large as what training has moved it by since the last checkpoint" in why
+
+
+@pytest.mark.parametrize(
+    ("size", "refused"), [(0.5, False), (1.2, False), (2.0, True), (100.0, True), (math.nan, True)]
+)
+def test_noise_is_compared_with_movement(trained, size, refused):
+    name = "model/inner.weight"
+    moved = math.sqrt(float((trained.movement.rows[name] ** 2).mean()))
+    why, _ = trained.look(ChangingScheme(added(size * moved), names=(name,)))
+    assert (why is not None) == refused
+    assert why is None or why.startswith(f"the noise of {name} would be")
+
+
+def test_any_noise_in_a_tensor_that_has_not_moved_is_refused(trained):
+    name = "model/outer.weight"
+    still = np.zeros_like(trained.movement.rows[name])
+    movement = Movement(rows={**trained.movement.rows, name: still}, steps=20)
+    occasion = Occasion(state=trained.state, movement=movement)
+    guard = Guard()
+    why = guard(occasion, ChangingScheme(added(1e-6), names=(name,)))
+    assert why == (
+        f"the noise of {name} would be not zero, as is what training has moved it by since the last checkpoint"
+    )
+    assert guard(occasion, ChangingScheme(torch.clone, names=(name,))) is None
+
+
+def test_without_a_known_movement_weights_are_not_judged_by_it(trained):
+    occasion = Occasion(state=trained.state)
+    assert Guard()(occasion, ChangingScheme(added(1.0), (Role.WEIGHT,))) is None
+
+
+def flipped(tensor):
+    signs = torch.rand(tensor.shape, generator=torch.Generator().manual_seed(5)) < 0.5
+    return torch.where(signs, -tensor, tensor)
+
+
+def drawn(tensor):
+    size = tensor.square().mean().sqrt()
+    return size * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(5))
+
+
+@pytest.mark.parametrize("optimizer", sorted(KINDS))
+@pytest.mark.parametrize("noise", [flipped, drawn])
+@pytest.mark.parametrize("known", [False, True])
+def test_moments_replaced_by_noise_of_their_own_size_are_refused(optimizer, noise, known):
+    """Whether the optimizer can be tried or not."""
+    trained = Trained(KINDS[optimizer], steps=5)
+    guard = Guard([OptimizerKind.of(trained.optimizer)] if known else ())
+    why = guard(trained.occasion, ChangingScheme(noise, (Role.EXP_AVG,)))
+    assert "the moment" in why
+    assert "times as far from the truth as zeros are" in why
+
+
+def test_moments_that_are_zeros_are_not_refused_for_being_far_from_the_truth(trained):
+    why, guard = trained.look(ChangingScheme(torch.zeros_like, (Role.EXP_AVG,)))
+    assert why is None
+    assert guard.lost_steps == guard.updates.lost_steps > 2
+
+
+def test_a_moment_of_zeros_must_stay_zeros(trained):
+    name = next(name for name, spec in trained.state.specs.items() if spec.tag.role is Role.EXP_AVG)
+    tensors = {**trained.state.tensors, name: torch.zeros_like(trained.state.tensors[name])}
+    occasion = Occasion(state=TrainingState(trained.state.tree, tensors, trained.state.specs))
+    why = Guard()(occasion, ChangingScheme(lambda tensor: tensor + 1e-9, names=(name,)))
+    assert why == f"the moment {name} would be not zeros, as is the truth"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_moments_that_are_not_finite_are_refused(trained, value):
+    why, _ = trained.look(ChangingScheme(lambda tensor: torch.full_like(tensor, value), (Role.EXP_AVG,)))
+    assert why is not None
+
+
+@pytest.mark.parametrize(("factor", "refused"), [(0.25, True), (0.7, True), (0.95, False), (1.2, False)])
+def test_second_moments_that_lengthen_updates_are_refused(trained, factor, refused):
+    why, guard = trained.look(ChangingScheme(lambda tensor: factor * tensor, (Role.EXP_AVG_SQ,)))
+    assert (why is not None) == refused
+    assert why is None or "times as long as it should be, with an error of" in why
+    assert guard.updates.length == pytest.approx(factor**-0.5, rel=0.1)
+
+
+def test_a_second_moment_that_is_not_a_number_is_refused(trained):
+    why, _ = trained.look(ChangingScheme(lambda tensor: tensor * math.nan, (Role.EXP_AVG_SQ,)))
+    assert why is not None
+
+
+def test_why_updates_were_not_tried_is_told(trained):
+    guard = Guard()
+    assert guard(trained.occasion, Auto(occasion=trained.occasion)) is None
+    assert guard.updates is None
+    assert guard.untried == "the optimizers' states are not found in what is saved"
+    assert guard.lost_steps == 0
+
+
+def test_a_state_without_weights_is_accepted():
+    state = TrainingState.capture({"x": torch.ones(5)})
+    assert Guard()(Occasion(state=state), Lossless()) is None
+
+
+# ---- what is looked at is what is stored
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEMES if name not in ("lossless", "itmo")])
+@pytest.mark.filterwarnings("ignore::shrinkpoint.errors.ShrinkpointWarning")
+def test_a_scheme_that_was_looked_at_stores_what_it_would_have_stored(trained, name):
+    config = SaverConfig(scheme=name)
+    held, digest = None, None
+    for _ in range(2):
+        occasion = Occasion(state=trained.state, step=30, movement=trained.movement, reference=held)
+        fresh, seen = (build(name, config.scheme_options, occasion) for _ in range(2))
+        Guard([OptimizerKind.of(trained.optimizer)])(occasion, seen)
+        coded = [
+            encode_state(trained.state, scheme, step=30, reference=held, parent=digest)
+            for scheme in (fresh, seen)
+        ]
+        assert write_container(coded[0].checkpoint) == write_container(coded[1].checkpoint)
+        held, digest = dict(coded[0].held), coded[0].checkpoint.state_digest
+
+
+# ---- the sample
+
+
+def weights(**shapes):
+    """A state of weights of these shapes, none of which is in memory."""
+    tensors = {name: torch.zeros(()).expand(shape) for name, shape in shapes.items()}
+    return TrainingState.capture(tensors, lambda path, tensor: Tag(role=Role.WEIGHT, parameter=path[0]))
+
+
+def gpt2():
+    shapes = {"wte": (50257, 768), "wpe": (1024, 768)}
+    for layer in range(12):
+        of_a_layer = {
+            "norm": (768,),
+            "qkv": (2304, 768),
+            "qkv_bias": (2304,),
+            "out": (768, 768),
+            "out_bias": (768,),
+        }
+        of_a_layer |= {"up": (3072, 768), "up_bias": (3072,), "down": (768, 3072), "down_bias": (768,)}
+        shapes |= {f"{layer}.{name}": shape for name, shape in of_a_layer.items()}
+    return shapes
+
+
+def test_a_small_model_is_looked_at_whole():
+    shapes = {f"layer{i}": (64, 64) for i in range(50)}
+    assert _sample(weights(**shapes)) == frozenset(shapes)
+
+
+def test_of_a_large_model_a_matrix_at_least_is_looked_at_and_no_more_than_is_quick():
+    shapes = gpt2()
+    chosen = _sample(weights(**shapes))
+    assert sum(math.prod(shapes[name]) for name in chosen) <= 1 << 20
+    assert any(len(shapes[name]) == 2 for name in chosen)
+    assert len({name.split(".")[0] for name in chosen}) > 6  # of all over the model
+
+
+def test_of_a_model_of_huge_matrices_the_smallest_is_looked_at():
+    shapes = {"one": (8192, 8192), "norm": (8192,), "other": (4096, 8192)}
+    assert _sample(weights(**shapes)) == {"other"}
+
+
+def test_without_a_matrix_a_vector_is_looked_at():
+    assert _sample(weights(one=(5,), other=(3,), empty=(0,))) == {"one", "other"}
+
+
+def test_what_is_wrong_with_every_parameter_of_a_large_model_is_seen_in_a_sample(monkeypatch):
+    monkeypatch.setattr("shrinkpoint.quality.guards._MOST_ELEMENTS", 3000)
+    trained = Trained(model=TinyGPT)
+    assert sum(trained.state.tensors[name].numel() for name in trained.movement.rows) > 30_000
+    why, guard = trained.look(ChangingScheme(lambda v: v / 4, (Role.EXP_AVG_SQ,)))
+    assert "times as long as it should be" in why
+    assert guard.updates.length == pytest.approx(2, abs=0.2)  # not watered down by what was not looked at
+    why, _ = trained.look(ChangingScheme(flipped, (Role.EXP_AVG,)))
+    assert "times as far from the truth as zeros are" in why
+    moved = max(float(rows.max()) for rows in trained.movement.rows.values())
+    why, _ = trained.look(ChangingScheme(added(10 * moved), (Role.WEIGHT,)))
+    assert "what training has moved it by" in why

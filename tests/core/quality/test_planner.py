@@ -1,0 +1,143 @@
+import math
+import warnings
+
+import pytest
+import torch
+from support.containers import identical
+from support.training import OPTIMIZERS, TinyMLP, capture, train
+
+from shrinkpoint.config import SaverConfig
+from shrinkpoint.errors import ShrinkpointWarning
+from shrinkpoint.quality.evaluation import EvaluationUnavailableError
+from shrinkpoint.quality.planner import Planner
+from shrinkpoint.schemes.base import Occasion
+from shrinkpoint.schemes.inshrinkerator.space import ConfigurationSpace
+from shrinkpoint.state.training import TrainingState
+
+INSHRINKERATOR = SaverConfig(scheme="inshrinkerator", restore_budget=1, search_overhead=math.inf)
+MILDEST = ConfigurationSpace().mildest
+
+
+@pytest.fixture(scope="module")
+def state():
+    torch.manual_seed(0)
+    model = TinyMLP()
+    optimizer = OPTIMIZERS["AdamW"](model)
+    train(model, optimizer, range(3))
+    return capture(model, optimizer)
+
+
+class Loss:
+    """Grows with the distance of the weights from the true ones."""
+
+    def __init__(self, state, slope):
+        self.true = {n.removeprefix("model/"): t for n, t in state.tensors.items() if n.startswith("model/")}
+        self.slope, self.calls, self.fail_at = slope, 0, None
+
+    def __call__(self, weights):
+        self.calls += 1
+        if self.calls == self.fail_at:
+            raise EvaluationUnavailableError("closed")
+        assert all(bool(torch.isfinite(value).all()) for value in weights.values())
+        distance = sum(float((self.true[n] - w).square().sum()) for n, w in weights.items())
+        return 1.0 + self.slope * distance
+
+
+def plan(state, measure, **config):
+    config = SaverConfig(
+        **{"scheme": "inshrinkerator", "restore_budget": 1, "search_overhead": math.inf, **config}
+    )
+    return Planner(config, lambda: 0.0).plan(Occasion(state=state), measure)
+
+
+def test_the_choice_keeps_the_bound_and_no_smaller_budget_buys_more(state):
+    loss = Loss(state, 1e-3)
+    chosen = plan(state, loss)
+    assert chosen.scheme.name == "inshrinkerator"
+    assert chosen.configuration == str(chosen.scheme.configuration)
+    assert chosen.baseline == 1.0
+    assert chosen.degradation <= 0.01
+    assert chosen.degradation < chosen.degradation_high <= 0.01
+    assert loss.calls == chosen.evaluations
+    again = loss(chosen.scheme.weights.restored(chosen.scheme.configuration))
+    assert again - 1 == pytest.approx(chosen.degradation, abs=1e-7)  # the mirrored weights are rounded
+
+
+def test_a_bound_that_nothing_keeps(state):
+    chosen = plan(state, Loss(state, 1e9))
+    assert (chosen.scheme.name, chosen.configuration, chosen.degradation) == ("lossless", "exact", 0.0)
+    assert "stored exactly" in chosen.reason
+    assert chosen.baseline == 1.0
+
+
+def test_an_evaluation_that_becomes_unavailable(state):
+    loss = Loss(state, 1e-3)
+    planner = Planner(INSHRINKERATOR, lambda: 0.0)
+    loss.fail_at = 3
+    chosen = planner.plan(Occasion(state=state), loss)
+    assert (chosen.scheme.name, chosen.degradation) == ("lossless", 0.0)
+    assert "could not be measured (closed)" in chosen.reason
+    assert planner.plan(Occasion(state=state), loss).scheme.name == "inshrinkerator"
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite(state, loss):
+    planner = Planner(INSHRINKERATOR, lambda: 0.0)
+    with pytest.warns(ShrinkpointWarning, match="the held-out loss is (nan|inf).*Has the training diverged"):
+        chosen = planner.plan(Occasion(state=state), lambda weights: loss)
+    assert chosen.scheme.name == "lossless"
+    assert "not finite" in chosen.reason
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = planner.plan(Occasion(state=state), lambda weights: loss)
+    assert (again.scheme.name, again.evaluations) == ("lossless", 1)
+
+
+def test_exact_and_lossless_ask_for_nothing(state):
+    loss = Loss(state, 0)
+    planner = Planner(INSHRINKERATOR, lambda: 0.0)
+    assert planner.plan(Occasion(state=state), loss, exact=True).scheme.name == "lossless"
+    assert plan(state, loss, scheme="lossless").scheme.name == "lossless"
+    assert loss.calls == 0
+
+
+def test_a_state_without_weights():
+    chosen = plan(TrainingState.capture({"a": torch.ones(90, 90)}), lambda weights: 1.0)
+    assert chosen.scheme.name == "lossless"
+    assert "no weight" in chosen.reason
+
+
+def test_weights_that_are_all_nan(state):
+    tensors = {name: torch.full_like(t, math.nan) if t.dim() == 2 else t for name, t in state.tensors.items()}
+    with pytest.warns(ShrinkpointWarning, match="NaN or infinity in the weights.*diverged"):
+        chosen = plan(TrainingState(state.tree, tensors, state.specs), lambda weights: 1.0)
+    assert "no weight" in chosen.reason
+
+
+def test_one_warning_when_nothing_can_be_measured(state):
+    planner = Planner(INSHRINKERATOR, lambda: 0.0)
+    with pytest.warns(ShrinkpointWarning, match="Give evaluate="):
+        chosen = planner.plan(Occasion(state=state), None)
+    assert chosen.scheme.configuration == MILDEST
+    assert chosen.degradation is None
+    assert chosen.measured == "unmeasured"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        planner.plan(Occasion(state=state), None)
+
+
+def test_the_searchs_state_moves_to_another_planner(state):
+    loss = Loss(state, 1e-3)
+    first = Planner(INSHRINKERATOR, lambda: 0.0)
+    chosen = first.plan(Occasion(state=state), loss)
+    second = Planner(INSHRINKERATOR, lambda: 0.0)
+    second.load_state_dict(first.state_dict())
+    again = second.plan(Occasion(state=state), loss)
+    assert again.evaluations < chosen.evaluations
+    assert again.degradation <= 0.01
+
+
+def test_planning_changes_no_tensor(state):
+    before = {name: tensor.clone() for name, tensor in state.tensors.items()}
+    plan(state, Loss(state, 1e-3))
+    assert identical(dict(state.tensors), before)

@@ -1,0 +1,520 @@
+"""The bound over many restores, and the probe of resumed steps, with losses that are made up."""
+
+import math
+import warnings
+
+import pytest
+import torch
+from support.training import OPTIMIZERS, TinyMLP, capture, train
+
+from shrinkpoint.coding.encode import encode_state
+from shrinkpoint.config import SaverConfig
+from shrinkpoint.errors import ConfigError, ShrinkpointWarning
+from shrinkpoint.quality.comparison import BlindEvaluationError, Comparison
+from shrinkpoint.quality.evaluation import EvaluationUnavailableError
+from shrinkpoint.quality.planner import Planner
+from shrinkpoint.quality.trial import restored_model, restored_state, true_model
+from shrinkpoint.schemes.auto.scheme import Auto, AutoOptions
+from shrinkpoint.schemes.base import Occasion
+from shrinkpoint.schemes.published.gobo import GoboOptions
+from shrinkpoint.state.training import Role, Tag, TrainingState
+
+
+@pytest.fixture(scope="module")
+def states():
+    torch.manual_seed(0)
+    model = TinyMLP()
+    optimizer = OPTIMIZERS["AdamW"](model)
+    saved = []
+    for start in range(4):
+        train(model, optimizer, range(start, start + 2))
+        saved.append(capture(model, optimizer))
+    return saved
+
+
+class Run:
+    """A loss that rises with the weights' squared distance from the true ones, part of which remains after some steps.
+
+    `luck` adds a part that changes its sign with the error: so much of the loss for each unit of the weights' error in a
+    fixed direction. The movement of the weights limits nothing.
+    """
+
+    def __init__(self, states, slope=1e-2, remains=0.5, luck=0.0, **config):
+        self.states, self.slope, self.remains, self.luck = states, slope, remains, luck
+        if config.get("scheme", "auto") == "auto":
+            config.setdefault("options", AutoOptions(movement_share=1000))
+        self.config = SaverConfig(**{"search_overhead": math.inf, "probe_steps": 8, **config})
+        self.planner = Planner(self.config, lambda: 0.0)
+        self.held, self.index, self.asked, self.resumes = None, -1, [], []
+
+    @property
+    def true(self):
+        return {n.removeprefix("model/"): t for n, t in self.state.tensors.items() if n.startswith("model/")}
+
+    def distance(self, weights):
+        return sum(float((self.true[n] - w).double().square().sum()) for n, w in weights.items())
+
+    def direction(self, weights):
+        generator = torch.Generator().manual_seed(3)
+        return sum(
+            float(((w - self.true[n]).double() * torch.randn(w.shape, generator=generator)).sum())
+            for n, w in sorted(weights.items())
+        )
+
+    def measure(self, weights):
+        self.asked.append(self.distance(weights))
+        harm = self.slope * self.asked[-1]
+        luck = self.luck * self.direction(weights) if self.luck else 0.0
+        return [2.0 * (1 + harm + luck), 4.0 * (1 + harm + 2 * luck)]
+
+    def resume(self, state, marks):
+        self.resumes.append((self.distance(state["model"]), tuple(marks)))
+        after = 1 + self.slope * self.remains * self.resumes[-1][0]
+        return [[2.0 * after, 4.0 * after] for _ in marks]
+
+    @property
+    def state(self):
+        return self.states[self.index]
+
+    def save(self, *, resume=True, restored=False, measure=True, exact=False):
+        self.index += 1
+        step = 10 * (self.index + 1)
+        occasion = Occasion(state=self.state, step=step, reference=self.held, restored=restored)
+        plan = self.planner.plan(
+            occasion, self.measure if measure else None, self.resume if resume else None, exact=exact
+        )
+        parent = None if self.held is None else "0" * 32
+        self.held = dict(
+            encode_state(self.state, plan.scheme, step=step, reference=self.held, parent=parent).held
+        )
+        return plan
+
+
+def test_without_a_probe_a_restore_gets_its_share(states):
+    run = Run(states)
+    for _ in states:
+        plan = run.save(resume=False)
+        assert plan.scheme.name == "auto"
+        assert 0 < plan.degradation < plan.degradation_high <= 0.0005
+        assert plan.degradation_low < plan.degradation
+        assert plan.measured == "measured"
+        assert plan.allowed == 0.0005  # half of 1 %, and ten restores
+        assert plan.resumed == {}
+        assert plan.baseline == 3.0
+    assert run.resumes == []
+
+
+def test_one_restore_gets_all(states):
+    (shared, alone) = (Run(states, restore_budget=n).save(resume=False).degradation_high for n in (10, 1))
+    assert shared <= 0.0005 < alone <= 0.005
+
+
+def test_what_was_measured_is_what_a_reader_gets(states):
+    run = Run(states)
+    plan = run.save()
+    weights = restored_model(run.state, plan.scheme, None)
+    assert run.measure(weights)[0] / 2.0 - 1 == pytest.approx(plan.degradation, rel=0.02)
+
+
+def test_luck_is_told_apart_from_harm(states):
+    """A first-order part far larger than the harm, in either direction, changes neither the choice nor what is told."""
+    plain = Run(states).save(resume=False)
+    for luck in (0.02, -0.02):
+        plan = Run(states, luck=luck).save(resume=False)
+        assert plan.configuration == plain.configuration
+        assert plan.degradation == pytest.approx(plain.degradation, rel=1e-3)
+        assert abs(plan.rise.luck) > 3 * plan.degradation
+
+
+def test_the_probe_compares_the_restored_state_with_the_true_one(states):
+    run = Run(states)
+    plan = run.save()
+    (true, marks), (restored, again) = run.resumes
+    assert marks == again == (5, 8)
+    assert true == 0.0
+    assert restored == pytest.approx(plan.degradation / run.slope, rel=0.02)
+    for mark in (5, 8):
+        assert plan.resumed[mark].mean == pytest.approx(plan.degradation / 2, rel=0.02)
+        assert plan.resumed[mark].low < plan.resumed[mark].mean < plan.resumed[mark].high
+
+
+def test_a_restore_may_cost_more_at_once_when_training_makes_it_good(states):
+    costs = {}
+    for remains in (0.25, 1.0):
+        run = Run(states, remains=remains)
+        for _ in states[1:]:
+            run.save()
+            run.held = None
+        costs[remains] = run.save().degradation_high
+    assert costs[1.0] <= 0.001 < costs[0.25] <= 0.004
+
+
+def test_what_shows_only_after_some_steps_is_bounded_too(states):
+    run = Run(states, remains=20.0)
+    plan = run.save()
+    assert plan.scheme.name == "auto"
+    assert plan.resumed[8].mean <= 0.001
+    assert plan.degradation <= 0.001 / 20
+    assert "after 8 resumed steps the loss was" in plan.reason
+
+
+def test_what_no_settings_keep_after_some_steps_is_stored_exactly(states):
+    run = Run(states)
+    run.resume = lambda state, marks: [[2.0 + (run.distance(state["model"]) > 0)]] * len(marks)
+    plan = run.save()
+    assert (plan.scheme.name, plan.degradation) == ("lossless", 0.0)
+    assert "stored exactly" in plan.reason
+
+
+def test_restores_spend_the_bound(states):
+    run = Run(states, restore_budget=2, remains=1.0)
+    first = run.save()
+    again = Run(states, restore_budget=2)
+    again.planner.load_state_dict(run.planner.state_dict())
+    told = again.planner.state_dict()["restores"]
+    assert told["restores"] == 1
+    assert told["spent"] == pytest.approx(first.cost.mean)
+    assert told["spent_high"] == pytest.approx(first.cost.high)
+    assert first.cost.mean < first.cost.high <= 0.005
+    assert again.save(resume=False).degradation_high <= 0.01 - first.cost.high
+
+
+def test_when_nothing_is_left_everything_is_stored_exactly(states):
+    run = Run(states)
+    told = {
+        **run.planner.state_dict(),
+        "restores": {"spent": 0.008, "spent_high": 0.02, "restores": 3, "cost": 0.0},
+    }
+    run.planner.load_state_dict(told)
+    plan = run.save()
+    assert plan.scheme.name == "lossless"
+    assert "nothing is left" in plan.reason
+
+
+def test_a_probe_that_nobody_serves_stores_exactly(states):
+    run = Run(states)
+
+    def gone(state, marks):
+        raise EvaluationUnavailableError("closed")
+
+    run.resume = gone
+    plan = run.save()
+    assert plan.scheme.name == "lossless"
+    assert "could not be measured (closed)" in plan.reason
+
+
+def test_the_probe_waits_for_its_share_of_the_training(states):
+    run = Run(states, search_overhead=0.0)
+    for _ in states:
+        assert run.save().resumed == {}
+    assert Run(states, probe_steps=0).save().resumed == {}
+
+
+@pytest.mark.parametrize("slope", [1e-3, 1e4])
+def test_a_published_scheme_is_taken_as_given_or_not_at_all(states, slope):
+    run = Run(states, slope=slope, scheme="gobo", options=GoboOptions(bits=3), restore_budget=1)
+    plan = run.save()
+    assert plan.scheme.name == ("gobo" if slope < 1 else "lossless")
+    assert plan.evaluations == 4  # the true weights, a look at whether they are seen, and the pair
+    assert run.save().evaluations == 3
+    assert "the settings given" in plan.reason
+
+
+def test_a_fixed_scale_is_taken_or_not_at_all(states):
+    mild, harsh = (
+        Run(states, options=AutoOptions(weight_scale=scale, movement_share=1000)).save(resume=False)
+        for scale in (0.001, 60.0)
+    )
+    assert "scale=0.001" in mild.configuration
+    assert harsh.scheme.name == "lossless"
+
+
+def test_one_warning_when_nothing_can_be_measured(states):
+    run = Run(states)
+    with pytest.warns(ShrinkpointWarning, match="Give evaluate="):
+        plan = run.save(measure=False)
+    assert plan.scheme.name == "auto"
+    assert plan.degradation is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run.save(measure=False)
+    assert run.asked == []
+
+
+def test_a_bound_of_nothing_is_kept_without_a_way_to_measure_too(states):
+    for measure in (True, False):
+        run = Run(states, max_degradation=0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            plan = run.save(measure=measure)
+        assert plan.scheme.name == "lossless"
+        assert "nothing is left" in plan.reason
+        assert run.asked == []
+
+
+def test_a_bound_of_nothing_holds_for_a_search_that_measures_an_improvement(states):
+    run = Run(states, max_degradation=0, scheme="inshrinkerator", slope=-1e-2)
+    assert run.save(resume=False).scheme.name == "lossless"
+
+
+@pytest.mark.parametrize("scheme", ["auto", "gobo", "inshrinkerator"])
+def test_a_fall_pays_for_nothing(states, scheme):
+    run = Run(states, scheme=scheme, slope=-1e-6)
+    plan = run.save(resume=False)
+    assert plan.rise.mean <= 0 < plan.degradation_high
+    restores = run.planner.state_dict()["restores"]
+    assert restores["cost"] == 0.0
+    assert restores["cost_high"] == plan.degradation_high
+
+
+def test_a_restore_costs_what_is_left_of_it_where_no_probe_was_due(states):
+    run = Run(states, remains=0.25)
+    run.save()
+    run.planner._healing._overhead = 0.0
+    run.held = None
+    plan = run.save()
+    assert plan.resumed == {}
+    told = run.planner.state_dict()
+    remains = told["healing"]["remains"]
+    assert remains < 0.9
+    assert told["restores"]["cost"] == pytest.approx(plan.degradation * remains)
+    assert told["restores"]["cost_high"] == pytest.approx(plan.degradation_high * remains)
+    assert told["restores"]["cost_high"] <= 0.001
+
+
+def test_as_many_restores_as_planned_are_lossy_when_training_makes_them_good(states):
+    told = {}
+    for _ in range(10):
+        run = Run(states, remains=0.25)
+        if told:
+            run.planner.load_state_dict(told)
+        run.planner._healing.remains, run.planner._healing._overhead = 0.25, 0.0
+        assert run.save().scheme.name == "auto"
+        told = run.planner.state_dict()
+    assert 0 < told["restores"]["spent"] < told["restores"]["spent_high"] <= 0.01
+
+
+def test_a_checkpoint_restored_twice_counts_once(states):
+    run = Run(states)
+    run.save()
+    told, again = run.planner.state_dict(), Run(states)
+    again.planner.load_state_dict(told)
+    again.planner.load_state_dict(told)
+    assert again.planner.state_dict()["restores"]["restores"] == 1
+
+
+def test_a_checkpoint_that_tells_nothing_of_restores_counts_as_one(states):
+    former = {"version": 1, "phase": "exhaustive", "incumbent": None}  # a search's own state, bare
+    for told in (former, {}):
+        run = Run(states)
+        run.planner.load_state_dict(told)
+        assert run.planner.state_dict()["restores"] == {
+            "spent": 0.0,
+            "spent_high": 0.0,
+            "restores": 1,
+            "cost": 0.0,
+            "cost_high": 0.0,
+        }
+
+
+def test_what_training_makes_good_of_another_schemes_cost_says_nothing(states):
+    run = Run(states, remains=0.25)
+    run.save()
+    told = run.planner.state_dict()
+    assert told["healing"]["remains"] < 0.9
+    same, other = Run(states), Run(states, scheme="gobo", options=GoboOptions(bits=3))
+    same.planner.load_state_dict(told)
+    other.planner.load_state_dict(told)
+    healings = [run.planner.state_dict()["healing"] for run in (same, other)]
+    assert [healing["remains"] for healing in healings] == [told["healing"]["remains"], 1.0]
+    assert [healing["probed"] for healing in healings] == [told["healing"]["probed"], None]
+    assert other.planner.state_dict()["restores"]["restores"] == 1
+
+
+def test_a_malformed_state_counts_the_restore_all_the_same(states):
+    run = Run(states)
+    with pytest.raises(ConfigError, match="malformed"):
+        run.planner.load_state_dict(
+            {"restores": {"spent": "much", "spent_high": 1.0, "restores": 1, "cost": 0.0}}
+        )
+    assert run.planner.state_dict()["restores"]["restores"] == 1
+
+
+def test_a_probe_that_finds_too_much_tells_all_evaluations(states):
+    run = Run(states, remains=20.0)
+    plan = run.save()
+    assert plan.evaluations > 6
+    assert plan.evaluations == len(run.asked)
+    assert sum(distance == 0 for distance in run.asked) == 1  # the true weights once
+
+
+# ---- evaluations that do not see the weights
+
+
+@pytest.mark.parametrize("scheme", ["auto", "gobo", "inshrinkerator"])
+def test_a_blind_evaluation_is_found_at_the_first_save(states, scheme):
+    run = Run(states, scheme=scheme)
+    run.measure = lambda weights: [0.7, 0.9]  # as one of a copy of the model
+    with pytest.warns(
+        ShrinkpointWarning, match=r"does not see the weights.*0\.8, exactly as it is"
+    ) as caught:
+        plan = run.save()
+    assert len(caught) == 1
+    assert (plan.degradation, plan.degradation_high, plan.measured) == (None, None, "blind")
+    assert plan.reason.startswith("unmeasured: noise of 10% in all weights")
+    assert plan.evaluations == 2
+    assert plan.baseline == pytest.approx(0.8)
+    assert plan.resumed == {}
+    assert run.resumes == []
+    assert "scale=0.25" in plan.configuration or scheme != "auto"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert run.save().measured == "blind"
+    assert run.planner.state_dict()["restores"]["cost"] == 0.0
+
+
+def test_an_evaluation_that_begins_to_see_is_measured_from_then_on(states):
+    """A policy that always falls at once, a classifier at chance."""
+    run = Run(states)
+    seeing, run.measure = run.measure, lambda weights: 1.0
+    with pytest.warns(ShrinkpointWarning, match="does not see"):
+        run.save()
+    run.measure = seeing
+    assert run.save().measured == "measured"
+
+
+def test_an_evaluation_that_becomes_blind_is_found(states):
+    run = Run(states)
+    run.save(resume=False)
+    run.measure = lambda weights: 1.0
+    with pytest.warns(ShrinkpointWarning, match="does not see"):
+        assert run.save(resume=False).measured == "blind"
+
+
+def test_an_evaluation_that_small_errors_do_not_move_is_not_blind(states):
+    """Accuracy, or a loss in half precision: a rise of exactly 0, which widens steps by an octave at most."""
+    run = Run(states, options=AutoOptions(weight_scale=0.1, movement_share=1000))
+    run.measure = lambda weights: 1.0 + (run.distance(weights) > 0.3)
+    # The first save looks at all weights before it measures; all look at those that they change where a pair is exactly 0.
+    for looks in [2] + [1] * (len(states) - 1):
+        plan = run.save(resume=False)
+        assert (plan.degradation, plan.measured) == (0.0, "measured")
+        assert plan.degradation_high > 0
+        assert plan.evaluations == 3 + looks
+
+
+def test_an_evaluation_of_weights_that_are_stored_exactly_is_blind(states):
+    """A frozen copy within the model: noise in all weights changes the loss, noise in those that are trained does not."""
+    true = true_model(states[0])
+    copied, trained = list(true)[:2]
+    comparison = Comparison(states[0], lambda weights: float(weights[copied].double().sum()), share=1e-3)
+    comparison.look()
+    with pytest.raises(BlindEvaluationError, match="all weights that this checkpoint changes"):
+        comparison.rise("changed", lambda: {**true, trained: true[trained] * 1.01})
+    assert comparison.rise("both", lambda: {**true, copied: true[copied] * 1.01}).error > 0
+
+
+def test_one_batch_that_sees_is_enough(states):
+    run = Run(states)
+    seeing = run.measure
+    run.measure = lambda weights: [1.0, seeing(weights)[0]]
+    assert run.save(resume=False).measured == "measured"
+
+
+def test_a_loss_near_zero_is_bounded_relative_to_the_floor(states):
+    measured = {}
+    for floor in (1e-8, 1.0):
+        run = Run(states, loss_floor=floor)
+        run.measure = lambda weights, run=run: 1e-8 * run.distance(weights)
+        plan = run.save(resume=False)
+        assert (plan.baseline, plan.measured) == (0.0, "measured")
+        measured[floor] = plan.scale
+    assert measured[1e-8] < measured[1.0] / 10
+
+
+# ---- guards
+
+
+def test_a_guard_makes_auto_milder(states):
+    run, asked = Run(states), []
+
+    def guard(occasion, scheme):
+        asked.append(scheme.scale)
+        return "too far from the truth" if scheme.scale > 0.02 else None
+
+    run.planner.guard = guard
+    plan = run.save(resume=False)
+    assert plan.scale <= 0.02
+    assert plan.scheme.scale == plan.scale == asked[-1]
+    assert plan.measured == "measured"
+    assert len(asked) > 1
+    assert run.save(resume=False).scale <= plan.scale
+
+
+def test_what_a_guard_refuses_at_any_scale_is_stored_exactly(states):
+    for config in ({}, {"scheme": "gobo", "slope": 1e-4}):
+        run = Run(states, **config)
+        run.planner.guard = lambda occasion, scheme: "nothing pleases it"
+        plan = run.save(resume=False)
+        assert (plan.scheme.name, plan.reason) == ("lossless", "nothing pleases it: stored exactly")
+
+
+def test_a_guard_sees_unmeasured_plans_too_and_no_exact_ones(states):
+    run, asked = Run(states), []
+    run.planner.guard = lambda occasion, scheme: asked.append(scheme.scale)
+    run.save(exact=True)
+    assert asked == []
+    with pytest.warns(ShrinkpointWarning, match="Give evaluate="):
+        run.save(measure=False)
+    assert asked == [0.25]
+
+
+# ---- what measuring costs
+
+
+class Clock:
+    def __init__(self):
+        self.now = self.spent = 0.0
+
+
+def test_the_overhead_is_told_and_the_purse_goes_with_the_checkpoint(states):
+    clock = Clock()
+    run = Run(states, search_overhead=0.01, probe_steps=20)
+    make = lambda: Planner(run.config, lambda: clock.spent, clock=lambda: clock.now)  # noqa: E731
+    run.planner, measure, resume = make(), run.measure, run.resume
+
+    def paid(seconds, function):
+        def call(*args):
+            clock.now, clock.spent = clock.now + seconds, clock.spent + seconds
+            return function(*args)
+
+        return call
+
+    run.measure, run.resume = paid(0.1, measure), paid(5.0, resume)
+    clock.now += 10.0
+    plan = run.save()
+    assert set(plan.resumed) == {2, 5}  # on credit
+    assert plan.overhead == pytest.approx(clock.spent / clock.now)
+    assert clock.spent == pytest.approx(0.1 * plan.evaluations + 10.0)
+    state, run.planner = run.planner.state_dict(), make()
+    assert state["healing"]["purse"] == pytest.approx(0.01 * clock.now - clock.spent, abs=1e-6)
+    run.planner.load_state_dict(state)
+    clock.now += 100.0
+    assert run.save().resumed == {}
+
+
+def test_a_master_that_is_coded_is_measured_where_its_weight_is_kept():
+    """A weight that is not its master rounded is kept exactly; training would go on from the master."""
+    master = torch.randn(60, 50, generator=torch.Generator().manual_seed(0))
+    weight = master.bfloat16()
+    weight[0, 0] += 1
+    tags = {
+        "w": Tag(role=Role.WEIGHT, parameter="w"),
+        "master": Tag(role=Role.MASTER, parameter="w"),
+    }
+    state = TrainingState.capture({"w": weight, "master": master}, lambda path, tensor: tags[path[-1]])
+    scheme = Auto(options=AutoOptions(), occasion=Occasion(state=state), scale=1.0)
+    whole, model = restored_state(state, scheme, None).tensors, restored_model(state, scheme, None)
+    assert torch.equal(whole["w"], weight)
+    assert not torch.equal(whole["master"], master)
+    assert torch.equal(model["w"], whole["master"].bfloat16())

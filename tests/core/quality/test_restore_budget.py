@@ -1,0 +1,287 @@
+"""What restores may cost a run, what is left of it some steps later, and who pays for measuring that."""
+
+import json
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shrinkpoint.errors import ConfigError
+from shrinkpoint.quality.measurement import CONFIDENCE, Rise, single_rise
+from shrinkpoint.quality.recovery import Healing, without_luck
+from shrinkpoint.quality.restore_budget import RestoreBudget
+
+
+def test_each_restore_has_an_equal_share_of_what_is_left():
+    budget = RestoreBudget(0.01, 4)
+    assert budget.share == pytest.approx(0.0025)
+    budget.restored(0.001)
+    assert budget.left == pytest.approx(0.009)
+    assert budget.share == pytest.approx(0.003)
+
+
+def test_as_many_restores_as_planned_at_their_full_share_cost_what_is_allowed():
+    budget = RestoreBudget(0.01, 10)
+    for _ in range(10):
+        budget.restored(budget.share)
+    assert budget.spent == pytest.approx(0.01)
+    assert budget.left == pytest.approx(0.0)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=40), st.integers(1, 12))
+def test_restores_whose_upper_ends_keep_their_share_never_exceed_the_bound(parts, planned):
+    budget = RestoreBudget(0.01, planned)
+    for part in parts:
+        before = budget.share
+        budget.restored(part * before, before)
+        assert 0 <= budget.spent <= budget.spent_high <= 0.01 + 1e-12
+
+
+def test_doubts_add_up_in_quadrature():
+    budget = RestoreBudget(0.01, 10)
+    for _ in range(4):
+        budget.restored(0.0002, 0.0005)
+    assert budget.spent == pytest.approx(0.0008)
+    assert budget.spent_high == pytest.approx(0.0008 + 2 * 0.0003)
+    assert budget.left == pytest.approx(0.01 - 0.0014)
+
+
+def test_the_accounted_upper_end_is_above_the_truth():
+    """Each restore's true cost is normal around the measured one."""
+    rng, kept = random.Random(0), 0
+    for _ in range(500):
+        budget, truth = RestoreBudget(0.01, 10), 0.0
+        for _ in range(10):
+            cost = rng.uniform(0, 0.0008)
+            error = 0.5 * cost + 0.0001
+            budget.restored(cost, cost + CONFIDENCE * error)
+            truth += max(0.0, rng.gauss(cost, error))
+        kept += truth <= budget.spent_high
+    assert kept >= 0.93 * 500
+
+
+def test_a_restore_that_improved_the_loss_pays_for_no_other():
+    budget = RestoreBudget(0.01, 10)
+    budget.restored(-0.5, -0.4)
+    budget.restored(math.nan, math.inf)
+    assert (budget.spent, budget.spent_high, budget.made) == (0.0, 0.0, 2)
+
+
+def test_the_budgets_state_moves():
+    budget, again = RestoreBudget(0.01, 10), RestoreBudget(0.01, 10)
+    budget.restored(0.002, 0.003)
+    again.load_state_dict(json.loads(json.dumps(budget.state_dict())))
+    assert (again.spent, again.spent_high, again.made) == (0.002, 0.003, 1)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [{}, {"spent": 0.1}, {"spent": -1.0, "spent_high": 0.0, "restores": 1}, {"spent": math.inf, "spent_high": math.inf, "restores": 1},
+     {"spent": 0.0, "spent_high": 0.0, "restores": True}, {"spent": "0", "spent_high": 0.0, "restores": 1},
+     {"spent": 0.2, "spent_high": 0.1, "restores": 1}],
+)  # fmt: skip
+def test_another_budgets_state_is_refused(state):
+    with pytest.raises(ConfigError, match="malformed"):
+        RestoreBudget(0.01, 10).load_state_dict(state)
+
+
+class Training:
+    """A second a step on a fake clock; what is spent on measuring is added to it."""
+
+    def __init__(self, steps=20, overhead=0.01, healing=None, step=0):
+        self.now, self.spent, self.step, self.overhead, self.steps = 0.0, 0.0, step, overhead, steps
+        self.healing = healing or self.fresh()
+        self.probes = []
+
+    def fresh(self):
+        return Healing(self.steps, self.overhead, lambda: self.spent, lambda: self.now)
+
+    def restart(self):
+        state = json.loads(json.dumps(self.healing.state_dict(), allow_nan=False))
+        self.now += 1000.0  # the process that starts has nothing to do with the time in between
+        self.healing = self.fresh()
+        self.healing.load_state_dict(state)
+
+    def pay(self, seconds):
+        self.spent += seconds
+        self.now += seconds
+
+    def save(self, every, *, options="auto", scale=1.0, evaluations=0.0):
+        self.now += every
+        self.step += every
+        self.healing.saw(self.step)
+        self.pay(evaluations)
+        marks = self.healing.marks(options, scale)
+        if marks:
+            self.probes.append((self.step, marks[-1]))
+            self.pay(2 * marks[-1] * 1.0)
+            self.healing.measured(
+                Rise(0.001, 0.0003), {mark: Rise(0.0005, 0.0003) for mark in marks}, options, scale
+            )
+        return marks
+
+
+def test_the_first_probe_is_short_and_paid_on_credit_and_later_ones_wait_for_the_long_one():
+    training = Training()
+    for _ in range(100):
+        training.save(100)
+    assert training.probes[0] == (100, 5)
+    assert {length for _, length in training.probes[1:]} == {20}
+    assert len(training.probes) > 1
+    # the long one costs 2 * 20 steps and the margin, out of a hundredth of the time
+    first, second = training.probes[0][0], training.probes[1][0]
+    assert second - first > 4800
+    assert training.spent <= 0.01 * training.now
+
+
+def test_new_settings_are_probed_soon_and_the_same_ones_are_not():
+    training = Training()
+    training.save(1000)
+    assert not training.save(300)
+    assert not training.save(300, scale=2.0)
+    assert training.save(300, scale=2.1) == (2, 5)
+    assert training.save(2000, options="other") == (2, 5)
+    assert not training.save(200, options="other")
+
+
+def test_the_debt_has_a_limit():
+    training = Training()
+    lowest = 0.0
+    for save in range(50):
+        training.save(20, options=f"settings {save}")
+        lowest = min(lowest, 0.01 * training.now - training.spent)
+    assert len(training.probes) >= 1
+    assert lowest >= -2 * 2 * 5 * 1.2 - 1
+    slow = Training()
+    slow.now = 400.0 * 20  # 20 seconds a step: a probe costs more than half an hour's share
+    slow.healing.saw(400)
+    assert slow.healing.marks("auto", 1.0) == (2, 5) or slow.healing._purse < 2 * 5 * 1.2 * 20 - 18
+    slow.healing._purse = 0.0
+    assert slow.healing.marks("auto", 1.0) == ()
+
+
+def test_evaluations_are_paid_from_the_same_purse():
+    training = Training()
+    for _ in range(200):
+        training.save(100, evaluations=1.0)  # all that there is
+    assert [length for _, length in training.probes] == [5]
+
+
+def test_the_purse_and_its_debt_survive_restarts():
+    training = Training()
+    training.save(100)
+    before = training.healing.state_dict()
+    assert before["purse"] < 0
+    for _ in range(10):
+        training.restart()
+        training.step = 100
+        after = training.healing.state_dict()
+        assert after.pop("purse") == pytest.approx(before["purse"])
+        assert after == {name: value for name, value in before.items() if name != "purse"}
+        assert not training.save(0)  # neither a new credit nor a new probe
+    rich = Training()
+    rich.save(100)
+    for _ in range(12):  # none of these processes lives long enough to pay for a probe by itself
+        rich.save(500)
+        rich.restart()
+    assert 20 in [length for _, length in rich.probes]
+
+
+def test_after_a_resume_with_other_settings_there_is_a_probe():
+    training = Training()
+    training.save(2000)
+    training.restart()
+    assert training.save(200, options="other")
+
+
+def test_another_scheme_takes_over_the_purse_alone():
+    training = Training()
+    training.save(100)
+    other = training.fresh()
+    other.carry(training.healing.state_dict())
+    assert other.state_dict()["purse"] == pytest.approx(training.healing.state_dict()["purse"])
+    assert (other.remains, other.state_dict()["probed"]) == (1.0, None)
+
+
+@pytest.mark.parametrize(
+    ("at_restore", "left", "least", "most"),
+    [(0.002, 0.001, 0.45, 0.6), (0.002, -0.001, 0.25, 0.25), (0.001, 0.004, 3.5, 4.5), (0.001, math.inf, 1.0, 1.0)],
+)  # fmt: skip
+def test_what_remains_follows_what_probes_find(at_restore, left, least, most):
+    healing = Healing(4, 0.01)
+    for _ in range(12):
+        healing.measured(Rise(at_restore, 0.1 * at_restore), {2: Rise(0.0), 4: Rise(left, 0.0002)}, "", 1.0)
+    assert least <= healing.remains <= most
+
+
+def test_a_precise_probe_is_believed_more_than_a_noisy_one():
+    shares = []
+    for error in (0.0001, 0.001, 0.01):
+        healing = Healing(4, 0.01)
+        healing.measured(Rise(0.002, 0.0002), {4: Rise(0.0006, error)}, "", 1.0)
+        shares.append(healing.remains)
+    assert shares == sorted(shares)
+    assert shares[0] < 0.45
+    assert shares[-1] > 0.95
+
+
+def test_what_a_probe_finds_beyond_all_doubt_counts_at_once():
+    healing = Healing(4, 0.01)
+    for _ in range(8):
+        healing.measured(Rise(0.002, 0.0002), {4: Rise(0.0006, 0.0001)}, "", 1.0)
+    cost = healing.measured(Rise(0.002, 0.0002), {4: Rise(0.01, 0.001)}, "", 1.0)
+    assert cost.mean == pytest.approx(0.01)
+    assert healing.remains == pytest.approx(5.0)
+
+
+def test_a_noisy_probe_leaves_what_was_expected():
+    healing = Healing(4, 0.01)
+    cost = healing.measured(Rise(0.0004, 0.0002), {4: single_rise([1.012, 0.992], [1.0, 1.0])}, "", 1.0)
+    assert cost.mean == pytest.approx(0.0004, rel=0.1)
+    assert cost.error < 0.0002
+
+
+def test_what_a_short_probe_shows_to_grow_goes_on_growing():
+    healing = Healing(20, 0.01)
+    at = Rise(0.0001, 0.0001)
+    cost = healing.measured(at, {2: Rise(0.001, 0.0002), 5: Rise(0.003, 0.0002)}, "", 1.0)
+    assert cost.mean == pytest.approx(0.003 + 3 * 0.0029)
+
+
+def test_what_long_probes_find_to_heal_later_counts_for_short_ones():
+    healing = Healing(20, 0.01)
+    at, short = Rise(0.001, 0.0001), {2: Rise(0.0008, 0.0001), 5: Rise(0.0008, 0.0001)}
+    before = healing.measured(at, short, "", 1.0).mean
+    for _ in range(8):
+        healing.measured(at, {5: Rise(0.0008, 0.0001), 20: Rise(0.0004, 0.0001)}, "", 1.0)
+    assert healing.measured(at, short, "", 1.0).mean < 0.7 * before
+
+
+def test_half_of_the_luck_is_taken_off_a_probe_and_the_other_half_is_doubt():
+    rise = without_luck(single_rise([1.004, 1.004], [1.0, 1.0]), Rise(0.001, luck=0.002))
+    assert rise.mean == pytest.approx(0.003)
+    assert rise.error == pytest.approx(math.hypot(single_rise([1.003, 1.003], [1.0, 1.0]).error, 0.001))
+    assert without_luck(Rise(math.inf), Rise(0.001, luck=0.002)).mean == math.inf
+
+
+def test_marks():
+    assert Healing(0, math.inf).marks("", 1.0) == ()
+    assert Healing(1, math.inf).marks("", 1.0) == (1,)
+    assert Healing(3, math.inf).marks("", 1.0) == (2, 3)
+    assert Healing(20, math.inf).marks("", 1.0) == (5, 20)
+    assert Healing(20, math.inf).state_dict()["purse"] == 0.0
+    assert Healing(20, 0.01).marks("", 1.0) == ()  # nobody knows yet how long a step takes
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"remains": None}, {"remains": 0.1}, {"remains": 99.0}, {"remains": "1"}, {"error": math.inf}, {"onward": 0.0},
+     {"probed": "auto"}, {"probed": ["auto", 0.0]}, {"purse": math.nan}, {"purse": None}, {"step": 1.5}, {"step": -1}],
+)  # fmt: skip
+def test_another_state_of_healing_is_refused(change):
+    healing = Healing(4, 0.01)
+    with pytest.raises(ConfigError, match="malformed"):
+        healing.load_state_dict({**healing.state_dict(), **change})

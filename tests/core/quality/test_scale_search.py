@@ -1,0 +1,278 @@
+"""The search for the scale: what it chooses holds at the upper end, and luck neither widens nor narrows it for long."""
+
+import itertools
+import math
+import random
+
+import pytest
+
+from shrinkpoint.errors import ConfigError
+from shrinkpoint.quality.measurement import CONFIDENCE, EXACT, Rise, absolute_error, pair_rise
+from shrinkpoint.quality.restore_budget import RestoreBudget
+from shrinkpoint.quality.scale_search import ScaleSearch
+
+WIDEST = 1.0
+
+
+class Model:
+    """A harm that goes with the square of the scale, measured in pairs on some batches."""
+
+    def __init__(self, slope, allowed=1e-3, batches=2):
+        self.slope, self.absolute, self.batches, self.asked = slope, absolute_error(allowed), batches, []
+
+    def __call__(self, scale):
+        self.asked.append(scale)
+        losses = [2.0 * (1 + self.harm(scale))] * self.batches
+        return pair_rise(losses, losses, [2.0] * self.batches, absolute=self.absolute)
+
+    def harm(self, scale):
+        return self.slope * scale**2
+
+
+class Noisy(Model):
+    """Batches with luck of their own, larger than the harm and of the first order, and with harms that differ."""
+
+    def __init__(self, slope, seed, luck=3.0, spread=0.7, **more):
+        super().__init__(slope, **more)
+        self.rng, self.luck, self.spread = random.Random(seed), luck, spread
+
+    def __call__(self, scale):
+        self.asked.append(scale)
+        plus, minus = [], []
+        for _ in range(self.batches):
+            harm = self.harm(scale) * (1 + self.spread * self.rng.gauss(0, 1))
+            luck = self.luck * math.sqrt(self.harm(scale) * 1e-3) * self.rng.gauss(0, 1)
+            plus.append(2.0 * (1 + harm + luck))
+            minus.append(2.0 * (1 + harm - luck))
+        return pair_rise(plus, minus, [2.0] * self.batches, absolute=self.absolute)
+
+
+@pytest.mark.parametrize("slope", [1e-5, 1e-3, 2e-2, 0.3])
+@pytest.mark.parametrize("allowed", [1e-4, 1e-3, 1e-2])
+def test_what_is_chosen_holds_and_is_found_in_few_measurements(slope, allowed):
+    search, model = ScaleSearch(), Model(slope, allowed)
+    for save in range(12):
+        before = len(model.asked)
+        choice = search.choose(model, allowed, base=save % 4 == 0)
+        assert choice.rise.high <= allowed
+        assert choice.rise.mean == pytest.approx(slope * choice.scale**2)
+        assert len(model.asked) - before <= (5 if save == 0 else 3)
+    assert choice.scale == WIDEST or choice.rise.mean > allowed / 4
+    assert len(model.asked) < 12 + 10
+
+
+def test_the_mildest_steps_that_still_break_the_bound_are_not_taken():
+    choice = ScaleSearch().choose(Model(100.0), 1e-3, base=True)
+    assert choice.scale is None
+    assert choice.rise is None
+    assert "stored exactly" in choice.reason
+
+
+def test_nothing_left_asks_for_nothing():
+    model = Model(0.0)
+    assert ScaleSearch().choose(model, 0.0, base=True).scale is None
+    assert model.asked == []
+
+
+def test_a_loss_that_only_the_restored_weights_make_infinite():
+    def measure(scale):
+        return Rise(math.inf) if scale > 0.1 else Model(0.0)(scale)
+
+    choice = ScaleSearch().choose(measure, 0.01, base=True)
+    assert choice.scale is not None
+    assert choice.scale <= 0.1
+
+
+def test_weights_that_no_scale_changes_are_taken_as_they_are():
+    search = ScaleSearch()
+    for save in range(9):
+        assert search.choose(lambda scale: EXACT, 1e-3, base=save % 8 == 0).scale <= 1.0
+
+
+def test_without_a_significant_rise_the_first_save_explores_no_more_than_an_octave():
+    for fall in (0.0, -1e-3, -0.1):
+        search = ScaleSearch()
+        measured = pair_rise([2 + fall, 2 + 2 * fall], [2 + fall, 2.0], [2.0, 2.0])
+        assert search.choose(lambda scale, rise=measured: rise, 0.01, base=True).scale <= 1.0
+
+
+def test_two_scales_that_are_measured_alike_end_the_exploration():
+    limited = Model(4e-5)
+    asked = []
+
+    def measure(scale):
+        asked.append(scale)
+        return limited(min(scale, 0.5))
+
+    assert ScaleSearch().choose(measure, 1e-3, base=True).scale == 0.5
+    assert len(asked) == 2
+
+
+def test_each_base_widens_by_an_octave_at_most_where_nothing_is_significant():
+    search, scales = ScaleSearch(), []
+    flat = pair_rise([2.0, 2.0], [2.0, 2.0], [2.0, 2.0])
+    for save in range(12):
+        scales.append(search.choose(lambda scale: flat, 1e-3, base=save % 4 == 0).scale)
+    assert len(set(scales[:4])) == len(set(scales[4:8])) == len(set(scales[8:])) == 1  # never within a chain
+    assert scales[4] <= 2 * scales[0]
+    assert scales[8] <= 2 * scales[4]
+
+
+def test_a_fall_widens_nothing_that_was_found():
+    search = ScaleSearch()
+    scale = search.choose(Model(1e-3), 1e-3, base=True).scale
+    fall = pair_rise([1.9, 1.8], [1.9, 2.0], [2.0, 2.0])
+    for _ in range(6):
+        assert search.choose(lambda scale: fall, 1e-3, base=False).scale == scale
+
+
+def test_within_a_chain_one_better_measurement_widens_nothing_and_a_worse_one_narrows():
+    search = ScaleSearch()
+    first = search.choose(Model(1e-2), 1e-3, base=True).scale
+    assert search.choose(Model(2e-3), 1e-3, base=False).scale == first
+    assert search.choose(Model(1e-1), 1e-3, base=False).scale < first
+
+
+def test_what_one_unlucky_measurement_has_narrowed_widens_again_in_the_same_chain():
+    search, usual = ScaleSearch(), Model(1e-3)
+    before = search.choose(usual, 1e-3, base=True).scale
+    narrowed = search.choose(Model(3e-2), 1e-3, base=False).scale
+    assert narrowed < before / 3
+    scales = [search.choose(usual, 1e-3, base=False).scale for _ in range(8)]
+    assert scales[0] == narrowed  # one measurement alone is not believed
+    assert scales[-1] >= before / 2
+    steps = [wide / narrow for narrow, wide in itertools.pairwise(scales) if wide != narrow]
+    assert steps
+    assert min(steps) >= 2
+
+
+def test_a_new_chain_is_wider_where_earlier_measurements_allow_it():
+    search = ScaleSearch()
+    first = search.choose(Model(1e-2), 1e-3, base=True).scale
+    scales = [search.choose(Model(1e-4), 1e-3, base=True).scale for _ in range(8)]
+    assert scales == sorted(scales)
+    assert scales[-1] > 4 * first
+
+
+def test_a_fixed_scale_is_the_only_one_considered():
+    model = Model(1e-2)
+    assert ScaleSearch().choose(model, 1e-3, base=True, fixed=0.7).scale is None
+    assert set(model.asked) == {0.7}
+    assert ScaleSearch().choose(model, 2e-2, base=True, fixed=0.7).scale == 0.7
+
+
+def test_another_bound_at_the_same_save_counts_no_measurement_twice():
+    search, model = ScaleSearch(), Model(1e-3)
+    first = search.choose(model, 1e-3, base=True)
+    asked = len(model.asked)
+    again = search.choose(model, 2e-3, base=True, again=True)
+    assert (again.scale, again.rise) == (first.scale, first.rise)
+    assert len(model.asked) == asked
+    assert search.choose(model, 2e-4, base=True, again=True).scale < first.scale
+
+
+def test_the_next_narrower_scale():
+    search = ScaleSearch()
+    scale = search.choose(Model(1e-3), 1e-3, base=True).scale
+    assert search.narrower() == scale / 2
+    for _ in range(20):
+        last = search.narrower()
+    assert last is None
+
+
+def test_the_state_moves_to_another_search():
+    first, second = ScaleSearch(), ScaleSearch()
+    scale = first.choose(Model(5e-3), 1e-3, base=True).scale
+    second.load_state_dict(first.state_dict())
+    model = Model(5e-3)
+    assert second.choose(model, 1e-3, base=False).scale == scale
+    assert len(model.asked) == 1
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {},
+        {"version": 1, "rung": 0, "history": None},
+        {"version": 2, "rung": 99, "history": None},
+        {"version": 2, "rung": 0.0, "history": None},
+        {"version": 2, "rung": 0, "history": [1.0, math.nan, 0.0]},
+        {"version": 2, "rung": 0, "history": [0.0, 1.0, 0.0]},
+        {"version": 2, "rung": 0, "history": [1.0]},
+    ],
+)
+def test_another_state_is_refused(state):
+    with pytest.raises(ConfigError, match="start a new search"):
+        ScaleSearch().load_state_dict(state)
+
+
+def test_a_bound_out_of_reach_costs_one_measurement_a_save():
+    search, steep, mild = ScaleSearch(), Model(100.0), Model(1e-3)
+    search.choose(steep, 1e-3, base=True)
+    for _ in range(5):
+        steep.asked.clear()
+        assert search.choose(steep, 1e-3, base=False).scale is None
+        assert len(steep.asked) == 1
+    assert search.choose(mild, 1e-3, base=False).scale > 0.1
+
+
+def test_in_a_chain_steps_become_narrower_by_enough_to_be_exchanged():
+    search = ScaleSearch()
+    before = search.choose(Model(1e-3), 1e-3, base=True).scale
+    model = Model(1.5e-3 / before**2)
+    after = search.choose(model, 1e-3, base=False)
+    assert after.scale <= before * 2**-0.75
+    assert len(model.asked) == 2
+
+
+def test_where_small_steps_cost_much_they_become_smaller_before_all_is_exact():
+    """Right after the start, with embeddings far larger than the other weights."""
+    choice = ScaleSearch().choose(Model(3.0), 1e-3, base=True)
+    assert choice.scale is not None
+    assert choice.rise.high <= 1e-3
+
+
+def chain(seed, batches):
+    """Three chains of eight saves; how far each scale is from the widest that would hold, in octaves, and its harm."""
+    rng = random.Random(seed)
+    model = Noisy(10 ** rng.uniform(-3.5, 0), seed, batches=batches, spread=0.7 if batches > 1 else 0.5)
+    search, best = ScaleSearch(), math.sqrt(1e-3 / model.slope)
+    chosen = []
+    for save in range(24):
+        choice = search.choose(model, 1e-3, base=save % 8 == 0)
+        if choice.scale is not None:
+            chosen.append((math.log2(choice.scale / min(best, WIDEST)), model.harm(choice.scale)))
+        else:
+            chosen.append((-10.0, 0.0))
+    return chosen
+
+
+@pytest.mark.parametrize("batches", [1, 2, 4])
+def test_luck_makes_the_search_neither_timid_nor_bold(batches):
+    """Luck three times as large as the harm; each batch's harm varies by 70 %, and that of two as one number by 50 %."""
+    runs = [chain(seed, batches) for seed in range(200)]
+    settled = [octaves for run in runs for octaves, _ in run[8:]]
+    assert sum(-1.01 <= octaves <= 0.5 for octaves in settled) >= 0.9 * len(settled)
+
+
+@pytest.mark.parametrize("batches", [1, 2, 4])
+def test_ten_restores_keep_the_bound_in_truth(batches):
+    kept = 0
+    for seed in range(200):
+        rng = random.Random(seed)
+        model, search = Noisy(10 ** rng.uniform(-3.5, 0), seed, batches=batches), ScaleSearch()
+        budget, truth = RestoreBudget(0.01, 10), 0.0
+        for save in range(10):
+            choice = search.choose(model, budget.share, base=save % 8 == 0)
+            if choice.scale is not None:
+                truth += model.harm(choice.scale)
+                budget.restored(choice.rise.mean, choice.rise.high)
+        assert budget.spent_high <= 0.01 + 1e-9
+        kept += truth <= 0.01
+    assert kept >= 0.95 * 200
+
+
+def test_the_upper_end_is_what_must_hold():
+    rise = Model(1e-3)(0.9)
+    assert rise.mean < 1e-3 < rise.mean + CONFIDENCE * rise.error == rise.high
+    assert ScaleSearch().choose(Model(1e-3), 1e-3, base=True, fixed=0.9).scale is None

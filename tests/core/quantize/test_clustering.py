@@ -1,0 +1,251 @@
+"""Optimal and published clustering against brute force, and the nearest-centroid assignment."""
+
+import itertools
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shrinkpoint.arrays import Float64s
+from shrinkpoint.errors import CannotRepresentError, ConfigError
+from shrinkpoint.quantize import clustering
+from shrinkpoint.quantize.clustering import (
+    assign,
+    dequantize,
+    distortion,
+    kmeans_plus_plus,
+    optimal_clusters,
+    optimal_codebooks,
+    sample_weights,
+)
+from shrinkpoint.quantize.sketch import Histogram, SignedHistogram
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+FLOAT32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
+MODERATE = st.floats(-4, 4, width=32)
+
+
+@st.composite
+def buckets(
+    draw: st.DrawFn, elements: st.SearchStrategy[float] = FLOAT32, max_size: int = 40
+) -> tuple[Float64s, Float64s]:
+    values = sorted(draw(st.sets(elements, max_size=max_size)))
+    weights = [draw(st.floats(0.0, 1.0)) for _ in values]
+    return np.array(values, dtype=np.float64), np.array(weights, dtype=np.float64)
+
+
+@st.composite
+def codebooks(draw: st.DrawFn, elements: st.SearchStrategy[float] = FLOAT32) -> torch.Tensor:
+    values = sorted(draw(st.sets(elements, min_size=1, max_size=40)))
+    return torch.tensor(values, dtype=torch.float32)
+
+
+def brute_force(values: Float64s, weights: Float64s, k: int) -> float:
+    """The least error over every way to cut the values into at most k ranges."""
+    best = math.inf
+    for cuts in itertools.combinations(range(1, len(values)), min(k, len(values)) - 1):
+        error = 0.0
+        for start, end in itertools.pairwise((0, *cuts, len(values))):
+            v, w = values[start:end], weights[start:end]
+            error += float(w @ (v - v @ w / w.sum()) ** 2)
+        best = min(best, error)
+    return best
+
+
+@settings(max_examples=60, deadline=None)
+@given(buckets(MODERATE, max_size=9), st.integers(1, 5))
+def test_the_optimum_is_that_of_brute_force(data: tuple[Float64s, Float64s], k: int) -> None:
+    values, weights = data
+    weights = weights + 0.01
+    codebook = optimal_clusters(values, weights, k)
+    if len(values):
+        assert distortion(values, weights, codebook) <= brute_force(values, weights, k) * (1 + 1e-5) + 1e-9
+
+
+@settings(deadline=None)
+@given(buckets(), st.integers(1, 40), st.integers(0, 3))
+def test_codebooks_ascend_and_have_at_most_k_entries(
+    data: tuple[Float64s, Float64s], k: int, seed: int
+) -> None:
+    values, weights = data
+    used = values[weights > 0]
+    for codebook in (optimal_clusters(values, weights, k), kmeans_plus_plus(values, weights, k, seed)):
+        assert codebook.dtype == torch.float32
+        assert codebook.shape == (len(codebook),)
+        assert len(codebook) <= min(k, len(used))
+        assert bool((codebook.diff() > 0).all())
+        if len(used):
+            assert len(codebook) >= 1
+            margin = 1e-6 * float(np.abs(used).max()) + 1e-44
+            assert used[0] - margin <= codebook[0].item()
+            assert codebook[-1].item() <= used[-1] + margin
+
+
+@settings(deadline=None)
+@given(buckets(MODERATE), st.lists(st.integers(1, 32), min_size=1, max_size=4))
+def test_several_sizes_in_one_run(data: tuple[Float64s, Float64s], ks: list[int]) -> None:
+    together = optimal_codebooks(*data, ks)
+    assert set(together) == set(ks)
+    for k, codebook in together.items():
+        assert torch.equal(codebook, optimal_clusters(*data, k))
+
+
+@settings(max_examples=30, deadline=None)
+@given(buckets(MODERATE), st.integers(1, 31))
+def test_more_clusters_are_never_worse(data: tuple[Float64s, Float64s], k: int) -> None:
+    found = optimal_codebooks(*data, [k, k + 1])
+    if len(data[0]) and data[1].any():
+        fewer, more = distortion(*data, found[k]), distortion(*data, found[k + 1])
+        assert more <= fewer * (1 + 1e-5) + 1e-9
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1, 4, 6, 16, 32]))
+def test_the_optimum_is_never_worse_than_the_published_clustering(seed: int, k: int) -> None:
+    weight = torch.randn(3000, generator=torch.Generator().manual_seed(seed))
+    histogram = SignedHistogram(0.05).add(weight).histogram()
+    weights = sample_weights(histogram)
+    optimal = distortion(histogram.values, weights, optimal_clusters(histogram.values, weights, k))
+    published = distortion(histogram.values, weights, kmeans_plus_plus(histogram.values, weights, k, seed))
+    assert optimal <= published * (1 + 1e-5)
+    # The seeding alone promises 8 (ln k + 2) times the optimum in expectation; Lloyd's iterations do far better.
+    assert published <= 3 * optimal
+
+
+def test_a_value_for_each_cluster_is_exact() -> None:
+    values, weights = np.array([-2.0, 0.0, 0.5, 7.0]), np.ones(4)
+    for k in (4, 5, 32):
+        assert optimal_clusters(values, weights, k).tolist() == values.tolist()
+        assert kmeans_plus_plus(values, weights, k, 0).tolist() == values.tolist()
+
+
+def test_values_without_weight_attract_no_centroid() -> None:
+    values, weights = np.array([-1.0, 0.0, 1.0, 100.0]), np.array([1.0, 0.0, 1.0, 0.0])
+    assert optimal_clusters(values, weights, 3).tolist() == [-1.0, 1.0]
+    assert kmeans_plus_plus(values, weights, 3, 0).tolist() == [-1.0, 1.0]
+
+
+def test_weights_lost_in_rounding_do_no_harm() -> None:
+    values = np.arange(6, dtype=np.float64)
+    weights = np.array([1.0, 1e-300, 1e-300, 1.0, 1e-300, 1e-300])
+    codebook = optimal_clusters(values, weights, 4)
+    assert bool(codebook.isfinite().all())
+    assert distortion(values, weights, codebook) < 1e-12
+
+
+def test_nothing_to_cluster() -> None:
+    empty = np.empty(0)
+    assert len(optimal_clusters(empty, empty, 8)) == 0
+    assert len(kmeans_plus_plus(empty, empty, 8, 0)) == 0
+    assert len(optimal_clusters(np.ones(1), np.zeros(1), 8)) == 0
+    assert distortion(empty, empty, torch.empty(0)) == 0.0
+    assert optimal_codebooks(empty, empty, []) == {}
+
+
+def test_the_published_clustering_depends_on_its_seed_alone() -> None:
+    generator = np.random.default_rng(0)
+    values, weights = np.sort(generator.normal(size=200)), generator.random(200)
+    assert torch.equal(kmeans_plus_plus(values, weights, 8, 5), kmeans_plus_plus(values, weights, 8, 5))
+    assert kmeans_plus_plus(values, weights, 8, 5, iterations=1).shape == (8,)
+
+
+@settings(deadline=None)
+@given(buckets(), st.floats(0, 1))
+def test_sample_weights(data: tuple[Float64s, Float64s], share: float) -> None:
+    counts = (data[1] * 1000).astype(np.int64) + 1
+    weights = sample_weights(Histogram(values=data[0], counts=counts), share)
+    assert weights.shape == counts.shape
+    assert (weights >= 0).all()
+    if len(counts):
+        assert weights.sum() == pytest.approx(1.0)
+
+
+def test_sample_weights_by_hand() -> None:
+    histogram = Histogram(values=np.array([-1.0, 0.0, 3.0]), counts=np.array([1, 2, 1]))
+    assert sample_weights(histogram, 0.0).tolist() == [0.25, 0.5, 0.25]
+    assert sample_weights(histogram, 1.0).tolist() == [0.25, 0.0, 0.75]
+    assert sample_weights(histogram, 0.2) == pytest.approx([0.25, 0.4, 0.35])
+    zeros = Histogram(values=np.zeros(1), counts=np.array([9]))
+    assert sample_weights(zeros).tolist() == [1.0]
+
+
+@settings(deadline=None)
+@given(codebooks(), st.lists(FLOAT32, max_size=30), st.sampled_from(DTYPES), st.booleans())
+def test_assign_picks_a_nearest_centroid(
+    codebook: torch.Tensor, xs: list[float], dtype: torch.dtype, table: bool
+) -> None:
+    limit = torch.finfo(dtype).max
+    x = torch.cat([torch.tensor(xs), codebook, codebook.nextafter(torch.tensor(0.0))])
+    x = x.clamp(-limit, limit).to(dtype).clamp(-limit, limit).reshape(1, -1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(clustering, "_TABLE_PAYS", 0 if table else math.inf)
+        patch.setattr(clustering, "_CHUNK", 16)
+        indices = assign(x, codebook)
+        restored = dequantize(indices, codebook)
+    assert indices.dtype == torch.uint8
+    assert indices.shape == restored.shape == x.shape
+    assert restored.dtype == torch.float32
+    distance = (x.double() - restored.double()).abs()
+    nearest = (x.double().reshape(-1, 1) - codebook.double()).abs().min(dim=1).values
+    assert bool((distance.flatten() <= nearest * (1 + 1e-15)).all())
+
+
+@settings(deadline=None)
+@given(codebooks(MODERATE), st.integers(0, 2**32 - 1))
+def test_lookup_and_search_agree(codebook: torch.Tensor, seed: int) -> None:
+    x = torch.randn(500, generator=torch.Generator().manual_seed(seed))
+    x = torch.cat([x, codebook, (codebook[:-1] + codebook[1:]) / 2, torch.tensor([0.0, -0.0, 1e-45, -1e-45])])
+    searched = assign(x, codebook)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(clustering, "_TABLE_PAYS", 0)
+        assert torch.equal(assign(x, codebook), searched)
+
+
+def test_a_centroid_is_assigned_to_itself_even_beside_its_neighbour() -> None:
+    one = torch.tensor(1.0)
+    codebook = torch.stack([one.nextafter(torch.tensor(0.0)), one, one.nextafter(torch.tensor(2.0))])
+    assert assign(codebook, codebook).tolist() == [0, 1, 2]
+
+
+def test_assign_of_large_strided_and_empty_tensors() -> None:
+    x = torch.randn(700, 400, generator=torch.Generator().manual_seed(0)).t()
+    codebook = torch.linspace(-2, 2, 256)
+    assert torch.equal(assign(x, codebook), torch.stack([assign(row, codebook) for row in x]))
+    assert assign(torch.empty(0, 3), codebook).shape == (0, 3)
+    assert assign(torch.empty(0), torch.empty(0)).shape == (0,)
+    assert dequantize(torch.empty(2, 0, dtype=torch.uint8), torch.empty(0)).shape == (2, 0)
+    assert assign(torch.tensor(3.0), torch.tensor([1.0])).item() == 0
+
+
+def test_what_is_refused() -> None:
+    values = weights = np.ones(1)
+    for k in (0, 257):
+        with pytest.raises(ConfigError, match="k="):
+            optimal_clusters(values, weights, k)
+        with pytest.raises(ConfigError, match="k="):
+            kmeans_plus_plus(values, weights, k, 0)
+    with pytest.raises(ConfigError, match="one length"):
+        optimal_clusters(values, np.ones(2), 1)
+    with pytest.raises(ConfigError, match="ascending"):
+        optimal_clusters(np.array([1.0, 1.0]), np.ones(2), 1)
+    with pytest.raises(CannotRepresentError, match="finite"):
+        optimal_clusters(np.array([math.nan]), weights, 1)
+    with pytest.raises(CannotRepresentError, match="negative"):
+        optimal_clusters(values, -weights, 1)
+    with pytest.raises(ConfigError, match="magnitude_share"):
+        sample_weights(Histogram(values=values, counts=np.ones(1, np.int64)), 1.5)
+    for bad in (torch.empty(0), torch.zeros(257), torch.zeros(2, 2), torch.zeros(2, dtype=torch.float64)):
+        with pytest.raises(ConfigError, match="codebook"):
+            assign(torch.zeros(1), bad)
+        with pytest.raises(ConfigError, match="codebook"):
+            dequantize(torch.zeros(1, dtype=torch.uint8), bad)
+
+
+def test_importing_does_not_import_numba() -> None:
+    script = "import sys, shrinkpoint.quantize.clustering, shrinkpoint.schemes.inshrinkerator.partition; assert 'numba' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -1,0 +1,188 @@
+"""The sketch's error bound, its exact thresholds, merging, and what it refuses."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shrinkpoint.errors import CannotRepresentError, ConfigError
+from shrinkpoint.quantize import sketch as sketch_module
+from shrinkpoint.quantize.sketch import QuantileSketch, SignedHistogram
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+ALPHAS = st.sampled_from([0.001, 0.01, 0.05, 0.5])
+FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+@st.composite
+def tensors(draw: st.DrawFn, min_size: int = 0) -> torch.Tensor:
+    """Any finite values, often with heavy ties and zeros, in each dtype and some shape."""
+    pool = [*draw(st.lists(FINITE, min_size=1, max_size=12)), 0.0]
+    element = st.one_of(FINITE, st.sampled_from(pool))
+    values = draw(st.lists(element, min_size=min_size, max_size=60))
+    tensor = torch.tensor(values, dtype=torch.float32).to(draw(st.sampled_from(DTYPES)))
+    limit = torch.finfo(tensor.dtype).max
+    tensor = tensor.clamp(-limit, limit)
+    return tensor.reshape(1, -1, 1) if draw(st.booleans()) else tensor
+
+
+def close(estimate: float, exact: float, sketch: QuantileSketch | SignedHistogram) -> bool:
+    if abs(exact) < sketch.x_min:
+        return abs(estimate - exact) <= sketch.x_min
+    return abs(estimate - exact) <= sketch.alpha * abs(exact)
+
+
+@settings(deadline=None)
+@given(tensors(min_size=1), ALPHAS, st.floats(0, 1))
+def test_quantile_is_within_alpha_of_the_element_of_its_rank(
+    tensor: torch.Tensor, alpha: float, q: float
+) -> None:
+    sketch = QuantileSketch(alpha).add(tensor.abs())
+    ordered = tensor.abs().double().flatten().sort().values
+    assert sketch.count == tensor.numel()
+    assert close(sketch.quantile(q), ordered[math.floor(q * (tensor.numel() - 1))].item(), sketch)
+
+
+@settings(deadline=None)
+@given(tensors(), ALPHAS)
+def test_histogram_bounds_every_element(tensor: torch.Tensor, alpha: float) -> None:
+    signed = SignedHistogram(alpha).add(tensor)
+    histogram = signed.histogram()
+    assert histogram.values.dtype == np.float64
+    assert histogram.counts.dtype == np.int64
+    assert (np.diff(histogram.values) > 0).all()
+    assert (histogram.counts > 0).all()
+    estimates = np.repeat(histogram.values, histogram.counts)
+    exact = tensor.double().flatten().sort().values.tolist()
+    assert len(estimates) == len(exact)
+    assert all(close(estimate, value, signed) for estimate, value in zip(estimates, exact, strict=True))
+
+
+@settings(deadline=None)
+@given(tensors(), st.floats(0, 1))
+def test_thresholds_never_take_more_than_their_share(tensor: torch.Tensor, share: float) -> None:
+    scores = tensor.abs().float()
+    sketch = QuantileSketch().add(scores)
+    below, above = sketch.threshold_below(share), sketch.threshold_above(share)
+    assert int((scores < below).sum()) <= share * scores.numel()
+    assert int((scores >= above).sum()) <= share * scores.numel()
+
+
+@pytest.mark.parametrize("share", [0.0005, 0.01, 0.1, 0.5])
+def test_thresholds_come_close_to_their_share_on_smooth_data(share: float) -> None:
+    scores = torch.randn(200_000, generator=torch.Generator().manual_seed(0)).abs()
+    sketch = QuantileSketch(0.001).add(scores)
+    below = int((scores < sketch.threshold_below(share)).sum()) / scores.numel()
+    above = int((scores >= sketch.threshold_above(share)).sum()) / scores.numel()
+    assert 0.97 * share <= below <= share
+    assert 0.93 * share <= above <= share
+
+
+def test_ties_fall_on_one_side_together() -> None:
+    constant = QuantileSketch().add(torch.full((100,), 0.25))
+    assert constant.threshold_below(0.5) <= 0.25
+    assert constant.threshold_above(0.5) > 0.25
+    zeros = QuantileSketch().add(torch.cat([torch.zeros(60), torch.ones(40)]))
+    assert zeros.threshold_below(0.3) == 0.0
+    assert 0.0 < zeros.threshold_below(0.6) <= 1.0
+
+
+def test_extreme_shares() -> None:
+    scores = torch.tensor([0.0, 1e-38, 1.0, torch.finfo(torch.float32).max])
+    sketch = QuantileSketch().add(scores)
+    assert sketch.threshold_below(0.0) == 0.0
+    assert sketch.threshold_below(1.0) == math.inf
+    assert sketch.threshold_above(0.0) == math.inf
+    assert sketch.threshold_above(1.0) == 0.0
+
+
+@settings(deadline=None)
+@given(tensors(), tensors())
+def test_merging_equals_sketching_together(one: torch.Tensor, two: torch.Tensor) -> None:
+    together = SignedHistogram().add(one).add(two)
+    apart = SignedHistogram().add(one) + SignedHistogram().add(two)
+    assert (together.counts == apart.counts).all()
+    assert apart.count == one.numel() + two.numel()
+
+
+def test_sum_leaves_its_terms_alone() -> None:
+    one, two = QuantileSketch().add(torch.ones(3)), QuantileSketch().add(torch.ones(4))
+    assert (one + two).count == 7
+    assert (one.count, two.count) == (3, 4)
+
+
+@settings(max_examples=20, deadline=None)
+@given(tensors())
+def test_chunks_do_not_change_the_counts(tensor: torch.Tensor) -> None:
+    whole = SignedHistogram().add(tensor)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sketch_module, "_CHUNK_CPU", 7)
+        chunked = SignedHistogram().add(tensor)
+    assert (whole.counts == chunked.counts).all()
+
+
+def test_strided_and_differentiable_tensors() -> None:
+    weight = torch.randn(8, 6, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    transposed = SignedHistogram().add(weight.t()[::2])
+    assert (transposed.counts == SignedHistogram().add(weight.detach()[:, ::2].clone()).counts).all()
+
+
+def test_negative_zero_is_zero() -> None:
+    histogram = SignedHistogram().add(torch.tensor([-0.0, 0.0, -1e-38])).histogram()
+    assert histogram.values.tolist() == [0.0]
+    assert histogram.counts.tolist() == [3]
+    assert QuantileSketch().add(torch.tensor([-0.0])).quantile(1.0) == 0.0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("kind", [QuantileSketch, SignedHistogram])
+def test_refuses_what_is_not_finite(
+    kind: type[QuantileSketch] | type[SignedHistogram], bad: float, dtype: torch.dtype
+) -> None:
+    sketch = kind()
+    with pytest.raises(CannotRepresentError, match="finite"):
+        sketch.add(torch.tensor([1.0, bad, 2.0], dtype=dtype))
+    assert sketch.count == 0
+
+
+def test_refuses_negative_scores_and_other_dtypes() -> None:
+    with pytest.raises(CannotRepresentError, match=">= 0"):
+        QuantileSketch().add(torch.tensor([-1.0]))
+    for dtype in (torch.float64, torch.int32, torch.bool, torch.complex64):
+        with pytest.raises(CannotRepresentError, match="dtype"):
+            SignedHistogram().add(torch.zeros(2, dtype=dtype))
+
+
+def test_an_empty_sketch() -> None:
+    sketch = QuantileSketch().add(torch.empty(0, 3))
+    assert sketch.count == 0
+    with pytest.raises(CannotRepresentError, match="empty"):
+        sketch.quantile(0.5)
+    assert len(SignedHistogram().histogram().values) == 0
+
+
+def test_options_are_checked() -> None:
+    for alpha in (0.0, 1e-4, 0.6, math.nan):
+        with pytest.raises(ConfigError, match="alpha"):
+            QuantileSketch(alpha)
+    for x_min in (0.0, -1.0, 2.0, math.nan):
+        with pytest.raises(ConfigError, match="x_min"):
+            QuantileSketch(x_min=x_min)
+    for share in (-0.1, 1.1, math.nan):
+        with pytest.raises(ConfigError, match=r"share|q"):
+            QuantileSketch().add(torch.ones(1)).quantile(share)
+        with pytest.raises(ConfigError, match="share"):
+            QuantileSketch().threshold_below(share)
+        with pytest.raises(ConfigError, match="share"):
+            QuantileSketch().threshold_above(share)
+    with pytest.raises(ConfigError, match="alpha"):
+        QuantileSketch(0.01).merge(QuantileSketch(0.02))
+
+
+def test_a_normal_tensor_has_under_two_thousand_buckets() -> None:
+    weight = torch.randn(65_536, generator=torch.Generator().manual_seed(0)) * 0.02
+    assert len(SignedHistogram().add(weight).histogram().values) < 1000

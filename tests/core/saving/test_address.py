@@ -1,0 +1,45 @@
+"""Addresses of single checkpoints."""
+
+import pytest
+
+from shrinkpoint.errors import ConfigError
+from shrinkpoint.saving.address import Address
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        Address(url="s3://bucket/run-7", step=1000),
+        Address(url="/tmp/run", seq=12),
+        Address(url="memory://a/b"),
+        Address(url="odd#name", step=0),
+    ],
+)
+def test_round_trip(address: Address) -> None:
+    assert Address.parse(str(address)) == address
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "s3://bucket/last.ckpt",
+        "/tmp/run",
+        "run#",
+        "run#step=",
+        "run#step=-1",
+        "run#step=1x",
+        "#step=1",
+        "None",
+    ],
+)
+def test_other_paths_are_none(path: str) -> None:
+    assert Address.parse(path) is None
+
+
+def test_slash_at_the_end_is_dropped() -> None:
+    assert Address.parse("memory://run/#step=5") == Address(url="memory://run", step=5)
+
+
+def test_step_and_commit_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match="exclude"):
+        Address(url="run", step=1, seq=1)

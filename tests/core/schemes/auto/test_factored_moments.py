@@ -1,0 +1,223 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.chains import check_malformed, spec_of
+from support.moments import KINDS, SCALES, SHAPES, moments
+
+from shrinkpoint.entropy.static.rans import encode_symbols
+from shrinkpoint.errors import CannotRepresentError, FormatError
+from shrinkpoint.quantize import matrix_kernels as kernels
+from shrinkpoint.schemes.auto.factors import Factors, matrix_shape
+from shrinkpoint.schemes.auto.second_moments import FactoredSecondMomentCodec
+from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Quantizer
+from shrinkpoint.state.training import Role
+
+LONGEST = 2 ** (1 / 16) * 1.0001
+"""A quarter octave of a second moment, of which half is rounded: 4.4 % of its root."""
+
+
+def code(second: torch.Tensor, first: torch.Tensor | None = None) -> tuple[Coded, torch.Tensor]:
+    """What was coded, and the tensor that a reader gets, of what is stored alone."""
+    spec, codec = spec_of(second, "v", Role.EXP_AVG_SQ), FactoredSecondMomentCodec(first_moment=first)
+    coded = codec.encode(second, spec, Context())
+    assert coded.planes == coded.unseen == coded.encoded.params == {}
+    reader = FactoredSecondMomentCodec()
+    restored = reader.reconstruct(
+        coded.encoded, reader.decode(coded.encoded, spec, Context()), spec, Context()
+    )
+    assert torch.equal(restored.view(torch.int32), coded.value.view(torch.int32))
+    assert torch.equal(
+        codec.restored(second, spec, Context()).view(torch.int32), coded.value.view(torch.int32)
+    )
+    return coded, restored
+
+
+def lengths(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Of each row of ``m / sqrt(v)``, where v is not zero."""
+    m, v = (each.reshape(matrix_shape(tuple(each.shape))).double() for each in (first, second))
+    squares = torch.where(v > 0, m.square() / v.where(v > 0, 1.0), 0.0)
+    return squares.sum(dim=1).sqrt()
+
+
+@settings(max_examples=200)
+@given(SHAPES, st.integers(0, 999), SCALES, KINDS, st.booleans())
+def test_second_moments_are_read_as_written_and_never_zero_where_they_were_not(
+    shape, seed, scale, kind, told
+):
+    first, second = moments(*shape, seed=seed, scale=scale, kind=kind)
+    _, value = code(second, first if told else None)
+    assert bool((value[second > 0] >= torch.finfo().tiny).all())
+    assert bool((value >= 0).all())
+    if second.dim() == 2:
+        assert bool((value[second.sum(dim=1) == 0] == 0).all())
+        assert bool((value[:, second.sum(dim=0) == 0] == 0).all())
+
+
+@settings(max_examples=200)
+@given(
+    SHAPES,
+    st.integers(0, 999),
+    st.sampled_from([1e-8, 1e-3, 1.0, 1e6]),
+    st.sampled_from(["plain", "dead row", "dead column", "sparse", "one sign"]),
+)
+def test_updates_keep_their_length_row_by_row(shape, seed, scale, kind):
+    first, second = moments(*shape, seed=seed, scale=scale, kind=kind)
+    wanted, found = lengths(first, second), lengths(first, code(second, first)[1])
+    assert bool((found <= LONGEST * wanted).all())
+    assert bool((wanted <= LONGEST * found).all())
+
+
+@pytest.mark.parametrize("spread", [0.0, 1.0, 3.0])
+def test_updates_keep_their_length_however_far_elements_lie_from_a_product(spread):
+    """Scaled to the mean logarithm instead, updates would be the longer the more elements differ."""
+    generator = torch.Generator().manual_seed(0)
+    second = 1e-8 * torch.exp(spread * torch.randn(64, 200, generator=generator))
+    first = 0.1 * second.sqrt() * torch.randn(64, 200, generator=generator)
+    wanted = lengths(first, second)
+    ratios = lengths(first, code(second, first)[1]) / wanted
+    assert float(ratios.max()) <= LONGEST
+    assert float(ratios.min()) >= 1 / LONGEST
+    if spread:  # otherwise all rows are rounded alike
+        assert float(ratios.log().mean()) == pytest.approx(0, abs=0.01)
+    without = lengths(first, code(second)[1]) / wanted
+    assert (float(without.mean()) > 1.05) == (spread > 0)
+
+
+def test_without_a_first_moment_the_mean_logarithm_is_right():
+    first, second = moments(300, 200)
+    for unknown in (None, first[:5], first * torch.nan, first.reshape(200, 300), first * 0):
+        coded, value = code(second, unknown)
+        assert abs(float((value.log2() - second.log2()).mean())) < 0.02
+        assert coded.encoded.nbytes <= 300 + 200
+        assert torch.equal(value, code(second)[1])
+
+
+def test_rows_without_a_first_moment_stay_as_they_are():
+    first, second = moments(30, 20)
+    first[7] = 0
+    value, plain = code(second, first)[1], code(second)[1]
+    assert torch.equal(value[7], plain[7])
+    assert not torch.equal(value[8:], plain[8:])
+
+
+def test_rows_that_have_not_been_seen_for_long_keep_their_factor():
+    second = torch.ones(50, 40)
+    second[3] = 1e-37
+    _, value = code(second)
+    assert bool((value[3] < 1e-35).all())
+    assert bool((value[4] > 0.5).all())
+
+
+@given(st.lists(st.floats(-200, 200), min_size=1, max_size=9), st.lists(st.floats(-300, 300), max_size=9))
+def test_factors_are_lengthened_to_the_nearest_quarter_within_the_range(octaves, more):
+    rows = np.exp2(np.clip(octaves, -120, 120)).astype(np.float32)
+    before = Factors.of_second_moment(np.append(rows, np.float32(0)).reshape(-1, 1))
+    wanted = dict(zip(range(rows.size), more, strict=False))
+    after = before.lengthened({**wanted, rows.size: 5.0})
+    assert np.array_equal(after.columns, before.columns)
+    assert after.rows[-1] == before.rows[-1]  # a row without any has no factor
+    for row in range(rows.size):
+        quarters = 4 * wanted.get(row, 0.0)
+        expected = min(max(float(before.rows[row]) + quarters, -504), 508)
+        assert abs(float(after.rows[row]) - expected) <= 0.5
+
+
+def test_factors_of_second_moments_and_of_momenta_are_quarter_octaves():
+    values = torch.rand((20, 30), generator=torch.Generator().manual_seed(0)).numpy()
+    for factors in (Factors.of_second_moment(values), Factors.of_roots(values)):
+        assert (factors.rows % 4).any()
+        assert (factors.columns % 4).any()
+
+
+def test_roots_are_found_where_squares_are_beyond_fp32():
+    generator = torch.Generator().manual_seed(0)
+    for scale in (1e-36, 1e30):
+        values = scale * torch.randn(64, 64, generator=generator)
+        root = float(np.median(Factors.of_roots(values.numpy()).product()))
+        assert root == pytest.approx(scale, rel=0.3)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 20), st.integers(1, 600))
+def test_lengths_and_distances_of_rows(seed, height, width):
+    generator = np.random.default_rng(seed)
+    first, other = (generator.standard_normal((height, width)).astype(np.float32) for _ in range(2))
+    second = (10.0 ** generator.uniform(-30, 5, (height, width))).astype(np.float32)
+    second[generator.random((height, width)) < 0.2] = 0
+    rows = np.empty(height)
+    kernels.square_lengths(first, second, rows)
+    assert rows == pytest.approx(
+        lengths(torch.from_numpy(first), torch.from_numpy(second)).square().numpy(), rel=1e-9
+    )
+    kernels.row_squares(first, other, rows)
+    apart = np.square(first.astype(np.float64) - other.astype(np.float64)).sum(axis=1)
+    assert rows == pytest.approx(apart, rel=1e-9)
+
+
+def test_odd_values_are_refused():
+    _, second = moments(30, 30)
+    for wrong in (
+        second.int(),
+        second * torch.nan,
+        -second,
+        second[:0],
+        second.to(torch.float8_e5m2),
+        second * 0 + torch.inf,
+    ):
+        for method in (FactoredSecondMomentCodec().encode, FactoredSecondMomentCodec().restored):
+            with pytest.raises(CannotRepresentError):
+                method(wrong, spec_of(wrong), Context())
+
+
+def test_what_would_grow_beyond_fp32_is_refused():
+    second = torch.zeros(4, 32)
+    second[:, :8] = 3.3e38
+    with pytest.raises(CannotRepresentError, match="fp32's range"):
+        code(second)
+
+
+def test_damaged_copies_are_refused():
+    _, second = moments(30, 20)
+    check_malformed(FactoredSecondMomentCodec(), second, second)
+    second[3] = 1e-37  # a factor that takes more than a byte
+    check_malformed(FactoredSecondMomentCodec(), second, second)
+
+
+def test_stored_tensors_of_no_elements_or_other_dtypes_are_refused():
+    _, second = moments(30, 20)
+    encoded = code(second)[0].encoded
+    for strange in (second[:0], second.to(torch.float8_e5m2), second.int()):
+        with pytest.raises(FormatError, match="stored exactly"):
+            FactoredSecondMomentCodec().reconstruct(encoded, {}, spec_of(strange), Context())
+
+
+def test_an_exponent_that_stands_for_none_is_no_lowest_one():
+    lowest, symbols = np.array([-(2**15), 0], "<i2"), np.ones(9, np.uint8)
+    contexts = np.repeat(np.array([0, 1], np.uint8), [4, 5])
+    section = bytes([0]) + lowest.tobytes() + encode_symbols(symbols, contexts, 256, 2)
+    with pytest.raises(FormatError, match="beyond the range"):
+        Factors.read(EncodedTensor("factored", {}, {"factors": section}), spec_of(torch.rand(4, 5)))
+
+
+def test_bytes_do_not_depend_on_threads():
+    first, second = moments(600, 700)
+    codec = FactoredSecondMomentCodec(first_moment=first)
+    assert isinstance(codec, Quantizer)
+    one, two = (codec.encode(second, spec_of(second), Context(threads=n)) for n in (1, 2))
+    assert one.encoded == two.encoded
+
+
+@pytest.mark.parametrize("kind", ["subnormal", "far row", "plain"])
+@pytest.mark.parametrize("scale", [1e-37, 1e-20, 1e-17, 1e-3])
+def test_a_process_without_subnormals_restores_the_same_bits(kind, scale):
+    first, second = moments(40, 30, scale=scale, kind=kind)
+    spec = spec_of(second)
+    coded, _ = code(second, first)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor always has subnormals")
+    try:
+        again = FactoredSecondMomentCodec().reconstruct(coded.encoded, {}, spec, Context())
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(again.view(torch.int32), coded.value.view(torch.int32))

@@ -1,0 +1,811 @@
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.chains import check_malformed, spec_of, walks
+
+from shrinkpoint.entropy.static.bytes import encode_bytes
+from shrinkpoint.entropy.trellis.states import NOISE
+from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError, ShrinkpointError
+from shrinkpoint.schemes.auto.lattice import LatticeCodec
+from shrinkpoint.schemes.auto.lattice_steps import curvature_exponents
+from shrinkpoint.schemes.auto.random_walk import CARRIED, LAST_WALK
+from shrinkpoint.schemes.auto.trellis_points import WIDER
+from shrinkpoint.schemes.auto.trellis_weights import TrellisLatticeCodec
+from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Held, Quantizer, Rebasable
+from shrinkpoint.state.training import TensorSpec
+
+SHAPES = [(1,), (7,), (1, 1), (3, 5), (1, 40), (40, 1), (64, 3, 3, 3), (2, 1, 7), (30, 70), (200,)]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def held(coded: Coded) -> Context:
+    """What the encoder goes on with: it alone knows the errors."""
+    return Context(Held(coded.encoded.codec, coded.encoded.params, coded.planes, coded.unseen))
+
+
+def as_read(coded: Coded, planes: Mapping[str, Any]) -> Context:
+    """What a reader goes on with."""
+    return Context(Held(coded.encoded.codec, coded.encoded.params, planes))
+
+
+def reread(coded: Coded, spec: TensorSpec, context: Context) -> tuple[torch.Tensor, Context]:
+    """What a reader restores, bit for bit what the encoder says, and what it then holds."""
+    planes = TrellisLatticeCodec().decode(coded.encoded, spec, context)
+    assert planes.keys() == coded.planes.keys()
+    for name, plane in planes.items():
+        assert plane.dtype == coded.planes[name].dtype
+        assert np.array_equal(plane, coded.planes[name])
+    value = TrellisLatticeCodec().reconstruct(coded.encoded, planes, spec, context)
+    assert (value.dtype, tuple(value.shape)) == (spec.dtype, spec.shape)
+    assert torch.equal(value, coded.value)
+    return value, as_read(coded, planes)
+
+
+def normal(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
+    return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def chain(
+    codec: TrellisLatticeCodec, walk: float, saves: int, weight: torch.Tensor
+) -> list[tuple[torch.Tensor, Coded]]:
+    """A random walk, saved with another dither each time."""
+    context, out = Context(), []
+    for save in range(saves):
+        coded = replace(codec, seed=save).encode(weight, spec_of(weight), context)
+        out.append((weight, coded))
+        context = held(coded)
+        weight = weight + normal(*weight.shape, seed=1000 + save, scale=walk * codec.step)
+    return out
+
+
+@settings(max_examples=100)
+@given(
+    walks(saves=4),
+    st.lists(
+        st.tuples(
+            st.sampled_from([0.01, 0.1, 0.12, 1.0]),
+            st.sampled_from([0, 1, 2**32 - 1]),
+            st.booleans(),
+            st.booleans(),
+        ),
+        min_size=4,
+        max_size=4,
+    ),
+    st.booleans(),
+    st.sampled_from([4, 8]),
+)
+def test_a_chain_is_read_as_it_was_written(states, chosen, curved, trellis):
+    """With seeds that repeat, steps that change, restores in between, and an encoder that has lost what it knew of errors."""
+    context = reading = Context()
+    for state, (share, seed, went_on, forgotten) in zip(states, chosen, strict=True):
+        tensor = state.tensors["a/w"]
+        spec = spec_of(tensor)
+        size = float(tensor.float().abs().mean())
+        exponents = curvature_exponents(state.tensors["a/exp_avg_sq"], spec.shape) if curved else None
+        if not 1e-25 < size < 1e25:
+            return
+        codec = TrellisLatticeCodec(
+            step=share * size, exponents=exponents, seed=seed, went_on=went_on, states=trellis
+        )
+        try:
+            coded = codec.encode(tensor, spec, context)
+        except CannotRepresentError:
+            with pytest.raises(CannotRepresentError):
+                codec.restored(tensor, spec, context)
+            return
+        assert torch.equal(codec.restored(tensor, spec, context), coded.value)
+        _, reading = reread(coded, spec, reading)
+        context = reading if forgotten else held(coded)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_and_dtype_goes_through_a_chain_and_stands_alone_after_it(shape, dtype):
+    generator = torch.Generator().manual_seed(0)
+    weight, context = torch.randn(shape, generator=generator), Context()
+    exponents = curvature_exponents(torch.rand(shape, generator=generator) ** 8, shape)
+    spec = spec_of(weight.to(dtype))
+    for save, (states, went_on) in enumerate([(4, False), (4, False), (8, True), (8, False)]):
+        codec = TrellisLatticeCodec(step=0.1, exponents=exponents, seed=save, went_on=went_on, states=states)
+        coded = codec.encode(weight.to(dtype), spec, context)
+        reread(coded, spec, context)
+        assert torch.equal(codec.restored(weight.to(dtype), spec, context), coded.value)
+        assert isinstance(codec, Quantizer)
+        assert isinstance(codec, Rebasable)
+        context = held(coded)
+        base = TrellisLatticeCodec().rebase(coded.encoded, context.reference, spec, {})
+        assert base is not None
+        assert not base.uses_reference
+        planes = TrellisLatticeCodec().decode(base, spec, Context())
+        assert np.array_equal(planes["value"], coded.planes["value"])
+        assert torch.equal(TrellisLatticeCodec().reconstruct(base, planes, spec, Context()), coded.value)
+        weight = weight + 0.05 * torch.randn(shape, generator=generator)
+
+
+@pytest.mark.parametrize("states", [4, 8])
+def test_a_chain_goes_on_after_what_was_rebased(states):
+    weight = normal(60, 70)
+    spec = spec_of(weight)
+    coded = chain(TrellisLatticeCodec(step=0.1, states=states), 0.1, 4, weight)[-1][1]
+    assert coded.encoded.params["carried"] > 0
+    base = TrellisLatticeCodec().rebase(coded.encoded, held(coded).reference, spec, {})
+    planes = TrellisLatticeCodec().decode(base, spec, Context())
+    context = Context(Held(base.codec, base.params, planes))
+    again = TrellisLatticeCodec().rebase(base, context.reference, spec, {})
+    assert again == base
+    then = TrellisLatticeCodec(step=0.1, seed=9, states=states).encode(weight, spec, context)
+    reread(then, spec, context)
+
+
+def test_what_holds_nothing_of_the_tensor_cannot_be_rebased():
+    weight = normal(6, 8)
+    coded = TrellisLatticeCodec(step=0.1).encode(weight, spec_of(weight), Context())
+    without = Held(coded.encoded.codec, coded.encoded.params, {})
+    assert TrellisLatticeCodec().rebase(coded.encoded, without, spec_of(weight), {}) is None
+
+
+@pytest.mark.parametrize("states", [4, 8])
+def test_a_reader_can_go_on_writing(states):
+    """Without errors no noise is carried over; from the second save on there is again."""
+    weight, (_, before) = (
+        normal(60, 70),
+        chain(TrellisLatticeCodec(step=0.1, states=states), 0.02, 1, normal(60, 70))[0],
+    )
+    spec = spec_of(weight)
+    _, reading = reread(before, spec, Context())
+    carried = []
+    for save in (1, 2):
+        codec = TrellisLatticeCodec(step=0.1, seed=save, states=states)
+        coded = codec.encode(weight, spec, reading)
+        reread(coded, spec, reading)
+        carried.append(coded.encoded.params["carried"])
+        reading = held(coded)
+    assert carried[0] == 0 < carried[1]
+
+
+def noises(chained: list[tuple[torch.Tensor, Coded]], step: float) -> list[torch.Tensor]:
+    return [((coded.value - weight) / step).double().reshape(-1) for weight, coded in chained]
+
+
+@pytest.mark.parametrize("states", [4, 8])
+@pytest.mark.parametrize("walk", [0.0, 0.003, 0.05, 0.3, 3.0])
+def test_the_noise_stays_the_same_through_ten_checkpoints(walk, states):
+    """However much of it is carried over, and it never tells of weights nor of where they go."""
+    codec = TrellisLatticeCodec(step=0.1, states=states)
+    chained = chain(codec, walk, 11, normal(200, 256))
+    errors = noises(chained, 0.1)
+    for error, (weight, coded) in zip(errors, chained, strict=True):
+        carried = coded.encoded.params["carried"] / CARRIED
+        # an old error lives on in the new one: as many of them as are carried over are one
+        rel = 0.02 + 0.02 * carried
+        assert float(error.square().mean()) == pytest.approx(NOISE[states], rel=rel)
+        assert abs(float(error.mean())) < 0.006
+        assert abs(correlation(error, weight)) < 0.02
+        assert float(error.abs().max()) < 2
+    for before, (error, now, then) in enumerate(zip(errors[1:], chained, chained[1:], strict=False)):
+        if walk:
+            assert abs(correlation(error, then[0] - now[0])) < 0.02
+            assert abs(correlation(errors[before], then[0] - now[0])) < 0.02
+        share = then[1].encoded.params["carried"] / CARRIED
+        assert correlation(error, errors[before]) == pytest.approx(share, abs=0.03)
+
+
+def correlation(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float(torch.corrcoef(torch.stack([one.reshape(-1).double(), other.reshape(-1).double()]))[0, 1])
+
+
+def test_the_farther_weights_walk_the_less_noise_is_carried_over():
+    shares = [
+        chain(TrellisLatticeCodec(step=0.1), walk, 5, normal(100, 128))[-1][1].encoded.params["carried"]
+        for walk in (0.05, 0.3, 1.0, 30.0)
+    ]
+    assert shares == sorted(shares, reverse=True)
+    assert shares[0] > shares[1] > shares[2] > shares[3] == 0
+
+
+def sizes_of_walks(walk: float, saves: int) -> tuple[list[int], list[int]]:
+    """Bytes of each save on a trellis, and on a lattice with the same noise, of weights that walk by so many of its steps."""
+    weight, context = normal(256, 256), Context()
+    coded = chain(TrellisLatticeCodec(step=0.1 * WIDER[4]), walk / WIDER[4], saves, weight)
+    others, squares, usual = [], [], []
+    for moved, one in coded:
+        rounded = LatticeCodec(step=0.1, seed=0).encode(moved, spec_of(moved), context)
+        context = held(rounded)
+        others.append(rounded.encoded.nbytes)
+        squares.append(float((one.value - moved).square().mean()))
+        usual.append(float((rounded.value - moved).square().mean()))
+    assert np.mean(squares) == pytest.approx(np.mean(usual), rel=0.03)
+    return [one.encoded.nbytes for _, one in coded], others
+
+
+@pytest.mark.parametrize("walk", [0.05, 0.1, 0.3, 1.0])
+def test_a_walk_takes_fewer_bits_than_on_a_lattice_with_the_same_noise(walk):
+    sizes, others = sizes_of_walks(walk, saves=8)
+    assert sizes[0] < 0.97 * others[0]
+    assert sum(sizes[1:]) < 0.95 * sum(others[1:])
+
+
+def test_weights_that_hardly_walk_take_little():
+    """A lattice of one dither for ever takes still less; carried noise has steps of its own that cost a little."""
+    sizes, others = sizes_of_walks(0.003, saves=12)
+    assert sum(sizes[6:]) < 0.25 * sizes[0]
+    assert sum(others[6:]) < sum(sizes[6:])
+
+
+@pytest.mark.parametrize("states", [4, 8])
+def test_weights_that_stay_cost_little_and_their_errors_never_add_up(states):
+    weight = normal(200, 200)
+    chained = chain(TrellisLatticeCodec(step=0.5, states=states), 0.0, 6, weight)
+    sizes = [coded.encoded.nbytes for _, coded in chained]
+    assert max(sizes[4:]) < 0.5 * sizes[0]
+    assert sizes[2:] == sorted(sizes[2:], reverse=True)
+
+
+def test_the_first_error_does_not_depend_on_the_weight():
+    for weight in (torch.zeros(300, 300), torch.full((300, 300), 0.4), normal(300, 300)):
+        error = (
+            TrellisLatticeCodec(step=1.0, seed=3).encode(weight, spec_of(weight), Context()).value - weight
+        )
+        assert abs(float(error.mean())) < 0.005
+        assert float(error.double().square().mean()) == pytest.approx(NOISE[4], rel=0.03)
+        assert float(error.abs().max()) <= 1.0001
+
+
+def test_after_a_restore_weights_are_where_the_file_said():
+    """What was restored is taken for the weights themselves: nothing is carried over, and small moves are kept on average."""
+    chained = chain(TrellisLatticeCodec(step=1.0), 0.01, 4, normal(300, 300, scale=5.0))
+    before = chained[-1][1]
+    moved = before.value + 0.05
+    spec = spec_of(moved)
+    plain, fresh = (
+        TrellisLatticeCodec(step=1.0, seed=9, went_on=went_on).encode(moved, spec, held(before))
+        for went_on in (False, True)
+    )
+    assert fresh.encoded.params["went_on"] is True
+    assert fresh.encoded.params["carried"] == 0
+    assert "went_on" not in plain.encoded.params
+    assert (
+        "exponents" in fresh.encoded.sections or fresh.encoded.params["step"] == before.encoded.params["step"]
+    )
+    for coded in (plain, fresh):
+        reread(coded, spec, held(before))
+    assert abs(float((fresh.value - before.value).mean()) - 0.05) < 0.005
+    assert float((fresh.value - moved).square().mean()) == pytest.approx(NOISE[4], rel=0.03)
+    alone = TrellisLatticeCodec(step=1.0, seed=9).encode(moved, spec, Context())
+    assert (
+        fresh.encoded.nbytes < alone.encoded.nbytes / 3
+    )  # the decoder knows how far the dither moved the points
+    assert fresh.encoded.nbytes < plain.encoded.nbytes
+
+
+def test_only_a_delta_can_have_gone_on():
+    weight = normal(6, 8)
+    coded = TrellisLatticeCodec(step=0.1, went_on=True).encode(weight, spec_of(weight), Context())
+    assert "went_on" not in coded.encoded.params
+
+
+def test_steps_near_the_wanted_ones_are_kept_and_others_taken():
+    weight = normal(64, 64)
+    first = TrellisLatticeCodec(step=0.1).encode(weight, spec_of(weight), Context())
+    near, far, restored = (
+        TrellisLatticeCodec(step=step, seed=1, went_on=went_on).encode(weight, spec_of(weight), held(first))
+        for step, went_on in ((0.12, False), (0.2, False), (0.12, True))
+    )
+    assert near.encoded.params["step"] == first.encoded.params["step"]
+    assert "exponents" not in near.encoded.sections
+    assert far.encoded.params["step"] != first.encoded.params["step"] or "exponents" in far.encoded.sections
+    assert "exponents" in far.encoded.sections
+    # only as far as the slack asks for
+    assert 1.5 * 0.01 * NOISE[4] < float((far.value - weight).square().mean()) < 1.05 * 0.04 * NOISE[4]
+    assert restored.encoded.params["step"] == pytest.approx(0.12)
+    for coded in (near, far, restored):
+        reread(coded, spec_of(weight), held(first))
+
+
+@pytest.mark.parametrize("changes", [(12, -12), (-12, 12), (5, 0), (0, -7)])
+def test_curvature_that_changes_is_followed(changes):
+    weight = normal(64, 72)
+    spec = spec_of(weight)
+    columns = np.zeros(72, np.int8)
+    before, after = np.zeros(64, np.int8), np.zeros(64, np.int8)
+    before[5], after[5] = changes
+    context = Context()
+    for save, rows in enumerate((before, before, after, after)):
+        codec = TrellisLatticeCodec(step=0.1, exponents=(rows, columns), seed=save)
+        coded = codec.encode(weight, spec, context)
+        reread(coded, spec, context)
+        context = held(coded)
+        weight = weight + normal(64, 72, seed=save + 1, scale=0.02)
+    others = torch.arange(64) != 5
+    error = coded.value - (weight - normal(64, 72, seed=4, scale=0.02))
+    assert float(error[others].square().mean()) == pytest.approx(0.01 * NOISE[4], rel=0.1)
+    assert float(error[5].abs().max()) < 2 * 0.1 * 2 ** (max(changes[1], 0) / 4) * 1.2
+    if changes[1] == -12:  # an eighth of a step
+        assert float(error[5].square().mean()) < 0.01 * NOISE[4] / 16
+
+
+@pytest.mark.parametrize("states", [4, 8])
+@pytest.mark.parametrize("jump", [100.0, -130.0, 3000.0, -4000.0])
+def test_weights_that_jump_are_stored_apart(jump, states):
+    """And neither they nor the others lose anything by it."""
+    weight = normal(50, 64)
+    spec, context = spec_of(weight), Context()
+    for save in range(4):
+        codec = TrellisLatticeCodec(step=1.0, seed=save, states=states)
+        coded = codec.encode(weight, spec, context)
+        _, reading = reread(coded, spec, context)
+        assert float((coded.value - weight).abs().max()) < 2
+        assert bool(coded.encoded.sections["far"]) == (save > 0 and abs(jump) > 127)
+        without = codec.encode(weight, spec, reading)
+        reread(without, spec, reading)
+        context = held(coded)
+        weight = weight.clone()
+        weight[save, 7], weight[40, save] = jump + float(weight[save, 7]), jump
+    far = TrellisLatticeCodec(step=1.0, seed=9, states=states).encode(weight, spec, Context())
+    value, _ = reread(far, spec, Context())
+    assert float((value - weight).abs().max()) <= 1.01
+
+
+def test_weights_that_all_jump_are_read_as_written():
+    weight = 100 * normal(60, 50)
+    first = TrellisLatticeCodec(step=0.1).encode(weight, spec_of(weight), Context())
+    second = TrellisLatticeCodec(step=0.1, seed=1).encode(-weight, spec_of(weight), held(first))
+    reread(first, spec_of(weight), Context())
+    reread(second, spec_of(weight), held(first))
+    assert float((second.value + weight).abs().max()) < 0.2
+
+
+@pytest.mark.parametrize("value", [3e38, -3e38, 1e30])
+def test_weights_that_have_exploded_are_refused(value):
+    """As they are without a predecessor: they are then stored exactly."""
+    weight = normal(6, 8)
+    first = TrellisLatticeCodec(step=0.5).encode(weight, spec_of(weight), Context())
+    weight[2, 3] = value
+    for context in (Context(), held(first)):
+        with pytest.raises(CannotRepresentError):
+            TrellisLatticeCodec(step=0.5, seed=1).encode(weight, spec_of(weight), context)
+
+
+@pytest.mark.parametrize("far", [4000.0, 6000.0, 9000.0, 13_000.0])
+def test_weights_many_steps_from_zero_stay_on_the_trellis(far):
+    """What a base can hold its deltas can hold too, though noise that is carried over makes points finer."""
+    weight = normal(40, 64)
+    weight[3, 5] = far
+    chained = chain(TrellisLatticeCodec(step=1.0), 0.003, 4, weight)
+    for moved, coded in chained:
+        assert float((coded.value - moved).abs().max()) < 2
+
+
+def test_a_tensor_of_another_size_begins_anew():
+    weight = normal(8, 6)
+    before = held(TrellisLatticeCodec(step=0.1).encode(weight, spec_of(weight), Context()))
+    wider = torch.cat([weight, weight])
+    coded = TrellisLatticeCodec(step=0.1).encode(wider, spec_of(wider), before)
+    assert not coded.encoded.uses_reference
+    reread(coded, spec_of(wider), Context())
+    turned = weight.t().contiguous()
+    coded = TrellisLatticeCodec(step=0.1, seed=1).encode(turned, spec_of(turned), before)
+    reread(coded, spec_of(turned), before)
+
+
+def test_what_another_codec_holds_is_no_predecessor():
+    weight = normal(8, 6)
+    before = held(LatticeCodec(step=0.1).encode(weight, spec_of(weight), Context()))
+    coded = TrellisLatticeCodec(step=0.1).encode(weight, spec_of(weight), before)
+    assert not coded.encoded.uses_reference
+
+
+@pytest.mark.parametrize("context", ["base", "delta"])
+def test_what_cannot_stand_on_a_trellis_is_refused(context):
+    for weight in (
+        torch.tensor([[1.0, torch.nan]]),
+        torch.tensor([[1e9, 1.0]]),
+        torch.tensor([[1.0, torch.inf]]),
+        torch.tensor([[1.0, -torch.inf]]),
+        torch.full((1, 2), 1e300, dtype=torch.float64),
+        torch.ones(1, 2, dtype=torch.int32),
+        torch.ones(0, 4),
+        torch.ones(4, 0),
+    ):
+        before = Context()
+        if context == "delta":
+            one = torch.tensor([[1.0, 2.0]])
+            before = held(TrellisLatticeCodec(step=1e-3).encode(one, spec_of(one), before))
+        for method in (TrellisLatticeCodec(step=1e-3).encode, TrellisLatticeCodec(step=1e-3).restored):
+            with pytest.raises(CannotRepresentError):
+                method(weight, spec_of(weight), before)
+
+
+def test_what_becomes_infinite_is_refused():
+    weight = torch.full((4, 4), 65504.0, dtype=torch.float16)
+    with pytest.raises(CannotRepresentError, match="end of"):
+        TrellisLatticeCodec(step=5000.0).encode(weight, spec_of(weight), Context())
+
+
+def test_weights_that_are_all_equal_or_all_on_one_point_are_read_as_written():
+    for weight, step in (
+        (torch.zeros(300, 300), 1.0),
+        (torch.full((300, 300), 1e-41), 1.0),
+        (torch.rand(300, 300), 1e3),
+    ):
+        spec, context = spec_of(weight), Context()
+        for seed in (3, 4):
+            coded = TrellisLatticeCodec(step=step, seed=seed).encode(weight, spec, context)
+            reread(coded, spec, context)
+            context = held(coded)
+        assert TrellisLatticeCodec(step=step).encode(weight, spec, Context()).encoded.nbytes < 1000
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"step": 0},
+        {"step": -1.0},
+        {"step": float("nan")},
+        {"step": 1e31},
+        {"seed": -1},
+        {"seed": 2**32},
+        {"seed": None},
+        {"seed": True},
+        {"slack": -1},
+        {"states": 2},
+        {"states": 16},
+    ],
+)
+def test_options_are_checked(wrong):
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        TrellisLatticeCodec(**{"step": 1.0, **wrong})
+
+
+def test_damaged_copies_are_refused():
+    before = normal(40, 64)
+    check_malformed(TrellisLatticeCodec(), before, before + 0.01 * normal(40, 64, seed=1))
+
+
+def small_delta() -> tuple[EncodedTensor, TensorSpec, Context]:
+    """One that carries noise over, after a base; what its reader holds."""
+    weight = normal(30, 64)
+    spec = spec_of(weight)
+    codec = TrellisLatticeCodec(step=0.1)
+    (_, first), (_, second) = chain(codec, 0.01, 2, weight)
+    assert second.encoded.params["carried"] > 0
+    return second.encoded, spec, held(first)
+
+
+WRONG = {
+    "step": [None, 0, 0.0, -0.1, 1e-28, 1e31, float("nan"), float("inf"), "0.1", True, [0.1]],
+    "seed": [None, -1, 2**32, 1.0, "1", True, [1]],
+    "states": [None, 0, 2, 5, 6, 7, 16, 4.0, "4", True],
+    "walk": [None, -1, LAST_WALK + 1, 1.0, "1", True, [1]],
+    "carried": [None, -1, CARRIED, 1.0, "1", True, [1]],
+    "went_on": [0, 1, "true", [True], "x"],
+    "known": [None, -1, LAST_WALK + 1, 1.0, "1", True, [1]],
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [(key, value) for key, values in WRONG.items() for value in values]
+)
+def test_malformed_params_are_refused(key, value):
+    encoded, spec, context = small_delta()
+    params = {**encoded.params, key: value}
+    if value is None:
+        del params[key]
+    with pytest.raises(FormatError):
+        TrellisLatticeCodec().decode(replace(encoded, params=params), spec, context)
+
+
+def test_a_base_that_went_on_must_say_so_properly_too():
+    weights = torch.randn(20, 30)
+    spec = spec_of(weights)
+    encoded = TrellisLatticeCodec(step=0.1).encode(weights, spec, Context()).encoded
+    with pytest.raises(FormatError, match="went_on"):
+        TrellisLatticeCodec().decode(
+            replace(encoded, params={**encoded.params, "went_on": 1}), spec, Context()
+        )
+
+
+def test_what_a_step_is_rounded_to_decides_whether_it_is_taken():
+    """The reader judges by the fp32 number, on either side of the limit."""
+    with pytest.raises(ConfigError, match="step"):
+        TrellisLatticeCodec(step=1e30 * (1 - 1e-10))  # below the limit, but not as fp32
+    weights = torch.zeros(20, 30)
+    least = 1e-27  # as fp32 above it
+    assert float(np.float32(least)) > least
+    coded = TrellisLatticeCodec(step=least).encode(weights, spec_of(weights), Context())
+    assert (
+        TrellisLatticeCodec().decode(coded.encoded, spec_of(weights), Context()).keys() == coded.planes.keys()
+    )
+
+
+@pytest.mark.parametrize("value", [None, -1, LAST_WALK + 1, 1.0, "1", True, [1]])
+def test_malformed_knowledge_of_a_predecessor_is_refused(value):
+    """How well is known where weights are is of no use before there is another checkpoint."""
+    encoded, spec, context = small_delta()
+    assert context.reference is not None
+    params = {**context.reference.params, "known": value}
+    if value is None:
+        del params["known"]
+    with pytest.raises(FormatError, match="known"):
+        TrellisLatticeCodec().decode(
+            encoded, spec, Context(Held(context.reference.codec, params, context.reference.planes))
+        )
+
+
+def test_malformed_sections_are_refused():
+    encoded, spec, context = small_delta()
+    points, far = encoded.sections["points"], encoded.sections["far"]
+    assert set(encoded.sections) == {"points", "far"}
+    exponents = np.zeros(94, np.uint8)
+    beyond = exponents.copy()
+    beyond[3] = 33
+    below = exponents.copy()
+    below[90] = 256 - 33
+    for sections in (
+        {"points": points},
+        {"far": far},
+        {},
+        {"points": points, "far": far, "more": b""},
+        {"points": points[:-1], "far": far},
+        {"points": points + b"\0", "far": far},
+        {"points": b"", "far": far},
+        {"points": points, "far": b"\0\0"},
+        {"points": points, "far": encode_bytes(np.zeros(4, np.uint8), 4)},
+        {"points": points, "far": far, "exponents": b""},
+        {"points": points, "far": far, "exponents": encode_bytes(exponents, 1) + b"\0"},
+        {"points": points, "far": far, "exponents": encode_bytes(beyond, 1)},
+        {"points": points, "far": far, "exponents": encode_bytes(below, 1)},
+    ):
+        with pytest.raises(FormatError):
+            TrellisLatticeCodec().decode(replace(encoded, sections=sections), spec, context)
+    params = {**encoded.params, "step": 2 * encoded.params["step"]}
+    with pytest.raises(FormatError, match="exponents"):  # another step needs other exponents
+        TrellisLatticeCodec().decode(replace(encoded, params=params), spec, context)
+
+
+def test_points_stored_too_far_away_are_refused():
+    weight = normal(5, 64)
+    weight[2, 3] = 3000.0
+    coded = TrellisLatticeCodec(step=1.0).encode(weight, spec_of(weight), Context())
+    for missing in (8000, -9000, 2**31 - 1, -(2**31)):
+        far = encode_bytes(np.array([missing], "<i4").view(np.uint8), 4)
+        sections = {**coded.encoded.sections, "far": far}
+        with pytest.raises(FormatError, match="beyond 30000"):
+            TrellisLatticeCodec().decode(
+                replace(coded.encoded, sections=sections), spec_of(weight), Context()
+            )
+
+
+def test_deltas_need_what_they_refer_to():
+    encoded, spec, context = small_delta()
+    assert context.reference is not None
+    for missing in ("value", "exponent", "offset"):
+        planes = {name: plane for name, plane in context.reference.planes.items() if name != missing}
+        with pytest.raises(FormatError, match="reference planes are missing"):
+            TrellisLatticeCodec().decode(
+                encoded, spec, Context(Held(encoded.codec, context.reference.params, planes))
+            )
+    with pytest.raises(FormatError, match="reference planes are missing"):
+        TrellisLatticeCodec().decode(encoded, spec, Context())
+    for strange in (spec_of(torch.ones(30, 64, dtype=torch.float8_e5m2)), spec_of(torch.ones(0, 64))):
+        with pytest.raises(FormatError, match="cannot hold"):
+            TrellisLatticeCodec().decode(encoded, strange, context)
+
+
+def test_bytes_do_not_depend_on_threads():
+    weight = normal(700, 900)
+    spec = spec_of(weight)
+    first = TrellisLatticeCodec(step=0.1).encode(weight, spec, Context()).encoded
+    assert TrellisLatticeCodec(step=0.1).encode(weight, spec, Context(threads=2)).encoded == first
+
+
+@pytest.mark.parametrize("scale", [1e-25, 1.0, 1e28])
+def test_a_process_without_subnormals_restores_the_same_bits(scale):
+    weight = normal(40, 30, scale=scale)
+    exponents = curvature_exponents(
+        torch.rand(40, 30, generator=torch.Generator().manual_seed(1)) ** 40, (40, 30)
+    )
+    spec, context, chained = spec_of(weight), Context(), []
+    for save, (step, went_on) in enumerate([(0.2, False), (0.2, False), (0.9, True), (0.9, False)]):
+        codec = TrellisLatticeCodec(step=step * scale, exponents=exponents, seed=save, went_on=went_on)
+        coded = codec.encode(weight, spec, context)
+        chained.append((coded, context))
+        context, weight = held(coded), weight + normal(40, 30, seed=save + 1, scale=0.02 * scale)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor always has subnormals")
+    try:
+        again = [reread(coded, spec, before)[0] for coded, before in chained]
+    finally:
+        torch.set_flush_denormal(False)
+    for (coded, _), value in zip(chained, again, strict=True):
+        assert torch.equal(value.view(torch.int32), coded.value.view(torch.int32))
+
+
+def test_the_finest_steps_of_all_restore_the_same_bits_without_subnormals():
+    """The least step size that there may be, as narrow as exponents make it, with the finer points of carried noise."""
+    least = (np.full(20, -32, np.int8), np.full(64, -32, np.int8))
+    size, chained, context = 1.1e-27 * 2.0**-16, [], Context()
+    weight = normal(20, 64, scale=size)
+    spec = spec_of(weight)
+    for save in range(4):
+        coded = TrellisLatticeCodec(step=1.1e-27, exponents=least, seed=save).encode(weight, spec, context)
+        chained.append((coded, context))
+        context = held(coded)
+    assert chained[-1][0].encoded.params["carried"] == CARRIED - 1
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor always has subnormals")
+    try:
+        again = [reread(coded, spec, before)[0] for coded, before in chained]
+    finally:
+        torch.set_flush_denormal(False)
+    for (coded, _), value in zip(chained, again, strict=True):
+        assert torch.equal(value.view(torch.int32), coded.value.view(torch.int32))
+
+
+def save(tensor: torch.Tensor, context: Context, **options: Any) -> tuple[Coded, torch.Tensor, Context]:
+    """One more checkpoint of a chain, read as it was written."""
+    spec = spec_of(tensor)
+    codec = TrellisLatticeCodec(**{"step": 0.1, **options})
+    coded = codec.encode(tensor, spec, context)
+    assert torch.equal(codec.restored(tensor, spec, context), coded.value)
+    value, _ = reread(coded, spec, context)
+    return coded, value, held(coded)
+
+
+def matrix_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(tensor.shape[0] if tensor.dim() > 1 else 1, -1)
+
+
+@settings(max_examples=80)
+@given(
+    st.sampled_from(SHAPES),
+    st.sampled_from(DTYPES),
+    st.integers(0, 999),
+    st.lists(
+        st.tuples(st.sampled_from([0.0, 0.2, 0.9, 1.0]), st.booleans(), st.sampled_from([0.1, 0.12, 0.5])),
+        min_size=3,
+        max_size=3,
+    ),
+    st.sampled_from([4, 8]),
+)
+def test_rows_that_are_kept_are_restored_as_before_and_others_as_well_as_ever(
+    shape, dtype, seed, chosen, states
+):
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(shape, generator=generator).to(dtype)
+    _, before, context = save(weight, Context(), seed=seed, states=states)
+    rows = matrix_of(weight).shape[0]
+    for number, (share, went_on, step) in enumerate(chosen, 1):
+        moved = weight.float() + 0.3 * torch.randn(shape, generator=generator)
+        weight = moved.to(dtype)
+        kept = torch.rand(rows, generator=generator) < share
+        options = {"seed": seed + number, "states": states, "step": step, "went_on": went_on}
+        coded, value, context = save(weight, context, kept=kept.numpy(), **options)
+        assert ("kept" in coded.encoded.sections) == bool(kept.any())
+        assert torch.equal(matrix_of(value)[kept], matrix_of(before)[kept])
+        error = matrix_of((value.float() - weight.float()).abs())[~kept]
+        assert float(error.max()) < 2 * 0.5 + 0.05 if error.numel() else bool(kept.all())
+        before = value
+
+
+def test_nothing_is_written_of_rows_that_are_kept():
+    weight = normal(512, 64)
+    _, before, context = save(weight, Context())
+    kept = np.ones(512, np.bool_)
+    everything, value, _ = save(normal(512, 64, seed=1), context, seed=1, kept=kept)
+    assert torch.equal(value, before)
+    assert everything.encoded.sections["points"] == everything.encoded.sections["far"] == b""
+    assert everything.encoded.nbytes < 40
+    kept[:16] = False
+    some = save(weight, context, seed=1, kept=kept)[0].encoded
+    alone = save(weight[:16], save(weight[:16], Context())[2], seed=1)[0].encoded
+    assert some.nbytes < alone.nbytes + 150
+
+
+def test_noise_of_the_other_rows_is_what_it_would_be_without_rows_that_are_kept():
+    """The walk is that of the rows that are coded; those that are kept say nothing of it."""
+    weight, kept = normal(300, 128), np.arange(300) >= 30
+    context, errors = save(weight, Context())[2], []
+    for number in range(1, 7):
+        weight = weight.clone()
+        weight[:30] += normal(30, 128, seed=number, scale=0.05)
+        coded, value, context = save(weight, context, seed=number, kept=kept)
+        errors.append(float((value - weight)[:30].square().mean()))
+    alone = chain(TrellisLatticeCodec(step=0.1), 0.5, 7, normal(30, 128))[-1][1].encoded.params
+    assert np.mean(errors) == pytest.approx(0.01 * NOISE[4], rel=0.05)
+    assert abs(coded.encoded.params["carried"] - alone["carried"]) <= 1
+    assert abs(coded.encoded.params["walk"] - alone["walk"]) <= 3
+
+
+@pytest.mark.parametrize("went_on", [False, True])
+def test_a_row_that_moves_again_is_coded_from_where_it_was_kept(went_on):
+    weight = normal(40, 256)
+    _, before, context = save(weight, Context(), seed=0)
+    for number in (1, 2):
+        _, value, context = save(weight, context, seed=number, kept=np.arange(40) < 20)
+        assert torch.equal(value[:20], before[:20])
+    weight = weight + 0.05
+    _, value, _ = save(weight, context, seed=3, went_on=went_on, kept=np.arange(40) < 10)
+    assert torch.equal(value[:10], before[:10])
+    assert float((value - weight)[10:].square().mean()) == pytest.approx(0.01 * NOISE[4], rel=0.1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_has_rows_that_were_kept_cannot_be_rebased(dtype):
+    """Their values lie on the points of another checkpoint."""
+    weight = normal(30, 70).to(dtype)
+    spec, context = spec_of(weight), save(normal(30, 70).to(dtype), Context(), seed=0)[2]
+    coded, _, context = save(weight, context, seed=1, kept=np.arange(30) == 7)
+    assert TrellisLatticeCodec().rebase(coded.encoded, context.reference, spec, {}) is None
+    # once all rows are coded again, there is nothing in the way
+    coded, value, context = save(weight, context, seed=2)
+    base = TrellisLatticeCodec().rebase(coded.encoded, context.reference, spec, {})
+    planes = TrellisLatticeCodec().decode(base, spec, Context())
+    assert torch.equal(TrellisLatticeCodec().reconstruct(base, planes, spec, Context()), value)
+
+
+def test_without_a_predecessor_no_row_is_kept():
+    weight = normal(30, 70)
+    everything = np.ones(30, np.bool_)
+    assert "kept" not in save(weight, Context(), kept=everything)[0].encoded.sections
+    other = save(normal(30, 20), Context())[2]
+    coded, value, _ = save(weight, other, kept=everything)
+    assert not coded.encoded.uses_reference
+    assert float((value - weight).abs().max()) < 0.2
+
+
+def test_malformed_sections_of_rows_that_are_kept_are_refused():
+    weight = normal(30, 64)
+    spec, context = spec_of(weight), save(weight, Context())[2]
+    coded = save(weight, context, seed=1, kept=np.arange(30) < 4)[0].encoded
+
+    def packed(*stored: int) -> bytes:
+        return encode_bytes(np.array(stored, np.uint8), 1)
+
+    sound = packed(0xF0, 0, 0, 0)
+    assert coded.sections["kept"] == sound
+    for kept in (b"", sound[:-1], sound + b"\0", packed(0xF0, 0, 0), packed(0xF0, 0, 0, 0, 0),
+                 packed(0xF0, 0, 0, 1), packed(0xF0, 0, 0, 2), packed(0, 0, 0, 0), packed(255, 255, 255, 252)):  # fmt: skip
+        damaged = replace(coded, sections={**coded.sections, "kept": kept})
+        with pytest.raises(ShrinkpointError):
+            TrellisLatticeCodec().decode(damaged, spec, context)
+    without = replace(coded, sections={name: data for name, data in coded.sections.items() if name != "kept"})
+    with pytest.raises(ShrinkpointError):
+        TrellisLatticeCodec().decode(without, spec, context)
+    base = save(weight, Context())[0].encoded
+    with pytest.raises(FormatError, match="no rows to keep"):
+        TrellisLatticeCodec().decode(
+            replace(base, sections={**base.sections, "kept": sound}), spec, Context()
+        )
+
+
+def test_a_mask_of_other_rows_is_malformed_or_another_tensor():
+    """As many rows, but others: no reader can tell, and none fails otherwise than it says."""
+    weight = normal(30, 64)
+    spec, context = spec_of(weight), save(weight, Context())[2]
+    coded = save(weight + 0.05, context, seed=1, kept=np.arange(30) < 4)[0].encoded
+    generator = np.random.default_rng(0)
+    for _ in range(60):
+        mask = np.packbits(generator.permutation(30) < generator.choice([3, 4, 5]))
+        damaged = replace(coded, sections={**coded.sections, "kept": encode_bytes(mask, 1)})
+        try:
+            planes = TrellisLatticeCodec().decode(damaged, spec, context)
+        except ShrinkpointError:
+            continue
+        assert TrellisLatticeCodec().reconstruct(damaged, planes, spec, context).shape == weight.shape
+
+
+def test_rows_that_are_kept_are_the_same_for_any_number_of_threads():
+    weight = normal(700, 900)
+    context = save(weight, Context())[2]
+    codec = TrellisLatticeCodec(step=0.1, seed=1, kept=np.arange(700) % 3 == 0)
+    one, two = (
+        codec.encode(weight, spec_of(weight), replace(context, threads=threads)).encoded for threads in (1, 2)
+    )
+    assert one == two

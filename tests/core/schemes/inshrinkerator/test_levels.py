@@ -1,0 +1,164 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.payloads import check_survives, check_truncations, damaged, damages, untimed
+
+from shrinkpoint.entropy.symbols import conditional_entropy_bits
+from shrinkpoint.errors import FormatError
+from shrinkpoint.schemes.inshrinkerator.level_deltas import (
+    LevelCoder,
+    decode_levels,
+    encode_levels,
+    predict_level_bytes,
+)
+
+CODERS = ["rans", "rle-huffman"]
+Planes = tuple[np.ndarray, int, np.ndarray | None, int | None]
+
+
+def drift(count: int, n_levels: int, previous_n_levels: int, move: float, seed: int = 0) -> Planes:
+    """A plane whose levels mostly stay; where the bins become fewer, the upper ones move down."""
+    rng = np.random.default_rng(seed)
+    previous = rng.integers(0, previous_n_levels, count)
+    moved = previous + np.where(rng.random(count) < move, rng.integers(-1, 2, count), 0)
+    return (
+        np.clip(moved, 0, n_levels - 1).astype(np.uint8),
+        n_levels,
+        previous.astype(np.uint8),
+        previous_n_levels,
+    )
+
+
+@st.composite
+def planes(draw: st.DrawFn) -> Planes:
+    n_levels, before = (draw(st.sampled_from([1, 2, 6, 10, 34, 255, 256])) for _ in range(2))
+    count = draw(st.sampled_from([0, 1, 2, 300]) | st.integers(0, 500))
+    levels, _, previous, _ = drift(
+        count, n_levels, before, draw(st.floats(0, 1)), draw(st.integers(0, 1 << 32))
+    )
+    if draw(st.booleans()):
+        levels[:] = draw(st.integers(0, n_levels - 1))
+    if draw(st.booleans()):
+        return levels, n_levels, None, None
+    return levels, n_levels, previous, before
+
+
+def decode_like(payload: bytes, case: Planes, threads: int = 1) -> np.ndarray:
+    levels, n_levels, previous, before = case
+    return decode_levels(payload, levels.size, n_levels, previous, before, threads)
+
+
+@untimed
+@given(case=planes(), coder=st.sampled_from(CODERS))
+def test_round_trip(case: Planes, coder: LevelCoder) -> None:
+    np.testing.assert_array_equal(decode_like(encode_levels(*case, coder=coder), case), case[0])
+
+
+@pytest.mark.parametrize("coder", CODERS)
+@pytest.mark.parametrize(("n_levels", "before"), [(10, 10), (6, 34), (34, 6), (256, 255), (256, 256)])
+def test_changing_numbers_of_bins(n_levels: int, before: int, coder: LevelCoder) -> None:
+    case = drift(30_000, n_levels, before, 0.05)
+    payload = encode_levels(*case, coder=coder)
+    assert payload[0] & 1, "the previous plane says nearly everything"
+    np.testing.assert_array_equal(decode_like(payload, case), case[0])
+
+
+def test_rans_reaches_the_conditional_entropy_and_beats_run_lengths() -> None:
+    case = drift(2_000_000, 10, 10, 0.01)
+    payload = encode_levels(*case)
+    ideal = conditional_entropy_bits(case[0], case[2], 10, 10) / 8
+    assert len(payload) <= 1.02 * ideal + 60
+    assert len(payload) < len(encode_levels(*case, coder="rle-huffman")) / 1.4
+
+
+@pytest.mark.parametrize("coder", CODERS)
+def test_an_unrelated_reference_is_ignored(coder: LevelCoder) -> None:
+    rng = np.random.default_rng(0)
+    levels = (rng.random(5000) < 0.05).astype(np.uint8)
+    previous = rng.integers(0, 34, 5000).astype(np.uint8)
+    payload = encode_levels(levels, 34, previous, 34, coder)
+    assert not payload[0] & 1
+    assert payload == encode_levels(levels, 34, None, None, coder)
+    np.testing.assert_array_equal(decode_levels(payload, 5000, 34, previous, 34), levels)
+
+
+def test_nothing_moved() -> None:
+    case = drift(100_000, 10, 10, 0.0)
+    assert len(encode_levels(*case)) == 3
+    assert len(encode_levels(*case, coder="rle-huffman")) < 200
+
+
+@untimed
+@given(case=planes())
+def test_prediction(case: Planes) -> None:
+    size = len(encode_levels(*case))
+    assert abs(predict_level_bytes(*case) - size) <= 0.01 * size + 30
+
+
+def test_bytes_do_not_depend_on_threads() -> None:
+    case = drift(1_000_003, 10, 10, 0.2)
+    payload = encode_levels(*case, threads=1)
+    assert encode_levels(*case, threads=3) == payload
+    np.testing.assert_array_equal(decode_like(payload, case, threads=3), case[0])
+
+
+@untimed
+@given(case=planes(), payload=st.binary(max_size=60), flags=st.integers(0, 3))
+def test_any_bytes(case: Planes, payload: bytes, flags: int) -> None:
+    for data in (payload, bytes([flags]) + payload):
+        check_survives(lambda data: decode_like(data, case), data, case[0].size, case[1])
+
+
+@untimed
+@given(case=planes(), coder=st.sampled_from(CODERS), changes=damages())
+def test_damaged_payloads(case: Planes, coder: LevelCoder, changes: list) -> None:
+    payload = encode_levels(*case, coder=coder)
+    check_survives(lambda data: decode_like(data, case), damaged(payload, changes), case[0].size, case[1])
+
+
+@pytest.mark.parametrize("coder", CODERS)
+def test_truncated_payloads(coder: LevelCoder) -> None:
+    case = drift(5000, 10, 12, 0.1)
+    check_truncations(lambda data: decode_like(data, case), encode_levels(*case, coder=coder), 5000)
+
+
+def test_a_difference_needs_its_reference() -> None:
+    case = drift(5000, 10, 10, 0.01)
+    payload = encode_levels(*case)
+    with pytest.raises(FormatError, match="there is no previous plane"):
+        decode_levels(payload, 5000, 10, None, None)
+
+
+def test_unknown_flags() -> None:
+    with pytest.raises(FormatError, match="unknown flags 0x04"):
+        decode_levels(b"\x04", 0, 10, None, None)
+
+
+def test_decoded_levels_are_checked() -> None:
+    payload = encode_levels(*drift(5000, 10, 10, 0.3))
+    previous = drift(5000, 10, 10, 0.3)[2]
+    with pytest.raises(FormatError, match="level 9 of 6"):
+        decode_levels(payload, 5000, 6, previous, 10)
+
+
+LEVELS = np.array([0, 1, 9], dtype=np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((LEVELS, 9, None, None), "below n_levels=9, found 9"),
+        ((LEVELS, 257, None, None), "n_levels must be 1..256"),
+        ((LEVELS, 10, LEVELS, None), "given together"),
+        ((LEVELS, 10, None, 10), "given together"),
+        ((LEVELS, 10, LEVELS, 300), "previous_n_levels must be 1..256"),
+        ((LEVELS, 10, LEVELS, 9), "below previous_n_levels=9"),
+        ((LEVELS, 10, LEVELS[:2], 10), "must have 3 elements"),
+        ((LEVELS.reshape(1, 3), 10, None, None), "1-D uint8"),
+        ((LEVELS, 10, None, None, "huffman"), "coder must be"),
+    ],
+)
+def test_arguments(arguments: tuple, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        encode_levels(*arguments)

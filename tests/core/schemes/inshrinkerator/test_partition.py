@@ -1,0 +1,167 @@
+"""Shares, ties, precedence and layer types of the partition."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shrinkpoint.errors import CannotRepresentError, ConfigError
+from shrinkpoint.schemes.inshrinkerator.partition import (
+    Metric,
+    ScoreSketches,
+    Thresholds,
+    layer_type_thresholds,
+    partition,
+)
+from shrinkpoint.state.training import LayerType
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+METRICS = st.sampled_from(["magnitude", "sensitivity"])
+VALUES = st.one_of(st.floats(-100, 100, width=16), st.sampled_from([0.0, 0.0, 1.0, -1.0, 0.5]))
+SHARES = st.floats(0, 1)
+
+
+def noise(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@st.composite
+def pairs(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A weight, often with ties and zeros or empty, and a gradient or none."""
+    values = draw(st.lists(VALUES, max_size=40))
+    weight = torch.tensor(values, dtype=torch.float32).to(draw(st.sampled_from(DTYPES))).reshape(-1, 1)
+    if draw(st.booleans()):
+        return weight, None
+    slopes = draw(st.lists(VALUES, min_size=len(values), max_size=len(values)))
+    return weight, torch.tensor(slopes, dtype=torch.float32).reshape(-1, 1)
+
+
+@settings(deadline=None)
+@given(st.lists(pairs(), min_size=1, max_size=3), METRICS, SHARES, SHARES)
+def test_no_share_is_exceeded_and_the_masks_are_disjoint(
+    data: list[tuple[torch.Tensor, torch.Tensor | None]], metric: Metric, prune: float, protect: float
+) -> None:
+    with_gradient = all(gradient is not None for _, gradient in data)
+    sketches = ScoreSketches()
+    for weight, gradient in data:
+        sketches.add(weight, gradient if with_gradient else None, "linear")
+    thresholds = sketches.thresholds(metric, prune, protect)["linear"]
+    parts = [partition(weight, gradient if with_gradient else None, thresholds) for weight, gradient in data]
+    total = sum(weight.numel() for weight, _ in data)
+    assert sum(int(part.pruned.sum()) for part in parts) <= prune * total
+    assert sum(int(part.protected.sum()) for part in parts) <= 2 * protect * total
+    for part, (weight, _) in zip(parts, data, strict=True):
+        assert part.protected.shape == part.pruned.shape == weight.shape
+        assert part.protected.dtype == part.pruned.dtype == torch.bool
+        assert not bool((part.protected & part.pruned).any())
+        assert torch.equal(part.quantized, ~part.protected & ~part.pruned)
+
+
+@pytest.mark.parametrize("metric", ["magnitude", "sensitivity"])
+@pytest.mark.parametrize("prune", [0.1, 0.5])
+def test_shares_are_met_on_smooth_data(metric: Metric, prune: float) -> None:
+    weight, gradient = noise(300, 400), noise(300, 400, seed=1)
+    thresholds = layer_type_thresholds({"w": weight}, {"w": gradient}, {"w": "linear"}, metric, prune, 0.01)[
+        "linear"
+    ]
+    part = partition(weight, gradient, thresholds)
+    protected = part.protected.float().mean().item()
+    assert 0.01 < protected <= 0.02
+    assert 0.93 * prune - 0.01 <= part.pruned.float().mean().item() <= prune
+
+
+def test_outliers_of_either_score_are_protected() -> None:
+    weight, gradient = noise(50, 50), noise(50, 50, seed=1)
+    weight[3, 4] = 40.0
+    gradient[3, 4] = 0.0
+    weight[5, 6], gradient[5, 6] = 1e-3, 1e6
+    thresholds = layer_type_thresholds(
+        {"w": weight}, {"w": gradient}, {"w": "conv"}, "magnitude", 0.5, 0.001
+    )["conv"]
+    part = partition(weight, gradient, thresholds)
+    assert bool(part.protected[3, 4])
+    assert bool(part.protected[5, 6])
+    assert not bool(part.pruned[5, 6])
+
+
+def test_more_zeros_than_the_share_are_left_to_quantization() -> None:
+    weight = torch.cat([torch.zeros(600), noise(400)])
+    thresholds = layer_type_thresholds({"w": weight}, None, {"w": "linear"}, "magnitude", 0.3, 0.01)["linear"]
+    assert not bool(partition(weight, None, thresholds).pruned.any())
+
+
+@pytest.mark.parametrize("layer_type", ["embedding", LayerType.EMBEDDING])
+def test_embeddings_are_pruned_by_magnitude(layer_type: str) -> None:
+    weight, gradient = noise(100, 8), noise(100, 8, seed=1)
+    gradient[:50] = 0.0  # rows that no batch touched
+    thresholds = layer_type_thresholds(
+        {"w": weight}, {"w": gradient}, {"w": layer_type}, "sensitivity", 0.3, 0.0
+    )
+    part = partition(weight, gradient, thresholds["embedding"])
+    pruned = weight.abs()[part.pruned]
+    assert thresholds["embedding"].metric == "magnitude"
+    assert pruned.max() < weight.abs()[~part.pruned].min()
+    assert bool(part.pruned[50:].any())
+
+
+def test_layer_types_have_thresholds_of_their_own() -> None:
+    weights = {"a": noise(64, 64), "b": noise(64, 64, seed=1) * 100, "c": noise(8, 8)}
+    types = {"a": "linear", "b": "conv", "c": "linear"}
+    found = layer_type_thresholds(weights, None, types, "magnitude", 0.2, 0.005)
+    assert set(found) == {"linear", "conv"}
+    assert found["conv"].prune_magnitude > 50 * found["linear"].prune_magnitude
+    for name, weight in weights.items():
+        assert 0.1 < partition(weight, None, found[types[name]]).pruned.float().mean() < 0.35
+
+
+def test_without_a_gradient_the_magnitude_decides() -> None:
+    scored, unscored = noise(40, 40), noise(40, 40, seed=1)
+    sketches = ScoreSketches()
+    sketches.add(scored, noise(40, 40, seed=2), "linear")
+    sketches.add(unscored, None, "linear")
+    thresholds = sketches.thresholds("sensitivity", 0.4, 0.0)["linear"]
+    assert thresholds.metric == "sensitivity"
+    pruned = partition(unscored, None, thresholds).pruned
+    assert torch.equal(pruned, unscored.abs() < thresholds.prune_magnitude)
+    assert bool(pruned.any())
+
+
+def test_sketches_serve_every_configuration() -> None:
+    weights, gradients = {"w": noise(64, 64)}, {"w": noise(64, 64, seed=1)}
+    sketches = ScoreSketches()
+    sketches.add(weights["w"], gradients["w"], "linear")
+    for metric in ("magnitude", "sensitivity"):
+        for prune in (0.0, 0.1, 0.5):
+            for protect in (0.0005, 0.01):
+                alone = layer_type_thresholds(weights, gradients, {"w": "linear"}, metric, prune, protect)
+                assert sketches.thresholds(metric, prune, protect) == alone
+
+
+def test_nothing_is_pruned_or_protected_with_shares_of_zero() -> None:
+    weight, gradient = noise(30, 30), noise(30, 30, seed=1)
+    found = layer_type_thresholds({"w": weight}, {"w": gradient}, {"w": "linear"}, "sensitivity", 0.0, 0.0)
+    assert bool(partition(weight, gradient, found["linear"]).quantized.all())
+
+
+def test_what_is_refused() -> None:
+    weight = noise(4, 4)
+    with pytest.raises(ConfigError, match="metric"):
+        ScoreSketches().thresholds("entropy", 0.1, 0.1)  # type: ignore[arg-type]
+    for bad in (-0.1, 1.1, math.nan):
+        with pytest.raises(ConfigError, match="prune"):
+            ScoreSketches().thresholds("magnitude", bad, 0.1)
+        with pytest.raises(ConfigError, match="protect"):
+            ScoreSketches().thresholds("magnitude", 0.1, bad)
+    with pytest.raises(ConfigError, match="layer_types"):
+        layer_type_thresholds({"w": weight}, None, {}, "magnitude", 0.1, 0.1)
+    with pytest.raises(ConfigError, match="shape"):
+        ScoreSketches().add(weight, noise(16), "linear")
+    thresholds = Thresholds(
+        metric="magnitude", prune_magnitude=0, prune_sensitivity=0, protect_magnitude=1, protect_sensitivity=1
+    )
+    with pytest.raises(ConfigError, match="shape"):
+        partition(weight, noise(16), thresholds)
+    with pytest.raises(CannotRepresentError, match="finite"):
+        ScoreSketches().add(torch.full((2, 2), math.nan), None, "linear")

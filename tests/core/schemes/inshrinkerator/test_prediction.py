@@ -1,0 +1,100 @@
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shrinkpoint.schemes.base import Context
+from shrinkpoint.schemes.inshrinkerator.prediction import SizePredictor
+from shrinkpoint.schemes.inshrinkerator.scheme import InshrinkeratorOptions, Weights
+from shrinkpoint.schemes.inshrinkerator.space import Configuration, ConfigurationSpace
+from shrinkpoint.state.training import LayerType, Role, Tag, TrainingState
+
+OPTIONS = InshrinkeratorOptions()
+SPACE = ConfigurationSpace()
+
+
+def weights_of(*tensors, layer_type=LayerType.LINEAR, options=OPTIONS):
+    def describe(path, tensor):
+        return Tag(role=Role.WEIGHT, layer_type=layer_type, parameter=path[0])
+
+    state = TrainingState.capture({f"w{i}": tensor for i, tensor in enumerate(tensors)}, describe)
+    return Weights(state, options)
+
+
+def coded_bytes(weights, configuration):
+    return sum(
+        weights.codec(spec, configuration).encode(weights.tensors[spec.name], spec, Context()).encoded.nbytes
+        for spec in weights.specs
+    )
+
+
+@pytest.mark.parametrize("spread", ["normal", "student"])
+def test_sizes_are_predicted_nearly_and_in_their_order(spread):
+    generator = torch.Generator().manual_seed(1)
+    tensor = torch.randn(200, 200, generator=generator)
+    if spread == "student":
+        tensor /= torch.randn(200, 200, generator=generator).abs().clamp(min=0.2)
+    weights = weights_of(tensor, tensor[:50] * 3)
+    predict = SizePredictor(weights, OPTIONS)
+    sizes = []
+    for bins, prune, protect in itertools.product((4, 8, 32), (0.5, 0.2, 0.0), (0.0005, 0.01)):
+        configuration = Configuration(
+            bins=bins, prune=prune, protect=protect, metric="magnitude", embedding_bins=16
+        )
+        sizes.append((predict(configuration), coded_bytes(weights, configuration)))
+    for predicted, coded in sizes:
+        assert predicted == pytest.approx(coded, rel=0.25)
+    for (low, low_coded), (high, high_coded) in itertools.combinations(sorted(sizes), 2):
+        if high > 1.3 * low:
+            assert high_coded > low_coded
+
+
+def test_embeddings_have_bins_of_their_own():
+    tensor = torch.randn(100, 100, generator=torch.Generator().manual_seed(1))
+
+    def configuration(bins, embedding_bins):
+        return Configuration(
+            bins=bins, prune=0.0, protect=0.0005, metric="magnitude", embedding_bins=embedding_bins
+        )
+
+    embedding = SizePredictor(weights_of(tensor, layer_type=LayerType.EMBEDDING), OPTIONS)
+    assert (
+        embedding(configuration(4, 32)) == embedding(configuration(32, 32)) > embedding(configuration(4, 16))
+    )
+    linear = SizePredictor(weights_of(tensor), OPTIONS)
+    assert linear(configuration(4, 32)) == linear(configuration(4, 16)) < linear(configuration(8, 16))
+
+
+@settings(max_examples=30)
+@given(
+    st.sampled_from(["zeros", "constant", "two values", "tiny", "huge", "one outlier", "bf16"]),
+    st.sampled_from(SPACE.configurations),
+)
+def test_odd_weights_have_a_finite_size(kind, configuration):
+    tensor = {
+        "zeros": torch.zeros(50, 50),
+        "constant": torch.full((50, 50), -0.3),
+        "two values": torch.arange(2500).remainder(2).float().reshape(50, 50),
+        "tiny": torch.randn(50, 50) * 1e-42,
+        "huge": torch.randn(50, 50).sign() * 3e38,
+        "one outlier": torch.eye(50) * 1e30,
+        "bf16": torch.randn(50, 50).bfloat16(),
+    }[kind]
+    size = SizePredictor(weights_of(tensor), OPTIONS)(configuration)
+    assert math.isfinite(size)
+    assert 0 <= size < 4 * 2500
+
+
+def test_nothing_to_predict():
+    assert SizePredictor(weights_of(), OPTIONS)(SPACE.mildest) == 0
+
+
+def test_no_tensor_is_kept():
+    """A search that waits for the next save holds on to its predictor."""
+    weights = weights_of(torch.randn(50, 50))
+    predictor = SizePredictor(weights, OPTIONS)
+    assert not [x for tensor, _ in predictor._tensors for x in vars(tensor).values() if torch.is_tensor(x)]
+    assert weights not in vars(predictor).values()

@@ -1,0 +1,139 @@
+import pytest
+import torch
+from support.training import OPTIMIZERS, TinyConvNet, TinyGPT, capture, train
+from torch import nn
+
+from shrinkpoint.errors import CannotRepresentError
+from shrinkpoint.schemes.base import Context
+from shrinkpoint.schemes.inshrinkerator.codec import LevelsCodec
+from shrinkpoint.schemes.inshrinkerator.scheme import Inshrinkerator, InshrinkeratorOptions, Weights
+from shrinkpoint.schemes.inshrinkerator.space import Configuration
+from shrinkpoint.schemes.moments import FirstMomentCodec, SecondMomentCodec
+from shrinkpoint.state.roles import describe_training
+from shrinkpoint.state.training import LayerType, Role, Tag, TrainingState
+
+CONFIGURATION = Configuration(bins=6, prune=0.2, protect=0.005, metric="sensitivity", embedding_bins=32)
+
+
+def state_of(model, name="AdamW"):
+    torch.manual_seed(0)
+    optimizer = OPTIMIZERS[name](model)
+    train(model, optimizer, range(2))
+    return capture(model, optimizer)
+
+
+def test_who_is_coded_by_what():
+    state = state_of(TinyGPT())
+    options = InshrinkeratorOptions(second_moment_step=0.7, first_moment_step=0.3)
+    makers = Inshrinkerator(options, Weights(state, options), CONFIGURATION).codecs(state)
+    for name, spec in state.specs.items():
+        large = spec.numel >= 2000
+        if name in makers:
+            codec = makers[name]()
+            expected = {
+                Role.WEIGHT: LevelsCodec,
+                Role.EXP_AVG: FirstMomentCodec,
+                Role.EXP_AVG_SQ: SecondMomentCodec,
+            }
+            assert type(codec) is expected[spec.tag.role]
+            assert large
+            if spec.tag.role is Role.WEIGHT:
+                embedding = spec.tag.layer_type is LayerType.EMBEDDING
+                assert codec.bins == (32 if embedding else 6)
+                assert codec.thresholds.metric == ("magnitude" if embedding else "sensitivity")
+            else:
+                assert codec.step == {Role.EXP_AVG_SQ: 0.7, Role.EXP_AVG: 0.3}[spec.tag.role]
+        else:
+            assert not large or spec.tag.role is Role.OTHER
+    assert {"model/wte.weight", "model/attn.in_proj_weight", "model/up.weight"} <= set(makers)
+
+
+def test_convolutions_are_weights_and_norms_are_not():
+    state = state_of(TinyConvNet(), "SGD")
+    weights = Weights(state, InshrinkeratorOptions())
+    assert [spec.name for spec in weights.specs] == ["model/body.3.weight", "model/head.weight"]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "role", "layer_type"),
+    [
+        (torch.ones(5000), Role.WEIGHT, LayerType.LINEAR),
+        (torch.ones(10, 10), Role.WEIGHT, LayerType.LINEAR),
+        (torch.ones(60, 60), Role.WEIGHT, LayerType.NORM),
+        (torch.ones(60, 60), Role.BUFFER, LayerType.LINEAR),
+        (torch.ones(60, 60), Role.OTHER, LayerType.LINEAR),
+        (torch.ones(60, 60).double(), Role.WEIGHT, LayerType.LINEAR),
+        (torch.ones(60, 60, dtype=torch.int8), Role.WEIGHT, LayerType.LINEAR),
+        (torch.ones(60, 60, dtype=torch.complex64), Role.WEIGHT, LayerType.LINEAR),
+        (torch.ones(60, 60).to(torch.float8_e5m2), Role.WEIGHT, LayerType.LINEAR),
+    ],
+)
+def test_what_is_no_weight_to_quantize(tensor, role, layer_type):
+    state = TrainingState.capture(
+        {"x": tensor}, lambda path, t: Tag(role=role, layer_type=layer_type, parameter="x")
+    )
+    assert not Weights(state, InshrinkeratorOptions()).specs
+
+
+def test_gradients_come_from_the_collector_or_from_adam():
+    model = TinyGPT()
+    state = state_of(model)
+    moments = Weights(state, InshrinkeratorOptions()).gradients
+    assert set(moments) == {spec.name for spec in Weights(state, InshrinkeratorOptions()).specs}
+    by_parameter = {
+        spec.tag.parameter: name for name, spec in state.specs.items() if spec.tag.role is Role.EXP_AVG
+    }
+    for name, gradient in moments.items():
+        assert gradient is state.tensors[by_parameter[state.specs[name].tag.parameter]]
+    collected = {"up.weight": torch.randn(192, 48), "nobody": torch.ones(3)}
+    mixed = Weights(state, InshrinkeratorOptions(), collected).gradients
+    assert mixed["model/up.weight"] is collected["up.weight"]
+    assert mixed["model/down.weight"] is moments["model/down.weight"]
+    assert not Weights(state_of(TinyGPT(), "SGD"), InshrinkeratorOptions()).gradients
+
+
+def test_restored_is_what_the_codec_stores():
+    state = state_of(TinyGPT())
+    weights = Weights(state, InshrinkeratorOptions())
+    restored = weights.restored(CONFIGURATION)
+    assert set(restored) == set(weights.true()) >= {spec.tag.parameter for spec in weights.specs}
+    for spec in weights.specs:
+        coded = weights.codec(spec, CONFIGURATION).encode(weights.tensors[spec.name], spec, Context())
+        assert torch.equal(coded.value, restored[spec.tag.parameter])
+
+
+def test_what_is_stored_exactly_is_evaluated_as_of_the_snapshot_too():
+    model = nn.Sequential(nn.Linear(60, 60), nn.BatchNorm1d(60))
+    describe = describe_training(model, [], model_path=("model",), optimizers_path=("optimizers",))
+    state = TrainingState.capture({"model": model.state_dict()}, describe)
+    weights = Weights(state, InshrinkeratorOptions())
+    for given in (weights.true(), weights.restored(CONFIGURATION)):
+        assert set(given) == set(model.state_dict())
+        assert all(given[name] is state.tensors[f"model/{name}"] for name in given if name != "0.weight")
+
+
+def test_restored_does_not_fail_on_the_ends_of_a_dtype():
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        ends = (torch.randn(60, 60).sign() * torch.finfo(dtype).max).to(dtype)
+        state = TrainingState.capture(
+            {"w": ends}, lambda p, t: Tag(role=Role.WEIGHT, layer_type=LayerType.LINEAR, parameter="w")
+        )
+        weights = Weights(state, InshrinkeratorOptions())
+        assert bool(torch.isfinite(weights.restored(CONFIGURATION)["w"]).all())
+
+
+def test_a_weight_with_nan_refuses_with_the_reason_and_leaves_the_others_thresholds_alone():
+    state = state_of(TinyGPT())
+    state.tensors["model/up.weight"][0, 0] = float("nan")
+    weights = Weights(state, InshrinkeratorOptions())
+    makers = Inshrinkerator(InshrinkeratorOptions(), weights, CONFIGURATION).codecs(state)
+    with pytest.raises(CannotRepresentError, match=r"model/up.weight holds NaN"):
+        makers["model/up.weight"]()
+    assert "model/up.weight" not in weights.tensors
+    assert makers["model/down.weight"]().thresholds.protect_magnitude < float("inf")
+
+
+def test_the_description_is_for_people_and_json():
+    state = state_of(TinyGPT())
+    scheme = Inshrinkerator(InshrinkeratorOptions(), Weights(state, InshrinkeratorOptions()), CONFIGURATION)
+    assert scheme.describe() == {"name": "inshrinkerator", "configuration": CONFIGURATION.to_json()}

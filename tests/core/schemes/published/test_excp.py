@@ -1,0 +1,261 @@
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.chains import check_chain, check_malformed, relative_step, save_chain, spec_of, state_of, walks
+from support.containers import identical
+from support.training import OPTIMIZERS, TinyMLP, capture, train
+
+from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
+from shrinkpoint.schemes.base import Context, Held
+from shrinkpoint.schemes.published.excp import (
+    SYMBOLS,
+    ExCP,
+    ExcpMomentCodec,
+    ExcpOptions,
+    ExcpWeightCodec,
+    derive_alpha,
+)
+from shrinkpoint.state.training import Role
+
+options = st.builds(
+    ExcpOptions,
+    alpha=st.sampled_from([0.0, 5e-5, 1e-3, 1.0]),
+    target_sparsity=st.sampled_from([None, 0.0, 0.5, 0.95, 1.0]),
+    beta=st.sampled_from([0.0, 0.5, 2.0]),
+    bits=st.sampled_from([1, 2, 4, 8]),
+    clustering=st.sampled_from(["kmeans", "optimal"]),
+    codebook=st.sampled_from(["float32", "float16"]),
+    refill=st.sampled_from(["none", "mean", "factored"]),
+    coder=st.sampled_from(["lzma", "rans", "packed", "huffman", "cyclic", "context", "mixing"]),
+    base_moments=st.sampled_from(["exact", "quantized"]),
+    min_elements=st.just(1),
+    matrices_only=st.booleans(),
+)
+
+
+@settings(max_examples=120)
+@given(walks(), options)
+def test_chains_are_restored_as_encoded(states, chosen):
+    check_chain(states, lambda held: ExCP(options=chosen, reference=held))
+
+
+def adam(saves=3, optimizer="AdamW"):
+    torch.manual_seed(0)
+    model = TinyMLP()
+    trained, states = OPTIMIZERS[optimizer](model), []
+    for save in range(saves):
+        train(model, trained, range(4 * save, 4 * save + 4))
+        states.append(capture(model, trained, step=save))
+    return states
+
+
+def tensors_of(state, parameter="inner.weight"):
+    return {
+        spec.tag.role: state.tensors[name].numpy()
+        for name, spec in state.specs.items()
+        if spec.tag.parameter == parameter
+    }
+
+
+def test_pruning_follows_the_equations_of_the_repository():
+    states = adam(2)
+    chosen = ExcpOptions(alpha=2e-4, beta=1.0, bits=8)
+    restored = check_chain(states, lambda held: ExCP(options=chosen, reference=held))
+    before, after, got = tensors_of(states[0]), tensors_of(states[1]), tensors_of(restored[1])
+    assert np.array_equal(tensors_of(restored[0])[Role.WEIGHT], before[Role.WEIGHT])  # the base is in full
+    residual = after[Role.WEIGHT] - before[Role.WEIGHT]
+    c = min(2.5, 2e-4 / np.sqrt(after[Role.EXP_AVG_SQ].mean(dtype=np.float64)))
+    threshold = c * float(torch.from_numpy(np.abs(residual)).median())
+    kept = np.abs(residual) > np.float32(threshold)
+    assert 0.05 < kept.mean() < 0.95
+    assert np.array_equal(got[Role.WEIGHT] != before[Role.WEIGHT], kept)
+    mask = kept & (np.abs(after[Role.EXP_AVG]) > np.abs(after[Role.EXP_AVG]).mean(dtype=np.float64))
+    assert 0.05 < mask.mean() < kept.mean()
+    assert np.array_equal(got[Role.EXP_AVG] != 0, mask)
+    assert np.array_equal(got[Role.EXP_AVG_SQ] != 0, mask)  # one mask for both
+
+
+def test_the_clamp_bounds_the_threshold():
+    states = adam(2)
+    for clamp, share in ((2.5, 1.0), (1.0, 0.5)):
+        chosen = ExcpOptions(alpha=1e3, clamp=clamp)
+        _, told = save_chain(states, lambda held, chosen=chosen: ExCP(options=chosen, reference=held))
+        pruned = np.mean(told[1].held["model/inner.weight"].planes[SYMBOLS] == 0)
+        assert share - 0.15 < pruned <= share
+    assert 0.45 < pruned < 0.55  # what exceeds one median
+
+
+def test_by_hand():
+    # residuals 1, -2, 3, 0.5 beyond 0.5: three clusters of their own; symbols ascend with the values, zero is pruned
+    codec = ExcpWeightCodec(options=ExcpOptions(bits=2), threshold=0.5)
+    coded, restored = relative_step(
+        codec, torch.tensor([[1.0, 1.0, 1.0, 1.0]]), torch.tensor([[2.0, -1.0, 4.0, 1.5]])
+    )
+    assert coded.planes[SYMBOLS].tolist() == [2, 1, 3, 0]
+    assert restored.tolist() == [[2.0, -1.0, 4.0, 1.0]]
+    assert np.frombuffer(coded.encoded.sections["codebook"], "<f4").tolist() == [-2.0, 1.0, 3.0]
+
+
+def test_four_bit_labels_lie_two_in_a_byte_the_first_one_high():
+    codec = ExcpWeightCodec(options=ExcpOptions(coder="packed"))
+    after = torch.arange(0, 16, dtype=torch.float32).reshape(1, 16)
+    coded, _ = relative_step(codec, torch.zeros(1, 16), after)
+    assert coded.encoded.sections["symbols"][1:].hex() == "0123456789abcdef"
+
+
+def test_there_are_at_most_fifteen_clusters_and_zero():
+    generator = torch.Generator().manual_seed(0)
+    after = torch.randn(60, 60, generator=generator)
+    errors = {}
+    for clustering in ("kmeans", "optimal"):
+        codec = ExcpWeightCodec(options=ExcpOptions(clustering=clustering))
+        coded, restored = relative_step(codec, torch.zeros(60, 60), after)
+        codebook = np.frombuffer(coded.encoded.sections["codebook"], "<f4")
+        assert codebook.size == 15
+        assert (np.diff(codebook) > 0).all()
+        assert coded.planes[SYMBOLS].max() == 15
+        errors[clustering] = float((restored - after).square().mean())
+    assert errors["optimal"] < errors["kmeans"] < 0.05
+
+
+@pytest.mark.parametrize("codebook", ["float32", "float16"])
+def test_an_fp16_codebook_loses_second_moments_and_an_fp32_one_does_not(codebook):
+    second = torch.rand(50, 50, generator=torch.Generator().manual_seed(0)) * 1e-9 + 1e-10
+    spec = spec_of(second, "v", Role.EXP_AVG_SQ)
+    value = ExcpMomentCodec(options=ExcpOptions(codebook=codebook)).encode(second, spec, Context()).value
+    assert bool((value == 0).all()) is (codebook == "float16")
+
+
+@pytest.mark.parametrize("refill", ["none", "mean", "factored"])
+def test_pruned_second_moments_are_refilled_and_first_ones_are_not(refill):
+    generator = torch.Generator().manual_seed(0)
+    second = torch.rand(30, 50, generator=generator).exp() * torch.logspace(-9, -7, 30)[:, None]
+    keep = torch.rand(30 * 50, generator=generator).numpy() > 0.9
+    codec = ExcpMomentCodec(options=ExcpOptions(refill=refill), keep=keep)
+    value = codec.encode(second, spec_of(second, "v", Role.EXP_AVG_SQ), Context()).value
+    pruned = ~torch.from_numpy(keep).reshape(30, 50)
+    if refill == "none":
+        assert not value[pruned].any()
+    else:
+        assert bool((value > 0).all())
+    if refill == "mean":
+        assert torch.allclose(value[pruned], second.mean())
+    if refill == "factored":
+        assert bool(((value / second)[pruned].log2().abs() < 1).all())
+    first = codec.encode(second, spec_of(second, "m", Role.EXP_AVG), Context())
+    assert not first.value[pruned].any()
+    assert first.encoded.sections["refill"] == b""
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_refill_that_is_not_finite_is_refused(value):
+    second = torch.rand(30, 50)
+    spec = spec_of(second, "v", Role.EXP_AVG_SQ)
+    codec = ExcpMomentCodec(options=ExcpOptions(refill="factored"), keep=np.arange(1500) % 3 == 0)
+    coded = codec.encode(second, spec, Context())
+    damaged = np.frombuffer(coded.encoded.sections["refill"], "<f4").copy()
+    damaged[3] = value
+    encoded = replace(coded.encoded, sections={**coded.encoded.sections, "refill": damaged.tobytes()})
+    with pytest.raises(FormatError, match="refill"):
+        codec.reconstruct(encoded, coded.planes, spec, Context())
+
+
+@pytest.mark.parametrize("target", [0.3, 0.8, 0.9])
+def test_the_target_sparsity_is_reached(target):
+    states = adam(2)
+    chosen = ExcpOptions(target_sparsity=target, clamp=100.0)
+    _, told = save_chain(states, lambda held: ExCP(options=chosen, reference=held))
+    planes = [held.planes[SYMBOLS] for held in told[1].held.values() if held.codec == ExcpWeightCodec.id]
+    assert len(planes) == 4
+    assert abs(np.mean(np.concatenate(planes) == 0) - target) < 0.01
+
+
+def test_alpha_by_hand():
+    residuals = [np.array([1, 2, 3, 4], np.float32), np.array([-1, 2, -3, 4], np.float32)]
+    # medians are 2: with roots 1 and 2 an alpha of 1.5 prunes up to 3 of the first, up to 1.5 of the second
+    assert derive_alpha(residuals, [1.0, 2.0], [4, 4], 4 / 8, 2.5) == pytest.approx(1.5)
+    assert derive_alpha(residuals, [1.0, 2.0], [4, 4], 1.0, 2.5) == pytest.approx(4.0)
+    assert derive_alpha(residuals, [1.0, 2.0], [4, 4], 1.0, 1.0) == pytest.approx(2.0)  # the clamp's best
+    assert derive_alpha([], [], [], 0.5, 2.5) == 0.0
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "RMSprop", "Adafactor"])
+def test_without_a_second_moment_the_weight_is_kept_exactly_and_the_reason_told(optimizer):
+    states = adam(2, optimizer)
+    _, told = save_chain(states, lambda held: ExCP(reference=held))
+    assert "second moment" in told[1].kept_exactly["model/inner.weight"]
+    check_chain(states, lambda held: ExCP(reference=held))
+
+
+def test_the_bytes_do_not_depend_on_threads():
+    states = adam(3)
+    chosen = ExcpOptions(coder="rans", target_sparsity=0.7)
+    chains = [
+        save_chain(states, lambda held: ExCP(options=chosen, reference=held), threads)[1]
+        for threads in (1, 2)
+    ]
+    for one, two in zip(*chains, strict=True):
+        for a, b in zip(one.checkpoint.entries, two.checkpoint.entries, strict=True):
+            assert a.encoded == b.encoded
+
+
+def test_a_changed_shape_and_a_new_parameter_start_again():
+    def state(shape, **more):
+        generator = torch.Generator().manual_seed(shape[0])
+        made = {
+            key: torch.rand(shape, generator=generator) for key in ("a__w", "a__exp_avg", "a__exp_avg_sq")
+        }
+        return state_of(**made, **more)
+
+    states = [state((5, 4)), state((4, 6)), state((4, 6), b__w=torch.rand(3, 3))]
+    restored = check_chain(states, lambda held: ExCP(options=ExcpOptions(min_elements=1), reference=held))
+    assert identical(restored[1].tensors["a/w"], states[1].tensors["a/w"])
+    assert identical(restored[2].tensors["b/w"], states[2].tensors["b/w"])
+
+
+def test_malformed_bytes_are_refused():
+    generator = torch.Generator().manual_seed(0)
+    before, after = torch.randn(2, 10, 10, generator=generator)
+    for coder in ("lzma", "rans", "packed", "cyclic", "context", "mixing"):
+        check_malformed(ExcpWeightCodec(options=ExcpOptions(coder=coder)), before, after)
+        check_malformed(ExcpMomentCodec(options=ExcpOptions(coder=coder)), before, after)
+
+
+def test_a_cluster_beyond_fp16_is_refused():
+    spec = spec_of(torch.zeros(2, 2))
+    with pytest.raises(CannotRepresentError, match="fp16"):
+        ExcpMomentCodec(options=ExcpOptions(codebook="float16")).encode(
+            torch.full((2, 2), 1e6), spec, Context()
+        )
+    held = Held(ExcpWeightCodec.id, {}, {"value": np.full(4, 3e38, np.float32)})
+    with pytest.raises(CannotRepresentError, match="fp32 holds"):
+        ExcpWeightCodec().encode(torch.full((2, 2), -3e38), spec, Context(held))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"alpha": -1}, {"target_sparsity": 2}, {"clamp": 0}, {"beta": "x"}, {"bits": 9}, {"clustering": "x"},
+     {"codebook": "bfloat16"}, {"refill": True}, {"coder": "7z"}, {"base_moments": "x"}, {"min_elements": 0}],
+)  # fmt: skip
+def test_options_are_checked(wrong):
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        ExcpOptions(**wrong)
+
+
+@pytest.mark.parametrize("matrices_only", [False, True])
+def test_vectors_are_coded_like_matrices_as_in_the_repository(matrices_only):
+    states = adam(2)
+    chosen = ExcpOptions(min_elements=1, matrices_only=matrices_only)
+    _, told = save_chain(states, lambda held: ExCP(options=chosen, reference=held))
+    vectors = [
+        name
+        for name, spec in states[1].specs.items()
+        if len(spec.shape) == 1 and spec.tag.role in (Role.WEIGHT, Role.EXP_AVG, Role.EXP_AVG_SQ)
+    ]
+    coded = {name: told[1].held[name].codec.startswith("excp") for name in vectors}
+    assert vectors
+    assert set(coded.values()) == {not matrices_only}, coded

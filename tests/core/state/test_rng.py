@@ -1,0 +1,42 @@
+import random
+
+import numpy as np
+import torch
+from support.containers import identical
+
+from shrinkpoint.state.rng import capture_rng, restore_rng
+from shrinkpoint.state.training import TrainingState
+
+
+def draw():
+    return [torch.randn(3).tolist(), random.random(), random.gauss(0, 1), np.random.randn(3).tolist()]
+
+
+def test_generators_continue_as_if_nothing_had_been_drawn():
+    draw()  # an odd number of gauss values leaves one cached
+    state = capture_rng()
+    expected = draw(), draw()
+    for _ in range(2):
+        restore_rng(state)
+        assert (draw(), draw()) == expected
+
+
+def test_the_state_survives_a_checkpoint():
+    draw()
+    state = capture_rng()
+    expected = draw()
+    back = TrainingState.capture(state).to_object()
+    assert identical(back, state)
+    restore_rng(back)
+    assert draw() == expected
+
+
+def test_capturing_draws_nothing():
+    before = capture_rng()
+    capture_rng()
+    assert identical(capture_rng(), before)
+
+
+def test_a_gpus_generator_is_left_out_where_there_is_none():
+    state = capture_rng() | {"cuda": torch.get_rng_state()}
+    restore_rng(state)

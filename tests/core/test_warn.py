@@ -1,0 +1,103 @@
+import threading
+import warnings
+
+import pytest
+from support.fake_objects import FakeObjects, InjectedError
+from support.training import TinyMLP
+
+from shrinkpoint.errors import ShrinkpointWarning
+from shrinkpoint.saver import Saver, SaverConfig
+from shrinkpoint.store.objects import TransientStoreError
+from shrinkpoint.warn import tell
+
+
+def in_background(work):
+    """What the work raised in a thread of its own."""
+    raised = []
+
+    def run():
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return raised
+
+
+@pytest.fixture
+def strict(told_in_background):
+    """The warnings that are shown where all of them are errors."""
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("error")
+        yield shown
+    assert [warning.message for warning in shown] == told_in_background
+    told_in_background.clear()
+
+
+@pytest.fixture
+def saver(monkeypatch):
+    objects = FakeObjects()
+    monkeypatch.setattr("shrinkpoint.store.run.open_objects", lambda url, options, **several: objects)
+    saver = Saver("fake://run", SaverConfig(scheme="lossless"))
+    saver.objects = objects
+    yield saver
+    saver.close()
+
+
+def save(saver, step):
+    saver.save({"model": TinyMLP().state_dict()}, step=step, wait=True)
+
+
+def test_it_warns_of_the_callers_line():
+    with pytest.warns(ShrinkpointWarning, match="the disk is slow") as told:
+        tell("the disk is slow", stacklevel=1)
+    assert [warning.filename for warning in told] == [__file__]
+
+
+def test_a_filter_that_makes_it_an_error_is_obeyed_in_the_main_thread(strict):
+    with pytest.raises(ShrinkpointWarning, match="the disk is slow"):
+        tell("the disk is slow")
+    assert not strict
+
+
+def test_elsewhere_it_is_shown_and_not_raised(strict):
+    assert in_background(lambda: tell("the disk is slow")) == []
+    assert [str(warning.message) for warning in strict] == ["the disk is slow"]
+    assert [warning.category for warning in strict] == [ShrinkpointWarning]
+
+
+def test_a_filter_that_ignores_it_is_obeyed_everywhere():
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("ignore")
+        assert in_background(lambda: tell("the disk is slow")) == []
+        tell("the disk is slow")
+    assert not shown
+
+
+def test_a_save_that_needs_several_attempts_is_stored_where_warnings_are_errors(saver, strict):
+    failures = iter(range(3))
+
+    def fails(operation, key):
+        if operation.startswith("put") and next(failures, None) is not None:
+            raise TransientStoreError("503 Slow Down")
+
+    saver.objects.before = fails
+    save(saver, 1)
+    assert [report.step for report in saver.reports()] == [1]
+    assert any("trying again" in str(warning.message) for warning in strict)
+
+
+def test_a_failed_save_is_told_and_the_next_one_works_where_warnings_are_errors(saver, strict):
+    def fails(operation, key):
+        raise InjectedError("no space left on device")
+
+    saver.objects.before = fails
+    save(saver, 1)
+    saver.objects.heal()
+    save(saver, 2)
+    assert [report.step for report in saver.reports()] == [2]
+    assert ["saving step 1" in str(warning.message) for warning in strict] == [True]
+    assert saver.restore().manifest.step == 2

@@ -1,0 +1,249 @@
+"""One run on one process: choosing, saving, waiting, making up for failures. Two processes: tests of the callbacks."""
+
+import copy
+import pickle
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from shrinkpoint.errors import NoCheckpointError, SaveFailedError, ShrinkpointWarning, StoreError
+from shrinkpoint.integrations.common.run_session import RunSession
+from shrinkpoint.integrations.common.settings import RunSettings
+from shrinkpoint.state.training import Role, Tag, plain
+
+Make = Callable[..., RunSession]
+
+
+@pytest.fixture(name="session")
+def _session(request: pytest.FixtureRequest) -> Make:
+    """Makes sessions of one run in memory, of this test's own."""
+    url = f"memory://run-session/{request.node.name}".replace("[", "-").replace("]", "")
+
+    def make(*, options: dict[str, Any] | None = None, **given: Any) -> RunSession:
+        return RunSession(
+            RunSettings.build(
+                url=url, options={"scheme": "lossless", "busy": "wait"} | (options or {}), **given
+            )
+        )
+
+    return make
+
+
+def save(run: RunSession, step: int, *, last: bool = False, **more: Any) -> bool:
+    given = {"describe": plain, "metrics": {}, "evaluate": None, "gradients": None, "exact": False}
+    given |= {"optimizers": ()} | more
+    return run.hand_over({"model": {"w": torch.full((4,), float(step))}}, step=step, last=last, **given)
+
+
+class Hold:
+    """Keeps a session's commits from ending until `let_go`."""
+
+    def __init__(self, run: RunSession, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._free = threading.Event()
+        commit = run.saver._committer.commit
+
+        def held(job: Any) -> Any:
+            self._free.wait(60)
+            return commit(job)
+
+        monkeypatch.setattr(run.saver._committer, "commit", held)
+
+    def let_go(self) -> None:
+        self._free.set()
+
+
+def break_store(run: RunSession, monkeypatch: pytest.MonkeyPatch, *, times: int) -> None:
+    committer, left = run.saver._committer, [times]
+    commit = committer.commit
+
+    def failing(job: Any) -> Any:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise StoreError("the disk is full")
+        return commit(job)
+
+    monkeypatch.setattr(committer, "commit", failing)
+
+
+def steps(run: RunSession) -> list[int]:
+    return sorted(manifest.step for manifest in run.saver.store.manifests())
+
+
+def test_travels_to_other_processes_before_it_starts(session: Make) -> None:
+    run = session()
+    pickle.loads(pickle.dumps(run))
+    copy.deepcopy(run).open()
+    run.close()
+    run.fail()
+    assert run.attend() == []
+
+
+def test_saves_and_knows_the_best(session: Make) -> None:
+    run = session(monitor="loss")
+    run.open()
+    assert run.choose() is None
+    for step, loss in ((1, 0.5), (2, 0.7)):
+        assert run.wants(last=False)
+        assert save(run, step, metrics={"loss": loss})
+    run.finish(lambda: pytest.fail("nothing has failed"))
+    url = run.settings.url
+    assert (run.best.best_path, run.best.last_path) == (f"{url}#step=1", f"{url}#step=2")
+    assert [report.step for report in run.attend()] == [1, 2]
+    assert run.attend() == []
+
+
+def test_continues_and_remembers(session: Make) -> None:
+    first = session(monitor="loss")
+    for step, loss in ((1, 0.5), (2, 0.7)):
+        save(first, step, metrics={"loss": loss})
+    first.finish(lambda: None)
+    again = session(monitor="loss")
+    again.open()
+    chosen = again.choose()
+    assert chosen is not None
+    assert chosen.step == 2
+    again.remember()
+    assert again.best == first.best
+    assert session(resume="never").choose() is None
+
+
+def test_must_refuses_to_start_afresh(session: Make) -> None:
+    with pytest.raises(NoCheckpointError, match="resume='must'"):
+        session(resume="must").choose()
+
+
+def test_skips_while_one_is_under_way(session: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = session(options={"busy": "skip"})
+    hold = Hold(run, monkeypatch)
+    assert run.wants(last=False)
+    assert save(run, 1)
+    with pytest.warns(ShrinkpointWarning, match="a save is skipped: that of step 1 has been under way"):
+        assert not run.wants(last=False)
+    assert run.saver.skipped == 1
+    assert run.wants(last=True)
+    hold.let_go()
+    assert save(run, 2, last=True)
+    run.finish(lambda: None)
+    assert run.saver.skipped == 1
+    assert steps(run) == [1, 2]
+
+
+def test_waits_where_it_is_told_to(session: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = session()
+    hold = Hold(run, monkeypatch)
+    save(run, 1)
+    assert run.wants(last=False)
+    hold.let_go()
+    run.finish(lambda: None)
+
+
+def test_a_missing_monitor_is_told_once(session: Make) -> None:
+    run = session(monitor="loss")
+    with pytest.warns(ShrinkpointWarning, match="'loss' had not been logged when step 1.*: acc"):
+        save(run, 1, metrics={"acc": 1.0})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        save(run, 2, metrics={"acc": 1.0})
+        run.finish(lambda: None)
+    assert run.best.best_path == ""
+
+
+def test_a_failing_evaluation_is_told_once_and_costs_no_checkpoint(session: Make) -> None:
+    def evaluate(weights: Any) -> float:
+        raise RuntimeError("no batch")
+
+    run = session(options={"scheme": "inshrinkerator"})
+    wide = {"w": torch.randn(256, 256, generator=torch.Generator().manual_seed(1))}
+
+    def save_measured(step: int) -> None:
+        tag = Tag(role=Role.WEIGHT, parameter="w")
+        given: dict[str, Any] = {"metrics": {}, "gradients": None, "exact": False, "last": False}
+        given["optimizers"] = ()
+        run.hand_over(wide, step=step, describe=lambda path, tensor: tag, evaluate=evaluate, **given)
+        run.finish(lambda: None)
+
+    with pytest.warns(ShrinkpointWarning, match="cannot be measured.*no batch"):
+        save_measured(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        save_measured(2)
+    assert steps(run) == [1, 2]
+
+
+def save_and_finish(run: RunSession) -> None:
+    save(run, 1, last=True)
+    run.finish(lambda: accepted(save(run, 1, last=True)))
+
+
+def accepted(answer: bool) -> None:
+    assert answer
+
+
+def test_a_last_save_that_fails_is_made_up_for(session: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = session()
+    break_store(run, monkeypatch, times=1)
+    with pytest.warns(ShrinkpointWarning, match="the disk is full"):
+        save_and_finish(run)
+    assert steps(run) == [1]
+    assert run.best.last_path.endswith("#step=1")
+
+
+def test_an_end_that_cannot_be_saved_is_an_error(session: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = session(options={"max_failures": 1})
+    break_store(run, monkeypatch, times=9)
+    save(run, 1)
+    with pytest.raises(SaveFailedError, match="the disk is full"):
+        run.finish(lambda: None)
+
+
+def test_after_an_error_it_finishes_and_warns(session: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cannot() -> None:
+        raise StoreError("the disk is full")
+
+    run = session()
+    save(run, 1)
+    with pytest.warns(ShrinkpointWarning, match="the last checkpoint was not saved: the disk is full"):
+        run.fail(save=cannot)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run.fail()
+    assert steps(run) == [1]
+
+
+def test_after_an_error_it_does_not_wait_for_ever(session: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = session()
+    hold = Hold(run, monkeypatch)
+    save(run, 1)
+    with pytest.warns(ShrinkpointWarning, match="still under way after 0 s"):
+        run.fail(0.0)
+    hold.let_go()
+    run.close()
+    assert steps(run) == [1]
+
+
+def test_an_outline_has_shapes_only(session: Make) -> None:
+    run = session()
+    assert run.outline(("model",)) is None
+    save(run, 1)
+    run.finish(lambda: None)
+    outline = run.outline(("model", "optimizer"))
+    assert outline is not None
+    assert outline.keys() == {"model"}
+    assert outline["model"]["w"].shape == (4,)
+    assert outline["model"]["w"].is_meta
+
+
+def test_the_state_of_a_communication_hook_is_missed_once(session: Make) -> None:
+    run = session()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        run.warn_hook(None)
+        assert not told
+        run.warn_hook("PowerSGDState")
+        run.warn_hook("PowerSGDState")
+    (warning,) = told
+    assert "PowerSGDState" in str(warning.message)

@@ -1,0 +1,101 @@
+"""Options that cannot work are refused with the way out."""
+
+from typing import Any
+
+import pytest
+
+from shrinkpoint.errors import ConfigError
+from shrinkpoint.integrations.common.settings import RunSettings
+from shrinkpoint.saver import SaverConfig
+
+
+def build(**given: Any) -> RunSettings:
+    options = {name: given.pop(name) for name in list(given) if name not in RunSettings.build.__kwdefaults__}
+    url = options.pop("url", "memory://run")
+    return RunSettings.build(url=url, options=options, known=["save_interval"], **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "saver"),
+    [
+        ({}, SaverConfig(keep_last=3)),
+        ({"save_top_k": -1}, SaverConfig()),
+        ({"keep_last": 5, "scheme": "lossless"}, SaverConfig(keep_last=5, scheme="lossless")),
+        (
+            {"monitor": "loss", "mode": "max", "save_top_k": 2},
+            SaverConfig(monitor="loss", mode="max", keep_last=3, keep_best=2),
+        ),
+        ({"monitor": "loss", "save_top_k": 0}, SaverConfig(monitor="loss", keep_last=3)),
+        ({"monitor": "loss", "save_top_k": -1}, SaverConfig(monitor="loss")),
+        (
+            {"monitor": "loss", "save_top_k": -1, "keep_every": 10},
+            SaverConfig(monitor="loss", keep_every=10, keep_best=1),
+        ),
+    ],
+    ids=str,
+)
+def test_sorts_by_who_needs_it(given: dict[str, Any], saver: SaverConfig) -> None:
+    assert build(**given).saver == saver
+
+
+def test_a_trailing_slash_makes_no_difference() -> None:
+    assert build(url="memory://run/").url == "memory://run"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"url": ""}, "url=''"),
+        ({"url": "//"}, "url='//'"),
+        ({"url": None}, "url=None"),
+        ({"url": "memory://run#step=5"}, "without '#'"),
+        ({"save_top_k": -2}, "save_top_k=-2"),
+        ({"save_top_k": True}, "save_top_k=True"),
+        ({"save_top_k": "3"}, "save_top_k='3'"),
+        ({"save_top_k": "3", "monitor": "loss"}, "save_top_k='3'"),
+        ({"save_top_k": 2}, "name it with monitor="),
+        ({"probe_batches": 0}, "probe_batches=0"),
+        ({"resume": "yes"}, "resume='yes'"),
+        ({"keep_last": 0}, "keep_last"),
+        ({"mode": "least"}, "mode"),
+    ],
+    ids=str,
+)
+def test_values_that_cannot_work(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(**given)
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("save_overwrite", "a run is never overwritten: give a fresh url, or resume='never'"),
+        ("overwrite", "never overwritten"),
+        ("save_folder", "give url"),
+        ("dirpath", "give url"),
+        ("remote_file_name", "give url"),
+        ("filename", "addressed by its step"),
+        ("save_latest_filename", "addressed by its step"),
+        ("save_num_checkpoints_to_keep", "give keep_last"),
+        ("save_weights_only", "`shrinkpoint export`"),
+        ("autoresume", "give resume"),
+        ("every_n_train_steps", "save_interval='1000ba'"),
+        ("save_interval", "give every_n_train_steps"),
+        ("shceme", "did you mean scheme?"),
+        ("save_intervall", "did you mean save_interval?"),
+        ("keep_lasts", "did you mean keep_last?"),
+        ("storage_option", "did you mean storage_options?"),
+    ],
+)
+def test_an_unknown_option_is_told_what_to_use_instead(name: str, instead: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        RunSettings.build(url="memory://run", options={name: 1}, known=["save_interval"])
+    assert str(refused.value).startswith(f"{name}: CompressedCheckpoint has no such option; ")
+    assert instead in str(refused.value)
+
+
+def test_every_unknown_option_is_told() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^qqq: .* no such option; save_folder: .* no such option; give url"
+    ):
+        build(save_folder="s3://bucket", qqq=1)
