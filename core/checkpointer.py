@@ -43,7 +43,7 @@ from shrinkpoint.steps.options import StepLog
 from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.urls import RunUrl, split_urls
-from shrinkpoint.warn import brief, tell
+from shrinkpoint.warn import brief, warn
 
 __all__ = ["Checkpointer", "Stateful"]
 
@@ -183,7 +183,7 @@ class Checkpointer:
         self._loss = evaluate
         self._train_loss = train_loss
         self._clip_grad_norm = clip_grad_norm
-        self._until_failure = UntilFailure(tell)
+        self._until_failure = UntilFailure(warn)
         self._policy = resume
         self._stateful: dict[str, Stateful] = stateful
         self._save_last = save_last and every is not None
@@ -196,7 +196,7 @@ class Checkpointer:
         self._termination = TerminationRequest(answered=self._pace.expected)
         weakref.finalize(self, self._termination.unwatch)
         self._began = False
-        self._told_unmeasurable = False
+        self._warned_unmeasurable = False
         config = config or SaverConfig(**fields)
         self.step_log = log_of_training(
             model,
@@ -280,11 +280,11 @@ class Checkpointer:
 
         def reload() -> None:
             if manifest is None:  # what an optimizer is given it may keep, and change
-                self._load(copy.deepcopy(fresh), told=False)
+                self._load(copy.deepcopy(fresh), warns=False)
                 return
             again = self.saver.restore(manifest, adopt=False)
             assert again is not None
-            self._load(again.state.to_object(), told=False)
+            self._load(again.state.to_object(), warns=False)
 
         return reload
 
@@ -310,14 +310,14 @@ class Checkpointer:
             due = self._every is not None and (self._overdue or step // self._every > before // self._every)
             if self.step_log is not None:
                 self.step_log.end_step(step, since=before, boundary=due)
-                self._tell_log()
+                self._warn_log()
             self._versions = self._counted()
             self._watch()
             if self._termination.received:
                 self._save_and_end()
             return self.save(step, metrics=metrics) if due else None
 
-    def _tell_log(self) -> None:
+    def _warn_log(self) -> None:
         """Steps before the last but one checkpoint need not be logged any more."""
         reports = self.saver.reports()
         for report in reports[self._committed :]:
@@ -401,7 +401,7 @@ class Checkpointer:
 
     def _close_log(self, *, whole: bool) -> None:
         if self.step_log is not None:
-            self._tell_log()
+            self._warn_log()
             self.step_log.close(whole=whole and self._versions == self._counted())
 
     def _finish(self) -> None:
@@ -422,7 +422,7 @@ class Checkpointer:
             if error is None
             else f"{error.__name__} is being handled"
         )
-        tell(f"the last step, {step}, is not saved, for {why}", stacklevel=4)
+        warn(f"the last step, {step}, is not saved, for {why}", stacklevel=4)
 
     def _save_and_end(self) -> None:
         step = self._last_step
@@ -430,7 +430,7 @@ class Checkpointer:
         try:
             self.save(step, metrics=self._last_metrics, exact=True, wait=True)
         except Exception as error:  # noqa: BLE001 - whatever it is, the process is to end as it was asked to
-            tell(f"step {step} could not be saved: {type(error).__name__}: {error}")
+            warn(f"step {step} could not be saved: {type(error).__name__}: {error}")
         finally:
             self._termination.end()
 
@@ -471,7 +471,7 @@ class Checkpointer:
             "rng": capture_rng(),
         }
 
-    def _load(self, state: Any, *, told: bool = True) -> None:
+    def _load(self, state: Any, *, warns: bool = True) -> None:
         if not isinstance(state, dict) or state.get("format") != _FORMAT:
             raise StateMismatchError(
                 f"{self.saver.url} was written by another framework's callback, not by a Checkpointer: resume it"
@@ -490,13 +490,13 @@ class Checkpointer:
         self._model.load_state_dict(state["model"])
         scheduled = any(isinstance(value, LRScheduler) for value in self._stateful.values())
         overridden = overridden_rates(state["optimizers"], self._optimizers, scheduled=scheduled)
-        if overridden is not None and told:
-            tell(overridden, stacklevel=5)
+        if overridden is not None and warns:
+            warn(overridden, stacklevel=5)
         for optimizer, stored_optimizer in zip(self._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(stored_optimizer)
-        for name in sorted(state["stateful"].keys() ^ self._stateful.keys()) if told else ():
+        for name in sorted(state["stateful"].keys() ^ self._stateful.keys()) if warns else ():
             where = "the checkpoint" if name in self._stateful else "this run"
-            tell(f"{name!r} is not in {where}: its state is not restored", stacklevel=4)
+            warn(f"{name!r} is not in {where}: its state is not restored", stacklevel=4)
         for name, value in self._stateful.items():
             if name in state["stateful"]:
                 value.load_state_dict(state["stateful"][name])
@@ -516,9 +516,9 @@ class Checkpointer:
                 ):
                     return losses_of(loss())
             except Exception as error:
-                if not self._told_unmeasurable:
-                    self._told_unmeasurable = True
-                    tell(
+                if not self._warned_unmeasurable:
+                    self._warned_unmeasurable = True
+                    warn(
                         "the quality of checkpoints cannot be measured, so they are stored exactly: evaluate() raised"
                         f" {type(error).__name__}: {error}"
                     )

@@ -23,7 +23,15 @@ from shrinkpoint.errors import (
     FormatError,
     NoCheckpointError,
 )
-from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Held, Planes, Rebasable, TensorCodec
+from shrinkpoint.schemes.base import (
+    Coded,
+    Context,
+    EncodedTensor,
+    Planes,
+    Rebasable,
+    ReferenceState,
+    TensorCodec,
+)
 from shrinkpoint.schemes.exact import ExactCodec
 from shrinkpoint.schemes.exactness import ExactPart, exact_parts, pack_reasons, parts_json, unpack_reasons
 from shrinkpoint.schemes.registry import codec_for_reading
@@ -159,9 +167,9 @@ def _meta(rebased: Rebased) -> dict[str, Any]:
     if isinstance(save, dict):
         size, raw = len(rebased.container), save.get("raw_bytes")
         ratio = {"ratio": raw / size} if isinstance(raw, int) else {}
-        told = {"kind": "base", "bytes": size, "sections": dict(rebased.sections), **ratio}
-        told["exact"] = parts_json(rebased.exact, size)
-        meta["save"] = {**save, **told}
+        entry = {"kind": "base", "bytes": size, "sections": dict(rebased.sections), **ratio}
+        entry["exact"] = parts_json(rebased.exact, size)
+        meta["save"] = {**save, **entry}
     meta["compacted"] = {"seq": source.seq, "epoch": source.epoch, "digest": source.digest}
     return meta
 
@@ -207,9 +215,9 @@ class _Again:
 
     def codecs(self, state: TrainingState) -> Mapping[str, Callable[[], TensorCodec]]:
         """See `Scheme.codecs`."""
-        held = self._decoded.held
+        reference = self._decoded.reference
         return {
-            entry.spec.name: partial(_AgainCodec, entry, held[entry.spec.name])
+            entry.spec.name: partial(_AgainCodec, entry, reference[entry.spec.name])
             for entry in self._decoded.checkpoint.entries
         }
 
@@ -224,8 +232,8 @@ class _AgainCodec:
     id: ClassVar[str] = "again"
     needs: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, entry: Entry, held: Held) -> None:
-        self._entry, self._held = entry, held
+    def __init__(self, entry: Entry, reference: ReferenceState) -> None:
+        self._entry, self._reference = entry, reference
         self._codec = codec_for_reading(entry.encoded.codec)
 
     def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
@@ -248,7 +256,7 @@ class _AgainCodec:
             return encoded
         if not isinstance(self._codec, Rebasable):
             return None
-        return self._codec.rebase(encoded, self._held, self._entry.spec, context.beside)
+        return self._codec.rebase(encoded, self._reference, self._entry.spec, context.sibling_planes)
 
     def decode(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> Planes:
         """See `TensorCodec.decode`."""

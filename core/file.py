@@ -9,11 +9,11 @@ from shrinkpoint.config import SaverConfig
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.quality.planner import Plan, Planner
-from shrinkpoint.schemes.base import Occasion
+from shrinkpoint.schemes.base import SaveContext
 from shrinkpoint.schemes.exactness import exact_parts, large_share
 from shrinkpoint.state.training import Describe, TrainingState, plain
 from shrinkpoint.store.single import write_file
-from shrinkpoint.warn import brief, tell
+from shrinkpoint.warn import brief, warn
 
 __all__ = ["save"]
 
@@ -49,7 +49,7 @@ def save(
     config = SaverConfig(scheme=scheme)  # type: ignore[arg-type]
     captured = TrainingState.capture(state, describe)
     host = TrainingState(captured.tree, {n: t.cpu() for n, t in captured.tensors.items()}, captured.specs)
-    plan = Planner(config, lambda: 0.0).plan(Occasion(state=host), None)
+    plan = Planner(config, lambda: 0.0).plan(SaveContext(state=host), None)
     encoded = encode_state(
         host,
         plan.scheme,
@@ -60,12 +60,12 @@ def save(
         exactly=plan.reason if plan.is_exact and scheme != "lossless" else None,
     )
     data = write_container(encoded.checkpoint)
-    _tell_exact(str(path), scheme, plan, encoded, len(data), knows=describe is not plain)
+    _warn_exact(str(path), scheme, plan, encoded, len(data), knows=describe is not plain)
     write_file(str(path), data, storage_options)
     return len(data)
 
 
-def _tell_exact(path: str, scheme: str, plan: Plan, encoded: EncodedState, size: int, *, knows: bool) -> None:
+def _warn_exact(path: str, scheme: str, plan: Plan, encoded: EncodedState, size: int, *, knows: bool) -> None:
     """Say that a scheme that was to make the file smaller has not, and why."""
     if plan.is_exact and scheme != "lossless":
         why = (
@@ -74,10 +74,10 @@ def _tell_exact(path: str, scheme: str, plan: Plan, encoded: EncodedState, size:
             else "nothing says which of its tensors are weights and which an optimizer's. Give describe=, as"
             " shrinkpoint.state.roles.describe_training makes it of a model and its optimizers"
         )
-        tell(f"scheme={scheme!r} has stored {path} bit-exactly, as 'lossless' does: {why}", stacklevel=3)
+        warn(f"scheme={scheme!r} has stored {path} bit-exactly, as 'lossless' does: {why}", stacklevel=3)
         return
     entries = encoded.checkpoint.entries
     parts = exact_parts(((entry.spec, entry.encoded.nbytes) for entry in entries), encoded.exact)
-    told = large_share(parts, size, path)
-    if told is not None:
-        tell(told[1], stacklevel=3)
+    reason = large_share(parts, size, path)
+    if reason is not None:
+        warn(reason[1], stacklevel=3)

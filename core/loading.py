@@ -27,7 +27,7 @@ from shrinkpoint.state.tree import JSON, dense_only, tensor_names
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.run import RunStore
 from shrinkpoint.store.single import looks_like_file, naming, read_file
-from shrinkpoint.warn import brief, tell
+from shrinkpoint.warn import brief, warn
 
 __all__ = ["load", "load_state", "load_weights"]
 
@@ -202,7 +202,7 @@ def _read_run(
         result = of(manifest)
     found = not_finite_text(manifest)
     if found is not None:
-        tell(
+        warn(
             f"the checkpoint of step {manifest.step} in {store.display} is not finite: {found}", stacklevel=5
         )
     return result

@@ -39,7 +39,7 @@ from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.run import RunStore
 from shrinkpoint.store.urls import RunUrl, url_text
-from shrinkpoint.warn import brief, tell
+from shrinkpoint.warn import brief, warn
 
 __all__ = ["Restored", "Saver", "SaverConfig", "decode_checkpoint"]
 
@@ -80,7 +80,7 @@ class Saver:
         """Saves that were skipped because one was still being written."""
         self.blocked_s = 0.0
         """Seconds that training has waited for snapshots and unfinished saves so far."""
-        self._tell_skipped_at = 1
+        self._warn_skipped_at = 1
         self._under_way = (0, 0.0)
         self._compiling = False
         self._desk = EvaluationDesk()
@@ -197,7 +197,7 @@ class Saver:
         """
         self._raise_if_fatal()
         started = time.perf_counter()
-        step, told = _check_step(step), _check_metrics(metrics or {})
+        step, numbers = _check_step(step), _check_metrics(metrics or {})
         if self.busy:
             self.poll()
             if self.config.busy == "skip" and not wait:
@@ -214,7 +214,7 @@ class Saver:
         job = Job(
             snapshot=self._snapshotter.take(captured),
             step=step,
-            metrics=told,
+            metrics=numbers,
             measure=self._desk.measure if evaluate is not None else None,
             resume=self._desk.resume if resumed is not None else None,
             gradients={
@@ -236,9 +236,9 @@ class Saver:
     def skip(self) -> None:
         """Count a save that is not made because one is under way; the first, the tenth, the hundredth ... is told, and why."""
         self.skipped += 1
-        if self.skipped < self._tell_skipped_at:
+        if self.skipped < self._warn_skipped_at:
             return
-        self._tell_skipped_at = 10 * self.skipped
+        self._warn_skipped_at = 10 * self.skipped
         step, since = self._under_way
         why = (
             " (its coders are being compiled, as `shrinkpoint compile` does beforehand)"
@@ -246,7 +246,7 @@ class Saver:
             else ""
         )
         count = "a save is" if self.skipped == 1 else f"{self.skipped} saves so far have been"
-        tell(
+        warn(
             f"{count} skipped: that of step {step} has been under way for {time.monotonic() - since:.0f} s{why}. Training does"
             " not wait for it; busy='wait' would",
             stacklevel=3,
@@ -341,7 +341,7 @@ class Saver:
             self._fatal.__cause__ = error
             self._failures = 0
         else:
-            tell(f"{message}. The next save tries again")
+            warn(f"{message}. The next save tries again")
 
     # ---- restoring
 
@@ -386,9 +386,9 @@ class Saver:
             manifest, decoded = self._chosen(which)
         self._newest, self._restored = None, (manifest, decoded)
         self._go_on()
-        self._tell_if_diverged(manifest)
+        self._warn_if_diverged(manifest)
         if is_weights_only(manifest.meta):
-            tell(
+            warn(
                 f"resumed weights of step {manifest.step} from {self.store.display}; optimizer state was not stored: it"
                 " starts anew",
                 stacklevel=3,
@@ -403,7 +403,7 @@ class Saver:
             manifest, decoded = found
         else:
             manifest, decoded = self._chosen(which)
-        self._tell_if_diverged(manifest)
+        self._warn_if_diverged(manifest)
         return Restored(manifest, decoded.state)
 
     def _chosen(self, which: Manifest | int | None) -> tuple[Manifest, Decoded]:
@@ -411,7 +411,7 @@ class Saver:
         with waiting_for(f"reading the checkpoint of step {manifest.step} of {self.store.display}"):
             return manifest, self._decode(manifest, self.store.fetch(manifest))
 
-    def _tell_if_diverged(self, manifest: Manifest) -> None:
+    def _warn_if_diverged(self, manifest: Manifest) -> None:
         found = not_finite_text(manifest)
         if found is None:
             return
@@ -425,7 +425,7 @@ class Saver:
             f" Lightning's fit(ckpt_path='{Address(url=self.url, step=sound.step)}'), or `shrinkpoint export` and whatever loads"
             " that"
         )
-        tell(
+        warn(
             f"the checkpoint of step {manifest.step} in {self.store.display} is not finite: {found}. {way_out}",
             stacklevel=3,
         )
@@ -470,7 +470,7 @@ class Saver:
             self._begun = None
         if self._restored is not None:
             (manifest, decoded), self._restored = self._restored, None
-            self._committer.adopt(manifest, decoded.held, decoded.state)
+            self._committer.adopt(manifest, decoded.reference, decoded.state)
             self._resume_search(manifest)
 
     def _resume_search(self, manifest: Manifest) -> None:
@@ -478,7 +478,7 @@ class Saver:
         try:
             self._committer.planner.load_state_dict(search if isinstance(search, dict) else {})
         except ConfigError as error:
-            tell(f"the search starts over: {error}")
+            warn(f"the search starts over: {error}")
 
 
 def _check_step(step: int) -> int:
@@ -493,12 +493,12 @@ def _check_step(step: int) -> int:
 
 
 def _check_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    told = {}
+    numbers = {}
     for name, value in metrics.items():
         try:
-            told[str(name)] = float(value)
+            numbers[str(name)] = float(value)
         except (TypeError, ValueError, RuntimeError) as error:
             raise ConfigError(
                 f"metrics[{name!r}]={brief(value)} must be one number ({str(error)[:200]})"
             ) from None
-    return told
+    return numbers

@@ -5,7 +5,7 @@ import warnings
 
 from shrinkpoint.errors import ShrinkpointWarning
 
-__all__ = ["brief", "tell"]
+__all__ = ["brief", "warn"]
 
 _PLAIN = (str, int, float, bool, type(None))
 _FEW = 8
@@ -21,7 +21,7 @@ def brief(value: object) -> str:
     return f"{'an' if name[:1].lower() in 'aeio' else 'a'} {name}"
 
 
-def tell(message: str, *, stacklevel: int = 2) -> None:
+def warn(message: str, *, stacklevel: int = 2) -> None:
     """Warn with a `ShrinkpointWarning`; outside the main thread, never raise it.
 
     Whoever turns warnings into errors (``python -W error``, a test suite) gets them as errors where they can be caught. In

@@ -40,7 +40,7 @@ def _signals_as_python_has_them() -> None:
 
 
 @pytest.fixture(autouse=True)
-def told_in_background(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Warning]]:
+def warned_in_background(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Warning]]:
     """Warnings that are errors and were only shown, since a thread in the background had them; a test that expects any clears it."""
     told: list[Warning] = []
     if "shrinkpoint.warn" in sys.modules:

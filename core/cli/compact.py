@@ -50,7 +50,7 @@ def compact(
     run = open_run(url, parse_storage_options(url, storage_options, option))
     manifest = pick(run, step=step, seq=seq)
     if manifest.kind == "base":
-        _tell({"step": manifest.step, "seq": manifest.seq, "done": False, "already_base": True}, as_json)
+        _warn({"step": manifest.step, "seq": manifest.seq, "done": False, "already_base": True}, as_json)
         return
     with waiting_for(f"storing step {manifest.step} as a base"):
         rebased = rebase(run.store, manifest, threads=SaverConfig().encoder_threads)
@@ -58,7 +58,7 @@ def compact(
     if yes:
         compacted = commit(run.store, rebased, grace_s=grace)
         report |= {"done": True, "new_seq": compacted.manifest.seq, "pins": list(compacted.pins)}
-    _tell(report, as_json)
+    _warn(report, as_json)
 
 
 def _report(rebased: "Rebased") -> dict[str, Any]:
@@ -72,7 +72,7 @@ def _report(rebased: "Rebased") -> dict[str, Any]:
     }
 
 
-def _tell(report: dict[str, Any], as_json: bool) -> None:
+def _warn(report: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print_json(report)
         return

@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from shrinkpoint.coding.grouping import beside_of, for_codec, groups_of, mapped, matching, siblings_of
+from shrinkpoint.coding.grouping import for_codec, groups_of, mapped, matching, sibling_planes_of, siblings_of
 from shrinkpoint.container.layout import Checkpoint, Entry
 from shrinkpoint.container.reader import Record, read_container
 from shrinkpoint.errors import ChainError, CorruptionError, FormatError
 from shrinkpoint.schemes.auto.copied import CopiedCodec
 from shrinkpoint.schemes.auto.rounded import RoundedCodec
-from shrinkpoint.schemes.base import Context, EncodedTensor, Held, ReadsBeside, TensorCodec
+from shrinkpoint.schemes.base import Context, EncodedTensor, ReadsSiblingPlanes, ReferenceState, TensorCodec
 from shrinkpoint.schemes.registry import codec_for_reading
 from shrinkpoint.state.digest import tensor_digest
 from shrinkpoint.state.training import TensorSpec, TrainingState
@@ -41,7 +41,7 @@ class Decoded:
     """A restored state, and what its reader holds for the next delta."""
 
     state: TrainingState
-    held: Mapping[str, Held]
+    reference: Mapping[str, ReferenceState]
     checkpoint: Checkpoint = field(repr=False)
 
 
@@ -57,18 +57,18 @@ def decode_chain(chain: Iterable[Checkpoint], *, threads: int = 1) -> Decoded:
         CorruptionError: a restored tensor's digest is not the one that was stored.
         FormatError: sections are malformed.
     """
-    held: Mapping[str, Held] = {}
+    reference: Mapping[str, ReferenceState] = {}
     previous: Checkpoint | None = None
     for checkpoint in chain:
         _check_link(checkpoint, previous)
         alone = [entry for entry in checkpoint.entries if stands_alone(entry.encoded)]
         check_sizes(checkpoint.step, [(entry.spec, entry.encoded.nbytes) for entry in alone])
         if previous is not None:
-            held = decode_planes(previous.entries, held, threads)
+            reference = decode_planes(previous.entries, reference, threads)
         previous = checkpoint
     if previous is None:
         raise ChainError("the chain is empty")
-    rows = decode_values(previous.entries, previous.step, held, threads)
+    rows = decode_values(previous.entries, previous.step, reference, threads)
     tensors = {entry.spec.name: value for entry, _, value in rows}
     specs = {entry.spec.name: entry.spec for entry, _, _ in rows}
     state = TrainingState(previous.tree, tensors, specs)
@@ -107,9 +107,9 @@ def required(wanted: Collection[str], stored: Iterable[Record], *, values: bool)
             item = by_name[spec.name]
             codec = codec_for_reading(item.codec)
             siblings = siblings_of({other.name: other.name for other in earlier}, spec, group)
-            beside = beside_of(spec, ((other, other.name) for other in earlier))
-            roles = codec.reads(item.params) if isinstance(codec, ReadsBeside) else ()
-            needed.update(beside[role] for role in roles if role in beside)
+            sibling_planes = sibling_planes_of(spec, ((other, other.name) for other in earlier))
+            roles = codec.reads(item.params) if isinstance(codec, ReadsSiblingPlanes) else ()
+            needed.update(sibling_planes[role] for role in roles if role in sibling_planes)
             if values:
                 needed.update(siblings[role] for role in codec.needs if role in siblings)
     return needed
@@ -151,23 +151,25 @@ def check_sizes(step: int, alone: Sequence[tuple[TensorSpec, int]]) -> None:
         )
 
 
-def decode_planes(entries: Iterable[Entry], held: Mapping[str, Held], threads: int) -> dict[str, Held]:
+def decode_planes(
+    entries: Iterable[Entry], reference: Mapping[str, ReferenceState], threads: int
+) -> dict[str, ReferenceState]:
     """What a reader holds after a checkpoint in the middle of a chain.
 
     Args:
         entries: its tensors, or those that are `required`.
-        held: what the reader held before it.
+        reference: what the reader held before it.
         threads: parameters decoded side by side.
     """
     by_name = {entry.spec.name: entry for entry in entries}
 
-    def decode(group: Sequence[TensorSpec]) -> list[tuple[Entry, Held]]:
-        rows: list[tuple[Entry, Held]] = []
+    def decode(group: Sequence[TensorSpec]) -> list[tuple[Entry, ReferenceState]]:
+        rows: list[tuple[Entry, ReferenceState]] = []
         for entry in (by_name[spec.name] for spec in group):
-            beside = beside_of(entry.spec, ((earlier.spec, now) for earlier, now in rows))
-            codec, context = _reader(entry, held, {}, beside)
+            sibling_planes = sibling_planes_of(entry.spec, ((earlier.spec, now) for earlier, now in rows))
+            codec, context = _reader(entry, reference, {}, sibling_planes)
             planes = codec.decode(entry.encoded, entry.spec, context)
-            rows.append((entry, Held(entry.encoded.codec, entry.encoded.params, planes)))
+            rows.append((entry, ReferenceState(entry.encoded.codec, entry.encoded.params, planes)))
         return rows
 
     groups = groups_of(entry.spec for entry in by_name.values())
@@ -175,14 +177,14 @@ def decode_planes(entries: Iterable[Entry], held: Mapping[str, Held], threads: i
 
 
 def decode_values(
-    entries: Iterable[Entry], step: int, held: Mapping[str, Held], threads: int
-) -> list[tuple[Entry, Held, torch.Tensor]]:
+    entries: Iterable[Entry], step: int, reference: Mapping[str, ReferenceState], threads: int
+) -> list[tuple[Entry, ReferenceState, torch.Tensor]]:
     """The tensors of a chain's last checkpoint, each compared with its digest.
 
     Args:
         entries: its tensors, or those that are `required`.
         step: of the checkpoint, for messages.
-        held: what the reader held before it.
+        reference: what the reader held before it.
         threads: parameters decoded side by side.
 
     Raises:
@@ -191,13 +193,13 @@ def decode_values(
     """
     by_name = {entry.spec.name: entry for entry in entries}
 
-    def decode(group: Sequence[TensorSpec]) -> list[tuple[Entry, Held, torch.Tensor]]:
+    def decode(group: Sequence[TensorSpec]) -> list[tuple[Entry, ReferenceState, torch.Tensor]]:
         values: dict[str, torch.Tensor] = {}
-        rows: list[tuple[Entry, Held, torch.Tensor]] = []
+        rows: list[tuple[Entry, ReferenceState, torch.Tensor]] = []
         for spec in group:
             entry = by_name[spec.name]
-            beside = beside_of(spec, ((earlier.spec, now) for earlier, now, _ in rows))
-            codec, context = _reader(entry, held, siblings_of(values, spec, group), beside)
+            sibling_planes = sibling_planes_of(spec, ((earlier.spec, now) for earlier, now, _ in rows))
+            codec, context = _reader(entry, reference, siblings_of(values, spec, group), sibling_planes)
             planes = codec.decode(entry.encoded, spec, context)
             value = codec.reconstruct(entry.encoded, planes, spec, context)
             if (value.dtype, tuple(value.shape)) != (spec.dtype, spec.shape):
@@ -210,7 +212,7 @@ def decode_values(
                     " (a wrong reference, or a fault of this machine's decoder)"
                 )
             values[spec.name] = value
-            rows.append((entry, Held(entry.encoded.codec, entry.encoded.params, planes), value))
+            rows.append((entry, ReferenceState(entry.encoded.codec, entry.encoded.params, planes), value))
         return rows
 
     groups = groups_of(entry.spec for entry in by_name.values())
@@ -219,11 +221,11 @@ def decode_values(
 
 def _reader(
     entry: Entry,
-    held: Mapping[str, Held],
+    reference: Mapping[str, ReferenceState],
     siblings: Mapping[str, torch.Tensor],
-    beside: Mapping[str, Held],
+    sibling_planes: Mapping[str, ReferenceState],
 ) -> tuple[TensorCodec, Context]:
-    context = Context(matching(held.get(entry.spec.name), entry.spec), siblings, beside)
+    context = Context(matching(reference.get(entry.spec.name), entry.spec), siblings, sibling_planes)
     context = for_codec(context, entry.encoded.codec, entry.spec)
     if entry.encoded.uses_reference and context.reference is None:
         raise FormatError(f"{entry.spec.name} needs its predecessor, which the chain before it does not hold")

@@ -8,16 +8,16 @@ import torch
 from shrinkpoint.coding.decode import EXPANSION, Decoded, decode_chain, stands_alone
 from shrinkpoint.coding.grouping import (
     BASES_IN_FULL,
-    beside_of,
     for_codec,
     groups_of,
     mapped,
     matching,
+    sibling_planes_of,
     siblings_of,
 )
 from shrinkpoint.container.layout import Checkpoint, Entry
 from shrinkpoint.errors import CannotRepresentError
-from shrinkpoint.schemes.base import Coded, Context, Held, Quantizer, Scheme, TensorCodec
+from shrinkpoint.schemes.base import Coded, Context, Quantizer, ReferenceState, Scheme, TensorCodec
 from shrinkpoint.schemes.exact import ExactCodec
 from shrinkpoint.schemes.exactness import pack_reasons
 from shrinkpoint.schemes.reasons import reasons_of
@@ -33,7 +33,7 @@ class EncodedState:
     """A checkpoint ready to be written, and what a reader of it would hold."""
 
     checkpoint: Checkpoint
-    held: Mapping[str, Held]
+    reference: Mapping[str, ReferenceState]
     kept_exactly: Mapping[str, str]
     """Tensors that the scheme wanted to code but could not, with the reason."""
     exact: Mapping[str, str] = field(default_factory=dict)
@@ -45,7 +45,7 @@ def encode_state(
     scheme: Scheme,
     *,
     step: int,
-    reference: Mapping[str, Held] | None,
+    reference: Mapping[str, ReferenceState] | None,
     parent: str | None,
     release: Callable[[str], object] | None = None,
     provenance: JSON = None,
@@ -68,24 +68,25 @@ def encode_state(
     """
     makers = scheme.codecs(state)
     groups = groups_of(state.specs.values())
-    held_before = reference or {}
+    before = reference or {}
 
-    def code(group: Sequence[TensorSpec]) -> list[tuple[Entry, Held, str | None]]:
+    def code(group: Sequence[TensorSpec]) -> list[tuple[Entry, ReferenceState, str | None]]:
         values: dict[str, torch.Tensor] = {}
-        coded: list[tuple[Entry, Held, str | None]] = []
+        coded: list[tuple[Entry, ReferenceState, str | None]] = []
         for spec in group:
-            reference = matching(held_before.get(spec.name), spec)
             context = Context(
-                reference,
+                matching(before.get(spec.name), spec),
                 siblings_of(values, spec, group),
-                beside_of(spec, ((entry.spec, held) for entry, held, _ in coded)),
+                sibling_planes_of(spec, ((entry.spec, state) for entry, state, _ in coded)),
             )
             result, why = _encode_one(state.tensors[spec.name], spec, context, makers.get(spec.name))
             values[spec.name] = result.value
             entry = Entry(spec, result.encoded, tensor_digest(result.value))
-            held = Held(result.encoded.codec, result.encoded.params, result.planes, result.unseen)
-            coded.append((entry, held, why))
-            if release is not None and spec.name in held_before:
+            state_after = ReferenceState(
+                result.encoded.codec, result.encoded.params, result.planes, result.encoder_only
+            )
+            coded.append((entry, state_after, why))
+            if release is not None and spec.name in before:
                 release(spec.name)
         return coded
 
@@ -103,9 +104,9 @@ def encode_state(
         provenance=provenance,
         exact=pack_reasons((entry.spec.name for entry, _, _ in rows), exact),
     )
-    held = {entry.spec.name: held for entry, held, _ in rows}
+    after = {entry.spec.name: state_after for entry, state_after, _ in rows}
     refused = {entry.spec.name: why for entry, _, why in rows if why is not None}
-    return EncodedState(checkpoint, held, refused, exact)
+    return EncodedState(checkpoint, after, refused, exact)
 
 
 def _encode_one(
@@ -127,7 +128,7 @@ def _encode_one(
 def restored_values(
     state: TrainingState,
     scheme: Scheme,
-    reference: Mapping[str, Held] | None,
+    reference: Mapping[str, ReferenceState] | None,
     *,
     roles: Collection[Role] | None = None,
     parameters: Collection[str] | None = None,
@@ -144,14 +145,14 @@ def restored_values(
         threads: parameters handled side by side.
     """
     makers = scheme.codecs(state)
-    held_before = reference or {}
+    before = reference or {}
 
     def restore(group: Sequence[TensorSpec]) -> dict[str, torch.Tensor]:
         values: dict[str, torch.Tensor] = {}
-        rows: list[tuple[TensorSpec, Held]] = []
+        rows: list[tuple[TensorSpec, ReferenceState]] = []
         for spec in group:
-            tensor, known = state.tensors[spec.name], matching(held_before.get(spec.name), spec)
-            context = Context(known, siblings_of(values, spec, group), beside_of(spec, rows))
+            tensor, known = state.tensors[spec.name], matching(before.get(spec.name), spec)
+            context = Context(known, siblings_of(values, spec, group), sibling_planes_of(spec, rows))
             values[spec.name], row = _restore_one(tensor, spec, context, makers.get(spec.name))
             rows.extend(row)
         return values
@@ -169,7 +170,7 @@ def restored_values(
 
 def _restore_one(
     tensor: torch.Tensor, spec: TensorSpec, context: Context, maker: Callable[[], TensorCodec] | None
-) -> tuple[torch.Tensor, list[tuple[TensorSpec, Held]]]:
+) -> tuple[torch.Tensor, list[tuple[TensorSpec, ReferenceState]]]:
     if maker is None:
         return tensor, []
     try:
@@ -180,5 +181,5 @@ def _restore_one(
         coded = codec.encode(tensor, spec, context)
     except CannotRepresentError:
         return tensor, []
-    held = Held(coded.encoded.codec, coded.encoded.params, coded.planes, coded.unseen)
-    return coded.value, [(spec, held)]
+    reference = ReferenceState(coded.encoded.codec, coded.encoded.params, coded.planes, coded.encoder_only)
+    return coded.value, [(spec, reference)]

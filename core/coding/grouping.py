@@ -5,12 +5,20 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import TypeVar
 
-from shrinkpoint.schemes.base import Context, Held
-from shrinkpoint.schemes.closed_loop import ClosedLoopCodec, as_held
+from shrinkpoint.schemes.base import Context, ReferenceState
+from shrinkpoint.schemes.closed_loop import ClosedLoopCodec, as_reference
 from shrinkpoint.schemes.registry import CODECS
 from shrinkpoint.state.training import Role, TensorSpec
 
-__all__ = ["BASES_IN_FULL", "beside_of", "for_codec", "groups_of", "mapped", "matching", "siblings_of"]
+__all__ = [
+    "BASES_IN_FULL",
+    "for_codec",
+    "groups_of",
+    "mapped",
+    "matching",
+    "sibling_planes_of",
+    "siblings_of",
+]
 
 BASES_IN_FULL = frozenset(id for id, codec in CODECS.items() if isinstance(codec(), ClosedLoopCodec))
 """Ids of codecs that store a tensor exactly where they use no reference."""
@@ -23,18 +31,20 @@ V = TypeVar("V")
 _ORDER = {Role.EXP_AVG_SQ: 0, Role.EXP_AVG: 1, Role.MASTER: 2, Role.WEIGHT: 3}
 
 
-def matching(held: Held | None, spec: TensorSpec) -> Held | None:
+def matching(reference: ReferenceState | None, spec: TensorSpec) -> ReferenceState | None:
     """The reference, unless the tensor changed its size since: symbols of another shape explain nothing."""
     per_element = 2 if spec.dtype.is_complex else 1
-    if held is None or any(plane.size != spec.numel * per_element for plane in held.planes.values()):
+    if reference is None or any(
+        plane.size != spec.numel * per_element for plane in reference.planes.values()
+    ):
         return None
-    return held
+    return reference
 
 
 def for_codec(context: Context, codec: str, spec: TensorSpec) -> Context:
     """The context without what another codec has left as a reference, unless that holds the tensor's values."""
     if context.reference is not None and context.reference.codec != codec:
-        known = as_held(context.reference, codec, spec) if codec in BASES_IN_FULL else None
+        known = as_reference(context.reference, codec, spec) if codec in BASES_IN_FULL else None
         return replace(context, reference=known)
     return context
 
@@ -68,13 +78,13 @@ def siblings_of(values: Mapping[str, V], spec: TensorSpec, group: Sequence[Tenso
     return siblings
 
 
-def beside_of(spec: TensorSpec, earlier: Iterable[tuple[TensorSpec, V]]) -> dict[str, V]:
+def sibling_planes_of(spec: TensorSpec, earlier: Iterable[tuple[TensorSpec, V]]) -> dict[str, V]:
     """What stands before this tensor of the same parameter and shape: the first of each role."""
-    beside: dict[str, V] = {}
-    for other, held in earlier:
+    sibling_planes: dict[str, V] = {}
+    for other, reference in earlier:
         if other.shape == spec.shape and spec.tag.parameter is not None:
-            beside.setdefault(other.tag.role.value, held)
-    return beside
+            sibling_planes.setdefault(other.tag.role.value, reference)
+    return sibling_planes
 
 
 def mapped(

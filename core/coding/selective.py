@@ -14,7 +14,7 @@ from shrinkpoint.coding.decode import check_sizes, decode_planes, decode_values,
 from shrinkpoint.container.layout import Entry
 from shrinkpoint.container.reader import ContainerReader, Header
 from shrinkpoint.errors import ChainError, CorruptionError
-from shrinkpoint.schemes.base import Held
+from shrinkpoint.schemes.base import ReferenceState
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.run import RunStore
 
@@ -124,11 +124,11 @@ def decode_selected(
     newest = chain[-1]()
     header, wanted = newest.header, set(choose(newest.header))
     steps = _plan(chain, newest, wanted)
-    held: Mapping[str, Held] = {}
+    reference: Mapping[str, ReferenceState] = {}
     for source, names in steps[:-1]:
-        held = decode_planes(source.entries(names), held, threads)
+        reference = decode_planes(source.entries(names), reference, threads)
     source, names = steps[-1]
-    rows = decode_values(source.entries(names), header.step, held, threads)
+    rows = decode_values(source.entries(names), header.step, reference, threads)
     return header, {entry.spec.name: value for entry, _, value in rows if entry.spec.name in wanted}
 
 

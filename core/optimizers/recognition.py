@@ -60,7 +60,7 @@ def recognised(state: TrainingState, kinds: Sequence[OptimizerKind] = ()) -> Tra
         if spec.tag.role is Role.WEIGHT
     }
     for name in open_names:
-        specs[name] = _told(specs[name], state.tensors[name], found.get(name), weights)
+        specs[name] = _with_role(specs[name], state.tensors[name], found.get(name), weights)
     return replace(state, specs=_with_second_moments(specs, found))
 
 
@@ -72,7 +72,7 @@ def _key(name: str) -> str:
     return name.rpartition("/")[2]
 
 
-def _told(
+def _with_role(
     spec: TensorSpec,
     tensor: torch.Tensor,
     behaviour: Behaviour | None,

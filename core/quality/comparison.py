@@ -103,9 +103,9 @@ class Comparison:
         if which in self._seen:
             return
         if self._losses(perturbed_model(self._state, _NOISE, _SEED, names=which)) == self.baseline:
-            told = "all weights" if which is None else "all weights that this checkpoint changes"
+            which_weights = "all weights" if which is None else "all weights that this checkpoint changes"
             raise BlindEvaluationError(
-                f"noise of {_NOISE:.0%} in {told} leaves the measured loss, {self.loss:.6g}, exactly as it is"
+                f"noise of {_NOISE:.0%} in {which_weights} leaves the measured loss, {self.loss:.6g}, exactly as it is"
             )
         self._seen.add(which)
 

@@ -8,7 +8,7 @@ from shrinkpoint.quality.history import History
 from shrinkpoint.quality.measurement import pooled
 from shrinkpoint.quality.strategy import Plan, exactly
 from shrinkpoint.quality.trial import restored_model
-from shrinkpoint.schemes.base import Occasion
+from shrinkpoint.schemes.base import SaveContext
 from shrinkpoint.schemes.catalogue import build
 from shrinkpoint.state.training import TensorSpec
 
@@ -33,9 +33,9 @@ class FixedStrategy:
         """See `Strategy.takes`."""
         return bool(self._options.takes(spec))
 
-    def unmeasured(self, occasion: Occasion) -> Plan:
+    def unmeasured(self, save_context: SaveContext) -> Plan:
         """See `Strategy.unmeasured`."""
-        scheme = build(self._name, self._options, occasion)
+        scheme = build(self._name, self._options, save_context)
         return Plan(
             scheme,
             "as given",
@@ -43,10 +43,12 @@ class FixedStrategy:
             options=self._settings,
         )
 
-    def measured(self, occasion: Occasion, comparison: Comparison, allowed: float) -> Plan:
+    def measured(self, save_context: SaveContext, comparison: Comparison, allowed: float) -> Plan:
         """See `Strategy.measured`."""
-        scheme = build(self._name, self._options, occasion)
-        own = comparison.rise("as given", lambda: restored_model(occasion.state, scheme, occasion.reference))
+        scheme = build(self._name, self._options, save_context)
+        own = comparison.rise(
+            "as given", lambda: restored_model(save_context.state, scheme, save_context.reference)
+        )
         rise = pooled(own, self._history.aged().predicted(1.0) if self._history is not None else None)
         self._history = History.of(1.0, rise, self._history)
         reason = (
@@ -56,7 +58,7 @@ class FixedStrategy:
         if allowed <= 0 or not rise.within(allowed):
             return exactly(f"{reason}: stored exactly")
         # made again: some schemes tell their codecs of a save once
-        scheme = build(self._name, self._options, occasion)
+        scheme = build(self._name, self._options, save_context)
         return Plan(scheme, "as given", reason, rise, options=self._settings)
 
     def state_dict(self) -> dict[str, object]:

@@ -12,7 +12,7 @@ import torch
 
 from shrinkpoint.coding.encode import restored_values
 from shrinkpoint.optimizers.updates import OptimizerKind, Updates, compare_updates
-from shrinkpoint.schemes.base import Occasion, Scheme
+from shrinkpoint.schemes.base import SaveContext, Scheme
 from shrinkpoint.state.training import Role, TrainingState
 
 __all__ = ["Guard"]
@@ -51,33 +51,35 @@ class Guard:
         known."""
         return self.updates.lost_steps if self.updates is not None else 0.0
 
-    def __call__(self, occasion: Occasion, scheme: Scheme) -> str | None:
+    def __call__(self, save_context: SaveContext, scheme: Scheme) -> str | None:
         """Look at what a scheme would restore.
 
         Args:
-            occasion: the save.
+            save_context: the save.
             scheme: set up for it.
 
         Returns:
             Why it must not store the snapshot, or None where it may.
         """
         self.updates, self.untried = None, None
-        chosen = _sample(occasion.state)
+        chosen = _sample(save_context.state)
         if not chosen:
             return None
-        state = occasion.state
-        values = restored_values(state, scheme, occasion.reference, parameters=chosen, threads=self._threads)
+        state = save_context.state
+        values = restored_values(
+            state, scheme, save_context.reference, parameters=chosen, threads=self._threads
+        )
         return (
-            self._too_noisy(occasion, values)
+            self._too_noisy(save_context, values)
             or self._worse_than_none(state, values)
             or self._updates_differ(state, TrainingState(state.tree, values, state.specs), chosen)
         )
 
-    def _too_noisy(self, occasion: Occasion, values: dict[str, torch.Tensor]) -> str | None:
-        if occasion.movement is None:
+    def _too_noisy(self, save_context: SaveContext, values: dict[str, torch.Tensor]) -> str | None:
+        if save_context.movement is None:
             return None
-        for name, rows in occasion.movement.rows.items():
-            true, restored = occasion.state.tensors[name], values[name]
+        for name, rows in save_context.movement.rows.items():
+            true, restored = save_context.state.tensors[name], values[name]
             if restored is true or torch.equal(restored, true):
                 continue
             moved = math.sqrt(float((rows**2).mean()))

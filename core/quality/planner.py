@@ -15,14 +15,14 @@ from shrinkpoint.quality.evaluation import EvaluationUnavailableError, ResumedSt
 from shrinkpoint.quality.fixed_strategy import FixedStrategy
 from shrinkpoint.quality.inshrinkerator_search.strategy import ConfigurationStrategy
 from shrinkpoint.quality.measurement import EXACT, Rise, absolute_error, relative_rise, single_rise
-from shrinkpoint.quality.recovery import Healing, without_delay, without_luck
+from shrinkpoint.quality.recovery import RecoveryEstimate, without_delay, without_luck
 from shrinkpoint.quality.restore_budget import RestoreBudget
 from shrinkpoint.quality.scale_strategy import ScaleStrategy
 from shrinkpoint.quality.strategy import Measure, Plan, Strategy, exactly
 from shrinkpoint.quality.trial import restored_state
-from shrinkpoint.schemes.base import Occasion, Scheme
+from shrinkpoint.schemes.base import SaveContext, Scheme
 from shrinkpoint.state.training import Role, TrainingState
-from shrinkpoint.warn import tell
+from shrinkpoint.warn import warn
 
 __all__ = ["Guard", "Measure", "Plan", "Planner"]
 
@@ -35,7 +35,7 @@ class Guard(Protocol):
         """Training steps that a restore of what was looked at last would set training back by; 0 where that is not known."""
         ...
 
-    def __call__(self, occasion: Occasion, scheme: Scheme) -> str | None:
+    def __call__(self, save_context: SaveContext, scheme: Scheme) -> str | None:
         """Why a lossy scheme must not store a snapshot, or None where it may."""
         ...
 
@@ -73,14 +73,14 @@ class Planner:
         self._clock = clock
         self._started = clock(), spent_s()
         self._budget = _budget(config)
-        self._healing = Healing(config.probe_steps, config.search_overhead, spent_s, clock)
+        self._recovery = RecoveryEstimate(config.probe_steps, config.search_overhead, spent_s, clock)
         self._strategy = _strategy(config, spent_s)
         self._cost = EXACT
         self._sighted = False  # whether an evaluation was seen to change with the weights
         self._sees_network: bool | None = (
             None  # beside averages of its weights; None where that was not tried
         )
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     @property
     def overhead(self) -> float:
@@ -90,7 +90,7 @@ class Planner:
 
     def plan(
         self,
-        occasion: Occasion,
+        save_context: SaveContext,
         measure: Measure | None,
         resume: ResumedSteps | None = None,
         *,
@@ -99,85 +99,91 @@ class Planner:
         """Choose for one snapshot.
 
         Args:
-            occasion: the snapshot, and what a reader holds before it.
+            save_context: the snapshot, and what a reader holds before it.
             measure: None where the user gave no way to evaluate the model.
             resume: None where there is no way to go on from a state and back.
             exact: the user wants this checkpoint bit-exact.
         """
-        self._healing.saw(occasion.step)
+        self._recovery.saw(save_context.step)
         share = self._budget.share
-        plan = self._choose(occasion, measure, resume, exact)
+        plan = self._choose(save_context, measure, resume, exact)
         self._cost = plan.cost or plan.rise or EXACT
         return replace(plan, allowed=share, overhead=self.overhead)
 
     def _choose(
-        self, occasion: Occasion, measure: Measure | None, resume: ResumedSteps | None, exact: bool
+        self, save_context: SaveContext, measure: Measure | None, resume: ResumedSteps | None, exact: bool
     ) -> Plan:
         if exact or self._strategy is None:
-            return exactly("bit-exact storage was asked for", is_told=True)
-        finite, not_finite = _weights(occasion.state, self._strategy)
-        self._tell_not_finite(not_finite)
+            return exactly("bit-exact storage was asked for", is_explained=True)
+        finite, not_finite = _weights(save_context.state, self._strategy)
+        self._warn_not_finite(not_finite)
         if not finite:
-            return exactly("the state holds no weight that could be quantized", is_told=bool(not_finite))
+            return exactly("the state holds no weight that could be quantized", is_explained=bool(not_finite))
         if self._budget.left <= 0:
             return exactly("nothing is left of max_degradation that a restore may cost: stored exactly")
         if measure is None:
-            self._tell_once(
+            self._warn_once(
                 "unmeasured",
                 "there is no way to evaluate the model, so max_degradation cannot be checked: weights are stored with"
                 f" {self._config.scheme}'s mildest settings, or those given, unmeasured. Give evaluate=, or validation data,"
                 " or scheme='lossless'",
             )
-            return self._guarded(self._strategy, occasion, self._strategy.unmeasured(occasion))
+            return self._guarded(self._strategy, save_context, self._strategy.unmeasured(save_context))
         try:
             share, floor = self._budget.share, self._config.loss_floor
-            comparison = Comparison(occasion.state, measure, share=share, floor=floor)
-            plan = self._measured(self._strategy, occasion, comparison, resume)
+            comparison = Comparison(save_context.state, measure, share=share, floor=floor)
+            plan = self._measured(self._strategy, save_context, comparison, resume)
         except EvaluationUnavailableError as error:
-            return exactly(f"the degradation could not be measured ({error})", is_told=True)
+            return exactly(f"the degradation could not be measured ({error})", is_explained=True)
         return replace(plan, baseline=comparison.loss, evaluations=comparison.evaluations)
 
     def _measured(
-        self, strategy: Strategy, occasion: Occasion, comparison: Comparison, resume: ResumedSteps | None
+        self,
+        strategy: Strategy,
+        save_context: SaveContext,
+        comparison: Comparison,
+        resume: ResumedSteps | None,
     ) -> Plan:
         if not math.isfinite(comparison.loss):
-            self._tell_once(
+            self._warn_once(
                 "loss",
                 f"the held-out loss is {comparison.loss:g}, so the quality of checkpoints cannot be measured: they are"
                 " stored exactly, which makes them large. Has the training diverged?",
             )
-            return exactly("the loss of the true weights is not finite: stored exactly", is_told=True)
+            return exactly("the loss of the true weights is not finite: stored exactly", is_explained=True)
         try:
             if not self._sighted:
                 comparison.look()
                 self._sighted = True
-            occasion = replace(
-                occasion, averages_only=self._sees_averages_only(strategy, occasion, comparison)
+            save_context = replace(
+                save_context, averages_only=self._sees_averages_only(strategy, save_context, comparison)
             )
-            plan = self._bounded(strategy, occasion, comparison, resume)
-            if occasion.averages_only and not plan.is_exact:
+            plan = self._bounded(strategy, save_context, comparison, resume)
+            if save_context.averages_only and not plan.is_exact:
                 plan = replace(plan, reason=f"{plan.reason}; {_AVERAGES_ONLY}")
             return plan
         except BlindEvaluationError as error:
             self._sighted = False
-            self._tell_once(
+            self._warn_once(
                 "blind",
                 f"the evaluation does not see the weights that are stored: {error}. So max_degradation cannot be checked, and"
                 f" {self._config.scheme}'s mildest settings, or those given, are taken, unmeasured. Evaluate the model that is"
                 " trained, not a copy of it, or choose scheme='lossless'",
             )
-            plan = self._guarded(strategy, occasion, strategy.unmeasured(occasion))
+            plan = self._guarded(strategy, save_context, strategy.unmeasured(save_context))
             if plan.is_exact:
                 return plan
             return replace(plan, reason=f"unmeasured: {error}", is_blind=True)
 
-    def _sees_averages_only(self, strategy: Strategy, occasion: Occasion, comparison: Comparison) -> bool:
+    def _sees_averages_only(
+        self, strategy: Strategy, save_context: SaveContext, comparison: Comparison
+    ) -> bool:
         """Whether the evaluation measures averages of the weights and not the weights.
 
         Raises:
             BlindEvaluationError: it does, and the scheme stores averages exactly: nothing that it changes is seen.
         """
-        averages = [spec for spec in occasion.state.specs.values() if spec.tag.role is Role.AVERAGE]
+        averages = [spec for spec in save_context.state.specs.values() if spec.tag.role is Role.AVERAGE]
         if not averages:
             return False
         if self._sees_network is None:
@@ -189,34 +195,45 @@ class Planner:
         return not self._sees_network
 
     def _bounded(
-        self, strategy: Strategy, occasion: Occasion, comparison: Comparison, resume: ResumedSteps | None
+        self,
+        strategy: Strategy,
+        save_context: SaveContext,
+        comparison: Comparison,
+        resume: ResumedSteps | None,
     ) -> Plan:
         """At a restore the loss may rise by all that is left, if training makes good all but the share of one restore."""
-        remains = self._healing.remains if resume is not None else 1.0
+        remains = self._recovery.remains if resume is not None else 1.0
         share, allowed = self._budget.share, min(self._budget.left, self._budget.share / remains)
-        plan = self._settled(strategy, occasion, comparison, allowed, remains)
-        if resume is None or plan.is_exact or not self._healing.marks(plan.options, plan.scale):
+        plan = self._settled(strategy, save_context, comparison, allowed, remains)
+        if resume is None or plan.is_exact or not self._recovery.marks(plan.options, plan.scale):
             return plan
-        plan = self._probed(plan, occasion, resume)
+        plan = self._probed(plan, save_context, resume)
         if _cost(plan).within(share):
             return plan
-        told = f"after {max(plan.resumed)} resumed steps the loss was {plan.resumed[max(plan.resumed)].mean:+.3g}"
+        outcome = f"after {max(plan.resumed)} resumed steps the loss was {plan.resumed[max(plan.resumed)].mean:+.3g}"
         allowed = _stricter(plan, share)
-        plan = self._settled(strategy, occasion, comparison, allowed, self._healing.remains)
-        plan = replace(plan, reason=f"{told}; {plan.reason}")
+        plan = self._settled(strategy, save_context, comparison, allowed, self._recovery.remains)
+        plan = replace(plan, reason=f"{outcome}; {plan.reason}")
         if plan.is_exact:
             return plan
-        plan = self._probed(plan, occasion, resume)
+        plan = self._probed(plan, save_context, resume)
         if _cost(plan).within(share):
             return plan
-        return exactly(f"{told}, and with milder settings too: stored exactly")
+        return exactly(f"{outcome}, and with milder settings too: stored exactly")
 
     def _settled(
-        self, strategy: Strategy, occasion: Occasion, comparison: Comparison, allowed: float, remains: float
+        self,
+        strategy: Strategy,
+        save_context: SaveContext,
+        comparison: Comparison,
+        allowed: float,
+        remains: float,
     ) -> Plan:
         """What the strategy chooses and the guard accepts, and what it costs by all that is known without a probe."""
-        plan = strategy.measured(occasion, comparison, allowed)
-        plan = replace(self._guarded(strategy, occasion, plan, comparison, allowed), baseline=comparison.loss)
+        plan = strategy.measured(save_context, comparison, allowed)
+        plan = replace(
+            self._guarded(strategy, save_context, plan, comparison, allowed), baseline=comparison.loss
+        )
         if plan.rise is not None and plan.rise.high - plan.rise.low > allowed:
             plan = replace(
                 plan,
@@ -227,7 +244,7 @@ class Planner:
     def _guarded(
         self,
         strategy: Strategy,
-        occasion: Occasion,
+        save_context: SaveContext,
         plan: Plan,
         comparison: Comparison | None = None,
         allowed: float = 0.0,
@@ -235,23 +252,23 @@ class Planner:
         if self.guard is None or plan.is_exact:
             return plan
         milder = getattr(strategy, "milder", None)
-        reason = self.guard(occasion, plan.scheme)
+        reason = self.guard(save_context, plan.scheme)
         for _ in range(_MILDER if milder is not None else 0):
             if reason is None:
                 break
-            found = milder(occasion, comparison, allowed)  # type: ignore[misc]
+            found = milder(save_context, comparison, allowed)  # type: ignore[misc]
             if found is None:
                 break
             plan = found
-            reason = self.guard(occasion, plan.scheme)
+            reason = self.guard(save_context, plan.scheme)
         return plan if reason is None else exactly(f"{reason}: stored exactly")
 
-    def _probed(self, plan: Plan, occasion: Occasion, resume: ResumedSteps) -> Plan:
+    def _probed(self, plan: Plan, save_context: SaveContext, resume: ResumedSteps) -> Plan:
         """The plan with the rise of the loss after some steps from a restore, over the same steps from the true state."""
-        marks = self._healing.marks(plan.options, plan.scale) or self._healing.shortest
+        marks = self._recovery.marks(plan.options, plan.scale) or self._recovery.shortest
         threads = self._config.encoder_threads
-        true = [losses_of(loss) for loss in resume(occasion.state.to_object(), marks)]
-        restored = restored_state(occasion.state, plan.scheme, occasion.reference, threads)
+        true = [losses_of(loss) for loss in resume(save_context.state.to_object(), marks)]
+        restored = restored_state(save_context.state, plan.scheme, save_context.reference, threads)
         tried = [losses_of(loss) for loss in resume(restored.to_object(), marks)]
         at, floor = plan.rise or EXACT, self._config.loss_floor
         absolute = absolute_error(self._budget.share)
@@ -263,22 +280,22 @@ class Planner:
             last = sum(true[-1]) / len(true[-1])
             fall = max(0.0, -relative_rise(last, plan.baseline, floor)) / marks[-1]
             rises = {mark: without_delay(rise, self.guard.lost_steps * fall) for mark, rise in rises.items()}
-        cost = self._healing.measured(at, rises, plan.options, plan.scale)
+        cost = self._recovery.measured(at, rises, plan.options, plan.scale)
         return replace(plan, resumed=rises, cost=cost)
 
-    def _tell_not_finite(self, names: Sequence[str]) -> None:
+    def _warn_not_finite(self, names: Sequence[str]) -> None:
         if names:
             more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-            self._tell_once(
+            self._warn_once(
                 "weights",
                 f"NaN or infinity in the weights {', '.join(names[:_NAMED])}{more}: they are stored exactly, which makes"
                 " checkpoints large. Has the training diverged? Then go back to a checkpoint from before",
             )
 
-    def _tell_once(self, subject: str, message: str) -> None:
-        if subject not in self._told:
-            self._told.add(subject)
-            tell(message)
+    def _warn_once(self, subject: str, message: str) -> None:
+        if subject not in self._warned:
+            self._warned.add(subject)
+            warn(message)
 
     def state_dict(self) -> dict[str, object]:
         """The search's state in JSON primitives, for the manifest."""
@@ -290,7 +307,7 @@ class Planner:
             "scheme": self._config.scheme,
             "strategy": self._strategy.state_dict() if self._strategy is not None else {},
             "restores": {**self._budget.state_dict(), "cost": cost, "cost_high": high},
-            "healing": self._healing.state_dict(),
+            "healing": self._recovery.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
@@ -300,16 +317,16 @@ class Planner:
             ConfigError: it is no such state; what could be read of it is kept.
         """
         self._load_restores(state.get("restores"))
-        healing, strategy = state.get("healing"), state.get("strategy")
+        recovery, strategy = state.get("healing"), state.get("strategy")
         if self._strategy is None or state.get("scheme") != self._config.scheme:
             if isinstance(
-                healing, dict
+                recovery, dict
             ):  # how training heals another scheme's errors says nothing of this one's
-                self._healing.carry(healing)
+                self._recovery.carry(recovery)
             return
-        if not isinstance(healing, dict) or not isinstance(strategy, dict):
+        if not isinstance(recovery, dict) or not isinstance(strategy, dict):
             raise ConfigError("the search state is malformed: start a new search")
-        self._healing.load_state_dict(healing)
+        self._recovery.load_state_dict(recovery)
         self._strategy.load_state_dict(strategy)
 
     def _load_restores(self, stored: object) -> None:

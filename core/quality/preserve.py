@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-__all__ = ["is_plain_tensor", "untouched"]
+__all__ = ["is_plain_tensor", "preserved_state"]
 
 # Of a longer container, as a data set that a model holds, the elements are taken not to change, only their order.
 _LOOKED_INTO = 100_000
@@ -33,7 +33,7 @@ def is_plain_tensor(tensor: torch.Tensor) -> bool:
 
 
 @contextmanager
-def untouched(*roots: object) -> Iterator[None]:
+def preserved_state(*roots: object) -> Iterator[None]:
     """Run a block, and leave everything that the roots hold bit by bit as it was, after an error too.
 
     Tensors are copied to the host meanwhile, each piece of memory once, and get their values back in place: who refers to

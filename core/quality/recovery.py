@@ -13,7 +13,7 @@ from typing import Any
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.quality.measurement import CONFIDENCE, Rise, pooled
 
-__all__ = ["Healing", "without_delay", "without_luck"]
+__all__ = ["RecoveryEstimate", "without_delay", "without_luck"]
 
 _LEAST, _MOST = 0.25, 16.0  # of what a restore costs remains, whatever one noisy measurement says
 _UNKNOWN = 0.5  # standard error of the share that remains before anything was measured
@@ -58,7 +58,7 @@ def without_delay(rise: Rise, delay: float) -> Rise:
     return replace(rise, mean=rise.mean - taken, doubt=math.hypot(rise.doubt, taken / 2)).expecting(0.0)
 
 
-class Healing:
+class RecoveryEstimate:
     """Keeps the share that remains, and a purse of training time for measuring it.
 
     The purse fills with a share of the training time, and all evaluations and probes are paid from it. A probe of new

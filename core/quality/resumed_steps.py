@@ -22,7 +22,7 @@ from torch.optim import optimizer as optimizer_hooks
 
 from shrinkpoint.errors import ConfigError, StateMismatchError
 from shrinkpoint.quality.evaluation import Loss, ResumedSteps, losses_of
-from shrinkpoint.quality.preserve import is_plain_tensor, untouched
+from shrinkpoint.quality.preserve import is_plain_tensor, preserved_state
 from shrinkpoint.state.rng import capture_rng, restore_rng
 
 __all__ = ["ResumedRun", "UntilFailure", "obstacle"]
@@ -63,7 +63,7 @@ class ResumedRun:
         """The held-out losses after each of so many steps from a state.
 
         Every call draws the same random numbers. Afterwards everything is bit by bit as before, whatever was raised:
-        parameters, buffers, optimizers, gradients, modes, random number generators, and what else `untouched` reaches.
+        parameters, buffers, optimizers, gradients, modes, random number generators, and what else `preserved_state` reaches.
         Learning rates are those of the state; no scheduler makes a step. What training holds is kept on the host
         meanwhile, but for its gradients, which stay where they are beside those of the steps.
 
@@ -135,11 +135,11 @@ class UntilFailure:
     Where the model or its optimizer has changed since the save, as by unfreezing layers, only the second failure in a row counts.
 
     Args:
-        tell: gets a message, once.
+        warn: gets a message, once.
     """
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell = tell
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        self._warn = warn
         self._failed = False
         self._changed = False
 
@@ -165,7 +165,7 @@ class UntilFailure:
         """Offer nothing from now on."""
         if not self._failed:
             self._failed = True
-            self._tell(
+            self._warn(
                 "the quality of checkpoints is measured at the restore alone, for some steps from there cannot be tried"
                 f" ({reason})"
             )
@@ -253,7 +253,7 @@ def _trained(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[torch.T
 def _left_alone(module: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[None]:
     rng = capture_rng()
     try:
-        with untouched(module, *optimizers):
+        with preserved_state(module, *optimizers):
             for optimizer in optimizers:
                 for name in _STEP_HOOKS:
                     setattr(optimizer, name, OrderedDict())

@@ -99,7 +99,7 @@ class ScaleSearch:
         if base:
             self._limit = rung + _PER_OCTAVE
         self._history = History.of(scale, rise(rung), self._history)
-        reason = f"scale {scale:.3g} {_told(rise(rung), allowed)}"
+        reason = f"scale {scale:.3g} {_compared(rise(rung), allowed)}"
         return ScaleChoice(scale=scale, rise=rise(rung), reason=reason)
 
     def narrower(self) -> float | None:
@@ -166,7 +166,7 @@ class ScaleSearch:
     def _refused(self, rise: Rise, allowed: float) -> ScaleChoice:
         """Store exactly; the next save asks the narrowest steps first, and the others only if these hold."""
         self._out_of_reach = True
-        return _exact(f"the smallest scale tried {_told(rise, allowed)}: stored exactly")
+        return _exact(f"the smallest scale tried {_compared(rise, allowed)}: stored exactly")
 
     def state_dict(self) -> dict[str, object]:
         """What a resumed training needs, in JSON primitives."""
@@ -228,7 +228,7 @@ def _shift(rise: Rise, allowed: float) -> int:
     return max(-_FARTHEST, min(_FARTHEST, math.floor(_PER_OCTAVE * octaves)))
 
 
-def _told(rise: Rise, allowed: float) -> str:
+def _compared(rise: Rise, allowed: float) -> str:
     return f"raises the loss by {rise.mean:+.3g} ({rise.high:+.3g} at most), and a restore may cost {allowed:.3g}"
 
 

@@ -8,7 +8,7 @@ from shrinkpoint.quality.scale_search import ScaleSearch
 from shrinkpoint.quality.strategy import Plan, exactly
 from shrinkpoint.quality.trial import restored_model
 from shrinkpoint.schemes.auto.scheme import MILD_SCALE, Auto, AutoOptions
-from shrinkpoint.schemes.base import Occasion
+from shrinkpoint.schemes.base import SaveContext
 from shrinkpoint.state.training import TensorSpec
 
 __all__ = ["ScaleStrategy"]
@@ -30,44 +30,46 @@ class ScaleStrategy:
         """See `Strategy.takes`."""
         return self._options.takes(spec)
 
-    def unmeasured(self, occasion: Occasion) -> Plan:
+    def unmeasured(self, save_context: SaveContext) -> Plan:
         """See `Strategy.unmeasured`."""
         scale = self._options.weight_scale or MILD_SCALE
-        return self._plan(occasion, scale, "mild steps: nothing to measure the degradation with")
+        return self._plan(save_context, scale, "mild steps: nothing to measure the degradation with")
 
-    def measured(self, occasion: Occasion, comparison: Comparison, allowed: float) -> Plan:
+    def measured(self, save_context: SaveContext, comparison: Comparison, allowed: float) -> Plan:
         """See `Strategy.measured`."""
         again, self._comparison = comparison is self._comparison, comparison
         choice = self._search.choose(
-            lambda scale: self._rise(occasion, comparison, scale),
+            lambda scale: self._rise(save_context, comparison, scale),
             allowed,
-            base=occasion.reference is None,
+            base=save_context.reference is None,
             fixed=self._options.weight_scale,
             again=again,
         )
         if choice.scale is None:
             return exactly(choice.reason)
-        return self._plan(occasion, choice.scale, choice.reason, choice.rise)
+        return self._plan(save_context, choice.scale, choice.reason, choice.rise)
 
-    def milder(self, occasion: Occasion, comparison: Comparison | None, allowed: float) -> Plan | None:
+    def milder(self, save_context: SaveContext, comparison: Comparison | None, allowed: float) -> Plan | None:
         """See `Strategy`."""
         scale = self._search.narrower() if self._options.weight_scale is None else None
         if scale is None:
             return None
         if comparison is None:
-            return self._plan(occasion, scale, f"scale {scale:.3g}, not measured")
-        plan = self.measured(occasion, comparison, allowed)
+            return self._plan(save_context, scale, f"scale {scale:.3g}, not measured")
+        plan = self.measured(save_context, comparison, allowed)
         return None if plan.is_exact else plan
 
-    def _rise(self, occasion: Occasion, comparison: Comparison, scale: float) -> Rise:
-        scheme = self._scheme(occasion, scale)
-        return comparison.rise(scale, lambda: restored_model(occasion.state, scheme, occasion.reference))
+    def _rise(self, save_context: SaveContext, comparison: Comparison, scale: float) -> Rise:
+        scheme = self._scheme(save_context, scale)
+        return comparison.rise(
+            scale, lambda: restored_model(save_context.state, scheme, save_context.reference)
+        )
 
-    def _scheme(self, occasion: Occasion, scale: float) -> Auto:
-        return Auto(options=self._options, occasion=occasion, scale=scale)
+    def _scheme(self, save_context: SaveContext, scale: float) -> Auto:
+        return Auto(options=self._options, save_context=save_context, scale=scale)
 
-    def _plan(self, occasion: Occasion, scale: float, reason: str, rise: Rise | None = None) -> Plan:
-        scheme = self._scheme(occasion, scale)
+    def _plan(self, save_context: SaveContext, scale: float, reason: str, rise: Rise | None = None) -> Plan:
+        scheme = self._scheme(save_context, scale)
         return Plan(scheme, scheme.settings, reason, rise, options=f"auto {self._options}", scale=scale)
 
     def state_dict(self) -> dict[str, object]:

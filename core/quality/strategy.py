@@ -8,7 +8,7 @@ from shrinkpoint.quality.comparison import Comparison
 from shrinkpoint.quality.evaluation import Measure
 from shrinkpoint.quality.measurement import EXACT, Rise
 from shrinkpoint.reports import Measured
-from shrinkpoint.schemes.base import Occasion, Scheme
+from shrinkpoint.schemes.base import SaveContext, Scheme
 from shrinkpoint.schemes.lossless.scheme import Lossless
 from shrinkpoint.state.training import TensorSpec
 
@@ -37,7 +37,7 @@ class Plan:
     """What beside the scale makes a restore cost what it costs."""
     scale: float = 1.0
     """Of the steps, where the scheme has one: a restore's cost goes with its square."""
-    is_told: bool = False
+    is_explained: bool = False
     """Whether somebody was told already why this is exact, or asked for it."""
     is_blind: bool = False
     """Whether the evaluation was found not to see the weights."""
@@ -90,11 +90,11 @@ class Strategy(Protocol):
         """Whether the scheme codes this tensor as a weight."""
         ...
 
-    def unmeasured(self, occasion: Occasion) -> Plan:
+    def unmeasured(self, save_context: SaveContext) -> Plan:
         """The plan where there is no way to evaluate the model."""
         ...
 
-    def measured(self, occasion: Occasion, comparison: Comparison, allowed: float) -> Plan:
+    def measured(self, save_context: SaveContext, comparison: Comparison, allowed: float) -> Plan:
         """The plan whose restore raises the loss by no more than `allowed`, relative, at the upper end of the interval.
 
         Raises:
@@ -116,6 +116,6 @@ class Strategy(Protocol):
         ...
 
 
-def exactly(reason: str, *, is_told: bool = False) -> Plan:
+def exactly(reason: str, *, is_explained: bool = False) -> Plan:
     """The plan that changes nothing."""
-    return Plan(Lossless(), "exact", reason, EXACT, is_told=is_told)
+    return Plan(Lossless(), "exact", reason, EXACT, is_explained=is_explained)

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator, Mapping
 import torch
 
 from shrinkpoint.coding.encode import restored_values
-from shrinkpoint.schemes.base import Held, Scheme
+from shrinkpoint.schemes.base import ReferenceState, Scheme
 from shrinkpoint.state.averages import average_key
 from shrinkpoint.state.training import Role, TensorSpec, TrainingState
 
@@ -24,7 +24,7 @@ def true_model(state: TrainingState) -> dict[str, torch.Tensor]:
 
 
 def restored_model(
-    state: TrainingState, scheme: Scheme, reference: Mapping[str, Held] | None
+    state: TrainingState, scheme: Scheme, reference: Mapping[str, ReferenceState] | None
 ) -> dict[str, torch.Tensor]:
     """The same as a reader of the snapshot under a scheme would get them, and train on.
 
@@ -50,7 +50,7 @@ def restored_model(
 
 
 def restored_state(
-    state: TrainingState, scheme: Scheme, reference: Mapping[str, Held] | None, threads: int = 1
+    state: TrainingState, scheme: Scheme, reference: Mapping[str, ReferenceState] | None, threads: int = 1
 ) -> TrainingState:
     """The whole state as a reader would get it; arguments as `restored_model`."""
     values = restored_values(state, scheme, reference, threads=threads)

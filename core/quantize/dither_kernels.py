@@ -161,13 +161,13 @@ def carry(
 
 
 @jit
-def halves(index: Int16s, seed: int, reach: int, out: UInt8s) -> None:
-    """The value of each point in half steps, from -``reach`` to ``reach``, moved to begin at 0."""
+def halves(index: Int16s, seed: int, limit: int, out: UInt8s) -> None:
+    """The value of each point in half steps, from -``limit`` to ``limit``, moved to begin at 0."""
     start = np.uint64(seed) << _SHIFTS[4]
     two = np.float32(2)
     for i in range(out.size):
         half = int(_rint((np.float32(index[i]) - _offset(start, i)) * two))
-        out[i] = np.uint8(min(max(half, -reach), reach) + reach)
+        out[i] = np.uint8(min(max(half, -limit), limit) + limit)
 
 
 @jit

@@ -172,10 +172,10 @@ def expect(
 
 
 @jit
-def halves(even: Int16s, here: Int16s, seed: int, reach: int, out: UInt8s) -> None:
-    """How large the expected weight is, in half steps up to ``reach``."""
+def halves(even: Int16s, here: Int16s, seed: int, limit: int, out: UInt8s) -> None:
+    """How large the expected weight is, in half steps up to ``limit``."""
     start = np.uint64(seed) << _32
-    most = np.int32(reach)
+    most = np.int32(limit)
     for i in range(out.size):
         dither = np.int32(_bits(start, i) >> np.uint64(8)) - np.int32(256)
         size = abs((np.int32(even[i]) << 7) + np.int32(here[i]) - dither)

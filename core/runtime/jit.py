@@ -15,7 +15,7 @@ from typing import Any
 
 import numba
 
-from shrinkpoint.warn import tell
+from shrinkpoint.warn import warn
 
 __all__ = ["jit", "jit_in_any_order", "jit_inlined", "jit_part"]
 
@@ -51,8 +51,8 @@ _ALWAYS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrap
 
 
 @cache
-def _tell_once() -> None:
-    tell(
+def _warn_once() -> None:
+    warn(
         "the compiled coders cannot be kept, since numba finds no folder that it may write to: every process will compile"
         " what it calls, for some 10 CPU seconds before a restore and half a minute before a save; let"
         " NUMBA_CACHE_DIR name a folder that lasts"
@@ -64,6 +64,6 @@ def _compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any
     try:
         compiled: Callable[..., Any] = numba.njit(cache=True, **options)(function)
     except RuntimeError:  # numba's "cannot cache function": read-only install and no home folder
-        _tell_once()
+        _warn_once()
         compiled = numba.njit(**options)(function)
     return compiled

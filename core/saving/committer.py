@@ -21,7 +21,7 @@ from shrinkpoint.reports import SaveReport
 from shrinkpoint.saving.finite import LOSS_ALONE, is_finite, not_finite
 from shrinkpoint.saving.retention import WEIGHTS_ONLY, Record, RetentionPolicy, lineage_of
 from shrinkpoint.saving.slimming import Slimmer
-from shrinkpoint.schemes.base import Held, Occasion
+from shrinkpoint.schemes.base import ReferenceState, SaveContext
 from shrinkpoint.schemes.exactness import exact_parts, large_share
 from shrinkpoint.state.averages import confirmed
 from shrinkpoint.state.snapshot import Snapshot
@@ -31,7 +31,7 @@ from shrinkpoint.store.keys import new_nonce
 from shrinkpoint.store.manifest import BlobRef, Manifest
 from shrinkpoint.store.run import RunStore, RunWriter
 from shrinkpoint.version import __version__
-from shrinkpoint.warn import tell
+from shrinkpoint.warn import warn
 
 __all__ = ["Committer", "Job", "record_of"]
 
@@ -58,7 +58,7 @@ class _Link:
     """What the next delta builds on."""
 
     parent: Manifest
-    held: dict[str, Held]
+    reference: dict[str, ReferenceState]
     restored: bool = False
     """Whether the training went on from a restore of it."""
     exact: bool = False
@@ -81,8 +81,8 @@ class Committer:
         self._writer: RunWriter | None = None
         self._link: _Link | None = None
         self._movement = MovementTracker()
-        self._told_of_loss = False
-        self._told_exact: set[str] = set()
+        self._warned_of_loss = False
+        self._warned_exact: set[str] = set()
         self.lineage: str | None = None
         """The training that the next checkpoint belongs to, also when it is killed and resumed; None until the first one."""
         self._diverged = False
@@ -123,10 +123,10 @@ class Committer:
         if self._config.scheme != "lossless":  # which makes no noise to be compared with the movement
             self._movement.note(state, step)
 
-    def adopt(self, parent: Manifest, held: Mapping[str, Held], state: TrainingState) -> None:
+    def adopt(self, parent: Manifest, reference: Mapping[str, ReferenceState], state: TrainingState) -> None:
         """Continue the chain of a restored checkpoint, from the state that a reader has got of it."""
         self.follow(parent)
-        self._link = _Link(parent, dict(held), restored=True)
+        self._link = _Link(parent, dict(reference), restored=True)
         self._note(state, parent.step)
 
     def follow(self, manifest: Manifest) -> None:
@@ -155,36 +155,36 @@ class Committer:
         try:
             stored = self._store_with(job, state, self._take_link(), movement, started, spent)
         except ChainError as error:  # a base needs no parent
-            if not self._told_of_loss:
-                self._told_of_loss = True
-                tell(
+            if not self._warned_of_loss:
+                self._warned_of_loss = True
+                warn(
                     f"{error}. Step {job.step} is stored as a base; checkpoints that need what is gone cannot be restored. Told"
                     " once"
                 )
             stored = self._store_with(job, state, None, movement, started, spent)
         self._note(state, job.step)
-        self._tell_diverged(stored)
+        self._warn_diverged(stored)
         self._collect()
         self._slim()
         return stored
 
-    def _tell_diverged(self, report: SaveReport) -> None:
+    def _warn_diverged(self, report: SaveReport) -> None:
         """Once, until a checkpoint is finite again."""
         found = report.not_finite
         # of a loss alone, the planner has told
-        told, self._diverged = self._diverged, found is not None and not found.startswith(LOSS_ALONE)
-        if self._diverged and not told:
-            tell(
+        warned, self._diverged = self._diverged, found is not None and not found.startswith(LOSS_ALONE)
+        if self._diverged and not warned:
+            warn(
                 f"the checkpoint of step {report.step} is not finite: {report.not_finite}. Has the training diverged? The newest"
                 " finite checkpoints are kept beside those that follow, and `shrinkpoint ls` marks these"
             )
 
-    def _tell_exact(self, report: SaveReport) -> None:
+    def _warn_exact(self, report: SaveReport) -> None:
         """Once for each way in which a substantial share of a lossy scheme's bytes is exact, and need not be."""
-        told = large_share(report.exact, report.bytes, f"step {report.step}'s checkpoint")
-        if told is not None and told[0] not in self._told_exact:
-            self._told_exact.add(told[0])
-            tell(f"{told[1]}. Told once")
+        share = large_share(report.exact, report.bytes, f"step {report.step}'s checkpoint")
+        if share is not None and share[0] not in self._warned_exact:
+            self._warned_exact.add(share[0])
+            warn(f"{share[1]}. This warning comes once")
 
     def _store_with(
         self,
@@ -195,10 +195,10 @@ class Committer:
         started: float,
         spent: float,
     ) -> SaveReport:
-        occasion = Occasion(
+        save_context = SaveContext(
             state=state,
             step=job.step,
-            reference=link.held if link else None,
+            reference=link.reference if link else None,
             restored=link is not None and (link.restored or link.exact),
             movement=movement,
             directions=moments_of_direction(state, job.optimizers),
@@ -206,14 +206,14 @@ class Committer:
         )
         guard = Guard(job.optimizers, self._config.encoder_threads)
         self.planner.guard = guard if self._config.guards else None
-        plan = self.planner.plan(occasion, job.measure, job.resume, exact=job.exact)
+        plan = self.planner.plan(save_context, job.measure, job.resume, exact=job.exact)
         encoded = encode_state(
             state,
             plan.scheme,
             step=job.step,
-            reference=link.held if link else None,
+            reference=link.reference if link else None,
             parent=link.parent.state_digest if link else None,
-            release=link.held.pop if link else None,
+            release=link.reference.pop if link else None,
             provenance=_provenance(),
             threads=self._config.encoder_threads,
             exactly=plan.reason if plan.is_exact and self._config.scheme != "lossless" else None,
@@ -243,9 +243,9 @@ class Committer:
                 **({WEIGHTS_ONLY: True} if self._config.weights_only else {}),
             },
         )
-        self._link = _Link(manifest, dict(encoded.held), exact=plan.is_exact)
-        if not plan.is_told:
-            self._tell_exact(report)
+        self._link = _Link(manifest, dict(encoded.reference), exact=plan.is_exact)
+        if not plan.is_explained:
+            self._warn_exact(report)
         written_s = time.perf_counter() - encoded_at
         return replace(report, seq=manifest.seq, write_s=written_s, redundancy=self._store.redundancy)
 
@@ -265,7 +265,7 @@ class Committer:
         if self.lineage is None:
             others = self._store.manifests()
             if others:
-                tell(
+                warn(
                     f"{self._store.display} holds {len(others)} checkpoints, the newest of step {others[0].step}, that this"
                     " training does not continue. They stay: retention leaves them alone (`shrinkpoint prune` removes them), and"
                     " a resume goes on from the newest one, which is this training's from now on. To go on from them, stop and"
@@ -294,7 +294,7 @@ class Committer:
             raise
         # as where nothing may be deleted; the checkpoint is committed all the same
         except ShrinkpointError as error:
-            tell(
+            warn(
                 f"the checkpoint is stored, but older ones could not be removed: {error}. The next save tries again"
             )
 
@@ -307,7 +307,7 @@ class Committer:
         except FencedError:
             raise
         except ShrinkpointError as error:  # the checkpoint is committed, and older ones are as they were
-            tell(
+            warn(
                 f"the checkpoint is stored, but older ones keep their optimizer state: {error}. The next save tries again"
             )
 

@@ -21,7 +21,7 @@ from shrinkpoint.coding.encode import decode_chain, encode_state
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.quantize.movement import MovementTracker
 from shrinkpoint.runtime import jit
-from shrinkpoint.schemes.base import Held, Occasion
+from shrinkpoint.schemes.base import ReferenceState, SaveContext
 from shrinkpoint.schemes.catalogue import SCHEMES, build, options_of
 from shrinkpoint.state.roles import describe_training
 from shrinkpoint.state.snapshot import Snapshotter
@@ -118,16 +118,16 @@ def _make_and_restore(scheme: str, options: Any) -> None:
 
 
 def _make_and_restore_one(scheme: str, options: Any, training: "_SmallTraining") -> None:
-    held: Mapping[str, Held] | None = None
+    reference: Mapping[str, ReferenceState] | None = None
     parent, chain, tracker = None, [], MovementTracker()
     for step in range(1, _SAVES + 1):
         state = training.go_on()
         movement = tracker.since(state, step)
         tracker.note(state, step)
-        occasion = Occasion(state=state, step=step, reference=held, movement=movement)
-        coder = build(scheme, options, occasion)
-        coded = encode_state(state, coder, step=step, reference=held, parent=parent)
-        held, parent = dict(coded.held), coded.checkpoint.state_digest
+        save_context = SaveContext(state=state, step=step, reference=reference, movement=movement)
+        coder = build(scheme, options, save_context)
+        coded = encode_state(state, coder, step=step, reference=reference, parent=parent)
+        reference, parent = dict(coded.reference), coded.checkpoint.state_digest
         chain.append(coded.checkpoint)
     decode_chain(chain)
 

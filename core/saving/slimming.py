@@ -23,7 +23,7 @@ from shrinkpoint.state.tree import JSON, tensor_names
 from shrinkpoint.store.gc import DEFAULT_GRACE_S
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.run import RunStore, RunWriter
-from shrinkpoint.warn import tell
+from shrinkpoint.warn import warn
 
 __all__ = ["Slimmed", "Slimmer", "make_weights", "without_optimizer"]
 
@@ -144,7 +144,7 @@ def _as_base(store: RunStore, manifest: Manifest, tree: JSON, threads: int) -> S
     weights = replace(
         decoded,
         state=TrainingState(tree, only(decoded.state.tensors), only(decoded.state.specs)),
-        held=only(decoded.held),
+        reference=only(decoded.reference),
         checkpoint=replace(decoded.checkpoint, tree=tree, entries=entries, exact=exact),
     )
     checkpoint, _ = rebase_checkpoint(weights, threads=threads)
@@ -228,8 +228,8 @@ class Slimmer:
                 done = self._turn(writer, manifest, list(weights.values()))
             except (FormatError, ChainError) as error:  # it stays, damaged or not; the others are not held up
                 self._without.add(manifest.digest)
-                tell(
-                    f"checkpoint {manifest.seq} (step {manifest.step}) keeps its optimizer state: {error}. Told once"
+                warn(
+                    f"checkpoint {manifest.seq} (step {manifest.step}) keeps its optimizer state: {error}. This warning comes once"
                 )
                 continue
             if done is None:
@@ -273,7 +273,7 @@ def _meta(slimmed: Slimmed) -> dict[str, Any]:
             role = entry.spec.tag.role.value
             sections[role] = sections.get(role, 0) + entry.encoded.nbytes
         size, raw = len(slimmed.container), sum(entry.spec.nbytes for entry in entries)
-        told: dict[str, Any] = {
+        entry: dict[str, Any] = {
             "kind": slimmed.checkpoint.kind,
             "bytes": size,
             "raw_bytes": raw,
@@ -281,8 +281,8 @@ def _meta(slimmed: Slimmed) -> dict[str, Any]:
         }
         raw_sections = save.get("raw_sections")
         if isinstance(raw_sections, dict):
-            told["raw_sections"] = {role: size for role, size in raw_sections.items() if role in sections}
-        meta["save"] = {**save, **told, "sections": sections}
+            entry["raw_sections"] = {role: size for role, size in raw_sections.items() if role in sections}
+        meta["save"] = {**save, **entry, "sections": sections}
     meta[WEIGHTS_ONLY] = True
     meta["slimmed"] = {"seq": source.seq, "epoch": source.epoch, "digest": source.digest}
     return meta

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import IO
 
 from shrinkpoint.saving.compilation import cache_folder, compile_coders, is_compiled
-from shrinkpoint.warn import tell
+from shrinkpoint.warn import warn
 
 __all__ = ["Warmup"]
 
@@ -94,7 +94,7 @@ class Warmup:
         if child is not None:
             failure = _waited(child)
         if failure is not None:
-            tell(
+            warn(
                 f"the coders could not be compiled in a process of their own ({failure}); the first save compiles them"
             )
 

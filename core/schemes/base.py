@@ -16,13 +16,13 @@ __all__ = [
     "Coded",
     "Context",
     "EncodedTensor",
-    "Held",
     "Makers",
-    "Occasion",
     "Planes",
     "Quantizer",
-    "ReadsBeside",
+    "ReadsSiblingPlanes",
     "Rebasable",
+    "ReferenceState",
+    "SaveContext",
     "Scheme",
     "TensorCodec",
 ]
@@ -42,7 +42,7 @@ class EncodedTensor:
     sections: Mapping[str, bytes]
     """Coded bytes by name, each with its own checksum in the container."""
     uses_reference: bool = False
-    """Whether decoding needs the same tensor's `Held` of the previous checkpoint."""
+    """Whether decoding needs the same tensor's `ReferenceState` of the previous checkpoint."""
 
     @property
     def nbytes(self) -> int:
@@ -51,13 +51,13 @@ class EncodedTensor:
 
 
 @dataclass(frozen=True)
-class Held:
+class ReferenceState:
     """What a reader keeps of one tensor in order to decode the next checkpoint."""
 
     codec: str
     params: Mapping[str, JSON]
     planes: Planes
-    unseen: Planes = field(default_factory=dict)
+    encoder_only: Planes = field(default_factory=dict)
     """What only the checkpoint's writer has beside them, and may make the next one smaller by; readers have nothing."""
 
 
@@ -69,22 +69,22 @@ class Coded:
     planes: Planes
     value: torch.Tensor
     """The reconstruction that a reader will get, by the decoder's own arithmetic (closed loop)."""
-    unseen: Planes = field(default_factory=dict)
-    """See `Held.unseen`."""
+    encoder_only: Planes = field(default_factory=dict)
+    """See `ReferenceState.encoder_only`."""
 
 
 @dataclass(frozen=True)
 class Context:
     """What encoder and decoder both know while they work on one tensor."""
 
-    reference: Held | None = None
+    reference: ReferenceState | None = None
     """The same tensor in the previous checkpoint, when dtype and shape are the same; None in a base."""
     siblings: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Reconstructions, by role, of the tensors of the same optimizer and parameter that stand earlier in this checkpoint.
 
     Not given to ``decode``: in the middle of a chain nothing is reconstructed.
     """
-    beside: Mapping[str, Held] = field(default_factory=dict)
+    sibling_planes: Mapping[str, ReferenceState] = field(default_factory=dict)
     """What stands earlier in this checkpoint of the same parameter and shape, by role: coders' contexts."""
     threads: int = 1
 
@@ -146,22 +146,26 @@ class Rebasable(Protocol):
     """A codec of deltas that can store what a reader holds without a predecessor; others are then stored exactly."""
 
     def rebase(
-        self, encoded: EncodedTensor, held: Held, spec: TensorSpec, beside: Mapping[str, Held]
+        self,
+        encoded: EncodedTensor,
+        reference: ReferenceState,
+        spec: TensorSpec,
+        sibling_planes: Mapping[str, ReferenceState],
     ) -> EncodedTensor | None:
         """The same tensor, decodable without a predecessor, or None where it cannot be had.
 
         Args:
             encoded: the tensor as a delta.
-            held: what its reader holds.
+            reference: what its reader holds.
             spec: the tensor.
-            beside: as `Context.beside` of the new checkpoint.
+            sibling_planes: as `Context.sibling_planes` of the new checkpoint.
         """
         ...
 
 
 @runtime_checkable
-class ReadsBeside(Protocol):
-    """A codec that decodes by the planes of other tensors, `Context.beside`; all others decode without."""
+class ReadsSiblingPlanes(Protocol):
+    """A codec that decodes by the planes of other tensors, `Context.sibling_planes`; all others decode without."""
 
     def reads(self, params: Mapping[str, JSON]) -> Collection[str]:
         """The roles whose planes decoding a tensor with these params needs.
@@ -173,12 +177,12 @@ class ReadsBeside(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Occasion:
+class SaveContext:
     """One save, as far as schemes need to know it."""
 
     state: TrainingState
     step: int = 0
-    reference: Mapping[str, Held] | None = None
+    reference: Mapping[str, ReferenceState] | None = None
     """What a reader holds of the previous checkpoint, the same mapping as `encode_state` gets; None in a base."""
     restored: bool = False
     """Whether the training went on from a restore of `reference`, so that its weights are where that put them."""

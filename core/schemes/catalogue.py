@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.schemes.auto.scheme import Auto, AutoOptions
-from shrinkpoint.schemes.base import Occasion, Scheme
+from shrinkpoint.schemes.base import SaveContext, Scheme
 from shrinkpoint.schemes.inshrinkerator.scheme import Inshrinkerator, InshrinkeratorOptions, Weights
 from shrinkpoint.schemes.inshrinkerator.space import ConfigurationSpace
 from shrinkpoint.schemes.lossless.scheme import Lossless
@@ -43,17 +43,17 @@ SchemeName = Literal[
 class _Recipe:
     options: Callable[[], Any] | None
     """The class of its options; None takes none."""
-    build: Callable[[Any, Occasion], Scheme]
+    build: Callable[[Any, SaveContext], Scheme]
 
 
-def _inshrinkerator(options: InshrinkeratorOptions, occasion: Occasion) -> Scheme:
-    weights = Weights(occasion.state, options, occasion.gradients)
+def _inshrinkerator(options: InshrinkeratorOptions, save_context: SaveContext) -> Scheme:
+    weights = Weights(save_context.state, options, save_context.gradients)
     return Inshrinkerator(options, weights, ConfigurationSpace().mildest)
 
 
 _RECIPES: Mapping[str, _Recipe] = MappingProxyType(
     {
-        "auto": _Recipe(AutoOptions, lambda o, at: Auto(options=o, occasion=at)),
+        "auto": _Recipe(AutoOptions, lambda o, at: Auto(options=o, save_context=at)),
         "inshrinkerator": _Recipe(InshrinkeratorOptions, _inshrinkerator),
         "lc-checkpoint": _Recipe(LCCheckpointOptions, lambda o, _: LCCheckpoint(options=o)),
         "excp": _Recipe(ExcpOptions, lambda o, at: ExCP(options=o, reference=at.reference)),
@@ -107,14 +107,14 @@ def check_options(name: str, options: object) -> None:
         raise ConfigError(f"options={options!r}: the scheme {name!r} {take}")
 
 
-def build(name: str, options: object, occasion: Occasion) -> Scheme:
+def build(name: str, options: object, save_context: SaveContext) -> Scheme:
     """Set a scheme up for one save.
 
     Args:
         name: one of `SCHEMES`.
         options: of the scheme's own class; None takes the defaults. ``inshrinkerator`` is set up with the mildest
             configuration of its search.
-        occasion: the save.
+        save_context: the save.
 
     Raises:
         ConfigError: there is no such scheme, or the options are another's.
@@ -123,4 +123,4 @@ def build(name: str, options: object, occasion: Occasion) -> Scheme:
         raise ConfigError(f"scheme={name!r} must be one of {', '.join(SCHEMES)}")
     chosen = options_of(name) if options is None else options
     check_options(name, chosen)
-    return _RECIPES[name].build(chosen, occasion)
+    return _RECIPES[name].build(chosen, save_context)

@@ -18,7 +18,7 @@ import torch
 from shrinkpoint.arrays import Float32s, widened
 from shrinkpoint.entropy.static.bytes import decode_bytes, encode_bytes
 from shrinkpoint.errors import CannotRepresentError, FormatError
-from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Held, Planes
+from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes, ReferenceState
 from shrinkpoint.schemes.codec_io import (
     WEIGHT_DTYPES,
     as_float32,
@@ -34,7 +34,7 @@ from shrinkpoint.state.dtypes import tensor_from_bytes, tensor_to_bytes
 from shrinkpoint.state.training import TensorSpec
 from shrinkpoint.state.tree import JSON
 
-__all__ = ["VALUE", "ClosedLoopCodec", "Delta", "add", "as_held", "previous_value"]
+__all__ = ["VALUE", "ClosedLoopCodec", "Delta", "add", "as_reference", "previous_value"]
 
 _EXACT = (ExactCodec.id, "bit-planes")  # both leave the plane of bits
 VALUE = "value"
@@ -53,29 +53,34 @@ class Delta:
     """Further planes, as the decoder will find them."""
 
 
-def as_held(held: Held | None, codec: str, spec: TensorSpec) -> Held | None:
+def as_reference(reference: ReferenceState | None, codec: str, spec: TensorSpec) -> ReferenceState | None:
     """What a closed-loop codec may refer to: what it has left itself, or the elements of what was stored exactly.
 
     So that the delta after an exact checkpoint is one, and not another base.
 
     Args:
-        held: of the tensor, in the previous checkpoint.
+        reference: of the tensor, in the previous checkpoint.
         codec: the codec's id.
         spec: the tensor.
     """
-    if held is None or held.codec == codec:
-        return held
-    bits = held.planes.get("bits")
-    if held.codec not in _EXACT or bits is None or spec.dtype not in WEIGHT_DTYPES or bits.size != spec.numel:
+    if reference is None or reference.codec == codec:
+        return reference
+    bits = reference.planes.get("bits")
+    if (
+        reference.codec not in _EXACT
+        or bits is None
+        or spec.dtype not in WEIGHT_DTYPES
+        or bits.size != spec.numel
+    ):
         return None
     data = np.ascontiguousarray(bits).view(np.uint8)
     if data.size != spec.nbytes or spec.numel == 0:
         return None
     value = widened(tensor_from_bytes(data, spec.dtype, spec.shape))
-    return Held(codec, {}, {VALUE: value}) if finite(value) else None
+    return ReferenceState(codec, {}, {VALUE: value}) if finite(value) else None
 
 
-def previous_value(reference: Held | None, spec: TensorSpec) -> Float32s | None:
+def previous_value(reference: ReferenceState | None, spec: TensorSpec) -> Float32s | None:
     """What a reader holds of the weight; None where the previous checkpoint holds none of its size."""
     plane = plane_of(reference, VALUE, spec)
     return np.asarray(plane, np.float32) if plane is not None else None

@@ -10,7 +10,7 @@ import torch
 
 from shrinkpoint.arrays import Float32s, widened
 from shrinkpoint.errors import CannotRepresentError, FormatError
-from shrinkpoint.schemes.base import EncodedTensor, Held
+from shrinkpoint.schemes.base import EncodedTensor, ReferenceState
 from shrinkpoint.state.training import TensorSpec
 from shrinkpoint.state.tree import JSON
 
@@ -147,7 +147,7 @@ def number(params: Mapping[str, JSON], spec: TensorSpec, key: str) -> np.float32
     return np.float32(normal(np.array([value], np.float32))[0])
 
 
-def plane_of(reference: Held | None, name: str, spec: TensorSpec) -> npt.NDArray[Any] | None:
+def plane_of(reference: ReferenceState | None, name: str, spec: TensorSpec) -> npt.NDArray[Any] | None:
     """A plane of the previous checkpoint, or None where it holds none of this tensor's size."""
     plane = reference.planes.get(name) if reference is not None else None
     return plane if plane is not None and plane.size == spec.numel else None

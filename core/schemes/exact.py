@@ -13,7 +13,7 @@ import torch
 
 from shrinkpoint.entropy.static.bytes import decode_bytes, delta_bits, encode_bytes, undelta_bits
 from shrinkpoint.errors import FormatError
-from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Held, Planes
+from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes, ReferenceState
 from shrinkpoint.state.dtypes import tensor_from_bytes, tensor_to_bytes
 from shrinkpoint.state.training import TensorSpec
 
@@ -93,6 +93,6 @@ def _floating(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-def _previous(reference: Held | None, size: int, item: int) -> npt.NDArray[Any] | None:
+def _previous(reference: ReferenceState | None, size: int, item: int) -> npt.NDArray[Any] | None:
     plane = reference.planes.get("bits") if reference is not None else None
     return plane if plane is not None and plane.size == size and plane.dtype.itemsize == item else None

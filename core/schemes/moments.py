@@ -18,7 +18,7 @@ from shrinkpoint.arrays import Float32s, UInt8s
 from shrinkpoint.entropy.static.rans import decode_symbols, encode_symbols, predict_bytes
 from shrinkpoint.entropy.symbols import count_symbols
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
-from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Held, Planes
+from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes, ReferenceState
 from shrinkpoint.schemes.codec_io import normal
 from shrinkpoint.state.training import Role, TensorSpec
 
@@ -27,8 +27,8 @@ __all__ = ["FirstMomentCodec", "SecondMomentCodec"]
 Array = npt.NDArray[Any]
 
 _TINY = np.float32(np.finfo(np.float32).tiny)  # the least a nonzero second moment may be restored as
-_V_REACH = 60  # levels to each side of the factor
-_M_REACH = 31  # steps to each side of zero; Adam bounds |m| / sqrt(v) by about 7.3 for (0.9, 0.999)
+_V_CLIP_STEPS = 60  # levels to each side of the factor
+_M_CLIP_STEPS = 31  # steps to each side of zero; Adam bounds |m| / sqrt(v) by about 7.3 for (0.9, 0.999)
 _M_BEYOND = 15.5  # |m| / sqrt(v) that moments of one gradient hardly exceed
 _M_STRANGERS = 1e-3  # share of elements beyond which the two are not moments of one gradient
 
@@ -71,13 +71,13 @@ def _read_plane(
     )
 
 
-def _rebased(encoded: EncodedTensor, held: Held, alphabet: int) -> EncodedTensor:
-    plane = np.ascontiguousarray(held.planes["levels"], dtype=np.uint8)
+def _rebased(encoded: EncodedTensor, reference: ReferenceState, alphabet: int) -> EncodedTensor:
+    plane = np.ascontiguousarray(reference.planes["levels"], dtype=np.uint8)
     sections = {**encoded.sections, "levels": encode_symbols(plane, None, alphabet, 1)}
     return replace(encoded, sections=sections, uses_reference=False)
 
 
-def _previous(name: str, size: int, reference: Held | None) -> UInt8s | None:
+def _previous(name: str, size: int, reference: ReferenceState | None) -> UInt8s | None:
     plane = reference.planes.get(name) if reference is not None else None
     return np.asarray(plane, np.uint8) if plane is not None and plane.size == size else None
 
@@ -133,12 +133,14 @@ class SecondMomentCodec:
         factor = self._factor(rows, columns)
         with np.errstate(divide="ignore"):
             level = np.rint(np.log2(values / factor) / np.float32(self.step))
-        plane = np.where(values > 0, np.clip(level, -_V_REACH, _V_REACH) + (_V_REACH + 1), 0).astype(np.uint8)
+        plane = np.where(
+            values > 0, np.clip(level, -_V_CLIP_STEPS, _V_CLIP_STEPS) + (_V_CLIP_STEPS + 1), 0
+        ).astype(np.uint8)
         lowest, highest = _level_range(plane)
-        octaves = (np.arange(lowest, highest + 1) - (_V_REACH + 1)) * self.step
+        octaves = (np.arange(lowest, highest + 1) - (_V_CLIP_STEPS + 1)) * self.step
         codebook = np.exp2(octaves).astype("<f4")
         compact = np.where(plane > 0, plane - (lowest - 1), 0).astype(np.uint8)
-        payload, uses_reference = _code_plane(plane, "levels", 2 * _V_REACH + 2, context)
+        payload, uses_reference = _code_plane(plane, "levels", 2 * _V_CLIP_STEPS + 2, context)
         sections = {
             "rows": rows.astype("<f4").tobytes(),
             "columns": columns.astype("<f4").tobytes(),
@@ -154,7 +156,7 @@ class SecondMomentCodec:
 
     def decode(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> Planes:
         """See `TensorCodec.decode`."""
-        return {"levels": _read_plane(encoded, spec, "levels", 2 * _V_REACH + 2, context)}
+        return {"levels": _read_plane(encoded, spec, "levels", 2 * _V_CLIP_STEPS + 2, context)}
 
     def reconstruct(
         self, encoded: EncodedTensor, planes: Planes, spec: TensorSpec, context: Context
@@ -164,7 +166,7 @@ class SecondMomentCodec:
         rows = _floats(encoded, spec, "rows", height)
         columns = _floats(encoded, spec, "columns", width)
         lowest, count = encoded.params.get("lowest"), encoded.params.get("count")
-        highest = 2 * _V_REACH + 1
+        highest = 2 * _V_CLIP_STEPS + 1
         if (
             type(lowest) is not int
             or type(count) is not int
@@ -180,10 +182,14 @@ class SecondMomentCodec:
         return torch.from_numpy(value).reshape(spec.shape)
 
     def rebase(
-        self, encoded: EncodedTensor, held: Held, spec: TensorSpec, beside: Mapping[str, Held]
+        self,
+        encoded: EncodedTensor,
+        reference: ReferenceState,
+        spec: TensorSpec,
+        sibling_planes: Mapping[str, ReferenceState],
     ) -> EncodedTensor | None:
         """See `Rebasable.rebase`."""
-        return _rebased(encoded, held, 2 * _V_REACH + 2)
+        return _rebased(encoded, reference, 2 * _V_CLIP_STEPS + 2)
 
     @staticmethod
     def _factors(matrix: Float32s) -> tuple[Float32s, Float32s]:
@@ -245,18 +251,18 @@ class FirstMomentCodec:
         unit = np.float32(self.step) * root
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             level = np.where(unit > 0, np.rint(values / unit), 0)
-        limit = np.float32(max(_M_REACH * self.step, _M_BEYOND))
+        limit = np.float32(max(_M_CLIP_STEPS * self.step, _M_BEYOND))
         if np.count_nonzero((np.abs(values) > limit * root) & (root > 0)) > _M_STRANGERS * values.size:
             raise CannotRepresentError(f"{spec.name} is too large for its second moment: stored exactly")
-        plane = (np.clip(level, -_M_REACH, _M_REACH) + _M_REACH).astype(np.uint8)
-        payload, uses_reference = _code_plane(plane, "levels", 2 * _M_REACH + 1, context)
+        plane = (np.clip(level, -_M_CLIP_STEPS, _M_CLIP_STEPS) + _M_CLIP_STEPS).astype(np.uint8)
+        payload, uses_reference = _code_plane(plane, "levels", 2 * _M_CLIP_STEPS + 1, context)
         params = {"step": float(np.float32(self.step))}
         encoded = EncodedTensor(self.id, params, {"levels": payload}, uses_reference)
         return Coded(encoded, {"levels": plane}, self._restore(plane, unit, spec))
 
     def decode(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> Planes:
         """See `TensorCodec.decode`."""
-        return {"levels": _read_plane(encoded, spec, "levels", 2 * _M_REACH + 1, context)}
+        return {"levels": _read_plane(encoded, spec, "levels", 2 * _M_CLIP_STEPS + 1, context)}
 
     def reconstruct(
         self, encoded: EncodedTensor, planes: Planes, spec: TensorSpec, context: Context
@@ -268,14 +274,18 @@ class FirstMomentCodec:
         return self._restore(planes["levels"], _number(encoded.params, spec, "step") * root, spec)
 
     def rebase(
-        self, encoded: EncodedTensor, held: Held, spec: TensorSpec, beside: Mapping[str, Held]
+        self,
+        encoded: EncodedTensor,
+        reference: ReferenceState,
+        spec: TensorSpec,
+        sibling_planes: Mapping[str, ReferenceState],
     ) -> EncodedTensor | None:
         """See `Rebasable.rebase`."""
-        return _rebased(encoded, held, 2 * _M_REACH + 1)
+        return _rebased(encoded, reference, 2 * _M_CLIP_STEPS + 1)
 
     @staticmethod
     def _restore(plane: Array, unit: Float32s, spec: TensorSpec) -> torch.Tensor:
-        value = (plane.astype(np.float32) - np.float32(_M_REACH)) * unit
+        value = (plane.astype(np.float32) - np.float32(_M_CLIP_STEPS)) * unit
         return torch.from_numpy(value).reshape(spec.shape)
 
 

@@ -6,8 +6,8 @@ from functools import partial
 from typing import Literal, get_args
 
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.schemes.base import Held, TensorCodec
-from shrinkpoint.schemes.closed_loop import VALUE, as_held
+from shrinkpoint.schemes.base import ReferenceState, TensorCodec
+from shrinkpoint.schemes.closed_loop import VALUE, as_reference
 from shrinkpoint.schemes.codec_io import WEIGHT_DTYPES
 from shrinkpoint.schemes.moments import FirstMomentCodec, SecondMomentCodec
 from shrinkpoint.state.training import LayerType, Role, TensorSpec, TrainingState
@@ -19,8 +19,8 @@ __all__ = [
     "check_choice",
     "check_number",
     "described",
-    "held_value",
     "is_weight",
+    "reference_value",
     "weight_codecs",
     "with_second_moment",
 ]
@@ -95,12 +95,14 @@ def weight_codecs(
     return makers
 
 
-def held_value(reference: Mapping[str, Held] | None, spec: TensorSpec, codec: str) -> Held | None:
+def reference_value(
+    reference: Mapping[str, ReferenceState] | None, spec: TensorSpec, codec: str
+) -> ReferenceState | None:
     """What a reader holds of a weight, where a delta of this codec can be taken to it."""
-    held = as_held((reference or {}).get(spec.name), codec, spec)
-    if held is None or VALUE not in held.planes:
+    own = as_reference((reference or {}).get(spec.name), codec, spec)
+    if own is None or VALUE not in own.planes:
         return None
-    return held if held.planes[VALUE].size == spec.numel else None
+    return own if own.planes[VALUE].size == spec.numel else None
 
 
 def described(name: str, options: object) -> JSON:

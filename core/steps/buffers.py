@@ -8,10 +8,10 @@ import torch
 from shrinkpoint.state.snapshot import Snapshot, Snapshotter
 from shrinkpoint.state.training import TrainingState
 
-__all__ = ["Buffers", "Held"]
+__all__ = ["Buffers", "CopiedState"]
 
 
-class Held:
+class CopiedState:
     """One snapshot, and the way to give its memory back."""
 
     def __init__(self, snapshot: Snapshot, release: Callable[[], None]) -> None:
@@ -40,7 +40,7 @@ class Buffers:
     def __init__(self) -> None:
         self._free: dict[str, deque[Snapshotter]] = {}
 
-    def take(self, what: str, tensors: Mapping[str, torch.Tensor], tree: object = None) -> Held:
+    def take(self, what: str, tensors: Mapping[str, torch.Tensor], tree: object = None) -> CopiedState:
         """Copy tensors to the host.
 
         Args:
@@ -54,4 +54,4 @@ class Buffers:
         except IndexError:
             snapshotter = Snapshotter()
         snapshot = snapshotter.take(TrainingState(tree, dict(tensors), {}))
-        return Held(snapshot, lambda: free.append(snapshotter))
+        return CopiedState(snapshot, lambda: free.append(snapshotter))

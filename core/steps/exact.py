@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from shrinkpoint.errors import ConfigError, StoreError
-from shrinkpoint.steps.beside import Beside
-from shrinkpoint.steps.buffers import Buffers, Held
+from shrinkpoint.steps.buffers import Buffers, CopiedState
 from shrinkpoint.steps.fingerprint import fingerprint
 from shrinkpoint.steps.options import StepLog, refuse_optimizers
 from shrinkpoint.steps.progress import ReplayBar
@@ -20,6 +19,7 @@ from shrinkpoint.steps.reader import LogReader
 from shrinkpoint.steps.record import Record
 from shrinkpoint.steps.recorder import CannotLogError, Recorder
 from shrinkpoint.steps.rehearsal import Rehearsal
+from shrinkpoint.steps.remainder import Remainder
 from shrinkpoint.steps.replay import Replay
 from shrinkpoint.steps.room import lack_of_room
 from shrinkpoint.steps.segment import Place, Reference
@@ -30,13 +30,13 @@ from shrinkpoint.store.objects import ObjectStore
 from shrinkpoint.store.retry import RetryingObjects, RetryPolicy
 from shrinkpoint.store.urls import Location
 from shrinkpoint.version import __version__
-from shrinkpoint.warn import tell
+from shrinkpoint.warn import warn
 
 __all__ = ["ExactLog"]
 
 _SEGMENT = 256 * 2**20
 _STEPS = 2, 8  # the least, for a digest reads three times as much as a step's gradients are; and the most
-_TOLD = 3
+_WARNED = 3
 _MAX_TURN = 10**8 - 1
 _PATIENCE = RetryPolicy(attempts=4, max_delay_s=2.0, deadline_s=20.0)
 
@@ -80,8 +80,8 @@ class ExactLog:
         self._location = location
         self._after_step = after_step
         self._every = every
-        self._beside = Beside(model, self._optimizers, stateful, after_step)
-        self._beside.refuse()
+        self._remainder = Remainder(model, self._optimizers, stateful, after_step)
+        self._remainder.refuse()
         self._buffers = Buffers()
         self._recorder = Recorder(self._optimizers, failed=self._turn_off, before=self._before_first)
         self._objects: ObjectStore | None = None
@@ -93,8 +93,8 @@ class ExactLog:
         self._begin: Place | None = None
         self._last: int | None = None
         self._records: list[Record] = []
-        self._held: list[Held] = []
-        self._gap = self._told_gap = self._checked_room = False
+        self._copied: list[CopiedState] = []
+        self._gap = self._warned_gap = self._checked_room = False
         self.off: str | None = None
         """Why nothing is logged any more; None while all is well."""
         self.blocked_s = 0.0
@@ -148,20 +148,20 @@ class ExactLog:
         try:
             survey = reader.survey()
         except StoreError as error:
-            tell(f"the step log is not used: {error}", stacklevel=5)
+            warn(f"the step log is not used: {error}", stacklevel=5)
             return step
         reached, problems = step, survey.problems
         if survey.references:
             with ReplayBar() as bar:
-                replay = Replay(self._optimizers, self._beside, self._after_step, reader, bar)
+                replay = Replay(self._optimizers, self._remainder, self._after_step, reader, bar)
                 replayed = replay.run(step, survey.references, prepare)
             self._inherits, reached = replayed.used, replayed.step
             problems = problems + replayed.problems
         if problems:
-            more = f" (and {len(problems) - _TOLD} more)" if len(problems) > _TOLD else ""
-            tell(
+            more = f" (and {len(problems) - _WARNED} more)" if len(problems) > _WARNED else ""
+            warn(
                 f"the step log brings step {step} to {reached}, and the training computes what follows again. Not used:"
-                f" {'; '.join(problems[:_TOLD])}{more}",
+                f" {'; '.join(problems[:_WARNED])}{more}",
                 stacklevel=5,
             )
         return reached
@@ -273,12 +273,12 @@ class ExactLog:
                 self._begin = Place(self._last, self._digest())
             elif self._begin is None:
                 self._begin = Place(-1, self._digest())  # its step is known when `begin` is called
-            self._beside.begin()
+            self._remainder.begin()
             if self._rehearse and Rehearsal.possible(self._optimizers):
                 try:
                     self._rehearsal = Rehearsal(self._optimizers)
                 except Exception as error:  # noqa: BLE001 - no memory for it, or an optimizer that cannot be copied
-                    tell(
+                    warn(
                         f"whether the logged steps can be replayed is not tried: {type(error).__name__}: {error}"
                     )
             self._rehearse = False
@@ -286,23 +286,23 @@ class ExactLog:
     def _note(self, step: int) -> None:
         """One more record; with ``after_step``, each has what stood beside the weights, which that function may read."""
         assert self._last is not None
-        events, held = self._recorder.take()
+        events, copied = self._recorder.take()
         record = Record(begin=self._last, end=step, events=events)
-        self._held += held
+        self._copied += copied
         self._last = step
         self._records.append(record if self._after_step is None else self._with_remainder(record))
 
     def _with_remainder(self, record: Record) -> Record:
-        live = self._beside.capture(self._recorder)
-        held = self._buffers.take("beside", live.tensors, live.tree)
-        self._held.append(held)
-        return replace(record, remainder=held.state)
+        live = self._remainder.capture(self._recorder)
+        copied = self._buffers.take("beside", live.tensors, live.tree)
+        self._copied.append(copied)
+        return replace(record, remainder=copied.state)
 
     def _seal(self) -> None:
         """Everything since the last segment becomes one, with a digest of the state behind it."""
         assert self._writer is not None
         assert self._last is not None
-        self._beside.check()
+        self._remainder.check()
         if self._records[-1].remainder is None:
             self._records[-1] = self._with_remainder(self._records[-1])
         end = Place(self._last, self._digest())
@@ -312,7 +312,7 @@ class ExactLog:
             begin=begin if begin.step >= 0 else Place(first, begin.digest),
             end=end,
             records=self._records,
-            held=self._held,
+            copied=self._copied,
         )
         if self._rehearsal is not None:
             self._rehearsed(pending)
@@ -320,14 +320,14 @@ class ExactLog:
         if not self._writer.submit(pending, wait=self._options.busy == "wait"):
             self._leave_gap("it cannot be written as fast as the training makes steps")
             return
-        self._begin, self._records, self._held = end, [], []
+        self._begin, self._records, self._copied = end, [], []
         self._recorder.forget_gradients()
 
     def _rehearsed(self, pending: Pending) -> None:
         rehearsal, self._rehearsal = self._rehearsal, None
         assert rehearsal is not None
-        for held in pending.held:
-            held.wait()
+        for copied in pending.copied:
+            copied.wait()
         reason = rehearsal.obstacle(pending.records, self._optimizers, self._model)
         if reason is not None:
             raise CannotLogError(reason)
@@ -344,12 +344,12 @@ class ExactLog:
     def _segment_steps(self) -> int:
         if self._options.segment_steps is not None:
             return self._options.segment_steps
-        size = sum(held.nbytes for held in self._held) / max(1, len(self._records))
+        size = sum(copied.nbytes for copied in self._copied) / max(1, len(self._records))
         least, most = _STEPS
         return int(min(most, max(least, _SEGMENT // max(1, size))))
 
     def _digest(self) -> str:
-        return fingerprint(self._optimizers, self._beside.made())
+        return fingerprint(self._optimizers, self._remainder.made())
 
     def _failed(self) -> bool:
         if self._writer is not None and self._writer.failure is not None:
@@ -362,18 +362,18 @@ class ExactLog:
         self._begin = None
         self._recorder.stop()
         self._forget_records()
-        if not self._told_gap:
-            self._told_gap = True
-            tell(
+        if not self._warned_gap:
+            self._warned_gap = True
+            warn(
                 f"the step log has a gap after step {self._last}: {reason}. It goes on with the next checkpoint; busy='wait' has"
-                " training wait for the log. Told once",
+                " training wait for the log. This warning comes once",
                 stacklevel=6,
             )
 
     def _forget_records(self) -> None:
-        for held in self._held:
-            held.release()
-        self._records, self._held = [], []
+        for copied in self._copied:
+            copied.release()
+        self._records, self._copied = [], []
 
     def _turn_off(self, reason: str) -> None:
         if self.off is not None:
@@ -381,7 +381,7 @@ class ExactLog:
         self.off = reason
         self._recorder.stop()
         self._forget_records()
-        tell(
+        warn(
             f"the step log is off: {reason}. Training goes on, and its checkpoints are saved as before",
             stacklevel=6,
         )
@@ -395,8 +395,8 @@ class ExactLog:
         except Warning:
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is
-            told = str(error) if isinstance(error, CannotLogError) else f"{type(error).__name__}: {error}"
-            self._turn_off(told)
+            reason = str(error) if isinstance(error, CannotLogError) else f"{type(error).__name__}: {error}"
+            self._turn_off(reason)
         finally:
             self.blocked_s += time.perf_counter() - started
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from shrinkpoint.steps.buffers import Buffers, Held
+from shrinkpoint.steps.buffers import Buffers, CopiedState
 from shrinkpoint.steps.hyperparameters import frozen, frozen_groups, parameters_of
 from shrinkpoint.steps.record import Dense, Event, Gradient, Sparse
 
@@ -48,9 +48,9 @@ class Recorder:
         self._buffers = Buffers()
         self._first = True
         self._active = False
-        self._pending: tuple[Event, Held] | None = None
+        self._pending: tuple[Event, CopiedState] | None = None
         self._events: list[Event] = []
-        self._held: list[Held] = []
+        self._copied: list[CopiedState] = []
         self._consumed: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._handles = [
             (one.register_step_pre_hook(self._on_before), one.register_step_post_hook(self._on_after))
@@ -79,10 +79,10 @@ class Recorder:
             for handle in handles:
                 handle.remove()
 
-    def take(self) -> tuple[list[Event], list[Held]]:
+    def take(self) -> tuple[list[Event], list[CopiedState]]:
         """What was recorded since the last time, and the memory that it lies in."""
-        taken = self._events, self._held
-        self._events, self._held = [], []
+        taken = self._events, self._copied
+        self._events, self._copied = [], []
         return taken
 
     def forget_gradients(self) -> None:
@@ -102,11 +102,11 @@ class Recorder:
         return gradient.detach() if bool(torch.any(gradient)) else ZERO
 
     def _drop(self) -> None:
-        for held in self._held:
-            held.release()
+        for copied in self._copied:
+            copied.release()
         if self._pending is not None:
             self._pending[1].release()
-        self._pending, self._events, self._held = None, [], []
+        self._pending, self._events, self._copied = None, [], []
         self._consumed = {}
 
     def _fail(self, reason: str) -> None:
@@ -165,9 +165,9 @@ class Recorder:
     ) -> None:
         if self._pending is None or not self._active:
             return
-        (event, held), self._pending = self._pending, None
+        (event, copied), self._pending = self._pending, None
         self._events.append(event)
-        self._held.append(held)
+        self._copied.append(copied)
         for parameter in parameters_of(optimizer):
             if parameter.grad is not None:
                 self._consumed[id(parameter)] = weakref.ref(parameter.grad), parameter.grad._version
@@ -180,7 +180,7 @@ class Recorder:
                 str(error) if isinstance(error, CannotLogError) else f"{type(error).__name__}: {error}"
             )
 
-    def _captured(self, which: int, closure: bool, loss: object) -> tuple[Event, Held]:
+    def _captured(self, which: int, closure: bool, loss: object) -> tuple[Event, CopiedState]:
         optimizer = self._optimizers[which]
         parameters = parameters_of(optimizer)
         live = {}
@@ -194,8 +194,8 @@ class Recorder:
                 live[str(index)] = gradient
             else:
                 raise CannotLogError(f"a gradient has the layout {gradient.layout}")
-        held = self._buffers.take(str(which), live)
-        copies = held.state.tensors
+        copied = self._buffers.take(str(which), live)
+        copies = copied.state.tensors
         event = Event(
             optimizer=which,
             groups=frozen_groups(optimizer),
@@ -206,7 +206,7 @@ class Recorder:
             loss=_number(loss),
             gradients=[_gradient(index, p.grad, copies) for index, p in enumerate(parameters)],
         )
-        return event, held
+        return event, copied
 
 
 def _gradient(index: int, live: torch.Tensor | None, copies: Any) -> Gradient:

@@ -9,11 +9,11 @@ import torch
 from torch.optim import optimizer as optimizer_module
 
 from shrinkpoint.errors import FormatError, StateMismatchError, StoreError
-from shrinkpoint.steps.beside import Beside
 from shrinkpoint.steps.fingerprint import fingerprint
 from shrinkpoint.steps.hyperparameters import parameters_of, set_groups
 from shrinkpoint.steps.reader import LogReader
 from shrinkpoint.steps.record import Dense, Event, Gradient, Sparse, Tensors, decode_record
+from shrinkpoint.steps.remainder import Remainder
 from shrinkpoint.steps.segment import Place, Reference
 
 __all__ = ["Replay", "Replayed", "make_step"]
@@ -46,7 +46,7 @@ class Replay:
 
     Args:
         optimizers: hold the restored state, and their parameters do.
-        beside: everything else of the training.
+        remainder: everything else of the training.
         after_step: called after each step, as the training called it.
         reader: of the log.
         progress: told how many segments are done, and of how many.
@@ -55,13 +55,13 @@ class Replay:
     def __init__(
         self,
         optimizers: Sequence[torch.optim.Optimizer],
-        beside: Beside,
+        remainder: Remainder,
         after_step: Callable[[], object] | None,
         reader: LogReader,
         progress: Callable[[int, int], None] = lambda done, of: None,
     ) -> None:
         self._optimizers = optimizers
-        self._beside = beside
+        self._remainder = remainder
         self._after_step = after_step
         self._reader = reader
         self._progress = progress
@@ -101,7 +101,7 @@ class Replay:
             if problem is None or (reached and not problem.dirty):
                 assert remainder is not None
                 try:
-                    self._beside.load(remainder)
+                    self._remainder.load(remainder)
                 except Exception as error:  # noqa: BLE001 - an object's load_state_dict may raise anything
                     problems.insert(0, f"what was logged beside the weights does not fit: {error}")
                     reload()
@@ -163,7 +163,7 @@ class Replay:
             make_step(self._optimizers[event.optimizer], event)
         if self._after_step is not None:
             if remainder is not None:
-                self._beside.load_buffers(remainder)
+                self._remainder.load_buffers(remainder)
             self._after_step()
 
     def _shapes(self, which: int) -> list[tuple[int, ...]]:
@@ -174,7 +174,7 @@ class Replay:
         return [tuple(parameter.shape) for parameter in parameters_of(self._optimizers[which])]
 
     def _digest(self) -> str:
-        return fingerprint(self._optimizers, self._beside.made())
+        return fingerprint(self._optimizers, self._remainder.made())
 
 
 def make_step(optimizer: torch.optim.Optimizer, event: Event) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from shrinkpoint.errors import ShrinkpointError
 from shrinkpoint.state.tree import JSON
-from shrinkpoint.steps.buffers import Held
+from shrinkpoint.steps.buffers import CopiedState
 from shrinkpoint.steps.record import Record, TensorTable, encode_record
 from shrinkpoint.steps.segment import Head, Key, Place, Reference, pack
 from shrinkpoint.store.objects import ObjectStore
@@ -25,12 +25,12 @@ class Pending:
     begin: Place
     end: Place
     records: Sequence[Record]
-    held: Sequence[Held]
+    copied: Sequence[CopiedState]
 
     @property
     def nbytes(self) -> int:
         """Of its tensors."""
-        return sum(held.nbytes for held in self.held)
+        return sum(copied.nbytes for copied in self.copied)
 
 
 class SegmentWriter:
@@ -161,8 +161,8 @@ class SegmentWriter:
         try:
             if self.failure is not None:
                 return
-            for held in pending.held:
-                held.wait()
+            for copied in pending.copied:
+                copied.wait()
             table = TensorTable()
             records = [encode_record(record, table) for record in pending.records]
             head = Head(
@@ -180,8 +180,8 @@ class SegmentWriter:
             self.segments += 1
             self.written = pending.end.step
         finally:
-            for held in pending.held:
-                held.release()
+            for copied in pending.copied:
+                copied.release()
             with self._changed:
                 self._waiting -= size
 

@@ -13,7 +13,7 @@ from shrinkpoint.store.catalog import Catalog, Listing, is_listed, read_checked
 from shrinkpoint.store.keys import check_data_key, is_probe_key, is_trash_key, trash_key
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.objects import MissingKeyError, ObjectInfo, ObjectStore
-from shrinkpoint.warn import tell
+from shrinkpoint.warn import warn
 
 __all__ = ["DEFAULT_GRACE_S", "GcReport", "collect"]
 
@@ -200,7 +200,7 @@ def _sweep(objects: ObjectStore, before: float) -> int:
     try:
         return objects.sweep(before)
     except StoreError as error:
-        tell(f"{error}: unfinished uploads stay; have the bucket abort them by a lifecycle rule")
+        warn(f"{error}: unfinished uploads stay; have the bucket abort them by a lifecycle rule")
         return 0
 
 

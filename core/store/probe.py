@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from shrinkpoint.errors import StoreError
 from shrinkpoint.store.keys import new_nonce, probe_key
 from shrinkpoint.store.objects import ObjectStore
-from shrinkpoint.warn import tell
+from shrinkpoint.warn import warn
 
 __all__ = ["honours_put_if_absent"]
 
@@ -45,4 +45,4 @@ def _remove(objects: ObjectStore, keys: list[str]) -> None:
     try:
         objects.delete(keys)
     except StoreError as error:
-        tell(f"{error}: saving works, but old checkpoints cannot be removed from {objects.display}")
+        warn(f"{error}: saving works, but old checkpoints cannot be removed from {objects.display}")

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from shrinkpoint.errors import ConfigError, StoreError
 from shrinkpoint.store.objects import ObjectInfo, ObjectStore, TransientStoreError
-from shrinkpoint.warn import tell
+from shrinkpoint.warn import warn
 
 __all__ = ["RetryPolicy", "RetryingObjects"]
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 # The operating system's randomness: jitter must not advance a generator that the training seeded.
 _RANDOM = random.SystemRandom()
-_TELL_AFTER = 3  # one lost request is no news; a start that waits for a server that is not there is
+_WARN_AFTER = 3  # one lost request is no news; a start that waits for a server that is not there is
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +67,8 @@ class RetryPolicy:
                     raise StoreError(
                         f"{error} (gave up after {attempt} attempts in {elapsed:.0f} s)"
                     ) from error
-                if attempt == _TELL_AFTER:
-                    tell(f"{error}. Failed {attempt} times by now; trying again")
+                if attempt == _WARN_AFTER:
+                    warn(f"{error}. Failed {attempt} times by now; trying again")
             sleep(pause)
         raise AssertionError("attempts >= 1")
 

@@ -26,7 +26,7 @@ from shrinkpoint.store.striped.members import read_member
 from shrinkpoint.store.trash import removed
 from shrinkpoint.store.urls import RunUrl
 from shrinkpoint.store.writer import RunWriter
-from shrinkpoint.warn import tell
+from shrinkpoint.warn import warn
 
 __all__ = ["RunStore", "RunWriter"]
 
@@ -296,7 +296,7 @@ class RunStore:
         self._warn_of_containers_alone()
         conditional = mode == "auto" and honours_put_if_absent(self._objects)
         if mode == "auto" and not conditional:
-            tell(
+            warn(
                 f"{self.display}: this store does not honour put-if-absent, so that two processes that write to the same"
                 " run cannot be kept apart reliably: make sure that there is only one, or use another store"
             )
@@ -329,7 +329,7 @@ class RunStore:
     def _warn(self, key: str, message: str) -> None:
         if key not in self._warned:
             self._warned.add(key)
-            tell(message, stacklevel=4)
+            warn(message, stacklevel=4)
 
     def _refuse_member(self) -> None:
         """One store of a set holds its records, but only shards of its containers, and is not to be written to alone."""

@@ -5,7 +5,7 @@ from shrinkpoint.store.catalog import Catalog, read_checked
 from shrinkpoint.store.keys import commit_key, is_trash_key
 from shrinkpoint.store.manifest import MAX_MANIFEST_BYTES, Manifest
 from shrinkpoint.store.objects import MissingKeyError, ObjectStore
-from shrinkpoint.warn import tell
+from shrinkpoint.warn import warn
 
 __all__ = ["publish_again", "removed"]
 
@@ -31,7 +31,7 @@ def removed(objects: ObjectStore, catalog: Catalog) -> list[Manifest]:
         except MissingKeyError:
             continue  # a collection has finished with it
         except FormatError as error:
-            tell(f"passed over: {error}")
+            warn(f"passed over: {error}")
             continue
         found[manifest.digest] = manifest
     back = [

@@ -23,7 +23,7 @@ from shrinkpoint.store.keys import COMMITTED_KEY, MAX_STEP, commit_key, data_key
 from shrinkpoint.store.manifest import MAX_MANIFEST_BYTES, BlobRef, Manifest, seal
 from shrinkpoint.store.objects import MissingKeyError, ObjectStore
 from shrinkpoint.store.trash import publish_again
-from shrinkpoint.warn import tell
+from shrinkpoint.warn import warn
 
 __all__ = ["COMMIT_LIMIT_S", "RunWriter"]
 
@@ -70,7 +70,7 @@ class RunWriter:
         self._clock = clock
         self._next_seq = listing.max_seq + 1
         self._known: dict[str, float] = {}
-        self._marked = self._told_unmarked = False
+        self._marked = self._warned_unmarked = False
         self._lock = threading.RLock()
         self._pid = os.getpid()
         self._library = f"shrinkpoint {version('shrinkpoint')}"
@@ -274,10 +274,10 @@ class RunWriter:
         try:
             self._objects.put_if_absent(COMMITTED_KEY, seal({"type": "shrinkpoint-committed"}))
         except StoreError as error:  # the checkpoint is stored all the same
-            if not self._told_unmarked:
-                self._told_unmarked = True
-                tell(
-                    f"{error}. Until {COMMITTED_KEY} can be written, an empty listing is taken for an empty run. Told once"
+            if not self._warned_unmarked:
+                self._warned_unmarked = True
+                warn(
+                    f"{error}. Until {COMMITTED_KEY} can be written, an empty listing is taken for an empty run. This warning comes once"
                 )
         else:
             self._marked = True

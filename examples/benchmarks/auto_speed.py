@@ -32,7 +32,7 @@ from shrinkpoint.container.reader import read_container
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.entropy.contexts.coder import Effort
 from shrinkpoint.schemes.auto.scheme import AutoOptions
-from shrinkpoint.schemes.base import Occasion
+from shrinkpoint.schemes.base import SaveContext
 from shrinkpoint.schemes.catalogue import build
 from shrinkpoint.state.dtypes import tensor_to_bytes
 from shrinkpoint.state.training import LayerType, Role, Tag, TrainingState
@@ -137,10 +137,12 @@ class Row(NamedTuple):
 def _write(
     state: TrainingState, effort: Effort, number: int, before: EncodedState | None, threads: int
 ) -> tuple[EncodedState, bytes]:
-    held = before.held if before is not None else None
+    reference = before.reference if before is not None else None
     digest = before.checkpoint.state_digest if before is not None else None
-    scheme = build("auto", AutoOptions(effort=effort), Occasion(state=state, step=number, reference=held))
-    encoded = encode_state(state, scheme, step=number, reference=held, parent=digest, threads=threads)
+    scheme = build(
+        "auto", AutoOptions(effort=effort), SaveContext(state=state, step=number, reference=reference)
+    )
+    encoded = encode_state(state, scheme, step=number, reference=reference, parent=digest, threads=threads)
     return encoded, write_container(encoded.checkpoint)
 
 
@@ -159,7 +161,7 @@ def run(states: list[TrainingState], effort: Effort, threads: int) -> Row:
         write = partial(_write, state, effort, number, encoded, threads)
         (encoded, data), phases[f"encode {'base' if number == 0 else 'delta'}"] = timed(write)
         _, most = memory()
-        planes = sum(plane.nbytes for row in encoded.held.values() for plane in row.planes.values())
+        planes = sum(plane.nbytes for row in encoded.reference.values() for plane in row.planes.values())
         extra = max(extra, (most - before - planes) / state.nbytes)
         files.append(data)
         assert not encoded.kept_exactly, encoded.kept_exactly

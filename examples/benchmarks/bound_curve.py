@@ -74,12 +74,12 @@ def measure(kind: Kind, seeds: int, quick: bool) -> Curves:
     """Of all seeds from 1 on."""
     marks = QUICK_MARKS if quick else MARKS
     middles = (middle_of(kind, seed + 1, quick) for seed in range(seeds))
-    found = [(middle.occasion.step, _rises(middle, marks)) for middle in middles]
+    found = [(middle.save_context.step, _rises(middle, marks)) for middle in middles]
     return Curves(kind=kind, step=found[0][0], marks=marks, seeds=[rises for _, rises in found])
 
 
 def _rises(middle: Middle, marks: Sequence[int]) -> Rises:
-    restored = restored_values(middle.state, Auto(occasion=middle.occasion, scale=SCALE), None)
+    restored = restored_values(middle.state, Auto(save_context=middle.save_context, scale=SCALE), None)
     weights, moments = (_of(middle.state, restored, roles) for roles in (_WEIGHTS, _MOMENTS))
     mirrored = {name: 2 * middle.state.tensors[name] - value for name, value in weights.items()}
     paths: dict[str, list[Mapping[str, Tensor]]] = {
@@ -105,7 +105,7 @@ def _losses(middle: Middle, changed: Mapping[str, Tensor], marks: Sequence[int])
     losses, done = [], 0
     for mark in marks:
         for index in range(done, mark):
-            training.step(middle.occasion.step + index)
+            training.step(middle.save_context.step + index)
         losses.append(training.final())
         done = mark
     return losses

@@ -43,7 +43,7 @@ UNDISTURBED = ("plain", "nudged")
 _NUDGE = 1e-6
 """Of each weight: what rounding to fp32 changes it by a few times over, and no scheme could do less but by changing nothing."""
 
-_TOLD = (
+_WARNED = (
     "step",
     "kind",
     "bytes",
@@ -286,7 +286,7 @@ class _Restored:
         if not reports or reports[-1].step != step:
             raise RuntimeError(f"the save of step {step} has failed")
         report = reports[-1]
-        told = {name: getattr(report, name) for name in _TOLD}
+        told = {name: getattr(report, name) for name in _WARNED}
         told |= {name: getattr(report, name) for name in _TOLD_LATER if hasattr(report, name)}
         told["stored_exactly"] = _stored_exactly(report.raw_sections, report.sections)
         told["kept_exactly"] = len(report.kept_exactly)

@@ -73,8 +73,8 @@ def encode(state: TrainingState, name: str, before: EncodedState | None, threads
     scheme = (
         Lossless() if name == "lossless" else Inshrinkerator(options, Weights(state, options), CONFIGURATION)
     )
-    held, parent = (before.held, before.checkpoint.state_digest) if before else (None, None)
-    return encode_state(state, scheme, step=0, reference=held, parent=parent, threads=threads)
+    reference, parent = (before.reference, before.checkpoint.state_digest) if before else (None, None)
+    return encode_state(state, scheme, step=0, reference=reference, parent=parent, threads=threads)
 
 
 def stages(state: TrainingState) -> list[tuple[str, float]]:

@@ -28,7 +28,7 @@ import torch
 import zstandard
 from torch.distributed.checkpoint._extension import ZStandard
 
-from shrinkpoint.schemes.base import Context, EncodedTensor, Held, TensorCodec
+from shrinkpoint.schemes.base import Context, EncodedTensor, ReferenceState, TensorCodec
 from shrinkpoint.schemes.exact import ExactCodec
 from shrinkpoint.schemes.lossless.bit_planes import BitPlanesCodec
 from shrinkpoint.state.dtypes import tensor_to_bytes
@@ -179,12 +179,12 @@ class Ours(Coder):
 
     def measure(self, now: Tensors, before: Tensors | None) -> dict[str, Result]:
         found = {role: Result() for role in GROUPS}
-        beside: dict[str, dict[str, Held]] = {}
+        beside: dict[str, dict[str, ReferenceState]] = {}
         for role, name, tensor in _walk(now):
             spec = TensorSpec(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape))
             reference = None if before is None else self._base(before[role][name], spec)
             near = beside.setdefault(name, {})
-            context = Context(reference=reference, beside=dict(near))
+            context = Context(reference=reference, sibling_planes=dict(near))
             started = time.thread_time()
             coded = self._codec.encode(tensor, spec, context)
             encoded = time.thread_time()
@@ -196,13 +196,13 @@ class Ours(Coder):
             restored = self._codec.reconstruct(coded.encoded, planes, spec, context)
             decoded = time.thread_time()
             assert np.array_equal(tensor_to_bytes(restored), tensor_to_bytes(tensor))
-            near[role] = Held(coded.encoded.codec, coded.encoded.params, planes)
+            near[role] = ReferenceState(coded.encoded.codec, coded.encoded.params, planes)
             found[role] += Result(spec.nbytes, size, encoded - started, decoded - again)
         return found
 
-    def _base(self, tensor: torch.Tensor, spec: TensorSpec) -> Held:
+    def _base(self, tensor: torch.Tensor, spec: TensorSpec) -> ReferenceState:
         coded = self._codec.encode(tensor, spec, Context())
-        return Held(coded.encoded.codec, coded.encoded.params, coded.planes)
+        return ReferenceState(coded.encoded.codec, coded.encoded.params, coded.planes)
 
 
 def _size(encoded: EncodedTensor) -> int:

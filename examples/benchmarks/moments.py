@@ -36,7 +36,7 @@ from shrinkpoint.quantize.movement import MovementTracker
 from shrinkpoint.schemes.auto.factors import Factors, matrix_shape
 from shrinkpoint.schemes.auto.first_moments import CentroidFirstMomentCodec, CentroidMomentumCodec
 from shrinkpoint.schemes.auto.scheme import Auto
-from shrinkpoint.schemes.base import Occasion, TensorCodec
+from shrinkpoint.schemes.base import SaveContext, TensorCodec
 from shrinkpoint.state.roles import describe_training
 from shrinkpoint.state.training import Role, TrainingState
 
@@ -52,14 +52,14 @@ class Middle:
     """A training, and its checkpoint in the middle as a scheme gets to see it."""
 
     training: Training
-    occasion: Occasion
+    save_context: SaveContext
     kinds: Sequence[OptimizerKind]
     """Of the optimizers."""
 
     @property
     def state(self) -> TrainingState:
         """The checkpoint; its tensors are copies."""
-        return self.occasion.state
+        return self.save_context.state
 
 
 def middle_of(kind: Kind, seed: int, quick: bool) -> Middle:
@@ -72,13 +72,13 @@ def middle_of(kind: Kind, seed: int, quick: bool) -> Middle:
             tracker.note(_captured(training), index)
         training.step(index)
     state, kinds = _captured(training), [OptimizerKind.of(each) for each in training.optimizers]
-    occasion = Occasion(
+    save_context = SaveContext(
         state=state,
         step=step,
         movement=tracker.since(state, step),
         directions=moments_of_direction(state, kinds),
     )
-    return Middle(training=training, occasion=occasion, kinds=kinds)
+    return Middle(training=training, save_context=save_context, kinds=kinds)
 
 
 def _captured(training: Training) -> TrainingState:
@@ -155,7 +155,7 @@ class _Row:
 
 def measure(middle: Middle) -> list[_Row]:
     """All rows of a training."""
-    auto = Auto(occasion=middle.occasion)
+    auto = Auto(save_context=middle.save_context)
     fixed = [_Moments(auto=auto, loss=loss) for loss in LOSSES]
     chosen = _Moments(auto=auto)
     losses = chosen.losses(middle.state)
@@ -167,7 +167,7 @@ def measure(middle: Middle) -> list[_Row]:
 
 
 def _row(label: str, middle: Middle, scheme: _Moments) -> _Row:
-    state, step = middle.state, middle.occasion.step
+    state, step = middle.state, middle.save_context.step
     entries = encode_state(state, scheme, step=step, reference=None, parent=None).checkpoint.entries
     firsts = [entry for entry in entries if entry.spec.tag.role is Role.EXP_AVG]
     restored = TrainingState(state.tree, restored_values(state, scheme, None), state.specs)
@@ -211,7 +211,7 @@ _HEAD = (
 def table(kind: Kind, middle: Middle, rows: Sequence[_Row]) -> str:
     """Markdown, with a title."""
     lines = [
-        f"### {kind.title} ({kind.name}, step {middle.occasion.step})",
+        f"### {kind.title} ({kind.name}, step {middle.save_context.step})",
         "",
         "| " + " | ".join(_HEAD) + " |",
         "|---" * len(_HEAD) + "|",

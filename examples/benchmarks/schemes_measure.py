@@ -15,7 +15,7 @@ from shrinkpoint.coding.encode import Decoded, EncodedState, decode_chain, encod
 from shrinkpoint.container.reader import read_container
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.quantize.movement import MovementTracker
-from shrinkpoint.schemes.base import Held, Occasion
+from shrinkpoint.schemes.base import ReferenceState, SaveContext
 from shrinkpoint.state.dtypes import tensor_to_bytes
 from shrinkpoint.state.training import Role, TrainingState
 
@@ -53,7 +53,7 @@ class Chain:
         self.sizes: list[Size] = []
         self.kept_exactly: dict[str, str] = {}
         """Tensors that the scheme refused at some save, with the reason."""
-        self._held: dict[str, Held] | None = None
+        self._held: dict[str, ReferenceState] | None = None
         self._parent: str | None = None
         self._restored = False
         self._movement = MovementTracker()
@@ -62,14 +62,14 @@ class Chain:
 
     def encode(self, state: TrainingState, step: int, threads: int = 1) -> tuple[EncodedState, bytes]:
         """The next checkpoint, which is not added."""
-        occasion = Occasion(
+        save_context = SaveContext(
             state=state,
             step=step,
             reference=self._held,
             restored=self._restored,
             movement=self._movement.since(state, step),
         )
-        scheme = self._setting.build(occasion)
+        scheme = self._setting.build(save_context)
         coded = encode_state(
             state, scheme, step=step, reference=self._held, parent=self._parent, threads=threads
         )
@@ -91,7 +91,7 @@ class Chain:
             )
         )
         self.kept_exactly |= coded.kept_exactly
-        self._held, self._parent = dict(coded.held), coded.checkpoint.state_digest
+        self._held, self._parent = dict(coded.reference), coded.checkpoint.state_digest
         self._restored = False
         self._movement.note(state, step)
         return coded
@@ -103,7 +103,7 @@ class Chain:
     def restore(self) -> Decoded:
         """The same of the last checkpoint, from which training, and the chain, then go on."""
         decoded = self.read()
-        self._held, self._restored = dict(decoded.held), True
+        self._held, self._restored = dict(decoded.reference), True
         self._movement.note(decoded.state, decoded.checkpoint.step)
         return decoded
 

@@ -9,7 +9,7 @@ from typing import Any
 from schemes_cache import digest
 
 from shrinkpoint.schemes.auto.scheme import AutoOptions
-from shrinkpoint.schemes.base import Occasion, Scheme
+from shrinkpoint.schemes.base import SaveContext, Scheme
 from shrinkpoint.schemes.catalogue import SCHEMES, build, options_of
 from shrinkpoint.schemes.inshrinkerator.scheme import Inshrinkerator, InshrinkeratorOptions, Weights
 from shrinkpoint.schemes.inshrinkerator.space import Configuration
@@ -45,12 +45,12 @@ class Setting:
         configuration = self.configuration.to_json() if self.configuration is not None else None
         return digest({"options": options, "configuration": configuration})
 
-    def build(self, occasion: Occasion) -> Scheme:
+    def build(self, save_context: SaveContext) -> Scheme:
         """The scheme for one save."""
         if self.configuration is None:
-            return build(self.scheme, self.options, occasion)
+            return build(self.scheme, self.options, save_context)
         options = self.options or InshrinkeratorOptions()
-        weights = Weights(occasion.state, options, occasion.gradients)
+        weights = Weights(save_context.state, options, save_context.gradients)
         return Inshrinkerator(options, weights, self.configuration)
 
 

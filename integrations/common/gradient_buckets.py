@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from shrinkpoint.integrations.common.ranks import is_first, world_size
-from shrinkpoint.quality.preserve import untouched
-from shrinkpoint.warn import tell
+from shrinkpoint.quality.preserve import preserved_state
+from shrinkpoint.warn import warn
 
 __all__ = ["Buckets", "bucket_order", "restore_buckets", "stateful_hook"]
 
@@ -69,13 +69,13 @@ def restore_buckets(model: Any, buckets: Buckets) -> None:
     if reason is None:
         with ExitStack() as stack:
             for _, state in model._comm_hooks:
-                stack.enter_context(_untouched_state(state))
+                stack.enter_context(_preserved_state(state))
             _backward_of_zeros(model, [number for bucket in buckets for number in bucket])
         # Which bucket comes first is of no account to a sum, and depends on a hash table where there are several dtypes.
         if sorted(_rebuilt(model)) != sorted(buckets):
             reason = "DDP has made other buckets of them, as another bucket_cap_mb or another version of torch does"
     if reason is not None and is_first():
-        tell(
+        warn(
             f"the gradients of the processes are summed in another order than before: {reason}. Training continues, but not"
             " bit by bit"
         )
@@ -140,7 +140,7 @@ def _zeros(parameter: torch.Tensor, *, sparse: bool) -> torch.Tensor:
 
 
 @contextmanager
-def _untouched_state(state: object) -> Iterator[None]:
+def _preserved_state(state: object) -> Iterator[None]:
     """Leave a communication hook's state as it was; torch's own have slots."""
     slots = [
         name
@@ -150,7 +150,7 @@ def _untouched_state(state: object) -> Iterator[None]:
     ]
     values = {name: getattr(state, name) for name in slots}
     try:
-        with untouched(getattr(state, "__dict__", {}), values):
+        with preserved_state(getattr(state, "__dict__", {}), values):
             yield
     finally:
         for name, value in values.items():

@@ -19,7 +19,7 @@ __all__ = [
     "KeptBatches",
     "RecentBatches",
     "loss_of",
-    "metrics_untouched",
+    "metrics_preserved",
     "number_of",
     "to_host",
 ]
@@ -240,17 +240,17 @@ def loss_of(value: Any) -> float:
 
 
 @contextmanager
-def metrics_untouched(module: nn.Module) -> Iterator[None]:
+def metrics_preserved(module: nn.Module) -> Iterator[None]:
     """Put the states of torchmetrics back afterwards: they are neither parameters nor buffers."""
     with ExitStack() as stack:
         for part in module.modules():
             if hasattr(part, "_defaults") and hasattr(part, "_update_count"):  # a torchmetrics.Metric
-                stack.enter_context(_metric_untouched(part))
+                stack.enter_context(_metric_preserved(part))
         yield
 
 
 @contextmanager
-def _metric_untouched(metric: Any) -> Iterator[None]:
+def _metric_preserved(metric: Any) -> Iterator[None]:
     names = [*metric._defaults, "_update_count", "_computed", "_forward_cache", "_update_called"]
     before = {name: _copied(getattr(metric, name)) for name in names if hasattr(type(metric), name) is False}
     if "distributed_available_fn" in vars(metric):

@@ -102,8 +102,8 @@ def on_every(action: Callable[[], T]) -> T:
     """
     own: Outcome[T] = Outcome()
     own.run(action)
-    told = gather(None if own.error is None else (type(own.error).__name__, str(own.error)))
-    for number, named in enumerate(told):
+    failures = gather(None if own.error is None else (type(own.error).__name__, str(own.error)))
+    for number, named in enumerate(failures):
         if own.error is None and named is not None:
             raise _rebuilt(*named, where=f"on process {number}")
     return own.get()

@@ -25,7 +25,7 @@ from shrinkpoint.saving.resume import resume_from
 from shrinkpoint.saving.retention import lineage_of
 from shrinkpoint.state.training import Describe, TrainingState
 from shrinkpoint.store.manifest import Manifest
-from shrinkpoint.warn import tell
+from shrinkpoint.warn import warn
 
 __all__ = ["RunSession"]
 
@@ -53,7 +53,7 @@ class RunSession:
         """The step of this run's last checkpoint; the framework's session keeps it up to date on every rank."""
         self._saver: Saver | None = None
         self._taken = 0
-        self._untold: list[SaveReport] = []
+        self._unreported: list[SaveReport] = []
         self._warned: set[str] = set()
         self._until_failure = UntilFailure(self.warn_once)
 
@@ -153,8 +153,8 @@ class RunSession:
         if serve:
             self._saver.poll()
         self._take_reports()
-        told, self._untold = self._untold, []
-        return told
+        reports, self._unreported = self._unreported, []
+        return reports
 
     def wants(self, *, last: bool) -> bool:
         """Whether a save that is due is to be made: all ranks are told the same, before they gather a state.
@@ -221,7 +221,7 @@ class RunSession:
         """Warn, unless the same message, or another one of the same `topic`, has been told already."""
         if (topic or message) not in self._warned:
             self._warned.add(topic or message)
-            tell(message)
+            warn(message)
 
     def warn_hook(self, name: str | None) -> None:
         """Warn of the state of a DDP communication hook, of each process's own and as large as the model; None has none."""
@@ -261,7 +261,7 @@ class RunSession:
     def _take_reports(self) -> None:
         new = self.saver.reports()[self._taken :]
         self._taken += len(new)
-        self._untold += new
+        self._unreported += new
         for report in new:
             self.best.add(report.step, report.metrics, finite=report.not_finite is None)
 

@@ -19,7 +19,7 @@ from shrinkpoint.integrations.common.probe import (
     MORE_BATCHES,
     KeptBatches,
     loss_of,
-    metrics_untouched,
+    metrics_preserved,
     to_host,
 )
 from shrinkpoint.integrations.common.ranks import broadcast, gather
@@ -110,7 +110,7 @@ class LossProbe:
 def _losses_with(
     state: State, module: nn.Module, weights: Mapping[str, torch.Tensor], batches: Sequence[Any]
 ) -> tuple[float, ...]:
-    with metrics_untouched(module), swapped_weights(module, weights):
+    with metrics_preserved(module), swapped_weights(module, weights):
         return _losses(state, module, batches)
 
 

@@ -22,7 +22,7 @@ from shrinkpoint.integrations.composer.state import (
 from shrinkpoint.saving.resume import overridden_rates
 from shrinkpoint.saving.retention import is_weights_only
 from shrinkpoint.store.manifest import Manifest
-from shrinkpoint.warn import tell
+from shrinkpoint.warn import warn
 
 __all__ = ["continue_run", "require_supported"]
 
@@ -76,7 +76,7 @@ def continue_run(run: RunSession, data: DataPlace, state: State, logger: Logger)
         _require_own_run(run, state)
         if loaded is not None:
             run.saved_step = int(state.timestamp.batch)
-            _tell_newer(run, state, str(loaded))
+            _warn_newer(run, state, str(loaded))
         return []
     url = run.settings.url
     stored = on_every(lambda: _read(run, manifest))
@@ -89,22 +89,22 @@ def continue_run(run: RunSession, data: DataPlace, state: State, logger: Logger)
     on_first(require_same_run)
     stores_optimizers = not is_weights_only(manifest.meta)
     if stores_optimizers:
-        _tell_overridden(stored["state"]["optimizers"], state)
+        _warn_overridden(stored["state"]["optimizers"], state)
     load_state(stored, state, logger, url, optimizers=stores_optimizers)
     _take_place(stored["ranks"], data)
     run.saved_step = int(state.timestamp.batch)
     run.remember()
     if not is_first():  # only the first process goes on from what it has read
         run.saver.forget()
-    _tell_resumed(run, state)
+    _warn_resumed(run, state)
     return stored["buckets"] if len(stored["ranks"]) == world_size() else []
 
 
-def _tell_overridden(stored: Mapping[str, Any], state: State) -> None:
+def _warn_overridden(stored: Mapping[str, Any], state: State) -> None:
     there = [stored[type(optimizer).__qualname__] for optimizer in state.optimizers]
     overridden = overridden_rates(there, state.optimizers, scheduled=bool(state.schedulers))
     if overridden is not None and is_first():
-        tell(overridden)
+        warn(overridden)
 
 
 def _read(run: RunSession, manifest: Manifest) -> Any:
@@ -138,7 +138,7 @@ def _take_place(ranks: list[Any], data: DataPlace) -> None:
         )
 
 
-def _tell_resumed(run: RunSession, state: State) -> None:
+def _warn_resumed(run: RunSession, state: State) -> None:
     if not is_first():
         return
     _log.info("continuing %s from batch %d", run.settings.url, int(state.timestamp.batch))
@@ -152,7 +152,7 @@ def _tell_resumed(run: RunSession, state: State) -> None:
         )
 
 
-def _tell_newer(run: RunSession, state: State, loaded: str) -> None:
+def _warn_newer(run: RunSession, state: State, loaded: str) -> None:
     newest = on_first(lambda: next(iter(run.saver.store.manifests()), None))
     batch = int(state.timestamp.batch)
     if newest is not None and newest.step > batch and is_first():

@@ -20,7 +20,7 @@ from shrinkpoint.integrations.common.alone import alone
 from shrinkpoint.integrations.common.probe import (
     MORE_BATCHES,
     KeptBatches,
-    metrics_untouched,
+    metrics_preserved,
     number_of,
     to_host,
 )
@@ -74,7 +74,7 @@ class LossProbe:
         measure = self.measurement(trainer, module)
 
         def evaluate(weights: Mapping[str, torch.Tensor]) -> tuple[float, ...]:
-            with metrics_untouched(module), swapped_weights(module, without_averages(weights)):
+            with metrics_preserved(module), swapped_weights(module, without_averages(weights)):
                 return measure()
 
         return evaluate

@@ -25,7 +25,7 @@ from shrinkpoint.runtime.termination import TerminationRequest
 from shrinkpoint.saver import Saver
 from shrinkpoint.saving.address import Address
 from shrinkpoint.saving.resume import overridden_rates, require_optimizers
-from shrinkpoint.warn import tell
+from shrinkpoint.warn import warn
 
 __all__ = ["Session"]
 
@@ -107,7 +107,7 @@ class Session:
             scheduled = bool(trainer.lr_scheduler_configs)
             overridden = overridden_rates(self._stored_optimizers, trainer.optimizers, scheduled=scheduled)
             if overridden is not None and trainer.is_global_zero:
-                tell(overridden)
+                warn(overridden)
             self._stored_optimizers = []
         Position.of(trainer).fit_starts()
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from shrinkpoint.integrations.transformers.generators import Generators, seeds, set_seeds
 from shrinkpoint.integrations.transformers.skipping import can_skip
-from shrinkpoint.warn import tell
+from shrinkpoint.warn import warn
 
 __all__ = ["DataPlace", "FollowedLoader"]
 
@@ -73,7 +73,7 @@ class DataPlace:
     def in_epoch(self) -> None:
         """The trainer has the first batch after the place."""
         if self._pending is not None:
-            tell(
+            warn(
                 "the order of the samples could not be restored: the trainer has not used the loader of its"
                 " get_train_dataloader()"
             )
@@ -89,7 +89,7 @@ class DataPlace:
         stored = self._pending if skip and self._pending is not None else None
         self._pending = None if skip else self._pending
         if stored is not None and stored["batches"] != skip:
-            tell(
+            warn(
                 f"the checkpoint was saved after {stored['batches']} batches of the epoch, and the trainer skips {skip}: the"
                 " order of the samples will differ, as another batch size or number of accumulated gradients makes it"
             )

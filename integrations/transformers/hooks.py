@@ -15,7 +15,7 @@ from transformers import trainer as trainer_module
 
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.integrations.transformers.data import FollowedLoader
-from shrinkpoint.warn import tell
+from shrinkpoint.warn import warn
 
 __all__ = ["TESTED", "install", "overridden"]
 
@@ -61,7 +61,7 @@ def _asking(original: Callable[..., Any]) -> Callable[..., Any]:
         if not owners:
             return original(self, given, *args, **kwargs)
         if trial is not None:
-            tell(
+            warn(
                 "the trials of a hyper-parameter search are not saved: CompressedCheckpoint leaves them alone"
             )
             return original(self, given, *args, **kwargs)

@@ -21,7 +21,7 @@ from shrinkpoint.integrations.common.probe import (
     KeptBatches,
     RecentBatches,
     loss_of,
-    metrics_untouched,
+    metrics_preserved,
     to_host,
 )
 from shrinkpoint.integrations.common.ranks import world_size
@@ -68,7 +68,7 @@ class LossProbe:
         module: nn.Module = trainer.model
 
         def evaluate(weights: Mapping[str, torch.Tensor]) -> tuple[float, ...]:
-            with metrics_untouched(module), swapped_weights(module, without_averages(weights)), alone():
+            with metrics_preserved(module), swapped_weights(module, without_averages(weights)), alone():
                 return measure()
 
         return evaluate

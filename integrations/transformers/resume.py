@@ -20,7 +20,7 @@ from shrinkpoint.integrations.transformers.state import (
 )
 from shrinkpoint.saving.address import Address
 from shrinkpoint.store.manifest import Manifest
-from shrinkpoint.warn import tell
+from shrinkpoint.warn import warn
 
 __all__ = [
     "AFTER_THE_END",
@@ -120,7 +120,7 @@ def choose(run: RunSession, trainer: Any, given: Any) -> Mapping[str, Any] | Non
         given = None  # "go on from the last checkpoint": there are none in the trainer's folder since they are ours
     if given is not None and address is None:
         _require_own_run(run, trainer)
-        _tell_newer(run, given)
+        _warn_newer(run, given)
         return None
     manifest = run.choose() if address is None else on_first(lambda: _at(run, address))
     if manifest is None:
@@ -132,7 +132,7 @@ def choose(run: RunSession, trainer: Any, given: Any) -> Mapping[str, Any] | Non
     run.remember()
     if not is_first():  # only the first process goes on from what it has read
         run.saver.forget()
-    _tell_resumed(run, stored, trainer.args)
+    _warn_resumed(run, stored, trainer.args)
     found: Mapping[str, Any] = stored
     return found
 
@@ -203,27 +203,27 @@ def write_thin(stored: Mapping[str, Any], folder: Path, *, complete: bool) -> st
     return str(folder)
 
 
-def _tell_resumed(run: RunSession, stored: Mapping[str, Any], args: Any) -> None:
+def _warn_resumed(run: RunSession, stored: Mapping[str, Any], args: Any) -> None:
     if not is_first():
         return
     step = stored["trainer"]["global_step"]
     _log.info("continuing %s from step %d", run.settings.url, step)
     if is_complete(stored, args):
-        tell(
+        warn(
             f"the run in {run.settings.url} is complete: it ended at step {step}. Raise max_steps or num_train_epochs to train"
             " on; there is nothing to do now"
         )
     if len(stored["ranks"]) != world_size():
-        tell(
+        warn(
             f"the checkpoint was saved by {len(stored['ranks'])} processes and is continued by {world_size()}: random numbers"
             " and the order of samples will differ"
         )
 
 
-def _tell_newer(run: RunSession, given: Any) -> None:
+def _warn_newer(run: RunSession, given: Any) -> None:
     newest = on_first(lambda: next(iter(run.saver.store.manifests()), None))
     if newest is not None and is_first():
-        tell(
+        warn(
             f"resume_from_checkpoint={given!r} wins: {run.settings.url}, which holds step {newest.step}, is not continued. Leave"
             " resume_from_checkpoint out to go on from there"
         )

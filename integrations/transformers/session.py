@@ -54,7 +54,7 @@ from shrinkpoint.integrations.transformers.state import (
 )
 from shrinkpoint.runtime.termination import TerminationRequest
 from shrinkpoint.saving.address import Address
-from shrinkpoint.warn import tell
+from shrinkpoint.warn import warn
 
 __all__ = ["Session"]
 
@@ -383,7 +383,7 @@ class Session:
             None  # the trainer would look for a folder; `train_ends` sets it again
         )
         if address is None:
-            tell(
+            warn(
                 "there is no best checkpoint to load: no evaluation has been saved. The model stays as it is"
             )
             return

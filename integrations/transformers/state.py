@@ -13,7 +13,7 @@ from shrinkpoint.integrations.common.gradient_buckets import Buckets
 from shrinkpoint.saving.resume import overridden_rates, require_optimizers, require_same_model
 from shrinkpoint.state.roles import describe_training
 from shrinkpoint.state.training import Describe
-from shrinkpoint.warn import tell
+from shrinkpoint.warn import warn
 
 __all__ = [
     "OUTLINE",
@@ -175,9 +175,9 @@ def load_optimizer(stored: Mapping[str, Any], trainer: Any, url: str) -> None:
     """
     live, there = optimizers_of(trainer), stored["optimizers"]
     require_optimizers(there, live, url)
-    told = overridden_rates(there, live, scheduled=trainer.lr_scheduler is not None)
-    if told is not None:
-        tell(told)
+    message = overridden_rates(there, live, scheduled=trainer.lr_scheduler is not None)
+    if message is not None:
+        warn(message)
     for optimizer, state in zip(live, there, strict=True):
         optimizer.load_state_dict(state)
     if trainer.lr_scheduler is not None and stored["scheduler"] is not None:

@@ -685,7 +685,7 @@ class Scaled(Tiny):
 
 
 def test_the_batches_that_are_kept_have_been_transformed(
-    saving: Make, monkeypatch: pytest.MonkeyPatch, told_in_background: list[Warning]
+    saving: Make, monkeypatch: pytest.MonkeyPatch, warned_in_background: list[Warning]
 ) -> None:
     monkeypatch.setattr("support.composer_models.Tiny", Scaled)
 
@@ -706,9 +706,9 @@ def test_the_batches_that_are_kept_have_been_transformed(
                 setup=Setup(width=512, eval_interval=None, duration="1ep", data="transformed"),
                 **more,
             )
-    (told,) = told_in_background  # the second run began beside the first one
+    (told,) = warned_in_background  # the second run began beside the first one
     assert "that this training does not continue" in str(told)
-    told_in_background.clear()
+    warned_in_background.clear()
 
 
 class Talkative(Tiny):
@@ -898,7 +898,7 @@ def test_any_iterable_will_do(saving: Make, data: Callable[[], Any]) -> None:
     assert_same(weights[0], weights[1])
 
 
-def test_a_language_model_of_transformers(saving: Make, told_in_background: list[Warning]) -> None:
+def test_a_language_model_of_transformers(saving: Make, warned_in_background: list[Warning]) -> None:
     pytest.importorskip("transformers")
     from composer.models import HuggingFaceModel
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -942,10 +942,10 @@ def test_a_language_model_of_transformers(saving: Make, told_in_background: list
     with warnings.catch_warnings():
         warnings.simplefilter("error", ShrinkpointWarning)
         run(measured, seed=1, loggers=[logger])
-    told, *exact = map(str, told_in_background)
+    told, *exact = map(str, warned_in_background)
     assert "that this training does not continue" in told
     assert all("is stored exactly: " in each for each in exact)
-    told_in_background.clear()
+    warned_in_background.clear()
     assert logger.data["checkpoint/degradation"]
     manifest = Saver(url_of(measured)).store.manifests()[0]
     weights = 4 * sum(value.numel() for name, value in whole.items() if name != "model.lm_head.weight")

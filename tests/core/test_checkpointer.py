@@ -164,7 +164,7 @@ def test_every_with_strides(tmp_path):
     assert [r.step for r in run.checkpointer.reports()] == [12, 24, 30]
 
 
-def test_resume_policies(tmp_path, told_in_background):
+def test_resume_policies(tmp_path, warned_in_background):
     with pytest.raises(NoCheckpointError, match="resume='must'"):
         Run(tmp_path, resume="must").checkpointer.resume()
     assert Run(tmp_path).train(until=2) == 0
@@ -174,9 +174,9 @@ def test_resume_policies(tmp_path, told_in_background):
     assert [r.kind for r in fresh.checkpointer.reports()] == ["base", "delta"]
     with pytest.raises(ConfigError, match="resume='maybe'"):
         Run(tmp_path, resume="maybe")
-    (told,) = told_in_background
+    (told,) = warned_in_background
     assert "that this training does not continue" in str(told)
-    told_in_background.clear()
+    warned_in_background.clear()
 
 
 @pytest.mark.parametrize(
@@ -464,7 +464,7 @@ def test_the_last_step_is_saved_after_the_evaluations_of_the_save_before_it(tmp_
 
 
 @pytest.fixture
-def held(monkeypatch):
+def reference(monkeypatch):
     """Encoding waits until the event is set."""
     free, encode = threading.Event(), encode_state
 
@@ -477,25 +477,25 @@ def held(monkeypatch):
     free.set()
 
 
-def test_skipped_saves_are_told_once_and_the_last_is_made_up_for(tmp_path, held):
+def test_skipped_saves_are_told_once_and_the_last_is_made_up_for(tmp_path, reference):
     run = Run(tmp_path, every=1, save_last=True)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ShrinkpointWarning)
         for step in range(9):
             run.step(step)
             run.checkpointer.step(step + 1)
-        held.set()
+        reference.set()
         run.checkpointer.close()
     assert saved_steps(run) == [1, 9]
     [message] = [str(warning.message) for warning in caught]
     assert re.match(r"a save is skipped: that of step 1 has been under way for 0 s.*busy='wait'", message)
 
 
-def test_skipped_saves_are_told_again_at_ten(tmp_path, held):
+def test_skipped_saves_are_told_again_at_ten(tmp_path, reference):
     run = Run(tmp_path, every=1)
     with pytest.warns(ShrinkpointWarning) as caught:
         [run.checkpointer.step(step) for step in range(1, 31)]
-    held.set()
+    reference.set()
     run.checkpointer.close()
     assert [str(warning.message)[:28] for warning in caught] == [
         "a save is skipped: that of s",

@@ -235,8 +235,8 @@ def test_host_memory_is_one_snapshot_and_one_of_what_the_reader_holds(loop, monk
     count = len(loop.saver._snapshotter._buffers)
     assert peaks == [*range(count)][::-1] * 2
     assert len(buffers) == 1
-    held = loop.saver._committer._link.held
-    nbytes = sum(plane.nbytes for one in held.values() for plane in one.planes.values())
+    reference = loop.saver._committer._link.reference
+    nbytes = sum(plane.nbytes for one in reference.values() for plane in one.planes.values())
     assert nbytes == sum(t.nbytes for t in loop.saver._snapshotter._buffers.values())
 
 
@@ -467,7 +467,7 @@ def test_a_success_in_between_starts_the_count_anew(objects):
         loop.save(wait=True)
 
 
-def test_a_saver_that_forgets_what_it_read_makes_a_base(loop, told_in_background):
+def test_a_saver_that_forgets_what_it_read_makes_a_base(loop, warned_in_background):
     loop.train()
     loop.save(wait=True)
     again = Loop()
@@ -478,12 +478,12 @@ def test_a_saver_that_forgets_what_it_read_makes_a_base(loop, told_in_background
     again.train(2)
     again.save(wait=True)
     assert again.saver.reports()[-1].kind == "base"
-    (told,) = told_in_background
+    (told,) = warned_in_background
     assert "that this training does not continue" in str(told)
-    told_in_background.clear()
+    warned_in_background.clear()
 
 
-def test_forgetting_while_a_save_is_under_way_makes_a_base_of_the_next_one(objects, told_in_background):
+def test_forgetting_while_a_save_is_under_way_makes_a_base_of_the_next_one(objects, warned_in_background):
     loop = Loop(scheme="auto", busy="wait")
     for _ in range(3):
         loop.train()
@@ -494,12 +494,12 @@ def test_forgetting_while_a_save_is_under_way_makes_a_base_of_the_next_one(objec
     loop.saver.flush()
     assert [report.kind for report in loop.saver.reports()] == ["base", "delta", "base"]
     loop.saver.close()
-    (told,) = told_in_background
+    (told,) = warned_in_background
     assert "that this training does not continue" in str(told)
-    told_in_background.clear()
+    warned_in_background.clear()
 
 
-def test_an_overtaken_writer_is_told_and_harms_nothing(loop, told_in_background):
+def test_an_overtaken_writer_is_told_and_harms_nothing(loop, warned_in_background):
     loop.train()
     loop.save(wait=True)
     other = Loop()
@@ -509,9 +509,9 @@ def test_an_overtaken_writer_is_told_and_harms_nothing(loop, told_in_background)
         with pytest.raises(FencedError, match="another writer"):
             loop.save(wait=True)
     assert restored().manifest.step == 2
-    (told,) = told_in_background
+    (told,) = warned_in_background
     assert "that this training does not continue" in str(told)
-    told_in_background.clear()
+    warned_in_background.clear()
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(loop, objects):

@@ -8,7 +8,7 @@ from support.training import TinyMLP
 from shrinkpoint.errors import ShrinkpointWarning
 from shrinkpoint.saver import Saver, SaverConfig
 from shrinkpoint.store.objects import TransientStoreError
-from shrinkpoint.warn import tell
+from shrinkpoint.warn import warn
 
 
 def in_background(work):
@@ -28,13 +28,13 @@ def in_background(work):
 
 
 @pytest.fixture
-def strict(told_in_background):
+def strict(warned_in_background):
     """The warnings that are shown where all of them are errors."""
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("error")
         yield shown
-    assert [warning.message for warning in shown] == told_in_background
-    told_in_background.clear()
+    assert [warning.message for warning in shown] == warned_in_background
+    warned_in_background.clear()
 
 
 @pytest.fixture
@@ -53,18 +53,18 @@ def save(saver, step):
 
 def test_it_warns_of_the_callers_line():
     with pytest.warns(ShrinkpointWarning, match="the disk is slow") as told:
-        tell("the disk is slow", stacklevel=1)
+        warn("the disk is slow", stacklevel=1)
     assert [warning.filename for warning in told] == [__file__]
 
 
 def test_a_filter_that_makes_it_an_error_is_obeyed_in_the_main_thread(strict):
     with pytest.raises(ShrinkpointWarning, match="the disk is slow"):
-        tell("the disk is slow")
+        warn("the disk is slow")
     assert not strict
 
 
 def test_elsewhere_it_is_shown_and_not_raised(strict):
-    assert in_background(lambda: tell("the disk is slow")) == []
+    assert in_background(lambda: warn("the disk is slow")) == []
     assert [str(warning.message) for warning in strict] == ["the disk is slow"]
     assert [warning.category for warning in strict] == [ShrinkpointWarning]
 
@@ -72,8 +72,8 @@ def test_elsewhere_it_is_shown_and_not_raised(strict):
 def test_a_filter_that_ignores_it_is_obeyed_everywhere():
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("ignore")
-        assert in_background(lambda: tell("the disk is slow")) == []
-        tell("the disk is slow")
+        assert in_background(lambda: warn("the disk is slow")) == []
+        warn("the disk is slow")
     assert not shown
 
 

@@ -51,7 +51,7 @@ def test_trainings_that_are_not_there_are_refused(capsys):
 def test_undisturbed_paths_are_that_of_the_training_itself(middle):
     import bound_curve
 
-    training, step = middle.training, middle.occasion.step
+    training, step = middle.training, middle.save_context.step
     expected = [training.final()]
     for done in range(2):
         training.step(step + done)

@@ -43,7 +43,7 @@ def main() -> None:
     model[3].to(torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     describe = describe_training(model, [optimizer], model_path=("model",), optimizers_path=("optimizers",))
-    held, parent, written, told = None, None, [], []
+    reference, parent, written, told = None, None, [], []
     for step, (bins, prune, protect, metric, coder) in enumerate(RECIPES):
         for _ in range(3):
             hidden = model[2](model[1](model[0](torch.randint(0, 60, (32,)))))
@@ -63,9 +63,9 @@ def main() -> None:
         )
         scheme = Inshrinkerator(options, Weights(state, options), configuration)
         encoded = encode_state(
-            state, scheme, step=step, reference=held, parent=parent, provenance={"golden": 1}
+            state, scheme, step=step, reference=reference, parent=parent, provenance={"golden": 1}
         )
-        held, parent = encoded.held, encoded.checkpoint.state_digest
+        reference, parent = encoded.reference, encoded.checkpoint.state_digest
         written.append(write_container(encoded.checkpoint))
         told.append(expected(decode_chain(map(read_container, written)).state))
     for step, data in enumerate(written):

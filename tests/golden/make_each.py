@@ -198,7 +198,8 @@ CASES: Mapping[str, Mapping[str, Variant]] = {
         "vector": weight(lambda step, _: TrellisLatticeCodec(step=0.001, seed=step, states=8), shape=(300,)),
         "narrow": weight(lambda step, _: TrellisLatticeCodec(step=0.01, seed=step), shape=(500, 5)),
         "went-on": weight(
-            lambda step, _: TrellisLatticeCodec(step=0.02, seed=step, went_on=step == 2), shape=(40, 6, 4)
+            lambda step, _: TrellisLatticeCodec(step=0.02, seed=step, after_restore=step == 2),
+            shape=(40, 6, 4),
         ),
         "low-rank": weight(
             lambda step, _: TrellisLatticeCodec(step=0.0005, seed=step), shape=(200, 72), rank=2
@@ -208,7 +209,7 @@ CASES: Mapping[str, Mapping[str, Variant]] = {
         "kept-half": weight(kept(states=8), shape=(16, 3, 9), dtype=torch.bfloat16),
         "kept-all": weight(
             lambda step, _: TrellisLatticeCodec(
-                step=0.02, seed=step, kept=np.full(24, step == 1), went_on=step == 2
+                step=0.02, seed=step, kept=np.full(24, step == 1), after_restore=step == 2
             )
         ),
     },
@@ -389,7 +390,7 @@ def encode(variants: Mapping[str, Variant]) -> list[EncodedState]:
             TrainingState.capture(live, describe),
             ByName(makers),
             step=step,
-            reference=chain[-1].held if chain else None,
+            reference=chain[-1].reference if chain else None,
             parent=chain[-1].checkpoint.state_digest if chain else None,
             provenance={"golden": 1},
         )

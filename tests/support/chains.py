@@ -14,12 +14,12 @@ from shrinkpoint.coding.encode import EncodedState, decode_chain, encode_state
 from shrinkpoint.container.reader import read_container
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.errors import ShrinkpointError
-from shrinkpoint.schemes.base import Context, Held, Scheme
+from shrinkpoint.schemes.base import Context, ReferenceState, Scheme
 from shrinkpoint.state.training import LayerType, Role, Tag, TensorSpec, TrainingState
 
 ROLES = {"w": Role.WEIGHT, "exp_avg": Role.EXP_AVG, "exp_avg_sq": Role.EXP_AVG_SQ}
 
-MakeScheme = Callable[[dict[str, Held] | None], Scheme]
+MakeScheme = Callable[[dict[str, ReferenceState] | None], Scheme]
 """A scheme for the next save, given what a reader holds."""
 
 
@@ -85,10 +85,10 @@ def save_chain(
 ) -> tuple[list[Any], list[EncodedState]]:
     """A base and deltas of the states, written and read back; and what the encoder told of each."""
     checkpoints, told = [], []
-    held: dict[str, Held] | None = None
+    after: dict[str, ReferenceState] | None = None
     parent = None
     for step, state in enumerate(states):
-        reference = None if held is None else dict(held)
+        reference = None if after is None else dict(after)
         release = None if reference is None else reference.pop
         coded = encode_state(
             state,
@@ -100,7 +100,7 @@ def save_chain(
             threads=threads,
         )
         checkpoints.append(read_container(write_container(coded.checkpoint)))
-        held, parent = dict(coded.held), coded.checkpoint.state_digest
+        after, parent = dict(coded.reference), coded.checkpoint.state_digest
         told.append(coded)
     return checkpoints, told
 
@@ -115,11 +115,11 @@ def check_chain(states: Sequence[TrainingState], make: MakeScheme) -> list[Train
     restored = []
     for length, coded in enumerate(told, 1):
         decoded = decode_chain(checkpoints[:length])
-        assert decoded.held.keys() == coded.held.keys()
-        for name, held in coded.held.items():
-            there = decoded.held[name]
-            assert (there.codec, there.planes.keys()) == (held.codec, held.planes.keys())
-            for key, plane in held.planes.items():
+        assert decoded.reference.keys() == coded.reference.keys()
+        for name, reference in coded.reference.items():
+            there = decoded.reference[name]
+            assert (there.codec, there.planes.keys()) == (reference.codec, reference.planes.keys())
+            for key, plane in reference.planes.items():
                 assert plane.dtype == there.planes[key].dtype
                 assert plane.tobytes() == there.planes[key].tobytes(), (name, key)
         for name, tensor in states[length - 1].tensors.items():
@@ -133,11 +133,11 @@ def relative_step(codec: Any, before: torch.Tensor, after: torch.Tensor) -> tupl
     """One base and one delta of a lone tensor by its codec: what was coded second, and the restored value."""
     spec = spec_of(before)
     base = codec.encode(before, spec, Context())
-    held = Held(base.encoded.codec, base.encoded.params, base.planes)
-    coded = codec.encode(after, spec, Context(held))
+    reference = ReferenceState(base.encoded.codec, base.encoded.params, base.planes)
+    coded = codec.encode(after, spec, Context(reference))
     reader = type(codec)()
-    planes = reader.decode(coded.encoded, spec, Context(held))
-    restored = reader.reconstruct(coded.encoded, planes, spec, Context(held))
+    planes = reader.decode(coded.encoded, spec, Context(reference))
+    restored = reader.reconstruct(coded.encoded, planes, spec, Context(reference))
     assert identical(restored, coded.value)
     return coded, restored
 
@@ -146,9 +146,9 @@ def check_malformed(codec: Any, before: torch.Tensor, after: torch.Tensor, seed:
     """Damaged copies of a base and a delta raise one of our errors, or decode to a tensor of the right kind."""
     spec = spec_of(before)
     base = codec.encode(before, spec, Context())
-    held = Held(base.encoded.codec, base.encoded.params, base.planes)
-    delta = codec.encode(after, spec, Context(held))
-    for encoded, context in ((base.encoded, Context()), (delta.encoded, Context(held))):
+    reference = ReferenceState(base.encoded.codec, base.encoded.params, base.planes)
+    delta = codec.encode(after, spec, Context(reference))
+    for encoded, context in ((base.encoded, Context()), (delta.encoded, Context(reference))):
         for damaged in _damage(encoded, np.random.default_rng(seed)):
             try:
                 planes = type(codec)().decode(damaged, spec, context)

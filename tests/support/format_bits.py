@@ -60,8 +60,8 @@ def bit_planes(t):
         if before is not None:
             patterns = [undone(z, x, width) for z, x in zip(patterns, before, strict=True)]
     else:
-        beside = t.siblings.get("exp_avg_sq")
-        known = {"previous": before, "beside": None if beside is None else numbers(beside[0], width)}
+        sibling = t.siblings.get("exp_avg_sq")
+        known = {"previous": before, "sibling": None if sibling is None else numbers(sibling[0], width)}
         patterns = by_classes(t, width, mantissa, known)
     return np.array(patterns, f"<u{width // 8}").tobytes(), {}
 
@@ -104,7 +104,7 @@ def by_classes(t, width, mantissa, known):
             patterns.append(0)
             continue
         prediction = 2 ** max(mantissa - 2, 0) * offset(i)
-        for name in ("previous", "beside"):
+        for name in ("previous", "sibling"):
             share = t.params.get(name, 0)
             if share:
                 x = integer(sources[name][i])

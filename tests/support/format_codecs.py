@@ -247,8 +247,8 @@ def trellis_lattice(t):
     even, places, sides = np.zeros(t.count, int), dither_places, [e + 64]
     offsets, here = np.zeros(t.count, int), coded_elements(t)
     if before is not None:
-        known = 0 if t.params.get("went_on") else before["known"]
-        old = offsets if t.params.get("went_on") else before["offsets"]
+        known = 0 if t.params.get("after_restore") else before["variance_code"]
+        old = offsets if t.params.get("after_restore") else before["offsets"]
         z = (F32(1 - carried / 16) * old.astype(F32)) * before["n"]
         z[np.abs(z) < F32(2.0**-118)] = 0
         x = (before["value"] + z / F32(64)) / w + d
@@ -272,7 +272,14 @@ def trellis_lattice(t):
         found[far] = 0
         offsets = np.zeros(t.count, int)
         offsets[here] = found
-    left = {"step": step, "e": e, "n": n, "value": value, "offsets": offsets, "known": t.params["known"]}
+    left = {
+        "step": step,
+        "e": e,
+        "n": n,
+        "value": value,
+        "offsets": offsets,
+        "variance_code": t.params["variance_code"],
+    }
     return t.rounded(value), left
 
 
@@ -443,7 +450,7 @@ CODECS = {
 
 def read_chain(files):
     """The bytes of every tensor by name, for each checkpoint of a chain."""
-    held = {}
+    reference = {}
     for data in files:
         header, _, rest = take_apart(data)
         now, values, weights = {}, {}, {}
@@ -453,7 +460,7 @@ def read_chain(files):
                 sections[name], rest = rest[:size], rest[size:]
             folder, _, _ = entry["name"].rpartition("/")
             siblings = values.setdefault((entry["parameter"], folder), {})
-            t = Tensor(entry, sections, held.get(entry["name"]), siblings)
+            t = Tensor(entry, sections, reference.get(entry["name"]), siblings)
             if entry["role"] == "average" and (entry["parameter"], tuple(entry["shape"])) in weights:
                 siblings.setdefault("weight", weights[entry["parameter"], tuple(entry["shape"])])
             value, kept = CODECS[entry["codec"]](t)
@@ -461,5 +468,5 @@ def read_chain(files):
             if entry["role"] == "weight":
                 weights.setdefault((entry["parameter"], tuple(entry["shape"])), siblings["weight"])
             now[entry["name"]] = {"codec": entry["codec"], "count": t.count, "bytes": value, **kept}
-        held = now
+        reference = now
         yield {name: kept["bytes"] for name, kept in now.items()}

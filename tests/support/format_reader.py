@@ -38,15 +38,15 @@ class Bits:
     """Numbers from the bits of a cursor, the first ones in a byte's low bits."""
 
     def __init__(self, cursor):
-        self.cursor, self.held, self.left = cursor, 0, 0
+        self.cursor, self.reference, self.left = cursor, 0, 0
 
     def take(self, count):
         value = 0
         for k in range(count):
             if not self.left:
-                self.held, self.left = self.cursor.byte(), 8
-            value |= (self.held & 1) << k
-            self.held, self.left = self.held >> 1, self.left - 1
+                self.reference, self.left = self.cursor.byte(), 8
+            value |= (self.reference & 1) << k
+            self.reference, self.left = self.reference >> 1, self.left - 1
         return value
 
     def rice(self, k):
@@ -56,7 +56,7 @@ class Bits:
         return ones << k | self.take(k)
 
     def end(self):
-        assert not self.held
+        assert not self.reference
 
 
 def read_frequencies(cursor, alphabet):

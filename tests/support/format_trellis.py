@@ -26,7 +26,7 @@ def costs(y, state):
     return z * z >> 6, (256 - abs(z)) ** 2 >> 6
 
 
-def look_ahead(places, width, states, leak):
+def look_ahead(places, width, states, discount):
     """V of each state in the column behind each element, (states, rows, columns)."""
     rows, segments = -(-places.size // width), -(-width // SEGMENT)
     columns = SEGMENT * segments + BEYOND
@@ -43,7 +43,7 @@ def look_ahead(places, width, states, leak):
             even, odd = (
                 own[s % 2][parity][:, here] + before[behind(s, parity, states)] for parity in range(2)
             )
-            v[s] = np.minimum(even, odd) * leak >> 4
+            v[s] = np.minimum(even, odd) * discount >> 4
             if i <= SEGMENT:
                 found[s][:, here - 1] = v[s]
     return found
@@ -52,13 +52,13 @@ def look_ahead(places, width, states, leak):
 class TrellisReader:
     def __init__(self, data, places, columns, states, sides):
         cursor = Cursor(data)
-        flags, self.leak, self.radius = cursor.byte(), cursor.byte(), cursor.byte()
+        flags, self.discount, self.radius = cursor.byte(), cursor.byte(), cursor.byte()
         self.scale, self.mean = (int.from_bytes(cursor.take(2), "little") for _ in range(2))
         self.sides = [sides[cursor.byte()] for _ in range(flags & 3)]
         self.low_rank = bool(flags & 4)
         log2 = cursor.byte()
         assert flags < 8
-        assert self.leak <= 16
+        assert self.discount <= 16
         assert self.radius <= 126
         assert self.scale >= 128
         assert 1 <= self.mean <= 8184
@@ -71,7 +71,7 @@ class TrellisReader:
         self.coder = read_leaf_tables(bits, self.tree.number, alphabet)
         bits.end()
         self.points, self.errors, self.ranks = (np.zeros(places.size, np.int64) for _ in range(3))
-        self.after = look_ahead(places, self.width, states, self.leak)
+        self.after = look_ahead(places, self.width, states, self.discount)
         size = 2**log2 // self.width * self.width
         starts = range(0, places.size, size)
         for start, chunk in zip(starts, read_lengths(cursor, len(starts)), strict=True):

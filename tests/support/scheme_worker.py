@@ -25,7 +25,7 @@ from shrinkpoint.container.reader import read_container
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.entropy.lstm import coder as lstm
 from shrinkpoint.errors import ShrinkpointError
-from shrinkpoint.schemes.base import Held, Occasion, Scheme
+from shrinkpoint.schemes.base import ReferenceState, SaveContext, Scheme
 from shrinkpoint.schemes.catalogue import SCHEMES, build, options_of
 from shrinkpoint.schemes.inshrinkerator.scheme import Inshrinkerator, InshrinkeratorOptions, Weights
 from shrinkpoint.schemes.inshrinkerator.space import Configuration
@@ -44,13 +44,13 @@ class Case:
     scheme: str
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    def build(self, occasion: Occasion) -> Scheme:
+    def build(self, save_context: SaveContext) -> Scheme:
         """Set the scheme up for one save."""
         usual = options_of(self.scheme)
         options = None if usual is None else type(usual)(**self.options)
         if isinstance(options, InshrinkeratorOptions):  # the mildest configuration would not prune
-            return Inshrinkerator(options, Weights(occasion.state, options), _CONFIGURATION)
-        return build(self.scheme, options, occasion)
+            return Inshrinkerator(options, Weights(save_context.state, options), _CONFIGURATION)
+        return build(self.scheme, options, save_context)
 
 
 _CONFIGURATION = Configuration(bins=12, prune=0.3, protect=0.005, metric="sensitivity", embedding_bins=16)
@@ -183,9 +183,9 @@ def encode(case: Case, threads: int = 1) -> tuple[list[TrainingState], list[byte
     saved = states(case.scheme)
     ahead = iter(enumerate(saved))
 
-    def make(reference: dict[str, Held] | None) -> Scheme:
+    def make(reference: dict[str, ReferenceState] | None) -> Scheme:
         step, state = next(ahead)
-        return case.build(Occasion(state=state, step=step, reference=reference))
+        return case.build(SaveContext(state=state, step=step, reference=reference))
 
     # The network does not pay in planes as small as these: without the tables they are coded by it none the less.
     with mock.patch.object(lstm, "_encode_ordinary", return_value=bytes(1 << 20)):
@@ -226,15 +226,15 @@ def _decode(paths: list[Path]) -> dict[str, Any]:
         "kind": decoded.checkpoint.kind,
         "codecs": {entry.spec.name: entry.encoded.codec for entry in entries},
         "tensors": digests(decoded.state),
-        "held": {name: _held_digest(held) for name, held in decoded.held.items()},
+        "held": {name: _held_digest(reference) for name, reference in decoded.reference.items()},
         "tree": repr(decoded.state.tree),
     }
 
 
-def _held_digest(held: Held) -> str:
-    sha = hashlib.sha256(f"{held.codec} {sorted(held.params.items())}".encode())
-    for name in sorted(held.planes):
-        plane = np.ascontiguousarray(held.planes[name])
+def _held_digest(reference: ReferenceState) -> str:
+    sha = hashlib.sha256(f"{reference.codec} {sorted(reference.params.items())}".encode())
+    for name in sorted(reference.planes):
+        plane = np.ascontiguousarray(reference.planes[name])
         sha.update(f"{name} {plane.dtype} {plane.shape}".encode() + plane.tobytes())
     return sha.hexdigest()
 

@@ -45,10 +45,10 @@ class NamedFake(FakeObjects):
 
     def hang(self, operations: Iterable[str]) -> threading.Event:
         """Hold up these operations until the event is set."""
-        release, held = threading.Event(), set(operations)
+        release, reference = threading.Event(), set(operations)
 
         def before(operation: str, key: str) -> None:
-            if operation in held:
+            if operation in reference:
                 release.wait(20)
 
         self.before = before

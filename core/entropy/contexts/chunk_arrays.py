@@ -14,10 +14,10 @@ from shrinkpoint.entropy.contexts.feature_kernels import BLOCK_ROWS
 from shrinkpoint.entropy.contexts.lowrank_kernels import Room, start_directions
 from shrinkpoint.entropy.contexts.segment_kernels import LEVELS, SEGMENT, SEGMENT_RANK, Rows
 from shrinkpoint.entropy.trellis import context_kernels as trellis_kernels
-from shrinkpoint.entropy.trellis.context_kernels import Fans, Row, Work
-from shrinkpoint.entropy.trellis.margin_kernels import LEADS, Leads, Scene
+from shrinkpoint.entropy.trellis.context_kernels import LowRankState, Row, Work
+from shrinkpoint.entropy.trellis.margin_kernels import MARGINS, Margins, Scene
 
-__all__ = ["new_fans", "new_rows", "new_work", "side_cells"]
+__all__ = ["new_low_rank_state", "new_rows", "new_work", "side_cells"]
 
 
 def new_rows(scene: Any, columns: int, low_rank: bool) -> Rows:
@@ -27,7 +27,7 @@ def new_rows(scene: Any, columns: int, low_rank: bool) -> Rows:
     directions, strengths, powers = _directions(columns, tracked)
     return Rows(
         directions=directions,
-        fans=directions.reshape(SEGMENT_RANK, tracked, SEGMENT),
+        parts=directions.reshape(SEGMENT_RANK, tracked, SEGMENT),
         strengths=strengths,
         powers=powers,
         block=np.zeros((BLOCK_ROWS, tracked * SEGMENT), np.int32),
@@ -56,11 +56,11 @@ def side_cells(scene: Any, strides: Int64s) -> Int32s:
     return cells
 
 
-def new_fans(width: int, low_rank: bool) -> Fans:
+def new_low_rank_state(width: int, low_rank: bool) -> LowRankState:
     """Before the first row of paths of that width; empty without low-rank prediction."""
     tracked = -(-width // SEGMENT) if low_rank else 0
     directions, strengths, powers = _directions(width, tracked)
-    return Fans(
+    return LowRankState(
         directions=directions,
         parts=directions.reshape(SEGMENT_RANK, tracked, SEGMENT),
         strengths=strengths,
@@ -86,9 +86,9 @@ def new_work(scene: Scene, tables: int = 0, stride: int = 1) -> Work:
     """
     segments = -(-scene.width // SEGMENT)
     columns, states = segments * SEGMENT, scene.states
-    classes = np.minimum(np.arange(256) & 127, LEADS - 1)
+    classes = np.minimum(np.arange(256) & 127, MARGINS - 1)
     return Work(
-        leads=Leads(
+        margins=Margins(
             y=np.zeros(columns, np.int32),
             squares=np.zeros((4, SEGMENT, segments + 1), np.int32),
             paths=np.zeros((2, states, segments), np.int32),
@@ -103,9 +103,9 @@ def new_work(scene: Scene, tables: int = 0, stride: int = 1) -> Work:
             activity=np.zeros(columns, np.int32),
             energies=np.zeros(columns, np.int32),
         ),
-        fans=new_fans(scene.width, scene.low_rank),
+        low_rank=new_low_rank_state(scene.width, scene.low_rank),
         counters=np.zeros((2, tables), np.int32),
-        by_lead=(classes * stride).astype(np.int32),
+        by_margin=(classes * stride).astype(np.int32),
         path=np.zeros(SEGMENT, np.int32),
         ranked=np.zeros(SEGMENT, np.int32),
         reached=np.zeros(SEGMENT, np.int16),

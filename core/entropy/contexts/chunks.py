@@ -189,7 +189,7 @@ def decode_static(reader: ByteReader, plan: Plan, alphabet: int, threads: int) -
         plane.fill(coder.zero)
         work = context_rows.new_rows(scene, plane.shape[1], bool(scene.low_rank and strides[0]))
         classes = context_rows.side_cells(scene, strides)
-        told = (
+        arguments = (
             strides,
             classes,
             rows,
@@ -197,7 +197,7 @@ def decode_static(reader: ByteReader, plan: Plan, alphabet: int, threads: int) -
             new_counters(coder),
             np.empty(context_segments.SEGMENT, np.uint8),
         )
-        context_segments.decode_chunk(scene, work, plane, _last(alphabet), *told, words, cursor)
+        context_segments.decode_chunk(scene, work, plane, _last(alphabet), *arguments, words, cursor)
         check_end(words, cursor)
 
     return _decode_chunks(reader, plan, decode, threads)

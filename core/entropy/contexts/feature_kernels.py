@@ -213,9 +213,9 @@ def end_row(scene: Scene, t: Tracker, row: int) -> None:
 
 
 @jit_part
-def bucket(prediction: Integer, scale: int, reach: int) -> Integer:
+def bucket(prediction: Integer, scale: int, limit: int) -> Integer:
     """Bucket 0..2 * reach of a prediction."""
-    found: Integer = clamp((prediction * scale + 32768) >> 16, -reach, reach) + reach
+    found: Integer = clamp((prediction * scale + 32768) >> 16, -limit, limit) + limit
     return found
 
 

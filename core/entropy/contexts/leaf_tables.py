@@ -76,14 +76,18 @@ def write_leaf_tables(out: BitWriter, tables: TableSet, zero: int) -> None:
         for found, last in zip(ranges, [(0, len(codes[0]) - 1), *ranges], strict=False)
         for end, before in zip(found, last, strict=True)
     ]
-    told = [
+    residuals = [
         [_folded(row[s] - _predicted(row, before, s)) for s in range(low, high + 1) if s != zero]
         for row, before, (low, high) in zip(codes, [None, *codes], ranges, strict=False)
     ]
-    parameters = [_best_parameter(moved), _best_parameter(told[0]), _best_parameter(list(chain(*told[1:])))]
+    parameters = [
+        _best_parameter(moved),
+        _best_parameter(residuals[0]),
+        _best_parameter(list(chain(*residuals[1:]))),
+    ]
     for parameter in parameters:
         out.put(parameter, _PARAMETER_BITS)
-    for number, (row, values) in enumerate(zip(codes, told, strict=True)):
+    for number, (row, values) in enumerate(zip(codes, residuals, strict=True)):
         for end in moved[2 * number : 2 * number + 2]:
             out.put_rice(end, parameters[0])
         out.put(int(row[zero] > 0), 1)

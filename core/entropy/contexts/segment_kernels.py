@@ -85,7 +85,7 @@ class Rows(NamedTuple):
 
     Attributes:
         directions: int32 (rank, columns), in 1/256.
-        fans: int32 (rank, segments, SEGMENT), the same memory.
+        parts: int32 (rank, segments, SEGMENT), the same memory.
         strengths: int64 (rank,), see `advance`.
         powers: int64 (rank + 1,), see `advance`.
         block: int32 (BLOCK_ROWS, columns), values of the last rows.
@@ -107,7 +107,7 @@ class Rows(NamedTuple):
     """
 
     directions: Int32s
-    fans: Int32s
+    parts: Int32s
     strengths: Int64s
     powers: Int64s
     block: Int32s
@@ -200,18 +200,18 @@ def _invert(matrix: Float64s) -> None:
 
 # Loops over a segment are written without its constant size: unrolled before they are vectorised, they would stay scalar.
 @jit_part
-def predict_segment(fans: Int32s, part: int, u: Int32s, out: Int32s) -> None:
+def predict_segment(parts: Int32s, part: int, u: Int32s, out: Int32s) -> None:
     """Predict a segment in 1/4."""
     for j in range(out.size):
         total = np.int32(0)
         for a in range(SEGMENT_RANK):
-            total = np.int32(total + u[a] * fans[a, part, j])
+            total = np.int32(total + u[a] * parts[a, part, j])
         out[j] = min(max(total >> 16, -_P_LIMIT), _P_LIMIT)
 
 
 @jit_part
 def correct_segment(
-    fans: Int32s,
+    parts: Int32s,
     part: int,
     trust: Float64s,
     u: Float64s,
@@ -223,11 +223,11 @@ def correct_segment(
     for j in range(prediction.size):
         prediction[j] = np.int32((values[j] << 2) - prediction[j])
     for b in range(SEGMENT_RANK):
-        told = np.int32(0)
+        projection = np.int32(0)
         for j in range(prediction.size):
-            told = np.int32(told + fans[b, part, j] * prediction[j])
+            projection = np.int32(projection + parts[b, part, j] * prediction[j])
         for a in range(u.size):
-            u[a] += trust[part, b, a] * np.float64(told)
+            u[a] += trust[part, b, a] * np.float64(projection)
     for a in range(SEGMENT_RANK):
         rounded[a] = np.int32(min(max(u[a], -_U_LIMIT), _U_LIMIT))
 
@@ -346,9 +346,9 @@ def find_features(
     """
     height, columns = plane.shape
     low_rank = scene.low_rank
-    directions, fans, strengths, powers, block, trust, precision, room, u, rounded, prediction, values = rows[
-        :12
-    ]
+    directions, parts, strengths, powers, block, trust, precision, room, u, rounded, prediction, values = (
+        rows[:12]
+    )
     row_cells, busy, activity, magnitudes, places, signs, octaves, kinds = rows[12:]
     sides, turned, warm, warm_values = scene.sides, scene.turned, scene.warm, scene.warm_values
     known, unit, mean, scale = scene.places, scene.unit, scene.mean, scene.scale
@@ -371,7 +371,7 @@ def find_features(
             cells = row_cells[start : start + SEGMENT]
             stop = min(start + SEGMENT, columns)
             if low_rank:
-                predict_segment(fans, part, rounded, prediction)
+                predict_segment(parts, part, rounded, prediction)
                 if unit:
                     _add_place(cells, prediction, signs[start:], places[start:], kinds, unit, 1)
                 else:
@@ -385,7 +385,7 @@ def find_features(
             so_far += _take_in(symbols, start, stop, magnitudes_of, magnitudes)
             if low_rank:
                 _read_values(symbols, start, stop, values_of, values, current)
-                correct_segment(fans, part, trust, u, rounded, values, prediction)
+                correct_segment(parts, part, trust, u, rounded, values, prediction)
         for j in range(columns):
             found[j] = row_cells[j]
         _end_row(busy, magnitudes, i)
@@ -416,9 +416,9 @@ def decode_chunk(
     height, columns = plane.shape
     low_rank, lively = bool(scene.low_rank and strides[0] != 0), strides[1] != 0
     mirrored = scene.turned.shape[0] > 0
-    directions, fans, strengths, powers, block, trust, precision, room, u, rounded, prediction, values = rows[
-        :12
-    ]
+    directions, parts, strengths, powers, block, trust, precision, room, u, rounded, prediction, values = (
+        rows[:12]
+    )
     row_cells, busy, activity, magnitudes, places, signs, octaves, kinds = rows[12:]
     sides, turned, warm, warm_values = scene.sides, scene.turned, scene.warm, scene.warm_values
     known, unit, mean, scale = scene.places, scene.unit, scene.mean, scene.scale
@@ -441,7 +441,7 @@ def decode_chunk(
             cells = row_cells[start : start + SEGMENT]
             stop = min(start + SEGMENT, columns)
             if low_rank:
-                predict_segment(fans, part, rounded, prediction)
+                predict_segment(parts, part, rounded, prediction)
                 if unit:
                     _add_place(
                         cells,
@@ -470,7 +470,7 @@ def decode_chunk(
                 so_far += _take_in(symbols, start, stop, magnitudes_of, magnitudes)
             if low_rank:
                 _read_values(symbols, start, stop, values_of, values, current)
-                correct_segment(fans, part, trust, u, rounded, values, prediction)
+                correct_segment(parts, part, trust, u, rounded, values, prediction)
         _end_row(busy, magnitudes, i)
 
 
@@ -478,9 +478,9 @@ def decode_chunk(
 def measure(scene: Scene, rows: Rows, plane: UInt8s) -> tuple[Integer, Integer]:
     """Mean squares of predictions and of their errors over a plane (rows, columns), in 1/16; ``rows`` are new."""
     height, columns = plane.shape
-    directions, fans, strengths, powers, block, trust, precision, room, u, rounded, prediction, values = rows[
-        :12
-    ]
+    directions, parts, strengths, powers, block, trust, precision, room, u, rounded, prediction, values = (
+        rows[:12]
+    )
     warm, warm_values, values_of = scene.warm, scene.warm_values, scene.values
     of_predictions = of_errors = np.int64(0)
     for i in range(height):
@@ -494,11 +494,11 @@ def measure(scene: Scene, rows: Rows, plane: UInt8s) -> tuple[Integer, Integer]:
         for part in range(trust.shape[0]):
             start = part * SEGMENT
             stop = min(start + SEGMENT, columns)
-            predict_segment(fans, part, rounded, prediction)
+            predict_segment(parts, part, rounded, prediction)
             _read_values(symbols, start, stop, values_of, values, current)
             for j in range(stop - start):
                 of_predictions += np.int64(prediction[j]) * np.int64(prediction[j])
-            correct_segment(fans, part, trust, u, rounded, values, prediction)
+            correct_segment(parts, part, trust, u, rounded, values, prediction)
             for j in range(stop - start):
                 of_errors += np.int64(prediction[j]) * np.int64(prediction[j])
     count = max(height * columns, 1)

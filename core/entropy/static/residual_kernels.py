@@ -27,14 +27,14 @@ class Given(NamedTuple):
 
     Attributes:
         previous: the same numbers of the checkpoint before.
-        beside: those of another tensor of the same shape.
+        sibling: those of another tensor of the same shape.
         rows: offset of each row of the tensor, or of all numbers.
         columns: offset of each column, which cover the tensor in rows of so many; or one number that is not used.
         start: place of the chunk's first number in the tensor.
     """
 
     previous: Signed
-    beside: Signed
+    sibling: Signed
     rows: Int64s
     columns: Int64s
     start: int
@@ -109,7 +109,7 @@ def _predict(
     plan: Plan,
 ) -> None:
     """Fill ``out`` for the numbers at..at + count of a chunk that begins with number ``start`` of the tensor."""
-    previous, beside, rows, columns, start = given
+    previous, sibling, rows, columns, start = given
     if columns.size > 1:
         row, column = (start + at) // columns.size, (start + at) % columns.size
         done = 0
@@ -125,7 +125,7 @@ def _predict(
     if plan[3]:
         _add(out, previous, at, count, plan[3], plan)
     if plan[4]:
-        _add(out, beside, at, count, plan[4], plan)
+        _add(out, sibling, at, count, plan[4], plan)
 
 
 @jit_part
@@ -188,7 +188,7 @@ def classify(
 ) -> None:
     """Write the class of each number of a chunk.
 
-    Validated by the caller: ``previous`` and ``beside`` have the size of ``bits`` where the plan reads them.
+    Validated by the caller: ``previous`` and ``sibling`` have the size of ``bits`` where the plan reads them.
     """
     residuals = blocks.residuals
     for at in range(0, bits.size, _BLOCK):

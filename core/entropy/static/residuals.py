@@ -5,7 +5,7 @@ from those of other numbers. The difference, modulo 2^width, splits into a class
 is sign and length in bits, elsewhere it is what stands above the cut; the suffix is what the class leaves open. A positive
 zero is a class of its own. The classes that occur are listed in a table, and each number has an index into it.
 
-    prediction  share * previous + share * beside + row's offset + column's offset
+    prediction  share * previous + share * sibling + row's offset + column's offset
     classes     number of classes - 1, keys ascending (varints: the first, then differences less 1)
     symbols     method byte; 0: rANS under the contexts, 1: `entropy.bytes`
     suffixes    length of each chunk of 2^18 elements but the last (varints); the chunks, low bits first: where magnitudes
@@ -73,7 +73,7 @@ class Layout:
     """Whether magnitudes are predicted and the sign stands raw, not values in their order."""
     previous: int = 0
     """Share of the same tensor in the previous checkpoint, in 64ths."""
-    beside: int = 0
+    sibling: int = 0
     """Share of another tensor in the same checkpoint, in 64ths."""
     aligned: bool = False
     """Whether a residual is negated where the previous number is negative: it then points away from zero or to it."""
@@ -84,7 +84,7 @@ class Layout:
         low, high = max(self.width - 15, 0), min(self.width - 2, 51)
         if not low <= self.cut <= high:
             raise ValueError(f"cut must be {low}..{high} where width is {self.width}, got {self.cut}")
-        for name in ("previous", "beside"):
+        for name in ("previous", "sibling"):
             share = getattr(self, name)
             if not 0 <= share <= WHOLE:
                 raise ValueError(f"{name} must be 0..{WHOLE}, got {share}")
@@ -97,7 +97,7 @@ class Layout:
     @property
     def plan(self) -> tuple[int, int, int, int, int, int]:
         """What the kernels read."""
-        return self.width, self.cut, int(self.magnitude), self.previous, self.beside, int(self.aligned)
+        return self.width, self.cut, int(self.magnitude), self.previous, self.sibling, int(self.aligned)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ class Sources:
 
     previous: Unsigned | None = None
     """Bit patterns, of the numbers' size and width."""
-    beside: Unsigned | None = None
+    sibling: Unsigned | None = None
     rows: Int64s = field(default_factory=lambda: _NOTHING)
     """Offset of each row; one number without ``columns`` is that of all numbers."""
     columns: Int64s | None = None
@@ -120,14 +120,14 @@ class Sources:
         nothing = _fixed(np.zeros(1, dtype=dtype))
         before, near = (
             nothing if source is None else _fixed(source[part].view(dtype))
-            for source in (self.previous, self.beside)
+            for source in (self.previous, self.sibling)
         )
         columns = _NOTHING if self.columns is None else self.columns
         return Given(before, near, _fixed(self.rows), _fixed(columns), start)
 
     def check(self, layout: Layout, count: int) -> None:
         """Raise ValueError unless the arrays fit ``count`` numbers of the layout."""
-        for name, share in (("previous", layout.previous or layout.aligned), ("beside", layout.beside)):
+        for name, share in (("previous", layout.previous or layout.aligned), ("sibling", layout.sibling)):
             source = getattr(self, name)
             if source is None and share:
                 raise ValueError(f"{name} is predicted from, but not given")
@@ -304,8 +304,8 @@ def decode_residuals(
         words = _fixed(
             np.frombuffer(bytes(suffix) + bytes(-len(suffix) % 4 + 4), dtype="<u4").astype(np.uint32)
         )
-        told = given, layout.plan, classes, wide, residual_kernels.new_blocks()
-        used = residual_kernels.unpack(_fixed(symbols[part]), words, *told, out[part])
+        arguments = given, layout.plan, classes, wide, residual_kernels.new_blocks()
+        used = residual_kernels.unpack(_fixed(symbols[part]), words, *arguments, out[part])
         if -(-used // 8) != len(suffix):
             raise CorruptionError(
                 f"suffixes: a chunk has {len(suffix)} bytes where its classes name {-(-used // 8)}"
@@ -352,8 +352,8 @@ def _packer(
         given = sources.given(layout, start, part)
         signed = _fixed(bits[part].view(f"i{layout.width // 8}"))
         words = np.empty(signed.size * widest // 32 + 2, dtype=np.uint32)
-        told = given, layout.plan, index, classes, wide, residual_kernels.new_blocks()
-        used = residual_kernels.pack(signed, *told, symbols[part], words)
+        arguments = given, layout.plan, index, classes, wide, residual_kernels.new_blocks()
+        used = residual_kernels.pack(signed, *arguments, symbols[part], words)
         return words.astype("<u4", copy=False).view(np.uint8)[: -(-used // 8)].tobytes()
 
     return pack

@@ -66,7 +66,7 @@ _TYPICAL = 32  # root mean square of values
 _LEAST_SCALE = 128
 _MEAN_LIMIT = 8 * 1023
 # the greatest spread of points about their places, less the noise, in steps, up to which so many 1/16 suit best
-_LEAKS = ((0.05, 16), (0.13, 14), (0.24, 11), (0.4, 6), (1e9, 3))
+_DISCOUNTS = ((0.05, 16), (0.13, 14), (0.24, 11), (0.4, 6), (1e9, 3))
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class CodedPoints:
 
 @dataclass(frozen=True)
 class _Model:
-    leak: int
+    discount: int
     radius: int
     low_rank: bool
     scale: int
@@ -142,23 +142,23 @@ class _Model:
     chunk_log2: int
 
     def write(self, out: bytearray) -> None:
-        out += bytes([len(self.sides) | self.low_rank << 2, self.leak, self.radius])
+        out += bytes([len(self.sides) | self.low_rank << 2, self.discount, self.radius])
         out += self.scale.to_bytes(2, "little") + self.mean.to_bytes(2, "little")
         out += bytes([*self.sides, self.chunk_log2])
 
     @staticmethod
     def read(reader: ByteReader, path: Path) -> "_Model":
-        flags, leak, radius = reader.byte(), reader.byte(), reader.byte()
+        flags, discount, radius = reader.byte(), reader.byte(), reader.byte()
         scale, mean = (int.from_bytes(reader.take(2), "little") for _ in range(2))
         sides = tuple(reader.byte() for _ in range(flags & 3))
         chunk_log2 = reader.byte()
-        if flags >> 3 or leak > 16 or radius > FAR_RADIUS or scale < _LEAST_SCALE:
+        if flags >> 3 or discount > 16 or radius > FAR_RADIUS or scale < _LEAST_SCALE:
             raise FormatError("trellis payload: its model is malformed")
         if not 0 < mean <= _MEAN_LIMIT or not _MIN_CHUNK_LOG2 <= chunk_log2 <= _MAX_CHUNK_LOG2:
             raise FormatError("trellis payload: its model is malformed")
         if any(index >= len(path.sides) for index in sides):
             raise FormatError(f"trellis payload: it needs side planes that are not given, {sides}")
-        return _Model(leak, radius, bool(flags & 4), scale, mean, sides, chunk_log2)
+        return _Model(discount, radius, bool(flags & 4), scale, mean, sides, chunk_log2)
 
     def maps(self, path: Path) -> list[UInt8s]:
         return [class_map(level_counts(path.sides[index].plane), _CLASSES) for index in self.sides]
@@ -174,7 +174,7 @@ class _Model:
             states=path.states,
             places=np.array(path.places[slice(*span)]),
             sides=sides,
-            leak=self.leak,
+            discount=self.discount,
             low_rank=self.low_rank,
             scale=self.scale,
             mean=self.mean,
@@ -198,7 +198,7 @@ def encode_points(points: Int16s, path: Path, threads: int = 1) -> CodedPoints:
     """
     from shrinkpoint.entropy.contexts import chunk_arrays as context_rows
     from shrinkpoint.entropy.trellis import context_kernels as trellis_kernels  # numba
-    from shrinkpoint.entropy.trellis.margin_kernels import LEADS
+    from shrinkpoint.entropy.trellis.margin_kernels import MARGINS
 
     path.check()
     if points.dtype != np.int16 or points.shape != path.places.shape:
@@ -209,16 +209,16 @@ def encode_points(points: Int16s, path: Path, threads: int = 1) -> CodedPoints:
         return CodedPoints(b"", points, errors, ranks)
     model = _choose(points, path)
     found = np.zeros(size, np.uint16)
-    strides, classes = np.array([0, LEADS], np.int64), np.zeros((0, 256), np.int32)
+    strides, classes = np.array([0, MARGINS], np.int64), np.zeros((0, 256), np.int32)
 
     def find(span: Span) -> None:
         part = slice(*span)
         scene = model.scene(path, span)
-        told = context_rows.new_work(scene), strides, classes, np.array(points[part])
-        trellis_kernels.find_features(scene, *told, ranks[part], found[part], errors[part])
+        arguments = context_rows.new_work(scene), strides, classes, np.array(points[part])
+        trellis_kernels.find_features(scene, *arguments, ranks[part], found[part], errors[part])
 
     map_in_threads(find, model.spans(path), threads)
-    if not trellis_kernels.are_told(points, path.places, ranks, errors):
+    if not trellis_kernels.are_given(points, path.places, ranks, errors):
         raise ValueError("the points of each row must be a path of the trellis")
     farthest = max(int(ranks.max()), -int(ranks.min()))
     radius = FAR_RADIUS if farthest >= FAR_RADIUS - 1 else farthest
@@ -236,13 +236,13 @@ def _choose(points: Int16s, path: Path) -> _Model:
     energies, squares = trellis_kernels.sum_energies(points, path.places)
     mean = min(max(8 * int(energies) // points.size, 1), _MEAN_LIMIT)
     spread = max(mean / 2048 - NOISE[path.states], 0.0) ** 0.5
-    leak = next(leak for limit, leak in _LEAKS if spread <= limit)
+    discount = next(discount for limit, discount in _DISCOUNTS if spread <= limit)
     rms = (squares / points.size) ** 0.5
     scale = min(max(int(4096 * _TYPICAL / max(rms, 1.0)), _LEAST_SCALE), 0xFFFF)
     width = path.width
     wanted = (width * _CHUNK_ROWS - 1).bit_length()
     chunk_log2 = min(max(wanted, _MIN_CHUNK_LOG2), _MAX_CHUNK_LOG2)
-    model = _Model(leak, 0, False, scale, mean, (), chunk_log2)
+    model = _Model(discount, 0, False, scale, mean, (), chunk_log2)
     return replace(model, low_rank=_is_predictable(points, path, scale))
 
 
@@ -257,7 +257,7 @@ def _is_predictable(points: Int16s, path: Path, scale: int) -> bool:
     part = slice(first * path.columns)
     errors = points[part].astype(np.int32) * (UNIT // 2) - path.places[part]
     power, left = trellis_kernels.measure(
-        errors, context_rows.new_fans(path.columns, True), path.columns, scale
+        errors, context_rows.new_low_rank_state(path.columns, True), path.columns, scale
     )
     return bool(left < (1 - _MIN_EXPLAINED) * power)
 
@@ -276,9 +276,9 @@ def _with_sides(model: _Model, path: Path, ranks: Int8s) -> _Model:
 
 
 def _levels(maps: Sequence[UInt8s]) -> tuple[int, ...]:
-    from shrinkpoint.entropy.trellis.margin_kernels import LEADS  # numba
+    from shrinkpoint.entropy.trellis.margin_kernels import MARGINS  # numba
 
-    known = (LEADS, _ACTIVITIES, *(int(row[-1]) + 1 for row in maps))
+    known = (MARGINS, _ACTIVITIES, *(int(row[-1]) + 1 for row in maps))
     return known + (1,) * (_FEATURES - len(known))
 
 
@@ -311,11 +311,11 @@ def _write(model: _Model, path: Path, symbols: UInt8s, found: UInt16s, threads: 
 
 def _grow(model: _Model, path: Path, maps: Sequence[UInt8s], symbols: UInt8s, found: UInt16s) -> Cells:
     """Grow the tree on symbols from all over the plane."""
-    from shrinkpoint.entropy.trellis.margin_kernels import LEADS  # numba
+    from shrinkpoint.entropy.trellis.margin_kernels import MARGINS  # numba
 
     places = sample_places(symbols.size)
     features = np.zeros((_FEATURES, places.size), np.uint8)
-    features[1], features[0] = np.divmod(found[places], np.uint16(LEADS))
+    features[1], features[0] = np.divmod(found[places], np.uint16(MARGINS))
     for row, classes, index in zip(features[2:], maps, model.sides, strict=False):
         row[:] = classes[path.sides[index].plane[places]]
     return grow_tree(features, symbols[places], _levels(maps), symbols.size, droppable=False)
@@ -356,8 +356,8 @@ def decode_points(payload: Payload, path: Path, threads: int = 1) -> CodedPoints
         words, cursor = open_chunk(chunk)
         scene = model.scene(path, span)
         room = context_rows.new_work(scene, leaves.coder.runs.size, int(leaves.strides[0]))
-        told = model.radius, leaves.strides, classes, leaves.rows, leaves.coder, words, cursor
-        trellis_kernels.decode_chunk(scene, room, *told, ranks[part], points[part], errors[part])
+        arguments = model.radius, leaves.strides, classes, leaves.rows, leaves.coder, words, cursor
+        trellis_kernels.decode_chunk(scene, room, *arguments, ranks[part], points[part], errors[part])
         check_end(words, cursor)
 
     map_in_threads(decode, zip(spans, chunks, strict=True), threads)

@@ -29,7 +29,7 @@ from shrinkpoint.entropy.contexts.segment_kernels import (
 from shrinkpoint.entropy.kernels import pop, refill
 from shrinkpoint.entropy.trellis.margin_kernels import (
     FARTHEST_RANK,
-    Leads,
+    Margins,
     Scene,
     flip,
     look_ahead,
@@ -41,10 +41,10 @@ from shrinkpoint.runtime.jit import jit, jit_inlined
 
 __all__ = [
     "OCTAVES",
-    "Fans",
+    "LowRankState",
     "Row",
     "Work",
-    "are_told",
+    "are_given",
     "decode_chunk",
     "find_features",
     "measure",
@@ -85,7 +85,7 @@ class Row(NamedTuple):
     energies: Int32s
 
 
-class Fans(NamedTuple):
+class LowRankState(NamedTuple):
     """Low-rank prediction, as the first ones of `context_segments.Rows`; empty without.
 
     ``parts`` (rank, segments, SEGMENT) are the directions' memory.
@@ -109,22 +109,22 @@ class Work(NamedTuple):
     """What a chunk's kernel works on, new for each (`context_rows.new_work`).
 
     Attributes:
-        leads: of a row.
+        margins: of a row.
         row: how far its points are from their places.
-        fans: of the rows so far.
+        low_rank: of the rows so far.
         counters: int32 (2, tables), of `take_runs`; of no use to encoders.
-        by_lead: int32 (256,), what a lead adds to a cell.
+        by_margin: int32 (256,), what a lead adds to a cell.
         path: int32 (SEGMENT,).
         ranked: int32 (SEGMENT,).
         reached: int16 (SEGMENT,).
         octaves: `OCTAVES`.
     """
 
-    leads: Leads
+    margins: Margins
     row: Row
-    fans: Fans
+    low_rank: LowRankState
     counters: Int32s
-    by_lead: Int32s
+    by_margin: Int32s
     path: Int32s
     ranked: Int32s
     reached: Int16s
@@ -228,21 +228,21 @@ def find_features(
     Args:
         scene: the chunk.
         work: for it.
-        strides: (2,), 0 and `LEADS`.
+        strides: (2,), 0 and `MARGINS`.
         classes: int32 (0, 256).
         points: int16 (n,), what is to be coded, in half steps; they form paths.
         ranks: int8 (n,), filled: -`FARTHEST_RANK` to `FARTHEST_RANK`.
-        found: uint16 (n,), filled: the lead's class, and `LEADS` times that of the activity.
+        found: uint16 (n,), filled: the lead's class, and `MARGINS` times that of the activity.
         errors: int32 (n,), filled: points less places, in parts of a step; of what is too far, as a reader will know them.
     """
-    leads, octaves, path, ranked, reached = work.leads, work.octaves, work.path, work.ranked, work.reached
+    margins, octaves, path, ranked, reached = work.margins, work.octaves, work.path, work.ranked, work.reached
     cells, busy, activity, energies = work.row
     directions, parts, strengths, powers, block, trust, precision, room, u, rounded, prediction, values = (
-        work.fans
+        work.low_rank
     )
-    y, leads_found, shift = leads.y, leads.found, leads.shift
+    y, margins_found, shift = margins.y, margins.found, margins.shift
     states, places, sides, mean, scale = scene.states, scene.places, scene.sides, scene.mean, scene.scale
-    leak, low_rank = scene.leak, scene.low_rank
+    discount, low_rank = scene.discount, scene.low_rank
     for number in range((points.size + scene.width - 1) // scene.width):
         first = number * scene.width
         count = min(scene.width, points.size - first)
@@ -251,7 +251,7 @@ def find_features(
                 advance(block, directions, strengths, powers, room)
             if _is_due(number):
                 refresh_segments(directions, powers, precision, trust)
-        look_ahead(places[first : first + count], states, leak, low_rank, leads)
+        look_ahead(places[first : first + count], states, discount, low_rank, margins)
         _start_row(cells, busy, activity, octaves, sides, first, count, strides, classes)
         u[:] = 0
         rounded[:] = 0
@@ -261,11 +261,11 @@ def find_features(
             if low_rank:
                 predict_segment(parts, start // SEGMENT, rounded, prediction)
                 _shift_places(prediction, scale, shift)
-                move_places(leads, start, states)
+                move_places(margins, start, states)
             _add_activity(cells, activity, start, _row_activity(octaves, so_far, start, mean), strides[1])
             state = rank_path(
                 y[start:stop],
-                leads_found[:, start:stop],
+                margins_found[:, start:stop],
                 states,
                 state,
                 points[first + start : first + stop],
@@ -312,14 +312,20 @@ def decode_chunk(
     Symbols are ``rank + radius``. Validated by the caller: cells index ``leaf_rows``, which indexes the tables; see `take_runs`.
     The caller compares where the cursor ends.
     """
-    leads, octaves, by_lead, path, ranked = work.leads, work.octaves, work.by_lead, work.path, work.ranked
+    margins, octaves, by_margin, path, ranked = (
+        work.margins,
+        work.octaves,
+        work.by_margin,
+        work.path,
+        work.ranked,
+    )
     cells, busy, activity, energies = work.row
     directions, parts, strengths, powers, block, trust, precision, room, u, rounded, prediction, values = (
-        work.fans
+        work.low_rank
     )
-    y, found, shift, counters = leads.y, leads.found, leads.shift, work.counters
+    y, found, shift, counters = margins.y, margins.found, margins.shift, work.counters
     states, places, sides, mean, scale = scene.states, scene.places, scene.sides, scene.mean, scene.scale
-    leak, low_rank, lively = scene.leak, scene.low_rank, strides[1] != 0
+    discount, low_rank, lively = scene.discount, scene.low_rank, strides[1] != 0
     runs, levels, gaps = tables.runs, tables.levels, tables.gaps
     level_lookup, gap_lookup = tables.level_lookup, tables.gap_lookup
     left, due = counters[0], counters[1]
@@ -333,7 +339,7 @@ def decode_chunk(
                 advance(block, directions, strengths, powers, room)
             if _is_due(number):
                 refresh_segments(directions, powers, precision, trust)
-        look_ahead(places[first : first + count], states, leak, low_rank, leads)
+        look_ahead(places[first : first + count], states, discount, low_rank, margins)
         _start_row(cells, busy, activity, octaves, sides, first, count, strides, classes)
         u[:] = 0
         rounded[:] = 0
@@ -343,7 +349,7 @@ def decode_chunk(
             if low_rank:
                 predict_segment(parts, start // SEGMENT, rounded, prediction)
                 _shift_places(prediction, scale, shift)
-                move_places(leads, start, states)
+                move_places(margins, start, states)
             if lively:
                 _add_activity(
                     cells,
@@ -356,7 +362,7 @@ def decode_chunk(
                 known = (
                     np.int64(found[0, start + i] if state < 4 else found[1, start + i]) >> (8 * (state & 3))
                 ) & 255
-                leaf = leaf_rows[cells[start + i] + by_lead[known]]
+                leaf = leaf_rows[cells[start + i] + by_margin[known]]
                 zeros = left[leaf]
                 symbol = zero
                 if zeros > 0:
@@ -405,9 +411,11 @@ def decode_chunk(
 
 
 @jit
-def measure(errors: Int32s, fans: Fans, width: int, scale: int) -> tuple[Integer, Integer]:
-    """Mean squares of the values of some rows, and of what low-rank prediction leaves of them, in 1/16; ``fans`` are new."""
-    directions, parts, strengths, powers, block, trust, precision, room, u, rounded, prediction, values = fans
+def measure(errors: Int32s, low_rank: LowRankState, width: int, scale: int) -> tuple[Integer, Integer]:
+    """Mean squares of the values of some rows, and of what low-rank prediction leaves of them, in 1/16; ``low_rank`` is new."""
+    directions, parts, strengths, powers, block, trust, precision, room, u, rounded, prediction, values = (
+        low_rank
+    )
     of_values = of_errors = np.int64(0)
     rows = errors.size // width
     for number in range(rows):
@@ -446,7 +454,7 @@ def sum_energies(points: Int16s, places: Int16s) -> "tuple[Integer, np.float64]"
 
 
 @jit
-def are_told(points: Int16s, places: Int16s, ranks: Int8s, errors: Int32s) -> bool:
+def are_given(points: Int16s, places: Int16s, ranks: Int8s, errors: Int32s) -> bool:
     """Whether a reader will know these points; those that are too far aside."""
     missed = np.int32(0)
     for j in range(points.size):

@@ -21,8 +21,8 @@ from shrinkpoint.runtime.jit import jit_inlined, jit_part
 __all__ = [
     "AHEAD",
     "FARTHEST_RANK",
-    "LEADS",
-    "Leads",
+    "MARGINS",
+    "Margins",
     "Scene",
     "flip",
     "look_ahead",
@@ -33,7 +33,7 @@ __all__ = [
 
 Integer = int | np.int64
 
-LEADS = 44
+MARGINS = 44
 """Classes of leads."""
 
 AHEAD = 16
@@ -45,8 +45,8 @@ FARTHEST_RANK = 126
 # Constants of 32 bits: others would make the loops' arithmetic one of 64, in half as many lanes.
 _0, _1, _7, _9 = np.int32(0), np.int32(1), np.int32(7), np.int32(9)
 _8, _128, _256 = np.int32(8), np.int32(128), np.int32(256)
-_BY_LEAD, _BY_SQUARE, _BY_LEAK = np.int32(5), np.int32(6), np.int32(4)
-_LAST_LEAD = np.int32(LEADS - 1)
+_BY_MARGIN, _BY_SQUARE, _BY_DISCOUNT = np.int32(5), np.int32(6), np.int32(4)
+_LAST_MARGIN = np.int32(MARGINS - 1)
 
 
 class Scene(NamedTuple):
@@ -57,7 +57,7 @@ class Scene(NamedTuple):
         states: 4 or 8.
         places: int16 (n,), -256 to 255.
         sides: uint8 (sides, n), levels of the side planes.
-        leak: what a further element's cost counts, in 1/16.
+        discount: what a further element's cost counts, in 1/16.
         low_rank: whether values are predicted from the directions of the rows before.
         scale: units of a value that a part of a step has, in 2^-12.
         mean: mean energy in 1/2048 square steps.
@@ -67,13 +67,13 @@ class Scene(NamedTuple):
     states: int
     places: Int16s
     sides: UInt8s
-    leak: int
+    discount: int
     low_rank: bool
     scale: int
     mean: int
 
 
-class Leads(NamedTuple):
+class Margins(NamedTuple):
     """What is known of a row's paths (`context_rows.new_work`); columns are padded to whole segments.
 
     Attributes:
@@ -109,11 +109,11 @@ def _next(state: Integer, odd: Integer, states: int) -> Integer:
 
 
 @jit_part
-def look_ahead(places: Int16s, states: int, leak: Integer, low_rank: bool, leads: Leads) -> None:
+def look_ahead(places: Int16s, states: int, discount: Integer, low_rank: bool, margins: Margins) -> None:
     """Fill ``y`` and ``found`` for a row's places, and ``ahead`` for those that will be moved: backwards from `AHEAD` columns
     behind each segment on, in all segments at once."""
     count = places.size
-    y, squares, paths, packed = leads.y, leads.squares, leads.paths, leads.packed
+    y, squares, paths, packed = margins.y, margins.squares, margins.paths, margins.packed
     for j in range(count):
         y[j] = places[j]
     y[count:] = 0
@@ -132,7 +132,7 @@ def look_ahead(places: Int16s, states: int, leak: Integer, low_rank: bool, leads
             even[inside:] = 0
             odd[inside:] = 0
     paths[:] = 0
-    by, ahead = np.int32(leak), leads.ahead
+    by, ahead = np.int32(discount), margins.ahead
     for i in range(AHEAD - 1, -1, -1):
         before, now = paths[i & 1], paths[1 - (i & 1)]
         for state in range(states):
@@ -142,7 +142,7 @@ def look_ahead(places: Int16s, states: int, leak: Integer, low_rank: bool, leads
             out = now[state]
             for lane in range(lanes):
                 a, b = even[lane] + of_even[lane], odd[lane] + of_odd[lane]
-                out[lane] = (min(a, b) * by) >> _BY_LEAK
+                out[lane] = (min(a, b) * by) >> _BY_DISCOUNT
     if low_rank:
         _keep_behind(paths[1], ahead, SEGMENT - 1)
     for i in range(SEGMENT - 1, -1, -1):
@@ -155,11 +155,11 @@ def look_ahead(places: Int16s, states: int, leak: Integer, low_rank: bool, leads
             out, classes = now[state], packed[state >> 2]
             for lane in range(lanes):
                 a, b = even[lane] + of_even[lane], odd[lane] + of_odd[lane]
-                out[lane] = (min(a, b) * by) >> _BY_LEAK
-                lead = min(abs(a - b) >> _BY_LEAD, _LAST_LEAD)
-                classes[lane] |= (lead | (_128 if a > b else _0)) << shift
+                out[lane] = (min(a, b) * by) >> _BY_DISCOUNT
+                margin = min(abs(a - b) >> _BY_MARGIN, _LAST_MARGIN)
+                classes[lane] |= (margin | (_128 if a > b else _0)) << shift
         for part in range(packed.shape[0]):
-            classes, found = packed[part], leads.found[part]
+            classes, found = packed[part], margins.found[part]
             for lane in range(lanes):
                 found[lane * SEGMENT + i] = classes[lane]
         if low_rank and i > 0:
@@ -176,26 +176,26 @@ def _keep_behind(paths: Int32s, ahead: Int32s, column: int) -> None:
 
 
 @jit_part
-def move_places(leads: Leads, start: int, states: int) -> None:
+def move_places(margins: Margins, start: int, states: int) -> None:
     """Find the leads of the segment from column ``start`` on anew, its places being moved by ``shift``."""
-    places, shift = leads.y[start : start + SEGMENT], leads.shift
+    places, shift = margins.y[start : start + SEGMENT], margins.shift
     for j in range(places.size):
         places[j] += shift[j]
-    for part in range(leads.found.shape[0]):
-        leads.found[part, start : start + SEGMENT] = 0
+    for part in range(margins.found.shape[0]):
+        margins.found[part, start : start + SEGMENT] = 0
     for state in range(states):
-        of_even = leads.ahead[_next(state, 0, states), start : start + SEGMENT]
-        of_odd = leads.ahead[_next(state, 1, states), start : start + SEGMENT]
+        of_even = margins.ahead[_next(state, 0, states), start : start + SEGMENT]
+        of_odd = margins.ahead[_next(state, 1, states), start : start + SEGMENT]
         half, by = np.int32(128 * (state & 1)), np.int32(8 * (state & 3))
-        found = leads.found[state >> 2, start : start + SEGMENT]
+        found = margins.found[state >> 2, start : start + SEGMENT]
         for j in range(places.size):
             near = places[j] - half
             near -= (near + _256) >> _9 << _9
             other = _256 - abs(near)
             a = ((near * near) >> _BY_SQUARE) + of_even[j]
             b = ((other * other) >> _BY_SQUARE) + of_odd[j]
-            lead = min(abs(a - b) >> _BY_LEAD, _LAST_LEAD)
-            found[j] |= (lead | (_128 if a > b else _0)) << by
+            margin = min(abs(a - b) >> _BY_MARGIN, _LAST_MARGIN)
+            found[j] |= (margin | (_128 if a > b else _0)) << by
 
 
 @jit_inlined

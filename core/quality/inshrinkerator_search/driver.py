@@ -263,8 +263,8 @@ class SearchDriver:
         """Forget a waiting local search when the incumbent has crossed the bound since it was measured."""
         if self._search is None or self._search.kind == "exhaustive" or self._incumbent is None:
             return
-        told = self._search.answers.get(self._incumbent)
-        if told is not None and self._holds(told) != self._holds(
+        measured = self._search.answers.get(self._incumbent)
+        if measured is not None and self._holds(measured) != self._holds(
             self._measure(self._incumbent, measurements)
         ):
             self._search = None

@@ -6,7 +6,7 @@ from shrinkpoint.quality.comparison import Comparison
 from shrinkpoint.quality.inshrinkerator_search.driver import SearchConfig, SearchDriver
 from shrinkpoint.quality.measurement import Rise
 from shrinkpoint.quality.strategy import Plan, exactly
-from shrinkpoint.schemes.base import Occasion
+from shrinkpoint.schemes.base import SaveContext
 from shrinkpoint.schemes.inshrinkerator.prediction import SizePredictor
 from shrinkpoint.schemes.inshrinkerator.scheme import Inshrinkerator, InshrinkeratorOptions, Weights
 from shrinkpoint.schemes.inshrinkerator.space import Configuration
@@ -42,17 +42,17 @@ class ConfigurationStrategy:
         """See `Strategy.takes`."""
         return is_weight(spec, self._options.min_elements)
 
-    def unmeasured(self, occasion: Occasion) -> Plan:
+    def unmeasured(self, save_context: SaveContext) -> Plan:
         """See `Strategy.unmeasured`."""
         return self._plan(
-            self._weights(occasion),
+            self._weights(save_context),
             self._space.mildest,
             "the mildest configuration: nothing to measure the degradation with",
         )
 
-    def measured(self, occasion: Occasion, comparison: Comparison, allowed: float) -> Plan:
+    def measured(self, save_context: SaveContext, comparison: Comparison, allowed: float) -> Plan:
         """See `Strategy.measured`."""
-        weights = self._weights(occasion)
+        weights = self._weights(save_context)
         predict = SizePredictor(weights, self._options)
 
         def rise(configuration: Configuration) -> Rise:
@@ -71,8 +71,8 @@ class ConfigurationStrategy:
         settings = f"inshrinkerator {self._options} {configuration}"
         return Plan(scheme, str(configuration), reason, rise, options=settings)
 
-    def _weights(self, occasion: Occasion) -> Weights:
-        return Weights(occasion.state, self._options, occasion.gradients)
+    def _weights(self, save_context: SaveContext) -> Weights:
+        return Weights(save_context.state, self._options, save_context.gradients)
 
     def state_dict(self) -> dict[str, object]:
         """See `Strategy.state_dict`."""

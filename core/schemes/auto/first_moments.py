@@ -36,7 +36,7 @@ _PARTS = 256  # of a step, in which a centroid's distance from its level is stor
 _CENTROIDS = 16  # levels from which on the middle of the cell does
 _PER_OCTAVE = 4
 _NARROWEST, _WIDEST = -6 * _PER_OCTAVE, 3 * _PER_OCTAVE  # step sizes tried, in quarter octaves of a unit
-_REACH = 126
+_CLIP_STEPS = 126
 _LONGEST = 2.0  # by what levels are lengthened at most: from there on, they would be farther from the truth than zeros
 _SAMPLE = 1 << 16  # elements by which a step size is chosen
 
@@ -94,8 +94,10 @@ class _CentroidCodec(MomentCodec):
             self.step if self.step is not None else _widest(values, units, self.loss, linear=self.linear)
         )
         plane, sums, counts = np.empty(values.size, np.uint8), np.zeros(128), np.zeros(128)
-        radius = int(moment_kernels.levels(values, units, step, self.REACH, self.linear, plane, sums, counts))
-        plane -= np.uint8(self.REACH - radius)
+        radius = int(
+            moment_kernels.levels(values, units, step, self.CLIP_STEPS, self.linear, plane, sums, counts)
+        )
+        plane -= np.uint8(self.CLIP_STEPS - radius)
         centroids = _centroids(sums, counts, radius)
         true = float(moment_kernels.square_sum(values, units, self.linear))
         longer = _longer(true, counts, step, _sizes(centroids, radius))
@@ -112,7 +114,7 @@ class _CentroidCodec(MomentCodec):
         check_dtype(spec)
         step, radius = (
             number(encoded.params, spec, "step"),
-            integer(encoded.params, spec, "radius", 0, self.REACH),
+            integer(encoded.params, spec, "radius", 0, self.CLIP_STEPS),
         )
         if not 0 < step < 1e30:
             raise FormatError(f"{spec.name}: the step {step} is not of ordinary size")
@@ -248,7 +250,7 @@ def _widest(values: Float32s, units: Float32s, loss: float, *, linear: bool) -> 
 
 def _lost(sizes: Float64s, weights: Float64s, total: float, step: float) -> float:
     """The share that is lost: levels' means explain a part of the moment's square, and are lengthened."""
-    levels = np.minimum(np.rint(sizes / step), _REACH).astype(np.int64)
+    levels = np.minimum(np.rint(sizes / step), _CLIP_STEPS).astype(np.int64)
     counts, sums = np.bincount(levels, weights=weights), np.bincount(levels, weights=weights * sizes)
     explained = float(np.divide(np.square(sums), counts, out=np.zeros_like(sums), where=counts > 0)[1:].sum())
     if explained <= 0:

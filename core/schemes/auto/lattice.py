@@ -29,14 +29,14 @@ from shrinkpoint.quantize.dither import SEEDS
 from shrinkpoint.schemes.auto.factors import matrix_shape
 from shrinkpoint.schemes.auto.lattice_points import (
     FARTHEST,
-    HeldLattice,
     Lattice,
-    Outlook,
+    LatticePrediction,
+    LatticeReference,
     join_exponents,
     split_exponents,
 )
 from shrinkpoint.schemes.auto.lattice_steps import Steps, read_step, read_steps, write_exponents
-from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Held, Planes
+from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes, ReferenceState
 from shrinkpoint.schemes.codec_io import CODED_DTYPES, as_float32, finite, integer, section
 from shrinkpoint.schemes.recipe import check_choice
 from shrinkpoint.state.training import TensorSpec
@@ -84,46 +84,50 @@ class LatticeCodec:
     def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
         """See `TensorCodec.encode`; refuses NaN, infinity, other dtypes than floats, and steps too small by far."""
         values = as_float32(tensor, spec, CODED_DTYPES)
-        reference = HeldLattice.of(context.reference, spec)
+        reference = LatticeReference.of(context.reference, spec)
         lattice = self._lattice(reference, spec)
         index = lattice.nearest(values, spec)
         value = _value(lattice, index, spec)
-        outlook = lattice.outlook(reference)
-        sections, radius = self._code(index, outlook, spec, context.threads)
+        prediction = lattice.prediction(reference)
+        sections, radius = self._code(index, prediction, spec, context.threads)
         if reference is None or not lattice.has_steps_of(reference):
             rows, columns = split_exponents(lattice.exponents, matrix_shape(spec.shape))
             sections["exponents"] = write_exponents(rows, columns, context.threads)
         encoded = EncodedTensor(self.id, _params(lattice, radius), sections, reference is not None)
-        return Coded(encoded, _planes(lattice, index, outlook), value)
+        return Coded(encoded, _planes(lattice, index, prediction), value)
 
     def restored(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> torch.Tensor:
         """See `Quantizer.restored`."""
         values = as_float32(tensor, spec, CODED_DTYPES)
-        lattice = self._lattice(HeldLattice.of(context.reference, spec), spec)
+        lattice = self._lattice(LatticeReference.of(context.reference, spec), spec)
         return _value(lattice, lattice.nearest(values, spec), spec)
 
     def rebase(
-        self, encoded: EncodedTensor, held: Held, spec: TensorSpec, beside: Mapping[str, Held]
+        self,
+        encoded: EncodedTensor,
+        reference: ReferenceState,
+        spec: TensorSpec,
+        sibling_planes: Mapping[str, ReferenceState],
     ) -> EncodedTensor | None:
         """See `Rebasable.rebase`."""
-        lattice = HeldLattice.of(held, spec)
+        lattice = LatticeReference.of(reference, spec)
         if lattice is None:
             return None
-        sections, radius = self._code(lattice.index, lattice.outlook(None), spec, 1)
+        sections, radius = self._code(lattice.index, lattice.prediction(None), spec, 1)
         shared = split_exponents(lattice.exponents, matrix_shape(spec.shape))
         return EncodedTensor(
             self.id, _params(lattice, radius), {**sections, "exponents": write_exponents(*shared, 1)}
         )
 
-    def _lattice(self, reference: HeldLattice | None, spec: TensorSpec) -> Lattice:
+    def _lattice(self, reference: LatticeReference | None, spec: TensorSpec) -> Lattice:
         """The lattice to be used."""
         wanted = self._wanted(spec)
         if reference is None or self.seed is not None:  # under another dither, other steps cost nothing more
             return _lattice(wanted, self.seed or 0)
         rows, columns = split_exponents(reference.exponents, matrix_shape(spec.shape))
-        held = Steps(step=reference.step, rows=rows, columns=columns)
-        followed = held.followed(wanted, self.slack)
-        if followed is held:
+        kept = Steps(step=reference.step, rows=rows, columns=columns)
+        followed = kept.followed(wanted, self.slack)
+        if followed is kept:
             return Lattice(step=reference.step, exponents=reference.exponents, seed=reference.seed)
         return _lattice(followed, reference.seed)
 
@@ -133,22 +137,22 @@ class LatticeCodec:
         return Steps(step=np.float32(self.step), rows=rows, columns=columns)
 
     def _code(
-        self, index: Int16s, outlook: Outlook, spec: TensorSpec, threads: int
+        self, index: Int16s, prediction: LatticePrediction, spec: TensorSpec, threads: int
     ) -> tuple[dict[str, bytes], int]:
         from shrinkpoint.quantize import dither_kernels  # numba
 
-        largest = int(dither_kernels.largest_move(index, outlook.predicted))
+        largest = int(dither_kernels.largest_move(index, prediction.predicted))
         radius = min(_RADIUS, largest)
         symbols, far = np.empty(index.size, np.uint8), np.zeros(0, np.int32)
-        count = dither_kernels.moves(index, outlook.predicted, radius, symbols, far)
+        count = dither_kernels.moves(index, prediction.predicted, radius, symbols, far)
         if count:
             far = np.empty(count, np.int32)
-            dither_kernels.moves(index, outlook.predicted, radius, symbols, far)
+            dither_kernels.moves(index, prediction.predicted, radius, symbols, far)
         payload = encode_plane(
             symbols,
             2 * radius + 2,
             columns=matrix_shape(spec.shape)[1],
-            sides=outlook.sides,
+            sides=prediction.sides,
             effort=self.effort,
             threads=threads,
         )
@@ -159,12 +163,12 @@ class LatticeCodec:
         """See `TensorCodec.decode`."""
         if spec.dtype not in CODED_DTYPES or spec.numel == 0:
             raise FormatError(f"{spec.name}: codec {self.id!r} cannot hold {spec.dtype} {spec.shape}")
-        reference = HeldLattice.of(context.reference, spec) if encoded.uses_reference else None
+        reference = LatticeReference.of(context.reference, spec) if encoded.uses_reference else None
         if encoded.uses_reference and reference is None:
             raise FormatError(f"{spec.name}: its reference planes are missing")
         lattice = _read_lattice(encoded, reference, spec, context.threads)
-        outlook = lattice.outlook(reference)
-        return _planes(lattice, _read_index(encoded, outlook, spec, context.threads), outlook)
+        prediction = lattice.prediction(reference)
+        return _planes(lattice, _read_index(encoded, prediction, spec, context.threads), prediction)
 
     def reconstruct(
         self, encoded: EncodedTensor, planes: Planes, spec: TensorSpec, context: Context
@@ -196,8 +200,8 @@ def _params(lattice: Lattice, radius: int) -> dict[str, JSON]:
     return {"step": float(lattice.step), "seed": lattice.seed, "radius": radius}
 
 
-def _planes(lattice: Lattice, index: Int16s, outlook: Outlook) -> Planes:
-    return {"index": index, "exponent": lattice.exponents, "history": outlook.history(index)}
+def _planes(lattice: Lattice, index: Int16s, prediction: LatticePrediction) -> Planes:
+    return {"index": index, "exponent": lattice.exponents, "history": prediction.history(index)}
 
 
 def _lattice(steps: Steps, seed: int) -> Lattice:
@@ -205,14 +209,16 @@ def _lattice(steps: Steps, seed: int) -> Lattice:
 
 
 def _read_lattice(
-    encoded: EncodedTensor, reference: HeldLattice | None, spec: TensorSpec, threads: int
+    encoded: EncodedTensor, reference: LatticeReference | None, spec: TensorSpec, threads: int
 ) -> Lattice:
     known = None if reference is None else (reference.step, reference.exponents)
     step, exponents = read_steps(encoded, known, spec, threads, "levels")
     return Lattice(step=step, exponents=exponents, seed=integer(encoded.params, spec, "seed", 0, SEEDS - 1))
 
 
-def _read_index(encoded: EncodedTensor, outlook: Outlook, spec: TensorSpec, threads: int) -> Int16s:
+def _read_index(
+    encoded: EncodedTensor, prediction: LatticePrediction, spec: TensorSpec, threads: int
+) -> Int16s:
     from shrinkpoint.quantize import dither_kernels  # numba
 
     radius = integer(encoded.params, spec, "radius", 0, _RADIUS)
@@ -221,13 +227,13 @@ def _read_index(encoded: EncodedTensor, outlook: Outlook, spec: TensorSpec, thre
         spec.numel,
         2 * radius + 2,
         columns=matrix_shape(spec.shape)[1],
-        sides=outlook.sides,
+        sides=prediction.sides,
         threads=threads,
     )
     count = int(np.count_nonzero(symbols == 2 * radius + 1))
     stored = decode_bytes(section(encoded, spec, "far"), 4 * count, 4, threads=threads)
     far = stored.view("<i4").astype(np.int32)
     index = np.empty(spec.numel, np.int16)
-    if not dither_kernels.unmove(symbols, outlook.predicted, radius, far, FARTHEST, index):
+    if not dither_kernels.unmove(symbols, prediction.predicted, radius, far, FARTHEST, index):
         raise FormatError(f"{spec.name}: a lattice index is beyond {FARTHEST}")
     return index

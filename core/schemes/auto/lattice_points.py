@@ -10,29 +10,29 @@ from shrinkpoint.arrays import Float32s, Int8s, Int16s, UInt8s
 from shrinkpoint.entropy.contexts.coder import Side
 from shrinkpoint.errors import CannotRepresentError
 from shrinkpoint.quantize.dither import EDGE_CLASSES, EDGE_PLACES, SEEDS, dither_edges, edge_table
-from shrinkpoint.schemes.base import Held
+from shrinkpoint.schemes.base import ReferenceState
 from shrinkpoint.schemes.codec_io import integer, number, plane_of
 from shrinkpoint.state.training import TensorSpec
 
 __all__ = [
     "FARTHEST",
+    "MAX_EXPONENT",
     "QUARTERS",
-    "REACH",
-    "HeldLattice",
     "Lattice",
-    "Outlook",
+    "LatticePrediction",
+    "LatticeReference",
     "join_exponents",
     "split_exponents",
 ]
 
 
-REACH = 32
+MAX_EXPONENT = 32
 """Quarter octaves that a row or a column may change the step by, each way."""
 
 FARTHEST = 30_000
 """Indices beyond this one show a step that is far too small for the tensor."""
 
-_EXPONENTS = 4 * REACH + 1
+_EXPONENTS = 4 * MAX_EXPONENT + 1
 _HALVES = 12  # half steps to each side of zero that are told apart
 # 2 ** (k / 4), written out: a library's power function may differ by a rounding from one machine to another
 QUARTERS = np.array([1.0, 1.1892071, 1.4142135, 1.6817929], np.float32)
@@ -87,7 +87,7 @@ class Lattice:
         dither_kernels.points(index, self.exponents, self._quarters(), self.seed, values)
         return values
 
-    def outlook(self, reference: "HeldLattice | None") -> "Outlook":
+    def prediction(self, reference: "LatticeReference | None") -> "LatticePrediction":
         """What is known of each index before it is read."""
         from shrinkpoint.quantize import dither_kernels  # numba
 
@@ -95,7 +95,7 @@ class Lattice:
         if reference is None:
             classes = dither_edges(self.seed, size)
             sides = (Side(classes, EDGE_CLASSES, two_sided=True), Side(self.exponents, _EXPONENTS))
-            return Outlook(np.zeros(size, np.int16), classes, _all_unknown(), sides)
+            return LatticePrediction(np.zeros(size, np.int16), classes, _all_unknown(), sides)
         if self._is(reference):
             predicted, known, table = reference.index, reference.history, _aged()
             first = Side(known, 2 * _AGES + 1, two_sided=True)
@@ -108,7 +108,9 @@ class Lattice:
             first = Side(known, EDGE_CLASSES, EDGE_PLACES, two_sided=True)
         values = np.empty(size, np.uint8)
         dither_kernels.halves(predicted, self.seed, _HALVES, values)
-        return Outlook(predicted, known, table, (first, Side(values, 2 * _HALVES + 1, two_sided=True)))
+        return LatticePrediction(
+            predicted, known, table, (first, Side(values, 2 * _HALVES + 1, two_sided=True))
+        )
 
     def has_steps_of(self, other: "Lattice") -> bool:
         """Whether every element's step is the same in both."""
@@ -123,7 +125,7 @@ class Lattice:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeldLattice(Lattice):
+class LatticeReference(Lattice):
     """A checkpoint's lattice, and where on it the weights are."""
 
     index: Int16s
@@ -131,7 +133,7 @@ class HeldLattice(Lattice):
     """How each weight came there, 0 to 16; 8 where that is not known."""
 
     @classmethod
-    def of(cls, reference: Held | None, spec: TensorSpec) -> "HeldLattice | None":
+    def of(cls, reference: ReferenceState | None, spec: TensorSpec) -> "LatticeReference | None":
         """What is held of a tensor, or None where that is not of its size."""
         planes = [plane_of(reference, name, spec) for name in ("index", "exponent", "history")]
         if reference is None or any(plane is None for plane in planes):
@@ -146,7 +148,7 @@ class HeldLattice(Lattice):
 
 
 @dataclass(frozen=True)
-class Outlook:
+class LatticePrediction:
     """What encoder and decoder know of the indices before these are coded."""
 
     predicted: Int16s
@@ -170,8 +172,8 @@ class Outlook:
 
 
 def join_exponents(rows: Int8s, columns: Int8s) -> UInt8s:
-    """`Lattice.exponents` from those of rows and columns, each from -`REACH` to `REACH`."""
-    shifted = (rows.astype(np.int16) + 2 * REACH).astype(np.uint8)
+    """`Lattice.exponents` from those of rows and columns, each from -`MAX_EXPONENT` to `MAX_EXPONENT`."""
+    shifted = (rows.astype(np.int16) + 2 * MAX_EXPONENT).astype(np.uint8)
     # in eight bits: what wraps there is back in range with the sum
     total: UInt8s = np.add(shifted[:, None], columns.view(np.uint8)[None, :])
     return total.reshape(-1)
@@ -180,9 +182,9 @@ def join_exponents(rows: Int8s, columns: Int8s) -> UInt8s:
 def split_exponents(exponents: UInt8s, shape: tuple[int, int]) -> tuple[Int8s, Int8s]:
     """Exponents of rows and columns that `join_exponents` makes these of."""
     matrix = exponents.reshape(shape).astype(np.int64)
-    rows, columns = matrix[:, 0] - matrix[0, 0], matrix[0] - 2 * REACH
+    rows, columns = matrix[:, 0] - matrix[0, 0], matrix[0] - 2 * MAX_EXPONENT
     # any number may be moved from the columns to the rows, as long as both stay within reach
-    moved = max(-REACH - int(rows.min()), int(columns.max()) - REACH)
+    moved = max(-MAX_EXPONENT - int(rows.min()), int(columns.max()) - MAX_EXPONENT)
     return (rows + moved).astype(np.int8), (columns - moved).astype(np.int8)
 
 

@@ -20,7 +20,7 @@ from shrinkpoint.arrays import Float64s, Int8s, UInt8s, widened
 from shrinkpoint.entropy.static.bytes import decode_bytes, encode_bytes
 from shrinkpoint.errors import FormatError
 from shrinkpoint.schemes.auto.factors import matrix_shape, row_and_column_means
-from shrinkpoint.schemes.auto.lattice_points import REACH, join_exponents
+from shrinkpoint.schemes.auto.lattice_points import MAX_EXPONENT, join_exponents
 from shrinkpoint.schemes.base import EncodedTensor
 from shrinkpoint.schemes.codec_io import check_sections, number, section
 from shrinkpoint.state.training import TensorSpec
@@ -83,7 +83,7 @@ class Steps:
         if lost <= slack and float(off_rows.mean()) <= _IDLE and float(off_rows.min()) > -_PER_OCTAVE:
             return self
         changed = [_changed(*pair) for pair in ((self.rows, off_rows), (self.columns, off_columns))]
-        if any(np.abs(side).max(initial=0) > REACH for side in changed):
+        if any(np.abs(side).max(initial=0) > MAX_EXPONENT for side in changed):
             return wanted
         new_rows, new_columns = (side.astype(np.int8) for side in changed)
         return Steps(step=self.step, rows=new_rows, columns=new_columns)
@@ -133,8 +133,8 @@ def read_steps(
     height, width = matrix_shape(spec.shape)
     data = decode_bytes(section(encoded, spec, "exponents"), height + width, 1, threads=threads)
     stored = data.view(np.int8)
-    if max(int(stored.max()), -int(stored.min())) > REACH:
-        raise FormatError(f"{spec.name}: an exponent lies beyond {REACH}")
+    if max(int(stored.max()), -int(stored.min())) > MAX_EXPONENT:
+        raise FormatError(f"{spec.name}: an exponent lies beyond {MAX_EXPONENT}")
     return step, join_exponents(stored[:height], stored[height:])
 
 

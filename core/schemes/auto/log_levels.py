@@ -28,7 +28,7 @@ from shrinkpoint.errors import ConfigError, FormatError
 from shrinkpoint.quantize.dither import SEEDS, dither
 from shrinkpoint.schemes.auto.factors import EMPTY, Factors, matrix_shape
 from shrinkpoint.schemes.auto.moment_units import check_dtype, emitted, fp32_values
-from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Held, Planes
+from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes, ReferenceState
 from shrinkpoint.schemes.codec_io import check_sections, emit, integer, section
 from shrinkpoint.state.training import TensorSpec
 from shrinkpoint.state.tree import JSON
@@ -114,10 +114,14 @@ class LogLevelsCodec:
         return _Levels.of(values, self.step, seed, _shortfall(self.step) if self.divides else 0.0)
 
     def rebase(
-        self, encoded: EncodedTensor, held: Held, spec: TensorSpec, beside: Mapping[str, Held]
+        self,
+        encoded: EncodedTensor,
+        reference: ReferenceState,
+        spec: TensorSpec,
+        sibling_planes: Mapping[str, ReferenceState],
     ) -> EncodedTensor | None:
         """See `Rebasable.rebase`."""
-        exponents = _exponents_before(held, spec)
+        exponents = _exponents_before(reference, spec)
         if exponents is None:
             return None
         step, seed = _read_step(encoded, spec)
@@ -325,8 +329,8 @@ def _negative(values: Float32s) -> Bools | None:
     return negative if bool(negative.any()) else None
 
 
-def _exponents_before(held: Held | None, spec: TensorSpec) -> Int16s | None:
-    plane: npt.NDArray[Any] | None = held.planes.get("exponent") if held is not None else None
+def _exponents_before(reference: ReferenceState | None, spec: TensorSpec) -> Int16s | None:
+    plane: npt.NDArray[Any] | None = reference.planes.get("exponent") if reference is not None else None
     right = plane is not None and plane.size == spec.numel and plane.dtype == np.int16
     return np.asarray(plane, np.int16) if right else None
 

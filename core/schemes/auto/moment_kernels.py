@@ -27,25 +27,25 @@ def levels(
     values: Float32s,
     units: Float32s,
     step: np.float32,
-    reach: int,
+    clip_steps: int,
     weighted: bool,
     out: UInt8s,
     sums: Float64s,
     counts: Float64s,
 ) -> int:
-    """Levels ``rint(value / (step * unit))`` within ``reach``, moved to begin at 0; the largest of all.
+    """Levels ``rint(value / (step * unit))`` within ``clip_steps``, moved to begin at 0; the largest of all.
 
     Args:
         values: moments.
         units: what each is measured in; where that is zero or about to be subnormal, the level is 0.
         step: distance of two levels, in units.
-        reach: the farthest level, below 128.
+        clip_steps: the farthest level, below 128.
         weighted: whether an element counts as much as the square of its unit, or all elements count the same.
-        out: receives levels plus ``reach``.
+        out: receives levels plus ``clip_steps``.
         sums: (128,), by the level's size: the sizes of its elements are added, in steps, each as often as it counts.
         counts: (128,), how much these count together.
     """
-    bound = np.float32(reach)
+    bound = np.float32(clip_steps)
     largest = np.int32(0)
     for i in range(out.size):
         unit = step * units[i]
@@ -55,7 +55,7 @@ def levels(
         sums[level] += counted * np.float64(size)
         counts[level] += counted
         largest = max(largest, level)
-        out[i] = np.uint8(reach - level if values[i] < _ZERO else reach + level)
+        out[i] = np.uint8(clip_steps - level if values[i] < _ZERO else clip_steps + level)
     return int(largest)
 
 

@@ -30,7 +30,7 @@ class MomentCodec(ABC):
     needs: ClassVar[tuple[str, ...]] = ()
     PLANE: ClassVar[str] = "levels"
     """The section of what an element is restored from."""
-    REACH: ClassVar[int] = 126
+    CLIP_STEPS: ClassVar[int] = 126
     """How many steps an element may be from zero; what is farther is clipped."""
 
     @abstractmethod

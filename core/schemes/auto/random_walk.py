@@ -19,7 +19,7 @@ import numpy as np
 
 from shrinkpoint.arrays import Float64s, UInt16s
 from shrinkpoint.entropy.trellis.states import NOISE, States
-from shrinkpoint.schemes.auto.lattice_points import REACH
+from shrinkpoint.schemes.auto.lattice_points import MAX_EXPONENT
 
 __all__ = [
     "CARRIED",
@@ -28,12 +28,12 @@ __all__ = [
     "NO_WALK",
     "Expectation",
     "best_share",
-    "grain_of",
     "measure_walk",
+    "step_ratio_of",
 ]
 
 
-EXPONENTS = 4 * REACH + 1
+EXPONENTS = 4 * MAX_EXPONENT + 1
 """Of steps: quarter octaves."""
 
 NO_WALK, LAST_WALK = 0, 160
@@ -63,73 +63,75 @@ def _walks(code: int) -> Float64s:
     """float64 (EXPONENTS,): the walk's mean square in square steps of each exponent."""
     if code == NO_WALK:
         return np.zeros(EXPONENTS)
-    return np.array([_power(code - _MIDDLE - 2 * above) for above in range(-2 * REACH, 2 * REACH + 1)])
+    return np.array(
+        [_power(code - _MIDDLE - 2 * above) for above in range(-2 * MAX_EXPONENT, 2 * MAX_EXPONENT + 1)]
+    )
 
 
 class Expectation:
     """Of a checkpoint's weights, given what was known of the one before.
 
     Args:
-        known: how well is known where the weights were, as a walk; None makes a base: nothing is.
-        walk: how far they have walked since; of no use without `known`.
+        variance_code: how well is known where the weights were, as a walk; None makes a base: nothing is.
+        walk: how far they have walked since; of no use without `variance_code`.
         carried: share of the former noise that is in this one, in 1/16.
         states: of the trellis.
 
     Attributes:
-        grain: fp32: this checkpoint's step over the one that its noise is of.
+        step_ratio: fp32: this checkpoint's step over the one that its noise is of.
         gains: uint16 (256,): how much of what a point lies beyond its place is noise, in 1/256 square of such steps.
-        known: how well is known then where the weights are.
+        variance_code: how well is known then where the weights are.
     """
 
-    grain: np.float32
+    step_ratio: np.float32
     gains: UInt16s
-    known: int
+    variance_code: int
 
-    def __init__(self, known: int | None, walk: int, carried: int, states: States) -> None:
+    def __init__(self, variance_code: int | None, walk: int, carried: int, states: States) -> None:
         share, noise = carried / CARRIED, NOISE[states]
         fresh = noise * (1.0 - share * share)
-        self.grain = grain_of(carried)
+        self.step_ratio = step_ratio_of(carried)
         self.gains = np.zeros(256, np.uint16)
-        if known is None:
-            self.known = LAST_WALK
+        if variance_code is None:
+            self.variance_code = LAST_WALK
             return
-        before = variances(known, states)
+        before = variances(variance_code, states)
         # of the point less its place, of the noise, and of both together
         innovation = (1.0 - share) * (1.0 - share) * before + _walks(walk) + fresh
         error = share * share * before + fresh
         both = fresh - share * (1.0 - share) * before
         gains = both / innovation
-        self.gains[:EXPONENTS] = np.rint(256.0 * float(self.grain) * gains).astype(np.uint16)
-        left = float((error - both * gains)[2 * REACH])
-        self.known = _code(left * left / max(noise - left, 1e-9))
+        self.gains[:EXPONENTS] = np.rint(256.0 * float(self.step_ratio) * gains).astype(np.uint16)
+        left = float((error - both * gains)[2 * MAX_EXPONENT])
+        self.variance_code = _code(left * left / max(noise - left, 1e-9))
 
 
-def grain_of(carried: int) -> np.float32:
+def step_ratio_of(carried: int) -> np.float32:
     """How much finer steps are whose noise is only the part that is new."""
     share = carried / CARRIED
     return np.float32(math.sqrt(1.0 - share * share))
 
 
-def variances(known: int, states: States) -> Float64s:
+def variances(variance_code: int, states: States) -> Float64s:
     """float64 (EXPONENTS,): of where weights were, in square steps: what a filter settles at."""
-    noise, walk = NOISE[states], _walks(known)
+    noise, walk = NOISE[states], _walks(variance_code)
     root = np.sqrt(walk * walk + 4.0 * noise * walk)
     # (root - walk) / 2 without what cancels
     return np.asarray(2.0 * noise * walk / (root + walk + 1e-300))
 
 
-def measure_walk(squares: Float64s, counts: Float64s, known: int, states: States) -> int:
+def measure_walk(squares: Float64s, counts: Float64s, variance_code: int, states: States) -> int:
     """The walk that errors show.
 
     Args:
         squares: float64 (EXPONENTS,), sums of the squares of weights less where they were expected, in square steps.
         counts: how many weights each exponent has.
-        known: how well was known where they were, as a walk.
+        variance_code: how well was known where they were, as a walk.
         states: of the trellis.
     """
     unit = _walks(_MIDDLE)
     total = float((squares / unit).sum())
-    before = float((counts * variances(known, states) / unit).sum())
+    before = float((counts * variances(variance_code, states) / unit).sum())
     return _code(max(total - before, _LEAST_SHARE * total) / max(float(counts.sum()), 1.0))
 
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from shrinkpoint.arrays import Float64s, Int8s
-from shrinkpoint.schemes.auto.lattice_points import REACH
+from shrinkpoint.schemes.auto.lattice_points import MAX_EXPONENT
 
 __all__ = ["narrowed"]
 
@@ -48,6 +48,6 @@ def narrowed(
     shift = float(
         rows.max()
     )  # the widest row takes the tensor's own step size, and the others are within reach below it
-    lowered = np.clip(rows - shift, -REACH, REACH).astype(np.int8)
-    sides = (lowered, np.clip(columns, -REACH, REACH).astype(np.int8))
+    lowered = np.clip(rows - shift, -MAX_EXPONENT, MAX_EXPONENT).astype(np.int8)
+    sides = (lowered, np.clip(columns, -MAX_EXPONENT, MAX_EXPONENT).astype(np.int8))
     return step * 2.0 ** (shift / _PER_OCTAVE), sides

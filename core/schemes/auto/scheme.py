@@ -51,7 +51,7 @@ from shrinkpoint.schemes.auto.row_steps import narrowed
 from shrinkpoint.schemes.auto.second_moments import FactoredSecondMomentCodec
 from shrinkpoint.schemes.auto.trellis_points import WIDER
 from shrinkpoint.schemes.auto.trellis_weights import TrellisLatticeCodec
-from shrinkpoint.schemes.base import Makers, Occasion, TensorCodec
+from shrinkpoint.schemes.base import Makers, SaveContext, TensorCodec
 from shrinkpoint.schemes.codec_io import CODED_DTYPES
 from shrinkpoint.schemes.recipe import check_choice, check_number, described
 from shrinkpoint.state.training import LayerType, Role, TensorSpec, TrainingState
@@ -170,14 +170,14 @@ class Auto:
 
     Args:
         options: its settings.
-        occasion: the save: a base, and the first save after a restore, take dithers of their own.
+        save_context: the save: a base, and the first save after a restore, take dithers of their own.
         scale: the steps' scale, where the search has chosen it; None takes the options', or else a mild one.
     """
 
     name: ClassVar[str] = "auto"
 
     options: AutoOptions = field(default_factory=AutoOptions)
-    occasion: Occasion
+    save_context: SaveContext
     scale: float | None = None
 
     def codecs(self, state: TrainingState) -> Mapping[str, Callable[[], TensorCodec]]:
@@ -220,18 +220,20 @@ class Auto:
                 make: Callable[..., TensorCodec] = CentroidFirstMomentCodec
                 if folder not in seconds:
                     # the update is a multiple of the momentum, or has its direction alone
-                    make = partial(CentroidMomentumCodec, linear=name not in self.occasion.directions)
+                    make = partial(CentroidMomentumCodec, linear=name not in self.save_context.directions)
                 makers[name] = partial(make, step=self.options.first_moment_step, loss=losses[name])
         return Makers(makers, left)
 
     def _moment_losses(self, state: TrainingState) -> dict[str, float]:
         """The greatest share of each first moment that may be lost, by what its optimizer remembers."""
         known, losses = memories(state), {}
-        interval = self.occasion.movement.steps if self.occasion.movement is not None else _USUAL_INTERVAL
+        interval = (
+            self.save_context.movement.steps if self.save_context.movement is not None else _USUAL_INTERVAL
+        )
         for name, spec in state.specs.items():
             if spec.tag.role is Role.EXP_AVG:
                 lost = _LOST_STEPS * interval / max(known.get(name, UNKNOWN), _LEAST)
-                lost /= _OF_DIRECTION if name in self.occasion.directions else 1
+                lost /= _OF_DIRECTION if name in self.save_context.directions else 1
                 losses[name] = min(max(lost, _LEAST_LOST), _MOST_LOST)
         return losses
 
@@ -251,7 +253,7 @@ class Auto:
 
     def _scale_of(self, spec: TensorSpec) -> float:
         """The network's own weights have mild steps where nothing but their averages is measured."""
-        if self.occasion.averages_only and spec.tag.role is not Role.AVERAGE:
+        if self.save_context.averages_only and spec.tag.role is not Role.AVERAGE:
             return min(self._scale, self.options.weight_scale or MILD_SCALE)
         return self._scale
 
@@ -273,12 +275,14 @@ class Auto:
                 step=size * WIDER[states],
                 exponents=exponents,
                 seed=self._seed(spec),
-                went_on=self.occasion.restored,
+                after_restore=self.save_context.restored,
                 states=states,
                 kept=step.kept,
             )
-        held = (self.occasion.reference or {}).get(spec.name)
-        goes_on = held is not None and held.codec == LatticeCodec.id and not self.occasion.restored
+        reference = (self.save_context.reference or {}).get(spec.name)
+        goes_on = (
+            reference is not None and reference.codec == LatticeCodec.id and not self.save_context.restored
+        )
         seed = None if goes_on else self._seed(spec)
         return LatticeCodec(step=size, exponents=exponents, seed=seed, effort="fast")
 
@@ -303,12 +307,14 @@ class Auto:
 
         Tensors that stand together share it: so amsgrad's maximum is never restored below the second moment that it is of.
         """
-        held = (self.occasion.reference or {}).get(spec.name)
-        goes_on = held is not None and held.codec == LogLevelsCodec.id and not self.occasion.restored
-        return None if goes_on else zlib.crc32(f"{self.occasion.step}/{_folder(spec)}".encode())
+        reference = (self.save_context.reference or {}).get(spec.name)
+        goes_on = (
+            reference is not None and reference.codec == LogLevelsCodec.id and not self.save_context.restored
+        )
+        return None if goes_on else zlib.crc32(f"{self.save_context.step}/{_folder(spec)}".encode())
 
     def _seed(self, spec: TensorSpec) -> int:
-        return zlib.crc32(f"{self.occasion.step}/{spec.name}".encode())
+        return zlib.crc32(f"{self.save_context.step}/{spec.name}".encode())
 
     def _steps(self, state: TrainingState, left: dict[str, str]) -> dict[str, _Step]:
         """Of the weights that have one; what is all zeros or of no ordinary size is stored exactly, and `left` gets why."""
@@ -379,8 +385,8 @@ class Auto:
 
     def _is_on_trellis(self, spec: TensorSpec) -> bool:
         """Whether the previous checkpoint has the tensor so that its rows can be kept."""
-        held = (self.occasion.reference or {}).get(spec.name)
-        return held is not None and held.codec == TrellisLatticeCodec.id
+        reference = (self.save_context.reference or {}).get(spec.name)
+        return reference is not None and reference.codec == TrellisLatticeCodec.id
 
     def _moved(self, spec: TensorSpec, weights: torch.Tensor) -> Float64s:
         """How far training has moved each row; where nothing is known of that, as if by a small share of its size."""
@@ -393,7 +399,9 @@ class Auto:
 
     def _known_movement(self, spec: TensorSpec) -> Float64s | None:
         """(rows,), where it was measured and is a number in all rows."""
-        rows = self.occasion.movement.rows.get(spec.name) if self.occasion.movement is not None else None
+        rows = (
+            self.save_context.movement.rows.get(spec.name) if self.save_context.movement is not None else None
+        )
         return rows if rows is not None and bool(np.isfinite(rows).all()) else None
 
     def _curvature(
@@ -403,7 +411,7 @@ class Auto:
         for spec in moments:
             if spec.shape == weight.shape:
                 beside.setdefault(spec.tag.role, spec.name)
-        gradient = (self.occasion.gradients or {}).get(weight.tag.parameter or weight.name)
+        gradient = (self.save_context.gradients or {}).get(weight.tag.parameter or weight.name)
         if Role.EXP_AVG_SQ in beside:
             return curvature_of("second moment", state.tensors[beside[Role.EXP_AVG_SQ]])
         if Role.SQUARES in beside:

@@ -76,7 +76,7 @@ class Grid:
     exponents: UInt8s
     """Quarter octaves of each element's step above ``step / 2 ** 16``."""
     seed: int
-    grain: np.float32 = _WHOLE
+    step_ratio: np.float32 = _WHOLE
     """How many of these steps lie between two points of one state: noise that was carried over is not new."""
 
     def measured(self, values: Float32s, even: Int16s, spec: TensorSpec) -> Float32s:
@@ -127,5 +127,5 @@ class Grid:
     @property
     def fine(self) -> Float32s:
         """fp32 (4,): the same of points."""
-        steps: Float32s = (self.step * self.grain) * QUARTERS
+        steps: Float32s = (self.step * self.step_ratio) * QUARTERS
         return steps

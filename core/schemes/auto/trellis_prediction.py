@@ -13,21 +13,21 @@ from shrinkpoint.entropy.trellis.coder import Path
 from shrinkpoint.entropy.trellis.states import States
 from shrinkpoint.schemes.auto.factors import matrix_shape
 from shrinkpoint.schemes.auto.lattice_points import QUARTERS
-from shrinkpoint.schemes.auto.random_walk import CARRIED, EXPONENTS, LAST_WALK, NO_WALK, grain_of
+from shrinkpoint.schemes.auto.random_walk import CARRIED, EXPONENTS, LAST_WALK, NO_WALK, step_ratio_of
 from shrinkpoint.schemes.auto.trellis_points import Grid, zero_places
-from shrinkpoint.schemes.base import Held
+from shrinkpoint.schemes.base import ReferenceState
 from shrinkpoint.schemes.codec_io import integer, number, plane_of
 from shrinkpoint.state.training import TensorSpec
 from shrinkpoint.state.tree import JSON
 
 __all__ = [
     "ERRORS",
-    "HeldWeights",
-    "Outlook",
     "Rows",
+    "TrellisPrediction",
+    "TrellisReference",
     "deviations",
     "read_carried",
-    "read_grain",
+    "read_step_ratio",
     "rows_of",
     "with_noise",
 ]
@@ -36,13 +36,13 @@ Rows = npt.NDArray[np.intp]
 T = TypeVar("T", bound=np.generic)
 
 ERRORS = "errors"
-"""Name of the plane that only the writer has (`Held.unseen`)."""
+"""Name of the plane that only the writer has (`ReferenceState.encoder_only`)."""
 
 _HALVES = 12  # half steps up to which sizes are told apart
 
 
 @dataclass(frozen=True)
-class HeldWeights:
+class TrellisReference:
     """What is held of a predecessor."""
 
     step: np.float32
@@ -53,31 +53,31 @@ class HeldWeights:
     """What was restored, before it was rounded to the tensor's dtype."""
     offsets: Int8s
     """How far from its value each weight is expected, in 1/64 step."""
-    known: int
-    """How well is known that they are there (`Expectation.known`)."""
+    variance_code: int
+    """How well is known that they are there (`Expectation.variance_code`)."""
     errors: Int8s | None
     """The noise of each value in 1/64 step, which only its encoder knows."""
 
     @staticmethod
-    def of(reference: Held | None, spec: TensorSpec) -> "HeldWeights | None":
+    def of(reference: ReferenceState | None, spec: TensorSpec) -> "TrellisReference | None":
         """None where nothing is held of a tensor of this size."""
         planes = [plane_of(reference, name, spec) for name in ("value", "exponent", "offset")]
         if reference is None or any(plane is None for plane in planes):
             return None
         values, exponents, offsets = planes
-        errors = reference.unseen.get(ERRORS)
-        return HeldWeights(
+        errors = reference.encoder_only.get(ERRORS)
+        return TrellisReference(
             step=number(reference.params, spec, "step"),
             exponents=np.asarray(exponents, np.uint8),
             values=np.asarray(values, np.float32),
             offsets=np.asarray(offsets, np.int8),
-            known=integer(reference.params, spec, "known", NO_WALK, LAST_WALK),
+            variance_code=integer(reference.params, spec, "variance_code", NO_WALK, LAST_WALK),
             errors=None if errors is None else np.asarray(errors, np.int8),
         )
 
-    def as_restored(self) -> "HeldWeights":
+    def after_restore(self) -> "TrellisReference":
         """The same for a training that went on from it: its weights were what was restored."""
-        return replace(self, offsets=np.zeros_like(self.offsets), known=NO_WALK, errors=None)
+        return replace(self, offsets=np.zeros_like(self.offsets), variance_code=NO_WALK, errors=None)
 
     @property
     def quarters(self) -> Float32s:
@@ -87,7 +87,7 @@ class HeldWeights:
 
 
 @dataclass(frozen=True)
-class Outlook:
+class TrellisPrediction:
     """Where weights are expected: the nearest even point, in half steps, and what the coder is told from there."""
 
     even: Int16s
@@ -96,17 +96,17 @@ class Outlook:
     @staticmethod
     def of(
         grid: Grid,
-        held: HeldWeights | None,
+        reference: TrellisReference | None,
         carried: int,
         states: States,
         spec: TensorSpec,
         rows: Rows | None = None,
-    ) -> "Outlook":
+    ) -> "TrellisPrediction":
         """From what is held, or around zero.
 
         Args:
             grid: of all elements.
-            held: of all elements; None makes a base.
+            reference: of all elements; None makes a base.
             carried: share of noise that is carried over, in 1/16.
             states: of the trellis.
             spec: of the tensor.
@@ -115,15 +115,15 @@ class Outlook:
         from shrinkpoint.quantize import trellis_dither_kernels as trellis_dither  # numba
 
         size, columns = grid.exponents.size, matrix_shape(spec.shape)[1]
-        if held is None:
+        if reference is None:
             path = Path(zero_places(grid.seed, size), columns, states, (Side(grid.exponents, EXPONENTS),))
-            return Outlook(np.zeros(size, np.int16), path)
+            return TrellisPrediction(np.zeros(size, np.int16), path)
         even, places, sizes = np.empty(size, np.int16), np.empty(size, np.int16), np.empty(size, np.uint8)
         trellis_dither.expect(
-            held.values,
-            held.offsets,
-            held.exponents,
-            held.quarters,
+            reference.values,
+            reference.offsets,
+            reference.exponents,
+            reference.quarters,
             np.float32(1 - carried / CARRIED),
             grid.exponents,
             grid.fine,
@@ -134,7 +134,7 @@ class Outlook:
         trellis_dither.halves(even, places, grid.seed, _HALVES, sizes)
         steps = Side(rows_of(grid.exponents, rows, columns), EXPONENTS)
         sides = (steps, Side(rows_of(sizes, rows, columns), _HALVES + 1))
-        return Outlook(even, Path(rows_of(places, rows, columns), columns, states, sides))
+        return TrellisPrediction(even, Path(rows_of(places, rows, columns), columns, states, sides))
 
 
 def rows_of(plane: npt.NDArray[T], rows: Rows | None, columns: int) -> npt.NDArray[T]:
@@ -143,7 +143,7 @@ def rows_of(plane: npt.NDArray[T], rows: Rows | None, columns: int) -> npt.NDArr
 
 
 def deviations(
-    values: Float32s, grid: Grid, held: HeldWeights, columns: int, rows: Rows | None = None
+    values: Float32s, grid: Grid, reference: TrellisReference, columns: int, rows: Rows | None = None
 ) -> tuple[Float64s, Float64s]:
     """Sums of squares of how far weights are from where they were expected to have been, and their numbers, by exponent; of
     some rows, or of all."""
@@ -152,10 +152,10 @@ def deviations(
     squares, counts = np.zeros(EXPONENTS), np.zeros(EXPONENTS)
     trellis_dither.sum_squares(
         rows_of(values, rows, columns),
-        rows_of(held.values, rows, columns),
-        rows_of(held.offsets, rows, columns),
-        rows_of(held.exponents, rows, columns),
-        held.quarters,
+        rows_of(reference.values, rows, columns),
+        rows_of(reference.offsets, rows, columns),
+        rows_of(reference.exponents, rows, columns),
+        reference.quarters,
         rows_of(grid.exponents, rows, columns),
         grid.quarters,
         squares,
@@ -164,14 +164,16 @@ def deviations(
     return squares, counts
 
 
-def with_noise(values: Float32s, grid: Grid, held: HeldWeights, errors: Int8s, carried: int) -> Float32s:
+def with_noise(
+    values: Float32s, grid: Grid, reference: TrellisReference, errors: Int8s, carried: int
+) -> Float32s:
     """Weights with a share of their former noise, in 1/16."""
     from shrinkpoint.quantize import trellis_dither_kernels as trellis_dither  # numba
 
     out = np.empty(values.size, np.float32)
     share = np.float32(carried / CARRIED)
     trellis_dither.carry(
-        values, errors, held.exponents, held.quarters, grid.exponents, grid.quarters, share, out
+        values, errors, reference.exponents, reference.quarters, grid.exponents, grid.quarters, share, out
     )
     return out
 
@@ -185,6 +187,6 @@ def read_carried(params: Mapping[str, JSON], spec: TensorSpec) -> int:
     return integer(params, spec, "carried", 0, CARRIED - 1)
 
 
-def read_grain(params: Mapping[str, JSON], spec: TensorSpec) -> np.float32:
-    """`Grid.grain` of stored weights; raises as `read_carried`."""
-    return grain_of(read_carried(params, spec))
+def read_step_ratio(params: Mapping[str, JSON], spec: TensorSpec) -> np.float32:
+    """`Grid.step_ratio` of stored weights; raises as `read_carried`."""
+    return step_ratio_of(read_carried(params, spec))

@@ -43,16 +43,16 @@ from shrinkpoint.schemes.auto.trellis_points import (
 )
 from shrinkpoint.schemes.auto.trellis_prediction import (
     ERRORS,
-    HeldWeights,
-    Outlook,
     Rows,
+    TrellisPrediction,
+    TrellisReference,
     deviations,
     read_carried,
-    read_grain,
+    read_step_ratio,
     rows_of,
     with_noise,
 )
-from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Held, Planes
+from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes, ReferenceState
 from shrinkpoint.schemes.codec_io import CODED_DTYPES, as_float32, finite, integer, section
 from shrinkpoint.state.training import TensorSpec
 from shrinkpoint.state.tree import JSON
@@ -83,7 +83,7 @@ class TrellisLatticeCodec:
     """What `lattice_steps.curvature_exponents` gives; None for equal steps."""
     seed: int = 0
     """Seed of the dither: another one for every checkpoint."""
-    went_on: bool = False
+    after_restore: bool = False
     """Whether the training went on from a restore of the previous checkpoint."""
     slack: float = 0.2
     """The previous checkpoint's steps are kept while the loss is at most this share larger than with the wanted ones."""
@@ -104,19 +104,27 @@ class TrellisLatticeCodec:
     def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
         """See `TensorCodec.encode`; refuses NaN, infinity, other dtypes than floats, and steps too small by far."""
         found = self._quantize(tensor, spec, context)
-        held, grid, outlook = found.held, found.grid, found.outlook
+        reference, grid, prediction = found.reference, found.grid, found.prediction
         params: dict[str, JSON] = {"step": float(grid.step), "seed": grid.seed, "states": self.states}
-        params |= {"walk": found.walk, "carried": found.carried, "known": found.expectation.known}
-        if held is not None and self.went_on:
-            params["went_on"] = True
-        coded, sections = _code(found.points, outlook, context.threads)
-        if held is None or held.step != grid.step or not np.array_equal(held.exponents, grid.exponents):
+        params |= {
+            "walk": found.walk,
+            "carried": found.carried,
+            "variance_code": found.expectation.variance_code,
+        }
+        if reference is not None and self.after_restore:
+            params["after_restore"] = True
+        coded, sections = _code(found.points, prediction, context.threads)
+        if (
+            reference is None
+            or reference.step != grid.step
+            or not np.array_equal(reference.exponents, grid.exponents)
+        ):
             sections["exponents"] = _stored(grid, spec, context.threads)
         if found.rows is not None and self.kept is not None:
             sections["kept"] = encode_bytes(np.packbits(self.kept), 1, threads=context.threads)
-        encoded = EncodedTensor(self.id, params, sections, held is not None)
+        encoded = EncodedTensor(self.id, params, sections, reference is not None)
         planes = _planes(
-            found.restored, grid, coded, held, found.carried, found.expectation, found.rows, spec
+            found.restored, grid, coded, reference, found.carried, found.expectation, found.rows, spec
         )
         errors = grid.errors(found.values, found.restored)
         if found.rows is not None and self.kept is not None:
@@ -129,28 +137,28 @@ class TrellisLatticeCodec:
 
     def _quantize(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> "_Quantized":
         values = as_float32(tensor, spec, CODED_DTYPES)
-        held = self._held(context, spec)
-        grid = self._grid(held, spec)
+        reference = self._reference(context, spec)
+        grid = self._grid(reference, spec)
         walk, carried, rows = NO_WALK, 0, None
-        if held is not None:
+        if reference is not None:
             if self.kept is not None and bool(self.kept.any()):
                 rows = np.flatnonzero(~self.kept)
-            squares, counts = deviations(values, grid, held, matrix_shape(spec.shape)[1], rows)
-            walk = measure_walk(squares, counts, held.known, self.states)
-            if held.errors is not None:
+            squares, counts = deviations(values, grid, reference, matrix_shape(spec.shape)[1], rows)
+            walk = measure_walk(squares, counts, reference.variance_code, self.states)
+            if reference.errors is not None:
                 carried = best_share(walk, counts, self.states)
         try:
-            return self._placed(values, held, grid, walk, carried, rows, spec, context.threads)
+            return self._placed(values, reference, grid, walk, carried, rows, spec, context.threads)
         except CannotRepresentError:
             if carried == 0:
                 raise
         # with finer steps, there are too many of them to the farthest weights
-        return self._placed(values, held, grid, walk, 0, rows, spec, context.threads)
+        return self._placed(values, reference, grid, walk, 0, rows, spec, context.threads)
 
     def _placed(
         self,
         values: Float32s,
-        held: HeldWeights | None,
+        reference: TrellisReference | None,
         grid: Grid,
         walk: int,
         carried: int,
@@ -159,81 +167,95 @@ class TrellisLatticeCodec:
         threads: int,
     ) -> "_Quantized":
         wanted, columns = values, matrix_shape(spec.shape)[1]
-        if held is not None and held.errors is not None and carried:
-            wanted = with_noise(values, grid, held, held.errors, carried)
-        expectation = Expectation(None if held is None else held.known, walk, carried, self.states)
-        grid = replace(grid, grain=expectation.grain)
-        outlook = Outlook.of(grid, held, carried, self.states, spec, rows)
-        measured = rows_of(grid.measured(wanted, outlook.even, spec), rows, columns)
+        if reference is not None and reference.errors is not None and carried:
+            wanted = with_noise(values, grid, reference, reference.errors, carried)
+        expectation = Expectation(
+            None if reference is None else reference.variance_code, walk, carried, self.states
+        )
+        grid = replace(grid, step_ratio=expectation.step_ratio)
+        prediction = TrellisPrediction.of(grid, reference, carried, self.states, spec, rows)
+        measured = rows_of(grid.measured(wanted, prediction.even, spec), rows, columns)
         points = nearest_points(measured, columns, self.states, threads)
-        restored = _restored(points, grid, outlook, held, rows, spec)
+        restored = _restored(points, grid, prediction, reference, rows, spec)
         if restored is None:
             raise CannotRepresentError(f"{spec.name}: its steps are too small for its values")
-        return _Quantized(values, held, grid, outlook, points, restored, walk, carried, expectation, rows)
+        return _Quantized(
+            values, reference, grid, prediction, points, restored, walk, carried, expectation, rows
+        )
 
     def rebase(
-        self, encoded: EncodedTensor, held: Held, spec: TensorSpec, beside: Mapping[str, Held]
+        self,
+        encoded: EncodedTensor,
+        reference: ReferenceState,
+        spec: TensorSpec,
+        sibling_planes: Mapping[str, ReferenceState],
     ) -> EncodedTensor | None:
         """See `Rebasable.rebase`; rows that were kept lie on the points of other checkpoints, and cannot be told by these."""
-        known = HeldWeights.of(held, spec)
-        if known is None:
+        variance_code = TrellisReference.of(reference, spec)
+        if variance_code is None:
             return None
         states = read_states(encoded, spec)
         grid = Grid(
-            step=known.step,
-            exponents=known.exponents,
+            step=variance_code.step,
+            exponents=variance_code.exponents,
             seed=integer(encoded.params, spec, "seed", 0, SEEDS - 1),
-            grain=read_grain(encoded.params, spec),
+            step_ratio=read_step_ratio(encoded.params, spec),
         )
-        points = grid.points(known.values)
+        points = grid.points(variance_code.values)
         if points is None:
             return None
-        _, sections = _code(points, Outlook.of(grid, None, 0, states, spec), 1)
+        _, sections = _code(points, TrellisPrediction.of(grid, None, 0, states, spec), 1)
         params = {name: encoded.params[name] for name in ("step", "seed", "states", "carried")}
-        params |= {"walk": NO_WALK, "known": LAST_WALK}
+        params |= {"walk": NO_WALK, "variance_code": LAST_WALK}
         return EncodedTensor(self.id, params, {**sections, "exponents": _stored(grid, spec, 1)})
 
-    def _held(self, context: Context, spec: TensorSpec) -> HeldWeights | None:
-        held = HeldWeights.of(context.reference, spec)
-        return held.as_restored() if held is not None and self.went_on else held
+    def _reference(self, context: Context, spec: TensorSpec) -> TrellisReference | None:
+        reference = TrellisReference.of(context.reference, spec)
+        return reference.after_restore() if reference is not None and self.after_restore else reference
 
-    def _grid(self, held: HeldWeights | None, spec: TensorSpec) -> Grid:
+    def _grid(self, reference: TrellisReference | None, spec: TensorSpec) -> Grid:
         """With the steps that are wanted, or those of before while they do."""
         height, width = matrix_shape(spec.shape)
         rows, columns = self.exponents or (np.zeros(height, np.int8), np.zeros(width, np.int8))
         wanted = Steps(step=np.float32(self.step), rows=rows, columns=columns)
-        if held is not None and not self.went_on:
-            before = split_exponents(held.exponents, (height, width))
-            wanted = Steps(step=held.step, rows=before[0], columns=before[1]).followed(wanted, self.slack)
+        if reference is not None and not self.after_restore:
+            before = split_exponents(reference.exponents, (height, width))
+            wanted = Steps(step=reference.step, rows=before[0], columns=before[1]).followed(
+                wanted, self.slack
+            )
         return Grid(step=wanted.step, exponents=join_exponents(wanted.rows, wanted.columns), seed=self.seed)
 
     def decode(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> Planes:
         """See `TensorCodec.decode`."""
         if spec.dtype not in CODED_DTYPES or spec.numel == 0:
             raise FormatError(f"{spec.name}: codec {self.id!r} cannot hold {spec.dtype} {spec.shape}")
-        held = HeldWeights.of(context.reference, spec) if encoded.uses_reference else None
-        if encoded.uses_reference and held is None:
+        reference = TrellisReference.of(context.reference, spec) if encoded.uses_reference else None
+        if encoded.uses_reference and reference is None:
             raise FormatError(f"{spec.name}: its reference planes are missing")
-        if _went_on(encoded, spec) and held is not None:
-            held = held.as_restored()
-        integer(encoded.params, spec, "known", NO_WALK, LAST_WALK)  # the next delta's reader relies on it
+        if _after_restore(encoded, spec) and reference is not None:
+            reference = reference.after_restore()
+        integer(
+            encoded.params, spec, "variance_code", NO_WALK, LAST_WALK
+        )  # the next delta's reader relies on it
         states = read_states(encoded, spec)
-        grid = _read_grid(encoded, held, spec, context.threads)
-        rows = _read_rows(encoded, held, spec, context.threads)
+        grid = _read_grid(encoded, reference, spec, context.threads)
+        rows = _read_rows(encoded, reference, spec, context.threads)
         carried = read_carried(encoded.params, spec)
-        outlook = Outlook.of(grid, held, carried, states, spec, rows)
-        coded = decode_points(section(encoded, spec, "points"), outlook.path, context.threads)
+        prediction = TrellisPrediction.of(grid, reference, carried, states, spec, rows)
+        coded = decode_points(section(encoded, spec, "points"), prediction.path, context.threads)
         far = np.flatnonzero(coded.far)
         stored = decode_bytes(section(encoded, spec, "far"), 4 * far.size, 4, threads=context.threads)
         points = coded.points.astype(np.int32)
         if far.size:
             points[far] += 4 * np.clip(stored.view("<i4"), -_FARTHEST, _FARTHEST)
-        restored = _restored(points, grid, outlook, held, rows, spec)
+        restored = _restored(points, grid, prediction, reference, rows, spec)
         if restored is None:
             raise FormatError(f"{spec.name}: a point is beyond {_FARTHEST} half steps")
         walk = integer(encoded.params, spec, "walk", NO_WALK, LAST_WALK)
-        expectation = Expectation(None if held is None else held.known, walk, carried, states)
-        return _planes(restored, grid, coded, held, carried, expectation, rows, spec)
+        expectation = Expectation(
+            None if reference is None else reference.variance_code, walk, carried, states
+        )
+        return _planes(restored, grid, coded, reference, carried, expectation, rows, spec)
 
     def reconstruct(
         self, encoded: EncodedTensor, planes: Planes, spec: TensorSpec, context: Context
@@ -247,9 +269,9 @@ class _Quantized:
     """A tensor on its trellis, and how it came there."""
 
     values: Float32s
-    held: HeldWeights | None
+    reference: TrellisReference | None
     grid: Grid
-    outlook: Outlook
+    prediction: TrellisPrediction
     points: Int16s
     """From the even points where they are expected, of the rows that are coded."""
     restored: Float32s
@@ -268,8 +290,10 @@ class _Quantized:
         return value
 
 
-def _code(points: Int16s, outlook: Outlook, threads: int) -> tuple[CodedPoints, dict[str, bytes]]:
-    coded = encode_points(points, outlook.path, threads)
+def _code(
+    points: Int16s, prediction: TrellisPrediction, threads: int
+) -> tuple[CodedPoints, dict[str, bytes]]:
+    coded = encode_points(points, prediction.path, threads)
     missing = (points[coded.far].astype(np.int32) - coded.points[coded.far]) // 4
     far = encode_bytes(missing.astype("<i4").view(np.uint8), 4, threads=threads)
     return coded, {"points": coded.payload, "far": far}
@@ -278,13 +302,13 @@ def _code(points: Int16s, outlook: Outlook, threads: int) -> tuple[CodedPoints, 
 def _restored(
     points: npt.NDArray[np.signedinteger[Any]],
     grid: Grid,
-    outlook: Outlook,
-    held: HeldWeights | None,
+    prediction: TrellisPrediction,
+    reference: TrellisReference | None,
     rows: Rows | None,
     spec: TensorSpec,
 ) -> Float32s | None:
     """The values of points, and those of before in rows that are kept; None if a point is too far from 0."""
-    reached, columns = outlook.even.astype(np.int32), matrix_shape(spec.shape)[1]
+    reached, columns = prediction.even.astype(np.int32), matrix_shape(spec.shape)[1]
     if rows is None:
         reached += points
     else:
@@ -293,10 +317,10 @@ def _restored(
     if coded.size and max(int(coded.max()), -int(coded.min())) > _FARTHEST:
         return None
     values = grid.values(np.clip(reached, -_FARTHEST, _FARTHEST).astype(np.int16))
-    if rows is not None and held is not None:
+    if rows is not None and reference is not None:
         kept = np.ones(values.size // columns, np.bool_)
         kept[rows] = False
-        values.reshape(-1, columns)[kept] = held.values.reshape(-1, columns)[kept]
+        values.reshape(-1, columns)[kept] = reference.values.reshape(-1, columns)[kept]
     return values
 
 
@@ -304,7 +328,7 @@ def _planes(
     restored: Float32s,
     grid: Grid,
     coded: CodedPoints,
-    held: HeldWeights | None,
+    reference: TrellisReference | None,
     carried: int,
     expectation: Expectation,
     rows: Rows | None,
@@ -313,7 +337,7 @@ def _planes(
     from shrinkpoint.quantize import trellis_dither_kernels as trellis_dither  # numba
 
     columns = matrix_shape(spec.shape)[1]
-    before = held.offsets if held is not None else np.zeros(restored.size, np.int8)
+    before = reference.offsets if reference is not None else np.zeros(restored.size, np.int8)
     expected = np.empty(coded.errors.size, np.int8)
     trellis_dither.remember(
         coded.errors,
@@ -342,15 +366,20 @@ def _stored(grid: Grid, spec: TensorSpec, threads: int) -> bytes:
     return write_exponents(*split_exponents(grid.exponents, matrix_shape(spec.shape)), threads)
 
 
-def _read_grid(encoded: EncodedTensor, held: HeldWeights | None, spec: TensorSpec, threads: int) -> Grid:
-    known = None if held is None else (held.step, held.exponents)
-    step, exponents = read_steps(encoded, known, spec, threads, "points", "kept")
-    seed, grain = integer(encoded.params, spec, "seed", 0, SEEDS - 1), read_grain(encoded.params, spec)
-    return Grid(step=step, exponents=exponents, seed=seed, grain=grain)
+def _read_grid(
+    encoded: EncodedTensor, reference: TrellisReference | None, spec: TensorSpec, threads: int
+) -> Grid:
+    variance_code = None if reference is None else (reference.step, reference.exponents)
+    step, exponents = read_steps(encoded, variance_code, spec, threads, "points", "kept")
+    seed, step_ratio = (
+        integer(encoded.params, spec, "seed", 0, SEEDS - 1),
+        read_step_ratio(encoded.params, spec),
+    )
+    return Grid(step=step, exponents=exponents, seed=seed, step_ratio=step_ratio)
 
 
 def _read_rows(
-    encoded: EncodedTensor, held: HeldWeights | None, spec: TensorSpec, threads: int
+    encoded: EncodedTensor, reference: TrellisReference | None, spec: TensorSpec, threads: int
 ) -> Rows | None:
     """The rows that are coded; None for all.
 
@@ -359,7 +388,7 @@ def _read_rows(
     """
     if "kept" not in encoded.sections:
         return None
-    if held is None:
+    if reference is None:
         raise FormatError(f"{spec.name}: a base has no rows to keep")
     height = matrix_shape(spec.shape)[0]
     stored = decode_bytes(section(encoded, spec, "kept"), -(-height // 8), 1, threads=threads)
@@ -369,8 +398,8 @@ def _read_rows(
     return np.flatnonzero(bits[:height] == 0)
 
 
-def _went_on(encoded: EncodedTensor, spec: TensorSpec) -> bool:
-    value = encoded.params.get("went_on", False)
+def _after_restore(encoded: EncodedTensor, spec: TensorSpec) -> bool:
+    value = encoded.params.get("after_restore", False)
     if type(value) is not bool:
         raise FormatError(f"{spec.name}: 'went_on' must be true or false, not {value!r}")
     return value

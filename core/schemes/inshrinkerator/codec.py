@@ -15,7 +15,7 @@ import torch
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
 from shrinkpoint.quantize.clustering import assign, kmeans_plus_plus, optimal_clusters, sample_weights
 from shrinkpoint.quantize.sketch import SignedHistogram
-from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Held, Planes
+from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes, ReferenceState
 from shrinkpoint.schemes.inshrinkerator.level_deltas import decode_levels, encode_levels
 from shrinkpoint.schemes.inshrinkerator.partition import Thresholds, partition
 from shrinkpoint.state.dtypes import tensor_from_bytes, tensor_to_bytes
@@ -145,10 +145,14 @@ class LevelsCodec:
         return Quantized(shaped, torch.from_numpy(codebook), protected).value(spec.dtype)
 
     def rebase(
-        self, encoded: EncodedTensor, held: Held, spec: TensorSpec, beside: Mapping[str, Held]
+        self,
+        encoded: EncodedTensor,
+        reference: ReferenceState,
+        spec: TensorSpec,
+        sibling_planes: Mapping[str, ReferenceState],
     ) -> EncodedTensor | None:
         """See `Rebasable.rebase`."""
-        levels = np.ascontiguousarray(held.planes["levels"], dtype=np.uint8)
+        levels = np.ascontiguousarray(reference.planes["levels"], dtype=np.uint8)
         payload = encode_levels(levels, _count(encoded.params, spec), None, None)
         sections = {**encoded.sections, "levels": payload}
         return EncodedTensor(self.id, encoded.params, sections)
@@ -160,7 +164,9 @@ def _within(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return values.clamp(-largest, largest)
 
 
-def _previous(reference: Held | None, spec: TensorSpec) -> tuple[npt.NDArray[np.uint8] | None, int | None]:
+def _previous(
+    reference: ReferenceState | None, spec: TensorSpec
+) -> tuple[npt.NDArray[np.uint8] | None, int | None]:
     if reference is None:
         return None, None
     plane = np.asarray(reference.planes["levels"], dtype=np.uint8)

@@ -20,7 +20,7 @@ import zstandard
 from shrinkpoint.entropy.static.bytes import decode_bytes, delta_bits, encode_bytes, undelta_bits
 from shrinkpoint.entropy.static.residuals import Layout, decode_residuals, encode_residuals
 from shrinkpoint.errors import CannotRepresentError, FormatError
-from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Held, Planes
+from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes, ReferenceState
 from shrinkpoint.schemes.codec_io import check_sections, integer, section
 from shrinkpoint.schemes.lossless.bit_prediction import (
     SCALES,
@@ -41,8 +41,8 @@ __all__ = ["BitPlanesCodec"]
 
 _PROBE = 1 << 14  # numbers that decide whether bytes repeat
 _REPETITIVE = 0.85  # of the probe's size by a fast zstd, at most, for byte planes to get a try
-_BESIDE = Role.EXP_AVG_SQ.value
-_LAYOUT = ("cut", "previous", "beside")
+_SIBLING = Role.EXP_AVG_SQ.value
+_LAYOUT = ("cut", "previous", "sibling")
 _FLAGS = ("magnitude", "aligned", "factored")
 
 
@@ -77,11 +77,15 @@ class BitPlanesCodec:
         return tensor
 
     def rebase(
-        self, encoded: EncodedTensor, held: Held, spec: TensorSpec, beside: Mapping[str, Held]
+        self,
+        encoded: EncodedTensor,
+        reference: ReferenceState,
+        spec: TensorSpec,
+        sibling_planes: Mapping[str, ReferenceState],
     ) -> EncodedTensor | None:
         """See `Rebasable.rebase`."""
         form = _format(spec)
-        problem = _problem(held.planes["bits"], form, spec, Context(beside=beside))
+        problem = _problem(reference.planes["bits"], form, spec, Context(sibling_planes=sibling_planes))
         return self._encode(problem, 1)
 
     def _encode(self, problem: Problem, threads: int) -> EncodedTensor:
@@ -113,8 +117,8 @@ class BitPlanesCodec:
         return EncodedTensor(self.id, {}, {"bytes": payload}, delta)
 
     def reads(self, params: Mapping[str, JSON]) -> Collection[str]:
-        """See `ReadsBeside.reads`."""
-        return (_BESIDE,) if params.get("beside") or params.get("context") == "beside" else ()
+        """See `ReadsSiblingPlanes.reads`."""
+        return (_SIBLING,) if params.get("sibling") or params.get("context") == "sibling" else ()
 
     def decode(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> Planes:
         """See `TensorCodec.decode`."""
@@ -150,8 +154,8 @@ def _numbers(spec: TensorSpec) -> int:
     return spec.numel * (2 if spec.dtype.is_complex else 1)
 
 
-def _plane(held: Held | None, count: int, form: Format) -> Bits | None:
-    plane = held.planes.get("bits") if held is not None else None
+def _plane(reference: ReferenceState | None, count: int, form: Format) -> Bits | None:
+    plane = reference.planes.get("bits") if reference is not None else None
     if plane is None or plane.size != count or plane.dtype != np.dtype(f"<u{form.width // 8}"):
         return None
     found: npt.NDArray[Any] = np.ascontiguousarray(plane).reshape(-1)
@@ -168,7 +172,7 @@ def _problem(bits: npt.NDArray[Any], form: Format, spec: TensorSpec, context: Co
         bits=bits,
         rows=_rows(spec),
         previous=_plane(context.reference, bits.size, form),
-        beside=_plane(context.beside.get(_BESIDE), bits.size, form),
+        sibling=_plane(context.sibling_planes.get(_SIBLING), bits.size, form),
     )
 
 
@@ -223,10 +227,10 @@ def _prediction(encoded: EncodedTensor, spec: TensorSpec, form: Format) -> Predi
     known = {*_LAYOUT, *_FLAGS, "offset", "context", "scale"}
     if not set(params) <= known or any(params.get(flag, True) is not True for flag in _FLAGS):
         raise FormatError(f"{spec.name}: params {dict(params)!r} are not of this codec")
-    filled = {"previous": 0, "beside": 0, "offset": 0} | dict(params)
-    shares = {name: integer(filled, spec, name, 0, 64) for name in ("previous", "beside")}
+    filled = {"previous": 0, "sibling": 0, "offset": 0} | dict(params)
+    shares = {name: integer(filled, spec, name, 0, 64) for name in ("previous", "sibling")}
     context, scale = params.get("context"), params.get("scale")
-    if context not in (None, "previous", "beside"):
+    if context not in (None, "previous", "sibling"):
         raise FormatError(f"{spec.name}: no context {context!r}")
     if scale is not None and not (isinstance(scale, float) and SCALES[0] < scale < SCALES[1]):
         raise FormatError(f"{spec.name}: 'scale' must be between {SCALES[0]} and {SCALES[1]}, not {scale!r}")
@@ -259,10 +263,10 @@ def _decode_classes(
     layout, count = prediction.layout, _numbers(spec)
     names = ("classes", "symbols", "suffixes", *(("offsets",) if prediction.factored else ()))
     check_sections(encoded, spec, *names)
-    beside = _plane(context.beside.get(_BESIDE), count, form)
+    sibling = _plane(context.sibling_planes.get(_SIBLING), count, form)
     uses_previous = layout.previous or layout.aligned or prediction.context == "previous"
-    uses_beside = layout.beside or prediction.context == "beside"
-    if (uses_previous and previous is None) or (uses_beside and beside is None):
+    uses_sibling = layout.sibling or prediction.context == "sibling"
+    if (uses_previous and previous is None) or (uses_sibling and sibling is None):
         raise FormatError(f"{spec.name}: what it is predicted from is not there")
     rows, columns = np.array([prediction.offset], dtype=np.int64), None
     if prediction.factored:
@@ -274,7 +278,7 @@ def _decode_classes(
         offsets = data.view("<i2").astype(np.int64)
         rows, columns = offsets[:height], offsets[height:]
     problem = Problem(
-        format=form, bits=np.zeros(0, f"<u{form.width // 8}"), rows=1, previous=previous, beside=beside
+        format=form, bits=np.zeros(0, f"<u{form.width // 8}"), rows=1, previous=previous, sibling=sibling
     )
     sections = {name: section(encoded, spec, name) for name in ("classes", "symbols", "suffixes")}
     sources = sources_of(problem, prediction, rows, columns)

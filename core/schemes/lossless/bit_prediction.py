@@ -108,7 +108,7 @@ class Problem:
     rows: int
     """The first dimension; 1 for vectors."""
     previous: Bits | None = None
-    beside: Bits | None = None
+    sibling: Bits | None = None
 
 
 def contexts_of(source: Bits, form: Format) -> UInt8s:
@@ -192,7 +192,7 @@ def _sample(problem: Problem) -> _Sample:
         bits=problem.bits[where],
         rows=row_at.size,
         previous=some(problem.previous),
-        beside=some(problem.beside),
+        sibling=some(problem.sibling),
     )
     return _Sample(problem=taken, row_at=row_at, column_at=column_at)
 
@@ -204,8 +204,8 @@ def _candidates(sample: Problem) -> Iterator[Prediction]:
     plain = Layout(width=form.width, cut=fine)
     yield Prediction(layout=plain)
     yield from _with_offsets(sample, Prediction(layout=replace(plain, magnitude=signed)))
-    if sample.beside is not None:
-        halved = replace(plain, magnitude=signed, beside=WHOLE // 2)
+    if sample.sibling is not None:
+        halved = replace(plain, magnitude=signed, sibling=WHOLE // 2)
         yield from _with_offsets(sample, Prediction(layout=halved))
     if sample.previous is not None:
         delta = Layout(width=form.width, cut=coarse, previous=WHOLE, aligned=True)
@@ -251,7 +251,7 @@ def sources_of(problem: Problem, prediction: Prediction, rows: Int64s, columns: 
     layout = prediction.layout
     return Sources(
         previous=previous if layout.previous or layout.aligned else None,
-        beside=problem.beside if layout.beside else None,
+        sibling=problem.sibling if layout.sibling else None,
         rows=rows * unit,
         columns=None if columns is None else columns * unit,
     )
@@ -267,7 +267,7 @@ def _integers(bits: Bits, layout: Layout) -> Int64s:
 def _linear(problem: Problem, layout: Layout) -> Int64s:
     """What offsets are fitted to: numbers less their predictions without."""
     found = _integers(problem.bits, layout)
-    for source, share in ((problem.previous, layout.previous), (problem.beside, layout.beside)):
+    for source, share in ((problem.previous, layout.previous), (problem.sibling, layout.sibling)):
         if share and source is not None:
             found = found - (_integers(source, layout) >> 6) * share
     return found
@@ -285,7 +285,7 @@ def _offsets(problem: Problem, prediction: Prediction) -> tuple[Int64s, Int64s]:
             bits=problem.bits[where],
             rows=some_rows.size,
             previous=None if problem.previous is None else problem.previous[where],
-            beside=None if problem.beside is None else problem.beside[where],
+            sibling=None if problem.sibling is None else problem.sibling[where],
         )
         return _linear(taken, prediction.layout).reshape(some_rows.size, -1)
 

@@ -158,8 +158,8 @@ class AdaptiveRowsCodec:
         previous = previous_value(context.reference, spec)
         changed = np.ones(rows.shape[0], dtype=np.bool_)
         if previous is not None:
-            held = previous.reshape(rows.shape)
-            changed = np.any(value.view(np.uint32) != held.view(np.uint32), axis=1)
+            reference = previous.reshape(rows.shape)
+            changed = np.any(value.view(np.uint32) != reference.view(np.uint32), axis=1)
         plane = levels[changed].reshape(-1)
         sections = {
             "rows": encode_symbols(changed.astype(np.uint8), None, 2, 1),

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from shrinkpoint.arrays import Float32s
 from shrinkpoint.errors import CannotRepresentError
-from shrinkpoint.schemes.base import Held, Makers, TensorCodec
+from shrinkpoint.schemes.base import Makers, ReferenceState, TensorCodec
 from shrinkpoint.schemes.closed_loop import previous_value
 from shrinkpoint.schemes.codec_io import as_float32
 from shrinkpoint.schemes.published.excp_codecs import (
@@ -31,7 +31,7 @@ from shrinkpoint.schemes.published.excp_codecs import (
     ExcpWeightCodec,
     residual_to,
 )
-from shrinkpoint.schemes.recipe import described, held_value
+from shrinkpoint.schemes.recipe import described, reference_value
 from shrinkpoint.schemes.symbol_coders import PlaneCoder
 from shrinkpoint.state.training import Role, TensorSpec, TrainingState
 from shrinkpoint.state.tree import JSON
@@ -63,7 +63,7 @@ class _Joint:
 
     weight: TensorSpec
     state: TrainingState
-    held: Held
+    reference: ReferenceState
     options: ExcpSettings
     coder: PlaneCoder
     first: str | None
@@ -73,7 +73,7 @@ class _Joint:
 
     def residual(self) -> Float32s:
         target = as_float32(self.state.tensors[self.weight.name], self.weight)
-        previous = previous_value(self.held, self.weight)
+        previous = previous_value(self.reference, self.weight)
         if previous is None:
             raise CannotRepresentError(f"{self.weight.name}: nothing is held of it: stored exactly")
         return residual_to(target, previous, self.weight)
@@ -177,7 +177,7 @@ class ExCP:
     name: ClassVar[str] = "excp"
 
     options: ExcpSettings = field(default_factory=ExcpOptions)
-    reference: Mapping[str, Held] | None = None
+    reference: Mapping[str, ReferenceState] | None = None
     coder: PlaneCoder | None = None
 
     def codecs(self, state: TrainingState) -> Mapping[str, Callable[[], TensorCodec]]:
@@ -196,8 +196,8 @@ class ExCP:
                 makers[spec.name] = partial(_refuse, spec)
                 left |= {first: "momentum"} if first is not None else {}
                 continue
-            held = held_value(self.reference, spec, ExcpWeightCodec.id)
-            if held is None:
+            reference = reference_value(self.reference, spec, ExcpWeightCodec.id)
+            if reference is None:
                 makers[spec.name] = partial(ExcpWeightCodec, options=self.options)
                 left |= {name: "base" for name in (first, second) if name is not None}
                 if self.options.base_moments == "quantized" and first is not None:
@@ -205,7 +205,7 @@ class ExCP:
                     makers |= {name: maker for name in (first, second) if name is not None}
                 continue
             joint = _Joint(
-                weight=spec, state=state, held=held, options=self.options, coder=coder, first=first,
+                weight=spec, state=state, reference=reference, options=self.options, coder=coder, first=first,
                 second=second, alpha=self.options.alpha,
             )  # fmt: skip
             joints.append(joint)

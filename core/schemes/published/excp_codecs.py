@@ -10,7 +10,7 @@ import torch
 
 from shrinkpoint.arrays import Float32s, UInt8s
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
-from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Held, Planes
+from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes, ReferenceState
 from shrinkpoint.schemes.closed_loop import VALUE, ClosedLoopCodec, Delta, add
 from shrinkpoint.schemes.codec_io import (
     WEIGHT_DTYPES,
@@ -247,7 +247,7 @@ def _columns(spec: TensorSpec) -> int:
     return max(matrix_shape(spec.shape)[1], 1)
 
 
-def _previous_symbols(reference: Held | None, spec: TensorSpec, bits: int) -> UInt8s | None:
+def _previous_symbols(reference: ReferenceState | None, spec: TensorSpec, bits: int) -> UInt8s | None:
     plane = plane_of(reference, SYMBOLS, spec)
     if reference is None or plane is None or reference.params.get("bits") != bits:
         return None

@@ -20,7 +20,7 @@ from shrinkpoint.arrays import Float32s, UInt8s, widened
 from shrinkpoint.entropy.static.bytes import decode_bytes, encode_bytes
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
 from shrinkpoint.quantize.clustering import assign
-from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Held, Planes, TensorCodec
+from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes, ReferenceState, TensorCodec
 from shrinkpoint.schemes.codec_io import (
     WEIGHT_DTYPES,
     as_float32,
@@ -172,7 +172,7 @@ def _restore(levels: UInt8s, centroids: Float32s, kept: Float32s, spec: TensorSp
     return emit(values, spec)
 
 
-def _previous(reference: Held | None, spec: TensorSpec, alphabet: int) -> UInt8s | None:
+def _previous(reference: ReferenceState | None, spec: TensorSpec, alphabet: int) -> UInt8s | None:
     plane: npt.NDArray[Any] | None = plane_of(reference, _LEVELS, spec)
     if reference is None or plane is None or reference.params.get("levels") != alphabet:
         return None

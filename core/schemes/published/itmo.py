@@ -18,14 +18,14 @@ from typing import ClassVar
 
 from shrinkpoint.entropy.lstm.coder import Advance, LstmOptions
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.schemes.base import Held, TensorCodec
+from shrinkpoint.schemes.base import ReferenceState, TensorCodec
 from shrinkpoint.schemes.published.excp import ExCP
 from shrinkpoint.schemes.published.excp_codecs import ExcpSettings, ExcpWeightCodec
-from shrinkpoint.schemes.recipe import described, held_value
+from shrinkpoint.schemes.recipe import described, reference_value
 from shrinkpoint.schemes.symbol_coders import LstmCoder
 from shrinkpoint.state.training import Role, TrainingState
 from shrinkpoint.state.tree import JSON
-from shrinkpoint.warn import tell
+from shrinkpoint.warn import warn
 
 __all__ = ["ITMO", "ItmoOptions"]
 
@@ -33,7 +33,7 @@ _SYMBOLS_PER_S = 20_000  # of dense planes, at width 32, in one thread
 _USUAL_WIDTH = 32
 _LONG_S = 60
 
-_told = threading.Event()
+_warned = threading.Event()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class ITMO:
     name: ClassVar[str] = "itmo"
 
     options: ItmoOptions = field(default_factory=ItmoOptions)
-    reference: Mapping[str, Held] | None = None
+    reference: Mapping[str, ReferenceState] | None = None
     advance: Advance | None = None
 
     def codecs(self, state: TrainingState) -> Mapping[str, Callable[[], TensorCodec]]:
@@ -88,9 +88,9 @@ class ITMO:
         makers = self._excp().codecs(state)
         symbols = self._planned(state, makers)
         seconds = symbols / _SYMBOLS_PER_S * (self.options.width / _USUAL_WIDTH) ** 2
-        if seconds > _LONG_S and not _told.is_set():
-            _told.set()
-            tell(
+        if seconds > _LONG_S and not _warned.is_set():
+            _warned.set()
+            warn(
                 f"the scheme 'itmo' codes {symbols:,} symbols with an LSTM, twice: to write and to verify them. That takes"
                 f" up to {_readable(seconds)} of one core at every save, and half of it at every restore. It is meant for"
                 " comparison: scheme='auto' is smaller, and hundreds of times as fast"
@@ -111,7 +111,7 @@ class ITMO:
             specs[name].numel
             for name in names
             if specs[name].tag.role is not Role.WEIGHT
-            or held_value(self.reference, specs[name], ExcpWeightCodec.id) is not None
+            or reference_value(self.reference, specs[name], ExcpWeightCodec.id) is not None
         ]
         return 2 * sum(planes)
 

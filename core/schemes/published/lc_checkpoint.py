@@ -16,7 +16,7 @@ from shrinkpoint.arrays import Float32s, Int64s, UInt8s
 from shrinkpoint.entropy.static.huffman import decode_huffman, encode_huffman
 from shrinkpoint.entropy.static.ranked import MAX_RANKS, decode_ranks, encode_ranks, rank_lengths
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
-from shrinkpoint.schemes.base import Context, EncodedTensor, Held, TensorCodec
+from shrinkpoint.schemes.base import Context, EncodedTensor, ReferenceState, TensorCodec
 from shrinkpoint.schemes.closed_loop import VALUE, ClosedLoopCodec, Delta, add
 from shrinkpoint.schemes.codec_io import check_sections, floats, normal, section
 from shrinkpoint.schemes.recipe import WeightOptions, check_choice, check_number, described, weight_codecs
@@ -110,7 +110,7 @@ class LCDeltaCodec(ClosedLoopCodec):
         value = add(previous, buckets.representatives[buckets.ranks])
         return Delta(params=params, sections=sections, value=value, planes={})
 
-    def _lengths(self, populations: Int64s, reference: Held | None) -> list[int]:
+    def _lengths(self, populations: Int64s, reference: ReferenceState | None) -> list[int]:
         """Code lengths by rank; the predecessor's, whose ranks are by population too, serve where there are as many."""
         cached = reference.params.get("lengths") if reference is not None else None
         if self.options.cached_table and isinstance(cached, list) and len(cached) == populations.size:

@@ -21,14 +21,14 @@ from shrinkpoint.entropy.static.bytes import decode_bytes, encode_bytes
 from shrinkpoint.entropy.static.rans import decode_symbols, encode_symbols
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
 from shrinkpoint.quantize.sketch import QuantileSketch
-from shrinkpoint.schemes.base import Context, EncodedTensor, Held, TensorCodec
+from shrinkpoint.schemes.base import Context, EncodedTensor, ReferenceState, TensorCodec
 from shrinkpoint.schemes.closed_loop import VALUE, ClosedLoopCodec, Delta, previous_value
 from shrinkpoint.schemes.codec_io import as_float32, check_sections, section
 from shrinkpoint.schemes.recipe import (
     WeightOptions,
     check_number,
     described,
-    held_value,
+    reference_value,
     weight_codecs,
 )
 from shrinkpoint.state.dtypes import tensor_from_bytes, tensor_to_bytes
@@ -150,14 +150,18 @@ def _elements(chosen: npt.NDArray[np.bool_], spec: TensorSpec) -> npt.NDArray[np
 
 
 def _codecs(
-    state: TrainingState, options: PartialOptions, reference: Mapping[str, Held] | None, *, rows: bool
+    state: TrainingState,
+    options: PartialOptions,
+    reference: Mapping[str, ReferenceState] | None,
+    *,
+    rows: bool,
 ) -> dict[str, Callable[[], TensorCodec]]:
     threshold = None
     if options.scope == "global" and reference is not None:
         sketch = QuantileSketch(_SKETCH_ERROR)
         for spec in state.specs.values():
-            held = held_value(reference, spec, PartialCodec.id)
-            previous = previous_value(held, spec) if options.takes(spec) else None
+            own = reference_value(reference, spec, PartialCodec.id)
+            previous = previous_value(own, spec) if options.takes(spec) else None
             if previous is None:
                 continue
             try:
@@ -183,7 +187,7 @@ class TopN:
     name: ClassVar[str] = "topn"
 
     options: PartialOptions = field(default_factory=PartialOptions)
-    reference: Mapping[str, Held] | None = None
+    reference: Mapping[str, ReferenceState] | None = None
 
     def codecs(self, state: TrainingState) -> Mapping[str, Callable[[], TensorCodec]]:
         """See `Scheme.codecs`."""
@@ -201,7 +205,7 @@ class Scar:
     name: ClassVar[str] = "scar"
 
     options: ScarOptions = field(default_factory=ScarOptions)
-    reference: Mapping[str, Held] | None = None
+    reference: Mapping[str, ReferenceState] | None = None
 
     def codecs(self, state: TrainingState) -> Mapping[str, Callable[[], TensorCodec]]:
         """See `Scheme.codecs`."""

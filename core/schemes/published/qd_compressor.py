@@ -19,7 +19,7 @@ import torch
 
 from shrinkpoint.arrays import Float32s, UInt8s
 from shrinkpoint.errors import CannotRepresentError, ConfigError
-from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Held, Planes, TensorCodec
+from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes, ReferenceState, TensorCodec
 from shrinkpoint.schemes.codec_io import (
     as_float32,
     check_sections,
@@ -128,7 +128,7 @@ def _table(low: np.float32, step: np.float32, bits: int) -> Float32s:
         return normal(normal(np.arange(1 << bits, dtype=np.float32) * step) + low)
 
 
-def _previous(reference: Held | None, spec: TensorSpec, bits: int) -> UInt8s | None:
+def _previous(reference: ReferenceState | None, spec: TensorSpec, bits: int) -> UInt8s | None:
     """The previous levels, as they lie within this width: a cyclic difference needs no more."""
     plane = plane_of(reference, _LEVELS, spec)
     return np.asarray(plane, np.uint8) & np.uint8((1 << bits) - 1) if plane is not None else None

@@ -271,9 +271,9 @@ class Group:
         message = f"{what}. {self.health.describe(list(stores))}{more}"
         return TransientStoreError(message) if transient else StoreError(message)
 
-    def tell_changes(self) -> None:
+    def warn_of_changes(self) -> None:
         """Warn once of stores that have begun to fail."""
-        self.health.tell_changes(self.redundancy)
+        self.health.warn_of_changes(self.redundancy)
 
 
 _BLANK = (

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from shrinkpoint.warn import tell
+from shrinkpoint.warn import warn
 
 __all__ = ["Health"]
 
@@ -22,8 +22,8 @@ class _State:
     until: float = 0.0
     rest_s: float = 0.0
     transient: bool = False
-    told: bool = False
-    told_at: float = float("-inf")
+    warned: bool = False
+    warned_at: float = float("-inf")
     seconds: float | None = None
     """Of the last answer."""
 
@@ -85,16 +85,16 @@ class Health:
         """These stores and what is wrong with them, for a message."""
         return "; ".join(f"{self._shown[store]}: {self.why(store) or 'not asked'}" for store in stores)
 
-    def tell_changes(self, redundancy: int) -> None:
+    def warn_of_changes(self, redundancy: int) -> None:
         """Warn once of every store that has begun to fail, and again only when it failed anew after it had worked."""
         now, new = self._clock(), []
         for store, state in enumerate(self._states):
             if state.reason is None:
-                state.told = False
-            elif not state.told:
-                state.told = True
-                if now - state.told_at > _LONGEST_REST_S:  # one that comes and goes is told of now and then
-                    state.told_at = now
+                state.warned = False
+            elif not state.warned:
+                state.warned = True
+                if now - state.warned_at > _LONGEST_REST_S:  # one that comes and goes is told of now and then
+                    state.warned_at = now
                     new.append(store)
         if new:
             more = (
@@ -104,8 +104,8 @@ class Health:
                 if redundancy > 1
                 else "one more store"
             )
-            tell(
+            warn(
                 f"{self.describe(new)}. The run goes on with the others; {more} may be lost now. See what is missing with"
-                " `shrinkpoint stores`, and write it again with `shrinkpoint heal`. Told once until it works again",
+                " `shrinkpoint stores`, and write it again with `shrinkpoint heal`. This warning comes once, until it works again",
                 stacklevel=4,
             )

@@ -79,7 +79,7 @@ class StripedObjects:
         """See :class:`~shrinkpoint.store.objects.ObjectStore`; the first call founds the set."""
         self.group.found()
         created = self._records.put_if_absent(key, data)
-        self.group.tell_changes()
+        self.group.warn_of_changes()
         return created
 
     def put(self, key: str, data: bytes) -> None:
@@ -89,7 +89,7 @@ class StripedObjects:
             self._blobs.put(key, data)
         else:
             self._records.put(key, data)
-        self.group.tell_changes()
+        self.group.warn_of_changes()
 
     def get(self, key: str, start: int | None = None, end: int | None = None, *, max_size: int) -> bytes:
         """See :class:`~shrinkpoint.store.objects.ObjectStore`."""
@@ -97,11 +97,11 @@ class StripedObjects:
             raise MissingKeyError(f"{key} is not in {self.display}, as far as a run may know")
         if key.startswith("data/"):
             data = self._blobs.get(key, start, end, max_size)
-            self.group.tell_changes()
+            self.group.warn_of_changes()
             if data is not None:
                 return data
         record = self._records.get(key)
-        self.group.tell_changes()
+        self.group.warn_of_changes()
         first, last = start or 0, len(record) if end is None else end
         if not 0 <= first <= last <= len(record) or last - first > max_size:
             raise CorruptionError(
@@ -139,7 +139,7 @@ class StripedObjects:
             )
         entries = [info for info in entries if info.key.startswith(prefix)]
         entries += self._blobs.fold(shards)
-        self.group.tell_changes()
+        self.group.warn_of_changes()
         return sorted(entries, key=lambda info: info.key)[:limit]
 
     def delete(self, keys: Collection[str]) -> None:
@@ -154,7 +154,7 @@ class StripedObjects:
                 self._blobs.remove(store, blobs)
 
         self.group.write(remove, self.group.everyone)
-        self.group.tell_changes()
+        self.group.warn_of_changes()
 
     def server_time(self) -> float:
         """The slowest clock of all stores: with the youngest copy's time stamp, ages come out too short, never too long."""

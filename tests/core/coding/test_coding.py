@@ -30,14 +30,14 @@ def lossy(state, configuration=HARSH, **options):
 
 def save_chain(captured, make_scheme, threads=1):
     """A base and deltas of the states: (checkpoints as read back, what was kept exactly)."""
-    checkpoints, held, parent, kept = [], None, None, []
+    checkpoints, reference, parent, kept = [], None, None, []
     for step, state in enumerate(captured):
         encoded = encode_state(
-            state, make_scheme(state), step=step, reference=held, parent=parent, threads=threads
+            state, make_scheme(state), step=step, reference=reference, parent=parent, threads=threads
         )
         data = write_container(encoded.checkpoint)
         checkpoints.append(read_container(data))
-        held, parent = encoded.held, encoded.checkpoint.state_digest
+        reference, parent = encoded.reference, encoded.checkpoint.state_digest
         kept.append(encoded.kept_exactly)
     return checkpoints, kept
 
@@ -177,12 +177,12 @@ def test_references_are_released_when_they_are_used_up():
     captured = training(model, OPTIMIZERS["AdamW"](model), 2)
     base = encode_state(captured[0], lossy(captured[0]), step=0, reference=None, parent=None)
     parent = base.checkpoint.state_digest
-    held = dict(base.held)
-    kept = encode_state(captured[1], lossy(captured[1]), step=1, reference=dict(held), parent=parent)
+    reference = dict(base.reference)
+    kept = encode_state(captured[1], lossy(captured[1]), step=1, reference=dict(reference), parent=parent)
     used = encode_state(
-        captured[1], lossy(captured[1]), step=1, reference=held, parent=parent, release=held.pop
+        captured[1], lossy(captured[1]), step=1, reference=reference, parent=parent, release=reference.pop
     )
-    assert not held
+    assert not reference
     assert write_container(kept.checkpoint) == write_container(used.checkpoint)
 
 

@@ -39,7 +39,7 @@ from shrinkpoint.schemes.auto.lattice import LatticeCodec
 from shrinkpoint.schemes.auto.second_moments import FactoredSecondMomentCodec
 from shrinkpoint.schemes.auto.trellis_points import nearest_points
 from shrinkpoint.schemes.auto.trellis_weights import TrellisLatticeCodec
-from shrinkpoint.schemes.base import Coded, Context, Held
+from shrinkpoint.schemes.base import Coded, Context, ReferenceState
 from shrinkpoint.schemes.symbol_coders import encode_plane
 
 EACH = Path(__file__).parents[2] / "golden" / "each"
@@ -320,8 +320,8 @@ def check_chain(codecs, tensors, siblings):
         assert torch.equal(ours, coded.value)
         assert found == coded.value.view(torch.uint8).numpy().tobytes()
         encoded = coded.encoded
-        writing = Held(encoded.codec, encoded.params, coded.planes, coded.unseen)
-        reading = Held(encoded.codec, encoded.params, planes)
+        writing = ReferenceState(encoded.codec, encoded.params, coded.planes, coded.encoder_only)
+        reading = ReferenceState(encoded.codec, encoded.params, planes)
         chain.append(coded)
     return chain
 
@@ -357,8 +357,8 @@ def test_trellis_lattice_of_carried_noise(states):
     _, *deltas = check_weights([{"states": states}] * 5, walk=0.004)
     assert all(delta.encoded.params["carried"] > 0 for delta in deltas)
     last = deltas[-1]
-    held = Held(last.encoded.codec, last.encoded.params, last.planes)
-    base = TrellisLatticeCodec().rebase(last.encoded, held, spec_of(last.value), {})
+    reference = ReferenceState(last.encoded.codec, last.encoded.params, last.planes)
+    base = TrellisLatticeCodec().rebase(last.encoded, reference, spec_of(last.value), {})
     assert base.params["carried"] > 0
     found, _ = read_next(base, last.value, None, {})
     assert found == last.value.view(torch.uint8).numpy().tobytes()

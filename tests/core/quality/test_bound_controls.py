@@ -333,7 +333,7 @@ ROWS = "model/embedding.weight"
 @pytest.mark.parametrize("restarts", [False, True])
 def test_rows_that_no_batch_has_touched_are_the_same_bits_through_deltas(tmp_path, restarts):
     training = Training(tmp_path, make=Looked, optimizer=adam)
-    untouched, saved = training.state().tensors[ROWS][100:], {}
+    preserved_state, saved = training.state().tensors[ROWS][100:], {}
     for _ in range(4):
         training.train()
         report, saved[training.steps] = training.save()
@@ -344,8 +344,8 @@ def test_rows_that_no_batch_has_touched_are_the_same_bits_through_deltas(tmp_pat
     training.checkpointer.close()
     restored = {step: Saver(str(tmp_path)).restore(step).state.tensors[ROWS] for step in saved}
     at_base = restored[EVERY][100:]
-    away = (at_base - untouched).square().mean().sqrt()  # the base has them at its finest
-    assert float(away) <= 2.0**-13 * float(untouched.abs().max())
+    away = (at_base - preserved_state).square().mean().sqrt()  # the base has them at its finest
+    assert float(away) <= 2.0**-13 * float(preserved_state.abs().max())
     for step, rows in restored.items():
         assert identical(rows[100:], at_base)
         assert not identical(rows[:100], saved[step].tensors[ROWS][:100])  # the others are lossy

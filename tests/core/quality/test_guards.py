@@ -16,7 +16,7 @@ from shrinkpoint.optimizers.updates import OptimizerKind
 from shrinkpoint.quality.guards import Guard, _sample
 from shrinkpoint.quantize.movement import Movement, MovementTracker
 from shrinkpoint.schemes.auto.scheme import Auto, AutoOptions
-from shrinkpoint.schemes.base import Coded, EncodedTensor, Occasion
+from shrinkpoint.schemes.base import Coded, EncodedTensor, SaveContext
 from shrinkpoint.schemes.catalogue import SCHEMES, build
 from shrinkpoint.schemes.lossless.scheme import Lossless
 from shrinkpoint.state.training import Role, Tag, TrainingState
@@ -66,12 +66,12 @@ class Trained:
         self.movement = tracker.since(self.state, 10 + steps)
 
     @property
-    def occasion(self):
-        return Occasion(state=self.state, step=30, movement=self.movement)
+    def save_context(self):
+        return SaveContext(state=self.state, step=30, movement=self.movement)
 
     def look(self, scheme, **options):
         guard = Guard([OptimizerKind.of(self.optimizer)], **options)
-        return guard(self.occasion, scheme), guard
+        return guard(self.save_context, scheme), guard
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def test_what_auto_makes_is_accepted(optimizer, model, threads):
     if threads == 2 and optimizer != "AdamW":
         return
     trained = Trained(KINDS[optimizer], model)
-    scheme = Auto(occasion=trained.occasion, scale=1.0)
+    scheme = Auto(save_context=trained.save_context, scale=1.0)
     why, guard = trained.look(scheme, threads=threads)
     assert why is None
     assert guard.untried is None
@@ -109,7 +109,7 @@ def test_what_changes_nothing_is_accepted(trained):
 
 
 def test_forced_wide_weights_are_refused(trained):
-    scheme = Auto(options=AutoOptions(weight_scale=64), occasion=trained.occasion)
+    scheme = Auto(options=AutoOptions(weight_scale=64), save_context=trained.save_context)
     why, _ = trained.look(scheme)
     assert "times as large as what training has moved it by since the last checkpoint" in why
 
@@ -129,18 +129,18 @@ def test_any_noise_in_a_tensor_that_has_not_moved_is_refused(trained):
     name = "model/outer.weight"
     still = np.zeros_like(trained.movement.rows[name])
     movement = Movement(rows={**trained.movement.rows, name: still}, steps=20)
-    occasion = Occasion(state=trained.state, movement=movement)
+    save_context = SaveContext(state=trained.state, movement=movement)
     guard = Guard()
-    why = guard(occasion, ChangingScheme(added(1e-6), names=(name,)))
+    why = guard(save_context, ChangingScheme(added(1e-6), names=(name,)))
     assert why == (
         f"the noise of {name} would be not zero, as is what training has moved it by since the last checkpoint"
     )
-    assert guard(occasion, ChangingScheme(torch.clone, names=(name,))) is None
+    assert guard(save_context, ChangingScheme(torch.clone, names=(name,))) is None
 
 
 def test_without_a_known_movement_weights_are_not_judged_by_it(trained):
-    occasion = Occasion(state=trained.state)
-    assert Guard()(occasion, ChangingScheme(added(1.0), (Role.WEIGHT,))) is None
+    save_context = SaveContext(state=trained.state)
+    assert Guard()(save_context, ChangingScheme(added(1.0), (Role.WEIGHT,))) is None
 
 
 def flipped(tensor):
@@ -160,7 +160,7 @@ def test_moments_replaced_by_noise_of_their_own_size_are_refused(optimizer, nois
     """Whether the optimizer can be tried or not."""
     trained = Trained(KINDS[optimizer], steps=5)
     guard = Guard([OptimizerKind.of(trained.optimizer)] if known else ())
-    why = guard(trained.occasion, ChangingScheme(noise, (Role.EXP_AVG,)))
+    why = guard(trained.save_context, ChangingScheme(noise, (Role.EXP_AVG,)))
     assert "the moment" in why
     assert "times as far from the truth as zeros are" in why
 
@@ -174,8 +174,8 @@ def test_moments_that_are_zeros_are_not_refused_for_being_far_from_the_truth(tra
 def test_a_moment_of_zeros_must_stay_zeros(trained):
     name = next(name for name, spec in trained.state.specs.items() if spec.tag.role is Role.EXP_AVG)
     tensors = {**trained.state.tensors, name: torch.zeros_like(trained.state.tensors[name])}
-    occasion = Occasion(state=TrainingState(trained.state.tree, tensors, trained.state.specs))
-    why = Guard()(occasion, ChangingScheme(lambda tensor: tensor + 1e-9, names=(name,)))
+    save_context = SaveContext(state=TrainingState(trained.state.tree, tensors, trained.state.specs))
+    why = Guard()(save_context, ChangingScheme(lambda tensor: tensor + 1e-9, names=(name,)))
     assert why == f"the moment {name} would be not zeros, as is the truth"
 
 
@@ -200,7 +200,7 @@ def test_a_second_moment_that_is_not_a_number_is_refused(trained):
 
 def test_why_updates_were_not_tried_is_told(trained):
     guard = Guard()
-    assert guard(trained.occasion, Auto(occasion=trained.occasion)) is None
+    assert guard(trained.save_context, Auto(save_context=trained.save_context)) is None
     assert guard.updates is None
     assert guard.untried == "the optimizers' states are not found in what is saved"
     assert guard.lost_steps == 0
@@ -208,7 +208,7 @@ def test_why_updates_were_not_tried_is_told(trained):
 
 def test_a_state_without_weights_is_accepted():
     state = TrainingState.capture({"x": torch.ones(5)})
-    assert Guard()(Occasion(state=state), Lossless()) is None
+    assert Guard()(SaveContext(state=state), Lossless()) is None
 
 
 # ---- what is looked at is what is stored
@@ -218,17 +218,19 @@ def test_a_state_without_weights_is_accepted():
 @pytest.mark.filterwarnings("ignore::shrinkpoint.errors.ShrinkpointWarning")
 def test_a_scheme_that_was_looked_at_stores_what_it_would_have_stored(trained, name):
     config = SaverConfig(scheme=name)
-    held, digest = None, None
+    reference, digest = None, None
     for _ in range(2):
-        occasion = Occasion(state=trained.state, step=30, movement=trained.movement, reference=held)
-        fresh, seen = (build(name, config.scheme_options, occasion) for _ in range(2))
-        Guard([OptimizerKind.of(trained.optimizer)])(occasion, seen)
+        save_context = SaveContext(
+            state=trained.state, step=30, movement=trained.movement, reference=reference
+        )
+        fresh, seen = (build(name, config.scheme_options, save_context) for _ in range(2))
+        Guard([OptimizerKind.of(trained.optimizer)])(save_context, seen)
         coded = [
-            encode_state(trained.state, scheme, step=30, reference=held, parent=digest)
+            encode_state(trained.state, scheme, step=30, reference=reference, parent=digest)
             for scheme in (fresh, seen)
         ]
         assert write_container(coded[0].checkpoint) == write_container(coded[1].checkpoint)
-        held, digest = dict(coded[0].held), coded[0].checkpoint.state_digest
+        reference, digest = dict(coded[0].reference), coded[0].checkpoint.state_digest
 
 
 # ---- the sample

@@ -10,7 +10,7 @@ from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ShrinkpointWarning
 from shrinkpoint.quality.evaluation import EvaluationUnavailableError
 from shrinkpoint.quality.planner import Planner
-from shrinkpoint.schemes.base import Occasion
+from shrinkpoint.schemes.base import SaveContext
 from shrinkpoint.schemes.inshrinkerator.space import ConfigurationSpace
 from shrinkpoint.state.training import TrainingState
 
@@ -47,7 +47,7 @@ def plan(state, measure, **config):
     config = SaverConfig(
         **{"scheme": "inshrinkerator", "restore_budget": 1, "search_overhead": math.inf, **config}
     )
-    return Planner(config, lambda: 0.0).plan(Occasion(state=state), measure)
+    return Planner(config, lambda: 0.0).plan(SaveContext(state=state), measure)
 
 
 def test_the_choice_keeps_the_bound_and_no_smaller_budget_buys_more(state):
@@ -74,29 +74,29 @@ def test_an_evaluation_that_becomes_unavailable(state):
     loss = Loss(state, 1e-3)
     planner = Planner(INSHRINKERATOR, lambda: 0.0)
     loss.fail_at = 3
-    chosen = planner.plan(Occasion(state=state), loss)
+    chosen = planner.plan(SaveContext(state=state), loss)
     assert (chosen.scheme.name, chosen.degradation) == ("lossless", 0.0)
     assert "could not be measured (closed)" in chosen.reason
-    assert planner.plan(Occasion(state=state), loss).scheme.name == "inshrinkerator"
+    assert planner.plan(SaveContext(state=state), loss).scheme.name == "inshrinkerator"
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite(state, loss):
     planner = Planner(INSHRINKERATOR, lambda: 0.0)
     with pytest.warns(ShrinkpointWarning, match="the held-out loss is (nan|inf).*Has the training diverged"):
-        chosen = planner.plan(Occasion(state=state), lambda weights: loss)
+        chosen = planner.plan(SaveContext(state=state), lambda weights: loss)
     assert chosen.scheme.name == "lossless"
     assert "not finite" in chosen.reason
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        again = planner.plan(Occasion(state=state), lambda weights: loss)
+        again = planner.plan(SaveContext(state=state), lambda weights: loss)
     assert (again.scheme.name, again.evaluations) == ("lossless", 1)
 
 
 def test_exact_and_lossless_ask_for_nothing(state):
     loss = Loss(state, 0)
     planner = Planner(INSHRINKERATOR, lambda: 0.0)
-    assert planner.plan(Occasion(state=state), loss, exact=True).scheme.name == "lossless"
+    assert planner.plan(SaveContext(state=state), loss, exact=True).scheme.name == "lossless"
     assert plan(state, loss, scheme="lossless").scheme.name == "lossless"
     assert loss.calls == 0
 
@@ -117,22 +117,22 @@ def test_weights_that_are_all_nan(state):
 def test_one_warning_when_nothing_can_be_measured(state):
     planner = Planner(INSHRINKERATOR, lambda: 0.0)
     with pytest.warns(ShrinkpointWarning, match="Give evaluate="):
-        chosen = planner.plan(Occasion(state=state), None)
+        chosen = planner.plan(SaveContext(state=state), None)
     assert chosen.scheme.configuration == MILDEST
     assert chosen.degradation is None
     assert chosen.measured == "unmeasured"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        planner.plan(Occasion(state=state), None)
+        planner.plan(SaveContext(state=state), None)
 
 
 def test_the_searchs_state_moves_to_another_planner(state):
     loss = Loss(state, 1e-3)
     first = Planner(INSHRINKERATOR, lambda: 0.0)
-    chosen = first.plan(Occasion(state=state), loss)
+    chosen = first.plan(SaveContext(state=state), loss)
     second = Planner(INSHRINKERATOR, lambda: 0.0)
     second.load_state_dict(first.state_dict())
-    again = second.plan(Occasion(state=state), loss)
+    again = second.plan(SaveContext(state=state), loss)
     assert again.evaluations < chosen.evaluations
     assert again.degradation <= 0.01
 

@@ -15,7 +15,7 @@ from shrinkpoint.quality.evaluation import EvaluationUnavailableError
 from shrinkpoint.quality.planner import Planner
 from shrinkpoint.quality.trial import restored_model, restored_state, true_model
 from shrinkpoint.schemes.auto.scheme import Auto, AutoOptions
-from shrinkpoint.schemes.base import Occasion
+from shrinkpoint.schemes.base import SaveContext
 from shrinkpoint.schemes.published.gobo import GoboOptions
 from shrinkpoint.state.training import Role, Tag, TrainingState
 
@@ -45,7 +45,7 @@ class Run:
             config.setdefault("options", AutoOptions(movement_share=1000))
         self.config = SaverConfig(**{"search_overhead": math.inf, "probe_steps": 8, **config})
         self.planner = Planner(self.config, lambda: 0.0)
-        self.held, self.index, self.asked, self.resumes = None, -1, [], []
+        self.reference, self.index, self.asked, self.resumes = None, -1, [], []
 
     @property
     def true(self):
@@ -79,13 +79,15 @@ class Run:
     def save(self, *, resume=True, restored=False, measure=True, exact=False):
         self.index += 1
         step = 10 * (self.index + 1)
-        occasion = Occasion(state=self.state, step=step, reference=self.held, restored=restored)
+        save_context = SaveContext(state=self.state, step=step, reference=self.reference, restored=restored)
         plan = self.planner.plan(
-            occasion, self.measure if measure else None, self.resume if resume else None, exact=exact
+            save_context, self.measure if measure else None, self.resume if resume else None, exact=exact
         )
-        parent = None if self.held is None else "0" * 32
-        self.held = dict(
-            encode_state(self.state, plan.scheme, step=step, reference=self.held, parent=parent).held
+        parent = None if self.reference is None else "0" * 32
+        self.reference = dict(
+            encode_state(
+                self.state, plan.scheme, step=step, reference=self.reference, parent=parent
+            ).reference
         )
         return plan
 
@@ -144,7 +146,7 @@ def test_a_restore_may_cost_more_at_once_when_training_makes_it_good(states):
         run = Run(states, remains=remains)
         for _ in states[1:]:
             run.save()
-            run.held = None
+            run.reference = None
         costs[remains] = run.save().degradation_high
     assert costs[1.0] <= 0.001 < costs[0.25] <= 0.004
 
@@ -270,8 +272,8 @@ def test_a_fall_pays_for_nothing(states, scheme):
 def test_a_restore_costs_what_is_left_of_it_where_no_probe_was_due(states):
     run = Run(states, remains=0.25)
     run.save()
-    run.planner._healing._overhead = 0.0
-    run.held = None
+    run.planner._recovery._overhead = 0.0
+    run.reference = None
     plan = run.save()
     assert plan.resumed == {}
     told = run.planner.state_dict()
@@ -288,7 +290,7 @@ def test_as_many_restores_as_planned_are_lossy_when_training_makes_them_good(sta
         run = Run(states, remains=0.25)
         if told:
             run.planner.load_state_dict(told)
-        run.planner._healing.remains, run.planner._healing._overhead = 0.25, 0.0
+        run.planner._recovery.remains, run.planner._recovery._overhead = 0.25, 0.0
         assert run.save().scheme.name == "auto"
         told = run.planner.state_dict()
     assert 0 < told["restores"]["spent"] < told["restores"]["spent_high"] <= 0.01
@@ -326,8 +328,8 @@ def test_what_training_makes_good_of_another_schemes_cost_says_nothing(states):
     same.planner.load_state_dict(told)
     other.planner.load_state_dict(told)
     healings = [run.planner.state_dict()["healing"] for run in (same, other)]
-    assert [healing["remains"] for healing in healings] == [told["healing"]["remains"], 1.0]
-    assert [healing["probed"] for healing in healings] == [told["healing"]["probed"], None]
+    assert [recovery["remains"] for recovery in healings] == [told["healing"]["remains"], 1.0]
+    assert [recovery["probed"] for recovery in healings] == [told["healing"]["probed"], None]
     assert other.planner.state_dict()["restores"]["restores"] == 1
 
 
@@ -438,7 +440,7 @@ def test_a_loss_near_zero_is_bounded_relative_to_the_floor(states):
 def test_a_guard_makes_auto_milder(states):
     run, asked = Run(states), []
 
-    def guard(occasion, scheme):
+    def guard(save_context, scheme):
         asked.append(scheme.scale)
         return "too far from the truth" if scheme.scale > 0.02 else None
 
@@ -454,14 +456,14 @@ def test_a_guard_makes_auto_milder(states):
 def test_what_a_guard_refuses_at_any_scale_is_stored_exactly(states):
     for config in ({}, {"scheme": "gobo", "slope": 1e-4}):
         run = Run(states, **config)
-        run.planner.guard = lambda occasion, scheme: "nothing pleases it"
+        run.planner.guard = lambda save_context, scheme: "nothing pleases it"
         plan = run.save(resume=False)
         assert (plan.scheme.name, plan.reason) == ("lossless", "nothing pleases it: stored exactly")
 
 
 def test_a_guard_sees_unmeasured_plans_too_and_no_exact_ones(states):
     run, asked = Run(states), []
-    run.planner.guard = lambda occasion, scheme: asked.append(scheme.scale)
+    run.planner.guard = lambda save_context, scheme: asked.append(scheme.scale)
     run.save(exact=True)
     assert asked == []
     with pytest.warns(ShrinkpointWarning, match="Give evaluate="):
@@ -513,7 +515,7 @@ def test_a_master_that_is_coded_is_measured_where_its_weight_is_kept():
         "master": Tag(role=Role.MASTER, parameter="w"),
     }
     state = TrainingState.capture({"w": weight, "master": master}, lambda path, tensor: tags[path[-1]])
-    scheme = Auto(options=AutoOptions(), occasion=Occasion(state=state), scale=1.0)
+    scheme = Auto(options=AutoOptions(), save_context=SaveContext(state=state), scale=1.0)
     whole, model = restored_state(state, scheme, None).tensors, restored_model(state, scheme, None)
     assert torch.equal(whole["w"], weight)
     assert not torch.equal(whole["master"], master)

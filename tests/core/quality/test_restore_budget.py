@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.quality.measurement import CONFIDENCE, Rise, single_rise
-from shrinkpoint.quality.recovery import Healing, without_luck
+from shrinkpoint.quality.recovery import RecoveryEstimate, without_luck
 from shrinkpoint.quality.restore_budget import RestoreBudget
 
 
@@ -91,19 +91,19 @@ def test_another_budgets_state_is_refused(state):
 class Training:
     """A second a step on a fake clock; what is spent on measuring is added to it."""
 
-    def __init__(self, steps=20, overhead=0.01, healing=None, step=0):
+    def __init__(self, steps=20, overhead=0.01, recovery=None, step=0):
         self.now, self.spent, self.step, self.overhead, self.steps = 0.0, 0.0, step, overhead, steps
-        self.healing = healing or self.fresh()
+        self.recovery = recovery or self.fresh()
         self.probes = []
 
     def fresh(self):
-        return Healing(self.steps, self.overhead, lambda: self.spent, lambda: self.now)
+        return RecoveryEstimate(self.steps, self.overhead, lambda: self.spent, lambda: self.now)
 
     def restart(self):
-        state = json.loads(json.dumps(self.healing.state_dict(), allow_nan=False))
+        state = json.loads(json.dumps(self.recovery.state_dict(), allow_nan=False))
         self.now += 1000.0  # the process that starts has nothing to do with the time in between
-        self.healing = self.fresh()
-        self.healing.load_state_dict(state)
+        self.recovery = self.fresh()
+        self.recovery.load_state_dict(state)
 
     def pay(self, seconds):
         self.spent += seconds
@@ -112,13 +112,13 @@ class Training:
     def save(self, every, *, options="auto", scale=1.0, evaluations=0.0):
         self.now += every
         self.step += every
-        self.healing.saw(self.step)
+        self.recovery.saw(self.step)
         self.pay(evaluations)
-        marks = self.healing.marks(options, scale)
+        marks = self.recovery.marks(options, scale)
         if marks:
             self.probes.append((self.step, marks[-1]))
             self.pay(2 * marks[-1] * 1.0)
-            self.healing.measured(
+            self.recovery.measured(
                 Rise(0.001, 0.0003), {mark: Rise(0.0005, 0.0003) for mark in marks}, options, scale
             )
         return marks
@@ -157,10 +157,10 @@ def test_the_debt_has_a_limit():
     assert lowest >= -2 * 2 * 5 * 1.2 - 1
     slow = Training()
     slow.now = 400.0 * 20  # 20 seconds a step: a probe costs more than half an hour's share
-    slow.healing.saw(400)
-    assert slow.healing.marks("auto", 1.0) == (2, 5) or slow.healing._purse < 2 * 5 * 1.2 * 20 - 18
-    slow.healing._purse = 0.0
-    assert slow.healing.marks("auto", 1.0) == ()
+    slow.recovery.saw(400)
+    assert slow.recovery.marks("auto", 1.0) == (2, 5) or slow.recovery._purse < 2 * 5 * 1.2 * 20 - 18
+    slow.recovery._purse = 0.0
+    assert slow.recovery.marks("auto", 1.0) == ()
 
 
 def test_evaluations_are_paid_from_the_same_purse():
@@ -173,12 +173,12 @@ def test_evaluations_are_paid_from_the_same_purse():
 def test_the_purse_and_its_debt_survive_restarts():
     training = Training()
     training.save(100)
-    before = training.healing.state_dict()
+    before = training.recovery.state_dict()
     assert before["purse"] < 0
     for _ in range(10):
         training.restart()
         training.step = 100
-        after = training.healing.state_dict()
+        after = training.recovery.state_dict()
         assert after.pop("purse") == pytest.approx(before["purse"])
         assert after == {name: value for name, value in before.items() if name != "purse"}
         assert not training.save(0)  # neither a new credit nor a new probe
@@ -201,8 +201,8 @@ def test_another_scheme_takes_over_the_purse_alone():
     training = Training()
     training.save(100)
     other = training.fresh()
-    other.carry(training.healing.state_dict())
-    assert other.state_dict()["purse"] == pytest.approx(training.healing.state_dict()["purse"])
+    other.carry(training.recovery.state_dict())
+    assert other.state_dict()["purse"] == pytest.approx(training.recovery.state_dict()["purse"])
     assert (other.remains, other.state_dict()["probed"]) == (1.0, None)
 
 
@@ -211,53 +211,53 @@ def test_another_scheme_takes_over_the_purse_alone():
     [(0.002, 0.001, 0.45, 0.6), (0.002, -0.001, 0.25, 0.25), (0.001, 0.004, 3.5, 4.5), (0.001, math.inf, 1.0, 1.0)],
 )  # fmt: skip
 def test_what_remains_follows_what_probes_find(at_restore, left, least, most):
-    healing = Healing(4, 0.01)
+    recovery = RecoveryEstimate(4, 0.01)
     for _ in range(12):
-        healing.measured(Rise(at_restore, 0.1 * at_restore), {2: Rise(0.0), 4: Rise(left, 0.0002)}, "", 1.0)
-    assert least <= healing.remains <= most
+        recovery.measured(Rise(at_restore, 0.1 * at_restore), {2: Rise(0.0), 4: Rise(left, 0.0002)}, "", 1.0)
+    assert least <= recovery.remains <= most
 
 
 def test_a_precise_probe_is_believed_more_than_a_noisy_one():
     shares = []
     for error in (0.0001, 0.001, 0.01):
-        healing = Healing(4, 0.01)
-        healing.measured(Rise(0.002, 0.0002), {4: Rise(0.0006, error)}, "", 1.0)
-        shares.append(healing.remains)
+        recovery = RecoveryEstimate(4, 0.01)
+        recovery.measured(Rise(0.002, 0.0002), {4: Rise(0.0006, error)}, "", 1.0)
+        shares.append(recovery.remains)
     assert shares == sorted(shares)
     assert shares[0] < 0.45
     assert shares[-1] > 0.95
 
 
 def test_what_a_probe_finds_beyond_all_doubt_counts_at_once():
-    healing = Healing(4, 0.01)
+    recovery = RecoveryEstimate(4, 0.01)
     for _ in range(8):
-        healing.measured(Rise(0.002, 0.0002), {4: Rise(0.0006, 0.0001)}, "", 1.0)
-    cost = healing.measured(Rise(0.002, 0.0002), {4: Rise(0.01, 0.001)}, "", 1.0)
+        recovery.measured(Rise(0.002, 0.0002), {4: Rise(0.0006, 0.0001)}, "", 1.0)
+    cost = recovery.measured(Rise(0.002, 0.0002), {4: Rise(0.01, 0.001)}, "", 1.0)
     assert cost.mean == pytest.approx(0.01)
-    assert healing.remains == pytest.approx(5.0)
+    assert recovery.remains == pytest.approx(5.0)
 
 
 def test_a_noisy_probe_leaves_what_was_expected():
-    healing = Healing(4, 0.01)
-    cost = healing.measured(Rise(0.0004, 0.0002), {4: single_rise([1.012, 0.992], [1.0, 1.0])}, "", 1.0)
+    recovery = RecoveryEstimate(4, 0.01)
+    cost = recovery.measured(Rise(0.0004, 0.0002), {4: single_rise([1.012, 0.992], [1.0, 1.0])}, "", 1.0)
     assert cost.mean == pytest.approx(0.0004, rel=0.1)
     assert cost.error < 0.0002
 
 
 def test_what_a_short_probe_shows_to_grow_goes_on_growing():
-    healing = Healing(20, 0.01)
+    recovery = RecoveryEstimate(20, 0.01)
     at = Rise(0.0001, 0.0001)
-    cost = healing.measured(at, {2: Rise(0.001, 0.0002), 5: Rise(0.003, 0.0002)}, "", 1.0)
+    cost = recovery.measured(at, {2: Rise(0.001, 0.0002), 5: Rise(0.003, 0.0002)}, "", 1.0)
     assert cost.mean == pytest.approx(0.003 + 3 * 0.0029)
 
 
 def test_what_long_probes_find_to_heal_later_counts_for_short_ones():
-    healing = Healing(20, 0.01)
+    recovery = RecoveryEstimate(20, 0.01)
     at, short = Rise(0.001, 0.0001), {2: Rise(0.0008, 0.0001), 5: Rise(0.0008, 0.0001)}
-    before = healing.measured(at, short, "", 1.0).mean
+    before = recovery.measured(at, short, "", 1.0).mean
     for _ in range(8):
-        healing.measured(at, {5: Rise(0.0008, 0.0001), 20: Rise(0.0004, 0.0001)}, "", 1.0)
-    assert healing.measured(at, short, "", 1.0).mean < 0.7 * before
+        recovery.measured(at, {5: Rise(0.0008, 0.0001), 20: Rise(0.0004, 0.0001)}, "", 1.0)
+    assert recovery.measured(at, short, "", 1.0).mean < 0.7 * before
 
 
 def test_half_of_the_luck_is_taken_off_a_probe_and_the_other_half_is_doubt():
@@ -268,12 +268,12 @@ def test_half_of_the_luck_is_taken_off_a_probe_and_the_other_half_is_doubt():
 
 
 def test_marks():
-    assert Healing(0, math.inf).marks("", 1.0) == ()
-    assert Healing(1, math.inf).marks("", 1.0) == (1,)
-    assert Healing(3, math.inf).marks("", 1.0) == (2, 3)
-    assert Healing(20, math.inf).marks("", 1.0) == (5, 20)
-    assert Healing(20, math.inf).state_dict()["purse"] == 0.0
-    assert Healing(20, 0.01).marks("", 1.0) == ()  # nobody knows yet how long a step takes
+    assert RecoveryEstimate(0, math.inf).marks("", 1.0) == ()
+    assert RecoveryEstimate(1, math.inf).marks("", 1.0) == (1,)
+    assert RecoveryEstimate(3, math.inf).marks("", 1.0) == (2, 3)
+    assert RecoveryEstimate(20, math.inf).marks("", 1.0) == (5, 20)
+    assert RecoveryEstimate(20, math.inf).state_dict()["purse"] == 0.0
+    assert RecoveryEstimate(20, 0.01).marks("", 1.0) == ()  # nobody knows yet how long a step takes
 
 
 @pytest.mark.parametrize(
@@ -282,6 +282,6 @@ def test_marks():
      {"probed": "auto"}, {"probed": ["auto", 0.0]}, {"purse": math.nan}, {"purse": None}, {"step": 1.5}, {"step": -1}],
 )  # fmt: skip
 def test_another_state_of_healing_is_refused(change):
-    healing = Healing(4, 0.01)
+    recovery = RecoveryEstimate(4, 0.01)
     with pytest.raises(ConfigError, match="malformed"):
-        healing.load_state_dict({**healing.state_dict(), **change})
+        recovery.load_state_dict({**recovery.state_dict(), **change})

@@ -116,7 +116,7 @@ def test_a_training_does_not_notice(name: str, model_class: type[nn.Module]) -> 
         assert obstacle(model, [optimizer]) is None
         for start in (3, 5, 7):
             state = saved(model, optimizer)
-            untouched = copy.deepcopy(state)
+            preserved_state = copy.deepcopy(state)
             train(model, optimizer, range(start, start + 2))  # the probe comes later than the state
             before = everything(model, optimizer)
             places = [p.data_ptr() for p in model.parameters()]
@@ -125,7 +125,7 @@ def test_a_training_does_not_notice(name: str, model_class: type[nn.Module]) -> 
                 assert losses == run.steps(*state, MARKS)
                 assert len(set(losses)) == len(MARKS)
                 assert identical(everything(model, optimizer), before)
-                assert identical(state, untouched)
+                assert identical(state, preserved_state)
                 assert places == [p.data_ptr() for p in model.parameters()]
         kept = {key: value for key, value in vars(model).items() if not key.startswith("_")}
         return {
@@ -293,11 +293,11 @@ def test_steps_are_in_train_mode_and_measurements_in_eval_mode() -> None:
 def test_gradients_that_are_accumulated_stay() -> None:
     model, optimizer = made("AdamW")
     model.loss(1).backward()
-    held = [p.grad for p in model.parameters()]
-    values = [gradient.clone() for gradient in held]
+    reference = [p.grad for p in model.parameters()]
+    values = [gradient.clone() for gradient in reference]
     run_of(model, optimizer).steps(*saved(model, optimizer), MARKS)
-    assert all(p.grad is gradient for p, gradient in zip(model.parameters(), held, strict=True))
-    assert all(torch.equal(one, other) for one, other in zip(held, values, strict=True))
+    assert all(p.grad is gradient for p, gradient in zip(model.parameters(), reference, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(reference, values, strict=True))
 
 
 @pytest.mark.parametrize("loss", [1.0, torch.tensor(1.0), torch.ones(2, requires_grad=True) * 2])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from shrinkpoint.quality.preserve import is_plain_tensor, untouched
+from shrinkpoint.quality.preserve import is_plain_tensor, preserved_state
 
 
 class Holder(nn.Module):
@@ -33,7 +33,7 @@ def test_all_kinds_of_values_come_back_and_are_the_same_objects() -> None:
     weight, place = holder.linear.weight, holder.linear.weight.data_ptr()
     values = holder.linear.weight.detach().clone()
     teacher = holder.teacher[0].weight.detach().clone()
-    with untouched(holder):
+    with preserved_state(holder):
         holder.linear.weight.data = torch.zeros(3, 3)
         holder.linear.weight = nn.Parameter(torch.zeros(1))
         holder.values[1][1]["a"].add(4)  # type: ignore[index]
@@ -72,7 +72,7 @@ def test_after_an_error_too() -> None:
     values = [1]
 
     def fail() -> None:
-        with untouched(values):
+        with preserved_state(values):
             values.append(2)
             raise KeyError
 
@@ -86,7 +86,7 @@ def test_gradients_come_back() -> None:
     layer(torch.ones(1, 2)).sum().backward()
     weight, gradient = layer.weight.grad, layer.bias.grad
     layer.bias.grad = None
-    with untouched(layer):
+    with preserved_state(layer):
         layer.weight.grad = None
         layer.bias.grad = gradient
     assert layer.weight.grad is weight
@@ -96,7 +96,7 @@ def test_gradients_come_back() -> None:
 def test_what_is_no_plain_memory_is_let_be() -> None:
     sparse = torch.eye(2).to_sparse()
     meta = torch.empty(2, device="meta")
-    with untouched([sparse, meta]):
+    with preserved_state([sparse, meta]):
         pass
     assert not is_plain_tensor(sparse)
     assert not is_plain_tensor(meta)
@@ -118,7 +118,7 @@ def test_an_undo_that_fails_or_is_interrupted_leaves_none_of_the_others_out(monk
     monkeypatch.setattr("shrinkpoint.quality.preserve._write", write)
 
     def change() -> None:
-        with untouched(model), torch.no_grad():
+        with preserved_state(model), torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
 

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from shrinkpoint.arrays import Float32s
 from shrinkpoint.entropy.trellis.states import NOISE, States, path_width
 from shrinkpoint.errors import CannotRepresentError, ConfigError
-from shrinkpoint.schemes.auto.lattice_points import REACH
+from shrinkpoint.schemes.auto.lattice_points import MAX_EXPONENT
 from shrinkpoint.schemes.auto.trellis_points import WIDER, Grid, check_states, nearest_points, zero_places
 from shrinkpoint.state.training import LayerType, Role, Tag, TensorSpec
 
 Ints = npt.NDArray[Any]
 
 STATES: tuple[States, ...] = (4, 8)
-EVEN_STEPS = np.uint8(2 * REACH)
+EVEN_STEPS = np.uint8(2 * MAX_EXPONENT)
 """The exponent of an element whose step is the tensor's own."""
 
 

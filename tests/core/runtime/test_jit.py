@@ -7,7 +7,7 @@ import numba
 import pytest
 
 from shrinkpoint.errors import ShrinkpointWarning
-from shrinkpoint.runtime.jit import _tell_once, jit, jit_in_any_order, jit_inlined, jit_part
+from shrinkpoint.runtime.jit import _warn_once, jit, jit_in_any_order, jit_inlined, jit_part
 
 
 @pytest.mark.parametrize("compiled", [jit, jit_in_any_order])
@@ -18,7 +18,7 @@ def test_kernels_compile_where_nothing_can_be_cached(monkeypatch: pytest.MonkeyP
         return numba.njit(**options)
 
     monkeypatch.setattr("shrinkpoint.runtime.jit.numba", SimpleNamespace(njit=without_cache))
-    _tell_once.cache_clear()
+    _warn_once.cache_clear()
     with pytest.warns(ShrinkpointWarning, match="CPU seconds.*NUMBA_CACHE_DIR"):
         kernel = compiled(lambda x: x + 1)
     assert kernel(2) == 3

@@ -163,7 +163,7 @@ def test_a_dither_goes_on_through_a_chain_and_begins_anew_after_a_restore(object
             newest = training.store.manifests()[0]
             decoded = decode_checkpoint(newest, training.store.fetch(newest))
             training.committer.forget()
-            training.committer.adopt(newest, decoded.held, decoded.state)
+            training.committer.adopt(newest, decoded.reference, decoded.state)
         training.commit(measure=nearly_flat)
         seeds.append(lattices(training.store))
     assert seeds[0] == seeds[1] != seeds[2] == seeds[3]
@@ -178,7 +178,7 @@ def test_weights_are_told_to_have_been_restored_once(objects):
             newest = training.store.manifests()[0]
             decoded = decode_checkpoint(newest, training.store.fetch(newest))
             training.committer.forget()
-            training.committer.adopt(newest, decoded.held, decoded.state)
+            training.committer.adopt(newest, decoded.reference, decoded.state)
         training.commit(measure=nearly_flat)
         newest = read_container(training.store.fetch(training.store.manifests()[0])[-1])
         weights = [e.encoded for e in newest.entries if e.encoded.codec == "trellis-lattice"]
@@ -194,7 +194,7 @@ def test_a_dither_begins_anew_after_a_checkpoint_that_is_exact(objects, resumed)
     if resumed:
         newest = training.store.manifests()[0]
         decoded = decode_checkpoint(newest, training.store.fetch(newest))
-        training.committer.adopt(newest, decoded.held, decoded.state)
+        training.committer.adopt(newest, decoded.reference, decoded.state)
     training.commit(exact=True)
     assert lattices(training.store) == []
     assert training.commit(measure=nearly_flat).kind == "delta"

@@ -114,7 +114,9 @@ def test_what_numba_keeps_of_the_kernels_that_were_called_is_found() -> None:
     from shrinkpoint.entropy import range_coder_kernels
 
     range_coder_kernels.new_coder(np.zeros(4, np.uint8), True)
-    found = [file.name for file in compilation._cached_files() if "range_coder_kernels.new_coder-" in file.name]
+    found = [
+        file.name for file in compilation._cached_files() if "range_coder_kernels.new_coder-" in file.name
+    ]
     assert {Path(name).suffix for name in found} == {".nbi", ".nbc"}
 
 

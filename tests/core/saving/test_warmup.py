@@ -121,7 +121,7 @@ def test_the_first_save_waits_for_it_in_the_background(child, tmp_path: Path) ->
 
 
 def test_a_failure_is_told_and_the_save_goes_on(
-    child, tmp_path: Path, told_in_background: list[Warning]
+    child, tmp_path: Path, warned_in_background: list[Warning]
 ) -> None:
     child(FAILS)
     saver = Saver(str(tmp_path / "run"), SaverConfig(scheme="lossless"))
@@ -129,13 +129,13 @@ def test_a_failure_is_told_and_the_save_goes_on(
     with pytest.warns(match="exit code 3: no room"):
         assert saver.save({"weight": torch.zeros(8)}, step=1, wait=True) is not None
     saver.close()
-    told_in_background.clear()
+    warned_in_background.clear()
 
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("error", [OSError("out of processes"), AttributeError("of another numba")])
 def test_where_none_can_be_had_training_begins_and_the_save_tells(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told_in_background: list[Warning], error: Exception
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warned_in_background: list[Warning], error: Exception
 ) -> None:
     def spawn(*arguments: object) -> None:
         raise error
@@ -146,18 +146,18 @@ def test_where_none_can_be_had_training_begins_and_the_save_tells(
     saver.check()
     assert saver.save({"weight": torch.zeros(8)}, step=1, wait=True) is not None
     saver.close()
-    assert [str(warning) for warning in told_in_background if str(error) in str(warning)]
-    told_in_background.clear()
+    assert [str(warning) for warning in warned_in_background if str(error) in str(warning)]
+    warned_in_background.clear()
 
 
 def test_one_that_never_ends_is_ended(
-    child, monkeypatch: pytest.MonkeyPatch, told_in_background: list[Warning]
+    child, monkeypatch: pytest.MonkeyPatch, warned_in_background: list[Warning]
 ) -> None:
     child(WAITS)
     monkeypatch.setattr(warmup, "_LIMIT_S", 0.1)
     with pytest.warns(match="none after 0.1 s"):
         started().wait()
-    told_in_background.clear()
+    warned_in_background.clear()
 
 
 @pytest.mark.filterwarnings("error")

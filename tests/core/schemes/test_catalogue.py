@@ -12,7 +12,7 @@ from shrinkpoint.container.reader import read_container
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.quality.trial import restored_model, restored_state, true_model
-from shrinkpoint.schemes.base import Occasion
+from shrinkpoint.schemes.base import SaveContext
 from shrinkpoint.schemes.catalogue import SCHEMES, build, check_options, options_of
 from shrinkpoint.schemes.published.gobo import GoboOptions
 from shrinkpoint.state.training import Role
@@ -27,8 +27,8 @@ class Chain:
 
     def __call__(self, reference):
         self.step += 1
-        occasion = Occasion(state=self.states[self.step], step=self.step, reference=reference)
-        return build(self.name, self.options, occasion)
+        save_context = SaveContext(state=self.states[self.step], step=self.step, reference=reference)
+        return build(self.name, self.options, save_context)
 
 
 SHAPES = [(), (0,), (0, 4), (1,), (2, 1), (70,), (1, 40), (9, 8), (6, 16), (3, 4, 2, 3)]
@@ -107,13 +107,13 @@ def test_every_scheme_restores_what_it_says_it_would(name, states):
     chain = Chain(name, states)
     checkpoints, told = save_chain(states, chain)
     for index, state in enumerate(states):
-        reference = dict(told[index - 1].held) if index else None
-        scheme = build(name, None, Occasion(state=state, step=index, reference=reference))
+        reference = dict(told[index - 1].reference) if index else None
+        scheme = build(name, None, SaveContext(state=state, step=index, reference=reference))
         restored = decode_chain(checkpoints[: index + 1]).state
         assert identical(restored_model(state, scheme, reference), true_model(restored))
-        scheme = build(name, None, Occasion(state=state, step=index, reference=reference))
+        scheme = build(name, None, SaveContext(state=state, step=index, reference=reference))
         assert identical(dict(restored_state(state, scheme, reference).tensors), dict(restored.tensors))
-        assert reference is None or reference.keys() == told[index - 1].held.keys()
+        assert reference is None or reference.keys() == told[index - 1].reference.keys()
         kept = [n for n, spec in state.specs.items() if spec.tag.role in (Role.BUFFER, Role.OTHER)]
         assert identical({n: restored.tensors[n] for n in kept}, {n: state.tensors[n] for n in kept})
 
@@ -162,7 +162,7 @@ def test_neither_bytes_nor_values_depend_on_the_threads_whatever_the_options(cas
 
 def test_names_and_options_that_do_not_belong_together():
     with pytest.raises(ConfigError, match="'zip' must be one of auto, inshrinkerator"):
-        build("zip", None, Occasion(state=None))
+        build("zip", None, SaveContext(state=None))
     with pytest.raises(ConfigError, match=r"'excp' takes ExcpOptions\(\.\.\.\)"):
         check_options("excp", GoboOptions())
     with pytest.raises(ConfigError, match="takes none"):

@@ -28,7 +28,7 @@ from shrinkpoint.errors import ShrinkpointWarning
 from shrinkpoint.quantize.movement import Movement
 from shrinkpoint.reports import SaveReport
 from shrinkpoint.schemes.auto.scheme import Auto, AutoOptions
-from shrinkpoint.schemes.base import Held, Occasion
+from shrinkpoint.schemes.base import ReferenceState, SaveContext
 from shrinkpoint.schemes.exactness import advice, explained, pack_reasons, unpack_reasons
 from shrinkpoint.schemes.lossless.scheme import Lossless
 from shrinkpoint.schemes.published.excp import ExCP
@@ -47,10 +47,10 @@ def _small_files_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shrinkpoint.schemes.exactness._LARGE", 1000)
 
 
-def auto(state: TrainingState, reference: Any = None, **occasion: Any) -> EncodedState:
+def auto(state: TrainingState, reference: Any = None, **save_context: Any) -> EncodedState:
     scheme = Auto(
         options=AutoOptions(weight_scale=0.5),
-        occasion=Occasion(state=state, step=1, reference=reference, **occasion),
+        save_context=SaveContext(state=state, step=1, reference=reference, **save_context),
     )
     parent = None if reference is None else "0" * 32
     return encode_state(state, scheme, step=1, reference=reference, parent=parent)
@@ -126,7 +126,7 @@ def test_a_refusal_is_told_without_the_tensors_name() -> None:
 
 
 def test_published_schemes_say_what_they_leave() -> None:
-    def uniform(held: Any) -> Uniform:
+    def uniform(reference: Any) -> Uniform:
         return Uniform()
 
     states = [trained("AdamW") for _ in range(2)]
@@ -143,7 +143,7 @@ def test_published_schemes_say_what_they_leave() -> None:
 
 def test_excp_under_sgd_says_why_it_codes_nothing_and_stores_differences() -> None:
     states = [trained("SGD", TinyMLP) for _ in range(3)]
-    chain, told = save_chain(states, lambda held: ExCP(reference=held))
+    chain, told = save_chain(states, lambda reference: ExCP(reference=reference))
     for saved in told:
         assert "second moment" in explained(saved.exact["model/inner.weight"])
         assert saved.exact["optimizers/0/state/0/momentum_buffer"] == "momentum"
@@ -152,7 +152,7 @@ def test_excp_under_sgd_says_why_it_codes_nothing_and_stores_differences() -> No
 
 
 def test_bases_that_are_stored_in_full_say_so() -> None:
-    encoded = save_chain([trained("AdamW", TinyMLP)], lambda held: ExCP(reference=held))[1][0]
+    encoded = save_chain([trained("AdamW", TinyMLP)], lambda reference: ExCP(reference=reference))[1][0]
     assert encoded.exact["model/inner.weight"] == "base"
     assert encoded.exact["optimizers/0/state/0/exp_avg"] == "base"
 
@@ -175,10 +175,10 @@ def test_a_container_grows_by_a_few_dozen_bytes_at_most(optimizer: str) -> None:
 def test_compaction_keeps_the_reasons() -> None:
     state = trained("RMSprop", TinyMLP)
     base = auto(state)
-    held: dict[str, Held] = dict(base.held)
-    occasion = Occasion(state=state, step=2, reference=held)
-    scheme = Auto(options=AutoOptions(weight_scale=0.5), occasion=occasion)
-    delta = encode_state(state, scheme, step=2, reference=held, parent=base.checkpoint.state_digest)
+    reference: dict[str, ReferenceState] = dict(base.reference)
+    save_context = SaveContext(state=state, step=2, reference=reference)
+    scheme = Auto(options=AutoOptions(weight_scale=0.5), save_context=save_context)
+    delta = encode_state(state, scheme, step=2, reference=reference, parent=base.checkpoint.state_digest)
     rebased, _ = rebase_checkpoint(decode_chain([base.checkpoint, delta.checkpoint]))
     names = [entry.spec.name for entry in rebased.entries]
     assert unpack_reasons(rebased.exact, names).items() >= delta.exact.items()
@@ -308,7 +308,9 @@ def test_nothing_is_told_where_little_is_exact(tmp_path: Any) -> None:
 
 def test_a_checkpoint_that_a_guard_made_exact_says_so(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     why = "the noise of model/inner.weight would be 3.0 times as large as what training has moved it by"
-    monkeypatch.setattr("shrinkpoint.saving.committer.Guard.__call__", lambda guard, occasion, scheme: why)
+    monkeypatch.setattr(
+        "shrinkpoint.saving.committer.Guard.__call__", lambda guard, save_context, scheme: why
+    )
     url = str(tmp_path / "run")
     with pytest.warns(ShrinkpointWarning) as warned:
         reports = save_run(url, torch.optim.AdamW, saves=3, scheme="uniform")
@@ -368,7 +370,9 @@ def test_the_delta_after_an_exact_checkpoint_is_one(scheme: Any, dtype: torch.dt
         return state_of(a__w=weight.to(dtype), **moments)
 
     schemes = iter([Lossless(), None])
-    checkpoints, told = save_chain([state(0), state(1)], lambda held: next(schemes) or scheme(reference=held))
+    checkpoints, told = save_chain(
+        [state(0), state(1)], lambda reference: next(schemes) or scheme(reference=reference)
+    )
     delta = next(entry for entry in checkpoints[1].entries if entry.spec.name == "a/w")
     assert delta.encoded.uses_reference
     assert delta.encoded.codec in ("excp-residual", "partial")
@@ -382,6 +386,6 @@ def test_the_delta_after_an_exact_checkpoint_is_one(scheme: Any, dtype: torch.dt
 def test_what_was_exact_and_not_finite_is_no_reference() -> None:
     states = [state_of(a__w=torch.full((80, 80), value)) for value in (float("nan"), 1.0)]
     schemes = iter([Lossless(), None])
-    checkpoints, _ = save_chain(states, lambda held: next(schemes) or TopN(reference=held))
+    checkpoints, _ = save_chain(states, lambda reference: next(schemes) or TopN(reference=reference))
     assert not checkpoints[1].entries[0].encoded.uses_reference
     assert torch.equal(decode_chain(checkpoints).state.tensors["a/w"], states[1].tensors["a/w"])

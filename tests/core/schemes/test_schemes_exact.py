@@ -7,7 +7,7 @@ from support.containers import identical
 from support.states import tensors
 
 from shrinkpoint.errors import FormatError
-from shrinkpoint.schemes.base import Context, EncodedTensor, Held
+from shrinkpoint.schemes.base import Context, EncodedTensor, ReferenceState
 from shrinkpoint.schemes.exact import ExactCodec
 from shrinkpoint.state.dtypes import DTYPES, tensor_from_bytes
 from shrinkpoint.state.training import TensorSpec
@@ -31,7 +31,7 @@ def round_trip(tensor, reference=None):
     assert identical(restored, dense)
     assert identical(coded.value, dense)
     assert all(np.array_equal(coded.planes[name], planes[name]) for name in {*coded.planes, *planes})
-    return Held(coded.encoded.codec, coded.encoded.params, planes), coded.encoded
+    return ReferenceState(coded.encoded.codec, coded.encoded.params, planes), coded.encoded
 
 
 def random_bits(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
@@ -49,18 +49,18 @@ def test_any_tensor_with_any_other_as_reference(tensor, before):
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1, 1), (7, 5), (3000,)])
 def test_every_dtype_and_shape_along_a_chain(dtype, shape):
-    held = None
+    reference = None
     for seed in (1, 1, 2):
-        held, _ = round_trip(random_bits(dtype, shape, seed), held)
+        reference, _ = round_trip(random_bits(dtype, shape, seed), reference)
 
 
 @pytest.mark.parametrize("dtype", [d for d in DTYPES.values() if d.is_floating_point or d.is_complex])
 def test_close_values_are_stored_as_a_small_difference(dtype):
     before = random_bits(dtype, (4096,))
-    held, base = round_trip(before)
+    reference, base = round_trip(before)
     after = before.clone()
     after.view(torch.uint8)[0] ^= 1
-    _, delta = round_trip(after, held)
+    _, delta = round_trip(after, reference)
     assert delta.uses_reference
     assert delta.nbytes < base.nbytes / 10
 
@@ -68,11 +68,11 @@ def test_close_values_are_stored_as_a_small_difference(dtype):
 @pytest.mark.parametrize("elements", [100, 3000, 4096, 70_000])
 def test_what_has_not_changed_takes_next_to_nothing_however_small_it_is(elements):
     tensor = random_bits(torch.float32, (elements,))
-    held, base = round_trip(tensor)
-    held, delta = round_trip(tensor.clone(), held)
+    reference, base = round_trip(tensor)
+    reference, delta = round_trip(tensor.clone(), reference)
     assert delta.uses_reference
     assert delta.nbytes <= 16 < base.nbytes / 10
-    _, changed = round_trip(random_bits(torch.float32, (elements,), 1), held)
+    _, changed = round_trip(random_bits(torch.float32, (elements,), 1), reference)
     assert not changed.uses_reference
 
 
@@ -81,24 +81,24 @@ def test_payloads_of_nan_and_signs_of_zero_survive_a_delta():
         [0x7FC00001, -0x3FFFFF, 0x7F800001, -(2**31), 0, 0x7F800000, -0x800000, 1], dtype=torch.int32
     )
     before = torch.zeros(8)
-    held, _ = round_trip(before)
+    reference, _ = round_trip(before)
     for tensor in (bits.view(torch.float32), before, -before, bits.flip(0).view(torch.float32)):
-        held, _ = round_trip(tensor, held)
+        reference, _ = round_trip(tensor, reference)
 
 
 @given(st.integers(1, 6), st.integers(0, 9))
 def test_chains(length, seed):
     generator = torch.Generator().manual_seed(seed)
-    tensor, held = torch.randn(3, 50, generator=generator), None
+    tensor, reference = torch.randn(3, 50, generator=generator), None
     for _ in range(length):
-        held, _ = round_trip(tensor, held)
+        reference, _ = round_trip(tensor, reference)
         tensor = tensor + 1e-3 * torch.randn(3, 50, generator=generator)
 
 
 def test_noise_is_not_stored_as_a_difference_to_other_noise():
-    held, _ = round_trip(random_bits(torch.int64, (2000,), 1))
+    reference, _ = round_trip(random_bits(torch.int64, (2000,), 1))
     ordered = torch.arange(2000)
-    _, encoded = round_trip(ordered, held)
+    _, encoded = round_trip(ordered, reference)
     assert not encoded.uses_reference
 
 
@@ -130,9 +130,9 @@ def test_malformed_sections(sections, uses_reference):
 @given(st.data())
 def test_flipped_bytes_give_wrong_values_or_the_projects_own_error(data):
     tensor = torch.randn(400, generator=torch.Generator().manual_seed(1))
-    held, _ = round_trip(tensor)
+    reference, _ = round_trip(tensor)
     after = tensor + 1e-4
-    encoded = CODEC.encode(after, spec_of(after), Context(held)).encoded
+    encoded = CODEC.encode(after, spec_of(after), Context(reference)).encoded
     payload = bytearray(encoded.sections["bytes"])
     for _ in range(data.draw(st.integers(1, 3))):
         payload[data.draw(st.integers(0, len(payload) - 1))] ^= data.draw(st.integers(1, 255))
@@ -140,7 +140,7 @@ def test_flipped_bytes_give_wrong_values_or_the_projects_own_error(data):
         "exact", {}, {"bytes": bytes(payload[: data.draw(st.none() | st.integers(0, len(payload)))])}, True
     )
     try:
-        planes = CODEC.decode(hostile, spec_of(after), Context(held))
-        assert CODEC.reconstruct(hostile, planes, spec_of(after), Context(held)).shape == after.shape
+        planes = CODEC.decode(hostile, spec_of(after), Context(reference))
+        assert CODEC.reconstruct(hostile, planes, spec_of(after), Context(reference)).shape == after.shape
     except FormatError:
         return

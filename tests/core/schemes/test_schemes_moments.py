@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from support.containers import identical
 
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
-from shrinkpoint.schemes.base import Context, EncodedTensor, Held
+from shrinkpoint.schemes.base import Context, EncodedTensor, ReferenceState
 from shrinkpoint.schemes.moments import FirstMomentCodec, SecondMomentCodec
 from shrinkpoint.state.training import TensorSpec
 
@@ -26,7 +26,7 @@ def round_trip(codec, tensor, reference=None, second=None):
     restored = reader.reconstruct(coded.encoded, planes, spec, Context(None, siblings))
     assert identical(restored, coded.value)
     assert all(np.array_equal(coded.planes[name], planes[name]) for name in {*coded.planes, *planes})
-    return Held(coded.encoded.codec, coded.encoded.params, planes), restored
+    return ReferenceState(coded.encoded.codec, coded.encoded.params, planes), restored
 
 
 def factor_of(v: torch.Tensor) -> np.ndarray:
@@ -76,10 +76,10 @@ def second_moments(draw: st.DrawFn) -> torch.Tensor:
 @settings(max_examples=60)
 @given(st.data())
 def test_second_moments_keep_their_guarantees_along_a_chain(data):
-    held, step = None, data.draw(st.sampled_from([0.05, 0.5, 1.0, 2.0]))
+    reference, step = None, data.draw(st.sampled_from([0.05, 0.5, 1.0, 2.0]))
     v = data.draw(second_moments())
     for _ in range(data.draw(st.integers(1, 3))):
-        held, restored = round_trip(SecondMomentCodec(step=step), v, held)
+        reference, restored = round_trip(SecondMomentCodec(step=step), v, reference)
         check_second(v, restored, step)
         v = v * 0.999 + 0.001 * torch.rand(v.shape) * v.mean()
 
@@ -89,9 +89,9 @@ def test_first_moments_keep_their_guarantees(v, step, scale):
     v = round_trip(SecondMomentCodec(), v)[1]
     root = v.sqrt()
     m = torch.randn(v.shape, generator=torch.Generator().manual_seed(1)) * root * 10.0**scale
-    held = None
+    reference = None
     for _ in range(2):
-        held, restored = round_trip(FirstMomentCodec(step=step), m, held, v)
+        reference, restored = round_trip(FirstMomentCodec(step=step), m, reference, v)
         assert bool(torch.isfinite(restored).all())
         assert not restored[v == 0].any()
         free = m.abs() <= 31 * step * root
@@ -204,8 +204,8 @@ def test_steps_that_cannot_work_are_refused(codec, step):
 
 def test_moments_that_hardly_changed_cost_little():
     v = torch.rand(100, 100) + 0.5
-    held, _ = round_trip(SecondMomentCodec(), v)
-    encoded = SecondMomentCodec().encode(v * 0.999, spec_of(v), Context(held)).encoded
+    reference, _ = round_trip(SecondMomentCodec(), v)
+    encoded = SecondMomentCodec().encode(v * 0.999, spec_of(v), Context(reference)).encoded
     assert encoded.uses_reference
     assert len(encoded.sections["levels"]) < 100
 
@@ -233,21 +233,21 @@ PARAMS = st.sampled_from(
 def test_damaged_sections_and_params_give_wrong_values_or_the_projects_own_error(codec, data):
     tensor = torch.rand(20, 20, generator=torch.Generator().manual_seed(1))
     siblings = {"exp_avg_sq": torch.ones(20, 20)}
-    held, _ = round_trip(codec, tensor, None, siblings["exp_avg_sq"])
+    reference, _ = round_trip(codec, tensor, None, siblings["exp_avg_sq"])
     after = tensor * (1 + torch.rand(20, 20, generator=torch.Generator().manual_seed(2)))
-    encoded = codec.encode(after, spec_of(after), Context(held, siblings)).encoded
+    encoded = codec.encode(after, spec_of(after), Context(reference, siblings)).encoded
     sections = {name: bytearray(section) for name, section in encoded.sections.items()}
     target = sections[data.draw(st.sampled_from(sorted(sections)))]
     for _ in range(data.draw(st.integers(0, 3))):
         target[data.draw(st.integers(0, len(target) - 1))] ^= data.draw(st.integers(1, 255))
     del target[len(target) - data.draw(st.sampled_from([0, 0, 0, 1, 4, len(target)])) :]
     params = data.draw(st.just(encoded.params) | PARAMS)
-    reference = data.draw(st.sampled_from([held, None]))
+    given = data.draw(st.sampled_from([reference, None]))
     hostile = EncodedTensor(
         codec.id, params, {n: bytes(s) for n, s in sections.items()}, encoded.uses_reference
     )
     try:
-        planes = codec.decode(hostile, spec_of(after), Context(reference))
+        planes = codec.decode(hostile, spec_of(after), Context(given))
         restored = codec.reconstruct(hostile, planes, spec_of(after), Context(None, siblings))
         assert restored.shape == after.shape
     except FormatError:

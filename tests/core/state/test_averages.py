@@ -23,7 +23,7 @@ from shrinkpoint.quality.swap import swapped_tensors
 from shrinkpoint.quality.trial import mirrored_model, perturbed_model, restored_model, true_model
 from shrinkpoint.quantize.movement import MovementTracker
 from shrinkpoint.schemes.auto.scheme import Auto, AutoOptions
-from shrinkpoint.schemes.base import Occasion
+from shrinkpoint.schemes.base import SaveContext
 from shrinkpoint.schemes.published.qd_compressor import Uniform, UniformOptions
 from shrinkpoint.state.averages import AverageFinder, average_key, confirmed, live_tensors
 from shrinkpoint.state.roles import model_tags
@@ -189,7 +189,7 @@ def rows_rms(tensor):
 def test_the_noise_of_an_average_is_below_its_own_movement_row_by_row():
     (_, state), movement = trained()
     scheme = Auto(
-        options=AutoOptions(), occasion=Occasion(state=state, step=30, movement=movement), scale=0.5
+        options=AutoOptions(), save_context=SaveContext(state=state, step=30, movement=movement), scale=0.5
     )
     restored = restored_values(state, scheme, None)
     for name, spec in state.specs.items():
@@ -204,19 +204,19 @@ def test_the_noise_of_an_average_is_below_its_own_movement_row_by_row():
             assert float((noise / moved).max()) < 0.75
             weight = movement.rows[f"model/{spec.tag.parameter}"]
             assert np.median(moved) < np.median(weight)
-    assert Guard()(Occasion(state=state, step=30, movement=movement), scheme) is None
+    assert Guard()(SaveContext(state=state, step=30, movement=movement), scheme) is None
 
 
 def test_a_copy_that_has_not_begun_or_an_average_of_unknown_movement_is_exact():
     (_, state), movement = trained()
-    for occasion in (
-        Occasion(state=state, step=30, movement=movement),
-        Occasion(state=state, step=30),
+    for save_context in (
+        SaveContext(state=state, step=30, movement=movement),
+        SaveContext(state=state, step=30),
     ):
-        restored = restored_values(state, Auto(occasion=occasion), None)
+        restored = restored_values(state, Auto(save_context=save_context), None)
         exact = [name for name, value in restored.items() if value is state.tensors[name]]
         assert {n for n in state.tensors if n.startswith("stateful/now/")} <= set(exact)
-        assert ("stateful/ema/module.inner.weight" in exact) is (occasion.movement is None)
+        assert ("stateful/ema/module.inner.weight" in exact) is (save_context.movement is None)
         assert "model/inner.weight" not in exact
 
 
@@ -225,8 +225,8 @@ def test_a_chain_with_averages_is_read_back_by_code_and_by_specification():
     containers, held, parent = [], None, None
     coded = None
     for step, state in ((20, first), (30, second)):
-        occasion = Occasion(state=state, step=step, movement=movement, reference=held)
-        coded = encode_state(state, Auto(occasion=occasion), step=step, reference=held, parent=parent)
+        save_context = SaveContext(state=state, step=step, movement=movement, reference=held)
+        coded = encode_state(state, Auto(save_context=save_context), step=step, reference=held, parent=parent)
         held, parent = coded.held, coded.checkpoint.state_digest
         containers.append((coded.checkpoint, write_container(coded.checkpoint)))
     decoded = decode_chain([checkpoint for checkpoint, _ in containers]).state
@@ -254,7 +254,7 @@ def test_an_average_inside_the_model_is_a_weight_with_a_movement_of_its_own():
         model["ema"].update_parameters(model["net"])
     state = confirmed(capture(model, optimizer))
     movement = tracker.since(state, 20)
-    restored = restored_values(state, Auto(occasion=Occasion(state=state, movement=movement)), None)
+    restored = restored_values(state, Auto(save_context=SaveContext(state=state, movement=movement)), None)
     name = "model/ema.module.inner.weight"
     assert state.specs[name].tag.role is Role.WEIGHT
     noise = rows_rms(restored[name] - state.tensors[name]).numpy()
@@ -273,11 +273,11 @@ def test_the_guard_refuses_an_average_that_is_noisier_than_it_moves():
     (_, state), movement = trained()
     options = AutoOptions(movement_share=100)
     calm = {name: rows * (1e-2 if "/ema/" in name else 1.0) for name, rows in movement.rows.items()}
-    occasion = Occasion(state=state, step=30, movement=movement)
-    judged = Occasion(state=state, step=30, movement=type(movement)(rows=calm, steps=movement.steps))
-    scheme = Auto(options=AutoOptions(), occasion=occasion, scale=0.5)
+    save_context = SaveContext(state=state, step=30, movement=movement)
+    judged = SaveContext(state=state, step=30, movement=type(movement)(rows=calm, steps=movement.steps))
+    scheme = Auto(options=AutoOptions(), save_context=save_context, scale=0.5)
     assert "noise of stateful/ema/" in Guard()(judged, scheme)
-    assert "noise of " in Guard()(occasion, Auto(options=options, occasion=occasion, scale=1.0))
+    assert "noise of " in Guard()(save_context, Auto(options=options, save_context=save_context, scale=1.0))
 
 
 # ---- what an evaluation gets
@@ -285,7 +285,7 @@ def test_the_guard_refuses_an_average_that_is_noisier_than_it_moves():
 
 def test_averages_are_among_what_is_tried_mirrored_and_perturbed():
     (_, state), movement = trained()
-    scheme = Auto(occasion=Occasion(state=state, step=30, movement=movement))
+    scheme = Auto(save_context=SaveContext(state=state, step=30, movement=movement))
     name = "stateful/ema/module.inner.weight"
     key = average_key(name)
     true, restored = true_model(state), restored_model(state, scheme, None)

@@ -351,8 +351,8 @@ def test_compressed_gradients_take_few_bytes(tmp_path):
     others = (
         elements - 400 * 400
     )  # of which the gradients are logged in full, beside generators at the end of each segment
-    beside = 8 * 4 * others + 2 * 25_000
-    assert 8 * (training.checkpointer.step_log.bytes - beside) / (8 * 400 * 400) < 1.1
+    remainder = 8 * 4 * others + 2 * 25_000
+    assert 8 * (training.checkpointer.step_log.bytes - remainder) / (8 * 400 * 400) < 1.1
     again = make().log(*places, every=50, steps=4)
     assert again.checkpointer.resume() == 8
     assert again.digest == digest

@@ -104,7 +104,7 @@ def test_another_implementation(crashed, monkeypatch):
 
 def test_without_what_stands_beside_the_weights_the_next_losses_differ(crashed, monkeypatch):
     places, losses, digests = crashed
-    monkeypatch.setattr("shrinkpoint.steps.beside.Beside.load", lambda beside, remainder: None)
+    monkeypatch.setattr("shrinkpoint.steps.remainder.Remainder.load", lambda remainder, _remainder: None)
     again = Training().log(*places, steps=1)
     assert again.checkpointer.resume() == 9
     assert again.digest == digests[9]

@@ -19,7 +19,7 @@ from shrinkpoint.integrations.common.probe import (
     KeptBatches,
     RecentBatches,
     loss_of,
-    metrics_untouched,
+    metrics_preserved,
     number_of,
     to_host,
 )
@@ -207,7 +207,7 @@ def test_metrics_are_left_as_they_were() -> None:
     module.mean, module.all = torchmetrics.MeanMetric(), torchmetrics.CatMetric()
     for metric in (module.mean, module.all):
         metric.update(1.0)
-    with metrics_untouched(module):
+    with metrics_preserved(module):
         for metric in (module.mean, module.all):
             metric.update(5.0)
         assert module.mean.compute() == 3.0
@@ -221,7 +221,7 @@ def test_metrics_do_not_wait_for_processes_that_do_not_evaluate() -> None:
         return True
 
     metric = torchmetrics.MeanMetric(distributed_available_fn=available)
-    with metrics_untouched(torch.nn.ModuleList([metric])):
+    with metrics_preserved(torch.nn.ModuleList([metric])):
         assert not metric.distributed_available_fn()
     assert metric.distributed_available_fn is available
 

@@ -42,7 +42,7 @@ def cases(draw: st.DrawFn) -> tuple[np.ndarray, Layout, Sources, np.ndarray | No
     reach = 1 << (width - 2)
     sources = Sources(
         previous=draw(st.sampled_from([previous, patterns(width, count, seed + 1)])),
-        beside=patterns(width, count, seed + 2),
+        sibling=patterns(width, count, seed + 2),
         rows=rng.integers(-reach, reach, rows),
         columns=rng.integers(-reach, reach, columns),
     )
@@ -54,7 +54,7 @@ def cases(draw: st.DrawFn) -> tuple[np.ndarray, Layout, Sources, np.ndarray | No
         magnitude=draw(st.booleans()),
         aligned=draw(st.booleans()),
         previous=draw(st.sampled_from([0, 1, 40, 64])),
-        beside=draw(st.sampled_from([0, 32, 64])),
+        sibling=draw(st.sampled_from([0, 32, 64])),
     )
     contexts = rng.integers(0, 5, count).astype(np.uint8) if draw(st.booleans()) else None
     return bits, layout, sources, contexts
@@ -141,7 +141,7 @@ def test_classes_that_were_not_counted_escape():
         ({"cut": 16}, "cut must be 17..30"),
         ({"width": 64, "cut": 52}, "cut must be 49..51"),
         ({"previous": 65}, "previous must be 0..64"),
-        ({"beside": -1}, "beside must be 0..64"),
+        ({"sibling": -1}, "sibling must be 0..64"),
     ],
 )
 def test_layouts_out_of_range(fields, message):
@@ -154,7 +154,7 @@ def test_layouts_out_of_range(fields, message):
     [
         ({"previous": 64}, {}),
         ({"aligned": True}, {}),
-        ({"beside": 1}, {}),
+        ({"sibling": 1}, {}),
         ({}, {"previous": np.zeros(9, np.uint32)}),
         ({}, {"previous": np.zeros(10, np.uint16)}),
         ({}, {"rows": np.zeros(2, np.int64)}),
@@ -207,8 +207,10 @@ def test_golden_bytes(width, cut):
     bits = (scattered >> np.uint64(64 - width)).astype(f"u{width // 8}")
     bits[::7] = 0
     previous = bits + (index % np.uint64(5)).astype(bits.dtype)
-    layout = Layout(width=width, cut=cut, previous=40, beside=16, magnitude=True, aligned=True)
-    sources = Sources(previous=previous, beside=bits[::-1].copy(), rows=np.arange(30), columns=np.arange(100))
+    layout = Layout(width=width, cut=cut, previous=40, sibling=16, magnitude=True, aligned=True)
+    sources = Sources(
+        previous=previous, sibling=bits[::-1].copy(), rows=np.arange(30), columns=np.arange(100)
+    )
     contexts = (index % np.uint64(3)).astype(np.uint8)
     sections = encode_residuals(bits, layout, sources, contexts)
     digest = hashlib.sha256(b"".join(sections[name] for name in sorted(sections))).hexdigest()[:16]

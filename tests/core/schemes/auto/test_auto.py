@@ -14,7 +14,7 @@ from shrinkpoint.quality.trial import restored_model
 from shrinkpoint.quantize.movement import Movement
 from shrinkpoint.schemes.auto.scheme import Auto, AutoOptions
 from shrinkpoint.schemes.auto.trellis_points import WIDER
-from shrinkpoint.schemes.base import Occasion
+from shrinkpoint.schemes.base import SaveContext
 from shrinkpoint.state.training import Role, Tag, TrainingState
 
 OPTIONS = AutoOptions(weight_scale=0.5)
@@ -35,8 +35,8 @@ def training(optimizer="AdamW", model=TinyGPT, saves=3):
 
 
 def coded(state, reference=None, *, step=1, restored=False, options=OPTIONS, **more):
-    occasion = Occasion(state=state, step=step, reference=reference, restored=restored, **more)
-    scheme = Auto(options=options, occasion=occasion)
+    save_context = SaveContext(state=state, step=step, reference=reference, restored=restored, **more)
+    scheme = Auto(options=options, save_context=save_context)
     parent = "0" * 32 if reference is not None else None
     return encode_state(state, scheme, step=step, reference=reference, parent=parent)
 
@@ -60,7 +60,7 @@ def test_every_optimizer_has_its_weights_coded_and_its_unknown_state_kept(optimi
     checkpoints, told = save_chain(
         states,
         lambda reference: Auto(
-            options=OPTIONS, occasion=Occasion(state=states[0], step=1, reference=reference)
+            options=OPTIONS, save_context=SaveContext(state=states[0], step=1, reference=reference)
         ),
     )
     assert not any(one.kept_exactly for one in told)
@@ -88,8 +88,8 @@ STATES = {
 def test_state_is_coded_as_suits_what_divides_by_it(optimizer):
     states = training(optimizer, TinyMLP)
     base = coded(states[0])
-    delta = coded(states[1], dict(base.held), step=2)
-    again = coded(states[2], dict(delta.held), step=3, restored=True)
+    delta = coded(states[1], dict(base.reference), step=2)
+    again = coded(states[2], dict(delta.reference), step=3, restored=True)
     seeds = []
     for one, state in zip((base, delta, again), states, strict=False):
         assert not one.kept_exactly
@@ -106,7 +106,7 @@ def test_the_maximum_of_second_moments_is_never_restored_below_them():
     """It would be raised to them at the next step, and never fall again."""
     states = training("AdamW-amsgrad", TinyMLP)
     base = coded(states[0])
-    for one in (base, coded(states[1], dict(base.held), step=2, restored=True)):
+    for one in (base, coded(states[1], dict(base.reference), step=2, restored=True)):
         chain = [base.checkpoint] if one is base else [base.checkpoint, one.checkpoint]
         chain[-1] = replace(chain[-1], parent=base.checkpoint.state_digest if one is not base else None)
         restored = decode_chain(chain).state.tensors
@@ -235,7 +235,7 @@ def test_rows_that_are_hardly_used_do_not_widen_the_steps_of_the_others():
 
 def losses_of(state, options=OPTIONS, **more):
     """How much of each first moment may be lost."""
-    makers = Auto(options=options, occasion=Occasion(state=state, step=1, **more)).codecs(state)
+    makers = Auto(options=options, save_context=SaveContext(state=state, step=1, **more)).codecs(state)
     return {
         name: makers[name]().loss
         for name, spec in state.specs.items()
@@ -318,7 +318,7 @@ def test_no_more_of_a_moment_is_lost_than_may_be():
 def test_a_step_of_first_moments_that_is_given_is_taken():
     (state,) = training(saves=1)
     options = AutoOptions(weight_scale=0.5, first_moment_step=2)
-    makers = Auto(options=options, occasion=Occasion(state=state)).codecs(state)
+    makers = Auto(options=options, save_context=SaveContext(state=state)).codecs(state)
     assert {makers[name]().step for name in losses_of(state)} == {2}
 
 
@@ -365,11 +365,11 @@ def save_deltas(weights, movements, **options):
         state = params(a=adam(weight))
         scheme = Auto(
             options=AutoOptions(weight_scale=0.5, **options),
-            occasion=Occasion(state=state, step=step, reference=reference, movement=movement),
+            save_context=SaveContext(state=state, step=step, reference=reference, movement=movement),
         )
         parent = checkpoints[-1].state_digest if checkpoints else None
         encoded = encode_state(state, scheme, step=step, reference=reference, parent=parent)
-        reference = dict(encoded.held)
+        reference = dict(encoded.reference)
         checkpoints.append(encoded.checkpoint)
         states.append(state)
         told.append({entry.spec.name: entry.encoded for entry in encoded.checkpoint.entries}["a/w"])
@@ -447,20 +447,22 @@ def test_weights_far_smaller_than_all_others_get_no_noise_of_their_size(size, op
 def test_every_checkpoint_takes_other_dithers():
     one, two, _ = training()
     base = coded(one, step=1)
-    first, after = seeds_of(base), seeds_of(coded(two, dict(base.held), step=2))
+    first, after = seeds_of(base), seeds_of(coded(two, dict(base.reference), step=2))
     assert all(after[name] != seed for name, seed in first.items())
     assert len(set(after.values())) == len(after)
     assert (
-        seeds_of(coded(two, dict(base.held), step=2, restored=True)) == after == seeds_of(coded(two, step=2))
+        seeds_of(coded(two, dict(base.reference), step=2, restored=True))
+        == after
+        == seeds_of(coded(two, step=2))
     )
 
 
 def test_a_chain_of_fast_checkpoints_keeps_its_dither_and_a_base_or_a_restore_changes_it():
     one, two, _ = training()
     base = coded(one, step=1, options=FAST)
-    held = dict(base.held)
-    assert seeds_of(coded(two, held, step=2, options=FAST)) == seeds_of(base)
-    after = seeds_of(coded(two, held, step=2, restored=True, options=FAST))
+    reference = dict(base.reference)
+    assert seeds_of(coded(two, reference, step=2, options=FAST)) == seeds_of(base)
+    after = seeds_of(coded(two, reference, step=2, restored=True, options=FAST))
     assert all(after[name] != seed for name, seed in seeds_of(base).items())
     assert seeds_of(coded(two, step=2, options=FAST)) == after
     assert len(set(after.values())) == len(after)
@@ -471,7 +473,7 @@ def test_a_tensor_that_was_stored_exactly_begins_with_a_dither_of_its_own():
     tensors = dict(one.tensors)
     tensors["model/up.weight"] = torch.full_like(tensors["model/up.weight"], math.nan)
     base = coded(TrainingState(one.tree, tensors, one.specs), options=FAST)
-    after = seeds_of(coded(two, dict(base.held), step=2, options=FAST))
+    after = seeds_of(coded(two, dict(base.reference), step=2, options=FAST))
     assert "model/up.weight" in base.kept_exactly
     assert after["model/up.weight"] == seeds_of(coded(two, step=2, options=FAST))["model/up.weight"]
     assert after["model/down.weight"] == seeds_of(base)["model/down.weight"]
@@ -482,15 +484,16 @@ def test_weights_that_a_restore_has_moved_are_expected_there():
     base = coded(state_of(a__w=weight), step=1, movement=far)
     later = state_of(a__w=weight + 0.1 * torch.randn(128, 128))
     scheme = Auto(
-        options=OPTIONS, occasion=Occasion(state=later, step=2, reference=dict(base.held), movement=far)
+        options=OPTIONS,
+        save_context=SaveContext(state=later, step=2, reference=dict(base.reference), movement=far),
     )
     digest = base.checkpoint.state_digest
-    delta = encode_state(later, scheme, step=2, reference=dict(base.held), parent=digest)
+    delta = encode_state(later, scheme, step=2, reference=dict(base.reference), parent=digest)
     reader = decode_chain([base.checkpoint, delta.checkpoint])
     moved = state_of(a__w=reader.state.tensors["a/w"] + 1e-3 * torch.randn(128, 128))
     sizes = {}
     for told in (False, True):
-        delta = coded(moved, dict(reader.held), step=3, restored=told, movement=far)
+        delta = coded(moved, dict(reader.reference), step=3, restored=told, movement=far)
         (encoded,) = (entry.encoded for entry in delta.checkpoint.entries)
         assert encoded.params.get("went_on", False) is told
         sizes[told] = len(encoded.sections["points"])
@@ -502,10 +505,10 @@ def test_an_effort_may_change_within_a_chain(order):
     states = training(saves=2)
     first, second = (AutoOptions(weight_scale=0.5, effort=effort) for effort in order)
     base = coded(states[0], step=1, options=first)
-    occasion = Occasion(state=states[1], step=2, reference=dict(base.held))
-    scheme = Auto(options=second, occasion=occasion)
+    save_context = SaveContext(state=states[1], step=2, reference=dict(base.reference))
+    scheme = Auto(options=second, save_context=save_context)
     digest = base.checkpoint.state_digest
-    delta = encode_state(states[1], scheme, step=2, reference=dict(base.held), parent=digest)
+    delta = encode_state(states[1], scheme, step=2, reference=dict(base.reference), parent=digest)
     assert not delta.kept_exactly
     decode_chain([base.checkpoint, delta.checkpoint])  # checks what it restores
 
@@ -539,7 +542,7 @@ def test_a_first_save_before_the_optimizer_has_state_and_one_after():
     train(model, optimizer, range(2))
     after = capture(model, optimizer)
     base = coded(before)
-    delta = coded(after, dict(base.held), step=2)
+    delta = coded(after, dict(base.reference), step=2)
     assert not base.kept_exactly
     assert not delta.kept_exactly
     assert codec_of(delta)["optimizers/0/state/0/exp_avg"] == "centroid-root-units"
@@ -551,7 +554,7 @@ def test_moments_that_are_not_finite_are_kept_and_steer_nothing():
     name = next(n for n, s in two.specs.items() if s.tag.role is Role.EXP_AVG_SQ and s.numel > 2000)
     tensors[name] = tensors[name].clone()
     tensors[name].view(-1)[7] = math.inf
-    delta = coded(TrainingState(two.tree, tensors, two.specs), dict(coded(one).held), step=2)
+    delta = coded(TrainingState(two.tree, tensors, two.specs), dict(coded(one).reference), step=2)
     assert name in delta.kept_exactly
     assert name.replace("exp_avg_sq", "exp_avg") in delta.kept_exactly
     weight = next(
@@ -564,7 +567,7 @@ def test_moments_that_are_not_finite_are_kept_and_steer_nothing():
 
 def test_a_tensor_of_another_shape_starts_anew():
     one, two = state_of(a__w=torch.randn(40, 50)), state_of(a__w=torch.randn(50, 50))
-    delta = coded(two, dict(coded(one).held), step=2)
+    delta = coded(two, dict(coded(one).reference), step=2)
     assert [entry.encoded.uses_reference for entry in delta.checkpoint.entries] == [False]
 
 
@@ -650,6 +653,6 @@ def test_a_half_precision_weight_is_rounded_from_its_restored_master(dtype):
         master = restored[masters[state.specs[name].tag.parameter]]
         assert identical({name: restored[name]}, {name: master.to(dtype)})
         assert not torch.equal(master, state.tensors[masters[state.specs[name].tag.parameter]])
-    scheme = Auto(options=OPTIONS, occasion=Occasion(state=state, step=1))
+    scheme = Auto(options=OPTIONS, save_context=SaveContext(state=state, step=1))
     tried = restored_model(state, scheme, None)
     assert identical(tried, {state.specs[name].tag.parameter: restored[name] for name in weights})

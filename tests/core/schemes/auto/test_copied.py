@@ -45,12 +45,12 @@ def coded(state, reference=None, parent=None):
 @pytest.mark.parametrize("shape", [(40, 30), (7,), (4, 3, 3, 3)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_a_copy_costs_nothing_and_follows_its_restored_weight(shape, dtype):
-    weight, chain, held, parent = torch.randn(shape).to(dtype), [], None, None
+    weight, chain, reference, parent = torch.randn(shape).to(dtype), [], None, None
     for _ in range(3):
         state = capture(weight, weight.clone())
-        encoded = coded(state, held, parent)
+        encoded = coded(state, reference, parent)
         chain.append(read_container(write_container(encoded.checkpoint)))
-        held, parent = encoded.held, encoded.checkpoint.state_digest
+        reference, parent = encoded.reference, encoded.checkpoint.state_digest
         assert not encoded.kept_exactly
         decoded = decode_chain(chain).state.tensors
         assert identical(decoded["optimizer/0/ax"], decoded["model/w"])

@@ -9,11 +9,11 @@ from shrinkpoint.errors import CannotRepresentError, ConfigError
 from shrinkpoint.quantize.dither import dither
 from shrinkpoint.schemes.auto.lattice import LatticeCodec
 from shrinkpoint.schemes.auto.lattice_steps import curvature_exponents
-from shrinkpoint.schemes.base import Coded, Context, Held, Quantizer
+from shrinkpoint.schemes.base import Coded, Context, Quantizer, ReferenceState
 
 
-def held(coded: Coded) -> Context:
-    return Context(Held(coded.encoded.codec, coded.encoded.params, coded.planes))
+def reference(coded: Coded) -> Context:
+    return Context(ReferenceState(coded.encoded.codec, coded.encoded.params, coded.planes))
 
 
 def steps_of(codec: LatticeCodec, shape: tuple[int, ...]) -> torch.Tensor:
@@ -58,7 +58,10 @@ def test_a_chain_is_read_as_it_was_written_and_stays_within_half_a_step(states, 
         if context.reference is None and tensor.dtype is torch.float32:
             error = (value - tensor).abs()
             assert bool((error <= 0.5001 * steps_of(codec, spec.shape) + 1e-6 * tensor.abs()).all())
-        context, reading = held(coded), Context(Held(coded.encoded.codec, coded.encoded.params, planes))
+        context, reading = (
+            reference(coded),
+            Context(ReferenceState(coded.encoded.codec, coded.encoded.params, planes)),
+        )
 
 
 def test_a_weight_that_stays_costs_next_to_nothing_and_errors_never_add_up():
@@ -69,7 +72,7 @@ def test_a_weight_that_stays_costs_next_to_nothing_and_errors_never_add_up():
         coded = LatticeCodec(step=0.5).encode(weight, spec, context)
         sizes.append(coded.encoded.nbytes)
         assert float((coded.value - weight).abs().max()) <= 0.25001
-        context = held(coded)
+        context = reference(coded)
         weight = weight + 1e-4 * torch.randn(200, 200, generator=torch.Generator().manual_seed(1))
     assert max(sizes[1:]) < sizes[0] / 50
 
@@ -91,11 +94,11 @@ def test_after_a_restore_another_dither_keeps_small_updates_on_average():
     spec = spec_of(start)
     first = LatticeCodec(step=1.0, seed=1).encode(start, spec, Context())
     moved = first.value + 0.05
-    stuck = LatticeCodec(step=1.0).encode(moved, spec, held(first))
-    fresh = LatticeCodec(step=1.0, seed=2).encode(moved, spec, held(first))
+    stuck = LatticeCodec(step=1.0).encode(moved, spec, reference(first))
+    fresh = LatticeCodec(step=1.0, seed=2).encode(moved, spec, reference(first))
     assert torch.equal(stuck.value, first.value)
     assert abs(float((fresh.value - first.value).mean()) - 0.05) < 0.005
-    planes = LatticeCodec().decode(fresh.encoded, spec, held(first))
+    planes = LatticeCodec().decode(fresh.encoded, spec, reference(first))
     assert torch.equal(LatticeCodec().reconstruct(fresh.encoded, planes, spec, Context()), fresh.value)
     alone = LatticeCodec(step=1.0, seed=2).encode(moved, spec, Context())
     assert fresh.encoded.nbytes < alone.encoded.nbytes / 3  # the decoder knows how far the lattice was moved
@@ -105,7 +108,7 @@ def test_steps_near_the_wanted_ones_are_kept_and_others_taken():
     weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
     first = LatticeCodec(step=0.1).encode(weight, spec_of(weight), Context())
     near, far, restored = (
-        LatticeCodec(step=step, seed=seed).encode(weight, spec_of(weight), held(first))
+        LatticeCodec(step=step, seed=seed).encode(weight, spec_of(weight), reference(first))
         for step, seed in ((0.12, None), (0.2, None), (0.12, 1))
     )
     assert near.encoded.params["step"] == first.encoded.params["step"]
@@ -123,12 +126,12 @@ def test_a_row_that_takes_another_step_leaves_the_others_where_they_are():
     rows = np.zeros(64, np.int8)
     rows[5] = -12
     codec = LatticeCodec(step=0.1, exponents=(rows, columns))
-    then = codec.encode(weight, spec_of(weight), held(first))
+    then = codec.encode(weight, spec_of(weight), reference(first))
     others = torch.arange(64) != 5
     assert torch.equal(then.value[others], first.value[others])
     assert float((then.value - weight)[5].abs().max()) <= 0.1 / 8 / 2 + 1e-6
     assert then.encoded.nbytes < first.encoded.nbytes / 8
-    assert torch.equal(reread(then, spec_of(weight), held(first)), then.value)
+    assert torch.equal(reread(then, spec_of(weight), reference(first)), then.value)
 
 
 @pytest.mark.parametrize("outlier", [10.0, 1e3])
@@ -206,7 +209,7 @@ def test_every_shape_and_dtype_goes_through_a_chain_and_stands_alone_after_it(sh
         assert torch.equal(reread(coded, spec, context), coded.value)
         assert torch.equal(codec.restored(weight.to(dtype), spec, context), coded.value)
         assert isinstance(codec, Quantizer)
-        context = held(coded)
+        context = reference(coded)
         base = LatticeCodec().rebase(coded.encoded, context.reference, spec, {})
         assert not base.uses_reference
         planes = LatticeCodec().decode(base, spec, Context())
@@ -223,7 +226,7 @@ def test_weights_that_are_all_equal_or_all_on_one_point_cost_next_to_nothing():
         coded = LatticeCodec(step=step, seed=3).encode(weight, spec_of(weight), Context())
         assert torch.equal(reread(coded, spec_of(weight), Context()), coded.value)
         assert coded.encoded.nbytes < 600
-        context = held(coded)
+        context = reference(coded)
         again = LatticeCodec(step=step).encode(weight, spec_of(weight), context)
         assert again.encoded.nbytes < 40
         assert torch.equal(again.value, coded.value)
@@ -232,14 +235,14 @@ def test_weights_that_are_all_equal_or_all_on_one_point_cost_next_to_nothing():
 def test_moves_farther_than_a_byte_tells_are_read_as_written():
     weight = 100 * torch.randn(60, 50, generator=torch.Generator().manual_seed(0))
     first = LatticeCodec(step=0.1).encode(weight, spec_of(weight), Context())
-    second = LatticeCodec(step=0.1).encode(-weight, spec_of(weight), held(first))
+    second = LatticeCodec(step=0.1).encode(-weight, spec_of(weight), reference(first))
     assert torch.equal(reread(first, spec_of(weight), Context()), first.value)
-    assert torch.equal(reread(second, spec_of(weight), held(first)), second.value)
+    assert torch.equal(reread(second, spec_of(weight), reference(first)), second.value)
 
 
 def test_a_tensor_of_another_size_begins_anew():
     weight = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
-    before = held(LatticeCodec(step=0.1).encode(weight, spec_of(weight), Context()))
+    before = reference(LatticeCodec(step=0.1).encode(weight, spec_of(weight), Context()))
     wider = torch.cat([weight, weight])
     coded = LatticeCodec(step=0.1).encode(wider, spec_of(wider), before)
     assert not coded.encoded.uses_reference
@@ -265,7 +268,7 @@ def test_a_weight_that_has_just_moved_is_expected_to_move_back():
             :90_000
         ].reshape(300, 300)
         coded = LatticeCodec(step=1.0, seed=0).encode(weight, spec, context)
-        context = held(coded)
+        context = reference(coded)
         sizes.append(8 * coded.encoded.nbytes / 90_000)
     assert sizes[1] > 0.2
     assert max(sizes[2:]) < 0.02
@@ -278,7 +281,7 @@ def test_efforts_are_read_alike(effort):
     for _ in range(3):
         coded = LatticeCodec(step=0.2, effort=effort).encode(weight, spec_of(weight), context)
         assert torch.equal(reread(coded, spec_of(weight), context), coded.value)
-        context = held(coded)
+        context = reference(coded)
         weight = weight + 0.02 * torch.randn(200, 100, generator=generator)
 
 
@@ -291,7 +294,7 @@ def test_a_process_without_subnormals_restores_the_same_bits(scale):
     for step, seed in ((0.2, None), (0.2, 5), (0.9, None), (0.9, None)):
         coded = LatticeCodec(step=step * scale, exponents=exponents, seed=seed).encode(weight, spec, context)
         chain.append((coded, context))
-        context, weight = held(coded), weight + 0.1 * scale * torch.randn(40, 30, generator=generator)
+        context, weight = reference(coded), weight + 0.1 * scale * torch.randn(40, 30, generator=generator)
     if not torch.set_flush_denormal(True):
         pytest.skip("this processor always has subnormals")
     try:

@@ -42,21 +42,21 @@ def test_steps_follow_the_curvature():
     ],
 )
 def test_what_costs_little_is_let_be(wanted):
-    held = steps(1.0, [0, 1, 2, 3])
-    assert held.followed(wanted, 0.2) is held
+    reference = steps(1.0, [0, 1, 2, 3])
+    assert reference.followed(wanted, 0.2) is reference
 
 
 def test_only_rows_and_columns_that_are_off_take_other_steps():
-    held = steps(1.0, [0, 0, 0, 0], [0, 0, 0, 0])
-    followed = held.followed(steps(1.0, [-6, 1, -1, 5], [0, 0, 0, -4]), 0.2)
+    reference = steps(1.0, [0, 0, 0, 0], [0, 0, 0, 0])
+    followed = reference.followed(steps(1.0, [-6, 1, -1, 5], [0, 0, 0, -4]), 0.2)
     assert followed.step == 1
     assert followed.rows.tolist() == [-7, 0, -2, 4]  # the columns' mean has become one less
     assert followed.columns.tolist() == [0, 0, 0, -3]
 
 
 def test_far_too_narrow_steps_are_widened():
-    held = steps(1.0, [0, 0, 0])
-    assert held.followed(steps(4.0, [0, 0, 0]), 0.2).rows.tolist() == [8, 8, 8]
+    reference = steps(1.0, [0, 0, 0])
+    assert reference.followed(steps(4.0, [0, 0, 0]), 0.2).rows.tolist() == [8, 8, 8]
 
 
 def test_what_rows_cannot_follow_is_a_new_lattice():
@@ -72,10 +72,10 @@ def test_no_element_is_left_far_too_wide(data, rows, columns, octaves, slack):
     def like(side):
         return data.draw(st.lists(st.integers(-12, 12), min_size=len(side), max_size=len(side)))
 
-    held, wanted = steps(1.0, rows, columns), steps(2.0**octaves, like(rows), like(columns))
-    followed = held.followed(wanted, slack)
+    reference, wanted = steps(1.0, rows, columns), steps(2.0**octaves, like(rows), like(columns))
+    followed = reference.followed(wanted, slack)
     off = exponents_of(wanted, 1.0) - exponents_of(followed, 1.0)
-    if followed is held:
+    if followed is reference:
         assert np.exp2(-off / 2).mean() <= 1 + slack + 1e-9
         assert off.mean() <= 2 + 1e-9
     else:

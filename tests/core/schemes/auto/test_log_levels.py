@@ -12,7 +12,7 @@ from support.moments import KINDS, SCALES, SHAPES, moments
 
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
 from shrinkpoint.schemes.auto.log_levels import LogLevelsCodec
-from shrinkpoint.schemes.base import Coded, Context, Held
+from shrinkpoint.schemes.base import Coded, Context, ReferenceState
 from shrinkpoint.state.training import Role, TensorSpec
 
 TINY = torch.finfo().tiny
@@ -22,18 +22,20 @@ def spec(tensor: torch.Tensor) -> TensorSpec:
     return spec_of(tensor, "s", Role.STATE)
 
 
-def code(tensor: torch.Tensor, held: Held | None = None, **options) -> tuple[Coded, Held]:
+def code(
+    tensor: torch.Tensor, reference: ReferenceState | None = None, **options
+) -> tuple[Coded, ReferenceState]:
     """What was coded, and what a reader holds of it, who gets the same."""
     codec = LogLevelsCodec(**options)
-    coded = codec.encode(tensor, spec(tensor), Context(reference=held))
-    context = Context(reference=held if coded.encoded.uses_reference else None)
+    coded = codec.encode(tensor, spec(tensor), Context(reference=reference))
+    context = Context(reference=reference if coded.encoded.uses_reference else None)
     planes = LogLevelsCodec().decode(coded.encoded, spec(tensor), context)
     restored = LogLevelsCodec().reconstruct(coded.encoded, planes, spec(tensor), context)
     assert restored.dtype == tensor.dtype
     assert restored.shape == tensor.shape
     assert torch.equal(restored, coded.value)
     assert np.array_equal(planes["exponent"], coded.planes["exponent"])
-    return coded, Held(coded.encoded.codec, coded.encoded.params, planes)
+    return coded, ReferenceState(coded.encoded.codec, coded.encoded.params, planes)
 
 
 def check_shares(true: torch.Tensor, restored: torch.Tensor, step: int) -> None:
@@ -70,10 +72,10 @@ def test_other_dtypes_are_restored_to_a_share_too(shape, seed, dtype):
 @settings(max_examples=30)
 @given(SHAPES, st.integers(0, 999), SCALES, KINDS, st.booleans())
 def test_chains_are_read_as_written(shape, seed, scale, kind, restored):
-    held, before = None, None
+    reference, before = None, None
     for number in range(3):
         second = moments(*shape, seed=seed + (number == 2), scale=scale, kind=kind)[1]
-        coded, held = code(second, held, seed=number if restored else None)
+        coded, reference = code(second, reference, seed=number if restored else None)
         if number == 1 and not restored:  # nothing has changed
             assert torch.equal(coded.value, before)
         before = coded.value
@@ -81,8 +83,8 @@ def test_chains_are_read_as_written(shape, seed, scale, kind, restored):
 
 def test_what_has_not_changed_costs_nothing():
     second = moments(300, 200)[1]
-    base, held = code(second)
-    again, _ = code(second, held, seed=None)
+    base, reference = code(second)
+    again, _ = code(second, reference, seed=None)
     assert again.encoded.uses_reference
     assert again.encoded.nbytes < 64 < base.encoded.nbytes / 100
 
@@ -112,8 +114,8 @@ def test_updates_keep_their_length(step):
 def test_a_delta_is_rebased_to_the_same_values(signed):
     first, second = moments(40, 30, kind="sparse")
     tensor = first if signed else second
-    _, held = code(tensor)
-    delta, held_next = code(tensor * 1.3, held, seed=None)
+    _, reference = code(tensor)
+    delta, held_next = code(tensor * 1.3, reference, seed=None)
     assert delta.encoded.uses_reference
     rebased = LogLevelsCodec().rebase(delta.encoded, held_next, spec(tensor), {})
     assert rebased is not None
@@ -168,8 +170,8 @@ def test_damaged_copies_are_refused():
 
 def test_a_delta_without_its_reference_is_refused():
     second = moments(30, 40)[1]
-    _, held = code(second)
-    delta = code(second, held, seed=None)[0].encoded
+    _, reference = code(second)
+    delta = code(second, reference, seed=None)[0].encoded
     assert delta.uses_reference
     with pytest.raises(FormatError, match="reference"):
         LogLevelsCodec().decode(delta, spec(second), Context())

@@ -50,7 +50,7 @@ def coded(state, reference=None, parent=None, step=0.05):
 @HALVES
 @pytest.mark.parametrize("shape", [(40, 30), (7,), (4, 3, 3, 3)])
 def test_a_rounded_weight_costs_nothing_and_follows_its_restored_master(dtype, shape):
-    master, chain, held, parent = (
+    master, chain, reference, parent = (
         torch.randn(shape, generator=torch.Generator().manual_seed(0)),
         [],
         None,
@@ -58,7 +58,7 @@ def test_a_rounded_weight_costs_nothing_and_follows_its_restored_master(dtype, s
     )
     for _ in range(3):
         state = capture(master.to(dtype), master)
-        saved = coded(state, held, parent)
+        saved = coded(state, reference, parent)
         assert saved.kept_exactly == {}
         chain.append(read_container(write_container(saved.checkpoint)))
         entry = next(entry for entry in chain[-1].entries if entry.spec.name == "model/w")
@@ -66,9 +66,9 @@ def test_a_rounded_weight_costs_nothing_and_follows_its_restored_master(dtype, s
         restored = decode_chain(chain).state.tensors
         assert identical(restored["model/w"], restored["optimizer/0/master"].to(dtype))
         assert float((restored["optimizer/0/master"] - master).abs().max()) <= 0.0251
-        again = restored_values(state, Scheme(state, 0.05), held)
+        again = restored_values(state, Scheme(state, 0.05), reference)
         assert identical(again["model/w"], restored["model/w"])
-        held, parent, master = dict(saved.held), saved.checkpoint.state_digest, master + 0.01
+        reference, parent, master = dict(saved.reference), saved.checkpoint.state_digest, master + 0.01
 
 
 @HALVES

@@ -17,21 +17,23 @@ from shrinkpoint.schemes.auto.lattice_steps import curvature_exponents
 from shrinkpoint.schemes.auto.random_walk import CARRIED, LAST_WALK
 from shrinkpoint.schemes.auto.trellis_points import WIDER
 from shrinkpoint.schemes.auto.trellis_weights import TrellisLatticeCodec
-from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Held, Quantizer, Rebasable
+from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Quantizer, Rebasable, ReferenceState
 from shrinkpoint.state.training import TensorSpec
 
 SHAPES = [(1,), (7,), (1, 1), (3, 5), (1, 40), (40, 1), (64, 3, 3, 3), (2, 1, 7), (30, 70), (200,)]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
-def held(coded: Coded) -> Context:
+def reference(coded: Coded) -> Context:
     """What the encoder goes on with: it alone knows the errors."""
-    return Context(Held(coded.encoded.codec, coded.encoded.params, coded.planes, coded.unseen))
+    return Context(
+        ReferenceState(coded.encoded.codec, coded.encoded.params, coded.planes, coded.encoder_only)
+    )
 
 
 def as_read(coded: Coded, planes: Mapping[str, Any]) -> Context:
     """What a reader goes on with."""
-    return Context(Held(coded.encoded.codec, coded.encoded.params, planes))
+    return Context(ReferenceState(coded.encoded.codec, coded.encoded.params, planes))
 
 
 def reread(coded: Coded, spec: TensorSpec, context: Context) -> tuple[torch.Tensor, Context]:
@@ -59,7 +61,7 @@ def chain(
     for save in range(saves):
         coded = replace(codec, seed=save).encode(weight, spec_of(weight), context)
         out.append((weight, coded))
-        context = held(coded)
+        context = reference(coded)
         weight = weight + normal(*weight.shape, seed=1000 + save, scale=walk * codec.step)
     return out
 
@@ -83,7 +85,7 @@ def chain(
 def test_a_chain_is_read_as_it_was_written(states, chosen, curved, trellis):
     """With seeds that repeat, steps that change, restores in between, and an encoder that has lost what it knew of errors."""
     context = reading = Context()
-    for state, (share, seed, went_on, forgotten) in zip(states, chosen, strict=True):
+    for state, (share, seed, after_restore, forgotten) in zip(states, chosen, strict=True):
         tensor = state.tensors["a/w"]
         spec = spec_of(tensor)
         size = float(tensor.float().abs().mean())
@@ -91,7 +93,7 @@ def test_a_chain_is_read_as_it_was_written(states, chosen, curved, trellis):
         if not 1e-25 < size < 1e25:
             return
         codec = TrellisLatticeCodec(
-            step=share * size, exponents=exponents, seed=seed, went_on=went_on, states=trellis
+            step=share * size, exponents=exponents, seed=seed, after_restore=after_restore, states=trellis
         )
         try:
             coded = codec.encode(tensor, spec, context)
@@ -101,7 +103,7 @@ def test_a_chain_is_read_as_it_was_written(states, chosen, curved, trellis):
             return
         assert torch.equal(codec.restored(tensor, spec, context), coded.value)
         _, reading = reread(coded, spec, reading)
-        context = reading if forgotten else held(coded)
+        context = reading if forgotten else reference(coded)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -111,14 +113,16 @@ def test_every_shape_and_dtype_goes_through_a_chain_and_stands_alone_after_it(sh
     weight, context = torch.randn(shape, generator=generator), Context()
     exponents = curvature_exponents(torch.rand(shape, generator=generator) ** 8, shape)
     spec = spec_of(weight.to(dtype))
-    for save, (states, went_on) in enumerate([(4, False), (4, False), (8, True), (8, False)]):
-        codec = TrellisLatticeCodec(step=0.1, exponents=exponents, seed=save, went_on=went_on, states=states)
+    for save, (states, after_restore) in enumerate([(4, False), (4, False), (8, True), (8, False)]):
+        codec = TrellisLatticeCodec(
+            step=0.1, exponents=exponents, seed=save, after_restore=after_restore, states=states
+        )
         coded = codec.encode(weight.to(dtype), spec, context)
         reread(coded, spec, context)
         assert torch.equal(codec.restored(weight.to(dtype), spec, context), coded.value)
         assert isinstance(codec, Quantizer)
         assert isinstance(codec, Rebasable)
-        context = held(coded)
+        context = reference(coded)
         base = TrellisLatticeCodec().rebase(coded.encoded, context.reference, spec, {})
         assert base is not None
         assert not base.uses_reference
@@ -134,9 +138,9 @@ def test_a_chain_goes_on_after_what_was_rebased(states):
     spec = spec_of(weight)
     coded = chain(TrellisLatticeCodec(step=0.1, states=states), 0.1, 4, weight)[-1][1]
     assert coded.encoded.params["carried"] > 0
-    base = TrellisLatticeCodec().rebase(coded.encoded, held(coded).reference, spec, {})
+    base = TrellisLatticeCodec().rebase(coded.encoded, reference(coded).reference, spec, {})
     planes = TrellisLatticeCodec().decode(base, spec, Context())
-    context = Context(Held(base.codec, base.params, planes))
+    context = Context(ReferenceState(base.codec, base.params, planes))
     again = TrellisLatticeCodec().rebase(base, context.reference, spec, {})
     assert again == base
     then = TrellisLatticeCodec(step=0.1, seed=9, states=states).encode(weight, spec, context)
@@ -146,7 +150,7 @@ def test_a_chain_goes_on_after_what_was_rebased(states):
 def test_what_holds_nothing_of_the_tensor_cannot_be_rebased():
     weight = normal(6, 8)
     coded = TrellisLatticeCodec(step=0.1).encode(weight, spec_of(weight), Context())
-    without = Held(coded.encoded.codec, coded.encoded.params, {})
+    without = ReferenceState(coded.encoded.codec, coded.encoded.params, {})
     assert TrellisLatticeCodec().rebase(coded.encoded, without, spec_of(weight), {}) is None
 
 
@@ -165,7 +169,7 @@ def test_a_reader_can_go_on_writing(states):
         coded = codec.encode(weight, spec, reading)
         reread(coded, spec, reading)
         carried.append(coded.encoded.params["carried"])
-        reading = held(coded)
+        reading = reference(coded)
     assert carried[0] == 0 < carried[1]
 
 
@@ -216,7 +220,7 @@ def sizes_of_walks(walk: float, saves: int) -> tuple[list[int], list[int]]:
     others, squares, usual = [], [], []
     for moved, one in coded:
         rounded = LatticeCodec(step=0.1, seed=0).encode(moved, spec_of(moved), context)
-        context = held(rounded)
+        context = reference(rounded)
         others.append(rounded.encoded.nbytes)
         squares.append(float((one.value - moved).square().mean()))
         usual.append(float((rounded.value - moved).square().mean()))
@@ -264,17 +268,19 @@ def test_after_a_restore_weights_are_where_the_file_said():
     moved = before.value + 0.05
     spec = spec_of(moved)
     plain, fresh = (
-        TrellisLatticeCodec(step=1.0, seed=9, went_on=went_on).encode(moved, spec, held(before))
-        for went_on in (False, True)
+        TrellisLatticeCodec(step=1.0, seed=9, after_restore=after_restore).encode(
+            moved, spec, reference(before)
+        )
+        for after_restore in (False, True)
     )
-    assert fresh.encoded.params["went_on"] is True
+    assert fresh.encoded.params["after_restore"] is True
     assert fresh.encoded.params["carried"] == 0
-    assert "went_on" not in plain.encoded.params
+    assert "after_restore" not in plain.encoded.params
     assert (
         "exponents" in fresh.encoded.sections or fresh.encoded.params["step"] == before.encoded.params["step"]
     )
     for coded in (plain, fresh):
-        reread(coded, spec, held(before))
+        reread(coded, spec, reference(before))
     assert abs(float((fresh.value - before.value).mean()) - 0.05) < 0.005
     assert float((fresh.value - moved).square().mean()) == pytest.approx(NOISE[4], rel=0.03)
     alone = TrellisLatticeCodec(step=1.0, seed=9).encode(moved, spec, Context())
@@ -286,16 +292,18 @@ def test_after_a_restore_weights_are_where_the_file_said():
 
 def test_only_a_delta_can_have_gone_on():
     weight = normal(6, 8)
-    coded = TrellisLatticeCodec(step=0.1, went_on=True).encode(weight, spec_of(weight), Context())
-    assert "went_on" not in coded.encoded.params
+    coded = TrellisLatticeCodec(step=0.1, after_restore=True).encode(weight, spec_of(weight), Context())
+    assert "after_restore" not in coded.encoded.params
 
 
 def test_steps_near_the_wanted_ones_are_kept_and_others_taken():
     weight = normal(64, 64)
     first = TrellisLatticeCodec(step=0.1).encode(weight, spec_of(weight), Context())
     near, far, restored = (
-        TrellisLatticeCodec(step=step, seed=1, went_on=went_on).encode(weight, spec_of(weight), held(first))
-        for step, went_on in ((0.12, False), (0.2, False), (0.12, True))
+        TrellisLatticeCodec(step=step, seed=1, after_restore=after_restore).encode(
+            weight, spec_of(weight), reference(first)
+        )
+        for step, after_restore in ((0.12, False), (0.2, False), (0.12, True))
     )
     assert near.encoded.params["step"] == first.encoded.params["step"]
     assert "exponents" not in near.encoded.sections
@@ -305,7 +313,7 @@ def test_steps_near_the_wanted_ones_are_kept_and_others_taken():
     assert 1.5 * 0.01 * NOISE[4] < float((far.value - weight).square().mean()) < 1.05 * 0.04 * NOISE[4]
     assert restored.encoded.params["step"] == pytest.approx(0.12)
     for coded in (near, far, restored):
-        reread(coded, spec_of(weight), held(first))
+        reread(coded, spec_of(weight), reference(first))
 
 
 @pytest.mark.parametrize("changes", [(12, -12), (-12, 12), (5, 0), (0, -7)])
@@ -320,7 +328,7 @@ def test_curvature_that_changes_is_followed(changes):
         codec = TrellisLatticeCodec(step=0.1, exponents=(rows, columns), seed=save)
         coded = codec.encode(weight, spec, context)
         reread(coded, spec, context)
-        context = held(coded)
+        context = reference(coded)
         weight = weight + normal(64, 72, seed=save + 1, scale=0.02)
     others = torch.arange(64) != 5
     error = coded.value - (weight - normal(64, 72, seed=4, scale=0.02))
@@ -344,7 +352,7 @@ def test_weights_that_jump_are_stored_apart(jump, states):
         assert bool(coded.encoded.sections["far"]) == (save > 0 and abs(jump) > 127)
         without = codec.encode(weight, spec, reading)
         reread(without, spec, reading)
-        context = held(coded)
+        context = reference(coded)
         weight = weight.clone()
         weight[save, 7], weight[40, save] = jump + float(weight[save, 7]), jump
     far = TrellisLatticeCodec(step=1.0, seed=9, states=states).encode(weight, spec, Context())
@@ -355,9 +363,9 @@ def test_weights_that_jump_are_stored_apart(jump, states):
 def test_weights_that_all_jump_are_read_as_written():
     weight = 100 * normal(60, 50)
     first = TrellisLatticeCodec(step=0.1).encode(weight, spec_of(weight), Context())
-    second = TrellisLatticeCodec(step=0.1, seed=1).encode(-weight, spec_of(weight), held(first))
+    second = TrellisLatticeCodec(step=0.1, seed=1).encode(-weight, spec_of(weight), reference(first))
     reread(first, spec_of(weight), Context())
-    reread(second, spec_of(weight), held(first))
+    reread(second, spec_of(weight), reference(first))
     assert float((second.value + weight).abs().max()) < 0.2
 
 
@@ -367,7 +375,7 @@ def test_weights_that_have_exploded_are_refused(value):
     weight = normal(6, 8)
     first = TrellisLatticeCodec(step=0.5).encode(weight, spec_of(weight), Context())
     weight[2, 3] = value
-    for context in (Context(), held(first)):
+    for context in (Context(), reference(first)):
         with pytest.raises(CannotRepresentError):
             TrellisLatticeCodec(step=0.5, seed=1).encode(weight, spec_of(weight), context)
 
@@ -384,7 +392,7 @@ def test_weights_many_steps_from_zero_stay_on_the_trellis(far):
 
 def test_a_tensor_of_another_size_begins_anew():
     weight = normal(8, 6)
-    before = held(TrellisLatticeCodec(step=0.1).encode(weight, spec_of(weight), Context()))
+    before = reference(TrellisLatticeCodec(step=0.1).encode(weight, spec_of(weight), Context()))
     wider = torch.cat([weight, weight])
     coded = TrellisLatticeCodec(step=0.1).encode(wider, spec_of(wider), before)
     assert not coded.encoded.uses_reference
@@ -396,7 +404,7 @@ def test_a_tensor_of_another_size_begins_anew():
 
 def test_what_another_codec_holds_is_no_predecessor():
     weight = normal(8, 6)
-    before = held(LatticeCodec(step=0.1).encode(weight, spec_of(weight), Context()))
+    before = reference(LatticeCodec(step=0.1).encode(weight, spec_of(weight), Context()))
     coded = TrellisLatticeCodec(step=0.1).encode(weight, spec_of(weight), before)
     assert not coded.encoded.uses_reference
 
@@ -416,7 +424,7 @@ def test_what_cannot_stand_on_a_trellis_is_refused(context):
         before = Context()
         if context == "delta":
             one = torch.tensor([[1.0, 2.0]])
-            before = held(TrellisLatticeCodec(step=1e-3).encode(one, spec_of(one), before))
+            before = reference(TrellisLatticeCodec(step=1e-3).encode(one, spec_of(one), before))
         for method in (TrellisLatticeCodec(step=1e-3).encode, TrellisLatticeCodec(step=1e-3).restored):
             with pytest.raises(CannotRepresentError):
                 method(weight, spec_of(weight), before)
@@ -438,7 +446,7 @@ def test_weights_that_are_all_equal_or_all_on_one_point_are_read_as_written():
         for seed in (3, 4):
             coded = TrellisLatticeCodec(step=step, seed=seed).encode(weight, spec, context)
             reread(coded, spec, context)
-            context = held(coded)
+            context = reference(coded)
         assert TrellisLatticeCodec(step=step).encode(weight, spec, Context()).encoded.nbytes < 1000
 
 
@@ -475,7 +483,7 @@ def small_delta() -> tuple[EncodedTensor, TensorSpec, Context]:
     codec = TrellisLatticeCodec(step=0.1)
     (_, first), (_, second) = chain(codec, 0.01, 2, weight)
     assert second.encoded.params["carried"] > 0
-    return second.encoded, spec, held(first)
+    return second.encoded, spec, reference(first)
 
 
 WRONG = {
@@ -484,8 +492,8 @@ WRONG = {
     "states": [None, 0, 2, 5, 6, 7, 16, 4.0, "4", True],
     "walk": [None, -1, LAST_WALK + 1, 1.0, "1", True, [1]],
     "carried": [None, -1, CARRIED, 1.0, "1", True, [1]],
-    "went_on": [0, 1, "true", [True], "x"],
-    "known": [None, -1, LAST_WALK + 1, 1.0, "1", True, [1]],
+    "after_restore": [0, 1, "true", [True], "x"],
+    "variance_code": [None, -1, LAST_WALK + 1, 1.0, "1", True, [1]],
 }
 
 
@@ -505,9 +513,9 @@ def test_a_base_that_went_on_must_say_so_properly_too():
     weights = torch.randn(20, 30)
     spec = spec_of(weights)
     encoded = TrellisLatticeCodec(step=0.1).encode(weights, spec, Context()).encoded
-    with pytest.raises(FormatError, match="went_on"):
+    with pytest.raises(FormatError, match="after_restore"):
         TrellisLatticeCodec().decode(
-            replace(encoded, params={**encoded.params, "went_on": 1}), spec, Context()
+            replace(encoded, params={**encoded.params, "after_restore": 1}), spec, Context()
         )
 
 
@@ -529,12 +537,12 @@ def test_malformed_knowledge_of_a_predecessor_is_refused(value):
     """How well is known where weights are is of no use before there is another checkpoint."""
     encoded, spec, context = small_delta()
     assert context.reference is not None
-    params = {**context.reference.params, "known": value}
+    params = {**context.reference.params, "variance_code": value}
     if value is None:
-        del params["known"]
-    with pytest.raises(FormatError, match="known"):
+        del params["variance_code"]
+    with pytest.raises(FormatError, match="variance_code"):
         TrellisLatticeCodec().decode(
-            encoded, spec, Context(Held(context.reference.codec, params, context.reference.planes))
+            encoded, spec, Context(ReferenceState(context.reference.codec, params, context.reference.planes))
         )
 
 
@@ -589,7 +597,7 @@ def test_deltas_need_what_they_refer_to():
         planes = {name: plane for name, plane in context.reference.planes.items() if name != missing}
         with pytest.raises(FormatError, match="reference planes are missing"):
             TrellisLatticeCodec().decode(
-                encoded, spec, Context(Held(encoded.codec, context.reference.params, planes))
+                encoded, spec, Context(ReferenceState(encoded.codec, context.reference.params, planes))
             )
     with pytest.raises(FormatError, match="reference planes are missing"):
         TrellisLatticeCodec().decode(encoded, spec, Context())
@@ -612,11 +620,13 @@ def test_a_process_without_subnormals_restores_the_same_bits(scale):
         torch.rand(40, 30, generator=torch.Generator().manual_seed(1)) ** 40, (40, 30)
     )
     spec, context, chained = spec_of(weight), Context(), []
-    for save, (step, went_on) in enumerate([(0.2, False), (0.2, False), (0.9, True), (0.9, False)]):
-        codec = TrellisLatticeCodec(step=step * scale, exponents=exponents, seed=save, went_on=went_on)
+    for save, (step, after_restore) in enumerate([(0.2, False), (0.2, False), (0.9, True), (0.9, False)]):
+        codec = TrellisLatticeCodec(
+            step=step * scale, exponents=exponents, seed=save, after_restore=after_restore
+        )
         coded = codec.encode(weight, spec, context)
         chained.append((coded, context))
-        context, weight = held(coded), weight + normal(40, 30, seed=save + 1, scale=0.02 * scale)
+        context, weight = reference(coded), weight + normal(40, 30, seed=save + 1, scale=0.02 * scale)
     if not torch.set_flush_denormal(True):
         pytest.skip("this processor always has subnormals")
     try:
@@ -636,7 +646,7 @@ def test_the_finest_steps_of_all_restore_the_same_bits_without_subnormals():
     for save in range(4):
         coded = TrellisLatticeCodec(step=1.1e-27, exponents=least, seed=save).encode(weight, spec, context)
         chained.append((coded, context))
-        context = held(coded)
+        context = reference(coded)
     assert chained[-1][0].encoded.params["carried"] == CARRIED - 1
     if not torch.set_flush_denormal(True):
         pytest.skip("this processor always has subnormals")
@@ -655,7 +665,7 @@ def save(tensor: torch.Tensor, context: Context, **options: Any) -> tuple[Coded,
     coded = codec.encode(tensor, spec, context)
     assert torch.equal(codec.restored(tensor, spec, context), coded.value)
     value, _ = reread(coded, spec, context)
-    return coded, value, held(coded)
+    return coded, value, reference(coded)
 
 
 def matrix_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -681,11 +691,11 @@ def test_rows_that_are_kept_are_restored_as_before_and_others_as_well_as_ever(
     weight = torch.randn(shape, generator=generator).to(dtype)
     _, before, context = save(weight, Context(), seed=seed, states=states)
     rows = matrix_of(weight).shape[0]
-    for number, (share, went_on, step) in enumerate(chosen, 1):
+    for number, (share, after_restore, step) in enumerate(chosen, 1):
         moved = weight.float() + 0.3 * torch.randn(shape, generator=generator)
         weight = moved.to(dtype)
         kept = torch.rand(rows, generator=generator) < share
-        options = {"seed": seed + number, "states": states, "step": step, "went_on": went_on}
+        options = {"seed": seed + number, "states": states, "step": step, "after_restore": after_restore}
         coded, value, context = save(weight, context, kept=kept.numpy(), **options)
         assert ("kept" in coded.encoded.sections) == bool(kept.any())
         assert torch.equal(matrix_of(value)[kept], matrix_of(before)[kept])
@@ -723,15 +733,15 @@ def test_noise_of_the_other_rows_is_what_it_would_be_without_rows_that_are_kept(
     assert abs(coded.encoded.params["walk"] - alone["walk"]) <= 3
 
 
-@pytest.mark.parametrize("went_on", [False, True])
-def test_a_row_that_moves_again_is_coded_from_where_it_was_kept(went_on):
+@pytest.mark.parametrize("after_restore", [False, True])
+def test_a_row_that_moves_again_is_coded_from_where_it_was_kept(after_restore):
     weight = normal(40, 256)
     _, before, context = save(weight, Context(), seed=0)
     for number in (1, 2):
         _, value, context = save(weight, context, seed=number, kept=np.arange(40) < 20)
         assert torch.equal(value[:20], before[:20])
     weight = weight + 0.05
-    _, value, _ = save(weight, context, seed=3, went_on=went_on, kept=np.arange(40) < 10)
+    _, value, _ = save(weight, context, seed=3, after_restore=after_restore, kept=np.arange(40) < 10)
     assert torch.equal(value[:10], before[:10])
     assert float((value - weight)[10:].square().mean()) == pytest.approx(0.01 * NOISE[4], rel=0.1)
 

@@ -16,8 +16,8 @@ from shrinkpoint.schemes.auto.random_walk import (
     NO_WALK,
     Expectation,
     best_share,
-    grain_of,
     measure_walk,
+    step_ratio_of,
     variances,
 )
 
@@ -99,11 +99,11 @@ def test_gains_are_those_of_a_filter_of_weight_and_noise(
 ) -> None:
     expectation, noise = Expectation(known, walk, carried, states), NOISE[states]
     share, before = carried / CARRIED, variances(known, states)
-    assert expectation.grain == pytest.approx(math.sqrt(1 - share**2), rel=1e-6)
+    assert expectation.step_ratio == pytest.approx(math.sqrt(1 - share**2), rel=1e-6)
     for exponent in range(EXPONENTS):
         gain, left = kalman(float(before[exponent]), walk_of(walk, exponent), share, noise)
         # what lies beyond a place is told in the finer steps, and the noise in those that it is of
-        told = 256 * float(expectation.grain) * gain
+        told = 256 * float(expectation.step_ratio) * gain
         assert abs(int(expectation.gains[exponent]) - told) <= 0.5001
         if exponent == MIDDLE:
             check_known(expectation.known, left, noise)
@@ -126,7 +126,7 @@ def test_a_base_expects_nothing(carried: int, states: States) -> None:
     assert expectation.known == LAST_WALK
     assert not expectation.gains.any()
     assert expectation.gains.shape == (256,)
-    assert expectation.grain == grain_of(carried)
+    assert expectation.step_ratio == step_ratio_of(carried)
 
 
 def test_weights_that_are_where_they_were_make_all_that_is_seen_noise() -> None:
@@ -148,11 +148,11 @@ def test_a_long_walk_is_known_as_well_as_its_filter_settles(states: States) -> N
 
 
 def test_what_carries_all_noise_would_have_none_of_its_own() -> None:
-    assert grain_of(0) == 1
-    assert grain_of(CARRIED) == 0
-    grains = [float(grain_of(carried)) for carried in range(CARRIED + 1)]
+    assert step_ratio_of(0) == 1
+    assert step_ratio_of(CARRIED) == 0
+    grains = [float(step_ratio_of(carried)) for carried in range(CARRIED + 1)]
     assert grains == sorted(grains, reverse=True)
-    assert grain_of(3).dtype == np.float32
+    assert step_ratio_of(3).dtype == np.float32
 
 
 def walked(
@@ -263,7 +263,7 @@ def test_a_filter_that_is_told_the_walk_follows_weights() -> None:
         expectation = Expectation(known, code, share, states)
         seen = weight + error
         innovation = seen - (mean + carried * (point - mean))
-        gain = int(expectation.gains[MIDDLE]) / 256 / float(expectation.grain)
+        gain = int(expectation.gains[MIDDLE]) / 256 / float(expectation.step_ratio)
         mean = seen - (carried * (point - mean) + gain * innovation)
         point, known = seen, expectation.known
         left = float(((mean - weight) ** 2).mean())

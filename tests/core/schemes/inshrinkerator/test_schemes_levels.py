@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from support.containers import identical
 
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
-from shrinkpoint.schemes.base import Context, EncodedTensor, Held
+from shrinkpoint.schemes.base import Context, EncodedTensor, ReferenceState
 from shrinkpoint.schemes.inshrinkerator.codec import LevelsCodec
 from shrinkpoint.schemes.inshrinkerator.partition import ScoreSketches, Thresholds, partition
 from shrinkpoint.state.training import TensorSpec
@@ -43,7 +43,7 @@ def round_trip(codec, tensor, reference=None):
     assert identical(restored, coded.value)
     assert restored.dtype == tensor.dtype
     assert all(np.array_equal(coded.planes[name], planes[name]) for name in {*coded.planes, *planes})
-    return Held(coded.encoded.codec, coded.encoded.params, planes), restored
+    return ReferenceState(coded.encoded.codec, coded.encoded.params, planes), restored
 
 
 def check_guarantees(codec, weight, restored):
@@ -98,7 +98,7 @@ def weights(draw: st.DrawFn) -> torch.Tensor:
 @given(st.data())
 def test_any_weight_along_a_chain_of_changing_bins(data):
     weight = data.draw(weights())
-    held = None
+    reference = None
     for _ in range(data.draw(st.integers(1, 3))):
         gradient = torch.randn(weight.shape) if data.draw(st.booleans()) else None
         metric = data.draw(st.sampled_from(["magnitude", "sensitivity"]))
@@ -116,7 +116,7 @@ def test_any_weight_along_a_chain_of_changing_bins(data):
             clustering=data.draw(st.sampled_from(["optimal", "kmeans++"])),
             coder=data.draw(st.sampled_from(["rans", "rle-huffman"])),
         )
-        held, restored = round_trip(codec, weight, held)
+        reference, restored = round_trip(codec, weight, reference)
         check_guarantees(codec, weight, restored)
         weight = (weight.float() * 0.99).to(weight.dtype)
 
@@ -156,8 +156,8 @@ def test_bins_that_no_byte_holds_are_refused(bins):
 def test_levels_that_did_not_move_cost_next_to_nothing():
     weight = torch.randn(100, 100)
     codec = LevelsCodec(bins=16, thresholds=NOTHING)
-    held, _ = round_trip(codec, weight)
-    encoded = codec.encode(weight, spec_of(weight), Context(held)).encoded
+    reference, _ = round_trip(codec, weight)
+    encoded = codec.encode(weight, spec_of(weight), Context(reference)).encoded
     assert len(encoded.sections["levels"]) < 20
 
 
@@ -179,16 +179,16 @@ def test_other_dtypes_are_refused(dtype):
 def encoded_pair(coder):
     weight = torch.randn(30, 30, generator=torch.Generator().manual_seed(3))
     codec = LevelsCodec(bins=8, thresholds=thresholds_of(weight), coder=coder)
-    held, _ = round_trip(codec, weight)
+    reference, _ = round_trip(codec, weight)
     after = weight + 0.05 * torch.randn(30, 30, generator=torch.Generator().manual_seed(4))
-    return codec.encode(after, spec_of(after), Context(held)).encoded, spec_of(after), held
+    return codec.encode(after, spec_of(after), Context(reference)).encoded, spec_of(after), reference
 
 
 @pytest.mark.parametrize("coder", ["rans", "rle-huffman"])
 @settings(max_examples=60)
 @given(data=st.data())
 def test_damaged_sections_and_params_give_wrong_values_or_the_projects_own_error(coder, data):
-    encoded, spec, held = encoded_pair(coder)
+    encoded, spec, reference = encoded_pair(coder)
     sections = {name: bytearray(section) for name, section in encoded.sections.items()}
     target = sections[data.draw(st.sampled_from(sorted(sections)))]
     for _ in range(data.draw(st.integers(0, 3))):
@@ -197,10 +197,10 @@ def test_damaged_sections_and_params_give_wrong_values_or_the_projects_own_error
     params = data.draw(
         st.sampled_from([encoded.params, {}, {"levels": 2}, {"levels": 10.0}, {"levels": 255}])
     )
-    reference = data.draw(st.sampled_from([held, None]))
+    given = data.draw(st.sampled_from([reference, None]))
     hostile = EncodedTensor("levels", params, {name: bytes(s) for name, s in sections.items()}, True)
     try:
-        planes = LevelsCodec().decode(hostile, spec, Context(reference))
+        planes = LevelsCodec().decode(hostile, spec, Context(given))
         assert LevelsCodec().reconstruct(hostile, planes, spec, Context()).shape == spec.shape
     except FormatError:
         return
@@ -208,12 +208,12 @@ def test_damaged_sections_and_params_give_wrong_values_or_the_projects_own_error
 
 @pytest.mark.parametrize("name", ["levels", "codebook", "protected"])
 def test_a_missing_section_is_named(name):
-    encoded, spec, held = encoded_pair("rans")
+    encoded, spec, reference = encoded_pair("rans")
     sections = {part: section for part, section in encoded.sections.items() if part != name}
     hostile = EncodedTensor("levels", encoded.params, sections, True)
 
     def read():
-        planes = LevelsCodec().decode(hostile, spec, Context(held))
+        planes = LevelsCodec().decode(hostile, spec, Context(reference))
         return LevelsCodec().reconstruct(hostile, planes, spec, Context())
 
     with pytest.raises(FormatError, match=name):

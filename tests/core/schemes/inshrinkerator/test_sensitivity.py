@@ -175,11 +175,11 @@ def test_cuda_agrees_with_the_cpu(overwritten: bool) -> None:
     on_device, on_host = GradientEMA(overwritten=overwritten), GradientEMA()
     for seed in range(6):
         gradient = noise(512, 512, seed=seed)
-        held = gradient.cuda()
-        on_device.update({"w": held})
+        reference = gradient.cuda()
+        on_device.update({"w": reference})
         on_host.update({"w": gradient})
         if overwritten:
-            held.zero_()
+            reference.zero_()
         on_device.result()  # so that no update is dropped
     assert on_device.dropped == 0
     assert torch.equal(on_device.result()["w"], on_host.result()["w"])

@@ -10,7 +10,7 @@ from support.containers import identical
 from support.training import OPTIMIZERS, TinyMLP, capture, train
 
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
-from shrinkpoint.schemes.base import Context, Held
+from shrinkpoint.schemes.base import Context, ReferenceState
 from shrinkpoint.schemes.published.excp import (
     SYMBOLS,
     ExCP,
@@ -40,7 +40,7 @@ options = st.builds(
 @settings(max_examples=120)
 @given(walks(), options)
 def test_chains_are_restored_as_encoded(states, chosen):
-    check_chain(states, lambda held: ExCP(options=chosen, reference=held))
+    check_chain(states, lambda reference: ExCP(options=chosen, reference=reference))
 
 
 def adam(saves=3, optimizer="AdamW"):
@@ -64,7 +64,7 @@ def tensors_of(state, parameter="inner.weight"):
 def test_pruning_follows_the_equations_of_the_repository():
     states = adam(2)
     chosen = ExcpOptions(alpha=2e-4, beta=1.0, bits=8)
-    restored = check_chain(states, lambda held: ExCP(options=chosen, reference=held))
+    restored = check_chain(states, lambda reference: ExCP(options=chosen, reference=reference))
     before, after, got = tensors_of(states[0]), tensors_of(states[1]), tensors_of(restored[1])
     assert np.array_equal(tensors_of(restored[0])[Role.WEIGHT], before[Role.WEIGHT])  # the base is in full
     residual = after[Role.WEIGHT] - before[Role.WEIGHT]
@@ -83,8 +83,10 @@ def test_the_clamp_bounds_the_threshold():
     states = adam(2)
     for clamp, share in ((2.5, 1.0), (1.0, 0.5)):
         chosen = ExcpOptions(alpha=1e3, clamp=clamp)
-        _, told = save_chain(states, lambda held, chosen=chosen: ExCP(options=chosen, reference=held))
-        pruned = np.mean(told[1].held["model/inner.weight"].planes[SYMBOLS] == 0)
+        _, told = save_chain(
+            states, lambda reference, chosen=chosen: ExCP(options=chosen, reference=reference)
+        )
+        pruned = np.mean(told[1].reference["model/inner.weight"].planes[SYMBOLS] == 0)
         assert share - 0.15 < pruned <= share
     assert 0.45 < pruned < 0.55  # what exceeds one median
 
@@ -168,8 +170,12 @@ def test_a_refill_that_is_not_finite_is_refused(value):
 def test_the_target_sparsity_is_reached(target):
     states = adam(2)
     chosen = ExcpOptions(target_sparsity=target, clamp=100.0)
-    _, told = save_chain(states, lambda held: ExCP(options=chosen, reference=held))
-    planes = [held.planes[SYMBOLS] for held in told[1].held.values() if held.codec == ExcpWeightCodec.id]
+    _, told = save_chain(states, lambda reference: ExCP(options=chosen, reference=reference))
+    planes = [
+        reference.planes[SYMBOLS]
+        for reference in told[1].reference.values()
+        if reference.codec == ExcpWeightCodec.id
+    ]
     assert len(planes) == 4
     assert abs(np.mean(np.concatenate(planes) == 0) - target) < 0.01
 
@@ -186,16 +192,16 @@ def test_alpha_by_hand():
 @pytest.mark.parametrize("optimizer", ["SGD", "RMSprop", "Adafactor"])
 def test_without_a_second_moment_the_weight_is_kept_exactly_and_the_reason_told(optimizer):
     states = adam(2, optimizer)
-    _, told = save_chain(states, lambda held: ExCP(reference=held))
+    _, told = save_chain(states, lambda reference: ExCP(reference=reference))
     assert "second moment" in told[1].kept_exactly["model/inner.weight"]
-    check_chain(states, lambda held: ExCP(reference=held))
+    check_chain(states, lambda reference: ExCP(reference=reference))
 
 
 def test_the_bytes_do_not_depend_on_threads():
     states = adam(3)
     chosen = ExcpOptions(coder="rans", target_sparsity=0.7)
     chains = [
-        save_chain(states, lambda held: ExCP(options=chosen, reference=held), threads)[1]
+        save_chain(states, lambda reference: ExCP(options=chosen, reference=reference), threads)[1]
         for threads in (1, 2)
     ]
     for one, two in zip(*chains, strict=True):
@@ -212,7 +218,9 @@ def test_a_changed_shape_and_a_new_parameter_start_again():
         return state_of(**made, **more)
 
     states = [state((5, 4)), state((4, 6)), state((4, 6), b__w=torch.rand(3, 3))]
-    restored = check_chain(states, lambda held: ExCP(options=ExcpOptions(min_elements=1), reference=held))
+    restored = check_chain(
+        states, lambda reference: ExCP(options=ExcpOptions(min_elements=1), reference=reference)
+    )
     assert identical(restored[1].tensors["a/w"], states[1].tensors["a/w"])
     assert identical(restored[2].tensors["b/w"], states[2].tensors["b/w"])
 
@@ -231,9 +239,9 @@ def test_a_cluster_beyond_fp16_is_refused():
         ExcpMomentCodec(options=ExcpOptions(codebook="float16")).encode(
             torch.full((2, 2), 1e6), spec, Context()
         )
-    held = Held(ExcpWeightCodec.id, {}, {"value": np.full(4, 3e38, np.float32)})
+    reference = ReferenceState(ExcpWeightCodec.id, {}, {"value": np.full(4, 3e38, np.float32)})
     with pytest.raises(CannotRepresentError, match="fp32 holds"):
-        ExcpWeightCodec().encode(torch.full((2, 2), -3e38), spec, Context(held))
+        ExcpWeightCodec().encode(torch.full((2, 2), -3e38), spec, Context(reference))
 
 
 @pytest.mark.parametrize(
@@ -250,12 +258,12 @@ def test_options_are_checked(wrong):
 def test_vectors_are_coded_like_matrices_as_in_the_repository(matrices_only):
     states = adam(2)
     chosen = ExcpOptions(min_elements=1, matrices_only=matrices_only)
-    _, told = save_chain(states, lambda held: ExCP(options=chosen, reference=held))
+    _, told = save_chain(states, lambda reference: ExCP(options=chosen, reference=reference))
     vectors = [
         name
         for name, spec in states[1].specs.items()
         if len(spec.shape) == 1 and spec.tag.role in (Role.WEIGHT, Role.EXP_AVG, Role.EXP_AVG_SQ)
     ]
-    coded = {name: told[1].held[name].codec.startswith("excp") for name in vectors}
+    coded = {name: told[1].reference[name].codec.startswith("excp") for name in vectors}
     assert vectors
     assert set(coded.values()) == {not matrices_only}, coded

@@ -39,7 +39,7 @@ options = st.builds(
 @settings(max_examples=40, deadline=None)
 @given(walks(), options)
 def test_chains_are_restored_as_encoded(states, chosen):
-    check_chain(states, lambda held: ITMO(options=chosen, reference=held))
+    check_chain(states, lambda reference: ITMO(options=chosen, reference=reference))
 
 
 def training(saves=3, rows=24, columns=40, seed=0):
@@ -64,9 +64,9 @@ def as_excp(chosen):
 def test_what_is_restored_is_what_excp_restores():
     states = training()
     with NEVER:
-        restored = check_chain(states, lambda held: ITMO(options=SMALL, reference=held))
-        _, told = save_chain(states, lambda held: ITMO(options=SMALL, reference=held))
-    wanted = check_chain(states, lambda held: ExCP(options=as_excp(SMALL), reference=held))
+        restored = check_chain(states, lambda reference: ITMO(options=SMALL, reference=reference))
+        _, told = save_chain(states, lambda reference: ITMO(options=SMALL, reference=reference))
+    wanted = check_chain(states, lambda reference: ExCP(options=as_excp(SMALL), reference=reference))
     for one, other in zip(restored, wanted, strict=True):
         for name, tensor in one.tensors.items():
             assert identical(tensor, other.tensors[name])
@@ -85,7 +85,7 @@ def test_the_bytes_do_not_depend_on_threads():
     chosen = ItmoOptions(alpha=2.0, beta=0.5, min_elements=1, width=8, rate=4, chunk=8)
     with NEVER:
         chains = [
-            save_chain(states, lambda held: ITMO(options=chosen, reference=held), threads)[1]
+            save_chain(states, lambda reference: ITMO(options=chosen, reference=reference), threads)[1]
             for threads in (1, 2)
         ]
     for one, two in zip(*chains, strict=True):
@@ -98,12 +98,12 @@ def test_no_plane_is_larger_than_by_tables():
     chains = [
         save_chain(states, make)[1]
         for make in (
-            lambda held: ITMO(options=SMALL, reference=held),
-            lambda held: ExCP(
+            lambda reference: ITMO(options=SMALL, reference=reference),
+            lambda reference: ExCP(
                 options=ExcpOptions(
                     alpha=2.0, beta=0.5, min_elements=1, base_moments="quantized", coder="rans"
                 ),
-                reference=held,
+                reference=reference,
             ),
         )
     ]
@@ -121,7 +121,7 @@ def test_planes_of_any_shape(shape):
         gradient = torch.randn(shape, generator=generator)
         states.append(state_of(a__w=gradient.cumsum(0), a__exp_avg=gradient, a__exp_avg_sq=gradient.square()))
     with NEVER:
-        check_chain(states, lambda held: ITMO(options=SMALL, reference=held))
+        check_chain(states, lambda reference: ITMO(options=SMALL, reference=reference))
 
 
 def test_progress_reaches_what_was_announced():
@@ -129,8 +129,8 @@ def test_progress_reaches_what_was_announced():
     seen: list[int] = []
     announced = []
 
-    def make(held):
-        scheme = ITMO(options=SMALL, reference=held, advance=seen.append)
+    def make(reference):
+        scheme = ITMO(options=SMALL, reference=reference, advance=seen.append)
         announced.append(scheme.symbols(states[len(announced)]))
         return scheme
 
@@ -177,8 +177,8 @@ def test_a_plane_that_needs_the_previous_one_is_refused_without():
 
 
 def test_symbols_are_held_for_the_next_save():
-    _, told = save_chain(training(), lambda held: ITMO(options=SMALL, reference=held))
-    assert all(SYMBOLS in held.planes for held in told[1].held.values())
+    _, told = save_chain(training(), lambda reference: ITMO(options=SMALL, reference=reference))
+    assert all(SYMBOLS in reference.planes for reference in told[1].reference.values())
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from support.containers import identical
 
 from shrinkpoint.coding.encode import decode_chain
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
-from shrinkpoint.schemes.base import Context, Held
+from shrinkpoint.schemes.base import Context, ReferenceState
 from shrinkpoint.schemes.published.lc_checkpoint import (
     LCCheckpoint,
     LCCheckpointOptions,
@@ -103,10 +103,10 @@ def test_the_code_table_is_taken_from_the_predecessor():
     weights = [torch.randn(40, 40, generator=generator) * (1 + i) for i in range(3)]
     spec = spec_of(weights[0])
     for cached in (True, False):
-        codec, lengths, held = LCDeltaCodec(options=LCCheckpointOptions(cached_table=cached)), [], None
+        codec, lengths, reference = LCDeltaCodec(options=LCCheckpointOptions(cached_table=cached)), [], None
         for weight in (torch.zeros(40, 40), *weights):
-            one = codec.encode(weight, spec, Context(held))
-            held = Held(codec.id, one.encoded.params, one.planes)
+            one = codec.encode(weight, spec, Context(reference))
+            reference = ReferenceState(codec.id, one.encoded.params, one.planes)
             lengths.append(one.encoded.params.get("lengths"))
         assert (lengths[1] == lengths[2] == lengths[3]) is cached
 
@@ -123,9 +123,9 @@ def test_a_super_step_restores_the_same_bits():
     spec = told[0].checkpoint.entries[0].spec
     first = merge_super_step(deltas[:2], spec)
     for merged in (merge_super_step(deltas, spec), merge_super_step([first, *deltas[2:]], spec)):
-        held = told[0].held["a/w"]
-        planes = LCDeltaCodec().decode(merged, spec, Context(held))
-        assert planes["value"].tobytes() == told[-1].held["a/w"].planes["value"].tobytes()
+        reference = told[0].reference["a/w"]
+        planes = LCDeltaCodec().decode(merged, spec, Context(reference))
+        assert planes["value"].tobytes() == told[-1].reference["a/w"].planes["value"].tobytes()
         assert merged.nbytes < sum(delta.nbytes for delta in deltas)
     assert merge_super_step(deltas[:1], spec) == deltas[0]
 
@@ -137,16 +137,16 @@ def test_what_cannot_be_merged():
         merge_super_step([base.encoded], spec)
     with pytest.raises(ConfigError, match="fewer"):
         merge_super_step([], spec)
-    held = Held(base.encoded.codec, base.encoded.params, base.planes)
-    delta = LCDeltaCodec().encode(torch.randn(1, 4000), spec, Context(held)).encoded
+    reference = ReferenceState(base.encoded.codec, base.encoded.params, base.planes)
+    delta = LCDeltaCodec().encode(torch.randn(1, 4000), spec, Context(reference)).encoded
     with pytest.raises(ConfigError, match="fewer"):
         merge_super_step([delta] * 6, spec)
 
 
 def test_a_super_step_has_no_more_steps_than_memory_is_bounded_for():
     spec = spec_of(torch.zeros(4, 4))
-    held = Held(LCDeltaCodec.id, {}, {"value": np.zeros(16, np.float32)})
-    still = LCDeltaCodec().encode(torch.zeros(4, 4), spec, Context(held)).encoded
+    reference = ReferenceState(LCDeltaCodec.id, {}, {"value": np.zeros(16, np.float32)})
+    still = LCDeltaCodec().encode(torch.zeros(4, 4), spec, Context(reference)).encoded
     assert merge_super_step([still] * 32, spec).params == {"symbols": [1] * 32}
     with pytest.raises(ConfigError, match="fewer"):
         merge_super_step([still] * 33, spec)
@@ -154,7 +154,7 @@ def test_a_super_step_has_no_more_steps_than_memory_is_bounded_for():
         still, params={"symbols": [1] * 33}, sections={**still.sections, "representatives": bytes(132)}
     )
     with pytest.raises(FormatError, match="super-step"):
-        LCDeltaCodec().decode(many, spec, Context(held))
+        LCDeltaCodec().decode(many, spec, Context(reference))
 
 
 @pytest.mark.parametrize("bits", [2, 4])
@@ -168,9 +168,9 @@ def test_malformed_bytes_are_refused(bits):
 def test_differences_beyond_the_range_are_refused():
     spec = spec_of(torch.zeros(1, 2))
     base = LCDeltaCodec().encode(torch.tensor([[3e38, 0.0]]), spec, Context())
-    held = Held(base.encoded.codec, base.encoded.params, base.planes)
+    reference = ReferenceState(base.encoded.codec, base.encoded.params, base.planes)
     with pytest.raises(CannotRepresentError, match="fp32 holds"):
-        LCDeltaCodec().encode(torch.tensor([[-3e38, 0.0]]), spec, Context(held))
+        LCDeltaCodec().encode(torch.tensor([[-3e38, 0.0]]), spec, Context(reference))
 
 
 def test_decoding_does_not_depend_on_how_the_process_treats_subnormals():

@@ -19,7 +19,7 @@ settings_of = {
 @settings(max_examples=60)
 @given(walks(), st.builds(PartialOptions, **settings_of))
 def test_chains_of_topn_are_restored_as_encoded(states, chosen):
-    restored = check_chain(states, lambda held: TopN(options=chosen, reference=held))
+    restored = check_chain(states, lambda reference: TopN(options=chosen, reference=reference))
     if chosen.fraction == 1:
         for state, there in zip(states, restored, strict=True):
             pair = there.tensors["a/w"], state.tensors["a/w"]
@@ -29,7 +29,7 @@ def test_chains_of_topn_are_restored_as_encoded(states, chosen):
 @settings(max_examples=60)
 @given(walks(), st.builds(ScarOptions, **settings_of))
 def test_chains_of_scar_are_restored_as_encoded(states, chosen):
-    check_chain(states, lambda held: Scar(options=chosen, reference=held))
+    check_chain(states, lambda reference: Scar(options=chosen, reference=reference))
 
 
 def test_elements_by_hand():
@@ -63,7 +63,7 @@ def test_all_weights_compete(scheme, scope):
     states = [state_of(**first), state_of(**second)]
     options_class = ScarOptions if scheme is Scar else PartialOptions
     chosen = options_class(fraction=0.25, scope=scope, min_elements=1)
-    restored = check_chain(states, lambda held: scheme(options=chosen, reference=held))[1]
+    restored = check_chain(states, lambda reference: scheme(options=chosen, reference=reference))[1]
     share = {
         name: float((restored.tensors[f"{name}/w"] != states[0].tensors[f"{name}/w"]).float().mean())
         for name in "ab"
@@ -81,7 +81,7 @@ def test_what_is_left_out_comes_later():
     end = torch.randn(20, 20, generator=generator)
     states = [state_of(a__w=weight), *[state_of(a__w=end)] * 10]
     chosen = PartialOptions(fraction=0.1, min_elements=1)
-    restored = check_chain(states, lambda held: TopN(options=chosen, reference=held))
+    restored = check_chain(states, lambda reference: TopN(options=chosen, reference=reference))
     assert identical(restored[-1].tensors["a/w"], end)
 
 

@@ -19,7 +19,7 @@ from shrinkpoint.steps.fingerprint import device_sums
 from shrinkpoint.steps.hyperparameters import frozen_groups, parameters_of, set_groups
 from shrinkpoint.steps.recorder import KEPT, ZERO, CannotLogError, Recorder
 
-__all__ = ["Beside"]
+__all__ = ["Remainder"]
 
 _SMALL = 16 * 1024
 _SHARE = 0.01  # of the parameters' bytes
@@ -27,7 +27,7 @@ _SAMPLE = 1024
 _EXTRA = "_extra_state"
 
 
-class Beside:
+class Remainder:
     """Everything of a training but optimized weights and optimizer states.
 
     Args:
@@ -61,7 +61,7 @@ class Beside:
             ConfigError: names the object and its largest tensor.
         """
         for name, value in self._stateful.items():
-            if _tells_at_once(value) and self._after_step is None:
+            if _warns_at_once(value) and self._after_step is None:
                 reason = self._too_large(name, value.state_dict())
                 if reason is not None:
                     raise ConfigError(f"step_log='exact' cannot replay this training: {reason}")
@@ -100,7 +100,7 @@ class Beside:
         return [
             name
             for name, value in self._stateful.items()
-            if _tells_at_once(value) and self._too_large(name, value.state_dict()) is not None
+            if _warns_at_once(value) and self._too_large(name, value.state_dict()) is not None
         ]
 
     def begin(self) -> None:
@@ -201,7 +201,7 @@ class Beside:
         restore_rng(remainder["rng"])
 
 
-def _tells_at_once(value: object) -> bool:
+def _warns_at_once(value: object) -> bool:
     """Whether an object's state may be asked for before training: loaders and samplers may have to start their workers for it."""
     return isinstance(value, nn.Module) or not hasattr(value, "__iter__")
 
