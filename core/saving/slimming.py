@@ -273,7 +273,7 @@ def _meta(slimmed: Slimmed) -> dict[str, Any]:
             role = entry.spec.tag.role.value
             sections[role] = sections.get(role, 0) + entry.encoded.nbytes
         size, raw = len(slimmed.container), sum(entry.spec.nbytes for entry in entries)
-        entry: dict[str, Any] = {
+        changed: dict[str, Any] = {
             "kind": slimmed.checkpoint.kind,
             "bytes": size,
             "raw_bytes": raw,
@@ -281,8 +281,8 @@ def _meta(slimmed: Slimmed) -> dict[str, Any]:
         }
         raw_sections = save.get("raw_sections")
         if isinstance(raw_sections, dict):
-            entry["raw_sections"] = {role: size for role, size in raw_sections.items() if role in sections}
-        meta["save"] = {**save, **entry, "sections": sections}
+            changed["raw_sections"] = {role: size for role, size in raw_sections.items() if role in sections}
+        meta["save"] = {**save, **changed, "sections": sections}
     meta[WEIGHTS_ONLY] = True
     meta["slimmed"] = {"seq": source.seq, "epoch": source.epoch, "digest": source.digest}
     return meta

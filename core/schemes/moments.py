@@ -113,7 +113,7 @@ class SecondMomentCodec:
     fp32 numbers that are stored, so that every machine restores the same bits.
     """
 
-    id: ClassVar[str] = "log-factored"
+    id: ClassVar[str] = "log-second-moment"
     needs: ClassVar[tuple[str, ...]] = ()
 
     step: float = 1.0
@@ -232,7 +232,7 @@ class FirstMomentCodec:
     restored as zero where v is zero.
     """
 
-    id: ClassVar[str] = "root-units"
+    id: ClassVar[str] = "uniform-first-moment"
     needs: ClassVar[tuple[str, ...]] = (Role.EXP_AVG_SQ.value,)
 
     step: float = 0.5

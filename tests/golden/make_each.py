@@ -150,7 +150,7 @@ def levels(role: str, maker: Maker, **options: object) -> Variant:
 _MOMENT_DTYPES = {"bfloat16": torch.bfloat16, "float64": torch.float64}
 
 CASES: Mapping[str, Mapping[str, Variant]] = {
-    "lattice": {
+    "lattice-weight": {
         "kept": weight(lattice()),
         "exchanged": weight(lambda step, tensors: lattice(seed=step)(step, tensors)),
         "max": weight(lattice(effort="max")),
@@ -161,13 +161,13 @@ CASES: Mapping[str, Mapping[str, Variant]] = {
         "large": weight(lambda *_: LatticeCodec(step=0.02), shape=(96, 96)),
         "far-apart": weight(lambda *_: LatticeCodec(step=8.0, exponents=far_apart())),
     },
-    "factored": {
+    "factored-second-moment": {
         "matrix": Variant({"exp_avg_sq": lambda *_: FactoredSecondMomentCodec()}),
         "wide": Variant({"exp_avg_sq": lambda *_: FactoredSecondMomentCodec()}, shape=(8, 3, 5)),
         "vector": Variant({"exp_avg_sq": lambda *_: FactoredSecondMomentCodec()}, shape=(50,)),
         "lengthened": Variant({"exp_avg_sq": lengthened}),
     },
-    "centroid-root-units": {
+    "centroid-first-moment": {
         "coarse": moments(lambda *_: CentroidFirstMomentCodec(loss=0.45), "exp_avg_sq"),
         "fine": moments(lambda *_: CentroidFirstMomentCodec(step=0.02), "exp_avg_sq"),
         "factored": Variant(
@@ -182,12 +182,12 @@ CASES: Mapping[str, Mapping[str, Variant]] = {
             rank=2,
         ),
     },
-    "centroid-own-units": {
+    "centroid-momentum": {
         "coarse": moments(lambda *_: CentroidMomentumCodec(loss=0.45)),
         "fine": moments(lambda *_: CentroidMomentumCodec(step=0.05, effort="fast")),
         "vector": Variant({"exp_avg": lambda *_: CentroidMomentumCodec(loss=0.05)}, shape=(300,)),
     },
-    "trellis-lattice": {
+    "trellis-weight": {
         "kept": weight(trellis_lattice()),
         "carried": weight(trellis_lattice(step=0.05, states=8), shape=(96, 96)),
         "half": weight(trellis_lattice(step=0.02), dtype=torch.bfloat16),
@@ -213,7 +213,7 @@ CASES: Mapping[str, Mapping[str, Variant]] = {
             )
         ),
     },
-    "rounded": {
+    "rounded-weight": {
         name: Variant(
             {"weight": lambda _, tensors: RoundedCodec(master=tensors["master"])},
             dtype=dtype,
@@ -229,7 +229,7 @@ CASES: Mapping[str, Mapping[str, Variant]] = {
         "far-rows": levels("exp_avg_sq", lambda step, _: LogLevelsCodec(seed=step), shape=(12, 6, 5)),
         "vector": levels("exp_avg_sq", lambda *_: LogLevelsCodec(), shape=(300,)),
     },
-    "copied": {
+    "copied-average": {
         name: Variant(
             {"average": lambda _, tensors: CopiedCodec(weight=tensors["weight"])},
             dtype=dtype,
@@ -244,7 +244,7 @@ CASES: Mapping[str, Mapping[str, Variant]] = {
             f"{kind}-{name}": Variant(makers, moments=dtype)
             for name, dtype in _MOMENT_DTYPES.items()
             for kind, makers in {
-                "root-units": {
+                "uniform-first-moment": {
                     "exp_avg_sq": lengthened,
                     "exp_avg": lambda *_: CentroidFirstMomentCodec(loss=0.1),
                 },
@@ -253,12 +253,12 @@ CASES: Mapping[str, Mapping[str, Variant]] = {
             }.items()
         },
     },
-    "lc-delta": {
+    "lc-checkpoint-weight": {
         "published": weight(lambda *_: LCDeltaCodec()),
         "paired": weight(lambda *_: LCDeltaCodec(options=LCCheckpointOptions(bits=2, paired=True))),
         "half": weight(lambda *_: LCDeltaCodec(options=LCCheckpointOptions(bits=5)), dtype=torch.bfloat16),
     },
-    "excp-residual": {
+    "excp-weight": {
         name: weight(lambda step, _, keys=keys: ExcpWeightCodec(threshold=0.002, **keys))
         for name, keys in symbol_coders().items()
     }
@@ -283,26 +283,26 @@ CASES: Mapping[str, Mapping[str, Variant]] = {
         for name, keys in context_coders().items()
         for role, codec in (("weight", ExcpWeightCodec), ("exp_avg", ExcpMomentCodec))
     },
-    "uniform-cyclic": {
+    "qd-compressor-weight": {
         "cyclic": weight(lambda *_: UniformCodec()),
         "rans": weight(lambda *_: UniformCodec(options=UniformOptions(bits=4, coder="rans"))),
         "narrower": weight(
             lambda step, _: UniformCodec(options=UniformOptions(bits=6 - step)), dtype=torch.bfloat16
         ),
     },
-    "adaptive-rows": {
+    "check-n-run-weight": {
         "packed": weight(lambda *_: AdaptiveRowsCodec()),
         "rans": weight(lambda *_: AdaptiveRowsCodec(options=AdaptiveOptions(bits=2, coder="rans"))),
         "half": weight(lambda *_: AdaptiveRowsCodec(options=AdaptiveOptions(bits=8)), dtype=torch.bfloat16),
     },
-    "gobo": {
+    "gobo-weight": {
         "packed": weight(lambda *_: GoboCodec(options=GoboOptions(threshold=-1.0))),
         "rans": weight(
             lambda *_: GoboCodec(options=GoboOptions(bits=2, standardized=True, coder="rans")),
             dtype=torch.bfloat16,
         ),
     },
-    "delta-dnn": {
+    "delta-dnn-weight": {
         "lzma": weight(lambda *_: DeltaDnnCodec()),
         "planes": weight(
             lambda step, _: DeltaDnnCodec(options=DeltaDnnOptions(error_bound=1e-6, coder="planes"))
@@ -311,7 +311,7 @@ CASES: Mapping[str, Mapping[str, Variant]] = {
             lambda *_: DeltaDnnCodec(options=DeltaDnnOptions(error_bound=1e-5)), dtype=torch.bfloat16
         ),
     },
-    "partial": {
+    "partial-weight": {
         "elements": weight(lambda *_: PartialCodec()),
         "rows": weight(lambda *_: PartialCodec(rows=True, fraction=0.25)),
         "half": weight(lambda *_: PartialCodec(fraction=0.5), dtype=torch.float16),
@@ -325,8 +325,8 @@ CASES: Mapping[str, Mapping[str, Variant]] = {
         "rare": exactly("exp_avg_sq", shape=(4, 600)),
     },
 }
-CASES_MERGED = "lc-delta.super-step"
-"""The two deltas of ``lc-delta`` as one."""
+CASES_MERGED = "lc-checkpoint-weight.super-step"
+"""The two deltas of ``lc-checkpoint-weight`` as one."""
 
 
 class Training:
@@ -426,8 +426,8 @@ def main() -> None:
     for name, variants in CASES.items():
         if not (HERE / f"v1_{name}_0.shrink").exists():
             chains[name] = [encoded.checkpoint for encoded in encode(variants)]
-    if "lc-delta" in chains:
-        base, *deltas = chains["lc-delta"]
+    if "lc-checkpoint-weight" in chains:
+        base, *deltas = chains["lc-checkpoint-weight"]
         chains[CASES_MERGED] = merged(base, deltas)
     told_path = HERE / "v1.json"
     told = json.loads(told_path.read_text()) if told_path.exists() else {}

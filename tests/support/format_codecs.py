@@ -72,7 +72,7 @@ def quarters(exponents):
     return np.array([float(table[e % 4]) * 2.0 ** (e // 4) for e in exponents], F32)
 
 
-CLOSED_LOOP = ("lc-delta", "excp-residual", "delta-dnn", "partial")
+CLOSED_LOOP = ("lc-checkpoint-weight", "excp-weight", "delta-dnn-weight", "partial-weight")
 
 
 class Tensor:
@@ -429,22 +429,22 @@ def log_levels(t):
 CODECS = {
     "exact": exact,
     "bit-planes": bit_planes,
-    "factored": factored,
-    "centroid-root-units": centroids_root,
-    "centroid-own-units": centroids_own,
-    "lattice": lattice,
-    "trellis-lattice": trellis_lattice,
-    "rounded": rounded,
+    "factored-second-moment": factored,
+    "centroid-first-moment": centroids_root,
+    "centroid-momentum": centroids_own,
+    "lattice-weight": lattice,
+    "trellis-weight": trellis_lattice,
+    "rounded-weight": rounded,
     "log-levels": log_levels,
-    "copied": copied,
-    "lc-delta": closed_loop(lc_delta),
-    "excp-residual": closed_loop(excp_residual),
+    "copied-average": copied,
+    "lc-checkpoint-weight": closed_loop(lc_delta),
+    "excp-weight": closed_loop(excp_residual),
     "excp-moment": excp_moment,
-    "uniform-cyclic": uniform,
-    "adaptive-rows": adaptive,
-    "gobo": gobo,
-    "delta-dnn": closed_loop(delta_dnn),
-    "partial": closed_loop(partial),
+    "qd-compressor-weight": uniform,
+    "check-n-run-weight": adaptive,
+    "gobo-weight": gobo,
+    "delta-dnn-weight": closed_loop(delta_dnn),
+    "partial-weight": closed_loop(partial),
 }
 
 

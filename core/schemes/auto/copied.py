@@ -26,7 +26,7 @@ class CopiedCodec:
         weight: as the training has it, of the copy's dtype and shape; only encoding needs it.
     """
 
-    id: ClassVar[str] = "copied"
+    id: ClassVar[str] = "copied-average"
     needs: ClassVar[tuple[str, ...]] = (Role.WEIGHT.value,)
 
     weight: torch.Tensor | None = None

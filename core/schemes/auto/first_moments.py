@@ -141,7 +141,7 @@ class CentroidFirstMomentCodec(RootUnits, _CentroidCodec):
         ConfigError: an option is out of its range.
     """
 
-    id: ClassVar[str] = "centroid-root-units"
+    id: ClassVar[str] = "centroid-first-moment"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +152,7 @@ class CentroidMomentumCodec(OwnUnits, _CentroidCodec):
     the momentum, the guarantees hold for the momentum itself.
     """
 
-    id: ClassVar[str] = "centroid-own-units"
+    id: ClassVar[str] = "centroid-momentum"
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ class LatticeCodec:
         ConfigError: an option is out of its range.
     """
 
-    id: ClassVar[str] = "lattice"
+    id: ClassVar[str] = "lattice-weight"
     needs: ClassVar[tuple[str, ...]] = ()
 
     step: float = 1e-3

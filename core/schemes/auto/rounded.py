@@ -29,7 +29,7 @@ class RoundedCodec:
         master: the fp32 master as the training has it, of the weight's shape; only encoding needs it.
     """
 
-    id: ClassVar[str] = "rounded"
+    id: ClassVar[str] = "rounded-weight"
     needs: ClassVar[tuple[str, ...]] = (Role.MASTER.value,)
 
     master: torch.Tensor | None = None

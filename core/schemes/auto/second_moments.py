@@ -32,7 +32,7 @@ class FactoredSecondMomentCodec:
     is right. Guarantees: a second moment that is not zero is never restored as zero.
     """
 
-    id: ClassVar[str] = "factored"
+    id: ClassVar[str] = "factored-second-moment"
     needs: ClassVar[tuple[str, ...]] = ()
 
     first_moment: torch.Tensor | None = None

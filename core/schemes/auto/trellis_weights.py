@@ -74,7 +74,7 @@ class TrellisLatticeCodec:
         ConfigError: an option is out of its range.
     """
 
-    id: ClassVar[str] = "trellis-lattice"
+    id: ClassVar[str] = "trellis-weight"
     needs: ClassVar[tuple[str, ...]] = ()
 
     step: float = 1e-3

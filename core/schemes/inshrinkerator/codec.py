@@ -56,7 +56,7 @@ class LevelsCodec:
     others as the nearest of at most `bins` centroids.
     """
 
-    id: ClassVar[str] = "levels"
+    id: ClassVar[str] = "inshrinkerator-weight"
     needs: ClassVar[tuple[str, ...]] = ()
 
     bins: int = 32

@@ -139,7 +139,7 @@ class AdaptiveRowsCodec:
     a level, up to rounding, others as the bound.
     """
 
-    id: ClassVar[str] = "adaptive-rows"
+    id: ClassVar[str] = "check-n-run-weight"
     needs: ClassVar[tuple[str, ...]] = ()
 
     options: AdaptiveOptions = field(default_factory=AdaptiveOptions)

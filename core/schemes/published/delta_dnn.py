@@ -62,7 +62,7 @@ class DeltaDnnCodec(ClosedLoopCodec):
     Guarantees: every element is restored within the bound, up to rounding.
     """
 
-    id: ClassVar[str] = "delta-dnn"
+    id: ClassVar[str] = "delta-dnn-weight"
 
     options: DeltaDnnOptions = field(default_factory=DeltaDnnOptions)
 

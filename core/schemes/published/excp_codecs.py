@@ -127,7 +127,7 @@ class ExcpWeightCodec(ClosedLoopCodec):
     nearest cluster.
     """
 
-    id: ClassVar[str] = "excp-residual"
+    id: ClassVar[str] = "excp-weight"
 
     options: ExcpSettings = field(default_factory=ExcpOptions)
     threshold: float = 0.0

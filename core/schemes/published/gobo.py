@@ -112,7 +112,7 @@ class GoboCodec:
     Guarantees: outliers are exact, any other element is restored as the nearest of at most 2^bits centroids.
     """
 
-    id: ClassVar[str] = "gobo"
+    id: ClassVar[str] = "gobo-weight"
     needs: ClassVar[tuple[str, ...]] = ()
 
     options: GoboOptions = field(default_factory=GoboOptions)

@@ -90,7 +90,7 @@ class LCDeltaCodec(ClosedLoopCodec):
     difference and of the same sign; others stay. What is missing is part of the next difference.
     """
 
-    id: ClassVar[str] = "lc-delta"
+    id: ClassVar[str] = "lc-checkpoint-weight"
 
     options: LCCheckpointOptions = field(default_factory=LCCheckpointOptions)
 

@@ -97,7 +97,7 @@ class PartialCodec(ClosedLoopCodec):
     Guarantees: what is replaced is exact, all else as it was held.
     """
 
-    id: ClassVar[str] = "partial"
+    id: ClassVar[str] = "partial-weight"
 
     rows: bool = False
     fraction: float = 0.1

@@ -80,7 +80,7 @@ class UniformCodec:
     Guarantees: every element is restored within half a step, up to rounding.
     """
 
-    id: ClassVar[str] = "uniform-cyclic"
+    id: ClassVar[str] = "qd-compressor-weight"
     needs: ClassVar[tuple[str, ...]] = ()
 
     options: UniformOptions = field(default_factory=UniformOptions)

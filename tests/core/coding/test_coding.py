@@ -103,7 +103,7 @@ def test_moments_are_coded_beside_their_own_weight_whatever_the_groups():
     for entry in checkpoint.entries:
         if entry.spec.tag.role is Role.EXP_AVG_SQ and entry.spec.numel >= 2000:
             assert entry.spec.shape == model.get_parameter(entry.spec.tag.parameter).shape
-            assert entry.encoded.codec == "log-factored"
+            assert entry.encoded.codec == "log-second-moment"
 
 
 def test_tied_weights_are_stored_once_and_restored_tied():
@@ -317,7 +317,7 @@ def test_sections_that_are_swapped_between_tensors_are_noticed(chain, at):
 
 def test_a_codec_that_cannot_hold_the_tensor_is_noticed(chain):
     entries = list(chain[0].entries)
-    index = next(i for i, e in enumerate(entries) if e.encoded.codec == "log-factored")
+    index = next(i for i, e in enumerate(entries) if e.encoded.codec == "log-second-moment")
     entries[index] = replace(entries[index], spec=replace(entries[index].spec, dtype=torch.int32))
     with pytest.raises(FormatError, match="cannot hold"):
         decode_chain([replace(chain[0], entries=tuple(entries))])

@@ -151,7 +151,7 @@ def test_forgetting_makes_a_base(objects):
 def lattices(store):
     """The seed of every weight's dither in the newest checkpoint."""
     newest = read_container(store.fetch(store.manifests()[0])[-1])
-    codecs = "lattice", "trellis-lattice"
+    codecs = "lattice-weight", "trellis-weight"
     return [entry.encoded.params["seed"] for entry in newest.entries if entry.encoded.codec in codecs]
 
 
@@ -181,7 +181,7 @@ def test_weights_are_told_to_have_been_restored_once(objects):
             training.committer.adopt(newest, decoded.reference, decoded.state)
         training.commit(measure=nearly_flat)
         newest = read_container(training.store.fetch(training.store.manifests()[0])[-1])
-        weights = [e.encoded for e in newest.entries if e.encoded.codec == "trellis-lattice"]
+        weights = [e.encoded for e in newest.entries if e.encoded.codec == "trellis-weight"]
         told.append([one.params.get("went_on", False) for one in weights])
     assert [set(one) for one in told] == [{False}, {False}, {True}, {False}]
 

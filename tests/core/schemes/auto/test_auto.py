@@ -20,7 +20,7 @@ from shrinkpoint.state.training import Role, Tag, TrainingState
 OPTIONS = AutoOptions(weight_scale=0.5)
 FAST = AutoOptions(weight_scale=0.5, effort="fast")
 WIDE = WIDER[4]
-WEIGHTS = {"lattice", "trellis-lattice"}
+WEIGHTS = {"lattice-weight", "trellis-weight"}
 
 
 def training(optimizer="AdamW", model=TinyGPT, saves=3):
@@ -67,20 +67,20 @@ def test_every_optimizer_has_its_weights_coded_and_its_unknown_state_kept(optimi
     decoded = decode_chain(checkpoints).state
     for name, spec in states[-1].specs.items():
         if spec.tag.role is Role.WEIGHT and spec.numel >= 64:
-            assert codec_of(told[-1])[name] == "trellis-lattice"
+            assert codec_of(told[-1])[name] == "trellis-weight"
         elif spec.tag.role is Role.OTHER:
             assert identical(decoded.tensors[name], states[-1].tensors[name])
 
 
 STATES = {
     "RMSprop": {"square_avg": "log-levels"},
-    "Adamax": {"exp_inf": "log-levels", "exp_avg": "centroid-own-units"},
+    "Adamax": {"exp_inf": "log-levels", "exp_avg": "centroid-momentum"},
     "AdamW-amsgrad": {
         "exp_avg_sq": "log-levels",
         "max_exp_avg_sq": "log-levels",
-        "exp_avg": "centroid-root-units",
+        "exp_avg": "centroid-first-moment",
     },
-    "AdamW": {"exp_avg_sq": "factored", "exp_avg": "centroid-root-units"},
+    "AdamW": {"exp_avg_sq": "factored-second-moment", "exp_avg": "centroid-first-moment"},
 }
 
 
@@ -137,7 +137,7 @@ def test_other_dtypes_are_coded_as_fp32_is(dtype, optimizer):
         assert float(away) <= 0.9 * float(torch.linalg.vector_norm(tensor.double()))
 
 
-@pytest.mark.parametrize(("moves", "codec"), [(True, "copied"), (False, "exact")])
+@pytest.mark.parametrize(("moves", "codec"), [(True, "copied-average"), (False, "exact")])
 def test_an_average_that_is_its_weight_is_stored_as_that_if_it_moves_with_it(moves, codec):
     weight = torch.randn(40, 50)
     roles = {"w": Role.WEIGHT, "ax": Role.AVERAGE}
@@ -150,26 +150,26 @@ def test_an_average_that_is_its_weight_is_stored_as_that_if_it_moves_with_it(mov
     movement = Movement(rows={"w": rows, name: rows if moves else 0 * rows}, steps=10)
     assert codec_of(coded(state, movement=movement))[name] == codec
     first = Movement(rows={"w": rows}, steps=10)
-    assert codec_of(coded(state, movement=first))[name] == "copied"
+    assert codec_of(coded(state, movement=first))[name] == "copied-average"
 
 
 def test_adams_moments_are_coded_in_units_of_the_second():
     (state,) = training(saves=1)
     codecs = codec_of(coded(state))
     assert {codecs[n] for n, s in state.specs.items() if s.tag.role is Role.EXP_AVG_SQ and s.numel >= 64} == {
-        "factored"
+        "factored-second-moment"
     }
     assert {codecs[n] for n, s in state.specs.items() if s.tag.role is Role.EXP_AVG and s.numel >= 64} == {
-        "centroid-root-units"
+        "centroid-first-moment"
     }
 
 
 @pytest.mark.parametrize(
     ("effort", "weights", "moments"),
     [
-        ("fast", ("lattice", None), ("centroid-root-units", None)),
-        ("default", ("trellis-lattice", 4), ("centroid-root-units", None)),
-        ("max", ("trellis-lattice", 8), ("centroid-root-units", None)),
+        ("fast", ("lattice-weight", None), ("centroid-first-moment", None)),
+        ("default", ("trellis-weight", 4), ("centroid-first-moment", None)),
+        ("max", ("trellis-weight", 8), ("centroid-first-moment", None)),
     ],
 )
 def test_efforts_differ_in_their_quantizers(effort, weights, moments):
@@ -383,7 +383,7 @@ def test_rows_that_training_has_not_moved_are_kept():
     later[:16] += 0.05 * torch.randn(16, 64)
     moved = np.where(np.arange(256) < 16, 0.05, 0.0)
     checkpoints, states, told = save_deltas([weight, later], [moving(a=rows), moving(a=moved)])
-    assert told[1].codec == "trellis-lattice"
+    assert told[1].codec == "trellis-weight"
     assert "kept" in told[1].sections
     assert told[1].nbytes < told[0].nbytes / 8
     one, two = (decode_chain(checkpoints[:length]).state.tensors["a/w"] for length in (1, 2))
@@ -545,7 +545,7 @@ def test_a_first_save_before_the_optimizer_has_state_and_one_after():
     delta = coded(after, dict(base.reference), step=2)
     assert not base.kept_exactly
     assert not delta.kept_exactly
-    assert codec_of(delta)["optimizers/0/state/0/exp_avg"] == "centroid-root-units"
+    assert codec_of(delta)["optimizers/0/state/0/exp_avg"] == "centroid-first-moment"
 
 
 def test_moments_that_are_not_finite_are_kept_and_steer_nothing():
@@ -562,7 +562,7 @@ def test_moments_that_are_not_finite_are_kept_and_steer_nothing():
         for n, s in two.specs.items()
         if s.tag.role is Role.WEIGHT and s.tag.parameter == two.specs[name].tag.parameter
     )
-    assert codec_of(delta)[weight] == "trellis-lattice"
+    assert codec_of(delta)[weight] == "trellis-weight"
 
 
 def test_a_tensor_of_another_shape_starts_anew():
@@ -647,8 +647,8 @@ def test_a_half_precision_weight_is_rounded_from_its_restored_master(dtype):
     weights = [name for name, spec in state.specs.items() if spec.tag.role is Role.WEIGHT]
     masters = {spec.tag.parameter: name for name, spec in state.specs.items() if spec.tag.role is Role.MASTER}
     assert len(weights) == len(masters) == 4
-    assert {codec_of(encoded)[name] for name in weights} == {"rounded"}
-    assert {codec_of(encoded)[name] for name in masters.values()} == {"trellis-lattice"}
+    assert {codec_of(encoded)[name] for name in weights} == {"rounded-weight"}
+    assert {codec_of(encoded)[name] for name in masters.values()} == {"trellis-weight"}
     for name in weights:
         master = restored[masters[state.specs[name].tag.parameter]]
         assert identical({name: restored[name]}, {name: master.to(dtype)})

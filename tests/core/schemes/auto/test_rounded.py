@@ -62,7 +62,7 @@ def test_a_rounded_weight_costs_nothing_and_follows_its_restored_master(dtype, s
         assert saved.kept_exactly == {}
         chain.append(read_container(write_container(saved.checkpoint)))
         entry = next(entry for entry in chain[-1].entries if entry.spec.name == "model/w")
-        assert (entry.encoded.codec, entry.encoded.nbytes) == ("rounded", 0)
+        assert (entry.encoded.codec, entry.encoded.nbytes) == ("rounded-weight", 0)
         restored = decode_chain(chain).state.tensors
         assert identical(restored["model/w"], restored["optimizer/0/master"].to(dtype))
         assert float((restored["optimizer/0/master"] - master).abs().max()) <= 0.0251
@@ -103,10 +103,10 @@ def test_what_is_not_finite_or_has_no_master_is_refused():
     for wrong in (None, torch.ones(4), master.double(), master.half()):
         with pytest.raises(CannotRepresentError):
             RoundedCodec(master=wrong).encode(master.half(), spec, given)
-    empty = EncodedTensor("rounded", {}, {})
+    empty = EncodedTensor("rounded-weight", {}, {})
     assert RoundedCodec().decode(empty, spec, given) == {}
     for context in (Context(), Context(siblings={"master": torch.ones(4)})):
         with pytest.raises(FormatError):
             RoundedCodec().reconstruct(empty, {}, spec, context)
     with pytest.raises(FormatError):
-        RoundedCodec().decode(EncodedTensor("rounded", {}, {"more": b""}), spec, given)
+        RoundedCodec().decode(EncodedTensor("rounded-weight", {}, {"more": b""}), spec, given)

@@ -198,7 +198,7 @@ def test_damaged_sections_and_params_give_wrong_values_or_the_projects_own_error
         st.sampled_from([encoded.params, {}, {"levels": 2}, {"levels": 10.0}, {"levels": 255}])
     )
     given = data.draw(st.sampled_from([reference, None]))
-    hostile = EncodedTensor("levels", params, {name: bytes(s) for name, s in sections.items()}, True)
+    hostile = EncodedTensor("inshrinkerator-weight", params, {name: bytes(s) for name, s in sections.items()}, True)
     try:
         planes = LevelsCodec().decode(hostile, spec, Context(given))
         assert LevelsCodec().reconstruct(hostile, planes, spec, Context()).shape == spec.shape
@@ -210,7 +210,7 @@ def test_damaged_sections_and_params_give_wrong_values_or_the_projects_own_error
 def test_a_missing_section_is_named(name):
     encoded, spec, reference = encoded_pair("rans")
     sections = {part: section for part, section in encoded.sections.items() if part != name}
-    hostile = EncodedTensor("levels", encoded.params, sections, True)
+    hostile = EncodedTensor("inshrinkerator-weight", encoded.params, sections, True)
 
     def read():
         planes = LevelsCodec().decode(hostile, spec, Context(reference))

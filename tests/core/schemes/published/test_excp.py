@@ -146,7 +146,7 @@ def test_pruned_second_moments_are_refilled_and_first_ones_are_not(refill):
         assert bool((value > 0).all())
     if refill == "mean":
         assert torch.allclose(value[pruned], second.mean())
-    if refill == "factored":
+    if refill == "factored-second-moment":
         assert bool(((value / second)[pruned].log2().abs() < 1).all())
     first = codec.encode(second, spec_of(second, "m", Role.EXP_AVG), Context())
     assert not first.value[pruned].any()
