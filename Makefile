@@ -14,7 +14,7 @@ NOT_ON_NEWEST = --ignore=tests/core/entropy --ignore=tests/core/schemes --ignore
   --ignore-glob='tests/core/test_cli_*' --ignore-glob='tests/core/test_container_*' --ignore-glob='tests/core/test_search_*' \
   --ignore-glob='tests/examples/test_*_bench.py' --ignore=tests/core/test_slimming.py --ignore=tests/core/test_exactness.py
 
-.PHONY: demo demo-composer bench bench-bound test test-newest test-llmfoundry test-slow lint format clean help
+.PHONY: demo demo-composer bench bench-bound test test-newest test-llmfoundry test-slow lint docs format clean help
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -52,6 +52,9 @@ lint: .venv/ready  ## style, types, and the direction of imports
 	.venv/bin/mypy
 	.venv/bin/lint-imports
 
+docs: .venv-docs/ready  ## the site, in build/site; a broken link or a public name without docstring is an error
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs --quiet build --strict
+
 format: .venv/ready  ## let ruff rewrite the code
 	.venv/bin/ruff check --fix .
 	.venv/bin/ruff format .
@@ -88,5 +91,12 @@ format: .venv/ready  ## let ruff rewrite the code
 	.venv-llmfoundry/bin/python -m pip check
 	touch $@
 
+# Without torch: mkdocstrings reads sources. The editable install is where it finds them under their import name.
+.venv-docs/ready: pyproject.toml constraints/docs.txt $(FOLDERS)
+	test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/$(PIP) -r constraints/docs.txt
+	.venv-docs/bin/$(PIP) --no-deps -e .
+	touch $@
+
 clean:  ## remove everything that can be made again
-	rm -rf .venv .venv-demo .venv-newest .venv-llmfoundry build demo-out *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-demo .venv-docs .venv-newest .venv-llmfoundry build demo-out *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -18,6 +18,9 @@ PUBLIC = (
 )
 """Modules whose ``__all__`` is for users. Further names that docs/reference shows need a docstring as well."""
 
+FORMULA = re.compile(r"(`[^`]*`)|(?<=\w)(\[\w+\])(?=\[)")
+"""Code, which stays as it is, or an index before another one."""
+
 
 def on_config(config: Any) -> None:
     """Refuse to build if a public name has no place in docs/reference, or no docstring."""
@@ -35,10 +38,10 @@ def on_config(config: Any) -> None:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """A page that names a file of the repository's root as its ``source`` is that file."""
-    if (source := page.meta.get("source")) is None:
-        return markdown
-    return (ROOT / source).read_text(encoding="utf-8").replace("](docs/", "](")
+    """A page that names a file of the repository's root as its ``source`` is that file; ``x[i][j]`` is no reference."""
+    if source := page.meta.get("source"):
+        markdown = (ROOT / source).read_text(encoding="utf-8").replace("](docs/", "](")
+    return FORMULA.sub(lambda found: found[1] or f"{found[2]}\\", markdown)
 
 
 def _find(package: griffe.Module, name: str) -> griffe.Object:
@@ -57,7 +60,10 @@ def _exports(package: griffe.Module, module: str) -> list[str]:
 
 def _without_docstring(thing: griffe.Object) -> list[str]:
     """The object itself, and the public functions, properties and fields of a class, as far as they have none."""
-    parts = [thing]
-    if thing.is_class:
-        parts += [part for name, part in thing.members.items() if not (name.startswith("_") or part.is_alias)]
-    return [part.path for part in parts if not part.has_docstring]
+    if not thing.has_docstring:
+        return [thing.path]
+    sections = thing.docstring.parse("google")
+    described = {item.name for part in sections if part.kind.value == "attributes" for item in part.value}
+    members = thing.members.items() if thing.is_class else ()
+    public = [part for name, part in members if not (name in described or name.startswith("_") or part.is_alias)]
+    return [part.path for part in public if not part.has_docstring]
