@@ -52,8 +52,9 @@ lint: .venv/ready  ## style, types, and the direction of imports
 	.venv/bin/mypy
 	.venv/bin/lint-imports
 
+# Not --quiet: it hides the warnings from --strict, too.
 docs: .venv-docs/ready  ## the site, in build/site; a broken link or a public name without docstring is an error
-	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs --quiet build --strict
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
 
 format: .venv/ready  ## let ruff rewrite the code
 	.venv/bin/ruff check --fix .

@@ -65,5 +65,7 @@ def _without_docstring(thing: griffe.Object) -> list[str]:
     sections = thing.docstring.parse("google")
     described = {item.name for part in sections if part.kind.value == "attributes" for item in part.value}
     members = thing.members.items() if thing.is_class else ()
-    public = [part for name, part in members if not (name in described or name.startswith("_") or part.is_alias)]
+    public = [
+        part for name, part in members if not (name in described or name.startswith("_") or part.is_alias)
+    ]
     return [part.path for part in public if not part.has_docstring]
