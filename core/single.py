@@ -49,7 +49,7 @@ def save(
         >>> shrinkpoint.load("model.shrink")["epoch"]
         3
 
-        With a lossy scheme, `describe` says what the tensors are:
+        With a lossy scheme, `describe` says what the tensors are; a warning says that no loss bounds the noise:
 
         >>> from shrinkpoint.roles import describe_training
         >>> describe = describe_training(
