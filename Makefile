@@ -13,7 +13,7 @@ LLMFOUNDRY_TESTS = $(addprefix tests/core/, store cli test_checkpointer.py test_
 NOT_ON_NEWEST = $(addprefix --ignore=tests/, campaigns $(addprefix core/, entropy schemes store cli container \
   quality/inshrinkerator_search saving/test_slimming.py)) --ignore-glob='tests/examples/test_*_bench.py'
 
-.PHONY: demo demo-composer bench bench-bound test test-newest test-llmfoundry test-slow lint format clean help
+.PHONY: demo demo-composer bench bench-bound test test-newest test-llmfoundry test-slow lint docs format clean help
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -51,6 +51,10 @@ lint: .venv/ready  ## style, types, and the direction of imports
 	.venv/bin/mypy
 	.venv/bin/lint-imports
 
+# Not --quiet: it hides the warnings from --strict, too.
+docs: .venv-docs/ready  ## the site, in build/site; a broken link or a public name without docstring is an error
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
+
 format: .venv/ready  ## let ruff rewrite the code
 	.venv/bin/ruff check --fix .
 	.venv/bin/ruff format .
@@ -87,5 +91,12 @@ format: .venv/ready  ## let ruff rewrite the code
 	.venv-llmfoundry/bin/python -m pip check
 	touch $@
 
+# Without torch: mkdocstrings reads sources. The editable install is where it finds them under their import name.
+.venv-docs/ready: pyproject.toml constraints/docs.txt $(FOLDERS)
+	test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/$(PIP) -r constraints/docs.txt
+	.venv-docs/bin/$(PIP) --no-deps -e .
+	touch $@
+
 clean:  ## remove everything that can be made again
-	rm -rf .venv .venv-demo .venv-newest .venv-llmfoundry build demo-out *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-demo .venv-docs .venv-newest .venv-llmfoundry build demo-out *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -31,12 +31,28 @@ Mode = Literal["min", "max"]
 
 
 class CompressedCheckpoint(Callback):
-    """Saves a Composer run's whole state, compressed, beside the training, and continues the run after a crash.
+    """Saves a Composer run's whole state, compressed, in the background, and continues the run after a crash.
 
-    Example::
-
-        trainer = Trainer(..., callbacks=[CompressedCheckpoint("s3://bucket/run-7", save_interval="1000ba")])
-        trainer.fit()  # started again after a crash, it continues from the newest sound checkpoint
+    Examples:
+        >>> import torch
+        >>> from composer import Trainer
+        >>> from composer.models import ComposerClassifier
+        >>> from shrinkpoint.callbacks.composer import CompressedCheckpoint
+        >>> dataset = torch.utils.data.TensorDataset(torch.randn(64, 8), torch.randint(0, 2, (64,)))
+        >>> model = ComposerClassifier(torch.nn.Linear(8, 2), num_classes=2)
+        >>> callback = CompressedCheckpoint("runs/composer", save_interval="4ba")
+        >>> trainer = Trainer(
+        ...     model=model,
+        ...     train_dataloader=torch.utils.data.DataLoader(dataset, batch_size=8),
+        ...     optimizers=torch.optim.AdamW(model.parameters()),
+        ...     max_duration="8ba",
+        ...     callbacks=[callback],
+        ...     progress_bar=False,
+        ... )
+        >>> trainer.fit()  # the same script, started again, continues the run
+        >>> trainer.close()
+        >>> callback.last_model_path
+        'runs/composer#step=8'
 
     It needs neither ``save_folder`` nor ``autoresume``. A ``load_path`` that puts the run at a position wins over
     continuing by itself; one that loads weights alone is where the run began, and does not.

@@ -35,12 +35,18 @@ Mode = Literal["min", "max"]
 
 
 class CompressedCheckpoint(Checkpoint):
-    """Saves a Lightning run's whole state, compressed, beside the training, and continues the run after a crash.
+    """Saves a Lightning run's whole state, compressed, in the background, and continues the run after a crash.
 
-    Example::
-
-        trainer = Trainer(callbacks=[CompressedCheckpoint("s3://bucket/run-7", every_n_train_steps=1000)])
-        trainer.fit(model)  # started again after a crash, it continues from the newest sound checkpoint
+    Examples:
+        >>> from lightning.pytorch import Trainer
+        >>> from lightning.pytorch.demos.boring_classes import BoringModel
+        >>> from shrinkpoint.callbacks.lightning import CompressedCheckpoint
+        >>> callback = CompressedCheckpoint("runs/lightning", every_n_train_steps=20)
+        >>> quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        >>> trainer = Trainer(max_steps=40, limit_val_batches=0, callbacks=[callback], **quiet)
+        >>> trainer.fit(BoringModel())  # the same script, started again, continues the run
+        >>> callback.last_model_path
+        'runs/lightning#step=40'
 
     One checkpoint is addressed as ``<url>#step=1000`` (or ``<url>#newest``), wherever Lightning takes a ``ckpt_path``;
     ``ckpt_path="last"`` and, with a `monitor`, ``"best"`` work too, in a fresh trainer as well. An explicit ``ckpt_path``
@@ -171,9 +177,13 @@ class CompressedCheckpoint(Checkpoint):
         )
         # What Lightning and its loggers read off a checkpoint callback.
         self.dirpath = settings.run.url
+        """The run's URL."""
         self.monitor = monitor
+        """As given."""
         self.mode = mode
+        """As given."""
         self.save_top_k = save_top_k
+        """As given."""
         self._session = Session(settings)
         answer_words(_runs_of)
 
@@ -305,8 +315,6 @@ def load_from_checkpoint(
 ) -> M:
     """As ``LightningModule.load_from_checkpoint``, of a run's checkpoint: the model with its hyper-parameters and weights.
 
-        model = load_from_checkpoint(LitGPT, "s3://bucket/run-7#newest")
-
     A function of ours, because Lightning's own method reads its path by fsspec and ``torch.load``, without asking any plugin:
     only a patch of its internals could make it take an address, and then only where this module was imported before.
 
@@ -324,6 +332,15 @@ def load_from_checkpoint(
     Raises:
         NoCheckpointError: there is no such checkpoint; the message says which there are.
         FormatError, ChainError, StoreError: it cannot be read.
+
+    Examples:
+        >>> from lightning.pytorch import Trainer
+        >>> from lightning.pytorch.demos.boring_classes import BoringModel
+        >>> from shrinkpoint.callbacks.lightning import CompressedCheckpoint, load_from_checkpoint
+        >>> callback = CompressedCheckpoint("runs/lightning", every_n_train_steps=20, scheme="lossless")
+        >>> quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        >>> Trainer(max_steps=20, callbacks=[callback], **quiet).fit(BoringModel())
+        >>> model = load_from_checkpoint(BoringModel, "runs/lightning#newest")
     """
     if url.endswith(".ckpt"):
         return module.load_from_checkpoint(url, map_location=map_location, **kwargs)

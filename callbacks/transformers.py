@@ -25,12 +25,22 @@ Mode = Literal["min", "max"]
 
 
 class CompressedCheckpoint(TrainerCallback):
-    """Saves a training's whole state, compressed, beside the training, and continues it after a crash.
+    """Saves a training's whole state, compressed, in the background, and continues it after a crash.
 
-    Example::
-
-        trainer = Trainer(..., callbacks=[CompressedCheckpoint("s3://bucket/run-7")])
-        trainer.train()  # started again after a crash, it continues from the newest sound checkpoint
+    Examples:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+        >>> from shrinkpoint.callbacks.transformers import CompressedCheckpoint
+        >>> config = GPT2Config(vocab_size=16, n_positions=16, n_embd=8, n_layer=1, n_head=1)
+        >>> texts = [{"input_ids": [i % 16] * 8, "labels": [i % 16] * 8} for i in range(32)]
+        >>> arguments = TrainingArguments(
+        ...     "out", max_steps=8, save_steps=4, report_to=[], disable_tqdm=True, use_cpu=True
+        ... )
+        >>> callback = CompressedCheckpoint("runs/transformers")
+        >>> trainer = Trainer(GPT2LMHeadModel(config), arguments, train_dataset=texts, callbacks=[callback])
+        >>> output = trainer.train()  # the same script, started again, continues the run
+        {'train_runtime': ...}
+        >>> callback.last_model_path
+        'runs/transformers#step=8'
 
     It takes the place of the Trainer's own checkpoints: where ``save_strategy`` and ``save_steps`` ask for one, this one is
     saved and no folder is written. ``load_best_model_at_end`` loads from here too. An explicit ``resume_from_checkpoint``

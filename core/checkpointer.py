@@ -51,7 +51,22 @@ _FORMAT = "torch-loop"
 
 
 class Stateful(Protocol):
-    """Anything with a state to save and restore: a scheduler, a sampler, a StatefulDataLoader, a scaler."""
+    """Anything with a state to save and restore: a scheduler, a sampler, a StatefulDataLoader, a scaler.
+
+    `Checkpointer` takes such objects by name, saves what `state_dict` gives, and returns it to `load_state_dict` on resuming.
+
+    Examples:
+        >>> class Curriculum:
+        ...     def __init__(self):
+        ...         self.level = 0
+        ...
+        ...     def state_dict(self):
+        ...         return {"level": self.level}
+        ...
+        ...     def load_state_dict(self, state_dict):
+        ...         self.level = state_dict["level"]
+        >>> checkpointer = shrinkpoint.Checkpointer("runs/8", model, optimizer, curriculum=Curriculum())
+    """
 
     def state_dict(self) -> Any:
         """The state: nested numbers, strings and tensors."""
@@ -65,11 +80,21 @@ class Stateful(Protocol):
 class Checkpointer:
     """Saves and resumes a model, its optimizers and whatever else has a state.
 
-        checkpointer = shrinkpoint.Checkpointer("runs/7", model, optimizer, every=500, scheduler=scheduler)
-        for step in range(checkpointer.resume(), total):
-            ...                            # one training step
-            checkpointer.step(step + 1)    # saves when one is due, in the background
-        checkpointer.close()
+    Examples:
+        >>> checkpointer = shrinkpoint.Checkpointer(
+        ...     "runs/8", model, optimizer, every=50, busy="wait", evaluate=lambda: validation_loss(model)
+        ... )
+        >>> for step in range(checkpointer.resume(), 100):
+        ...     train_one_step()
+        ...     saved = checkpointer.step(step + 1)  # saves when one is due, in the background
+        >>> checkpointer.close()
+        >>> [report.step for report in checkpointer.saver.reports()]
+        [50, 100]
+
+        The same script, started again, continues where the run stands:
+
+        >>> shrinkpoint.Checkpointer("runs/8", model, optimizer).resume()
+        100
 
     Args:
         url: the run's prefix: a folder, ``s3://bucket/prefix``, or any URL that fsspec knows; or a list of several stores, of
@@ -214,6 +239,7 @@ class Checkpointer:
         self._committed = 0
         self._overdue = False
         self.saver = Saver(url, config, storage_options=storage_options, parity=parity)
+        """What saves and restores; it has the reports of the saves."""
         self.saver.check()
         if self.step_log is not None:
             self.step_log.open(self.saver.store.run_id())

@@ -23,6 +23,14 @@ class SaverConfig:
 
     Raises:
         ConfigError: a field has a value that cannot work; the message names it and the fix.
+
+    Examples:
+        >>> config = shrinkpoint.SaverConfig(max_degradation=0.005, keep_last=3, keep_every=10_000)
+        >>> checkpointer = shrinkpoint.Checkpointer("runs/8", model, optimizer, every=500, config=config)
+
+        The callbacks and `Checkpointer` take the fields as keyword arguments, too:
+
+        >>> checkpointer = shrinkpoint.Checkpointer("runs/8", model, optimizer, every=500, keep_last=3)
     """
 
     scheme: SchemeName = "auto"

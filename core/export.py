@@ -36,10 +36,19 @@ _MAX_INT_BITS = 255 * 8 - 1  # what pickle's LONG1, the only long integer that t
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """What was written."""
+    """What was written.
+
+    Examples:
+        >>> from shrinkpoint.export import export
+        >>> exported = export(shrinkpoint.Saver("runs/7").restore().state, "model.safetensors")
+        >>> exported.tensors, exported.notes
+        (4, ())
+    """
 
     path: Path
+    """The file."""
     bytes: int
+    """Its size."""
     tensors: int
     """Different tensors in the file; tied ones count once."""
     notes: tuple[str, ...]
@@ -60,6 +69,13 @@ def export(state: TrainingState, path: str | os.PathLike[str], *, force: bool = 
         CannotRepresentError: the state holds what such a file cannot; the message names it.
         MissingDependencyError: the safetensors package is not installed.
         StoreError: the file cannot be written.
+
+    Examples:
+        >>> from shrinkpoint.export import export
+        >>> restored = shrinkpoint.Saver("runs/7").restore(2000)
+        >>> exported = export(restored.state, "step-2000.ckpt")
+        >>> torch.load("step-2000.ckpt", weights_only=True)["step"]
+        2000
     """
     target = check_target(path, force=force)
     if target.suffix == ".safetensors":

@@ -43,6 +43,20 @@ def save(
         ConfigError: `path` is no path, as where the arguments are swapped.
         CannotRepresentError: `state` holds an object that cannot be stored without pickle; the message names it.
         StoreError: the file cannot be written.
+
+    Examples:
+        >>> size = shrinkpoint.save({"model": model.state_dict(), "epoch": 3}, "model.shrink")
+        >>> shrinkpoint.load("model.shrink")["epoch"]
+        3
+
+        With a lossy scheme, `describe` says what the tensors are; a warning says that no loss bounds the noise:
+
+        >>> from shrinkpoint.state.roles import describe_training
+        >>> describe = describe_training(
+        ...     model, [optimizer], model_path=("model",), optimizers_path=("optimizers",)
+        ... )
+        >>> state = {"model": model.state_dict(), "optimizers": [optimizer.state_dict()]}
+        >>> smaller = shrinkpoint.save(state, "state.shrink", scheme="auto", describe=describe)
     """
     if not isinstance(path, str | os.PathLike):
         raise ConfigError(f"path must be a path or URL, not {brief(path)}: save(state, path)")

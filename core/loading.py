@@ -61,6 +61,13 @@ def load(
         FormatError: not such a file, or a damaged one.
         ChainError: a delta of a run, which cannot be read alone; or none of the run's checkpoints is sound.
         StoreError: it cannot be read.
+
+    Examples:
+        >>> state = shrinkpoint.load("runs/7#step=2000")
+        >>> state["step"]
+        2000
+        >>> shrinkpoint.load("model.shrink")["epoch"]
+        3
     """
 
     return load_state(url, device=device, storage_options=storage_options)
@@ -110,8 +117,6 @@ def load_weights(
 ) -> dict[str, torch.Tensor]:
     """The model's weights and buffers, for ``model.load_state_dict``; the optimizer's state is neither read nor decoded.
 
-        model.load_state_dict(shrinkpoint.load_weights("s3://bucket/run-7#newest", device="cuda"))
-
     Of a run that averages its weights in the model's place (Lightning's ``WeightAveraging``), these are the averages.
 
     Args:
@@ -129,6 +134,14 @@ def load_weights(
         StateMismatchError: the model has no such name, or nothing below `prefix`; the message names near ones.
         CannotRepresentError: the state does not tell which tensors are the model's: use `load`.
         NoCheckpointError, FormatError, ChainError, StoreError: as `load`.
+
+    Examples:
+        >>> model.load_state_dict(shrinkpoint.load_weights("runs/7#newest"))
+        <All keys matched successfully>
+        >>> shrinkpoint.load_weights("runs/7#step=2000", names=["0.bias"])["0.bias"].shape
+        torch.Size([64])
+        >>> model[2].load_state_dict(shrinkpoint.load_weights("runs/7", prefix="2."))
+        <All keys matched successfully>
     """
     if isinstance(names, str):
         raise ConfigError(f"names={names!r} must be several names, as in names=[{names!r}]")

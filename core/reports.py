@@ -19,25 +19,50 @@ _NAMED = 100  # a manifest is small; thousands of tensors kept exactly are told 
 
 @dataclass(frozen=True, kw_only=True)
 class Accepted:
-    """A save that has begun: its snapshot is taken, the rest happens in the background."""
+    """A save that has begun: its snapshot is taken, the rest happens in the background.
+
+    Examples:
+        >>> checkpointer = shrinkpoint.Checkpointer("runs/8", model, optimizer, scheme="lossless")
+        >>> accepted = checkpointer.save(500)
+        >>> accepted.step
+        500
+        >>> accepted.blocked_s < 60
+        True
+    """
 
     step: int
+    """The training step of the state."""
     blocked_s: float
     """Seconds that training waited for the snapshot."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SaveReport:
-    """A save that was committed."""
+    """A save that was committed.
+
+    Examples:
+        >>> checkpointer = shrinkpoint.Checkpointer("runs/8", model, optimizer, scheme="lossless")
+        >>> accepted = checkpointer.save(500)
+        >>> checkpointer.close()
+        >>> report = checkpointer.saver.reports()[-1]
+        >>> report.step, report.kind, report.measured
+        (500, 'base', 'exact')
+        >>> report.ratio > 1
+        True
+    """
 
     step: int
+    """The training step of the state."""
     seq: int
+    """The commit's number."""
     kind: str
     """``base`` or ``delta``."""
     scheme: str
+    """The scheme's name."""
     configuration: str
     """What the search chose, in short; why, in `reason`."""
     reason: str
+    """Why this configuration, in words."""
     bytes: int
     """Size of the container."""
     raw_bytes: int
@@ -75,6 +100,7 @@ class SaveReport:
     overhead: float = 0.0
     """Share of the time of this process that evaluations and steps from restored states have taken so far."""
     evaluations: int
+    """Evaluations made for this save."""
     blocked_s: float
     """Seconds that training waited for the snapshot."""
     search_s: float
@@ -87,6 +113,7 @@ class SaveReport:
     """How many of several stores may still be lost and all that was saved is there, as far as this process knows; None where
     there is one store."""
     metrics: Mapping[str, float]
+    """What was given to the save."""
     not_finite: str | None = None
     """What of the state or its held-out loss is NaN or infinite; None where nothing is."""
     kept_exactly: Mapping[str, str]

@@ -46,10 +46,20 @@ __all__ = ["Restored", "Saver", "SaverConfig", "decode_checkpoint"]
 
 @dataclass(frozen=True)
 class Restored:
-    """A checkpoint that was read and verified."""
+    """A checkpoint that was read and verified.
+
+    Examples:
+        >>> restored = shrinkpoint.Saver("runs/7").restore(2000)
+        >>> restored.manifest.step
+        2000
+        >>> sorted(restored.state.to_object()["model"])
+        ['0.bias', '0.weight', '2.bias', '2.weight']
+    """
 
     manifest: Manifest
+    """The record that committed it."""
     state: TrainingState
+    """What was saved, on the host."""
 
 
 class Saver:
@@ -63,6 +73,15 @@ class Saver:
         parity: how many of several URLs may be lost: 0, 1 or 2. None takes what the run began with, or 1.
 
     The constructor does no I/O; `check` does, before training starts. All methods are for one thread, the training's.
+
+    Examples:
+        >>> saver = shrinkpoint.Saver("runs/8", shrinkpoint.SaverConfig(scheme="lossless"))
+        >>> saver.check()  # before training starts: can the store be written?
+        >>> accepted = saver.save({"model": model.state_dict(), "epoch": 3}, step=500)
+        >>> saver.close()  # waits for the save, which goes on in the background
+        True
+        >>> shrinkpoint.Saver("runs/8").restore().state.to_object()["epoch"]
+        3
     """
 
     def __init__(
@@ -74,8 +93,11 @@ class Saver:
         parity: int | None = None,
     ) -> None:
         self.url = url_text(url)
+        """The run's URL, without credentials; of several, with commas between."""
         self.config = config or SaverConfig()
+        """How to save."""
         self.store = RunStore(url, storage_options=storage_options, parity=parity)
+        """The run's checkpoints."""
         self.skipped = 0
         """Saves that were skipped because one was still being written."""
         self.blocked_s = 0.0

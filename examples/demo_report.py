@@ -254,7 +254,7 @@ def _time_share(part: float, whole: float) -> str:
 
 
 def markdown(result: DemoResult) -> str:
-    """Table and findings for a README."""
+    """Table and findings for docs/demo.md."""
     lines = markdown_table(HEADINGS, _rows(result), _totals(result))
     lines += ["", LEGEND + ".", "", *markdown_table(("measured", "value"), findings(result))]
     return "\n".join(lines) + "\n"

@@ -52,6 +52,7 @@ class WeightOptions:
     min_elements: int = 2000
     """Tensors with fewer elements are stored exactly, as are one-dimensional ones and norms."""
     moments: Moments = "exact"
+    """Adam's moments: ``exact``, as in papers that cover weights only, or in ``levels``."""
 
     def __post_init__(self) -> None:
         check_number(self, "min_elements", 1, 2**48, whole=True)

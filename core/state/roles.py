@@ -188,6 +188,15 @@ def describe_training(
         optimizers: in the order of the list at `optimizers_path`; wrappers of them do as well.
         model_path: where the model's state dict stands in the state, as in ``("state_dict",)``.
         optimizers_path: where the list of optimizer state dicts stands, as in ``("optimizer_states",)``.
+
+    Examples:
+        >>> from shrinkpoint.state.roles import describe_training
+        >>> describe = describe_training(
+        ...     model, [optimizer], model_path=("model",), optimizers_path=("optimizers",)
+        ... )
+        >>> saver = shrinkpoint.Saver("runs/8")
+        >>> state = {"model": model.state_dict(), "optimizers": [optimizer.state_dict()]}
+        >>> accepted = saver.save(state, step=500, describe=describe, optimizers=[optimizer], wait=True)
     """
     tags = model_tags(module)
     inner = [unwrapped(optimizer) for optimizer in optimizers]

@@ -130,6 +130,14 @@ class TrainingState:
     """Everything needed to continue a training run.
 
     The tensors may be live references (`capture`) or a snapshot's copies (`shrinkpoint.state.snapshot`).
+
+    Examples:
+        >>> from shrinkpoint.state.training import TrainingState
+        >>> state = TrainingState.capture({"model": model.state_dict(), "epoch": 3})
+        >>> list(state.tensors)
+        ['model/0.weight', 'model/0.bias', 'model/2.weight', 'model/2.bias']
+        >>> state.to_object()["epoch"]
+        3
     """
 
     tree: JSON

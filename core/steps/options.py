@@ -20,6 +20,17 @@ class StepLog:
 
     Raises:
         ConfigError: a field has a value that cannot work.
+
+    Examples:
+        >>> checkpointer = shrinkpoint.Checkpointer(
+        ...     "runs/8",
+        ...     model,
+        ...     optimizer,
+        ...     every=500,
+        ...     scheme="lossless",
+        ...     step_log=shrinkpoint.StepLog(segment_steps=4),
+        ...     step_log_url="steps",  # better a folder in memory or on a local disk, such as /dev/shm/steps
+        ... )
     """
 
     kind: Literal["exact"] = "exact"

@@ -133,6 +133,13 @@ class Manifest:
     Raises:
         UnsupportedFormatError: A newer version or an unknown feature.
         FormatError: Any other field is out of its range.
+
+    Examples:
+        >>> manifest = shrinkpoint.Saver("runs/7").store.manifests()[0]
+        >>> manifest.step, manifest.kind, len(manifest.chain)
+        (3000, 'delta', 3)
+        >>> manifest.meta["save"]["metrics"]["val_loss"] < 1
+        True
     """
 
     seq: int

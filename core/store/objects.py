@@ -10,11 +10,29 @@ __all__ = ["MissingKeyError", "ObjectInfo", "ObjectStore", "TransientStoreError"
 
 
 class MissingKeyError(StoreError):
-    """There is no object under this key."""
+    """There is no object under this key.
+
+    Examples:
+        >>> from shrinkpoint.store.objects import MissingKeyError
+        >>> try:
+        ...     shrinkpoint.load("model-of-yesterday.shrink")
+        ... except MissingKeyError as error:
+        ...     print(error)
+        cannot read ...model-of-yesterday.shrink: No such file or directory
+    """
 
 
 class TransientStoreError(StoreError):
-    """The operation failed, may have been carried out nevertheless, and is worth another attempt."""
+    """The operation failed, may have been carried out nevertheless, and is worth another attempt.
+
+    Examples:
+        >>> from shrinkpoint.store.objects import TransientStoreError
+        >>> def get(key):  # of a store of one's own: what it raises so is tried again
+        ...     try:
+        ...         return my_service.read(key)
+        ...     except TimeoutError as error:
+        ...         raise TransientStoreError(f"{key} timed out") from error
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +43,11 @@ class ObjectInfo:
         key: Relative to the run's prefix.
         size: In bytes.
         modified: Seconds since 1970 by the *store's* clock; None where the store does not tell.
+
+    Examples:
+        >>> from shrinkpoint.store.objects import ObjectInfo
+        >>> ObjectInfo(key="data/000000001000-a-b.shrink", size=1024, modified=None).size
+        1024
     """
 
     key: str
@@ -37,6 +60,25 @@ class ObjectStore(Protocol):
 
     Every operation may be repeated: keys are written once, so that a second attempt can only write the same bytes.
     All raise :class:`~shrinkpoint.errors.StoreError`: :class:`TransientStoreError` where another attempt makes sense.
+
+    Examples:
+        A store that counts what is read, around one that the library opens:
+
+        >>> from shrinkpoint.store.connect import open_objects
+        >>> from shrinkpoint.store.run import RunStore
+        >>> class Counting:
+        ...     def __init__(self, inner):
+        ...         self.inner, self.reads = inner, 0
+        ...
+        ...     def __getattr__(self, name):
+        ...         return getattr(self.inner, name)
+        ...
+        ...     def get(self, key, start=None, end=None, *, max_size):
+        ...         self.reads += 1
+        ...         return self.inner.get(key, start, end, max_size=max_size)
+        >>> counting = Counting(open_objects("runs/7"))
+        >>> len(RunStore("runs/7", objects=counting).manifests()), counting.reads
+        (3, 3)
     """
 
     @property

@@ -63,9 +63,17 @@ class RunStore:
         MissingDependencyError: The package for the URL's protocol is not installed.
 
     Examples:
+        >>> from shrinkpoint.store.run import RunStore
+        >>> [manifest.step for manifest in RunStore("runs/7").manifests()]
+        [3000, 2000, 1000]
+
+        A run of one's own containers:
+
         >>> store = RunStore("memory://doctest/run-1")
         >>> with store.writer() as writer:
-        ...     base = writer.commit(b"...", step=10, kind="base", parent=None, state_digest="", meta={"loss": 2.5})
+        ...     base = writer.commit(
+        ...         b"...", step=10, kind="base", parent=None, state_digest="", meta={"loss": 2.5}
+        ...     )
         >>> [(manifest.step, manifest.meta) for manifest in store.manifests()]
         [(10, {'loss': 2.5})]
         >>> store.fetch(base)
@@ -90,6 +98,7 @@ class RunStore:
         self._warned: set[str] = set()
         self._restored: str | None = None
         self.damaged: tuple[DamagedCheckpoint, ...] = ()
+        """Manifests that the last listing could not read, with the reasons."""
 
     @property
     def display(self) -> str:

@@ -90,6 +90,10 @@ class AutoOptions:
 
     Raises:
         ConfigError: a field has a value that cannot work.
+
+    Examples:
+        >>> from shrinkpoint.schemes.catalogue import AutoOptions
+        >>> config = shrinkpoint.SaverConfig(scheme="auto", options=AutoOptions(effort="max"))
     """
 
     weight_scale: float | None = None

@@ -35,7 +35,12 @@ _RANGES = (  # those of the parts that the options are passed to, checked before
 
 @dataclass(frozen=True, kw_only=True)
 class InshrinkeratorOptions:
-    """What the paper leaves open or fixes once, apart from the configuration that is searched."""
+    """What the paper leaves open or fixes once, apart from the configuration that is searched.
+
+    Examples:
+        >>> from shrinkpoint.schemes.catalogue import InshrinkeratorOptions
+        >>> config = shrinkpoint.SaverConfig(scheme="inshrinkerator", options=InshrinkeratorOptions(min_elements=500))
+    """
 
     alpha: float = 0.01
     """Relative error bound of the quantile sketches (4.2)."""

@@ -50,7 +50,12 @@ _CHUNK = 1 << 16  # elements searched at once, so that the temporaries stay in c
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptiveOptions(WeightOptions):
-    """Settings of Check-N-Run's quantization."""
+    """Settings of Check-N-Run's quantization.
+
+    Examples:
+        >>> from shrinkpoint.schemes.catalogue import AdaptiveOptions
+        >>> config = shrinkpoint.SaverConfig(scheme="adaptive", options=AdaptiveOptions(bits=8))
+    """
 
     bits: int = 4
     """Width of an index; `bits_for_restores` gives one by the number of restores."""

@@ -37,7 +37,12 @@ _LIMIT = 1 << 24  # steps to each side, below which fp32 holds every integer
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaDnnOptions(WeightOptions):
-    """Settings of Delta-DNN."""
+    """Settings of Delta-DNN.
+
+    Examples:
+        >>> from shrinkpoint.schemes.catalogue import DeltaDnnOptions
+        >>> config = shrinkpoint.SaverConfig(scheme="delta-dnn", options=DeltaDnnOptions(error_bound=1e-4))
+    """
 
     error_bound: float = 1e-3
     """eps: the error is at most ``log(1 + eps)``."""

@@ -66,9 +66,11 @@ class ExcpSettings(ABC):
     bits: int = 4
     """2^bits - 1 clusters and zero, for each of the three tensors."""
     clustering: Clustering = "kmeans"
+    """``kmeans`` as published, from random points on a sample; ``optimal`` is the best codebook there is."""
     codebook: Codebook = "float32"
     """``float16`` as published restores second moments below 3e-8 as zero."""
     refill: Refill = "none"
+    """What a pruned second moment is restored as: zero as published, its tensor's ``mean``, or ``factored`` by row and column."""
     base_moments: Literal["exact", "quantized"] = "exact"
     """In a base: everything in full as published, or the moments pruned by their own threshold and clustered."""
     min_elements: int = 64
@@ -104,7 +106,12 @@ class ExcpSettings(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class ExcpOptions(ExcpSettings):
-    """Settings of ExCP."""
+    """Settings of ExCP.
+
+    Examples:
+        >>> from shrinkpoint.schemes.catalogue import ExcpOptions
+        >>> config = shrinkpoint.SaverConfig(scheme="excp", options=ExcpOptions(alpha=1e-4, coder="rans"))
+    """
 
     coder: SymbolCoder = "lzma"
     """The paper packs two labels per byte and compresses files with 7-Zip; ``rans``, ``context`` and ``mixing`` use

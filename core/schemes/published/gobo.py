@@ -50,7 +50,12 @@ _MAX_ITERATIONS = 100
 
 @dataclass(frozen=True, kw_only=True)
 class GoboOptions(WeightOptions):
-    """Settings of GOBO."""
+    """Settings of GOBO.
+
+    Examples:
+        >>> from shrinkpoint.schemes.catalogue import GoboOptions
+        >>> config = shrinkpoint.SaverConfig(scheme="gobo", options=GoboOptions(bits=5))
+    """
 
     bits: int = 3
     """2^bits centroids."""

@@ -38,7 +38,12 @@ _warned = threading.Event()
 
 @dataclass(frozen=True, kw_only=True)
 class ItmoOptions(ExcpSettings):
-    """Settings of ExCP's quantization, and of the coder."""
+    """Settings of ExCP's quantization, and of the coder.
+
+    Examples:
+        >>> from shrinkpoint.schemes.catalogue import ItmoOptions
+        >>> config = shrinkpoint.SaverConfig(scheme="itmo", options=ItmoOptions(width=64))
+    """
 
     reference_step: int = 1
     """The paper's s: how many saves back the reference lies; only 1 is possible."""

@@ -48,7 +48,12 @@ _MAX_STEPS = 32  # of a super-step: each takes memory while it is decoded, also 
 
 @dataclass(frozen=True, kw_only=True)
 class LCCheckpointOptions(WeightOptions):
-    """Settings of LC-Checkpoint; the defaults are the paper's."""
+    """Settings of LC-Checkpoint; the defaults are the paper's.
+
+    Examples:
+        >>> from shrinkpoint.schemes.catalogue import LCCheckpointOptions
+        >>> config = shrinkpoint.SaverConfig(scheme="lc-checkpoint", options=LCCheckpointOptions(bits=4, moments="levels"))
+    """
 
     bits: int = 3
     """x of the priority promotion: 2^x - 1 buckets are kept. The paper reports about 10 % of the full size for 3."""

@@ -56,7 +56,12 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 @dataclass(frozen=True, kw_only=True)
 class PartialOptions(WeightOptions):
-    """Settings of ``topn``."""
+    """Settings of ``topn``.
+
+    Examples:
+        >>> from shrinkpoint.schemes.catalogue import PartialOptions
+        >>> config = shrinkpoint.SaverConfig(scheme="topn", options=PartialOptions(fraction=0.5))
+    """
 
     fraction: float = 0.1
     """Share of the elements (or blocks) that a save replaces, at least; ties at the threshold are replaced together."""
@@ -72,9 +77,15 @@ class PartialOptions(WeightOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ScarOptions(PartialOptions):
-    """Settings of ``scar``; an eighth at a time, saved eight times as often."""
+    """Settings of ``scar``; an eighth at a time, saved eight times as often.
+
+    Examples:
+        >>> from shrinkpoint.schemes.catalogue import ScarOptions
+        >>> config = shrinkpoint.SaverConfig(scheme="scar", options=ScarOptions(fraction=0.25))
+    """
 
     fraction: float = 0.125
+    """As of `topn`."""
 
 
 def distances(target: Float32s, previous: Float32s, spec: TensorSpec, *, rows: bool) -> Float32s:

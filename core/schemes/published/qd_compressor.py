@@ -45,7 +45,12 @@ _LEVELS = "levels"
 
 @dataclass(frozen=True, kw_only=True)
 class UniformOptions(WeightOptions):
-    """Settings of QD-Compressor."""
+    """Settings of QD-Compressor.
+
+    Examples:
+        >>> from shrinkpoint.schemes.catalogue import UniformOptions
+        >>> config = shrinkpoint.SaverConfig(scheme="uniform", options=UniformOptions(bits=8))
+    """
 
     bits: int | None = None
     """One width for all layers; None chooses by entropy, as published."""

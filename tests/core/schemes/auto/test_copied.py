@@ -83,6 +83,8 @@ def test_a_weight_that_is_missing_or_another_is_refused():
         with pytest.raises(CannotRepresentError, match="before"):
             codec.encode(weight, spec, Context(siblings=sibling))
         with pytest.raises(FormatError, match="missing"):
-            CopiedCodec().reconstruct(EncodedTensor("copied-average", {}, {}), {}, spec, Context(siblings=sibling))
+            CopiedCodec().reconstruct(
+                EncodedTensor("copied-average", {}, {}), {}, spec, Context(siblings=sibling)
+            )
     with pytest.raises(FormatError):
         CopiedCodec().decode(EncodedTensor("copied-average", {}, {"more": b""}), spec, Context())

@@ -197,7 +197,9 @@ def test_an_exponent_that_stands_for_none_is_no_lowest_one():
     contexts = np.repeat(np.array([0, 1], np.uint8), [4, 5])
     section = bytes([0]) + lowest.tobytes() + encode_symbols(symbols, contexts, 256, 2)
     with pytest.raises(FormatError, match="beyond the range"):
-        Factors.read(EncodedTensor("factored-second-moment", {}, {"factors": section}), spec_of(torch.rand(4, 5)))
+        Factors.read(
+            EncodedTensor("factored-second-moment", {}, {"factors": section}), spec_of(torch.rand(4, 5))
+        )
 
 
 def test_bytes_do_not_depend_on_threads():

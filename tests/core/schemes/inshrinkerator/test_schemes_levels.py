@@ -198,7 +198,9 @@ def test_damaged_sections_and_params_give_wrong_values_or_the_projects_own_error
         st.sampled_from([encoded.params, {}, {"levels": 2}, {"levels": 10.0}, {"levels": 255}])
     )
     given = data.draw(st.sampled_from([reference, None]))
-    hostile = EncodedTensor("inshrinkerator-weight", params, {name: bytes(s) for name, s in sections.items()}, True)
+    hostile = EncodedTensor(
+        "inshrinkerator-weight", params, {name: bytes(s) for name, s in sections.items()}, True
+    )
     try:
         planes = LevelsCodec().decode(hostile, spec, Context(given))
         assert LevelsCodec().reconstruct(hostile, planes, spec, Context()).shape == spec.shape
