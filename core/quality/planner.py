@@ -21,6 +21,7 @@ from shrinkpoint.quality.scale_strategy import ScaleStrategy
 from shrinkpoint.quality.strategy import Measure, Plan, Strategy, exactly
 from shrinkpoint.quality.trial import restored_state
 from shrinkpoint.schemes.base import SaveContext, Scheme
+from shrinkpoint.schemes.catalogue import ENTRIES, Choice
 from shrinkpoint.state.training import Role, TrainingState
 from shrinkpoint.warn import warn
 
@@ -370,15 +371,17 @@ def _stricter(plan: Plan, share: float) -> float:
 
 
 def _strategy(config: SaverConfig, spent_s: Callable[[], float]) -> Strategy | None:
-    """None for the scheme that chooses nothing and changes nothing."""
+    """None for the scheme of which nothing is chosen, since it changes nothing."""
     options = config.scheme_options
-    if config.scheme == "lossless":
-        return None
-    if config.scheme == "auto":
-        return ScaleStrategy(options)
-    if config.scheme == "inshrinkerator":
-        return ConfigurationStrategy(options, config.max_degradation, config.search_overhead, spent_s)
-    return FixedStrategy(config.scheme, options)
+    make: Mapping[Choice, Callable[[], Strategy | None]] = {
+        "nothing": lambda: None,
+        "scale": lambda: ScaleStrategy(options),
+        "configurations": lambda: ConfigurationStrategy(
+            options, config.max_degradation, config.search_overhead, spent_s
+        ),
+        "settings": lambda: FixedStrategy(config.scheme, options),
+    }
+    return make[ENTRIES[config.scheme].choice]()
 
 
 def _weights(state: TrainingState, strategy: Strategy) -> tuple[list[str], list[str]]:

@@ -1,4 +1,7 @@
-"""Every scheme by its name: the options that it takes, and how it is set up for one save."""
+"""Every scheme by its name: the options that it takes, its codecs, what is chosen of it, and how it is set up for one save.
+
+A new scheme needs a module of its own and an entry here.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -6,22 +9,41 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from shrinkpoint.errors import ConfigError
+from shrinkpoint.schemes.auto.copied import CopiedCodec
+from shrinkpoint.schemes.auto.first_moments import CentroidFirstMomentCodec, CentroidMomentumCodec
+from shrinkpoint.schemes.auto.lattice import LatticeCodec
+from shrinkpoint.schemes.auto.log_levels import LogLevelsCodec
+from shrinkpoint.schemes.auto.rounded import RoundedCodec
 from shrinkpoint.schemes.auto.scheme import Auto, AutoOptions
-from shrinkpoint.schemes.base import SaveContext, Scheme
+from shrinkpoint.schemes.auto.second_moments import FactoredSecondMomentCodec
+from shrinkpoint.schemes.auto.trellis_weights import TrellisLatticeCodec
+from shrinkpoint.schemes.base import SaveContext, Scheme, TensorCodec
+from shrinkpoint.schemes.inshrinkerator.codec import LevelsCodec
 from shrinkpoint.schemes.inshrinkerator.scheme import Inshrinkerator, InshrinkeratorOptions, Weights
 from shrinkpoint.schemes.inshrinkerator.space import ConfigurationSpace
+from shrinkpoint.schemes.lossless.bit_planes import BitPlanesCodec
 from shrinkpoint.schemes.lossless.scheme import Lossless
-from shrinkpoint.schemes.published.check_n_run import Adaptive, AdaptiveOptions
-from shrinkpoint.schemes.published.delta_dnn import DeltaDnn, DeltaDnnOptions
+from shrinkpoint.schemes.published.check_n_run import Adaptive, AdaptiveOptions, AdaptiveRowsCodec
+from shrinkpoint.schemes.published.delta_dnn import DeltaDnn, DeltaDnnCodec, DeltaDnnOptions
 from shrinkpoint.schemes.published.excp import ExCP
-from shrinkpoint.schemes.published.excp_codecs import ExcpOptions
-from shrinkpoint.schemes.published.gobo import Gobo, GoboOptions
+from shrinkpoint.schemes.published.excp_codecs import ExcpMomentCodec, ExcpOptions, ExcpWeightCodec
+from shrinkpoint.schemes.published.gobo import Gobo, GoboCodec, GoboOptions
 from shrinkpoint.schemes.published.itmo import ITMO, ItmoOptions
-from shrinkpoint.schemes.published.lc_checkpoint import LCCheckpoint, LCCheckpointOptions
-from shrinkpoint.schemes.published.partial import PartialOptions, Scar, ScarOptions, TopN
-from shrinkpoint.schemes.published.qd_compressor import Uniform, UniformOptions
+from shrinkpoint.schemes.published.lc_checkpoint import LCCheckpoint, LCCheckpointOptions, LCDeltaCodec
+from shrinkpoint.schemes.published.partial import PartialCodec, PartialOptions, Scar, ScarOptions, TopN
+from shrinkpoint.schemes.published.qd_compressor import Uniform, UniformCodec, UniformOptions
 
-__all__ = ["SCHEMES", "SchemeName", "build", "check_options", "made_options", "options_of"]
+__all__ = [
+    "ENTRIES",
+    "SCHEMES",
+    "Choice",
+    "SchemeEntry",
+    "SchemeName",
+    "build",
+    "check_options",
+    "made_options",
+    "options_of",
+]
 
 SchemeName = Literal[
     "auto",
@@ -39,11 +61,22 @@ SchemeName = Literal[
 ]
 
 
+Choice = Literal["nothing", "scale", "configurations", "settings"]
+"""What is chosen of a scheme at each save: nothing; the scale of its step sizes; one of its configurations; or nothing, but the
+settings that the user gave are measured, and the state is stored exactly where they break the bound (`shrinkpoint.quality`)."""
+
+
 @dataclass(frozen=True)
-class _Recipe:
-    options: Callable[[], Any] | None
-    """The class of its options; None takes none."""
+class SchemeEntry:
+    """A scheme, as the rest of the library knows it."""
+
     build: Callable[[Any, SaveContext], Scheme]
+    """Sets it up for one save, from its options."""
+    options: Callable[[], Any] | None = None
+    """The class of its options; None takes none."""
+    codecs: tuple[type[TensorCodec], ...] = ()
+    """Codecs of its own, by whose ids `shrinkpoint.schemes.registry` finds them when a checkpoint is read."""
+    choice: Choice = "settings"
 
 
 def _inshrinkerator(options: InshrinkeratorOptions, save_context: SaveContext) -> Scheme:
@@ -51,30 +84,64 @@ def _inshrinkerator(options: InshrinkeratorOptions, save_context: SaveContext) -
     return Inshrinkerator(options, weights, ConfigurationSpace().mildest)
 
 
-_RECIPES: Mapping[str, _Recipe] = MappingProxyType(
+ENTRIES: Mapping[str, SchemeEntry] = MappingProxyType(
     {
-        "auto": _Recipe(AutoOptions, lambda o, at: Auto(options=o, save_context=at)),
-        "inshrinkerator": _Recipe(InshrinkeratorOptions, _inshrinkerator),
-        "lc-checkpoint": _Recipe(LCCheckpointOptions, lambda o, _: LCCheckpoint(options=o)),
-        "excp": _Recipe(ExcpOptions, lambda o, at: ExCP(options=o, reference=at.reference)),
-        "itmo": _Recipe(ItmoOptions, lambda o, at: ITMO(options=o, reference=at.reference)),
-        "uniform": _Recipe(UniformOptions, lambda o, _: Uniform(options=o)),
-        "adaptive": _Recipe(AdaptiveOptions, lambda o, _: Adaptive(options=o)),
-        "gobo": _Recipe(GoboOptions, lambda o, _: Gobo(options=o)),
-        "delta-dnn": _Recipe(DeltaDnnOptions, lambda o, _: DeltaDnn(options=o)),
-        "topn": _Recipe(PartialOptions, lambda o, at: TopN(options=o, reference=at.reference)),
-        "scar": _Recipe(ScarOptions, lambda o, at: Scar(options=o, reference=at.reference)),
-        "lossless": _Recipe(None, lambda _, __: Lossless()),
+        "auto": SchemeEntry(
+            lambda options, save: Auto(options=options, save_context=save),
+            AutoOptions,
+            (
+                TrellisLatticeCodec,
+                LatticeCodec,
+                CentroidFirstMomentCodec,
+                CentroidMomentumCodec,
+                FactoredSecondMomentCodec,
+                LogLevelsCodec,
+                RoundedCodec,
+                CopiedCodec,
+            ),
+            "scale",
+        ),
+        "inshrinkerator": SchemeEntry(
+            _inshrinkerator, InshrinkeratorOptions, (LevelsCodec,), "configurations"
+        ),
+        "lc-checkpoint": SchemeEntry(
+            lambda options, _: LCCheckpoint(options=options), LCCheckpointOptions, (LCDeltaCodec,)
+        ),
+        "excp": SchemeEntry(
+            lambda options, save: ExCP(options=options, reference=save.reference),
+            ExcpOptions,
+            (ExcpWeightCodec, ExcpMomentCodec),
+        ),
+        "itmo": SchemeEntry(
+            lambda options, save: ITMO(options=options, reference=save.reference), ItmoOptions
+        ),
+        "uniform": SchemeEntry(lambda options, _: Uniform(options=options), UniformOptions, (UniformCodec,)),
+        "adaptive": SchemeEntry(
+            lambda options, _: Adaptive(options=options), AdaptiveOptions, (AdaptiveRowsCodec,)
+        ),
+        "gobo": SchemeEntry(lambda options, _: Gobo(options=options), GoboOptions, (GoboCodec,)),
+        "delta-dnn": SchemeEntry(
+            lambda options, _: DeltaDnn(options=options), DeltaDnnOptions, (DeltaDnnCodec,)
+        ),
+        "topn": SchemeEntry(
+            lambda options, save: TopN(options=options, reference=save.reference),
+            PartialOptions,
+            (PartialCodec,),
+        ),
+        "scar": SchemeEntry(
+            lambda options, save: Scar(options=options, reference=save.reference), ScarOptions
+        ),
+        "lossless": SchemeEntry(lambda _, __: Lossless(), codecs=(BitPlanesCodec,), choice="nothing"),
     }
 )
 
-SCHEMES = tuple(_RECIPES)
+SCHEMES = tuple(ENTRIES)
 """The names, our own first."""
 
 
 def options_of(name: str) -> Any:
     """A scheme's default options; None if it has none."""
-    options = _RECIPES[name].options
+    options = ENTRIES[name].options
     return options() if options is not None else None
 
 
@@ -84,7 +151,7 @@ def made_options(name: str, given: object) -> Any:
     Raises:
         ConfigError: the scheme has no such option, or one has a value that cannot work.
     """
-    kind = _RECIPES[name].options
+    kind = ENTRIES[name].options
     if not isinstance(given, Mapping) or kind is None:
         return given
     try:
@@ -119,8 +186,8 @@ def build(name: str, options: object, save_context: SaveContext) -> Scheme:
     Raises:
         ConfigError: there is no such scheme, or the options are another's.
     """
-    if name not in _RECIPES:
+    if name not in ENTRIES:
         raise ConfigError(f"scheme={name!r} must be one of {', '.join(SCHEMES)}")
     chosen = options_of(name) if options is None else options
     check_options(name, chosen)
-    return _RECIPES[name].build(chosen, save_context)
+    return ENTRIES[name].build(chosen, save_context)
