@@ -1,4 +1,4 @@
-"""Lightning's checkpoint plugin for our runs: it takes our tokens and addresses, and passes everything else on."""
+"""Lightning's checkpoint plugin for our runs: it captures the checkpoints that we ask for, reads ours, and passes everything else on."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,7 +19,6 @@ from shrinkpoint.state.tree import encode_tree
 
 __all__ = ["RunCheckpointIO", "load_checkpoint", "open_as_ckpt", "require_supported", "storable"]
 
-Write = Callable[[dict[str, Any]], None]
 Check = Callable[[dict[str, Any]], None]
 
 _FUNCTIONS = ("anneal_func", "_anneal_func")
@@ -32,14 +31,38 @@ class _Run(NamedTuple):
     adopts: Callable[[], bool]
 
 
+class Captured:
+    """A checkpoint that Lightning collects for us: on the first rank its state, whose tensors are the live ones."""
+
+    path = "shrinkpoint-run"
+
+    def __init__(self) -> None:
+        self._checkpoint: dict[str, Any] | None = None
+
+    def keep(self, checkpoint: dict[str, Any]) -> None:
+        """Take what Lightning collected."""
+        self._checkpoint = checkpoint
+
+    def checkpoint(self) -> dict[str, Any]:
+        """What was collected.
+
+        Raises:
+            CannotRepresentError: nothing was: the strategy does not write checkpoints through its plugin.
+        """
+        if self._checkpoint is None:
+            raise CannotRepresentError(
+                "Lightning's strategy did not pass the checkpoint on to its checkpoint plugin: this strategy is not supported"
+            )
+        return self._checkpoint
+
+
 class RunCheckpointIO(CheckpointIO):
     """Routes the paths that belong to runs of ours and delegates all others to the plugin that was there before."""
 
     def __init__(self, base: CheckpointIO) -> None:
         self.base = base
         self._runs: dict[str, _Run] = {}
-        self._token: str | None = None
-        self._write: Write | None = None
+        self._captured: Captured | None = None
 
     @classmethod
     def install(cls, strategy: Strategy) -> "RunCheckpointIO":
@@ -62,20 +85,25 @@ class RunCheckpointIO(CheckpointIO):
         self._runs[url] = _Run(saver, check, adopts)
 
     @contextmanager
-    def writing(self, token: str, write: Write) -> Iterator[None]:
-        """While this is open, a checkpoint saved to the path `token` is given to `write` instead of to a file."""
-        self._token, self._write = token, write
+    def capturing(self) -> Iterator[Captured]:
+        """While this is open, a checkpoint saved to `Captured.path` is kept there instead of being written to a file."""
+        self._captured = Captured()
         try:
-            yield
+            yield self._captured
         finally:
-            self._token = self._write = None
+            self._captured = None
+
+    @property
+    def is_capturing(self) -> bool:
+        """Whether the checkpoint that is being made is one of ours; known on every rank."""
+        return self._captured is not None
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
     ) -> None:
         """Called by Lightning on the first rank."""
-        if self._write is not None and str(path) == self._token:
-            self._write(checkpoint)
+        if self._captured is not None and str(path) == self._captured.path:
+            self._captured.keep(checkpoint)
         else:
             self.base.save_checkpoint(checkpoint, path, storage_options=storage_options)
 
