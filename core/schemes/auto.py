@@ -46,7 +46,7 @@ from shrinkpoint.schemes.factors import matrix_shape
 from shrinkpoint.schemes.lattice import LatticeCodec
 from shrinkpoint.schemes.lattice_steps import curvature_exponents
 from shrinkpoint.schemes.log_levels import LogLevelsCodec
-from shrinkpoint.schemes.moment_memory import UNKNOWN, memories
+from shrinkpoint.schemes.moment_memory import EPSILON, UNKNOWN, epsilons, memories
 from shrinkpoint.schemes.moved_steps import narrowed
 from shrinkpoint.schemes.planes import CODED_DTYPES
 from shrinkpoint.schemes.recipe import check_choice, check_number, described
@@ -185,7 +185,7 @@ class Auto:
         makers: dict[str, Callable[[], TensorCodec]] = {}
         left: dict[str, str] = {}
         steps = self._steps(state, left)
-        losses = self._moment_losses(state)
+        losses, added = self._moment_losses(state), epsilons(state)
         masters = _by_parameter(state, Role.MASTER)
         weights = _by_parameter(state, Role.WEIGHT)
         firsts, seconds, squares = (
@@ -221,6 +221,11 @@ class Auto:
                 if folder not in seconds:
                     # the update is a multiple of the momentum, or has its direction alone
                     make = partial(CentroidMomentumCodec, linear=name not in self.occasion.directions)
+                elif folder not in squares:  # where amsgrad keeps a maximum, it divides by that
+                    second = seconds[folder]
+                    make = partial(
+                        make, second_moment=state.tensors[second], epsilon=added.get(second, EPSILON)
+                    )
                 makers[name] = partial(make, step=self.options.first_moment_step, loss=losses[name])
         return Makers(makers, left)
 

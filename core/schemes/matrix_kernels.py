@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from shrinkpoint.jit import jit_in_any_order
 
-__all__ = ["add_up", "log_sum", "row_squares", "square_lengths", "square_sum", "total"]
+__all__ = ["add_up", "log_sum", "quotients", "row_squares", "square_lengths", "square_sum", "total"]
 
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
@@ -84,6 +84,28 @@ def square_lengths(first: F32, second: F32, rows: F64) -> None:
             if v[j] > 0:
                 total += np.float64(m[j]) * np.float64(m[j]) / np.float64(v[j])
         rows[i] = total
+
+
+@jit_in_any_order
+def quotients(values: F32, products: F32, rows: F64, columns: F64) -> None:
+    """Add up ``value / product`` by row and by column, and how many there are, where both are positive.
+
+    Args:
+        values: a matrix.
+        products: of the same shape.
+        rows: (2, rows) of zeros, receives the sums and the counts.
+        columns: (2, columns), the same.
+    """
+    for i in range(values.shape[0]):
+        v, p, total, count = values[i], products[i], np.float64(0), np.float64(0)
+        for j in range(v.size):
+            counts = (v[j] > 0) & (p[j] > 0)
+            quotient = np.float64(v[j]) / np.float64(p[j]) if counts else np.float64(0)
+            total += quotient
+            count += np.float64(counts)
+            columns[0, j] += quotient
+            columns[1, j] += np.float64(counts)
+        rows[0, i], rows[1, i] = total, count
 
 
 @jit_in_any_order

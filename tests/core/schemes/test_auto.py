@@ -243,6 +243,18 @@ def losses_of(state, options=OPTIONS, **more):
     }
 
 
+@pytest.mark.parametrize(("optimizer", "told"), [("AdamW", True), ("AdamW-amsgrad", False)])
+def test_first_moments_follow_the_root_that_updates_are_divided_by(optimizer, told):
+    state = training(optimizer, TinyMLP)[0]
+    makers = Auto(options=OPTIONS, occasion=Occasion(state=state, step=1)).codecs(state)
+    firsts = [n for n, spec in state.specs.items() if spec.tag.role is Role.EXP_AVG and n in makers]
+    assert firsts
+    for name in firsts:
+        codec = makers[name]()
+        second = state.tensors[name.replace("exp_avg", "exp_avg_sq")]
+        assert (codec.second_moment is second) == told
+
+
 def adam(weight, second=1e-8, first=1e-4):
     return {
         "w": weight,
