@@ -62,10 +62,17 @@ class Middle:
         return self.occasion.state
 
 
-def middle_of(kind: Kind, seed: int, quick: bool) -> Middle:
-    """Train up to the checkpoint in the middle; how far weights have moved since the one before is known, as in a run."""
+def middle_of(kind: Kind, seed: int, quick: bool, place: int = _MIDDLE) -> Middle:
+    """Train up to the checkpoint in the middle; how far weights have moved since the one before is known, as in a run.
+
+    Args:
+        kind: the training.
+        seed: its seed.
+        quick: whether the quick form is meant.
+        place: of another of the eleven checkpoints, counted from 0.
+    """
     training = kind.build(seed, kind, quick)
-    before, step = kind.save_steps("spread", quick)[_MIDDLE - 1 : _MIDDLE + 1]
+    before, step = [0, *kind.save_steps("spread", quick)][place : place + 2]
     tracker = MovementTracker()
     for index in range(step):
         if index == before:

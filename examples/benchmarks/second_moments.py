@@ -1,8 +1,8 @@
 """Ways to restore Adam's second moment: bits, what they do to the next updates, and to the loss some steps later. Prints a table.
 
-    python examples/benchmarks/second_moments.py [--only gpt,recommender] [--seeds 2] [--quick]
+    python examples/benchmarks/second_moments.py [--only gpt,recommender] [--seeds 2] [--at 6] [--quick]
 
-Trainings of the bench of the bound are taken to a checkpoint in the middle, of which the moments alone are restored. Second
+Trainings of the bench of the bound are taken to a checkpoint, the one in the middle unless another is named, of which the moments alone are restored. Second
 moments are a row times a column, as `auto` has them; that times a residual in levels of so many octaves; every element to a
 share of itself; or exact. First moments are coded as they are, or such that they make up for what second ones have lost
 (`auto`). For the columns of updates their levels are so fine that nothing else is lost.
@@ -182,12 +182,16 @@ def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", type=trainings, default=",".join(TRAININGS))
     parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument(
+        "--at", type=int, choices=range(1, Kind.SAVES + 1), default=6, help="which checkpoint"
+    )
     parser.add_argument("--quick", action="store_true", help="tiny models: whether it runs, no results")
     arguments = parser.parse_args(given)
     torch.set_num_threads(1)
     marks = QUICK_MARKS if arguments.quick else MARKS
     for kind in arguments.only:
-        middles = (middle_of(kind, seed + 1, arguments.quick) for seed in range(arguments.seeds))
+        seeds = range(1, arguments.seeds + 1)
+        middles = (middle_of(kind, seed, arguments.quick, arguments.at - 1) for seed in seeds)
         print(table(kind, marks, [list(measure(middle, marks)) for middle in middles]), flush=True)
 
 

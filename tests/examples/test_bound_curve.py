@@ -54,6 +54,18 @@ def test_second_moments_are_the_nearer_the_more_bits_they_take(capsys):
     assert float(rows[-1][1]) == 0
 
 
+def test_other_checkpoints_are_those_of_a_run(middle):
+    from bound_trainings import KINDS
+    from moments import middle_of
+
+    kind = KINDS["moe-muon"]
+    steps = kind.save_steps("spread", True)
+    assert middle.occasion.step == steps[5]
+    first, last = (middle_of(kind, 1, True, place) for place in (0, 10))
+    assert (first.occasion.step, first.occasion.movement.steps) == (steps[0], steps[0])
+    assert (last.occasion.step, last.occasion.movement.steps) == (steps[10], steps[10] - steps[9])
+
+
 def test_trainings_that_are_not_there_are_refused(capsys):
     import moments
 
