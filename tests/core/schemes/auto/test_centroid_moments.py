@@ -90,6 +90,66 @@ def test_first_moments_are_read_as_written_never_longer_and_never_worse_than_zer
     assert float((found - true).square().sum()) <= 1.005 * size + 1e-30  # centroids are rounded to 1/256
 
 
+def roots(first: torch.Tensor, second: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """What Adam makes of two moments."""
+    return first.double() / (second.double().sqrt() + epsilon)
+
+
+@settings(max_examples=200)
+@given(
+    SHAPES,
+    st.integers(0, 999),
+    st.sampled_from([1e-8, 1e-3, 1.0, 1e12]),
+    st.sampled_from(["plain", "dead row", "dead column", "sparse", "one sign"]),
+    st.sampled_from([0.0, 1e-8, 1e-3]),
+    st.floats(0, 3),
+)
+def test_the_update_is_what_it_would_have_been_however_far_the_second_moment_is_restored(
+    shape, seed, scale, kind, epsilon, away
+):
+    first, second = moments(*shape, seed=seed, scale=scale, kind=kind)
+    noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    restored = second * torch.exp2(away * noise)
+    assume(not bool(((second > 0) & (restored < 1e-30)).any()))
+    codec = CentroidFirstMomentCodec(step=0.05, second_moment=second, epsilon=epsilon)
+    try:
+        _, value = code(codec, first, sibling_planes(restored))
+    except CannotRepresentError:  # too far away
+        assume(False)
+    used = second > 0
+    wanted, found = (each[used] for each in (roots(first, second, epsilon), roots(value, restored, epsilon)))
+    # of a mean of 20 gradients, which is less than 4.5 roots large; 126 levels reach beyond. Half of a level is rounded, a centroid
+    # lies half of one away at most, and all are lengthened
+    assert bool(((found - wanted).abs() <= 0.03 + 0.02 * wanted.abs()).all())
+
+
+def test_where_the_root_is_less_than_epsilon_first_moments_stay():
+    first, second = moments(60, 90, scale=1e-12)
+    restored = 4 * second
+    codec = CentroidFirstMomentCodec(step=0.02, second_moment=second, epsilon=1e-3)
+    kept = code(codec, first, sibling_planes(restored))[1]
+    assert torch.allclose(kept, code(CentroidFirstMomentCodec(step=0.02), first, sibling_planes(restored))[1])
+    moved = code(replace(codec, epsilon=0.0), first, sibling_planes(restored))[1]
+    assert float((moved / first).median()) == pytest.approx(2, rel=0.02)
+
+
+def test_first_moments_whose_second_one_is_zero_or_of_another_shape_stay():
+    first, second = moments(60, 90)
+    plain = code(CentroidFirstMomentCodec(step=0.1), first, sibling_planes(second))[1]
+    for unknown in (second * 0, second[:5], second.reshape(90, 60)):
+        codec = CentroidFirstMomentCodec(step=0.1, second_moment=unknown)
+        assert torch.equal(code(codec, first, sibling_planes(second))[1], plain)
+
+
+def test_no_first_moment_is_made_larger_than_any_of_its_gradient_is():
+    """A second moment that is next to none, as of another gradient, makes no first one that is next to infinite."""
+    first, second = moments(60, 90)
+    codec = CentroidFirstMomentCodec(step=1.0, second_moment=second * 1e-20, epsilon=0.0)
+    value = code(codec, first, sibling_planes(second))[1]
+    assert float((value.abs() / second.sqrt()).max()) <= 31 * 1.01
+    assert bool(torch.isfinite(value).all())
+
+
 @settings(max_examples=100)
 @given(
     st.integers(0, 999),
