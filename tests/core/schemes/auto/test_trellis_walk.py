@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shrinkpoint.arrays import Float64s
 from shrinkpoint.entropy.trellis.states import NOISE, States
-from shrinkpoint.schemes.auto.lattice_points import REACH
+from shrinkpoint.schemes.auto.lattice_points import MAX_EXPONENT
 from shrinkpoint.schemes.auto.random_walk import (
     CARRIED,
     EXPONENTS,
@@ -22,7 +22,7 @@ from shrinkpoint.schemes.auto.random_walk import (
 )
 
 STATES: tuple[States, ...] = (4, 8)
-MIDDLE = 2 * REACH
+MIDDLE = 2 * MAX_EXPONENT
 """The exponent of the tensor's own step."""
 
 UNIT = 80
