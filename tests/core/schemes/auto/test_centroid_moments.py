@@ -8,7 +8,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support.chains import check_malformed, save_chain, spec_of, state_of
-from support.moments import KINDS, SCALES, SHAPES, moments, given_second
+from support.moments import KINDS, SCALES, SHAPES, given_second, moments
 
 from shrinkpoint.coding.encode import decode_chain
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError, ShrinkpointError
