@@ -17,6 +17,7 @@ from shrinkpoint.evaluation import ResumedSteps
 from shrinkpoint.exactness import exact_parts, large_share
 from shrinkpoint.finite import LOSS_ALONE, is_finite, not_finite
 from shrinkpoint.guards import Guard
+from shrinkpoint.memory import give_back
 from shrinkpoint.movement import Movement, MovementTracker
 from shrinkpoint.planner import Measure, Plan, Planner
 from shrinkpoint.recognition import recognised
@@ -119,9 +120,9 @@ class Committer:
         """Count the weights' movement from here: where a training starts that restored nothing."""
         self._note(state, step)
 
-    def _note(self, state: TrainingState, step: int) -> None:
+    def _note(self, state: TrainingState, step: int, *, lasting: bool = False) -> None:
         if self._config.scheme != "lossless":  # which makes no noise to be compared with the movement
-            self._movement.note(state, step)
+            self._movement.note(state, step, lasting=lasting)
 
     def adopt(self, parent: Manifest, held: Mapping[str, Held], state: TrainingState) -> None:
         """Continue the chain of a restored checkpoint, from the state that a reader has got of it."""
@@ -152,6 +153,11 @@ class Committer:
         started, spent = time.perf_counter(), self._spent_s()
         state = recognised(confirmed(job.snapshot.wait()), job.optimizers)
         movement = self._movement.since(state, job.step)
+        if job.snapshot.lasting:
+            # The weights of before are let go of now, when most memory is needed. If this save fails, the next one counts the
+            # movement from here: it has less noise than it might have, never more.
+            self._note(state, job.step, lasting=True)
+            give_back()
         try:
             stored = self._store_with(job, state, self._take_link(), movement, started, spent)
         except ChainError as error:  # a base needs no parent
@@ -162,7 +168,8 @@ class Committer:
                     " once"
                 )
             stored = self._store_with(job, state, None, movement, started, spent)
-        self._note(state, job.step)
+        if not job.snapshot.lasting:
+            self._note(state, job.step)
         self._tell_diverged(stored)
         self._collect()
         self._slim()
@@ -207,6 +214,8 @@ class Committer:
         guard = Guard(job.optimizers, self._config.encoder_threads)
         self.planner.guard = guard if self._config.guards else None
         plan = self.planner.plan(occasion, job.measure, job.resume, exact=job.exact)
+        if job.snapshot.lasting:
+            give_back()  # what candidates took, before coding takes its own
         encoded = encode_state(
             state,
             plan.scheme,
@@ -216,6 +225,7 @@ class Committer:
             release=link.held.pop if link else None,
             provenance=_provenance(),
             threads=self._config.encoder_threads,
+            lasting=job.snapshot.lasting,
             exactly=plan.reason if plan.is_exact and self._config.scheme != "lossless" else None,
         )
         container = write_container(encoded.checkpoint)

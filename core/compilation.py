@@ -102,17 +102,16 @@ def _folders() -> Iterator[Path]:
 
 def _cached_files() -> list[Path]:
     """What is kept of the kernels that this process has called: an index of each, and its object files."""
-    from numba.core.dispatcher import Dispatcher
-
     from shrinkpoint.kernel_cache import kept_of
 
     found: set[Path] = set()
     for name, module in list(sys.modules.items()):
         if not name.startswith("shrinkpoint."):
             continue
+        kernel: Any
         for kernel in vars(module).values():
             kept = kept_of(kernel)
-            if kept is None or not isinstance(kernel, Dispatcher) or not kernel.signatures:
+            if kept is None or not kernel.signatures:
                 continue
             stem = f"{kernel.__module__.rpartition('.')[2]}.{kernel.__qualname__}-"
             for folder in kept.folders():

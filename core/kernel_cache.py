@@ -29,17 +29,19 @@ from shrinkpoint.telling import tell
 
 __all__ = ["KernelCache", "keep", "kept_of"]
 
+_CACHE = "_cache"  # the attribute of a kernel in which numba looks for its cache
+
 
 def keep(kernel: Any, function: Callable[..., Any]) -> Any:
     """Give a kernel that numba has made of `function` its cache; a plain function, of ``NUMBA_DISABLE_JIT``, stays what it is."""
     if isinstance(kernel, Dispatcher):
-        kernel._cache = KernelCache(function)
+        setattr(kernel, _CACHE, KernelCache(function))
     return kernel
 
 
 def kept_of(kernel: object) -> "KernelCache | None":
     """The cache of a kernel; None of anything else."""
-    found = getattr(kernel, "_cache", None) if isinstance(kernel, Dispatcher) else None
+    found = getattr(kernel, _CACHE, None) if isinstance(kernel, Dispatcher) else None
     return found if isinstance(found, KernelCache) else None
 
 
