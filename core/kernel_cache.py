@@ -16,6 +16,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
+from numba.core import config
 from numba.core.caching import (
     CacheImpl,
     CompileResultCacheImpl,
@@ -67,8 +68,13 @@ class KernelCache:
 
     @cached_property
     def read_only(self) -> list[Any]:
-        """Caches in the other folders that numba knows of and that are there, in numba's order."""
-        found = []
+        """Caches in the other folders that numba knows of and that are there, in numba's order.
+
+        None beside a folder that ``NUMBA_CACHE_DIR`` names and that may be written to: whoever names one means it.
+        """
+        found: list[Any] = []
+        if config.CACHE_DIR and self.cache_path and Path(self.cache_path).is_relative_to(config.CACHE_DIR):
+            return found
         for locator in CacheImpl._locator_classes:
             try:
                 other = _readable(locator)(self._function)

@@ -102,6 +102,15 @@ def test_what_an_image_brings_along_is_found_beside_a_folder_of_the_user(
     ]
 
 
+def test_a_folder_that_is_named_and_can_be_written_is_the_only_one(
+    imported, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert was_compiled(imported().doubled)
+    monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path / "named"))
+    assert was_compiled(imported().doubled)
+    assert not was_compiled(imported().doubled)
+
+
 def test_a_folder_of_the_users_own_is_the_last_resort(imported, read_only, tmp_path: Path) -> None:
     read_only(tmp_path / "tmp")
     with warnings.catch_warnings():
