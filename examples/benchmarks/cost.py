@@ -4,8 +4,8 @@
 
 The state is that of a GPT after some AdamW steps on the standard library's source text, and again some steps later: weights and both
 moments in fp32. One thread; user and system time of the process, the better of two runs, the first of which may compile. Files
-are written to a temporary folder and read while they are in the page cache. A delta is read with its base, as a restore does: what
-the base alone takes is subtracted. ``profile`` after the options prints where a delta of ``auto`` spends its time.
+of torch.save and DCP are written to a temporary folder and read while they are in the page cache. A delta is read with its base, as a
+restore does: what the base alone takes is subtracted. ``profile`` as an argument prints where a delta of ``auto`` spends its time.
 """
 
 import argparse

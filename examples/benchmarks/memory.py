@@ -28,7 +28,6 @@ from gpt import GPT, GPTConfig, build_optimizer, load_corpus, loss_on
 import shrinkpoint
 
 CASES = ("auto", "lossless", "inshrinkerator")
-_WIDTH = 512
 _BLOCK = 32
 _SAVES = 3
 _STEPS = 5
@@ -55,11 +54,11 @@ class Peak:
             time.sleep(0.003)
 
 
-def measure(scheme: str, layers: int, resumed: bool) -> dict[str, object]:
+def measure(scheme: str, width: int, layers: int, resumed: bool) -> dict[str, object]:
     """Train and save in this process."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    config = GPTConfig(width=_WIDTH, layers=layers, heads=8, block=_BLOCK, batch=1)
+    config = GPTConfig(width=width, layers=layers, heads=8, block=_BLOCK, batch=1)
     model = GPT(config)
     optimizer = build_optimizer(model, config)[0]
     text, held_out = load_corpus(max_bytes=400_000)
@@ -140,17 +139,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--layers", type=int, default=12, help=f"of width {_WIDTH}; 12 are 38 M parameters")
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=12, help="12 of width 512 are 38 M parameters")
     parser.add_argument("--schemes", nargs="+", default=list(CASES), choices=CASES)
     parser.add_argument("--resumed", action="store_true", help="try steps from restored states")
     parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case:
-        print(json.dumps(measure(options.case, options.layers, options.resumed)))
+        print(json.dumps(measure(options.case, options.width, options.layers, options.resumed)))
         return
     print(f"{'scheme':15} {'save':6} {'ratio':>6} {'peak':>7} {'after':>7} {'blocked':>9}")
     for scheme in options.schemes:
         command = [sys.executable, __file__, "--case", scheme, "--layers", str(options.layers)]
+        command += ["--width", str(options.width)]
         command += ["--resumed"] if options.resumed else []
         found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
         for row in found["rows"]:
