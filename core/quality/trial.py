@@ -1,6 +1,6 @@
 """Restores that are tried and not stored: the models and states that the quality of a scheme is measured on."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
 
 import torch
 
@@ -57,18 +57,21 @@ def restored_state(
     return TrainingState(state.tree, values, state.specs)
 
 
-def mirrored_model(state: TrainingState, restored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def mirrored_model(
+    state: TrainingState, restored: MutableMapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     """The model on the other side of the true one: ``2 * true - restored`` of each weight and average.
 
     Buffers and what is not floating are the true ones, and what was restored exactly stays so.
 
     Args:
         state: the snapshot.
-        restored: what a reader would get of it, by the names in the model.
+        restored: what a reader would get of it, by the names in the model. What is mirrored is taken out of it, so that both are
+            not in memory at once.
     """
     mirrored = true_model(state)
     for name in _floating_weights(state):
-        true, value = mirrored[name], restored.get(name)
+        true, value = mirrored[name], restored.pop(name, None)
         if value is not None and value is not true and not torch.equal(value, true):
             mirrored[name] = _mirrored(true, value)
     return mirrored

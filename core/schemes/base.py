@@ -87,6 +87,8 @@ class Context:
     sibling_planes: Mapping[str, ReferenceState] = field(default_factory=dict)
     """What stands earlier in this checkpoint of the same parameter and shape, by role: coders' contexts."""
     threads: int = 1
+    lasting: bool = False
+    """Whether nobody will write to what ``encode`` gets any more, so that planes may share its memory."""
 
 
 class TensorCodec(Protocol):
