@@ -55,10 +55,12 @@ def encode(
     if before is not None:
         tracker.note(states[0], 8)
     state = states[before is not None]
-    held, parent = (before.held, before.checkpoint.state_digest) if before else (None, None)
-    save_context = SaveContext(state=state, step=12, reference=held, movement=tracker.since(state, 12))
+    reference, parent = (before.reference, before.checkpoint.state_digest) if before else (None, None)
+    save_context = SaveContext(state=state, step=12, reference=reference, movement=tracker.since(state, 12))
     options = AutoOptions(effort=effort, weight_scale=_SCALE) if scheme == "auto" else None
-    return encode_state(state, build(scheme, options, save_context), step=12, reference=held, parent=parent)
+    return encode_state(
+        state, build(scheme, options, save_context), step=12, reference=reference, parent=parent
+    )
 
 
 def row(name: str, gigabytes: float, saving: float, reading: float, size: float) -> None:

@@ -18,7 +18,7 @@ from shrinkpoint.state.training import Role, TrainingState
 
 @pytest.fixture
 def all_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("snapshot", "saver"):
+    for module in ("state.snapshot", "saver"):
         monkeypatch.setattr(f"shrinkpoint.{module}.LARGE", 1)
 
 
@@ -103,7 +103,7 @@ def test_the_files_are_those_of_snapshots_that_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str
 ) -> None:
     saved(tmp_path / "kept", scheme).close()
-    for module in ("snapshot", "saver"):
+    for module in ("state.snapshot", "saver"):
         monkeypatch.setattr(f"shrinkpoint.{module}.LARGE", 1)
     saved(tmp_path / "let go", scheme).close()
     kept, let_go = (containers(tmp_path / folder) for folder in ("kept", "let go"))

@@ -118,9 +118,9 @@ def test_the_update_is_what_it_would_have_been_however_far_the_second_moment_is_
         assume(False)
     used = second > 0
     wanted, found = (each[used] for each in (roots(first, second, epsilon), roots(value, restored, epsilon)))
-    # of a mean of 20 gradients, which is less than 4.5 roots large; 126 levels reach beyond. Half of a level is rounded, a centroid
-    # lies half of one away at most, and all are lengthened
-    assert bool(((found - wanted).abs() <= 0.03 + 0.02 * wanted.abs()).all())
+    # of a mean of 20 gradients, which is less than 4.5 roots large; 126 levels reach beyond. The centroid of a level lies anywhere in its
+    # cell, so a value is one step away from it at most; and all are lengthened
+    assert bool(((found - wanted).abs() <= 0.05 + 0.02 * wanted.abs()).all())
 
 
 def test_where_the_root_is_less_than_epsilon_first_moments_stay():
