@@ -1,0 +1,52 @@
+"""Settings of the scheme ``auto``."""
+
+from dataclasses import dataclass
+
+from shrinkpoint.entropy.contexts.coder import Effort
+from shrinkpoint.schemes.codec_io import CODED_DTYPES
+from shrinkpoint.schemes.recipe import check_choice, check_number
+from shrinkpoint.state.training import Role, TensorSpec
+
+__all__ = ["MILD_SCALE", "AutoOptions"]
+
+MILD_SCALE = 0.25
+"""Without a way to measure; a restore then costs the bench's convolutional network 0.2 % of the loss, its GPT much less."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoOptions:
+    """Settings of the scheme.
+
+    Raises:
+        ConfigError: a field has a value that cannot work.
+
+    Examples:
+        >>> from shrinkpoint.schemes.catalogue import AutoOptions
+        >>> config = shrinkpoint.SaverConfig(scheme="auto", options=AutoOptions(effort="max"))
+    """
+
+    weight_scale: float | None = None
+    """Share of the greatest noise that weights are allowed, 1 being all of it; None leaves it to the search."""
+    first_moment_step: float | None = None
+    """Distance of two levels of first moments, in roots of the second, or of their own mean square; None lets the
+    optimizer's memory decide."""
+    movement_share: float = 1.0
+    """Greatest noise of a row of weights, in root mean squares of what training has moved it since the last checkpoint."""
+    effort: Effort = "default"
+    """How much time coding may take: ``fast`` has scalar quantizers, ``default`` and ``max`` a trellis of 4 and of 8 states."""
+    min_elements: int = 64
+    """Tensors with fewer elements are stored exactly."""
+
+    def __post_init__(self) -> None:
+        if self.weight_scale is not None:
+            check_number(self, "weight_scale", 1e-4, 64)
+        if self.first_moment_step is not None:
+            check_number(self, "first_moment_step", 0.001, 64)
+        check_number(self, "movement_share", 0.001, 1000)
+        check_number(self, "min_elements", 1, 2**48, whole=True)
+        check_choice(self, "effort", Effort)
+
+    def takes(self, spec: TensorSpec) -> bool:
+        """Whether the tensor is coded as a weight."""
+        of_a_kind = spec.tag.role in (Role.WEIGHT, Role.MASTER, Role.AVERAGE)
+        return of_a_kind and spec.dtype in CODED_DTYPES and spec.numel >= self.min_elements
