@@ -1,4 +1,4 @@
-"""A consistent copy of the training state in host memory: the only thing that training waits for."""
+"""Copies the training state to host memory consistently; this copy is all that training waits for."""
 
 import dataclasses
 import time
