@@ -57,7 +57,7 @@ def test_without_yes_nothing_changes(folder: Path, command: list[str]) -> None:
     before = contents(folder)
     name, *options = command
     assert not run_json(name, str(folder), *options)["done"]
-    assert "say --yes" in run(name, str(folder), *options).stdout
+    assert "give --yes" in run(name, str(folder), *options).stdout
     assert contents(folder) == before
 
 
