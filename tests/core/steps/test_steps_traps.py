@@ -289,5 +289,5 @@ def test_averages_without_after_step_are_refused_by_name():
     training = Training()
     wide = nn.Linear(128, 128)
     average = torch.optim.swa_utils.AveragedModel(wide)
-    with pytest.raises(ConfigError, match=r"'average' holds .*module.weight.*after_step="):
+    with pytest.raises(ConfigError, match=r"'average' contains .*module.weight.*after_step="):
         training.log("memory://averaged/run", "memory://averaged/log", average=average)
