@@ -25,6 +25,7 @@ from shrinkpoint.optimizers.updates import OptimizerKind
 from shrinkpoint.quality.evaluation import Evaluate, EvaluationDesk, ResumedSteps
 from shrinkpoint.quantize.movement import is_followed
 from shrinkpoint.reports import Accepted, SaveReport
+from shrinkpoint.runtime.memory import LARGE, give_back
 from shrinkpoint.runtime.progress import waiting_for
 from shrinkpoint.runtime.worker import Worker
 from shrinkpoint.saving.address import Address
@@ -246,14 +247,17 @@ class Saver:
             exact=exact,
             blocked_s=time.perf_counter() - started,
         )
+        accepted = Accepted(step=step, blocked_s=job.blocked_s)
         self.blocked_s += job.blocked_s
         self._under_way = step, time.monotonic()
-        self._worker.submit(lambda: self._run(job))
+        handed_over = [job]
+        del job  # the snapshot is the background's alone: as soon as that is done with it, its memory is free
+        self._worker.submit(lambda: self._run(handed_over))
         if wait:
             self.flush()
             if self._failed:
                 return None
-        return Accepted(step=step, blocked_s=job.blocked_s)
+        return accepted
 
     def skip(self) -> None:
         """Count a save that is not made because one is under way; the first, the tenth, the hundredth ... is told, and why."""
@@ -334,8 +338,14 @@ class Saver:
             fatal, self._fatal = self._fatal, None
             raise fatal
 
-    def _run(self, job: Job) -> None:
+    def _run(self, handed_over: list[Job]) -> None:
         """The background thread's whole life."""
+        large = handed_over[0].snapshot.state.nbytes >= LARGE
+        self._make(handed_over.pop())
+        if large:
+            give_back()
+
+    def _make(self, job: Job) -> None:
         try:
             self._compiling = True
             self._warmup.wait()

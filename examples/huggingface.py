@@ -48,7 +48,10 @@ def main() -> None:
     torch.set_num_threads(1)
     set_seed(options.seed)
     train_text, val_text = load_corpus(max_bytes=2_000_000)
-    config = GPT2Config(vocab_size=256, n_positions=BLOCK, n_embd=64, n_layer=2, n_head=2, use_cache=False)
+    config = GPT2Config(
+        vocab_size=256, bos_token_id=None, eos_token_id=None, n_positions=BLOCK,
+        n_embd=64, n_layer=2, n_head=2, use_cache=False,
+    )  # fmt: skip
     arguments = TrainingArguments(
         output_dir="hf-output",
         per_device_train_batch_size=16,

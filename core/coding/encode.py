@@ -51,6 +51,7 @@ def encode_state(
     provenance: JSON = None,
     threads: int = 1,
     exactly: str | None = None,
+    lasting: bool = False,
 ) -> EncodedState:
     """Code a snapshot.
 
@@ -64,6 +65,7 @@ def encode_state(
             what a reader holds from being in memory twice.
         provenance: free JSON for the header: versions, configuration.
         threads: parameters coded side by side; the bytes do not depend on it.
+        lasting: nobody will write to the state's tensors any more, so that what a reader holds may share their memory.
         exactly: why a checkpoint is stored exactly that was to be lossy; None where `scheme` is what was asked for.
     """
     makers = scheme.codecs(state)
@@ -78,6 +80,7 @@ def encode_state(
                 matching(before.get(spec.name), spec),
                 siblings_of(values, spec, group),
                 sibling_planes_of(spec, ((entry.spec, state) for entry, state, _ in coded)),
+                lasting=lasting,
             )
             result, why = _encode_one(state.tensors[spec.name], spec, context, makers.get(spec.name))
             values[spec.name] = result.value

@@ -1,7 +1,7 @@
 """Paired comparison: the loss with each candidate's restored weights against that with the true ones, same batches."""
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from dataclasses import replace
 
 import torch
@@ -65,20 +65,22 @@ class Comparison:
             BlindEvaluationError: the evaluation does not see the weights.
         """
         if key not in self._rises:
-            self._rises[key] = self._pair(restored())
+            self._rises[key] = self._pair(dict(restored()))
         return self._rises[key]
 
-    def _pair(self, restored: Mapping[str, torch.Tensor]) -> Rise:
-        if self._is_true(restored):
+    def _pair(self, restored: MutableMapping[str, torch.Tensor]) -> Rise:
+        changed = self._changed(restored)
+        if not changed:
             return EXACT
         plus = self._losses(restored)
         if not all(map(math.isfinite, plus)):
             return Rise(math.inf)
+        distance = self._distance(restored)
         minus = self._losses(mirrored_model(self._state, restored))
         if plus == minus == self.baseline:
-            self.look(self._changed(restored))
+            self.look(changed)
         rise = pair_rise(plus, minus, self.baseline, floor=self._floor, absolute=self._absolute)
-        return replace(rise, distance=self._distance(restored))
+        return replace(rise, distance=distance)
 
     def _distance(self, restored: Mapping[str, torch.Tensor]) -> float:
         true = true_model(self._state)
@@ -120,9 +122,6 @@ class Comparison:
             for name, value in restored.items()
             if value is not true[name] and not torch.equal(value, true[name])
         ]
-
-    def _is_true(self, restored: Mapping[str, torch.Tensor]) -> bool:
-        return not self._changed(restored)
 
     def _losses(self, weights: Mapping[str, torch.Tensor]) -> Losses:
         self.evaluations += 1

@@ -1,5 +1,6 @@
 """Strategy of ``auto``: searches the widest step sizes that keep the bound (`shrinkpoint.quality.scale_search`)."""
 
+import weakref
 from collections.abc import Mapping
 
 from shrinkpoint.quality.comparison import Comparison
@@ -24,7 +25,7 @@ class ScaleStrategy:
     def __init__(self, options: AutoOptions) -> None:
         self._options = options
         self._search = ScaleSearch()
-        self._comparison: Comparison | None = None
+        self._comparison: weakref.ref[Comparison] | None = None  # which holds the whole snapshot
 
     def takes(self, spec: TensorSpec) -> bool:
         """See `Strategy.takes`."""
@@ -37,7 +38,8 @@ class ScaleStrategy:
 
     def measured(self, save_context: SaveContext, comparison: Comparison, allowed: float) -> Plan:
         """See `Strategy.measured`."""
-        again, self._comparison = comparison is self._comparison, comparison
+        again = self._comparison is not None and self._comparison() is comparison
+        self._comparison = weakref.ref(comparison)
         choice = self._search.choose(
             lambda scale: self._rise(save_context, comparison, scale),
             allowed,

@@ -1,6 +1,6 @@
 """Encodes and decodes in memory: the restored models and states that the quality of a scheme is measured on."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
 
 import torch
 
@@ -58,18 +58,21 @@ def restored_state(
     return TrainingState(state.tree, values, state.specs)
 
 
-def mirrored_model(state: TrainingState, restored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def mirrored_model(
+    state: TrainingState, restored: MutableMapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     """The model on the other side of the true one: ``2 * true - restored`` of each weight and average.
 
     Buffers and integer tensors are the true ones, and so are tensors that were restored exactly.
 
     Args:
         state: the snapshot.
-        restored: the restored tensors, by their names in the model.
+        restored: the restored tensors, by their names in the model. Those that are mirrored are removed from it, so that both
+            are not in memory at the same time.
     """
     mirrored = true_model(state)
     for name in _floating_weights(state):
-        true, value = mirrored[name], restored.get(name)
+        true, value = mirrored[name], restored.pop(name, None)
         if value is not None and value is not true and not torch.equal(value, true):
             mirrored[name] = _mirrored(true, value)
     return mirrored

@@ -9,7 +9,7 @@ import numpy as np
 from shrinkpoint.arrays import Float32s, Float64s, Int32s
 from shrinkpoint.runtime.jit import jit_in_any_order
 
-__all__ = ["add_up", "log_sum", "row_squares", "square_lengths", "square_sum", "total"]
+__all__ = ["add_up", "log_sum", "quotients", "row_squares", "square_lengths", "square_sum", "total"]
 
 
 _BLOCK = 512  # mantissas whose product is within double precision's range
@@ -81,6 +81,28 @@ def square_lengths(first: Float32s, second: Float32s, rows: Float64s) -> None:
             if v[j] > 0:
                 total += np.float64(m[j]) * np.float64(m[j]) / np.float64(v[j])
         rows[i] = total
+
+
+@jit_in_any_order
+def quotients(values: Float32s, products: Float32s, rows: Float64s, columns: Float64s) -> None:
+    """Add up ``value / product`` by row and by column, and how many there are, where both are positive.
+
+    Args:
+        values: a matrix.
+        products: of the same shape.
+        rows: (2, rows) of zeros, receives the sums and the counts.
+        columns: (2, columns), the same.
+    """
+    for i in range(values.shape[0]):
+        v, p, total, count = values[i], products[i], np.float64(0), np.float64(0)
+        for j in range(v.size):
+            counts = (v[j] > 0) & (p[j] > 0)
+            quotient = np.float64(v[j]) / np.float64(p[j]) if counts else np.float64(0)
+            total += quotient
+            count += np.float64(counts)
+            columns[0, j] += quotient
+            columns[1, j] += np.float64(counts)
+        rows[0, i], rows[1, i] = total, count
 
 
 @jit_in_any_order

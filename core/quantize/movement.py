@@ -59,15 +59,19 @@ class MovementTracker:
         """Whether a snapshot was noted."""
         return bool(self._before)
 
-    def note(self, state: TrainingState, step: int) -> None:
+    def note(self, state: TrainingState, step: int, *, lasting: bool = False) -> None:
         """Copy the weights: the next movement is measured from here.
 
         Args:
             state: a snapshot, or a restored state that training continues from.
             step: the training step that it belongs to.
+            lasting: whether its tensors will not be written to any more, so that they need not be copied.
         """
         wanted = [name for name, spec in state.specs.items() if is_followed(spec)]
         kept: dict[str, torch.Tensor] = {}
+        if lasting:
+            self._before, self._step = {name: state.tensors[name] for name in wanted}, step
+            return
         with torch.no_grad():
             for name in wanted:
                 tensor, old = state.tensors[name].detach(), self._before.get(name)

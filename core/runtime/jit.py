@@ -9,18 +9,17 @@ allocate the arrays; functions that Python never calls are a `jit_part`; and sho
 """
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import numba
 
-from shrinkpoint.warn import warn
+from shrinkpoint.runtime.kernel_cache import keep
 
 __all__ = ["jit", "jit_in_any_order", "jit_inlined", "jit_part"]
 
 
 def jit(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile lazily, cached on disk where numba finds a folder it may write to, in memory elsewhere."""
+    """Compile lazily, cached on disk (`shrinkpoint.runtime.kernel_cache`), in memory where no folder may be written to."""
     return _compiled(function)
 
 
@@ -49,20 +48,6 @@ def jit_in_any_order(function: Callable[..., Any]) -> Callable[..., Any]:
 _ALWAYS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
 
 
-@cache
-def _warn_once() -> None:
-    warn(
-        "the compiled coders cannot be kept, since numba finds no folder that it may write to: every process will compile"
-        " what it calls, for some 10 CPU seconds before a restore and half a minute before a save; let"
-        " NUMBA_CACHE_DIR name a folder that lasts"
-    )
-
-
 def _compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    options |= _ALWAYS
-    try:
-        compiled: Callable[..., Any] = numba.njit(cache=True, **options)(function)
-    except RuntimeError:  # numba's "cannot cache function": read-only install and no home folder
-        _warn_once()
-        compiled = numba.njit(**options)(function)
+    compiled: Callable[..., Any] = keep(numba.njit(**options, **_ALWAYS)(function), function)
     return compiled

@@ -18,6 +18,7 @@ from shrinkpoint.quality.guards import Guard
 from shrinkpoint.quality.planner import Measure, Plan, Planner
 from shrinkpoint.quantize.movement import Movement, MovementTracker
 from shrinkpoint.reports import SaveReport
+from shrinkpoint.runtime.memory import give_back
 from shrinkpoint.saving.finite import LOSS_ALONE, is_finite, not_finite
 from shrinkpoint.saving.retention import WEIGHTS_ONLY, Record, RetentionPolicy, lineage_of
 from shrinkpoint.saving.slimming import Slimmer
@@ -119,9 +120,9 @@ class Committer:
         """Count the weights' movement from here: where a training starts that restored nothing."""
         self._note(state, step)
 
-    def _note(self, state: TrainingState, step: int) -> None:
+    def _note(self, state: TrainingState, step: int, *, lasting: bool = False) -> None:
         if self._config.scheme != "lossless":  # which makes no noise to be compared with the movement
-            self._movement.note(state, step)
+            self._movement.note(state, step, lasting=lasting)
 
     def adopt(self, parent: Manifest, reference: Mapping[str, ReferenceState], state: TrainingState) -> None:
         """Continue the chain of a restored checkpoint, from the state that a reader has got of it."""
@@ -152,6 +153,11 @@ class Committer:
         started, spent = time.perf_counter(), self._spent_s()
         state = recognised(confirmed(job.snapshot.wait()), job.optimizers)
         movement = self._movement.since(state, job.step)
+        if job.snapshot.lasting:
+            # The weights of before are let go of now, when most memory is needed. If this save fails, the next one counts the
+            # movement from here: it has less noise than it might have, never more.
+            self._note(state, job.step, lasting=True)
+            give_back()
         try:
             stored = self._store_with(job, state, self._take_link(), movement, started, spent)
         except ChainError as error:  # a base needs no parent
@@ -162,7 +168,8 @@ class Committer:
                     " once"
                 )
             stored = self._store_with(job, state, None, movement, started, spent)
-        self._note(state, job.step)
+        if not job.snapshot.lasting:
+            self._note(state, job.step)
         self._warn_diverged(stored)
         self._collect()
         self._slim()
@@ -207,6 +214,8 @@ class Committer:
         guard = Guard(job.optimizers, self._config.encoder_threads)
         self.planner.guard = guard if self._config.guards else None
         plan = self.planner.plan(save_context, job.measure, job.resume, exact=job.exact)
+        if job.snapshot.lasting:
+            give_back()  # what candidates took, before coding takes its own
         encoded = encode_state(
             state,
             plan.scheme,
@@ -216,6 +225,7 @@ class Committer:
             release=link.reference.pop if link else None,
             provenance=_provenance(),
             threads=self._config.encoder_threads,
+            lasting=job.snapshot.lasting,
             exactly=plan.reason if plan.is_exact and self._config.scheme != "lossless" else None,
         )
         container = write_container(encoded.checkpoint)

@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -40,18 +40,19 @@ def compile_coders(scheme: str, effort: str | None = None) -> bool:
         effort: of the coder, for schemes that have several; None takes the scheme's default.
 
     Returns:
-        Whether it lasts: False where numba has no folder that it may write to.
+        Whether it was done: False where no folder may be written to, for nothing would last.
 
     Raises:
         ConfigError: there is no such scheme, or no such effort.
     """
     options = _options(scheme, effort)
+    folder = cache_folder()
+    if folder is None:
+        return False
     _make_and_restore(scheme, options)
     if scheme != "lossless":
         _make_and_restore("lossless", None)
-    mark = _mark(scheme, options)
-    if mark is None:
-        return False
+    mark = folder / _mark(scheme, options)
     mark.parent.mkdir(parents=True, exist_ok=True)
     part = mark.with_suffix(f".{os.getpid()}")
     files = [os.path.relpath(file, mark.parent) for file in _cached_files()]
@@ -66,9 +67,11 @@ def is_compiled(scheme: str, effort: str | None = None) -> bool:
     Raises:
         ConfigError: as `compile_coders`.
     """
-    mark = _mark(scheme, _options(scheme, effort))
-    if mark is None:
-        return False
+    name = _mark(scheme, _options(scheme, effort))
+    return any(_is_sound(folder / name) for folder in _folders())
+
+
+def _is_sound(mark: Path) -> bool:
     try:
         noted = json.loads(mark.read_text())
         same, files = noted["sources"] == _sources(), noted["files"]
@@ -78,26 +81,41 @@ def is_compiled(scheme: str, effort: str | None = None) -> bool:
 
 
 def cache_folder() -> Path | None:
-    """Where numba keeps the compiled coders; None where it keeps none: no folder that it may write to, ``NUMBA_DISABLE_JIT``."""
+    """Where the compiled coders are kept; None where none are: no folder that may be written to, ``NUMBA_DISABLE_JIT``."""
     from shrinkpoint.entropy import kernels
 
     stats = getattr(kernels.encode_one, "stats", None)  # none where compiling is turned off
     return Path(stats.cache_path) if stats is not None and stats.cache_path is not None else None
 
 
+def _folders() -> Iterator[Path]:
+    """Where they are looked for: `cache_folder`, and others that need not be writable."""
+    from shrinkpoint.entropy import kernels
+    from shrinkpoint.runtime.kernel_cache import kept_of
+
+    folder, kept = cache_folder(), kept_of(kernels.encode_one)
+    if folder is not None:
+        yield folder
+    if kept is not None:
+        yield from (other for other in kept.folders() if other != folder)
+
+
 def _cached_files() -> list[Path]:
-    """What numba keeps of the kernels that this process has called: an index of each, and its object files."""
-    from numba.core.dispatcher import Dispatcher
+    """What is kept of the kernels that this process has called: an index of each, and its object files."""
+    from shrinkpoint.runtime.kernel_cache import kept_of
 
     found: set[Path] = set()
     for name, module in list(sys.modules.items()):
         if not name.startswith("shrinkpoint."):
             continue
+        kernel: Any
         for kernel in vars(module).values():
-            folder = kernel.stats.cache_path if isinstance(kernel, Dispatcher) and kernel.signatures else None
-            if folder is not None:
-                stem = f"{kernel.__module__.rpartition('.')[2]}.{kernel.__qualname__}-"
-                found.update(Path(folder).glob(f"{stem}*.nb[ic]"))
+            kept = kept_of(kernel)
+            if kept is None or not kernel.signatures:
+                continue
+            stem = f"{kernel.__module__.rpartition('.')[2]}.{kernel.__qualname__}-"
+            for folder in kept.folders():
+                found.update(folder.glob(f"{stem}*.nb[ic]"))
     return sorted(found)
 
 
@@ -165,20 +183,17 @@ class _SmallTraining:
         return self._snapshotter.take(TrainingState.capture(live, describe)).wait()
 
 
-def _mark(scheme: str, options: object) -> Path | None:
-    """The file beside numba's own that tells of what was compiled for this processor; None where nothing is cached."""
+def _mark(scheme: str, options: object) -> str:
+    """The name of the file beside numba's own that tells of what was compiled for this processor."""
     import numba
     from numba.core.registry import cpu_target
 
-    folder = cache_folder()
-    if folder is None:
-        return None
     machine = cpu_target.target_context.codegen().magic_tuple()
     processor = [numba.__version__, sys.implementation.cache_tag, repr(machine)]
     named = hashlib.sha256(
         json.dumps([scheme, getattr(options, "effort", None), processor]).encode()
     ).hexdigest()[:16]
-    return folder / f"shrinkpoint-{named}.compiled"
+    return f"shrinkpoint-{named}.compiled"
 
 
 def _sources() -> str:

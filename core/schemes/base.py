@@ -88,6 +88,8 @@ class Context:
     """Planes, by role, of the siblings of the same shape stored earlier in this checkpoint, for contexts and
     predictions."""
     threads: int = 1
+    lasting: bool = False
+    """Whether nobody will write to what ``encode`` gets any more, so that planes may share its memory."""
 
 
 class TensorCodec(Protocol):

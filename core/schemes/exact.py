@@ -37,7 +37,8 @@ class ExactCodec:
     def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
         """See `TensorCodec.encode`; accepts every tensor."""
         item = _item_size(spec.dtype)
-        bits = tensor_to_bytes(tensor).copy().view(f"<u{item}")
+        data = tensor_to_bytes(tensor)
+        bits = (data if context.lasting else data.copy()).view(f"<u{item}")
         previous = _previous(context.reference, bits.size, item)
         delta = previous is not None and (
             np.array_equal(bits, previous) if bits.size < _LEAST else self._pays(bits, previous, spec.dtype)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from shrinkpoint.runtime.memory import LARGE
 from shrinkpoint.state.training import TrainingState
 
 __all__ = ["Snapshot", "Snapshotter"]
@@ -20,6 +21,8 @@ class Snapshot:
     """Seconds that the caller waited for the copy."""
     ready: torch.cuda.Event | None = None
     """For tensors of a GPU: recorded after the last copy; `wait` before reading."""
+    lasting: bool = False
+    """Whether nobody will write to the copies any more: they may be kept as they are beyond the next snapshot."""
 
     def wait(self) -> TrainingState:
         """The state, once every copy has arrived; called off the training thread."""
@@ -30,6 +33,9 @@ class Snapshot:
 
 class Snapshotter:
     """Copies states into buffers that it keeps and reuses: at most 1x the state, and no allocation in steady state.
+
+    States that are `LARGE` and on the host are copied into new memory each time instead, which is free as soon as the snapshot is
+    let go of. Pinned memory takes too long to be had for that.
 
     Tensors on a GPU are copied to pinned memory on a side stream. The compute stream then waits, on the GPU and
     without stopping the host, until the copies have left: later optimizer steps cannot overtake them.
@@ -48,11 +54,13 @@ class Snapshotter:
             state: with live tensors, on any device.
 
         Returns:
-            The copy. Its tensors are C-contiguous and stay valid until the next `take`.
+            The copy. Its tensors are C-contiguous and stay valid until the next `take`; longer where it is `Snapshot.lasting`.
         """
         start = time.perf_counter()
         devices = {tensor.device for tensor in state.tensors.values() if tensor.is_cuda}
-        ready = None
+        ready, lasting = None, not devices and state.nbytes >= LARGE
+        if lasting:
+            self._buffers = {}
         with torch.no_grad():
             if devices:
                 ready = self._copy_from_gpu(state, devices)
@@ -60,7 +68,9 @@ class Snapshotter:
                 copies = {name: self._copy(name, tensor) for name, tensor in state.tensors.items()}
                 self._buffers = copies
         host = dataclasses.replace(state, tensors=dict(self._buffers))
-        return Snapshot(host, time.perf_counter() - start, ready)
+        if lasting:
+            self._buffers = {}
+        return Snapshot(host, time.perf_counter() - start, ready, lasting)
 
     def _copy_from_gpu(self, state: TrainingState, devices: set[torch.device]) -> torch.cuda.Event:
         for device in devices:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import platform
 import tempfile
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -131,12 +132,17 @@ class Task:
         return {**key, "source": source_digest(self.kind)}
 
 
+def _sources(root: Path) -> Iterator[Path]:
+    """Also of packages that are links, as in a checkout whose parts are linked together; `Path.rglob` passes those by."""
+    for folder, _, files in os.walk(root, followlinks=True):
+        yield from (Path(folder, file) for file in files if file.endswith(".py"))
+
+
 @cache
 def library_digest() -> str:
     """Another one whenever the library's source has changed: which of its states a cell was measured with."""
-    root = Path(shrinkpoint.__file__).parent
     hashed = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
+    for path in sorted(_sources(Path(shrinkpoint.__file__).parent)):
         hashed.update(path.read_bytes())
     return hashed.hexdigest()[:12]
 

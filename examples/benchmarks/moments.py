@@ -62,10 +62,17 @@ class Middle:
         return self.save_context.state
 
 
-def middle_of(kind: Kind, seed: int, quick: bool) -> Middle:
-    """Train up to the checkpoint in the middle; how far weights have moved since the one before is known, as in a run."""
+def middle_of(kind: Kind, seed: int, quick: bool, place: int = _MIDDLE) -> Middle:
+    """Train up to the checkpoint in the middle; how far weights have moved since the one before is known, as in a run.
+
+    Args:
+        kind: the training.
+        seed: its seed.
+        quick: whether the quick form is meant.
+        place: of another of the eleven checkpoints, counted from 0.
+    """
     training = kind.build(seed, kind, quick)
-    before, step = kind.save_steps("spread", quick)[_MIDDLE - 1 : _MIDDLE + 1]
+    before, step = [0, *kind.save_steps("spread", quick)][place : place + 2]
     tracker = MovementTracker()
     for index in range(step):
         if index == before:
@@ -137,9 +144,9 @@ class _Row:
     bits: float
     """Per element of all first moments, without what a container's header has of them."""
     error: float
-    """``||m' - m|| / ||m||`` of all together, in the codecs' units."""
+    """``||m' - m|| / ||m||`` of all together, each in its own units: with Adam, of ``m / sqrt(v)``."""
     length: float
-    """``||m'|| / ||m||``."""
+    """``||m'|| / ||m||``, likewise."""
     updates: Updates | str
 
     @property
@@ -188,18 +195,19 @@ def _parameters(state: TrainingState) -> set[str]:
 
 
 def _squares(name: str, true: TrainingState, restored: TrainingState) -> tuple[float, float, float]:
-    """The squares of a moment's error, of the moment, and of the restored one, where it has a unit."""
+    """The squares of a moment's error, of the moment, and of the restored one, in units, where it has one."""
     moment, values = true.tensors[name].double(), restored.tensors[name].double()
     folder = name.rpartition("/")[0]
     seconds = [other for other, spec in true.specs.items() if spec.tag.role is Role.EXP_AVG_SQ]
     beside = [other for other in seconds if other.rpartition("/")[0] == folder]
     if beside:
-        units = restored.tensors[beside[0]].double().sqrt()
+        units, others = (state.tensors[beside[0]].double().sqrt() for state in (true, restored))
     else:
         matrix = true.tensors[name].reshape(matrix_shape(tuple(moment.shape))).numpy()
         units = torch.from_numpy(Factors.of_roots(matrix).product()).reshape(moment.shape).double()
+        others = units
     used = units > torch.finfo(torch.float32).tiny ** 0.5 if beside else units > 0
-    one, other = moment[used] / units[used], values[used] / units[used]
+    one, other = moment[used] / units[used], values[used] / others[used]
     return float((other - one).square().sum()), float(one.square().sum()), float(other.square().sum())
 
 

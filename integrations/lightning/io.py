@@ -1,4 +1,4 @@
-"""A checkpoint plugin for Lightning that handles shrinkpoint's tokens and addresses, and delegates everything else."""
+"""A checkpoint plugin for Lightning that captures and reads shrinkpoint's checkpoints, and delegates everything else."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,7 +19,6 @@ from shrinkpoint.state.tree import encode_tree
 
 __all__ = ["RunCheckpointIO", "load_checkpoint", "open_as_ckpt", "require_supported", "storable"]
 
-Write = Callable[[dict[str, Any]], None]
 Check = Callable[[dict[str, Any]], None]
 
 _FUNCTIONS = ("anneal_func", "_anneal_func")
@@ -32,14 +31,38 @@ class _Run(NamedTuple):
     adopts: Callable[[], bool]
 
 
+class Captured:
+    """A checkpoint collected by Lightning: on the first rank its state, whose tensors are the live ones."""
+
+    path = "shrinkpoint-run"
+
+    def __init__(self) -> None:
+        self._checkpoint: dict[str, Any] | None = None
+
+    def keep(self, checkpoint: dict[str, Any]) -> None:
+        """Store the checkpoint that Lightning collected."""
+        self._checkpoint = checkpoint
+
+    def checkpoint(self) -> dict[str, Any]:
+        """The collected checkpoint.
+
+        Raises:
+            CannotRepresentError: there is none: the strategy does not write checkpoints through its plugin.
+        """
+        if self._checkpoint is None:
+            raise CannotRepresentError(
+                "Lightning's strategy did not pass the checkpoint on to its checkpoint plugin: this strategy is not supported"
+            )
+        return self._checkpoint
+
+
 class RunCheckpointIO(CheckpointIO):
     """Handles the paths of shrinkpoint runs and delegates all others to the previous plugin."""
 
     def __init__(self, base: CheckpointIO) -> None:
         self.base = base
         self._runs: dict[str, _Run] = {}
-        self._token: str | None = None
-        self._write: Write | None = None
+        self._captured: Captured | None = None
 
     @classmethod
     def install(cls, strategy: Strategy) -> "RunCheckpointIO":
@@ -62,20 +85,25 @@ class RunCheckpointIO(CheckpointIO):
         self._runs[url] = _Run(saver, check, adopts)
 
     @contextmanager
-    def writing(self, token: str, write: Write) -> Iterator[None]:
-        """Inside this block, a checkpoint saved to the path `token` is passed to `write` instead of a file."""
-        self._token, self._write = token, write
+    def capturing(self) -> Iterator[Captured]:
+        """Inside this block, a checkpoint saved to `Captured.path` is kept there instead of being written to a file."""
+        self._captured = Captured()
         try:
-            yield
+            yield self._captured
         finally:
-            self._token = self._write = None
+            self._captured = None
+
+    @property
+    def is_capturing(self) -> bool:
+        """Whether the checkpoint that is being made is shrinkpoint's; known on every rank."""
+        return self._captured is not None
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
     ) -> None:
         """Called by Lightning on the first rank."""
-        if self._write is not None and str(path) == self._token:
-            self._write(checkpoint)
+        if self._captured is not None and str(path) == self._captured.path:
+            self._captured.keep(checkpoint)
         else:
             self.base.save_checkpoint(checkpoint, path, storage_options=storage_options)
 

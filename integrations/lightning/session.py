@@ -9,7 +9,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.integrations.common.gradient_buckets import stateful_hook
 from shrinkpoint.integrations.common.gradients import GradientCollector
-from shrinkpoint.integrations.common.ranks import Outcome, broadcast, is_first, world_size
+from shrinkpoint.integrations.common.ranks import broadcast, is_first, on_first, world_size
 from shrinkpoint.integrations.common.run_session import RunSession
 from shrinkpoint.integrations.common.triggers import Trigger
 from shrinkpoint.integrations.lightning.io import RunCheckpointIO, require_supported, storable
@@ -55,7 +55,6 @@ class Session:
         self._last_batch = False
         self._ending = False
         self._stored_optimizers: list[dict[str, Any]] = []
-        self._position_wanted = False
         self._validation_pending = False
 
     @property
@@ -238,8 +237,8 @@ class Session:
             self._interruption.end()
 
     def add_position(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-        """A checkpoint of any kind is being made."""
-        if self._position_wanted:
+        """A checkpoint of any kind is being made; ours get the position in the data, from every rank."""
+        if RunCheckpointIO.install(trainer.strategy).is_capturing:
             position = Position.of(trainer)
             checkpoint[POSITION_KEY] = position.state(
                 trainer,
@@ -268,7 +267,7 @@ class Session:
     def _save(
         self, trainer: Trainer, module: LightningModule, *, last: bool = False, exact: bool = False
     ) -> None:
-        """Take a checkpoint through Lightning's own method, which calls the plugin on the first rank.
+        """Let Lightning collect its whole state on every rank, and save it from the first one.
 
         Args:
             trainer: between two batches.
@@ -279,42 +278,26 @@ class Session:
         self._trigger.saved()
         if not self.run.wants(last=last):
             return
-        accepted: Outcome[bool] = Outcome()
+        with RunCheckpointIO.install(trainer.strategy).capturing() as captured:
+            trainer.save_checkpoint(captured.path, weights_only=False)
 
-        def write(checkpoint: dict[str, Any]) -> None:  # must not raise: the other ranks wait at a barrier
-            accepted.run(lambda: self._hand_over(trainer, module, checkpoint, last=last, exact=exact))
+        def hand_over() -> bool:
+            checkpoint = captured.checkpoint()
+            return self.run.hand_over(
+                storable(checkpoint),
+                step=trainer.global_step,
+                describe=describe_checkpoint(trainer, module, checkpoint),
+                metrics=finite_metrics(trainer),
+                evaluate=self.probe.evaluation(trainer, module),
+                resumed=self._steps.resumed(trainer, module),
+                gradients=self._gradients.take(trainer.optimizers),
+                optimizers=trainer.optimizers,
+                exact=exact,
+                last=last,
+            )
 
-        token = f"shrinkpoint-step-{trainer.global_step}"
-        self._position_wanted = True
-        try:
-            with RunCheckpointIO.install(trainer.strategy).writing(token, write):
-                trainer.save_checkpoint(token, weights_only=False)
-        finally:
-            self._position_wanted = False
-        if accepted.share():
+        if on_first(hand_over):
             self.run.saved_step = trainer.global_step
-
-    def _hand_over(
-        self,
-        trainer: Trainer,
-        module: LightningModule,
-        checkpoint: dict[str, Any],
-        *,
-        last: bool,
-        exact: bool,
-    ) -> bool:
-        return self.run.hand_over(
-            storable(checkpoint),
-            step=trainer.global_step,
-            describe=describe_checkpoint(trainer, module, checkpoint),
-            metrics=finite_metrics(trainer),
-            evaluate=self.probe.evaluation(trainer, module),
-            resumed=self._steps.resumed(trainer, module),
-            gradients=self._gradients.take(trainer.optimizers),
-            optimizers=trainer.optimizers,
-            exact=exact,
-            last=last,
-        )
 
     # ---- after training
 

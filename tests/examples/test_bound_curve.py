@@ -40,6 +40,32 @@ def test_moments_take_fewer_bits_the_more_may_be_lost(capsys):
     assert all(0.99 <= float(row[3]) <= 1.01 for row in rows)
 
 
+def test_second_moments_are_the_nearer_the_more_bits_they_take(capsys):
+    import second_moments
+
+    second_moments.main(["--quick", "--only", "gpt", "--seeds", "1"])
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("|")][2:]
+    assert [row[0] for row in rows] == list(second_moments.WAYS)
+    bits, errors = ([float(row[at]) for row in rows] for at in (1, 5))
+    assert bits[0] == bits[1] < bits[2] < bits[3]
+    assert errors[0] > errors[1] > errors[2] > errors[3]
+    assert errors[-1] < 0.03
+    assert float(rows[-1][1]) == 0
+
+
+def test_other_checkpoints_are_those_of_a_run(middle):
+    from bound_trainings import KINDS
+    from moments import middle_of
+
+    kind = KINDS["moe-muon"]
+    steps = kind.save_steps("spread", True)
+    assert middle.save_context.step == steps[5]
+    first, last = (middle_of(kind, 1, True, place) for place in (0, 10))
+    assert (first.save_context.step, first.save_context.movement.steps) == (steps[0], steps[0])
+    assert (last.save_context.step, last.save_context.movement.steps) == (steps[10], steps[10] - steps[9])
+
+
 def test_trainings_that_are_not_there_are_refused(capsys):
     import moments
 

@@ -39,6 +39,6 @@ def moments(
     return first.reshape(shape), second.reshape(shape)
 
 
-def beside(second: torch.Tensor) -> Context:
+def given_second(second: torch.Tensor) -> Context:
     """The context of a first moment whose second moment is restored as this."""
     return Context(siblings={Role.EXP_AVG_SQ.value: second})

@@ -81,6 +81,32 @@ class Factors:
         rows, columns = _means(squares.mean(axis=1), squares.mean(axis=0))
         return cls._rounded(rows / 2 + shift, columns / 2)
 
+    def balanced(self, values: Float32s) -> "Factors":
+        """Factors by whose product the values divided are 1 on average, in each row, and nearly so in each column.
+
+        That is one round of what finds the most likely product where values are its elements times noise of one distribution (C.
+        Fevotte, N. Bertin, J.-L. Durrieu, "Nonnegative matrix factorization with the Itakura-Saito divergence", 2009): means of
+        quotients are not ruled by the largest elements, as means of the values are. Elements that are zero count for nothing.
+
+        Args:
+            values: fp32 (rows, columns), as those that these factors are of.
+        """
+        factors = self
+        for axis in (0, 1, 0):
+            sides = [factors.rows, factors.columns]
+            sides[axis] = _raised(sides[axis], factors._quotients(values)[axis])
+            factors = Factors(rows=sides[0], columns=sides[1])
+        return factors
+
+    def _quotients(self, values: Float32s) -> tuple[Float64s, Float64s]:
+        """The means by row and by column of values over the product."""
+        from shrinkpoint.quantize import matrix_kernels  # numba
+
+        sums = np.zeros((2, values.shape[0])), np.zeros((2, values.shape[1]))
+        matrix_kernels.quotients(values, self.product().reshape(values.shape), *sums)
+        rows, columns = (total / np.maximum(count, 1) for total, count in sums)
+        return rows, columns
+
     def lengthened(self, octaves: Mapping[int, float]) -> "Factors":
         """With some rows' factors larger by so many octaves, to the nearest quarter."""
         rows = self.rows.astype(np.int64)
@@ -182,6 +208,14 @@ def _exponents(octaves: Float64s) -> Int16s:
     with np.errstate(invalid="ignore"):
         rounded = np.clip(np.rint(octaves * _PER_OCTAVE), _LOW, _HIGH)
     return np.where(np.isfinite(octaves), rounded, EMPTY).astype(np.int16)
+
+
+def _raised(exponents: Int16s, by: Float64s) -> Int16s:
+    """Times so much, to the nearest quarter octave; as they are where that is nothing, or they are of zeros."""
+    known = (exponents != EMPTY) & (by > 0) & np.isfinite(by)
+    more = np.log2(by, where=known, out=np.zeros_like(by)) * _PER_OCTAVE
+    raised = np.clip(np.rint(exponents.astype(np.float64) + more), _LOW, _HIGH)
+    return np.where(known, raised, exponents).astype(np.int16)
 
 
 def _power(exponents: Int16s) -> Float32s:

@@ -9,6 +9,9 @@ condition; S. Lloyd, "Least squares quantization in PCM", 1982). These means are
 ``sqrt(1 - e^2)`` where their relative error is e: all of them are multiplied by one number that makes up for it. Then
 ``1 - sqrt(1 - e^2)`` of the moment is lost, half of what is lost without that number, and the relative error is
 ``sqrt(2 - 2 sqrt(1 - e^2))``, which is at most 1 up to e = 0.866; beyond it the number is 2 and no more.
+
+Adam divides by the root of a second moment that is not restored exactly either. What counts is the quotient: where that root
+comes back too large, the first moment is made as much larger before it is put on levels, and so is the update what it would have been.
 """
 
 import math
@@ -22,7 +25,14 @@ from shrinkpoint.arrays import Float32s, Float64s, UInt8s, widened
 from shrinkpoint.entropy.contexts.coder import Effort, decode_plane, encode_plane
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
 from shrinkpoint.schemes.auto.factors import matrix_shape
-from shrinkpoint.schemes.auto.moment_units import MomentCodec, OwnUnits, RootUnits, check_dtype, fp32_values
+from shrinkpoint.schemes.auto.moment_units import (
+    STRANGE,
+    MomentCodec,
+    OwnUnits,
+    RootUnits,
+    check_dtype,
+    fp32_values,
+)
 from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes
 from shrinkpoint.schemes.codec_io import emit, finite, integer, number, section
 from shrinkpoint.schemes.recipe import check_choice
@@ -90,6 +100,7 @@ class _CentroidCodec(MomentCodec):
 
         values = fp32_values(tensor, spec)
         units, sections = self._measure(values, spec, context)
+        values = self._wanted(values, units, spec)
         step = np.float32(
             self.step if self.step is not None else _widest(values, units, self.loss, linear=self.linear)
         )
@@ -102,6 +113,10 @@ class _CentroidCodec(MomentCodec):
         true = float(moment_kernels.square_sum(values, units, self.linear))
         longer = _longer(true, counts, step, _sizes(centroids, radius))
         return _Quantized(plane, radius, np.float32(step * longer), centroids, units, sections)
+
+    def _wanted(self, values: Float32s, units: Float32s, spec: TensorSpec) -> Float32s:
+        """What a reader should have, but for the levels."""
+        return values
 
     def decode(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> Planes:
         """See `TensorCodec.decode`; nothing of it helps to decode the next checkpoint."""
@@ -132,16 +147,37 @@ class _CentroidCodec(MomentCodec):
 
 @dataclass(frozen=True, kw_only=True)
 class CentroidFirstMomentCodec(RootUnits, _CentroidCodec):
-    """Levels of Adam's ``m / sqrt(v)``, v being the second moment as restored.
+    """Levels of Adam's ``m / sqrt(v)``.
 
-    Guarantees: in units, m is restored no farther from the truth than zeros are, and no longer than it was; it is zero where
-    v is zero.
+    Guarantees: in units of v as restored, m is restored no farther from what is wanted than zeros are, and no longer than that; it is
+    zero where v is restored as zero. Wanted is m itself or, where v as training has it is given, what makes the true update.
 
     Raises:
         ConfigError: an option is out of its range.
     """
 
     id: ClassVar[str] = "centroid-first-moment"
+
+    second_moment: torch.Tensor | None = None
+    """v as training has it, of the same shape; only encoding needs it."""
+    epsilon: float = 1e-8
+    """What the optimizer adds to the root of v: where that is less, an update hardly depends on it."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.epsilon < math.inf:
+            raise ConfigError(f"epsilon must be finite and not negative, not {self.epsilon}")
+
+    def _wanted(self, values: Float32s, units: Float32s, spec: TensorSpec) -> Float32s:
+        """Such that ``m' / (sqrt(v') + epsilon)``, with v' as restored, is ``m / (sqrt(v) + epsilon)``."""
+        from shrinkpoint.schemes.auto import moment_kernels  # numba
+
+        second = self.second_moment
+        if second is None or tuple(second.shape) != spec.shape:
+            return values
+        wanted = np.empty_like(values)
+        moment_kernels.in_other_units(values, fp32_values(second, spec), units, self.epsilon, STRANGE, wanted)
+        return wanted
 
 
 @dataclass(frozen=True, kw_only=True)

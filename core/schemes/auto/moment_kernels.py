@@ -10,7 +10,7 @@ import numpy as np
 from shrinkpoint.arrays import Float32s, Float64s, UInt8s
 from shrinkpoint.runtime.jit import jit
 
-__all__ = ["count_beyond", "levels", "square_sum", "unlevel"]
+__all__ = ["count_beyond", "in_other_units", "levels", "square_sum", "unlevel"]
 
 
 _ROUND = np.float32(
@@ -67,6 +67,27 @@ def unlevel(symbols: UInt8s, units: Float32s, sizes: Float32s, radius: int, out:
         value = sizes[abs(level)] * units[i]
         value = value if value >= _LEAST else _ZERO
         out[i] = -value if level < 0 else value
+
+
+@jit
+def in_other_units(
+    values: Float32s, seconds: Float32s, units: Float32s, epsilon: float, limit: float, out: Float32s
+) -> None:
+    """Moments whose quotient by a restored root is what theirs by the true one is; only encoders need it.
+
+    Args:
+        values: moments.
+        seconds: second moments, not negative; where they are zero, nothing is known of the quotient, and values stay.
+        units: the roots as restored.
+        epsilon: added to both roots.
+        limit: how many restored roots large a moment becomes at most.
+        out: receives the moments.
+    """
+    for i in range(out.size):
+        unit, value = np.float64(units[i]), np.float64(values[i])
+        if seconds[i] > _ZERO:
+            value *= (unit + epsilon) / (np.sqrt(np.float64(seconds[i])) + epsilon)
+        out[i] = np.float32(max(-limit * unit, min(limit * unit, value)))
 
 
 @jit

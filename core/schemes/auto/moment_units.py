@@ -17,9 +17,11 @@ from shrinkpoint.schemes.base import Context, EncodedTensor
 from shrinkpoint.schemes.codec_io import CODED_DTYPES, check_sections, emit, finite, normal
 from shrinkpoint.state.training import Role, TensorSpec
 
-__all__ = ["MomentCodec", "OwnUnits", "RootUnits", "check_dtype", "emitted", "fp32_values"]
+__all__ = ["STRANGE", "MomentCodec", "OwnUnits", "RootUnits", "check_dtype", "emitted", "fp32_values"]
 
-_STRANGE = 31  # roots; first moments hardly exceed ten of true second ones, and twice that of factored ones
+STRANGE = 31.0
+"""Roots of a second moment that a first one of the same gradient is large at most: it hardly exceeds ten of the true one, and
+twice that of a factored one."""
 _STRANGERS = 1e-3  # share of elements beyond that shows the two not to be moments of one gradient
 
 
@@ -62,7 +64,7 @@ class RootUnits(MomentCodec):
         roots = _roots(spec, context)
         if roots is None:
             raise CannotRepresentError(f"{spec.name} has no second moment to be measured by: stored exactly")
-        if moment_kernels.count_beyond(values, roots, np.float32(_STRANGE)) > _STRANGERS * values.size:
+        if moment_kernels.count_beyond(values, roots, np.float32(STRANGE)) > _STRANGERS * values.size:
             raise CannotRepresentError(f"{spec.name} is too large for its second moment: stored exactly")
         return roots, {}
 

@@ -1,4 +1,6 @@
-"""For how many steps an optimizer remembers a gradient in its first moments, read off its own settings in a state.
+"""For how many steps an optimizer remembers a gradient in its first moments, and what it adds to a root that it divides them by.
+
+Both are read off its own settings in a state.
 
 Every optimizer of torch, and every one that keeps to its protocol, saves ``param_groups`` with its decays, and its state by
 the parameter's number. Where they are found in the tree of a state does not matter.
@@ -12,12 +14,15 @@ import torch
 from shrinkpoint.state.training import Role, TrainingState
 from shrinkpoint.state.tree import JSON
 
-__all__ = ["UNKNOWN", "memories"]
+__all__ = ["EPSILON", "UNKNOWN", "epsilons", "memories"]
 
 Tensors = Mapping[str, torch.Tensor]
 
 UNKNOWN = 99.0
 """Steps, where an optimizer does not say: as much as a decay of 0.99 comes to."""
+
+EPSILON = 1e-8
+"""Where an optimizer does not say what it adds to a root: the default of torch's Adam and its kin."""
 
 _DECAYS = "momentum", "beta", "beta1", "mu"
 _LARGEST = "exp_inf"  # Adamax's, in the place of a second moment
@@ -36,18 +41,38 @@ def memories(state: TrainingState) -> dict[str, float]:
         2302.06675), or ``momentum``. A moment whose optimizer does not say is missing.
     """
     found: dict[str, float] = {}
+    for group, moments in _moments(state):
+        decays = _decays(group, state.tensors)
+        roles = {name: state.specs[name].tag.role for name in moments.values() if name in state.specs}
+        paired = _LARGEST in moments or any(role in _SECOND for role in roles.values())
+        firsts = [name for name, role in roles.items() if role is Role.EXP_AVG]
+        for place, name in enumerate(firsts if decays else ()):
+            decay = decays[0] if paired and place == 0 else max(decays)
+            found[name] = decay / (1 - decay)
+    return found
+
+
+def epsilons(state: TrainingState) -> dict[str, float]:
+    """What each optimizer adds to the root of a second moment, by the name of that moment's tensor; `eps` of its group.
+
+    Args:
+        state: of a training, as copied: hyperparameters may be tensors.
+    """
+    found: dict[str, float] = {}
+    for group, moments in _moments(state):
+        told = _number(group.get("eps", EPSILON), state.tensors)
+        added = told if told is not None and 0 <= told < math.inf else EPSILON
+        names = (name for name in moments.values() if name in state.specs)
+        found |= {name: added for name in names if state.specs[name].tag.role is Role.EXP_AVG_SQ}
+    return found
+
+
+def _moments(state: TrainingState) -> Iterator[tuple[Mapping[str, JSON], dict[str, str]]]:
+    """Of each parameter that an optimizer has a state of, its group's settings and the names of that state's tensors."""
     for groups, entries in _optimizers(state.tree):
         for group in groups:
-            decays = _decays(group, state.tensors)
             for index in _indices(group):
-                moments = entries.get(index, {})
-                roles = {name: state.specs[name].tag.role for name in moments.values() if name in state.specs}
-                paired = _LARGEST in moments or any(role in _SECOND for role in roles.values())
-                firsts = [name for name, role in roles.items() if role is Role.EXP_AVG]
-                for place, name in enumerate(firsts if decays else ()):
-                    decay = decays[0] if paired and place == 0 else max(decays)
-                    found[name] = decay / (1 - decay)
-    return found
+                yield group, entries.get(index, {})
 
 
 def _optimizers(node: JSON) -> Iterator[tuple[list[Mapping[str, JSON]], dict[JSON, dict[str, str]]]]:

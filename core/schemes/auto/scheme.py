@@ -45,7 +45,7 @@ from shrinkpoint.schemes.auto.first_moments import CentroidFirstMomentCodec, Cen
 from shrinkpoint.schemes.auto.lattice import LatticeCodec
 from shrinkpoint.schemes.auto.lattice_steps import curvature_exponents
 from shrinkpoint.schemes.auto.log_levels import LogLevelsCodec
-from shrinkpoint.schemes.auto.optimizer_memory import UNKNOWN, memories
+from shrinkpoint.schemes.auto.optimizer_memory import EPSILON, UNKNOWN, epsilons, memories
 from shrinkpoint.schemes.auto.rounded import RoundedCodec
 from shrinkpoint.schemes.auto.row_steps import narrowed
 from shrinkpoint.schemes.auto.second_moments import FactoredSecondMomentCodec
@@ -189,7 +189,7 @@ class Auto:
         makers: dict[str, Callable[[], TensorCodec]] = {}
         left: dict[str, str] = {}
         steps = self._steps(state, left)
-        losses = self._moment_losses(state)
+        losses, added = self._moment_losses(state), epsilons(state)
         masters = _by_parameter(state, Role.MASTER)
         weights = _by_parameter(state, Role.WEIGHT)
         firsts, seconds, squares = (
@@ -225,6 +225,11 @@ class Auto:
                 if folder not in seconds:
                     # the update is a multiple of the momentum, or has its direction alone
                     make = partial(CentroidMomentumCodec, linear=name not in self.save_context.directions)
+                elif folder not in squares:  # where amsgrad keeps a maximum, it divides by that
+                    second = seconds[folder]
+                    make = partial(
+                        make, second_moment=state.tensors[second], epsilon=added.get(second, EPSILON)
+                    )
                 makers[name] = partial(make, step=self.options.first_moment_step, loss=losses[name])
         return Makers(makers, left)
 

@@ -1,9 +1,10 @@
 """Adam's second moment as a row times a column, such that the updates after a restore are as long as they would have been.
 
 Of the second moment v a row and a column factor are kept, as in Adafactor (arXiv 1804.04235, section 3). What Adam does
-with v is to divide: so rows are scaled by what the division gives. With m the first moment, as training has it, each row of
-``m / sqrt(row x column)`` is as long as the same row of ``m / sqrt(v)``. Scaled to the matrix's mean instead, updates would
-be too short; scaled to its mean logarithm, they were measured 2 to 60 % too long.
+with v is to divide: so factors are chosen by what the division gives. Gradients are about as large as the root of v, and their
+updates keep their length where ``v / (row x column)`` is 1 on average: first by rows, then by columns. Then with m the first moment,
+as training has it, each row of ``m / sqrt(row x column)`` is made as long as the same row of ``m / sqrt(v)``. Scaled to the
+matrix's mean instead, updates would be too short; scaled to its mean logarithm, they were measured 2 to 60 % too long.
 """
 
 from collections.abc import Mapping
@@ -28,8 +29,8 @@ __all__ = ["FactoredSecondMomentCodec"]
 class FactoredSecondMomentCodec:
     """``v = row x column``, each a power of ``2 ** (1/4)``.
 
-    Rows are such that ``m / sqrt(v)`` keeps its length, to 4.4 %; without a first moment, such that the mean of ``log2 v``
-    is right. Guarantees: a second moment that is not zero is never restored as zero.
+    Rows are such that ``m / sqrt(v)`` keeps its length, to 4.4 %; without a first moment, such that the mean of ``v / v'`` is 1,
+    to 9 %, v' being what is restored. Guarantees: a second moment that is not zero is never restored as zero.
     """
 
     id: ClassVar[str] = "factored-second-moment"
@@ -53,7 +54,7 @@ class FactoredSecondMomentCodec:
         if values.min() < 0:
             raise CannotRepresentError(f"{spec.name} has negative second moments: stored exactly")
         matrix = values.reshape(matrix_shape(spec.shape))
-        factors = Factors.of_second_moment(matrix)
+        factors = Factors.of_second_moment(matrix).balanced(matrix)
         first = self._first_moment(spec)
         if first is not None:
             factors = factors.lengthened(_longer(first.reshape(matrix.shape), matrix, factors))

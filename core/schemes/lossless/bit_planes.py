@@ -67,7 +67,8 @@ class BitPlanesCodec:
             raise CannotRepresentError(
                 f"{spec.name}: {spec.dtype} of {spec.numel} elements is stored exactly"
             )
-        bits = tensor_to_bytes(tensor).copy().view(f"<u{form.width // 8}")
+        data = tensor_to_bytes(tensor)
+        bits = (data if context.lasting else data.copy()).view(f"<u{form.width // 8}")
         problem = _problem(bits, form, spec, context)
         encoded = self._encode(problem, context.threads)
         planes = {"bits": bits}

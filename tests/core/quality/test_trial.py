@@ -51,6 +51,10 @@ def test_what_is_no_weight_or_was_restored_exactly_stays_true():
         "wild": torch.tensor([1.25, math.inf, math.nan]),
     }
     mirrored = mirrored_model(state, restored)
+    assert set(restored) == {
+        "count",
+        "buffer_mean",
+    }  # the others are not kept in memory beside their mirror images
     assert mirrored["w"].tolist() == [0.5] * 3
     for name in ("same", "count", "buffer_mean"):
         assert mirrored[name] is state.tensors[name]

@@ -37,3 +37,21 @@ def test_subnormal_second_moments_keep_the_mean_logarithm():
     values[:2] = 2.0**-100
     factors = Factors.of_second_moment(values)
     assert factors.product().reshape(4, 8)[0, 0] == np.float32(2.0**-100)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 40), st.integers(1, 1500))
+def test_quotients_of_what_is_positive(seed, height, width):
+    generator = np.random.default_rng(seed)
+    values, products = (
+        (10.0 ** generator.uniform(-30, 5, (height, width))).astype(np.float32) for _ in range(2)
+    )
+    values[generator.random((height, width)) < 0.2] = 0
+    products[generator.random((height, width)) < 0.2] = 0
+    rows, columns = np.zeros((2, height)), np.zeros((2, width))
+    kernels.quotients(values, products, rows, columns)
+    used = (values > 0) & (products > 0)
+    wide = np.divide(values, products, where=used, out=np.zeros((height, width)), dtype=np.float64)
+    assert rows[0] == pytest.approx(wide.sum(axis=1), rel=1e-6)
+    assert columns[0] == pytest.approx(wide.sum(axis=0), rel=1e-6)
+    assert np.array_equal(rows[1], used.sum(axis=1))
+    assert np.array_equal(columns[1], used.sum(axis=0))

@@ -65,6 +65,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder in the place of numba's."""
     folder = tmp_path / "cache"
     monkeypatch.setattr(compilation, "cache_folder", lambda: folder)
+    monkeypatch.setattr(compilation, "_folders", lambda: iter([folder]))
     return folder
 
 
@@ -130,11 +131,25 @@ def test_a_mark_of_other_content_counts_as_none(cache: Path, text: str, monkeypa
 
 def test_without_a_cache_nothing_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilation, "cache_folder", lambda: None)
-    monkeypatch.setattr(compilation, "_make_and_restore", lambda scheme, options: None)
+    monkeypatch.setattr(compilation, "_folders", lambda: iter([]))
+    made: list[str] = []
+    monkeypatch.setattr(compilation, "_make_and_restore", lambda scheme, options: made.append(scheme))
     assert not compile_coders("lossless")
     result = CliRunner().invoke(app, ["compile"])
     assert result.exit_code == 1
     assert "NUMBA_CACHE_DIR" in result.output
+    assert made == []
+
+
+def test_a_mark_in_a_folder_that_may_only_be_read_counts(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compilation, "_make_and_restore", lambda scheme, options: None)
+    assert compile_coders("auto")
+    monkeypatch.setattr(compilation, "cache_folder", lambda: None)
+    monkeypatch.setattr(compilation, "_folders", lambda: iter([tmp_path / "none", cache]))
+    assert is_compiled("auto")
+    assert not compile_coders("auto")
 
 
 def test_nothing_lasts_where_compiling_is_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:

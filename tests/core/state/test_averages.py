@@ -227,7 +227,7 @@ def test_a_chain_with_averages_is_read_back_by_code_and_by_specification():
     for step, state in ((20, first), (30, second)):
         save_context = SaveContext(state=state, step=step, movement=movement, reference=held)
         coded = encode_state(state, Auto(save_context=save_context), step=step, reference=held, parent=parent)
-        held, parent = coded.held, coded.checkpoint.state_digest
+        held, parent = coded.reference, coded.checkpoint.state_digest
         containers.append((coded.checkpoint, write_container(coded.checkpoint)))
     decoded = decode_chain([checkpoint for checkpoint, _ in containers]).state
     name = "stateful/ema/module.inner.weight"
@@ -293,7 +293,7 @@ def test_averages_are_among_what_is_tried_mirrored_and_perturbed():
     assert {"inner.weight", key} <= set(true)
     assert identical(restored[key], restored_values(state, scheme, None)[name])
     assert not torch.equal(restored[key], true[key])
-    mirrored = mirrored_model(state, restored)
+    mirrored = mirrored_model(state, dict(restored))
     assert torch.allclose(mirrored[key] - true[key], true[key] - restored[key], atol=1e-7)
     assert not torch.equal(perturbed_model(state, 0.1, 17)[key], true[key])
     network = perturbed_model(state, 0.1, 17, averages=False)

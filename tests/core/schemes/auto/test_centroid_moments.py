@@ -8,7 +8,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support.chains import check_malformed, save_chain, spec_of, state_of
-from support.moments import KINDS, SCALES, SHAPES, moments, sibling_planes
+from support.moments import KINDS, SCALES, SHAPES, given_second, moments
 
 from shrinkpoint.coding.encode import decode_chain
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError, ShrinkpointError
@@ -73,7 +73,7 @@ def test_first_moments_are_read_as_written_never_longer_and_never_worse_than_zer
     shape, seed, scale, kind, step, loss, kind_of_codec
 ):
     first, second = moments(*shape, seed=seed, scale=scale, kind=kind)
-    codec, context = kind_of_codec(step=step, loss=loss), sibling_planes(second)
+    codec, context = kind_of_codec(step=step, loss=loss), given_second(second)
     try:
         _, restored = code(codec, first, context)
     except CannotRepresentError:  # a gradient whose square is not to be told
@@ -90,6 +90,66 @@ def test_first_moments_are_read_as_written_never_longer_and_never_worse_than_zer
     assert float((found - true).square().sum()) <= 1.005 * size + 1e-30  # centroids are rounded to 1/256
 
 
+def roots(first: torch.Tensor, second: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """What Adam makes of two moments."""
+    return first.double() / (second.double().sqrt() + epsilon)
+
+
+@settings(max_examples=200)
+@given(
+    SHAPES,
+    st.integers(0, 999),
+    st.sampled_from([1e-8, 1e-3, 1.0, 1e12]),
+    st.sampled_from(["plain", "dead row", "dead column", "sparse", "one sign"]),
+    st.sampled_from([0.0, 1e-8, 1e-3]),
+    st.floats(0, 3),
+)
+def test_the_update_is_what_it_would_have_been_however_far_the_second_moment_is_restored(
+    shape, seed, scale, kind, epsilon, away
+):
+    first, second = moments(*shape, seed=seed, scale=scale, kind=kind)
+    noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    restored = second * torch.exp2(away * noise)
+    assume(not bool(((second > 0) & (restored < 1e-30)).any()))
+    codec = CentroidFirstMomentCodec(step=0.05, second_moment=second, epsilon=epsilon)
+    try:
+        _, value = code(codec, first, given_second(restored))
+    except CannotRepresentError:  # too far away
+        assume(False)
+    used = second > 0
+    wanted, found = (each[used] for each in (roots(first, second, epsilon), roots(value, restored, epsilon)))
+    # of a mean of 20 gradients, which is less than 4.5 roots large; 126 levels reach beyond. The centroid of a level lies anywhere in its
+    # cell, so a value is one step away from it at most; and all are lengthened
+    assert bool(((found - wanted).abs() <= 0.05 + 0.02 * wanted.abs()).all())
+
+
+def test_where_the_root_is_less_than_epsilon_first_moments_stay():
+    first, second = moments(60, 90, scale=1e-12)
+    restored = 4 * second
+    codec = CentroidFirstMomentCodec(step=0.02, second_moment=second, epsilon=1e-3)
+    kept = code(codec, first, given_second(restored))[1]
+    assert torch.allclose(kept, code(CentroidFirstMomentCodec(step=0.02), first, given_second(restored))[1])
+    moved = code(replace(codec, epsilon=0.0), first, given_second(restored))[1]
+    assert float((moved / first).median()) == pytest.approx(2, rel=0.02)
+
+
+def test_first_moments_whose_second_one_is_zero_or_of_another_shape_stay():
+    first, second = moments(60, 90)
+    plain = code(CentroidFirstMomentCodec(step=0.1), first, given_second(second))[1]
+    for unknown in (second * 0, second[:5], second.reshape(90, 60)):
+        codec = CentroidFirstMomentCodec(step=0.1, second_moment=unknown)
+        assert torch.equal(code(codec, first, given_second(second))[1], plain)
+
+
+def test_no_first_moment_is_made_larger_than_any_of_its_gradient_is():
+    """A second moment that is next to none, as of another gradient, makes no first one that is next to infinite."""
+    first, second = moments(60, 90)
+    codec = CentroidFirstMomentCodec(step=1.0, second_moment=second * 1e-20, epsilon=0.0)
+    value = code(codec, first, given_second(second))[1]
+    assert float((value.abs() / second.sqrt()).max()) <= 31 * 1.01
+    assert bool(torch.isfinite(value).all())
+
+
 @settings(max_examples=100)
 @given(
     st.integers(0, 999),
@@ -100,7 +160,7 @@ def test_first_moments_are_read_as_written_never_longer_and_never_worse_than_zer
 def test_no_more_is_lost_than_may_be(seed, loss, kind_of_codec, kind):
     """Of tensors that are small enough to be looked at as a whole, to the rounding of centroids."""
     first, second = moments(60, 90, seed=seed, kind=kind)
-    codec, context = kind_of_codec(loss=loss), sibling_planes(second)
+    codec, context = kind_of_codec(loss=loss), given_second(second)
     _, restored = code(codec, first, context)
     true, found = in_units(codec, first, restored, context)
     assert lost(true, found) <= loss + 0.002
@@ -117,14 +177,14 @@ def test_no_more_is_lost_than_may_be_of_large_tensors_either(columns):
             30  # a column in sixteen, of which a sample of every 32nd element would see nothing else
         )
         first[:, 0] *= 1e-3
-    context = sibling_planes(torch.full((rows, columns), 100.0))
+    context = given_second(torch.full((rows, columns), 100.0))
     _, restored = code(CentroidFirstMomentCodec(loss=0.1), first, context)
     assert lost(first.double(), restored.double()) <= 0.11
 
 
 def test_the_step_is_the_widest_that_loses_no_more():
     first, second = moments(60, 90)
-    context = sibling_planes(second)
+    context = given_second(second)
     steps = {}
     for loss in (0.005, 0.05, 0.2, 0.45):
         codec = CentroidFirstMomentCodec(loss=loss)
@@ -151,7 +211,7 @@ def test_a_moment_is_restored_as_long_as_it_was(kind_of_codec, step):
     """While zeros are no better: then half is lost of what is lost without lengthening."""
     generator = torch.Generator().manual_seed(0)
     first = torch.randn(300, 200, generator=generator)
-    codec, context = kind_of_codec(step=step), sibling_planes(torch.ones(300, 200))
+    codec, context = kind_of_codec(step=step), given_second(torch.ones(300, 200))
     coded, restored = code(codec, first, context)
     true, found = in_units(codec, first, restored, context)
     size = float(true.square().sum())
@@ -165,7 +225,7 @@ def test_a_moment_is_restored_as_long_as_it_was(kind_of_codec, step):
 
 def test_a_level_stands_for_the_mean_of_its_elements():
     first = torch.tensor([[0.0, 0.2, 0.6, 0.9, 1.2, 1.3, 1.6, 1.7, 2.9, -0.6, -1.8, -3.1]])
-    codec, context = CentroidFirstMomentCodec(step=1.0), sibling_planes(torch.ones(1, 12))
+    codec, context = CentroidFirstMomentCodec(step=1.0), given_second(torch.ones(1, 12))
     coded, restored = code(codec, first, context)
     longer = float(coded.encoded.params["step"])
     means = torch.tensor([0.0, 0.0, 0.92, 0.92, 0.92, 0.92, 1.7, 1.7, 3.0, -0.92, -1.7, -3.0])
@@ -178,13 +238,13 @@ def test_a_first_level_is_never_beyond_its_multiple():
     """An element that just rounds to it would else be restored farther from the truth than zero is."""
     first = torch.full((20, 20), 1.4)
     first[0] = 0.55
-    coded, _ = code(CentroidFirstMomentCodec(step=1.0), first, sibling_planes(torch.ones(20, 20)))
+    coded, _ = code(CentroidFirstMomentCodec(step=1.0), first, given_second(torch.ones(20, 20)))
     assert coded.encoded.params["centroids"] == [0]
 
 
 def test_levels_from_the_seventeenth_on_are_multiples():
     first = torch.arange(0, 40, 0.1).reshape(1, -1)
-    coded, restored = code(CentroidFirstMomentCodec(step=1.0), first, sibling_planes(4 * torch.ones(1, 400)))
+    coded, restored = code(CentroidFirstMomentCodec(step=1.0), first, given_second(4 * torch.ones(1, 400)))
     assert coded.encoded.params["radius"] == 20
     assert len(coded.encoded.params["centroids"]) == 16
     multiples = restored[0, 350:] / (2 * float(coded.encoded.params["step"]))
@@ -194,7 +254,7 @@ def test_levels_from_the_seventeenth_on_are_multiples():
 def test_what_is_too_large_is_clipped_at_126_steps():
     first = torch.zeros(100, 100)
     first[0, 0], first[1, 1] = 1e9, -1e9
-    coded, restored = code(CentroidFirstMomentCodec(step=1.0), first, sibling_planes(torch.ones(100, 100)))
+    coded, restored = code(CentroidFirstMomentCodec(step=1.0), first, given_second(torch.ones(100, 100)))
     assert coded.encoded.params["radius"] == 126
     assert (
         float(restored[0, 0]) == -float(restored[1, 1]) == pytest.approx(2 * 126)
@@ -205,7 +265,7 @@ def test_what_is_too_large_is_clipped_at_126_steps():
 def test_moments_that_are_all_zero_and_ones_without_a_unit_take_nothing():
     first, second = moments(60, 50)
     for m, v in ((first * 0, second), (first, second * 0), (first * 0, second * 0)):
-        coded, restored = code(CentroidFirstMomentCodec(), m, sibling_planes(v))
+        coded, restored = code(CentroidFirstMomentCodec(), m, given_second(v))
         assert not restored.any()
         assert coded.encoded.params["radius"] == 0
         assert coded.encoded.nbytes < 60
@@ -216,13 +276,13 @@ def test_other_gradients_and_odd_values_are_refused():
     first, second = moments(30, 30)
     spec = spec_of(first)
     with pytest.raises(CannotRepresentError, match="too large"):
-        CentroidFirstMomentCodec().encode(first, spec, sibling_planes(second * 1e-8))
+        CentroidFirstMomentCodec().encode(first, spec, given_second(second * 1e-8))
     for context in (
         Context(),
-        sibling_planes(second.int()),
-        sibling_planes(second[:5]),
-        sibling_planes(-second),
-        sibling_planes(second / 0),
+        given_second(second.int()),
+        given_second(second[:5]),
+        given_second(-second),
+        given_second(second / 0),
     ):
         with pytest.raises(CannotRepresentError, match="no second moment"):
             CentroidFirstMomentCodec().encode(first, spec, context)
@@ -237,7 +297,7 @@ def test_other_gradients_and_odd_values_are_refused():
         with pytest.raises(CannotRepresentError):
             CentroidMomentumCodec().encode(wrong, spec_of(wrong), Context())
         with pytest.raises(CannotRepresentError):
-            CentroidFirstMomentCodec().encode(wrong, spec_of(wrong), sibling_planes(wrong.float().square()))
+            CentroidFirstMomentCodec().encode(wrong, spec_of(wrong), given_second(wrong.float().square()))
     large = torch.zeros(30, 32)
     large[:, :8] = 3.3e38
     with pytest.raises(CannotRepresentError, match="fp32's range"):
@@ -278,7 +338,7 @@ PARAMS = [
 @pytest.mark.parametrize("codec", CODECS)
 def test_malformed_params_are_refused(codec, key, value):
     first, second = moments(30, 20)
-    spec, context = spec_of(first), sibling_planes(second)
+    spec, context = spec_of(first), given_second(second)
     coded = codec(step=0.3).encode(first, spec, context).encoded
     radius = coded.params["radius"]
     assert radius == len(coded.params["centroids"]) > 1
@@ -294,7 +354,7 @@ def test_malformed_params_are_refused(codec, key, value):
 @pytest.mark.parametrize("codec", CODECS)
 def test_damaged_first_moments_are_refused(codec):
     first, second = moments(30, 70)
-    spec, context = spec_of(first), sibling_planes(second)
+    spec, context = spec_of(first), given_second(second)
     coded = codec(step=0.3).encode(first, spec, context).encoded
     payload = coded.sections["levels"]
     others = {name: data for name, data in coded.sections.items() if name != "levels"}
@@ -320,13 +380,13 @@ def test_damaged_copies_of_a_momentum_are_refused():
 def test_a_second_moment_that_is_missing_or_another_ones_is_refused():
     first, second = moments(30, 20)
     spec = spec_of(first)
-    coded = CentroidFirstMomentCodec().encode(first, spec, sibling_planes(second)).encoded
+    coded = CentroidFirstMomentCodec().encode(first, spec, given_second(second)).encoded
     for context in (
         Context(),
-        sibling_planes(second[:7]),
-        sibling_planes(second.int()),
-        sibling_planes(-second),
-        sibling_planes(second * torch.nan),
+        given_second(second[:7]),
+        given_second(second.int()),
+        given_second(-second),
+        given_second(second * torch.nan),
     ):
         with pytest.raises(FormatError, match="second moment"):
             read(CentroidFirstMomentCodec(), coded, spec, context)
@@ -335,17 +395,17 @@ def test_a_second_moment_that_is_missing_or_another_ones_is_refused():
 def test_stored_tensors_of_no_elements_or_other_dtypes_are_refused():
     first, second = moments(30, 20)
     for codec in CODECS:
-        coded = codec().encode(first, spec_of(first), sibling_planes(second)).encoded
+        coded = codec().encode(first, spec_of(first), given_second(second)).encoded
         for strange in (first[:0], first.to(torch.float8_e5m2), first.int()):
             with pytest.raises(FormatError, match="stored exactly"):
-                read(codec(), coded, spec_of(strange), sibling_planes(strange.float()))
+                read(codec(), coded, spec_of(strange), given_second(strange.float()))
 
 
 def test_levels_may_be_as_large_as_numbers_are():
     """What a malformed file says is restored or refused, and overflows nothing."""
     first, second = moments(30, 20)
-    spec, context = spec_of(first), sibling_planes(second.new_full((30, 20), 3e38))
-    coded = CentroidFirstMomentCodec(step=0.3).encode(first, spec, sibling_planes(second)).encoded
+    spec, context = spec_of(first), given_second(second.new_full((30, 20), 3e38))
+    coded = CentroidFirstMomentCodec(step=0.3).encode(first, spec, given_second(second)).encoded
     value = read(
         CentroidFirstMomentCodec(), replace(coded, params={**coded.params, "step": 9e29}), spec, context
     )
@@ -369,7 +429,7 @@ def test_bytes_do_not_depend_on_threads(codec, effort):
 def test_a_process_without_subnormals_restores_the_same_bits(kind, scale):
     first, second = moments(40, 30, scale=scale, kind=kind)
     spec = spec_of(first)
-    context = sibling_planes(FactoredSecondMomentCodec().encode(second, spec, Context()).value)
+    context = given_second(FactoredSecondMomentCodec().encode(second, spec, Context()).value)
     made = [CentroidMomentumCodec(step=0.5), CentroidMomentumCodec(), CentroidFirstMomentCodec(step=30.0)]
     coded = [(codec, codec.encode(first, spec, context)) for codec in made]
     if not torch.set_flush_denormal(True):
@@ -386,7 +446,7 @@ def test_a_process_without_subnormals_restores_the_same_bits(kind, scale):
 def test_a_root_of_a_second_moment_below_the_normal_numbers_is_zero_in_every_process(codec):
     """Second moments that are stored exactly may be subnormal; the root of one is not."""
     first, second = 1e-20 * torch.randn(16, 16), torch.full((16, 16), 1e-40)
-    spec, context = spec_of(first), sibling_planes(second)
+    spec, context = spec_of(first), given_second(second)
     second[0] = 1e-38
     coded = codec(step=3.0).encode(first, spec, context)
     assert not coded.value[1:].any()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.training import OPTIMIZERS, TinyMLP, capture, train
 
-from shrinkpoint.schemes.auto.optimizer_memory import UNKNOWN, memories
+from shrinkpoint.schemes.auto.optimizer_memory import EPSILON, UNKNOWN, epsilons, memories
 from shrinkpoint.state.training import LayerType, Role, Tag, TrainingState
 
 MOMENTS = {"exp_avg", "momentum_buffer", "exp_avg_diff"}
@@ -23,6 +23,12 @@ def remembered(saved):
     """By the last two parts of a moment's name, in whole and tenths of steps."""
     found = memories(TrainingState.capture(saved, describe))
     return {"/".join(name.split("/")[-2:]): round(steps, 3) for name, steps in found.items()}
+
+
+def added(saved):
+    """By the name of the second moment's tensor, without what stands before the last two parts."""
+    found = epsilons(TrainingState.capture(saved, describe))
+    return {"/".join(name.split("/")[-2:]): epsilon for name, epsilon in found.items()}
 
 
 def optimizer(kind=torch.optim.AdamW, groups=1, **settings):
@@ -192,3 +198,24 @@ def test_as_many_steps_of_gradients_as_are_said_are_in_a_moment(decay):
         made.step()
     (steps,) = memories(TrainingState.capture(made.state_dict(), describe)).values()
     assert start - float(weight.detach()) == pytest.approx(steps, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam])
+def test_what_is_added_to_the_root_is_the_groups_own(kind):
+    assert added(optimizer(kind)) == {"0/exp_avg_sq": 1e-8}
+    assert added(optimizer(kind, each=[{"eps": 1e-3}, {"eps": 0.0}])) == {
+        "0/exp_avg_sq": 1e-3,
+        "1/exp_avg_sq": 0.0,
+    }
+    assert added(optimizer(torch.optim.SGD, momentum=0.9, lr=0.1)) == {}
+
+
+@pytest.mark.parametrize("told", [None, "small", float("nan"), -1.0, (1e-30, 1e-3), True, torch.ones(3)])
+def test_what_an_optimizer_does_not_say_as_a_number_is_what_torchs_own_add(told):
+    saved = {"state": {0: entry("exp_avg", "exp_avg_sq")}, "param_groups": [{"eps": told, "params": [0]}]}
+    assert added(saved) == {"0/exp_avg_sq": EPSILON}
+
+
+def test_what_is_added_may_be_a_tensor():
+    group = {"eps": torch.tensor(0.25), "params": [0]}
+    assert added({"state": {0: entry("exp_avg_sq")}, "param_groups": [group]}) == {"0/exp_avg_sq": 0.25}

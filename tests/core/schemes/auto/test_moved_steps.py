@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shrinkpoint.schemes.auto.lattice_points import REACH
+from shrinkpoint.schemes.auto.lattice_points import MAX_EXPONENT
 from shrinkpoint.schemes.auto.row_steps import narrowed
 
 UNIFORM = (1 / 12) ** 0.5  # noise of a uniform quantizer, in its step sizes
-FINEST = 2.0 ** (-REACH / 4)
+FINEST = 2.0 ** (-MAX_EXPONENT / 4)
 """The step size of a row that has the finest one, over that of the row that has the widest one."""
 
 
@@ -40,12 +40,12 @@ def test_no_row_makes_more_noise_than_it_may_or_it_has_the_finest_step_sizes(dat
     found, sides = narrowed(step, (rows, columns), noise)
     assert [side.dtype for side in sides] == [np.int8, np.int8]
     assert [side.shape for side in sides] == [rows.shape, columns.shape]
-    assert max(int(np.abs(side).max()) for side in sides) <= REACH
+    assert max(int(np.abs(side).max()) for side in sides) <= MAX_EXPONENT
     assert 0 < found < np.inf
     made = noise_of(found, sides)
     if not ((noise > 0) & np.isfinite(noise)).any():
         return  # nothing is asked of any row that could be
-    finest = sides[0] == -REACH
+    finest = sides[0] == -MAX_EXPONENT
     assert bool((made[~finest] <= noise[~finest] * (1 + 1e-9)).all())
     # what may make no noise makes 2 ** -8 of the others', but for the columns
     assert bool((made[finest] <= made.max() * FINEST * (1 + 1e-9)).all())
@@ -59,7 +59,7 @@ def test_no_step_is_wider_than_the_curvature_allows_but_for_the_columns(data, ro
     found, sides = narrowed(1.0, (rows, columns), UNIFORM * np.array(limits))
     before = rows + columns.mean()
     after = 4 * np.log2(found) + sides[0] + np.minimum(sides[1].mean(), 0)
-    assert bool((after <= before + 0.51)[sides[0] > -REACH].all())
+    assert bool((after <= before + 0.51)[sides[0] > -MAX_EXPONENT].all())
 
 
 def test_what_makes_little_noise_anyway_stays_as_it_is():

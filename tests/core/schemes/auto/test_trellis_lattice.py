@@ -509,7 +509,7 @@ def test_malformed_params_are_refused(key, value):
         TrellisLatticeCodec().decode(replace(encoded, params=params), spec, context)
 
 
-def test_a_base_that_went_on_must_say_so_properly_too():
+def test_a_base_after_a_restore_must_say_so_properly_too():
     weights = torch.randn(20, 30)
     spec = spec_of(weights)
     encoded = TrellisLatticeCodec(step=0.1).encode(weights, spec, Context()).encoded

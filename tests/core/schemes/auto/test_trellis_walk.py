@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shrinkpoint.arrays import Float64s
 from shrinkpoint.entropy.trellis.states import NOISE, States
-from shrinkpoint.schemes.auto.lattice_points import REACH
+from shrinkpoint.schemes.auto.lattice_points import MAX_EXPONENT
 from shrinkpoint.schemes.auto.random_walk import (
     CARRIED,
     EXPONENTS,
@@ -22,7 +22,7 @@ from shrinkpoint.schemes.auto.random_walk import (
 )
 
 STATES: tuple[States, ...] = (4, 8)
-MIDDLE = 2 * REACH
+MIDDLE = 2 * MAX_EXPONENT
 """The exponent of the tensor's own step."""
 
 UNIT = 80
@@ -106,7 +106,7 @@ def test_gains_are_those_of_a_filter_of_weight_and_noise(
         told = 256 * float(expectation.step_ratio) * gain
         assert abs(int(expectation.gains[exponent]) - told) <= 0.5001
         if exponent == MIDDLE:
-            check_known(expectation.known, left, noise)
+            check_known(expectation.variance_code, left, noise)
     assert not expectation.gains[EXPONENTS:].any()
 
 
@@ -123,7 +123,7 @@ def check_known(known: int, left: float, noise: float) -> None:
 @pytest.mark.parametrize("carried", [0, 5, CARRIED - 1])
 def test_a_base_expects_nothing(carried: int, states: States) -> None:
     expectation = Expectation(None, 100, carried, states)
-    assert expectation.known == LAST_WALK
+    assert expectation.variance_code == LAST_WALK
     assert not expectation.gains.any()
     assert expectation.gains.shape == (256,)
     assert expectation.step_ratio == step_ratio_of(carried)
@@ -132,9 +132,9 @@ def test_a_base_expects_nothing(carried: int, states: States) -> None:
 def test_weights_that_are_where_they_were_make_all_that_is_seen_noise() -> None:
     """And those that have gone far make it all their own."""
     assert bool((Expectation(NO_WALK, NO_WALK, 0, 4).gains[:EXPONENTS] == 256).all())
-    assert Expectation(NO_WALK, NO_WALK, 0, 4).known == NO_WALK
+    assert Expectation(NO_WALK, NO_WALK, 0, 4).variance_code == NO_WALK
     assert not Expectation(40, LAST_WALK, 0, 4).gains[NEAR].any()
-    assert Expectation(40, LAST_WALK, 0, 4).known > LAST_WALK - 12
+    assert Expectation(40, LAST_WALK, 0, 4).variance_code > LAST_WALK - 12
 
 
 @pytest.mark.parametrize("states", STATES)
@@ -142,7 +142,7 @@ def test_a_long_walk_is_known_as_well_as_its_filter_settles(states: States) -> N
     known: int | None = None
     for code in (60, 70, 80, 100):
         for _ in range(60):
-            known = Expectation(known, code, 0, states).known
+            known = Expectation(known, code, 0, states).variance_code
         assert known is not None
         assert abs(known - code) <= 2  # each save rounds it to a quarter octave
 
@@ -265,7 +265,7 @@ def test_a_filter_that_is_told_the_walk_follows_weights() -> None:
         innovation = seen - (mean + carried * (point - mean))
         gain = int(expectation.gains[MIDDLE]) / 256 / float(expectation.step_ratio)
         mean = seen - (carried * (point - mean) + gain * innovation)
-        point, known = seen, expectation.known
+        point, known = seen, expectation.variance_code
         left = float(((mean - weight) ** 2).mean())
         assert left == pytest.approx(float(variances(known, states)[MIDDLE]), rel=0.1)
         assert left < noise

@@ -143,7 +143,7 @@ def test_progress_reaches_what_was_announced():
 
 def test_it_says_once_how_long_it_will_take(monkeypatch):
     monkeypatch.setattr(itmo, "_LONG_S", 0.01)
-    itmo._told.clear()
+    itmo._warned.clear()
     states = training()
     with pytest.warns(ShrinkpointWarning, match=r"codes 3,840 symbols with an LSTM.*minutes"):
         ITMO(options=SMALL).codecs(states[0])

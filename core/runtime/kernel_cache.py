@@ -1,0 +1,191 @@
+"""Keeps compiled kernels: numba's cache, which also reads where it may not write, and is never why a save fails.
+
+numba takes the first folder that it may write to, and looks into no other. An image whose kernels were compiled when it was built,
+and whose file system is read-only when it runs, or runs as another user, would compile them again at every start. Here, what the
+chosen folder does not hold is looked for in the others, and where none may be written to, a folder of the user's own in the temporary
+folder is taken. A file that is damaged counts as missing, and one that cannot be written is told of: compiling goes on without.
+
+Importing this module imports numba (see `shrinkpoint.runtime.jit`).
+"""
+
+import os
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+from numba.core import config
+from numba.core.caching import (
+    CacheImpl,
+    CompileResultCacheImpl,
+    FunctionCache,
+    _CacheLocator,
+    _SourceFileBackedLocatorMixin,
+)
+from numba.core.dispatcher import Dispatcher
+
+from shrinkpoint.warn import warn
+
+__all__ = ["KernelCache", "keep", "kept_of"]
+
+_CACHE = "_cache"  # the attribute of a kernel in which numba looks for its cache
+
+
+def keep(kernel: Any, function: Callable[..., Any]) -> Any:
+    """Give a kernel that numba has made of `function` its cache; a plain function, of ``NUMBA_DISABLE_JIT``, stays what it is."""
+    if isinstance(kernel, Dispatcher):
+        setattr(kernel, _CACHE, KernelCache(function))
+    return kernel
+
+
+def kept_of(kernel: object) -> "KernelCache | None":
+    """The cache of a kernel; None of anything else."""
+    found = getattr(kernel, _CACHE, None) if isinstance(kernel, Dispatcher) else None
+    return found if isinstance(found, KernelCache) else None
+
+
+class KernelCache:
+    """The cache of one kernel, in place of numba's own.
+
+    Args:
+        function: what is compiled.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._own: Any = None
+        try:
+            self._own = _Writable(function)
+        except RuntimeError:  # numba's "cannot cache function": no folder may be written to
+            return
+
+    @property
+    def cache_path(self) -> str | None:
+        """The folder that is written to; None where none may be."""
+        return self._own.cache_path if self._own is not None else None
+
+    @cached_property
+    def read_only(self) -> list[Any]:
+        """Caches in the other folders that numba knows of and that are there, in numba's order.
+
+        None beside a folder that ``NUMBA_CACHE_DIR`` names and that may be written to: whoever names one means it.
+        """
+        found: list[Any] = []
+        if config.CACHE_DIR and self.cache_path and Path(self.cache_path).is_relative_to(config.CACHE_DIR):
+            return found
+        for locator in CacheImpl._locator_classes:
+            try:
+                other = _readable(locator)(self._function)
+            except RuntimeError:  # it has no folder for this kernel
+                continue
+            if other.cache_path != self.cache_path:
+                found.append(other)
+        return found
+
+    def folders(self) -> Iterator[Path]:
+        """Every folder that is looked into, in this order."""
+        for each in self._all():
+            yield Path(each.cache_path)
+
+    def load_overload(self, signature: Any, target: Any) -> Any:
+        """What was compiled for these types, from the first folder that holds it whole; None where none does."""
+        for each in self._all():
+            try:
+                found = each.load_overload(signature, target)
+            except Exception:  # noqa: BLE001 - a damaged pickle raises anything, and is as good as none
+                continue
+            if found is not None:
+                return found
+        return None
+
+    def save_overload(self, signature: Any, compiled: Any) -> None:
+        """Keep what was compiled, if that can be done; never raises in the background."""
+        if self._own is None:
+            _warn_once("numba finds no folder that it may write to")
+            return
+        try:
+            try:
+                self._own.save_overload(signature, compiled)
+            except OSError:
+                raise
+            except Exception:  # noqa: BLE001 - the index is read first, and is damaged
+                self._own.flush()
+                self._own.save_overload(signature, compiled)
+        except OSError as error:
+            _warn_once(f"{self.cache_path} cannot be written ({error})")
+
+    def enable(self) -> None:
+        """As numba's own."""
+        for each in self._all():
+            each.enable()
+
+    def disable(self) -> None:
+        """As numba's own."""
+        for each in self._all():
+            each.disable()
+
+    def flush(self) -> None:
+        """Forget what is kept where it may be written."""
+        if self._own is not None:
+            self._own.flush()
+
+    def _all(self) -> Iterator[Any]:
+        if self._own is not None:
+            yield self._own
+        yield from self.read_only
+
+
+@cache
+def _warn_once(why: str) -> None:
+    warn(
+        f"the compiled coders cannot be kept: {why}. Every process compiles what it calls, for some 10 CPU seconds before a restore"
+        " and half a minute before a save; let NUMBA_CACHE_DIR name a folder that lasts, or run `shrinkpoint compile` where"
+        " an image is built (docs/cli.md)"
+    )
+
+
+class _InTemporaryFolder(_SourceFileBackedLocatorMixin, _CacheLocator):  # type: ignore[misc]
+    """The last resort, for a read-only machine: a folder that nobody else may write to, since what is read there is run."""
+
+    def __init__(self, function: Callable[..., Any], file: str) -> None:
+        self._py_file = file
+        self._lineno = function.__code__.co_firstlineno
+        try:
+            self._folder = Path(tempfile.gettempdir(), f"shrinkpoint-coders-{os.getuid()}")
+        except FileNotFoundError as error:  # no temporary folder may be written to either
+            raise RuntimeError(f"cannot cache {function.__qualname__}: {error}") from error
+
+    def get_cache_path(self) -> str:
+        return str(self._folder / self.get_suitable_cache_subpath(self._py_file))
+
+    def ensure_cache_path(self) -> None:
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        found = self._folder.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+            raise PermissionError(f"{self._folder} is open to others")
+        super().ensure_cache_path()
+
+
+class _WritableFiles(CompileResultCacheImpl):  # type: ignore[misc]
+    _locator_classes = (*CacheImpl._locator_classes, _InTemporaryFolder)
+
+
+class _Writable(FunctionCache):  # type: ignore[misc]
+    """In the first folder that may be written to."""
+
+    _impl_class = _WritableFiles
+
+
+@cache
+def _readable(locator: Any) -> Any:
+    """A cache in the one folder that a locator of numba's names, if that is there, whether it may be written to or not."""
+
+    def is_there(self: Any) -> None:  # in the place of an attempt to write there
+        if not os.path.isdir(self.get_cache_path()):
+            raise FileNotFoundError(self.get_cache_path())
+
+    readable = type(f"Readable{locator.__name__}", (locator,), {"ensure_cache_path": is_there})
+    files = type("_ReadableFiles", (CompileResultCacheImpl,), {"_locator_classes": (readable,)})
+    return type("_Readable", (FunctionCache,), {"_impl_class": files})

@@ -1,0 +1,30 @@
+"""The benches of memory and of CPU time: that they run, and print a line for each case."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "examples" / "benchmarks"
+
+
+def printed(script: str, *arguments: str) -> list[str]:
+    command = [sys.executable, str(BENCHMARKS / script), *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+
+
+def test_memory_has_a_line_for_each_save_and_one_of_what_is_fixed() -> None:
+    lines = printed("memory.py", "--width", "64", "--layers", "1", "--schemes", "lossless", "--resumed")
+    assert lines[0].split() == ["scheme", "save", "ratio", "peak", "after", "blocked"]
+    assert [line.split()[:2] for line in lines[1:4]] == [
+        ["lossless", kind] for kind in ("base", "delta", "delta")
+    ]
+    assert "coders and libraries" in lines[4]
+
+
+def test_cost_has_a_line_for_each_way_to_store_a_state() -> None:
+    lines = printed("cost.py", "--width", "64", "--layers", "1")
+    names = [line[:28].strip() for line in lines[2:]]
+    assert names[:3] == ["torch.save", "zstd -3", "torch.distributed.checkpoint"]
+    ours = ("auto, default", "auto, fast", "lossless")
+    assert names[3:] == [f"{name}: {kind}" for name in ours for kind in ("base", "delta")]
+    assert all(float(line[28:].split()[0]) > 0 for line in lines[2:])
