@@ -41,7 +41,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    # loaded when first used, so that `import shrinkpoint` costs next to nothing beside torch
+    # loaded when first used, so that `import shrinkpoint` adds almost nothing to the import of torch
     from importlib import import_module
 
     if name not in _HOME:

@@ -1,4 +1,4 @@
-"""Names of the array types that the whole library passes around, and tensors as such arrays."""
+"""Aliases of the library's array types, and conversion of tensors to such arrays."""
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,6 @@ UInt32s = npt.NDArray[np.uint32]
 
 
 def widened(tensor: torch.Tensor) -> Float32s:
-    """The elements of a host tensor as flat fp32 in C order; fp32 is not copied where it is dense, float64 alone is rounded."""
+    """The elements of a host tensor as flat fp32 in C order; dense fp32 is not copied, only float64 is rounded."""
     values: Float32s = tensor.detach().to(torch.float32).contiguous().reshape(-1).numpy()
     return values

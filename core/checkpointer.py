@@ -78,7 +78,7 @@ class Stateful(Protocol):
 
 
 class Checkpointer:
-    """Saves and resumes a model, its optimizers and whatever else has a state.
+    """Saves and resumes a model, its optimizers and further objects with a state.
 
     Examples:
         >>> checkpointer = shrinkpoint.Checkpointer(
@@ -91,7 +91,7 @@ class Checkpointer:
         >>> [report.step for report in checkpointer.saver.reports()]
         [50, 100]
 
-        The same script, started again, continues where the run stands:
+        The same script, started again, continues from the run's last step:
 
         >>> shrinkpoint.Checkpointer("runs/8", model, optimizer).resume()
         100
@@ -101,28 +101,28 @@ class Checkpointer:
             which `parity` may be lost, at any moment, for good (docs/stores.md).
         model: the module; of a DataParallel or DDP wrapper give the inner one.
         optimizer: one or several.
-        every: save after so many calls of `step`; None saves on `save` only.
-        evaluate: the held-out loss of `model` as it stands: one number, or better one for each batch (a sequence, or a
-            tensor of one dimension), always of the same batches in the same order; what batches differ by says how far
-            their mean can be trusted. Makes the search for the smallest configuration possible, and `max_degradation` a
-            measured bound. Called with other weights in place, in eval mode, without gradients. It may measure an average
-            of the weights instead (EMA, SWA) that is among the objects with a state.
+        every: save at every so many calls of `step`; None saves on `save` only.
+        evaluate: the held-out loss of `model` with its current weights: one number, or better one for each batch (a
+            sequence, or a tensor of one dimension), always of the same batches in the same order; the standard error is
+            estimated from the batches' spread. It enables the search for the smallest configuration, and makes
+            `max_degradation` a measured bound. Called with other weights in place, in eval mode, without gradients. It
+            may measure an average of the weights instead (EMA, SWA) that is among the objects with a state.
         train_loss: the training loss of `model` on the i-th of some fixed training batches, i = 0, ..., `probe_steps` - 1
-            (19; take them in turn if they are fewer), as training computes it (under autocast, if it does), unscaled. With `evaluate` it lets `max_degradation` be measured after
-            some steps from a restore, which are taken and taken back between two of the training's own. Called in train
-            mode; it must not read from the training's iterators.
+            (19; take them in turn if they are fewer), as training computes it (under autocast, if it does), unscaled.
+            With `evaluate`, `max_degradation` is measured after some steps from a restore, which are made and undone
+            between two of the training's own. Called in train mode; it must not read from the training's iterators.
         clip_grad_norm: the greatest norm of all gradients together, if training limits it.
-        save_last: with `every`, save once more when training ends: at `close`, and after a Ctrl-C or SIGTERM, which `step` answers
-            when the step under way is over (one process alone; a second one ends the process at once, as does the first where no
-            `step` has come for a minute, and for ten times as long as between any two before).
-        resume: continue from the newest sound checkpoint if there is one (``auto``), never (another training begins beside
-            what is there, which stays), or refuse to start without one (``must``).
+        save_last: with `every`, save once more when training ends: at `close`, and after a Ctrl-C or SIGTERM, which
+            takes effect at the next `step` (in single-process training; a second signal ends the process at once, as
+            does the first if there was no `step` for a minute and for ten times the longest interval before).
+        resume: continue from the newest sound checkpoint if there is one (``auto``), never (a new training starts in
+            the same run, whose checkpoints are kept), or refuse to start without one (``must``).
         config: how to save; or give its fields as keyword arguments.
         storage_options: passed to fsspec; of several URLs for all but folders, or a list of as many.
-        parity: how many of several URLs may be lost: 0, 1 or 2. None takes what the run began with, or 1.
-        step_log: ``"exact"`` logs what every `optimizer.step()` between two checkpoints consumed, and `resume` makes these steps
-            again, bit for bit; a `StepLog` says how. Needs ``scheme="lossless"``. Mostly not worth its bytes: docs/steps.md.
-        step_log_url: where to: a folder near the training, such as ``/dev/shm/steps``.
+        parity: how many of several URLs may be lost: 0, 1 or 2. None takes the run's own value, or 1.
+        step_log: ``"exact"`` logs the inputs of every `optimizer.step()` between two checkpoints, and `resume` replays these
+            steps bit for bit; a `StepLog` sets options. Needs ``scheme="lossless"``. Mostly not worth its bytes: docs/steps.md.
+        step_log_url: the log's folder, near the training, such as ``/dev/shm/steps``.
         after_step: with a step log, what the training does to large tensors after each step and before it calls `step`:
             ``lambda: ema.update_parameters(model)``. Called when steps are replayed, and only then.
         stateful: further objects by name: ``scheduler=scheduler, sampler=sampler``. Averages of the weights among them, such
@@ -130,7 +130,7 @@ class Checkpointer:
 
     Raises:
         ConfigError: an option cannot work.
-        StoreError: the store cannot be written, or holds something foreign. Raised here, before training starts.
+        StoreError: the store cannot be written, or contains foreign files. Raised here, before training starts.
     """
 
     def __init__(
@@ -235,11 +235,11 @@ class Checkpointer:
             every=every,
             alone=not _is_distributed(),
         )
-        """The log of the steps between two checkpoints; None where there is none."""
+        """The step log; None without one."""
         self._committed = 0
         self._overdue = False
         self.saver = Saver(url, config, storage_options=storage_options, parity=parity)
-        """What saves and restores; it has the reports of the saves."""
+        """The saver, which has the reports of the saves."""
         self.saver.check()
         if self.step_log is not None:
             self.step_log.open(self.saver.store.run_id())
@@ -260,7 +260,7 @@ class Checkpointer:
         """
         with self._pace.visit(first=True):
             begins = self._restore(step)
-        self._watch()  # before the loop forks its loaders' workers, which would die of a Ctrl-C
+        self._watch()  # before the loop forks its loaders' workers, which a Ctrl-C would end
         return begins
 
     def _restore(self, step: int | None) -> int:
@@ -279,15 +279,15 @@ class Checkpointer:
         return self._replayed(restored.manifest.step, restored.manifest, wanted=step is None)
 
     def _replayed(self, base: int, manifest: Manifest | None, *, wanted: bool) -> int:
-        """Make the logged steps after a checkpoint again, where there is a log.
+        """Replay the logged steps after a checkpoint, if there is a log.
 
         Args:
             base: the step of the checkpoint; 0 for a fresh start.
             manifest: what was restored; None for a fresh start.
-            wanted: whether to go on from the newest state that there is; otherwise the log begins anew here.
+            wanted: whether to continue from the newest state; otherwise the log restarts here.
 
         Returns:
-            The step at which the training stands.
+            The training step of the state afterwards.
         """
         if self.step_log is None:
             return base
@@ -301,11 +301,11 @@ class Checkpointer:
         return reached
 
     def _way_back(self, manifest: Manifest | None) -> Callable[[], None]:
-        """How to have the state again that is live now: that of a checkpoint, or of a fresh start."""
+        """A function that restores the present state: that of a checkpoint, or of a fresh start."""
         fresh = copy.deepcopy(self._state(0)) if manifest is None else None
 
         def reload() -> None:
-            if manifest is None:  # what an optimizer is given it may keep, and change
+            if manifest is None:  # a copy, since an optimizer may keep and change it
                 self._load(copy.deepcopy(fresh), warns=False)
                 return
             again = self.saver.restore(manifest, adopt=False)
@@ -344,7 +344,7 @@ class Checkpointer:
             return self.save(step, metrics=metrics) if due else None
 
     def _warn_log(self) -> None:
-        """Steps before the last but one checkpoint need not be logged any more."""
+        """Report committed checkpoints to the step log, which removes steps before the last but one."""
         reports = self.saver.reports()
         for report in reports[self._committed :]:
             assert self.step_log is not None
@@ -352,16 +352,16 @@ class Checkpointer:
         self._committed = len(reports)
 
     def _watch(self) -> None:
-        """Take signals over; but not of several processes, which would have to agree on a step."""
+        """Install signal handlers, unless there are several processes, which would have to agree on a step."""
         if self._save_last and not _is_distributed():
             self._termination.watch()
         else:
             self._termination.unwatch()
 
     def _begin(self, step: int) -> None:
-        """Count from here how far training moves the weights, and averages of them."""
+        """Measure the movement of the weights and of their averages from here."""
         self._began = True
-        # loaders and samplers may have to start their workers to tell their state
+        # reading the state of loaders and samplers may start their workers
         others = {name: value for name, value in self._stateful.items() if not hasattr(value, "__iter__")}
         state = {
             "model": self._model.state_dict(),
@@ -401,7 +401,7 @@ class Checkpointer:
         return accepted
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait for the save that is under way; see `Saver.flush`."""
+        """Wait for the running save; see `Saver.flush`."""
         return self.saver.flush(timeout_s)
 
     def reports(self) -> list[SaveReport]:
@@ -409,10 +409,10 @@ class Checkpointer:
         return self.saver.reports()
 
     def close(self) -> None:
-        """Save the last step, if `save_last`; finish the save that is under way, and let go of the store.
+        """Save the last step, if `save_last`; finish the running save, and release the store.
 
-        Weights that have been changed since the last `step` are another state than the one it was called for: they are not
-        saved, nor is anything while an error is being handled; a warning says so.
+        Weights that have been changed since the last `step` do not belong to that step and are not saved; nothing is
+        saved while an exception is being handled. Both give a warning.
 
         Raises:
             SaveFailedError: the last saves have failed.
@@ -455,7 +455,7 @@ class Checkpointer:
         assert step is not None
         try:
             self.save(step, metrics=self._last_metrics, exact=True, wait=True)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the process is to end as it was asked to
+        except Exception as error:  # noqa: BLE001 - after any error the process ends as requested
             warn(f"step {step} could not be saved: {type(error).__name__}: {error}")
         finally:
             self._termination.end()
@@ -466,7 +466,7 @@ class Checkpointer:
 
     @contextmanager
     def _uncounted(self) -> Iterator[None]:
-        """What is done to the weights in here is undone by its end."""
+        """Inside this block changes of the weights are not counted, since they are undone at its end."""
         before = self._counted()
         try:
             yield
@@ -482,7 +482,7 @@ class Checkpointer:
         self._termination.unwatch()
         if error is None:
             self.close()
-        else:  # a save that is under way is finished, but its evaluations are not worth waiting for
+        else:  # a running save is finished, but without waiting for its evaluations
             self._close_log(whole=False)
             self.saver.close()
         return False
@@ -554,7 +554,7 @@ class Checkpointer:
 
     @contextmanager
     def _averages(self, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Averaged weights of the objects with a state in their place, where these give away the tensors that they use.
+        """Swap averaged weights into the objects with a state, if their state shares memory with them.
 
         Args:
             values: by name in the state.
@@ -571,13 +571,15 @@ class Checkpointer:
         with ExitStack() as stack:
             for value in owners.values():
                 if isinstance(value, nn.Module):
-                    stack.enter_context(swapped_weights(value, {}))  # in eval mode, and as it was afterwards
+                    stack.enter_context(
+                        swapped_weights(value, {})
+                    )  # in eval mode, which is undone afterwards
             if owners:
                 stack.enter_context(swapped_tensors(live_tensors(state, values), values))
             yield
 
     def _resumed(self) -> ResumedSteps | None:
-        """How to go on from a state that `_state` gave."""
+        """Resumed steps from a state of `_state`."""
         loss, evaluate, config = self._train_loss, self._loss, self.saver.config
         if loss is None or evaluate is None or not config.probe_steps or config.scheme == "lossless":
             return None
@@ -609,7 +611,7 @@ class Checkpointer:
         return resumed
 
     def _scale(self) -> float:
-        """Of the training loss, where a gradient scaler is among the objects with a state."""
+        """Scale of the training loss, if a gradient scaler is among the objects with a state."""
         scalers = (value for value in self._stateful.values() if isinstance(value, GradScaler))
         return float(next((scaler.get_scale() for scaler in scalers if scaler.is_enabled()), 1.0))
 

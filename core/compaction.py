@@ -1,7 +1,8 @@
-"""Turns a delta into a base that restores the same tensors, bit for bit, so that the chain behind it can go.
+"""Turns a delta into a base that restores the same tensors, bit for bit, so that its chain can be removed.
 
 Never in place: the base is a new container under a new commit, which takes the delta's place in the order of
-checkpoints; it is made and verified before anything old is let go, and the old chain leaves by the ordinary collection, with its grace.
+checkpoints; it is written and verified before
+anything old is removed, and the old chain is removed by the ordinary garbage collection, after its grace.
 """
 
 from collections.abc import Callable, Mapping
@@ -47,7 +48,7 @@ __all__ = ["Compacted", "Rebased", "compact", "rebase", "rebase_checkpoint"]
 
 @dataclass(frozen=True, kw_only=True)
 class Rebased:
-    """A base that is ready to be committed in a delta's place."""
+    """A base that is ready to be committed in place of a delta."""
 
     source: Manifest
     """The delta."""
@@ -55,14 +56,14 @@ class Rebased:
     sections: Mapping[str, int]
     """Bytes of the coded tensors by role."""
     stored_exactly: tuple[str, ...]
-    """Tensors whose codec could not do without its predecessor: the same values, in more bytes."""
+    """Tensors whose codec needs a predecessor: stored exactly, with the same values, in more bytes."""
     exact: tuple[ExactPart, ...] = ()
     """See `SaveReport.exact`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compacted:
-    """What a compaction did."""
+    """The result of a compaction."""
 
     manifest: Manifest
     """The base."""
@@ -93,7 +94,7 @@ def rebase(store: RunStore, manifest: Manifest, *, threads: int = 1) -> Rebased:
     again = decode_chain([read_container(container)], threads=threads)
     if again.checkpoint.state_digest != manifest.state_digest:
         raise CorruptionError(
-            f"the base made of {manifest.chain[-1].key} holds another state; nothing was written"
+            f"the base made of {manifest.chain[-1].key} contains another state; nothing was written"
         )
     sections: dict[str, int] = {}
     for entry in checkpoint.entries:
@@ -110,15 +111,15 @@ def rebase(store: RunStore, manifest: Manifest, *, threads: int = 1) -> Rebased:
 
 
 def compact(store: RunStore, rebased: Rebased, *, grace_s: float = DEFAULT_GRACE_S) -> Compacted:
-    """Commit the base, move the delta's pins to it, and let go of the delta.
+    """Commit the base, move the delta's pins to it, and remove the delta's commit.
 
-    A process that is training into this run is fenced off by this, as by any second writer. Interrupted anywhere, the
-    run holds the delta, or both, and restores the same state.
+    A process that is training into this run is fenced off by this, as by any second writer. If interrupted anywhere,
+    the run contains the delta, or both, and restores the same state.
 
     Args:
         store: the run.
-        rebased: what `rebase` made.
-        grace_s: seconds for which the old chain's data outlives its last name.
+        rebased: the result of `rebase`.
+        grace_s: seconds for which the old chain's data is kept after its last reference is removed.
 
     Raises:
         NoCheckpointError: the delta is no longer in the run.
@@ -181,7 +182,7 @@ def rebase_checkpoint(decoded: Decoded, *, threads: int = 1) -> tuple[Checkpoint
     """Code a decoded checkpoint without references.
 
     Args:
-        decoded: the checkpoint with what its reader holds.
+        decoded: the checkpoint with the decoder's state.
         threads: parameters handled side by side.
 
     Returns:
@@ -206,7 +207,7 @@ def rebase_checkpoint(decoded: Decoded, *, threads: int = 1) -> tuple[Checkpoint
 
 
 class _Again:
-    """The scheme that stores a checkpoint's tensors by the codecs that they have, without references."""
+    """The scheme that stores a checkpoint's tensors by their present codecs, without references."""
 
     name: ClassVar[str] = "again"
 
@@ -227,7 +228,7 @@ class _Again:
 
 
 class _AgainCodec:
-    """Stores one tensor as it is stored already, or as its codec makes a base of it."""
+    """Copies one tensor's stored bytes, or rebases them by its codec."""
 
     id: ClassVar[str] = "again"
     needs: ClassVar[tuple[str, ...]] = ()
@@ -237,7 +238,7 @@ class _AgainCodec:
         self._codec = codec_for_reading(entry.encoded.codec)
 
     def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
-        """See `TensorCodec.encode`; what does not restore to the digest that the delta has is refused."""
+        """See `TensorCodec.encode`; refuses a result that does not restore to the delta's digest."""
         encoded = self._alone(context)
         if encoded is None:
             raise CannotRepresentError(f"{spec.name}: codec {self._codec.id!r} needs a predecessor")

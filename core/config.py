@@ -1,4 +1,4 @@
-"""How a run is saved: the one configuration that every integration passes on."""
+"""`SaverConfig`, the options of saving that all integrations share."""
 
 import math
 import os
@@ -19,7 +19,7 @@ _CHOICES = {"scheme": SCHEMES, "busy": ("skip", "wait"), "mode": ("min", "max")}
 
 @dataclass(frozen=True, kw_only=True)
 class SaverConfig:
-    """How to save, the same for every framework.
+    """Options of saving, the same for every framework.
 
     Raises:
         ConfigError: a field has a value that cannot work; the message names it and the fix.
@@ -34,57 +34,61 @@ class SaverConfig:
     """
 
     scheme: SchemeName = "auto"
-    """How states are coded: our own scheme, a published one (`shrinkpoint.schemes.catalogue`), or bit-exactly."""
+    """The scheme: this library's own (``auto``), a published one (`shrinkpoint.schemes.catalogue`), or ``lossless``."""
     max_degradation: float = 0.01
-    """How much `restore_budget` restores together may raise the held-out loss, relative. Half of it is shared among them; what
-    would exceed a restore's share is stored bit-exactly. The other half is for what no measurement at a save sees."""
+    """How much `restore_budget` restores together may raise the held-out loss, relative. Half of it is shared among
+    them; a state whose restore would exceed its share is stored bit-exactly. The other half is a reserve for effects
+    that no measurement at a save includes."""
     loss_floor: float = 1e-8
-    """Losses nearer to zero count as this one where a rise is taken relative to them: below it, `max_degradation` bounds the
-    rise relative to the floor, and a loss of exactly 0 has a bound too."""
+    """Lower limit of the loss to which rises are relative: for smaller losses `max_degradation` bounds the rise
+    relative to this floor, so that a loss of exactly 0 has a bound too."""
     restore_budget: int = 10
-    """How many restores the run is to stand, spread evenly over it; 1 allows a single one all of `max_degradation`."""
+    """Number of restores to allow for, spread evenly over the run; with 1 a single restore may use all of
+    `max_degradation`."""
     probe_steps: int = 20
-    """Where the training can be tried from a restored state: what remains after so many steps is what a restore costs. Within
-    `search_overhead`, so many are made; before there is time for that, 5, and the rest is extrapolated. 0 for never."""
+    """Steps of a probe, where the training can be resumed from a restored state: the rise that remains after them is
+    the cost of a restore. `search_overhead` limits the time; before that allows all steps, 5 are made, and the rest is
+    extrapolated. 0 turns probes off."""
     guards: bool = True
-    """Store exactly what would be noisier than training itself, or change the next updates by more than leaving them out,
-    whatever a loss says (`shrinkpoint.quality.guards`). Most published schemes are, for they were made for weights that do not train
-    on; False leaves everything to the measurements."""
+    """Store exactly if a restore's noise would exceed training's own movement, or change the next updates by more than
+    their length, independently of the measured loss (`shrinkpoint.quality.guards`). This applies to most published
+    schemes, which were designed for weights that are not trained further; False relies on the measurements alone."""
     key_every: int = 8
-    """Every so many checkpoints one is a base, readable alone; later where the base takes more than half as many bytes as
-    its deltas together, up to `longest_chain`."""
+    """Interval of bases (readable alone), in checkpoints; a chain grows beyond it, up to `longest_chain`, while its
+    base takes more than half as many bytes as its deltas together."""
     longest_chain: int | None = None
     """Checkpoints that a restore reads at most; None takes four times `key_every`, or 1 where that is 1."""
     busy: Literal["skip", "wait"] = "skip"
-    """What to do with a save that is due while one is being written."""
+    """Action if a save is due while another is being written."""
     keep_last: int | None = None
-    """Keep the newest so many checkpoints. With no ``keep_*`` given, all are kept. What a training does not continue it never
-    removes."""
+    """Number of newest checkpoints to keep. Without any ``keep_*``, all are kept. A training never removes checkpoints
+    that it does not continue, such as those of an earlier training in the same run."""
     keep_every: int | None = None
-    """Keep the first checkpoint of every so many training steps."""
+    """Keep the first checkpoint of every interval of this many training steps."""
     keep_optimizer: int | None = None
-    """Keep the optimizer's state of the newest so many checkpoints; older ones become weights alone. None: all keep it."""
+    """Number of newest checkpoints that keep the optimizer's state; older ones are reduced to weights. None: all keep
+    it."""
     weights_only: bool = False
-    """Never store the optimizer's state: a resume begins with a fresh one, and says so."""
+    """Never store the optimizer's state: a resume starts with a fresh one, and warns of that."""
     keep_best: int | None = None
-    """Keep so many of the best by the metric named `monitor`."""
+    """Number of best checkpoints, by the metric named `monitor`, to keep."""
     monitor: str | None = None
     """The metric for `keep_best`."""
     mode: Literal["min", "max"] = "min"
     """Whether the best metric is the least or the greatest."""
     grace_s: float = 24 * 3600.0
-    """Seconds that data which no manifest names is kept, for readers and writers that are under way."""
+    """Seconds for which data that no manifest names is kept, for active readers and writers."""
     max_failures: int = 3
-    """So many failed saves in a row end training with an error."""
+    """Number of consecutive failed saves that ends training with an error."""
     threads: int | None = None
     """Threads that encode and decode; None takes half of the processors."""
     compile_ahead: bool = True
-    """Where the coders are not compiled yet, as in every fresh container, have it done in a process of its own as soon as
-    training begins; else the first save does it, in a thread for which training waits at every step."""
+    """If the coders are not compiled yet, as in every fresh container, compile them in a separate process when training
+    starts; otherwise the first save compiles them, in a thread that delays every training step."""
     search_overhead: float = 0.01
-    """Share of the training time for measuring what restores cost: searches, and steps from restored states. The three
-    evaluations of every save and a few more where settings must change are made in any case; probes get what these leave,
-    and the first one is paid in advance."""
+    """Share of the training time for measurements: searches, and resumed steps from restored states. The three
+    evaluations of every save, and a few more when settings must change, are always made; probes get the rest, and the
+    first one is made on credit."""
     options: Any = None
     """The scheme's own settings, as in ``scheme="excp", options=ExcpOptions(alpha=1e-4)``, or a mapping of them; None takes its
     defaults."""
@@ -120,9 +124,7 @@ class SaverConfig:
             object.__setattr__(self, "options", made_options(self.scheme, self.options))
             check_options(self.scheme, self.options)
         if self.keep_best is not None and self.monitor is None:
-            raise ConfigError(
-                "keep_best must know its metric: give monitor too, for example monitor='val_loss'"
-            )
+            raise ConfigError("keep_best needs a metric: give monitor too, for example monitor='val_loss'")
         if self.weights_only and self.keep_optimizer is not None:
             raise ConfigError(
                 "weights_only=True stores no optimizer state at all, which keep_optimizer would keep: give one of them"

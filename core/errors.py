@@ -1,6 +1,6 @@
 """Every exception that shrinkpoint raises on purpose.
 
-A message says what was wrong with which file, tensor or field, and what to do about it. ``except ShrinkpointError``
+A message names the file, tensor or field, what is wrong with it, and what to do. ``except ShrinkpointError``
 catches all of them and nothing else.
 """
 
@@ -36,7 +36,7 @@ class ShrinkpointError(Exception):
 
 
 class ShrinkpointWarning(UserWarning):
-    """Something was skipped or weakened but the work goes on; the message says what, why and what to do.
+    """Something was skipped or weakened, but work continues; the message gives the reason and what to do.
 
     Examples:
         >>> import warnings
@@ -58,7 +58,7 @@ class ConfigError(ShrinkpointError, ValueError):
 
 
 class MissingDependencyError(ShrinkpointError, ImportError):
-    """An optional package is needed; the message holds the install command.
+    """An optional package is needed; the message contains the install command.
 
     Examples:
         >>> from shrinkpoint.errors import MissingDependencyError
@@ -177,7 +177,7 @@ class FencedError(StoreError):
 
 
 class RunMismatchError(StoreError):
-    """The prefix holds something else: another run, another model, or a foreign file.
+    """The prefix contains something else: another run, another model, or a foreign file.
 
     Examples:
         >>> from pathlib import Path

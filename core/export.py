@@ -1,7 +1,9 @@
-"""A restored state as an ordinary file: ``.ckpt``/``.pt`` for ``torch.load(weights_only=True)``, or safetensors.
+"""Exports a restored state as an ordinary file: ``.ckpt``/``.pt`` for ``torch.load(weights_only=True)``, or
+safetensors.
 
-Nothing here knows a framework: a ``.ckpt`` holds the nested state as it was given to the saver, and whoever wrote it
-reads it again. The few types that torch's safe loader refuses become their plain kin, and every such change is told.
+It is independent of frameworks: a ``.ckpt`` contains the nested state as it was given to the saver, which the framework
+that wrote it can read. The few types that torch's safe loader refuses become plain types, and every such change is
+reported.
 """
 
 import os
@@ -31,12 +33,12 @@ SUFFIXES = (".ckpt", ".pt", ".safetensors")
 _Path = tuple[str, ...]
 _AVERAGED: _Path = ("state_dict",)
 
-_MAX_INT_BITS = 255 * 8 - 1  # what pickle's LONG1, the only long integer that the safe loader reads, holds
+_MAX_INT_BITS = 255 * 8 - 1  # capacity of pickle's LONG1, the only long integer that the safe loader reads
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """What was written.
+    """The written file.
 
     Examples:
         >>> from shrinkpoint.export import export
@@ -52,7 +54,7 @@ class Exported:
     tensors: int
     """Different tensors in the file; tied ones count once."""
     notes: tuple[str, ...]
-    """What is not as it was in the state, in words."""
+    """Messages about values that had to change."""
 
 
 def export(state: TrainingState, path: str | os.PathLike[str], *, force: bool = False) -> Exported:
@@ -66,7 +68,7 @@ def export(state: TrainingState, path: str | os.PathLike[str], *, force: bool = 
 
     Raises:
         ConfigError: the suffix is another one, or the file exists and `force` is not given.
-        CannotRepresentError: the state holds what such a file cannot; the message names it.
+        CannotRepresentError: the state contains a value that such a file cannot; the message names it.
         MissingDependencyError: the safetensors package is not installed.
         StoreError: the file cannot be written.
 
@@ -80,7 +82,9 @@ def export(state: TrainingState, path: str | os.PathLike[str], *, force: bool = 
     target = check_target(path, force=force)
     if target.suffix == ".safetensors":
         tensors, aliases = model_tensors(state)
-        notes = tuple(f"{alias} is tied to {kept}, which holds the tensor" for alias, kept in aliases.items())
+        notes = tuple(
+            f"{alias} is tied to {kept}, which contains the tensor" for alias, kept in aliases.items()
+        )
         write, count = _safetensors_writer(tensors, aliases), len(tensors)
     else:
         value, notes = to_loadable(state.to_object())
@@ -90,7 +94,7 @@ def export(state: TrainingState, path: str | os.PathLike[str], *, force: bool = 
 
 
 def check_target(path: str | os.PathLike[str], *, force: bool = False) -> Path:
-    """Refuse, before any work is done, what `export` could not write.
+    """Refuse, before any work is done, a target that `export` could not write.
 
     Raises:
         ConfigError: see `export`.
@@ -117,12 +121,12 @@ def check_target(path: str | os.PathLike[str], *, force: bool = False) -> Path:
 
 
 def to_loadable(state: Any) -> tuple[Any, tuple[str, ...]]:
-    """A nested state in the types that ``torch.load(weights_only=True)`` takes, and what had to change.
+    """A nested state in the types that ``torch.load(weights_only=True)`` accepts, and the changes made.
 
     numpy scalars become Python numbers, numpy arrays tensors, namespaces dicts, frozensets sets, timedeltas seconds.
 
     Raises:
-        CannotRepresentError: an object without plain kin (numpy dates); the message names its place.
+        CannotRepresentError: an object without a plain equivalent (numpy dates); the message names its place.
     """
     changes: dict[str, list[str]] = {}
 
@@ -158,7 +162,7 @@ def _convert_key(value: Any, path: _Path, note: Callable[[_Path, str], None]) ->
     """Keys and members of sets stay hashable."""
     if isinstance(value, frozenset) or (
         isinstance(value, bytes) and not value
-    ):  # a set and a bytearray, their kin, cannot be hashed
+    ):  # their plain equivalents, a set and a bytearray, cannot be hashed
         raise _refuse(value, path)
     if isinstance(value, tuple) and not isinstance(value, torch.Size):
         return tuple(_convert_key(item, path, note) for item in value)
@@ -191,7 +195,7 @@ def _convert_leaf(value: Any, path: _Path, note: Callable[[_Path, str], None]) -
 
 def _refuse(value: object, path: _Path) -> CannotRepresentError:
     return CannotRepresentError(
-        f"{join_path(path) or 'the state'} holds a {type(value).__module__}.{type(value).__qualname__}, which"
+        f"{join_path(path) or 'the state'} contains a {type(value).__module__}.{type(value).__qualname__}, which"
         " torch.load(weights_only=True) refuses: export to .safetensors for the weights alone, or keep numbers and"
         " strings in the state"
     )
@@ -204,7 +208,7 @@ def _listed(places: list[str]) -> str:
 def _torch_writer(value: Any) -> Callable[[Path], None]:
     def write(path: Path) -> None:
         torch.save(value, path)
-        try:  # whatever this torch's safe loader accepts, what was promised is that it accepts this file
+        try:  # verify that this torch's safe loader accepts the file, as promised
             torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:
             raise CannotRepresentError(
@@ -232,9 +236,10 @@ def model_tensors(state: TrainingState) -> tuple[dict[str, torch.Tensor], dict[s
 
 
 def model_places(state: TrainingState) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The model's weights and buffers by their names in the model, and tied names by the name that holds the tensor.
+    """The model's weights and buffers by their names in the model, and tied names by the name that has the tensor.
 
-    The tensors are the state's own, which may be without elements. The model's part is found by the tensors' roles; an average that stands in its place is taken instead. In a state that was
+    The tensors are the state's own, which may be meta tensors. The model's part is found by the tensors' roles; an
+    average stored in its place is taken instead. In a state that was
     saved without roles, it is the dict ``state_dict`` or ``model``, or the state itself where that is a flat dict of tensors.
 
     Raises:
@@ -259,7 +264,7 @@ def model_places(state: TrainingState) -> tuple[dict[str, torch.Tensor], dict[st
 
 
 def _is_averaged(state: TrainingState) -> bool:
-    """Whether an average stands where a checkpoint has the model that is to be used (Lightning's ``WeightAveraging``)."""
+    """Whether an average is stored in the model's place (Lightning's ``WeightAveraging``)."""
     start = "/".join(_AVERAGED) + "/"
     specs = state.specs.items()
     return any(spec.tag.role is Role.AVERAGE and name.startswith(start) for name, spec in specs)
@@ -293,8 +298,8 @@ def _folder_without_roles(state: Any) -> _Path:
         if state and all(isinstance(item, torch.Tensor) for item in state.values()):
             return ()
     raise CannotRepresentError(
-        "the state does not say which of its tensors are the model's weights (it was saved without roles, and has no"
-        " state_dict): export to .ckpt, which holds everything"
+        "the state does not show which of its tensors are the model's weights (it was saved without roles, and has no"
+        " state_dict): export to .ckpt, which contains everything"
     )
 
 
@@ -320,12 +325,12 @@ def _safetensors_writer(
     save_file, errors = _require_safetensors()
 
     def write(path: Path) -> None:
-        # Tied names stand in the metadata, as safetensors.torch.save_model writes and load_model resolves them.
+        # Tied names are stored in the metadata, as safetensors.torch.save_model writes and load_model resolves them.
         try:
             save_file(dict(tensors), path, metadata={"format": "pt", **aliases})
         except errors as error:
             raise CannotRepresentError(
-                f"safetensors cannot hold this model ({error}): export to .ckpt"
+                f"safetensors cannot store this model ({error}): export to .ckpt"
             ) from error
 
     return write
@@ -346,7 +351,7 @@ def _require_safetensors() -> tuple[Callable[..., None], tuple[type[Exception], 
 
 
 def _write_whole(target: Path, write: Callable[[Path], None], *, force: bool) -> int:
-    """Write beside the target, sync, then give it its name; returns its size in bytes."""
+    """Write to a temporary file next to the target, sync, rename; returns the size in bytes."""
     temporary = target.parent / f".{target.name}.tmp-{secrets.token_hex(8)}"
     try:
         with temporary.open("xb"):
@@ -362,7 +367,7 @@ def _write_whole(target: Path, write: Callable[[Path], None], *, force: bool) ->
     except RuntimeError as error:  # torch.save's writer turns a full disk into one
         raise StoreError(f"cannot write {target}: {error}") from error
     finally:
-        with suppress(OSError):  # the error that brought us here is the one to show
+        with suppress(OSError):  # the original error is the one to show
             temporary.unlink()
     return size
 
@@ -382,5 +387,5 @@ def _publish(temporary: Path, target: Path, *, force: bool) -> None:
 
 def _exists(target: Path) -> ConfigError:
     return ConfigError(
-        f"{target} exists already: choose another name, or say --force (force=True) to replace it"
+        f"{target} exists already: choose another name, or give --force (force=True) to replace it"
     )

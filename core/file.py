@@ -1,4 +1,5 @@
-"""One state dict in one file, without a run: ``shrinkpoint.save``; ``shrinkpoint.load`` reads it (`shrinkpoint.loading`)."""
+"""``shrinkpoint.save``: one state dict in one file, without a run; ``shrinkpoint.load`` reads it
+(`shrinkpoint.loading`)."""
 
 import os
 from collections.abc import Mapping
@@ -29,11 +30,12 @@ def save(
     """Write one state to one file, which appears whole or not at all.
 
     Args:
-        state: what one would give to ``torch.save``: nested dicts, lists, numbers, tensors.
+        state: as for ``torch.save``: nested dicts, lists, numbers, tensors.
         path: a path or URL; an existing file is replaced.
         scheme: ``lossless``; or one that quantizes the tensors that `describe` calls weights and moments: ``auto`` with
             mild steps, ``inshrinkerator`` with its mildest configuration, any other with its defaults.
-        describe: gives each tensor's role (`shrinkpoint.state.roles`); without it every scheme stores exactly, and says so.
+        describe: gives each tensor's role (`shrinkpoint.state.roles`); without it every scheme stores exactly, with a
+            warning.
         storage_options: passed to fsspec.
 
     Returns:
@@ -41,7 +43,7 @@ def save(
 
     Raises:
         ConfigError: `path` is no path, as where the arguments are swapped.
-        CannotRepresentError: `state` holds an object that cannot be stored without pickle; the message names it.
+        CannotRepresentError: `state` contains an object that cannot be stored without pickle; the message names it.
         StoreError: the file cannot be written.
 
     Examples:
@@ -49,7 +51,7 @@ def save(
         >>> shrinkpoint.load("model.shrink")["epoch"]
         3
 
-        With a lossy scheme, `describe` says what the tensors are; a warning says that no loss bounds the noise:
+        With a lossy scheme, `describe` gives the tensors' roles; a warning says that no loss bounds the noise:
 
         >>> from shrinkpoint.state.roles import describe_training
         >>> describe = describe_training(
@@ -80,7 +82,7 @@ def save(
 
 
 def _warn_exact(path: str, scheme: str, plan: Plan, encoded: EncodedState, size: int, *, knows: bool) -> None:
-    """Say that a scheme that was to make the file smaller has not, and why."""
+    """Warn that a lossy scheme has stored everything exactly, and why."""
     if plan.is_exact and scheme != "lossless":
         why = (
             plan.reason

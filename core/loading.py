@@ -1,4 +1,4 @@
-"""Reading for use rather than for training on: ``shrinkpoint.load`` and ``shrinkpoint.load_weights``."""
+"""``shrinkpoint.load`` and ``shrinkpoint.load_weights``: read a state without resuming a training."""
 
 import difflib
 import os
@@ -47,14 +47,14 @@ def load(
     """A whole state as it was saved, every checksum and digest verified.
 
     Args:
-        url: what `save` wrote; or one checkpoint of a run, ``<run>#step=1000``, ``<run>#seq=12`` (the commit) or
-            ``<run>#newest``, as the run alone. The newest is the newest sound one: damaged ones are passed over, with a
+        url: a file of `save`; or one checkpoint of a run, ``<run>#step=1000``, ``<run>#seq=12`` (the commit) or
+            ``<run>#newest``, as the run alone. The newest is the newest sound one: damaged ones are skipped, with a
             warning.
         device: where its tensors go, as ``map_location`` of ``torch.load``; None leaves them on the host.
         storage_options: passed to fsspec.
 
     Returns:
-        What was given to `save`; of a run, what its framework would have given to ``torch.save``.
+        The state that was given to `save`; of a run, the state that its framework would have given to ``torch.save``.
 
     Raises:
         NoCheckpointError: there is no such checkpoint; the message says which there are.
@@ -80,7 +80,7 @@ def load_state(
     device: Device = None,
     storage_options: Mapping[str, object] | None = None,
 ) -> Any:
-    """As `load`, without some of the state.
+    """As `load`, leaving out parts of the state.
 
     Args:
         url: as of `load`.
@@ -122,8 +122,8 @@ def load_weights(
     Args:
         url: as of `load`.
         names: the only ones to read, as the result is to name them; None takes all.
-        prefix: take what is below this alone, and name it without: ``prefix="model."`` for the module that a
-            LightningModule holds as ``self.model``.
+        prefix: take only tensors below this prefix, and remove it from their names: ``prefix="model."`` for the module that
+            is ``self.model`` of a LightningModule.
         device: where they go; None leaves them on the host.
         storage_options: passed to fsspec.
 
@@ -132,7 +132,7 @@ def load_weights(
 
     Raises:
         StateMismatchError: the model has no such name, or nothing below `prefix`; the message names near ones.
-        CannotRepresentError: the state does not tell which tensors are the model's: use `load`.
+        CannotRepresentError: the state does not show which tensors are the model's: use `load`.
         NoCheckpointError, FormatError, ChainError, StoreError: as `load`.
 
     Examples:
@@ -173,7 +173,7 @@ def _read(
     storage_options: Mapping[str, object] | None,
     read: Callable[[Chain], tuple[Header, T]],
 ) -> tuple[Header, T]:
-    """What `read` makes of the chain that `url` means."""
+    """The result of `read` on the chain that `url` names."""
     if not isinstance(url, str | os.PathLike):
         raise ConfigError(f"url must be a path, a URL or '<run>#step=1000', not {brief(url)}")
     text = os.fspath(url)
@@ -199,7 +199,7 @@ def _read_run(
         header, found = read(sources_of_run(store, manifest))
         if (header.state_digest, header.step) != (manifest.state_digest, manifest.step):
             raise CorruptionError(
-                f"{manifest.chain[-1].key} holds another state than its manifest (commit {manifest.seq}) says"
+                f"{manifest.chain[-1].key} contains another state than its manifest (commit {manifest.seq}) states"
             )
         return header, found
 
@@ -225,7 +225,7 @@ def _read_run(
 
 
 def _model_names(header: Header) -> dict[str, str]:
-    """Where each tensor of the model stands in the state, by its name in the model."""
+    """The path of each of the model's tensors in the state, by its name in the model."""
     dense, parts = dense_only(header.tree)
     empty = {
         name: torch.empty(record.spec.shape, dtype=record.spec.dtype, device="meta")
@@ -238,7 +238,7 @@ def _model_names(header: Header) -> dict[str, str]:
     for name, place in found.items():
         if place in parts:
             raise CannotRepresentError(
-                f"{name} is sparse, which load_weights cannot give: shrinkpoint.load gives the whole state"
+                f"{name} is sparse, which load_weights cannot return: shrinkpoint.load returns the whole state"
             )
     return {**found, **{alias: found[kept] for alias, kept in aliases.items()}}
 

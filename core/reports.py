@@ -1,4 +1,4 @@
-"""What is told about each save: to the user's logger, the manifest and the command line."""
+"""The report of each save, for the user's logger, the manifest and the command line."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,15 +11,15 @@ from shrinkpoint.state.tree import JSON
 __all__ = ["Accepted", "Measured", "SaveReport"]
 
 Measured = Literal["measured", "exact", "unmeasured", "blind"]
-"""How a checkpoint's degradation is known: measured; 0, for all is exact; not at all; not at all, for the evaluation was
-found not to see the weights."""
+"""How a checkpoint's degradation is known: measured; 0 because all is exact; unknown; unknown because the evaluation
+was found not to depend on the weights."""
 
-_NAMED = 100  # a manifest is small; thousands of tensors kept exactly are told by their number
+_NAMED = 100  # keeps a manifest small: of more tensors kept exactly only the number is reported
 
 
 @dataclass(frozen=True, kw_only=True)
 class Accepted:
-    """A save that has begun: its snapshot is taken, the rest happens in the background.
+    """A save whose snapshot is taken; encoding and writing continue in the background.
 
     Examples:
         >>> checkpointer = shrinkpoint.Checkpointer("runs/8", model, optimizer, scheme="lossless")
@@ -60,9 +60,9 @@ class SaveReport:
     scheme: str
     """The scheme's name."""
     configuration: str
-    """What the search chose, in short; why, in `reason`."""
+    """The chosen settings, in short."""
     reason: str
-    """Why this configuration, in words."""
+    """Why these settings were chosen."""
     bytes: int
     """Size of the container."""
     raw_bytes: int
@@ -77,26 +77,26 @@ class SaveReport:
     degradation_low: float | None = None
     """Lower end of its interval."""
     degradation_high: float | None = None
-    """Upper end of its interval, which is within what a restore may cost."""
+    """Upper end of its interval, which is within the allowed cost of a restore."""
     degradation_luck: float | None = None
-    """What the loss right at the restore rises by beyond `degradation`: of the first order, so of either sign by chance, and
-    trained away."""
+    """Rise of the loss right at the restore less `degradation`: the first-order part, of either sign by chance, which
+    is trained away."""
     measured: Measured = "measured"
     """How `degradation` is known."""
     allowed: float | None = None
-    """What a restore may cost for good; with steps tried from a restored state, `degradation` may be more."""
+    """The allowed lasting cost of a restore; where a probe is made, `degradation` may be more."""
     resumed: Mapping[str, float]
-    """The same after so many optimizer steps from the restore, where it was measured at this save."""
+    """The rise by number of optimizer steps after the restore, where this save was probed."""
     resumed_high: Mapping[str, float] = field(default_factory=dict)
     """Upper ends of `resumed`."""
     baseline: float | None
     """Held-out loss of the true weights."""
     update_error: float | None = None
-    """How far the next update of the training's own optimizer would be from the true one, relative to its length."""
+    """Error of the next update of the training's own optimizer, relative to the true update's length."""
     update_length: float | None = None
-    """How long it would be, relative to the true one."""
+    """Length of that update, relative to the true one's."""
     lost_steps: float | None = None
-    """Training steps that are done in vain because the restored optimizer state has lost some of what it remembered."""
+    """Training steps of progress lost because the restored optimizer state has lost some of its memory."""
     overhead: float = 0.0
     """Share of the time of this process that evaluations and steps from restored states have taken so far."""
     evaluations: int
@@ -110,12 +110,12 @@ class SaveReport:
     write_s: float
     """Seconds of the background thread from container to commit."""
     redundancy: int | None = None
-    """How many of several stores may still be lost and all that was saved is there, as far as this process knows; None where
-    there is one store."""
+    """How many of several stores may still be lost without losing a checkpoint, as far as this process knows; None for
+    one store."""
     metrics: Mapping[str, float]
-    """What was given to the save."""
+    """The metrics that were given to the save."""
     not_finite: str | None = None
-    """What of the state or its held-out loss is NaN or infinite; None where nothing is."""
+    """Which part of the state or its held-out loss is NaN or infinite; None if all are finite."""
     kept_exactly: Mapping[str, str]
     """Tensors that the scheme could not represent, or that must not be coded (`Tag.why`), with the reason."""
     exact: Sequence[ExactPart] = ()
@@ -127,7 +127,8 @@ class SaveReport:
         return self.raw_bytes / self.bytes
 
     def to_json(self) -> dict[str, JSON]:
-        """The report as it stands in a manifest's ``meta``; what is not finite is null, for JSON has no word for it."""
+        """The report in the form of a manifest's ``meta``; numbers that are not finite are null, since JSON cannot
+        express them."""
         kept = list(self.kept_exactly.items())
         more = {"...": f"and {len(kept) - _NAMED} more tensors"} if len(kept) > _NAMED else {}
         report = asdict(self) | {"kept_exactly": dict(kept[:_NAMED]) | more, "ratio": self.ratio}
@@ -136,7 +137,7 @@ class SaveReport:
             "seq",
             "write_s",
             "redundancy",
-        ):  # known only once the manifest that holds this is stored
+        ):  # known only once the manifest that contains this is stored
             del report[name]
         report["metrics"] = {name: _finite(value) for name, value in self.metrics.items()}
         for name in ("resumed", "resumed_high"):

@@ -1,4 +1,4 @@
-"""Warnings that may come up while a save is under way in the background."""
+"""Warnings that may occur during a save in the background."""
 
 import threading
 import warnings
@@ -12,7 +12,7 @@ _FEW = 8
 
 
 def brief(value: object) -> str:
-    """A value as it stands in a message: short, and without a tensor's elements, which may be gigabytes on a device."""
+    """A value for a message: short, and without a tensor's elements, which may be gigabytes on a device."""
     few = isinstance(value, list | tuple) and len(value) <= _FEW and all(isinstance(v, _PLAIN) for v in value)
     if isinstance(value, _PLAIN) or few:
         text = repr(value)
@@ -24,9 +24,9 @@ def brief(value: object) -> str:
 def warn(message: str, *, stacklevel: int = 2) -> None:
     """Warn with a `ShrinkpointWarning`; outside the main thread, never raise it.
 
-    Whoever turns warnings into errors (``python -W error``, a test suite) gets them as errors where they can be caught. In
-    the background nobody could: the error would end the save that it tells of, or hide that another one failed. There
-    the warning is shown as if the filter had let it pass.
+    Where warnings are turned into errors (``python -W error``, a test suite), they are raised only where they can be
+    caught. In the background that is not possible: the error would end the save that it reports on, or hide that
+    another one failed. There the warning is shown as if the filter had let it pass.
 
     Args:
         message: what happened, and what to do.

@@ -177,7 +177,7 @@ def _totals(result: DemoResult) -> tuple[str, ...]:
 
 
 LEGEND = (
-    "ratio: torch.save's bytes over ours; degradation: rise of the held-out loss at a restore, measured when saving; "
+    "ratio: torch.save's bytes over shrinkpoint's; degradation: rise of the held-out loss at a restore, measured when saving; "
     "blocked: training waited for the snapshot; evaluating: training paused to measure the degradation"
 )
 

@@ -1,1 +1,1 @@
-"""What a framework's callback needs of that framework, apart from the callback itself."""
+"""Integrations with training frameworks: everything framework-specific except the callbacks themselves."""

@@ -1,4 +1,4 @@
-"""``shrinkpoint advise``: how often to save, and whether a log of every step pays, from what a run tells of itself."""
+"""``shrinkpoint advise``: how often to save, and whether a step log pays, from a run's own measurements."""
 
 import itertools
 import math
@@ -36,7 +36,7 @@ _LOOKED_AT = 50  # of the newest checkpoints
 
 @dataclass(frozen=True)
 class _Noted:
-    """What a run's manifests say, medians of its newest saves; None where they do not."""
+    """Measurements from a run's manifests, medians of its newest saves; None where a value is missing."""
 
     saves: int
     stall_s: float
@@ -93,8 +93,8 @@ def advise(
     per_step = seconds_per_step or noted.seconds_per_step
     if not per_step:
         raise ConfigError(
-            f"{run.store.display} does not tell how long a step takes, for no process has committed two checkpoints of different"
-            " steps: give --seconds-per-step"
+            f"{run.store.display} does not show how long a step takes, because no process has committed two checkpoints of"
+            " different steps: give --seconds-per-step"
         )
     restore = restore_seconds if restore_seconds is not None else _timed_restore(run)
     costs = Costs(
@@ -133,7 +133,7 @@ def _seconds(text: str) -> float:
     match = _TIME.fullmatch(text.strip())
     value = float(match[1]) * _UNITS[match[2]] if match else 0.0
     if value <= 0:
-        raise ConfigError(f"--mtbf {text!r} is no time: write 90s, 30min, 2h or 1d")
+        raise ConfigError(f"--mtbf {text!r} is not a time: write 90s, 30min, 2h or 1d")
     return value
 
 
@@ -141,7 +141,7 @@ def _noted(run: OpenRun) -> _Noted:
     manifests = run.store.manifests()
     saves = [(m, m.meta["save"]) for m in manifests[:_LOOKED_AT] if isinstance(m.meta.get("save"), dict)]
     if not saves:
-        raise NoCheckpointError(f"{run.store.display} holds no checkpoint with a report: save one first")
+        raise NoCheckpointError(f"{run.store.display} contains no checkpoint with a report: save one first")
     newest = saves[0][1]
     raw = newest.get("raw_sections")
     weights = raw.get("weight", 0) if isinstance(raw, dict) else 0
@@ -177,7 +177,8 @@ def _step_seconds(manifests: Sequence[Manifest]) -> float | None:
 
 
 def _write_seconds(run: OpenRun, manifests: Sequence[Manifest]) -> float | None:
-    """From when a manifest was drawn up, by its writer's clock, to when it appeared, by the store's; None where those disagree."""
+    """Time from a manifest's creation, by its writer's clock, to its commit, by the store's; None where the clocks
+    disagree."""
     appeared = {seq_of_commit(info.key): info.modified for info in run.objects.list("commits/")}
     found = [
         when - manifest.wall_time
@@ -212,7 +213,7 @@ def _assumed(noted: _Noted, per_step: float | None, restore: float | None) -> li
         )
     if noted.write_s is None:
         found.append(
-            "the time of an upload is not known, for this store's clock and the training's differ: it counts as 0"
+            "the time of an upload is not known, because this store's clock and the training's differ: it counts as 0"
         )
     if restore is None:
         found.append("a restore takes as long as reading the newest checkpoint took here, from this machine")

@@ -27,7 +27,7 @@ __all__ = ["app", "main"]
 
 
 class _Commands(TyperGroup):
-    """Turns what shrinkpoint raises and warns about into lines on stderr and an exit code."""
+    """Turns shrinkpoint's exceptions and warnings into lines on stderr and an exit code."""
 
     def invoke(self, ctx: Any) -> Any:
         with warnings.catch_warnings(), quieted(bool(ctx.params.get("quiet"))):
@@ -61,7 +61,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Look at, check, export and tidy the checkpoints of a run: a folder, s3://bucket/prefix, or any fsspec URL.",
+    help="Inspect, verify, export and clean up the checkpoints of a run: a folder, s3://bucket/prefix, or any fsspec URL.",
 )
 
 
@@ -74,12 +74,12 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _globals(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing of what is under way.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress.")] = False,
     read_anyway: Annotated[
         bool,
         typer.Option(
             "--read-anyway",
-            help="Of a run in several stores, read what those that answer hold, though newer checkpoints may be in the others.",
+            help="Of a run in several stores, read from those that answer, though newer checkpoints may be in the others.",
         ),
     ] = False,
     version: Annotated[

@@ -1,4 +1,4 @@
-"""``shrinkpoint compact``: make a delta a base, so that the chain behind it can go."""
+"""``shrinkpoint compact``: turn a delta into a base, so that its chain can be removed."""
 
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,15 +33,13 @@ def compact(
     yes: Yes = False,
     grace: Annotated[
         float,
-        typer.Option(
-            "--grace", min=0, help="Seconds that the old chain's data is kept for readers under way."
-        ),
+        typer.Option("--grace", min=0, help="Seconds that the old chain's data is kept for active readers."),
     ] = DEFAULT_GRACE_S,
     storage_options: StorageOptions = None,
     option: Pairs = None,
     as_json: AsJson = False,
 ) -> None:
-    """Store a delta anew as a base with the same values; fences off a training that is under way."""
+    """Store a delta again as a base with the same values; fences off a running training."""
     from shrinkpoint.compaction import compact as commit
     from shrinkpoint.compaction import rebase
     from shrinkpoint.config import SaverConfig
@@ -87,5 +85,5 @@ def _warn(report: dict[str, Any], as_json: bool) -> None:
     if report["done"]:
         out.print(f"step {report['step']}: {sizes}; it is commit {report['new_seq']} now")
     else:
-        out.print(f"step {report['step']}: {sizes}. Nothing was changed: say --yes to do it")
-        out.print("A training that is under way in this run would be fenced off: stop it first")
+        out.print(f"step {report['step']}: {sizes}. Nothing was changed: give --yes to do it")
+        out.print("A training that is running in this run would be fenced off: stop it first")

@@ -1,4 +1,4 @@
-"""``shrinkpoint compile``: compile the coders now, not when a training begins."""
+"""``shrinkpoint compile``: compile the coders now instead of at the start of a training."""
 
 import time
 from typing import Annotated
@@ -21,7 +21,7 @@ def compile_now(
         ),
     ] = None,
 ) -> None:
-    """Compile the coders now, up to a minute of one core; else it is done when the first training on a machine begins."""
+    """Compile the coders now, up to a minute of one core; otherwise the first training on a machine does it."""
     from shrinkpoint.saving.compilation import compile_coders, is_compiled
 
     out = console()

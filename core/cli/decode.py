@@ -1,4 +1,4 @@
-"""Reading one whole checkpoint, of a run or of a single file."""
+"""Reads one whole checkpoint, of a run or of a single file."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,19 +20,19 @@ __all__ = ["Loaded", "load"]
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checkpoint that was read, decoded and compared with its digests."""
+    """A checkpoint that was read, decoded and verified by its digests."""
 
     shown: str
-    """Where it lies."""
+    """Its location."""
     decoded: "Decoded"
     bytes: int
-    """Of its own container."""
+    """Bytes of its own container."""
     manifest: "Manifest | None"
     """None of a single file."""
 
 
 def load(url: str, options: Mapping[str, Any], step: int | None = None, seq: int | None = None) -> Loaded:
-    """Read what the URL and the options name; of a run the newest sound checkpoint where they name none.
+    """Read the checkpoint that the URL and the options name; by default a run's newest sound one.
 
     Raises:
         ConfigError: several of these name a checkpoint.

@@ -1,4 +1,4 @@
-"""``shrinkpoint diff``: which tensors of two checkpoints differ, and how far."""
+"""``shrinkpoint diff``: which tensors of two checkpoints differ, and by how much."""
 
 import math
 from collections.abc import Iterator, Mapping

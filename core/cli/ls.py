@@ -30,7 +30,7 @@ def ls(
     """List the checkpoints of a run, newest first; damaged ones and those with NaN or infinity are marked with the reason."""
     run = open_run(url, parse_storage_options(url, storage_options, option))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ShrinkpointWarning)  # what it would say stands in the table
+        warnings.simplefilter("ignore", ShrinkpointWarning)  # the table shows what it would warn of
         manifests = run.store.manifests()
     sizes = run.sizes()
     named = {ref.key for manifest in manifests for ref in manifest.chain}
@@ -67,9 +67,9 @@ def ls(
     out.print(f"{len(checkpoints)} checkpoints, {bytes_text(sum(live))} stored in {run.store.display}")
     if others:
         out.print(
-            f"beside them {len(others)} containers, {bytes_text(sum(others))}, that none of these needs: of removed"
+            f"and {len(others)} containers, {bytes_text(sum(others))}, that none of these needs: of removed"
             " checkpoints, which wait for the end of their grace (`shrinkpoint undelete` brings them back), or of a save"
-            " under way"
+            " in progress"
         )
 
 

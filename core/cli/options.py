@@ -55,7 +55,7 @@ Step = Annotated[
     int | None, typer.Option("--step", min=0, help="The checkpoint of this step; default: the newest.")
 ]
 Seq = Annotated[int | None, typer.Option("--seq", min=0, help="The checkpoint with this commit number.")]
-Yes = Annotated[bool, typer.Option("--yes", help="Do it; without this, only say what would be done.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Do it; without this, only print what would be done.")]
 
 
 def split_address(url: str, step: int | None, seq: int | None) -> tuple[str, int | None, int | None]:
@@ -73,9 +73,9 @@ def split_address(url: str, step: int | None, seq: int | None) -> tuple[str, int
 
 
 def parse_storage_options(url: str, text: str | None, pairs: Sequence[str] | None) -> dict[str, Any]:
-    """What ``--storage-options`` and ``-o`` say together for `url`; the latter wins.
+    """The options of ``--storage-options`` and ``-o`` for `url`; the latter take precedence.
 
-    What the environment says is for the runs of a remote store; a folder, which has no options, is none of them.
+    Options from the environment apply to remote stores only; a local folder has none.
 
     Raises:
         ConfigError: not a JSON object, or not KEY=VALUE.
@@ -108,5 +108,5 @@ def _set(options: dict[str, Any], keys: Sequence[str], value: Any) -> None:
 
 
 def _value(text: str) -> Any:
-    """Only true, false and null are not text: an access key may well look like a number."""
+    """Everything but true, false and null is text: an access key may look like a number."""
     return {"true": True, "false": False, "null": None}.get(text, text)

@@ -1,4 +1,4 @@
-"""How results are printed: rich tables for people, JSON for scripts."""
+"""Prints results: rich tables for people, JSON for scripts."""
 
 import json
 import sys
@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 _PIPE_WIDTH = 240
-"""Columns where stdout is no terminal: nothing is cut that a pipe could take."""
+"""Width where stdout is not a terminal, so that nothing is cut in a pipe."""
 
 _WORTH_SAYING = 0.2
 """Share of a checkpoint's bytes."""
@@ -33,7 +33,7 @@ _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console that prints names as they are: brackets in them are no markup."""
+    """A console that prints names unchanged: brackets in them are not markup."""
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() else _PIPE_WIDTH
     return Console(stderr=stderr, width=width, markup=False, highlight=False, emoji=False)
@@ -45,7 +45,7 @@ def print_json(value: Any) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: Sequence[str] = ()) -> None:
-    """A table; columns that are not in `left` hold numbers and are aligned to the right."""
+    """A table; columns that are not in `left` contain numbers and are right-aligned."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         table.add_column(
@@ -91,10 +91,10 @@ def interval_text(mean: object, high: object) -> str:
 
 
 def degradation_text(noted: Mapping[str, Any]) -> str:
-    """What a checkpoint's restore costs, or why that is not known."""
+    """The measured degradation of a checkpoint's restore, or why it is not known."""
     known = noted["measured"]
     if noted.get("not_finite"):
-        return "-"  # nothing was lost of what is lost already
+        return "-"  # nothing more can be lost
     return (
         known
         if known in ("unmeasured", "blind")
@@ -103,7 +103,7 @@ def degradation_text(noted: Mapping[str, Any]) -> str:
 
 
 def exact_texts(parts: Sequence[Mapping[str, Any]]) -> list[str]:
-    """How much of a lossy checkpoint's bytes is exact, and why; a part of them that is small is nobody's concern."""
+    """How much of a lossy checkpoint's bytes is exact, and why; small parts are left out."""
     return [
         f"all exact: {part['reason']}"
         if part["role"] == "all"
@@ -121,7 +121,7 @@ def number(value: object) -> str:
 
 
 def age(wall_time: float) -> str:
-    """How long ago; the writer's clock may be ahead of ours."""
+    """The time since then; the writer's clock may be ahead of this one."""
     seconds = max(0.0, time.time() - wall_time)
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= size:

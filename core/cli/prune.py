@@ -1,4 +1,4 @@
-"""``shrinkpoint prune``, ``pin`` and ``unpin``: which checkpoints stay."""
+"""``shrinkpoint prune``, ``pin`` and ``unpin``: which checkpoints are kept."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -30,17 +30,18 @@ __all__ = ["pin", "prune", "unpin"]
 
 
 _CLOCK_TICKS = (0.02, 1.1, 1.1)
-"""Seconds until what one pass unpublished is older than "now" for the next: ticks of a file system's and of S3's clock."""
+"""Seconds until the commits that one pass removed are older than "now" for the next: clock ticks of file systems and
+S3."""
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """What a collection would keep and remove."""
+    """The checkpoints and containers that a garbage collection would keep and remove."""
 
     keep: Sequence[Manifest]
     remove: Sequence[Manifest]
     freed: Mapping[str, int]
-    """Bytes, by key, of the containers that nothing would need any more."""
+    """Bytes, by key, of the containers that would no longer be needed."""
 
     @property
     def chains(self) -> dict[str, int]:
@@ -70,7 +71,7 @@ def prune(
     ] = "min",
     yes: Yes = False,
     grace: Annotated[
-        float, typer.Option("--grace", min=0, help="Seconds that removed data is kept for readers under way.")
+        float, typer.Option("--grace", min=0, help="Seconds that removed data is kept for active readers.")
     ] = DEFAULT_GRACE_S,
     storage_options: StorageOptions = None,
     option: Pairs = None,
@@ -140,10 +141,11 @@ def _plan(run: OpenRun, policy: RetentionPolicy, metric: str | None) -> _Plan:
 
 
 def _newest_sound(run: OpenRun) -> set[int]:
-    """Its number: what a run goes on from, which a listing cannot tell, since a damaged file may have its size.
+    """Its commit number, from which a run resumes; a listing is not enough, since a damaged file may have the right
+    size.
 
     Raises:
-        ChainError: there are checkpoints, and none is sound; what is left of them is nothing to remove from.
+        ChainError: there are checkpoints, and none is sound; then nothing is removed.
     """
     from shrinkpoint.coding.decode import decode_checkpoint
     from shrinkpoint.config import SaverConfig
@@ -186,7 +188,7 @@ def _print(report: Mapping[str, Any], shown: str) -> None:
         out.print(f"{word:<7} {len(report[word])} checkpoints; steps: {steps}")
     freed = f"{report['containers_freed']} containers, {bytes_text(report['bytes_freed'])}"
     if not report["done"]:
-        out.print(f"would free {freed} in {shown}. Nothing was changed: say --yes to do it")
+        out.print(f"would free {freed} in {shown}. Nothing was changed: give --yes to do it")
     elif report["containers_waiting"]:
         out.print(
             f"removed from {shown}; frees {freed}. {report['containers_waiting']} containers wait for the end of"
@@ -201,7 +203,7 @@ def _print(report: Mapping[str, Any], shown: str) -> None:
             " one a base of its own, after which they can go"
         )
     for key in report.get("unreadable", ()):
-        out.print(f"left alone, with all that it may need: unreadable {key}")
+        out.print(f"kept, with all that it may need: unreadable {key}")
 
 
 def pin(

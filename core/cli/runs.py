@@ -1,4 +1,4 @@
-"""Runs as the commands see them: opened with a clear word when there is none, checkpoints picked, damage marked."""
+"""Opens runs for the commands: a clear error where there is none, selection of checkpoints, detection of damage."""
 
 from collections.abc import Mapping
 from contextvars import ContextVar
@@ -19,10 +19,10 @@ from shrinkpoint.store.single import looks_like_file
 __all__ = ["READ_ANYWAY", "OpenRun", "describe_manifest", "find_damage", "open_run", "pick"]
 
 _PATIENCE = RetryPolicy(attempts=4, max_delay_s=5.0, deadline_s=60.0)
-"""Shorter than in training: somebody waits at the terminal."""
+"""Shorter than in training, since a user waits at the terminal."""
 
 READ_ANYWAY: ContextVar[bool] = ContextVar("READ_ANYWAY", default=False)
-"""Whether ``--read-anyway`` stands before the command's name."""
+"""Whether ``--read-anyway`` was given before the command's name."""
 
 _NEAREST = 5
 
@@ -63,7 +63,7 @@ def open_run(url: str, options: Mapping[str, Any]) -> OpenRun:
 
 
 def pick(run: OpenRun, *, step: int | None = None, seq: int | None = None) -> Manifest:
-    """The checkpoint that the options name; the newest where they name none.
+    """The checkpoint that the options name; the newest by default.
 
     Raises:
         ConfigError: both are given.
@@ -89,7 +89,8 @@ def pick(run: OpenRun, *, step: int | None = None, seq: int | None = None) -> Ma
 
 
 def find_damage(manifest: Manifest, sizes: Mapping[str, int]) -> str | None:
-    """What a listing shows to be wrong with a checkpoint's chain; None says nothing about the bytes themselves."""
+    """Damage of a checkpoint's chain that a listing shows (missing or truncated files); None does not verify the
+    bytes."""
     for ref in manifest.chain:
         size = sizes.get(ref.key)
         if size is None:
@@ -100,7 +101,7 @@ def find_damage(manifest: Manifest, sizes: Mapping[str, int]) -> str | None:
 
 
 def _exact(noted: object, size: int) -> list[dict[str, Any]]:
-    """What a lossy scheme has stored exactly, and why, in words."""
+    """The tensors that a lossy scheme has stored exactly, with the reasons' messages."""
     parts = []
     for part in noted if isinstance(noted, list) else ():
         if (
@@ -128,7 +129,7 @@ _MEASURED = (
 
 
 def describe_manifest(manifest: Manifest) -> dict[str, Any]:
-    """What a manifest tells about its checkpoint, in JSON; what its writer did not note is null."""
+    """A manifest's information about its checkpoint as JSON; missing values are null."""
     noted = manifest.meta.get("save")
     save: Mapping[str, Any] = noted if isinstance(noted, dict) else {}
     raw, size = save.get("raw_bytes"), manifest.chain[-1].size

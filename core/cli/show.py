@@ -1,4 +1,4 @@
-"""``shrinkpoint show``: what is inside one checkpoint, from its header alone."""
+"""``shrinkpoint show``: the contents of one checkpoint, from its header alone."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict

@@ -1,4 +1,4 @@
-"""``shrinkpoint undelete``: brings back removed checkpoints whose data is still there."""
+"""``shrinkpoint undelete``: restores removed checkpoints whose data still exists."""
 
 from shrinkpoint.cli.options import (
     AsJson,
@@ -38,7 +38,7 @@ def undelete(
     if not wanted:
         known = ", ".join(str(m.step) for m in there) or "none"
         raise NoCheckpointError(
-            f"{run.store.display} holds no such removed checkpoint; the steps that can be brought back are: {known}"
+            f"{run.store.display} has no such removed checkpoint; the steps that can be brought back are: {known}"
         )
     if yes:
         with run.store.writer() as writer:
@@ -54,9 +54,9 @@ def _print(wanted: list[Manifest], shown: str, *, yes: bool) -> None:
     steps = ", ".join(str(manifest.step) for manifest in wanted)
     if yes:
         console().print(
-            f"brought back {len(wanted)} checkpoints to {shown}; steps: {steps}. Pin what a training with retention is to leave alone"
+            f"brought back {len(wanted)} checkpoints to {shown}; steps: {steps}. Pin those that a training with retention must not remove"
         )
     else:
         console().print(
-            f"would bring back {len(wanted)} checkpoints to {shown}; steps: {steps}. Nothing was changed: say --yes to do it"
+            f"would bring back {len(wanted)} checkpoints to {shown}; steps: {steps}. Nothing was changed: give --yes to do it"
         )

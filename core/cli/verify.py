@@ -1,4 +1,4 @@
-"""``shrinkpoint verify``: read everything back, decode it and compare the digests."""
+"""``shrinkpoint verify``: reads checkpoints back, decodes them and compares the digests."""
 
 import warnings
 from collections.abc import Mapping
@@ -101,7 +101,7 @@ def _verify_one(run: OpenRun, manifest: "Manifest") -> dict[str, Any]:
 
 
 def _verify_file(file: ContainerFile) -> dict[str, Any]:
-    """A base is decoded; of a delta, whose chain is not at hand, the checksums are compared."""
+    """Decode a base; of a delta, whose chain is not available, verify the checksums."""
     from shrinkpoint.coding.encode import decode_chain
     from shrinkpoint.container.reader import read_container
 

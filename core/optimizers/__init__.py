@@ -1,1 +1,2 @@
-"""What an optimizer's state is, and what a restored one does to the next updates."""
+"""Classifies optimizer state (first moment, second moment, average) and compares updates from true and restored
+state."""

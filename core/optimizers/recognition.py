@@ -1,8 +1,9 @@
-"""What an optimizer's state is, by what it does with gradients and by its values; names say it only of well-known optimizers.
+"""Classifies optimizer state by its response to gradients and by its values; by name only for well-known optimizers.
 
-State of an unknown name is found out on a copy of its optimizer, which trains a few numbers for a few steps. A sum of gradients, the
-same for all elements, is a first moment; a sum of their squares is a second one. What lies near its weight is an average of it.
-What has no sign is a size, of which every element is kept to a share of itself. The rest is stored exactly, and `Tag.why` says so.
+State of an unknown name is identified on a copy of its optimizer that takes a few steps on a few numbers. A linear
+combination of gradients, the same for all elements, is a first moment; one of their squares is a second moment. State
+close to its weight is an average of it. Non-negative state is a magnitude, quantized with a relative error. The rest is
+stored exactly, and `Tag.why` gives the reason.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,19 +23,19 @@ _SIZES = (
     "acc_delta",
     "step_size",
     "prev",
-)  # Adamax, Adadelta, Rprop: known to be kept by shares of themselves
+)  # Adamax, Adadelta, Rprop: quantized with a relative error
 _SIGNED = ("prev",)
 _SECOND = "exp_avg_sq"
 _SHAPE = (8, 8)
 _STEPS = 4
 _SEED = 20230622
-_EXACT = 1e-3  # of a state's length: what is left of it by rounding, and by the epsilons of optimizers
+_EXACT = 1e-3  # relative residual of a fit that counts as exact: rounding and the optimizers' epsilons
 _STRANGE = "it is neither a sum of gradients nor one of their squares, has negative elements, and is no average of the weights"
 
 
 @dataclass(frozen=True)
 class Behaviour:
-    """What one entry of an optimizer's state was found to be."""
+    """The classification of one entry of an optimizer's state."""
 
     role: Role
     """`EXP_AVG` for sums of gradients, `SQUARES` for sums of their squares, `STATE` for anything else."""
@@ -43,11 +44,11 @@ class Behaviour:
 
 
 def recognised(state: TrainingState, kinds: Sequence[OptimizerKind] = ()) -> TrainingState:
-    """The state with what is known of `Role.STATE`, and of second moments of optimizers that are not known.
+    """The state with the entries of `Role.STATE` classified, and second moments of unknown optimizers confirmed.
 
     Args:
         state: a snapshot, on the host; described by `shrinkpoint.state.roles`.
-        kinds: of the optimizers, in the order in which their states stand in it; without them, values alone tell.
+        kinds: of the optimizers, in the order of their states in it; without them, only values are used.
     """
     open_names = {name for name, spec in state.specs.items() if _is_open(spec)}
     if not open_names:
@@ -98,7 +99,7 @@ def _exactly(spec: TensorSpec, why: str) -> TensorSpec:
 def _with_second_moments(
     specs: dict[str, TensorSpec], found: Mapping[str, Behaviour]
 ) -> dict[str, TensorSpec]:
-    """Squares that are as Adam's: the only ones beside sums of the same gradients, and of nothing else."""
+    """Mark second moments like Adam's: a parameter's only squares, along with a first moment of the same gradients."""
     folders: dict[str, list[str]] = {}
     for name in found:
         folders.setdefault(name.rpartition("/")[0], []).append(name)
@@ -116,7 +117,7 @@ def _with_second_moments(
 def _found_by_behaviour(
     state: TrainingState, kinds: Sequence[OptimizerKind], open_names: set[str]
 ) -> dict[str, Behaviour]:
-    """Of all tensors that stand beside an open one whose name does not tell what it is."""
+    """Behaviours of all state tensors of those parameters that have an entry of unknown name."""
     asked = {
         name.rpartition("/")[0]
         for name in open_names
@@ -132,27 +133,29 @@ def _found_by_behaviour(
     for kind, node in zip(kinds, nodes, strict=True):
         for group in node["param_groups"]:
             entries = [node["state"].get(index, {}) for index in group["params"]]
-            beside = [
+            siblings = [
                 {key: names[id(value)] for key, value in entry.items() if id(value) in names}
                 for entry in entries
                 if isinstance(entry, Mapping)
             ]
-            beside = [entry for entry in beside if any(n.rpartition("/")[0] in asked for n in entry.values())]
-            behaviour = behaviours(kind, group) if beside else {}
-            for entry in beside:
+            siblings = [
+                entry for entry in siblings if any(n.rpartition("/")[0] in asked for n in entry.values())
+            ]
+            behaviour = behaviours(kind, group) if siblings else {}
+            for entry in siblings:
                 found |= {name: behaviour[key] for key, name in entry.items() if key in behaviour}
     return found
 
 
 def behaviours(kind: OptimizerKind, group: Mapping[str, Any]) -> dict[str, Behaviour]:
-    """What the state of an optimizer is, by key, of those entries that have their parameter's shape.
+    """Classify by key the entries of an optimizer's state that have their parameter's shape.
 
     Args:
-        kind: of the optimizer; nothing of the live one is touched.
+        kind: of the optimizer; the live one is not touched.
         group: its options for some parameters.
 
     Returns:
-        Nothing where the optimizer cannot be stepped on copies, or needs more than gradients.
+        Empty where the optimizer cannot be stepped on copies, or needs more than gradients.
     """
     if obstacle_of(kind) is not None:
         return {}
@@ -161,7 +164,7 @@ def behaviours(kind: OptimizerKind, group: Mapping[str, Any]) -> dict[str, Behav
     gradients = torch.randn((_STEPS, *_SHAPE), generator=generator)
     try:
         once, twice = (_after(kind, group, start, factor * gradients) for factor in (1.0, 2.0))
-    except Exception:  # noqa: BLE001 - an optimizer of anybody's may do anything
+    except Exception:  # noqa: BLE001 - a third-party optimizer may raise anything
         return {}
     return {key: _behaviour(value, twice[key], gradients) for key, value in once.items() if key in twice}
 
@@ -184,7 +187,7 @@ def _after(
 
 
 def _behaviour(once: torch.Tensor, twice: torch.Tensor, gradients: torch.Tensor) -> Behaviour:
-    """By a least-squares fit of the state after gradients, and after others that are twice as large."""
+    """Classify by a least-squares fit of the state after some gradients, and after gradients twice as large."""
     terms = gradients.double().flatten(1).T
     shares = _fitted(once, twice, terms, torch.tensor(2.0))
     if shares is not None:
@@ -199,7 +202,8 @@ def _behaviour(once: torch.Tensor, twice: torch.Tensor, gradients: torch.Tensor)
 def _fitted(
     once: torch.Tensor, twice: torch.Tensor, terms: torch.Tensor, factors: torch.Tensor
 ) -> torch.Tensor | None:
-    """By how much of each term the state is made, if it is, and what was twice as large of terms as many times as large."""
+    """Coefficients of the terms that add up to the state; None where they do not, or do not scale with the
+    gradients."""
     value = once.flatten()
     length = float(torch.linalg.vector_norm(value))
     if length == 0:

@@ -1,8 +1,8 @@
-"""What restored optimizer state does to the next updates: the training's own optimizer, stepped on copies of its tensors.
+"""Error of the next updates after a restore: steps the training's own optimizer on copies of its tensors.
 
-The same gradients are given to the true state and to the restored one, on the same weights. How far the updates are apart, and
-how long they are, needs no evaluation and no forward pass, holds for any optimizer whose state is tensors, and does not
-depend on the learning rate of the day.
+The true state and the restored one get the same gradients on the same weights. Distance and length of the updates need
+no evaluation and no forward pass, are defined for any optimizer whose state is tensors, and do not depend on the
+current learning rate.
 """
 
 import copy
@@ -34,38 +34,38 @@ _STEPS = 10
 _MOST_ELEMENTS = 1 << 19  # of all parameters that are tried
 _SEED = 20230622
 _STATE = (Role.EXP_AVG, Role.EXP_AVG_SQ, Role.SQUARES, Role.STATE)
-_SUMS = ("sum",)  # Adagrad's: of as many squares as there were steps
+_SUMS = ("sum",)  # Adagrad's: a sum of the squares of all steps
 _LONGER = 1.5  # times: an update that is linear in its moment becomes twice as long with it
 _GLOBAL_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
-# What would bring in other kernels, or decay the weights, which has nothing to do with the state.
+# Options that select other kernels, or decay the weights independently of the state.
 _PLAIN = {"foreach": False, "fused": None, "capturable": False, "differentiable": False, "weight_decay": 0.0}
 
 
 @dataclass(frozen=True)
 class Updates:
-    """Of a restored state beside the true one; the worst of all optimizers."""
+    """Errors of the updates from a restored state relative to the true one; the worst of all optimizers."""
 
     error: float
     """``||u' - u|| / ||u||``: u the first update from the true state, u' from the restored one; 1 if there were none."""
     length: float
     """``||u'|| / ||u||``."""
     later_error: float
-    """The same of the weights' displacement after ten updates."""
+    """The same error for the weights' displacement after ten updates."""
     later_length: float
     lost_steps: float
-    """Updates in vain: ten times the share of that displacement that is missing, along itself."""
+    """Updates lost: ten times the missing share of that displacement, measured along its direction."""
 
 
 @dataclass(frozen=True)
 class OptimizerKind:
-    """What makes an optimizer what it is, but for its parameters and its state."""
+    """An optimizer's class and options, without its parameters and its state."""
 
     kind: type[Optimizer]
     attributes: Mapping[str, Any]
 
     @staticmethod
     def of(optimizer: Optimizer) -> "OptimizerKind":
-        """Taken on the training thread; no tensor is copied. Of a wrapper, what it wraps."""
+        """The kind of an optimizer, or of the one that a wrapper wraps; on the training thread, copies no tensor."""
         optimizer = unwrapped(optimizer)
         kind = type(optimizer)
         attributes: dict[str, Any] = {}
@@ -90,7 +90,7 @@ class OptimizerKind:
 def _shallow(value: Any) -> Any:
     try:
         return copy.copy(value)
-    except Exception:  # noqa: BLE001 - a lock, a process group: the deep copy fails too, and there it is told
+    except Exception:  # noqa: BLE001 - a lock, a process group: the deep copy fails too, and is reported there
         return value
 
 
@@ -101,16 +101,16 @@ def compare_updates(
     *,
     parameters: Collection[str] | None = None,
 ) -> Updates | str:
-    """Try the next updates from both states.
+    """Compute the next updates from both states.
 
     Args:
         true: a snapshot, on the host.
-        restored: what a reader would get of it.
-        kinds: of the optimizers, in the order in which their states stand in the snapshot.
-        parameters: the only ones to be tried; None takes the smallest, as many as are quickly tried.
+        restored: the same as a reader would restore it.
+        kinds: of the optimizers, in the order of their states in the snapshot.
+        parameters: the only ones to be used; None takes the smallest, up to `_MOST_ELEMENTS` elements.
 
     Returns:
-        The comparison; or why there is none, in words.
+        The comparison; or the reason why there is none, as a message.
     """
     if any(getattr(optimizer_hooks, name, None) for name in _GLOBAL_HOOKS):
         return "there are hooks on all optimizers' steps"
@@ -128,7 +128,7 @@ def compare_updates(
             return f"{kind.kind.__name__}.step holds tensors or modules of its own, which it might change"
         try:
             compared = _compare(kind, one, other, chosen, roles)
-        except Exception as error:  # noqa: BLE001 - an optimizer of anybody's may do anything
+        except Exception as error:  # noqa: BLE001 - a third-party optimizer may raise anything
             return f"{kind.kind.__name__} cannot be stepped on copies ({type(error).__name__}: {error})"
         if compared is not None:
             found.append(compared)
@@ -154,29 +154,29 @@ def holds_tensors(function: Callable[..., Any]) -> bool:
     """Whether a function, or one that it wraps, closes over something that is trained: copies cannot be stepped by it."""
     for cell in getattr(function, "__closure__", None) or ():
         try:
-            held = cell.cell_contents
+            content = cell.cell_contents
         except ValueError:  # nothing in it yet
             continue
-        if isinstance(held, (torch.Tensor, torch.nn.Module, Optimizer)) or (
-            held is not function and callable(held) and holds_tensors(held)
+        if isinstance(content, (torch.Tensor, torch.nn.Module, Optimizer)) or (
+            content is not function and callable(content) and holds_tensors(content)
         ):
             return True
     return False
 
 
 def moments_of_direction(state: TrainingState, kinds: Sequence[OptimizerKind]) -> frozenset[str]:
-    """The first moments of which an optimizer uses the direction alone: twice the moment makes no longer update.
+    """First moments whose scale the optimizer ignores: doubling the moment does not lengthen the update.
 
-    Lion takes signs, Muon the nearest orthogonal matrix: what is small in a moment counts as much there as what is large, and
-    so do small errors.
+    Lion takes signs, Muon the nearest orthogonal matrix: small elements of a moment count as much as large ones, and so
+    do small errors.
 
     Args:
         state: a snapshot, on the host.
-        kinds: of the optimizers, in the order in which their states stand in it.
+        kinds: of the optimizers, in the order of their states in it.
 
     Returns:
-        Names of tensors. Of optimizers that are not known, or cannot be stepped on copies, all that have no second moment
-        beside them: nothing is known of these.
+        Names of tensors. For optimizers that are not known, or cannot be stepped on copies, all first moments whose
+        parameter has no second moment.
     """
     nodes = list(optimizer_states(state.to_object()))
     names = {id(tensor): name for name, tensor in state.tensors.items()}
@@ -196,7 +196,7 @@ def moments_of_direction(state: TrainingState, kinds: Sequence[OptimizerKind]) -
             if holds_tensors(kind.kind.step):
                 raise TypeError("it might change what is trained")
             lengths = [_momentum_step(kind, node, weights, index, moments[index]) for index in tried]
-        except Exception:  # noqa: BLE001 - an optimizer of anybody's may do anything
+        except Exception:  # noqa: BLE001 - a third-party optimizer may raise anything
             found |= _alone(state) & every
             continue
         if any(twice < _LONGER * once for once, twice in lengths):
@@ -205,7 +205,7 @@ def moments_of_direction(state: TrainingState, kinds: Sequence[OptimizerKind]) -
 
 
 def _alone(state: TrainingState) -> frozenset[str]:
-    """First moments without a second one beside them."""
+    """First moments of parameters without a second moment."""
     paired = {
         name.rpartition("/")[0] for name, spec in state.specs.items() if spec.tag.role is Role.EXP_AVG_SQ
     }
@@ -225,7 +225,7 @@ def _momentum_step(
     index: Any,
     firsts: Collection[str],
 ) -> tuple[float, float]:
-    """How long the update is that a moment makes without a gradient, and that which twice the moment makes."""
+    """Lengths of the updates from a moment and from twice the moment, both with a zero gradient."""
     lengths = []
     for factor in (1.0, 2.0):
         parameter = torch.nn.Parameter(_widened(weights[index]))
@@ -292,7 +292,7 @@ def _compare(
     weights: Mapping[Any, torch.Tensor],
     roles: Mapping[int, Role],
 ) -> tuple[float, float, float, float, float] | None:
-    """None where the true state does not move the parameters, or not to anywhere."""
+    """None where the updates from the true state are zero, or not finite."""
     sizes = {
         index: _gradient_size(true["state"][index], _options_of(true, index), roles) for index in weights
     }
@@ -315,7 +315,7 @@ def _displacements(
     sizes: Mapping[Any, tuple[torch.Tensor | float, torch.Tensor | float]],
     weights: Mapping[Any, torch.Tensor],
 ) -> Iterator[list[torch.Tensor]]:
-    """How far the weights have gone after the first step, and after the last."""
+    """Displacement of the weights after the first step, and after the last."""
     parameters = {index: torch.nn.Parameter(_widened(weight)) for index, weight in weights.items()}
     groups = [copied_group(group, parameters) for group in node["param_groups"]]
     state: dict[torch.Tensor, dict[str, Any]] = {
@@ -334,7 +334,7 @@ def _displacements(
 
 
 def copied_group(group: Mapping[str, Any], parameters: Mapping[Any, torch.Tensor]) -> dict[str, Any]:
-    """A group's options, as they suit copies of some of its parameters, by number, on the host."""
+    """A group's options adapted to host copies of some of its parameters, which are given by number."""
     made = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
     made |= {key: value for key, value in _PLAIN.items() if key in made}
     if isinstance(made.get("lr"), (int, float, torch.Tensor)) and not float(made["lr"]) > 0:
@@ -349,7 +349,7 @@ def _copied(value: Any) -> Any:
 
 
 def _entry(entry: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
-    """A copy of a parameter's state; what was of the parameter's own half precision is widened with it."""
+    """A copy of a parameter's state; tensors of the parameter's half precision are widened with it."""
     copied = {key: _copied(value) for key, value in entry.items()}
     return {
         key: value.to(parameter.dtype)
@@ -360,7 +360,7 @@ def _entry(entry: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
 
 
 def _widened(weight: torch.Tensor) -> torch.Tensor:
-    """A copy in fp32, or wider where it is: steps of half precision may be too small to be seen."""
+    """A copy in fp32 or wider: in half precision an update may round to nothing."""
     return weight.detach().to(torch.promote_types(weight.dtype, torch.float32), copy=True)
 
 
@@ -371,9 +371,9 @@ def _options_of(node: Mapping[str, Any], index: Any) -> Mapping[str, Any]:
 def _gradient_size(
     entry: Mapping[str, Any], options: Mapping[str, Any], roles: Mapping[int, Role]
 ) -> tuple[torch.Tensor | float, torch.Tensor | float]:
-    """Mean and spread of the gradients that a state has seen: of their squares' mean, or of the moment's own size.
+    """Mean and spread of the gradients seen, estimated from the second moment, or from the first moment's magnitude.
 
-    A momentum that is no running mean but a sum, as SGD's and RMSprop's are, is as many gradients long as it lasts for steps.
+    A momentum that is a discounted sum instead of a mean (SGD, RMSprop) is divided by its time constant in steps.
     """
     root, first = _root(entry, roles), _first(entry, roles)
     if first is None:
@@ -397,7 +397,7 @@ def _first(entry: Mapping[str, Any], roles: Mapping[int, Role]) -> tuple[str, to
 
 
 def _root(entry: Mapping[str, Any], roles: Mapping[int, Role]) -> torch.Tensor | None:
-    """Of the gradients' mean square, where something tells it."""
+    """Root of the gradients' mean square, where the state has one."""
     for key, value in entry.items():
         if isinstance(value, torch.Tensor) and roles.get(id(value)) in (Role.EXP_AVG_SQ, Role.SQUARES):
             counted = entry.get("step") if key in _SUMS else None

@@ -1,1 +1,1 @@
-"""What a restore costs, measured and bounded: who decides with which settings a snapshot is stored."""
+"""Measures how much a restore raises the loss, and chooses scheme and settings so that it stays within the bound."""

@@ -1,4 +1,4 @@
-"""What candidates cost, measured against the true weights of one save, on the same batches."""
+"""Paired comparison: the loss with each candidate's restored weights against that with the true ones, same batches."""
 
 import math
 from collections.abc import Callable, Collection, Mapping, MutableMapping
@@ -32,7 +32,7 @@ class Comparison:
         floor: losses nearer to zero count as this one, see `relative_rise`.
 
     Raises:
-        EvaluationUnavailableError: by all that measures, if there is nobody to evaluate any more.
+        EvaluationUnavailableError: raised by every measurement once training can no longer evaluate.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Comparison:
         self._rises: dict[object, Rise] = {}
         self._seen: set[frozenset[str] | None] = set()
         self.evaluations = 0
-        """How many were made."""
+        """Evaluations made so far."""
         self.baseline = self._losses(true_model(state))
         """The losses of the true weights."""
 
@@ -55,7 +55,7 @@ class Comparison:
         return sum(self.baseline) / len(self.baseline)
 
     def rise(self, key: object, restored: Callable[[], Mapping[str, torch.Tensor]]) -> Rise:
-        """What a restore costs, measured as a pair unless it was already.
+        """The rise of the loss after a restore, measured at true + error and true - error; each candidate once.
 
         Args:
             key: names the candidate.
@@ -92,11 +92,11 @@ class Comparison:
         return math.sqrt(math.fsum(squares))
 
     def look(self, names: Collection[str] | None = None) -> None:
-        """Make sure, once, that noise in the weights changes what is measured.
+        """Check, once per set of names, that noise in the weights changes the measured loss.
 
         Args:
-            names: of the weights that get noise, as in the model; None takes all. An evaluation of a frozen copy within the
-                model sees noise in all of them, and none in those that are trained.
+            names: of the weights that get noise, as in the model; None takes all. An evaluation of a frozen copy within
+                the model reacts to noise in all weights but not to noise in the trained ones.
 
         Raises:
             BlindEvaluationError: it does not.

@@ -1,8 +1,8 @@
-"""Measurements that the background worker asks for and the training thread makes, one at a time, between its steps.
+"""Hands measurement requests from the background worker to the training thread, which serves one between two steps.
 
 Only the training thread may touch the model, and only the worker has the time to build candidate weights. So the
-worker leaves a request and waits; the training thread serves it at the end of a batch. Training is blocked for the
-forward passes alone, and where the worker asks how training goes on from a state, for the steps of that.
+worker leaves a request and waits; the training thread serves it at the end of a batch. Training is blocked only for the
+forward passes and, where the worker asks for resumed steps from a state, for those steps.
 """
 
 import threading
@@ -31,14 +31,14 @@ Loss = float | Sequence[float] | torch.Tensor
 Evaluate = Callable[[Mapping[str, torch.Tensor]], Loss]
 """The loss on fixed held-out batches with these parameters and buffers (host tensors by name) in the model's place.
 
-Averaged weights beside the model (`shrinkpoint.state.averages`) are among them; whoever cannot put them in place leaves them out.
+Averages of the weights (`shrinkpoint.state.averages`) are among them; an evaluation that cannot use them ignores them.
 """
 
 Measure = Evaluate
-"""The same, asked for by the background."""
+"""`Evaluate`, called from the background worker."""
 
 ResumedSteps = Callable[[object, Sequence[int]], Sequence[Loss]]
-"""The held-out loss after each of so many (ascending) optimizer steps from a state, in the form in which it was saved.
+"""Takes a state as it was saved and ascending numbers of optimizer steps; gives the held-out loss after each of them.
 
 Two calls take the same batches and the same random numbers; neither leaves a trace in the training.
 """
@@ -48,7 +48,7 @@ _Answer = Sequence[tuple[float, ...]]
 
 
 class EvaluationUnavailableError(ShrinkpointError):
-    """Nobody will serve this request: training is over, or evaluating failed."""
+    """The request will not be served: training is over, or evaluating failed."""
 
 
 def losses_of(value: Any) -> tuple[float, ...]:
@@ -77,7 +77,7 @@ def losses_of(value: Any) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class _Request:
-    """How the training thread is to answer, given what it can evaluate with."""
+    """A pending request: called by the training thread with its evaluation and its resumed steps."""
 
     answer: Callable[[Evaluate | None, ResumedSteps | None], _Answer]
 
@@ -111,7 +111,8 @@ class EvaluationDesk:
         return self._ask(_Request(answer))[0]
 
     def resume(self, state: object, marks: Sequence[int]) -> _Answer:
-        """Called by the worker: wait until the training thread has gone on from `state` for so many steps, and come back.
+        """Called by the worker: wait until the training thread has trained from `state` for `marks` steps and come
+        back.
 
         Args:
             state: in the form in which it was saved.
@@ -121,12 +122,12 @@ class EvaluationDesk:
             The held-out losses after each.
 
         Raises:
-            EvaluationUnavailableError: the desk was closed, or going on raised.
+            EvaluationUnavailableError: the desk was closed, or the resumed steps raised.
         """
 
         def answer(evaluate: Evaluate | None, resumed: ResumedSteps | None) -> _Answer:
             if resumed is None:
-                raise EvaluationUnavailableError("no way to go on from a state")
+                raise EvaluationUnavailableError("no way to resume from a state")
             return [losses_of(loss) for loss in resumed(state, marks)]
 
         return self._ask(_Request(answer))
@@ -137,7 +138,7 @@ class EvaluationDesk:
                 raise EvaluationUnavailableError("no more evaluations: training has ended")
             self._request, self._answer = request, None
             self._changed.notify_all()
-            # a main thread that ended without `close` will serve nobody, and the interpreter waits for this thread
+            # a main thread that ended without `close` serves no request, and the interpreter waits for this thread
             while not self._changed.wait_for(
                 lambda: self._answer is not None or not self._open, _LOOK_EVERY_S
             ):
@@ -161,7 +162,7 @@ class EvaluationDesk:
         return answer
 
     def serve(self, evaluate: Evaluate | None, resumed: ResumedSteps | None = None) -> float:
-        """Called by the training thread: make the measurement that is asked for, if any.
+        """Called by the training thread: serve the waiting request, if any.
 
         Returns:
             The seconds that it took; 0.0 when nothing was asked for.

@@ -1,4 +1,4 @@
-"""The published schemes that have no search: their settings as given, stored exactly where these break the bound."""
+"""Strategy of the schemes without a search: the given settings, or exact storage where these break the bound."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -57,15 +57,15 @@ class FixedStrategy:
         )
         if allowed <= 0 or not rise.within(allowed):
             return exactly(f"{reason}: stored exactly")
-        # made again: some schemes tell their codecs of a save once
+        # built again: some schemes pass a save to their codecs only once
         scheme = build(self._name, self._options, save_context)
         return Plan(scheme, "as given", reason, rise, options=self._settings)
 
     def state_dict(self) -> dict[str, object]:
-        """What was measured, and of what."""
+        """The pooled measurements and the settings that they were made with."""
         history = self._history.to_json() if self._history is not None else None
         return {"settings": self._settings, "history": history}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Go on from what `state_dict` returned, if it was measured with the same settings."""
+        """Continue from what `state_dict` returned, if it was measured with the same settings."""
         self._history = History.load(state) if state.get("settings") == self._settings else None

@@ -1,8 +1,8 @@
-"""What must hold of every lossy checkpoint whatever a loss says: guards that look at tensors alone.
+"""Checks on a lossy checkpoint's tensors that apply whatever the measured loss is.
 
-A held-out loss sees what its batches ask, at the restore. Three things are therefore looked at beside it, on a sample of the
-parameters: how large the noise of restored weights is beside what training has moved them, whether first moments are nearer
-to the truth than zeros would be, and what the restored optimizer state does to the next updates (`shrinkpoint.optimizers.updates`).
+A held-out loss depends on its batches and on the moment of the restore. Three more quantities are therefore bounded, on
+a sample of the parameters: the noise of restored weights relative to their movement in training, the error of first
+moments relative to that of zeros, and the error of the next optimizer updates (`shrinkpoint.optimizers.updates`).
 """
 
 import math
@@ -41,25 +41,25 @@ class Guard:
         self._kinds = tuple(kinds)
         self._threads = threads
         self.updates: Updates | None = None
-        """What the last scheme that was looked at does to the next updates; None where they could not be tried."""
+        """Error of the next updates under the last scheme checked; None where they could not be computed."""
         self.untried: str | None = None
-        """Why they could not be."""
+        """Why they could not be computed."""
 
     @property
     def lost_steps(self) -> float:
-        """Training steps that the last scheme that was looked at would lose of the optimizers' memory; 0 where that is not
+        """Training steps of the optimizers' memory that the last scheme checked would lose; 0 where that is not
         known."""
         return self.updates.lost_steps if self.updates is not None else 0.0
 
     def __call__(self, save_context: SaveContext, scheme: Scheme) -> str | None:
-        """Look at what a scheme would restore.
+        """Check the tensors that a scheme would restore.
 
         Args:
             save_context: the save.
             scheme: set up for it.
 
         Returns:
-            Why it must not store the snapshot, or None where it may.
+            Why the scheme is refused, or None where it is accepted.
         """
         self.updates, self.untried = None, None
         chosen = _sample(save_context.state)
@@ -121,7 +121,7 @@ class Guard:
 
 
 def _sample(state: TrainingState) -> frozenset[str]:
-    """Parameters spread over the model, within the number of elements that is looked at; one matrix at least if there is one."""
+    """Parameters spread over the model, `_MOST_ELEMENTS` at most in all; at least one matrix if there is one."""
     sizes: dict[str, int] = {}
     matrices: dict[str, int] = {}
     for spec in state.specs.values():

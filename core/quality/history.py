@@ -1,4 +1,4 @@
-"""What the measurements of earlier saves say of the next one: rises go with the square of the steps' scale."""
+"""Predicts the next save's rise of the loss from earlier ones: a scalar Kalman filter, quadratic in the step size."""
 
 import math
 from collections.abc import Mapping
@@ -18,8 +18,8 @@ _OCTAVE = 0.5  # of the rise, for each octave between two scales: the square is 
 class History:
     """The pooled rise of all measurements so far, as it would be at one scale.
 
-    It is a Kalman filter of one number: between two saves it is less certain by a share of its size (`aged`), a
-    measurement is added by its precision (`shrinkpoint.quality.measurement.pooled`).
+    A scalar Kalman filter with a random-walk model: from one save to the next its variance grows by a share of the rise
+    (`aged`); a measurement is averaged in by its precision (`shrinkpoint.quality.measurement.pooled`).
     """
 
     scale: float
@@ -29,17 +29,17 @@ class History:
 
     @classmethod
     def of(cls, scale: float, rise: Rise, before: "History | None" = None) -> "History | None":
-        """After a measurement that was pooled with what was known; `before` where it tells nothing."""
+        """The estimate after a pooled measurement; `before` where the measurement carries no information."""
         if rise.batches == 0 or not (math.isfinite(rise.mean) and math.isfinite(rise.error)):
             return before
         return cls(scale, max(0.0, rise.mean), rise.error)
 
     def aged(self) -> "History":
-        """At the next save."""
+        """The estimate one save later: the same mean, a larger error."""
         return replace(self, error=math.hypot(self.error, _DRIFT * self.mean))
 
     def predicted(self, scale: float) -> Rise:
-        """What is to be expected at a scale."""
+        """The rise predicted at a scale."""
         ratio = scale / self.scale
         error = math.hypot(self.error, _OCTAVE * abs(math.log2(ratio)) * self.mean)
         return Rise(self.mean * ratio**2, error * ratio**2)

@@ -1,8 +1,9 @@
-"""What a restore costs, as a number with an interval: measured on the weights of one save.
+"""The relative rise of the loss after a restore, with its confidence interval: measured on the weights of one save.
 
 The rise of the loss at restored weights has two parts. The first-order part, the gradient times the error, changes its sign
-with the error and is trained away: luck. The second-order part is the harm. The loss is therefore measured at true + error
-and at true - error, on the same batches: the mean of both less the true loss is the harm, half of their difference the luck.
+with the error and is trained away: it is called luck. The second-order part is called the harm. The loss is therefore
+measured at true + error and at true - error, on the same batches: the mean of both less the true loss is the harm, half
+of their difference the luck.
 """
 
 from __future__ import annotations
@@ -56,19 +57,19 @@ class Rise:
     mean: float
     """``inf`` where a loss was not finite."""
     error: float = 0.0
-    """Standard error of the mean: of the batches' own spread, and of what is known of such measurements anyway."""
+    """Standard error of the mean: of the batches' own spread, and of a prior for such measurements."""
     luck: float = 0.0
-    """The first-order part of a pair: what the loss at the restore itself rises by, beyond the mean."""
+    """The first-order part of a pair: the rise at the restore itself, less the mean."""
     batches: int = 0
-    """How many were measured; 0 where nothing had to be."""
+    """Batches measured; 0 where no measurement was needed."""
     squares: float = 0.0
     """Sum of the batches' squared deviations from the mean."""
     absolute: float = ABSOLUTE
     """The part of the error that does not follow the size of the rise."""
     doubt: float = 0.0
-    """A further standard error, which neither the batches' spread nor the size of the rise says anything of."""
+    """A further standard error, independent of the batches' spread and of the size of the rise."""
     distance: float = 0.0
-    """Of the restored weights from the true ones, where it is known."""
+    """Euclidean distance of the restored weights from the true ones, where it is known."""
 
     @property
     def low(self) -> float:
@@ -90,7 +91,7 @@ class Rise:
         return math.isfinite(self.high) and self.high <= allowed
 
     def times(self, factor: float) -> Rise:
-        """The rise that is so many times as large, and known as well."""
+        """The rise multiplied by a factor, with the same relative error."""
         return replace(
             self,
             mean=self.mean * factor,
@@ -189,14 +190,14 @@ def pair_rise(
 
 
 def pooled(own: Rise, past: Rise | None) -> Rise:
-    """A measurement together with what earlier ones let expect, each by its precision.
+    """The precision-weighted mean of a measurement and the prediction from earlier ones.
 
-    A fall is taken for no rise. A measurement that exceeds what was expected by more than both errors explain stands alone:
+    A fall counts as no rise. A measurement that exceeds the prediction by more than both errors explain replaces it:
     the training has changed.
 
     Args:
         own: the measurement.
-        past: what was expected; None where nothing is known.
+        past: the prediction; None where there is none.
     """
     if past is None or not math.isfinite(own.high) or own.error == 0 or past.error == 0:
         return own
@@ -215,12 +216,12 @@ def _mean(values: Losses) -> float:
 
 
 class Measurements:
-    """Measures configurations on the present weights, each at most once, and keeps what the last one cost.
+    """Measures configurations on the present weights, each at most once, and records how long the last one took.
 
     Args:
         evaluate: measures a rise; expensive.
         cost_clock: seconds taken from training so far.
-        seconds: what a measurement cost before.
+        seconds: duration of an earlier measurement.
     """
 
     def __init__(

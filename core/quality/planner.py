@@ -1,4 +1,4 @@
-"""Decides, for one snapshot, which scheme with which settings stores it; runs in the background thread."""
+"""Chooses the plan (scheme and settings) of each save so that the bound is kept; runs in the background thread."""
 
 import math
 import time
@@ -29,11 +29,11 @@ __all__ = ["Guard", "Measure", "Plan", "Planner"]
 
 
 class Guard(Protocol):
-    """Looks at the tensors alone, whatever a loss says."""
+    """Accepts or refuses a lossy plan by its tensors alone, see `shrinkpoint.quality.guards`."""
 
     @property
     def lost_steps(self) -> float:
-        """Training steps that a restore of what was looked at last would set training back by; 0 where that is not known."""
+        """Training steps that a restore under the last plan checked would set training back by; 0 where unknown."""
         ...
 
     def __call__(self, save_context: SaveContext, scheme: Scheme) -> str | None:
@@ -42,12 +42,13 @@ class Guard(Protocol):
 
 
 _NAMED = 5
-_AIM = 0.7  # of what should hold by proportion
+_AIM = 0.7  # safety factor on a cost predicted by proportion
 _MEASURED = 0.5
-"""Of `max_degradation`, what the measured costs of all restores may come to. Where they used it up, the mean harm over 23 trainings was
-what they said, and the rest of a run's path, which no measurement at a save sees, carried one run in thirty beyond the bound."""
+"""Share of `max_degradation` that the measured costs of all restores may use. Over 23 trainings that used it up, the
+mean harm was as measured; the rest of a run's path, which no measurement at a save covers, carried one run in thirty
+beyond the bound."""
 _AVERAGES_ONLY = "averaged weights alone are measured, so that the network's own have mild steps"
-_MILDER = 3  # so many milder settings are asked for where a guard refuses
+_MILDER = 3  # how many milder settings are tried where a guard refuses
 
 
 class Planner:
@@ -55,7 +56,7 @@ class Planner:
 
     Args:
         config: scheme, bound and budget.
-        spent_s: seconds that evaluations have taken from training so far: what the search's budget is charged with.
+        spent_s: seconds that evaluations have taken from training so far; charged to the search's budget.
         guard: asked about every lossy plan; None accepts all.
         clock: seconds since any fixed moment.
     """
@@ -79,7 +80,7 @@ class Planner:
         self._cost = EXACT
         self._sighted = False  # whether an evaluation was seen to change with the weights
         self._sees_network: bool | None = (
-            None  # beside averages of its weights; None where that was not tried
+            None  # whether it sees the weights and not only their averages; None: not tried
         )
         self._warned: set[str] = set()
 
@@ -100,9 +101,9 @@ class Planner:
         """Choose for one snapshot.
 
         Args:
-            save_context: the snapshot, and what a reader holds before it.
+            save_context: the snapshot, and the reference of the previous checkpoint.
             measure: None where the user gave no way to evaluate the model.
-            resume: None where there is no way to go on from a state and back.
+            resume: None where the training cannot be resumed from a state and put back.
             exact: the user wants this checkpoint bit-exact.
         """
         self._recovery.saw(save_context.step)
@@ -121,7 +122,7 @@ class Planner:
         if not finite:
             return exactly("the state holds no weight that could be quantized", is_explained=bool(not_finite))
         if self._budget.left <= 0:
-            return exactly("nothing is left of max_degradation that a restore may cost: stored exactly")
+            return exactly("no part of max_degradation is left for a restore: stored exactly")
         if measure is None:
             self._warn_once(
                 "unmeasured",
@@ -202,7 +203,8 @@ class Planner:
         comparison: Comparison,
         resume: ResumedSteps | None,
     ) -> Plan:
-        """At a restore the loss may rise by all that is left, if training makes good all but the share of one restore."""
+        """Plan so that the rise at the restore stays within all that is left, and the rise that training does not
+        recover within the share of one restore."""
         remains = self._recovery.remains if resume is not None else 1.0
         share, allowed = self._budget.share, min(self._budget.left, self._budget.share / remains)
         plan = self._settled(strategy, save_context, comparison, allowed, remains)
@@ -230,7 +232,7 @@ class Planner:
         allowed: float,
         remains: float,
     ) -> Plan:
-        """What the strategy chooses and the guard accepts, and what it costs by all that is known without a probe."""
+        """The strategy's choice that the guard accepts, with its cost as predicted without a probe."""
         plan = strategy.measured(save_context, comparison, allowed)
         plan = replace(
             self._guarded(strategy, save_context, plan, comparison, allowed), baseline=comparison.loss
@@ -265,7 +267,8 @@ class Planner:
         return plan if reason is None else exactly(f"{reason}: stored exactly")
 
     def _probed(self, plan: Plan, save_context: SaveContext, resume: ResumedSteps) -> Plan:
-        """The plan with the rise of the loss after some steps from a restore, over the same steps from the true state."""
+        """The plan with a probe: the loss after some steps from a restore against the same steps from the true
+        state."""
         marks = self._recovery.marks(plan.options, plan.scale) or self._recovery.shortest
         threads = self._config.encoder_threads
         true = [losses_of(loss) for loss in resume(save_context.state.to_object(), marks)]
@@ -312,7 +315,7 @@ class Planner:
         }
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Go on from a stored state of the search: a restore of the checkpoint that it stands in.
+        """Continue from the search state stored in the restored checkpoint.
 
         Raises:
             ConfigError: it is no such state; what could be read of it is kept.
@@ -322,7 +325,7 @@ class Planner:
         if self._strategy is None or state.get("scheme") != self._config.scheme:
             if isinstance(
                 recovery, dict
-            ):  # how training heals another scheme's errors says nothing of this one's
+            ):  # recovery from another scheme's errors does not predict recovery from this one's
                 self._recovery.carry(recovery)
             return
         if not isinstance(recovery, dict) or not isinstance(strategy, dict):
@@ -331,7 +334,7 @@ class Planner:
         self._strategy.load_state_dict(strategy)
 
     def _load_restores(self, stored: object) -> None:
-        """What was spent before, and this restore; one of a checkpoint that tells nothing counts too."""
+        """Add this restore to the budget spent before; a restore counts even where its checkpoint stores no cost."""
         self._budget = _budget(self._config)
         known: dict[str, object] = (
             stored if isinstance(stored, dict) else {"spent": 0.0, "spent_high": 0.0, "restores": 0}
@@ -363,7 +366,7 @@ def _batches(rise: Rise) -> str:
 
 
 def _stricter(plan: Plan, share: float) -> float:
-    """What a restore may cost at once so that it costs its share for good, by proportion."""
+    """The rise allowed at the restore so that the lasting rise is `share`, by proportion."""
     at, cost = plan.rise or EXACT, _cost(plan)
     if not math.isfinite(cost.high):
         return _AIM * share / 4  # four times narrower steps at least
@@ -371,7 +374,7 @@ def _stricter(plan: Plan, share: float) -> float:
 
 
 def _strategy(config: SaverConfig, spent_s: Callable[[], float]) -> Strategy | None:
-    """None for the scheme of which nothing is chosen, since it changes nothing."""
+    """The scheme's strategy; None for a lossless scheme, which has nothing to choose."""
     options = config.scheme_options
     make: Mapping[Choice, Callable[[], Strategy | None]] = {
         "nothing": lambda: None,
@@ -385,7 +388,7 @@ def _strategy(config: SaverConfig, spent_s: Callable[[], float]) -> Strategy | N
 
 
 def _weights(state: TrainingState, strategy: Strategy) -> tuple[list[str], list[str]]:
-    """Names of the weights to be coded that hold numbers only, and of those that do not."""
+    """Names of the weights to be coded whose values are all finite, and of the others."""
     names: dict[bool, list[str]] = {True: [], False: []}
     for name, spec in state.specs.items():
         if strategy.takes(spec):

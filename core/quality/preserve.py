@@ -1,4 +1,4 @@
-"""Puts models and optimizers back as they were: not their parameters alone, but whatever else they hold.
+"""Saves and restores everything reachable from models and optimizers, not only their parameters.
 
 A training step may append to a list of the model, count in an attribute, keep a hidden state, draw from a generator of
 its own. So everything that can be reached through built-in containers, modules and optimizers is remembered.
@@ -16,7 +16,7 @@ from torch import nn
 
 __all__ = ["is_plain_tensor", "preserved_state"]
 
-# Of a longer container, as a data set that a model holds, the elements are taken not to change, only their order.
+# A longer container (such as a data set kept by a model) is assumed to change in its order only, not in its elements.
 _LOOKED_INTO = 100_000
 _ATTEMPTS = 3
 
@@ -34,11 +34,11 @@ def is_plain_tensor(tensor: torch.Tensor) -> bool:
 
 @contextmanager
 def preserved_state(*roots: object) -> Iterator[None]:
-    """Run a block, and leave everything that the roots hold bit by bit as it was, after an error too.
+    """Run a block, and then put back everything reachable from the roots bit by bit, after an error too.
 
-    Tensors are copied to the host meanwhile, each piece of memory once, and get their values back in place: who refers to
-    them does not notice. Gradients are kept by reference, so the block must take its own. An object of any other class
-    is not looked into.
+    Tensors are copied to the host meanwhile, each piece of memory once, and get their values back in place, so that
+    references to them stay valid. Gradients are kept by reference, so the block must take its own. An object of any
+    other class is not looked into.
 
     Args:
         roots: modules, optimizers and containers.
@@ -55,7 +55,7 @@ def preserved_state(*roots: object) -> Iterator[None]:
 class _Memory:
     def __init__(self) -> None:
         self._undo: list[Undo] = []
-        self._seen: dict[int, object] = {}  # holds the objects, so that no other gets an id of theirs
+        self._seen: dict[int, object] = {}  # keeps the objects alive, so that no other gets their id
         self._storages: set[tuple[torch.device, int]] = set()
 
     def keep(self, roots: Iterable[object]) -> None:
@@ -68,7 +68,7 @@ class _Memory:
                 waiting.extend(self._remember(value))
 
     def put_back(self) -> None:
-        """Undo everything, even if one of the undos fails or is interrupted; what was raised first is raised at the end."""
+        """Undo everything, even if one undo fails or is interrupted; the first exception is raised at the end."""
         raised: BaseException | None = None
         for undo in self._undo:
             for _ in range(_ATTEMPTS):  # each can be repeated
@@ -87,7 +87,7 @@ class _Memory:
         """Remember one object.
 
         Returns:
-            What it holds, to be remembered next.
+            The objects it refers to, to be remembered next.
         """
         if isinstance(value, torch.Tensor):
             self._remember_tensor(value)
@@ -161,7 +161,7 @@ def _write(memory: torch.Tensor, copy: torch.Tensor) -> None:
 
 
 def _same(now: Iterable[object], before: list[object]) -> bool:
-    """Whether the same objects are there in the same order; equal ones would not do."""
+    """Whether both are the same objects (by identity, not equality) in the same order."""
     present = list(now)
     return len(present) == len(before) and all(
         one is other for one, other in zip(present, before, strict=True)
@@ -196,4 +196,4 @@ def _generator_undo(value: Any) -> Undo | None:
 
 
 def _discard(value: object) -> None:
-    """For calls that return what nobody needs."""
+    """Drop the return value of a call."""

@@ -1,7 +1,8 @@
-"""How much of what a restore costs is still there some steps later, and when to measure it again.
+"""Estimates how much of the rise at a restore training recovers within some steps, and when to measure it again.
 
-The loss at a restore is the wrong test in both directions: noise in the weights is trained away within some steps, and a
-second moment that was restored too small shows only after some. What is left after the steps is what a restore costs a run.
+The loss at a restore misleads in both directions: noise in the weights is trained away within some steps, and a second
+moment that was restored too small raises the loss only after some. The rise that is left after the steps is the cost of
+the restore to the run.
 """
 
 import math
@@ -15,22 +16,22 @@ from shrinkpoint.quality.measurement import CONFIDENCE, Rise, pooled
 
 __all__ = ["RecoveryEstimate", "without_delay", "without_luck"]
 
-_LEAST, _MOST = 0.25, 16.0  # of what a restore costs remains, whatever one noisy measurement says
+_LEAST, _MOST = 0.25, 16.0  # limits of the remaining share of a restore's rise, against noisy measurements
 _UNKNOWN = 0.5  # standard error of the share that remains before anything was measured
-_DRIFT = 0.1  # by which it is less certain at the next probe
+_DRIFT = 0.1  # growth of that standard error from one probe to the next
 _NOISE = 0.0002
 _SURPRISE = 2.0  # standard errors
-_MARGIN = 1.2  # a resumed step in training's own: evaluations and copies of the state come on top
-_SHORT = 2, 5  # steps: enough to tell what heals from what grows
+_MARGIN = 1.2  # duration of a resumed step in training steps: evaluations and copies of the state included
+_SHORT = 2, 5  # steps: enough to distinguish a rise that recovers from one that grows
 _CREDIT_S = 1800.0  # seconds of training whose share a probe may take in advance
 _CREDIT_PROBES = 2
 
 
 def without_luck(rise: Rise, at: Rise) -> Rise:
-    """The rise some steps after a restore, less the luck that is still in it.
+    """The rise some steps after a restore, corrected for the first-order part (luck) that is still in it.
 
-    A pair tells how much luck there was at the restore, on the same batches. Some steps later, between all and nothing of it
-    is left: half of it is taken off, and the other half is doubt.
+    A pair measures the luck at the restore, on the same batches. Some steps later between none and all of it is left:
+    half of it is subtracted, and the other half is added to the error.
 
     Args:
         rise: measured at the restored weights alone.
@@ -43,14 +44,14 @@ def without_luck(rise: Rise, at: Rise) -> Rise:
 
 
 def without_delay(rise: Rise, delay: float) -> Rise:
-    """The rise some steps after a restore, less what it owes to steps that are only made up for later.
+    """The rise some steps after a restore, corrected for the steps that the restored optimizer lags behind.
 
-    A restored optimizer that has lost some of its memory is some steps behind. While the loss falls steeply, as at the start
-    of a training, these cost much in the loss of the day and little in the end.
+    A restored optimizer that has lost some of its memory is some steps behind. While the loss falls steeply, as at the
+    start of a training, these steps raise the present loss much and the final loss little.
 
     Args:
         rise: of the loss over the same steps from the true state.
-        delay: what the loss falls by in the steps that are lost; half of it is doubt.
+        delay: the fall of the loss over the lost steps; half of it is added to the error.
     """
     if not (math.isfinite(rise.mean) and math.isfinite(delay)):
         return rise
@@ -59,13 +60,13 @@ def without_delay(rise: Rise, delay: float) -> Rise:
 
 
 class RecoveryEstimate:
-    """Keeps the share that remains, and a purse of training time for measuring it.
+    """The share of a restore's rise that remains after the probe, and a budget of training time for measuring it.
 
-    The purse fills with a share of the training time, and all evaluations and probes are paid from it. A probe of new
+    The budget grows by a share of the training time, and all evaluations and probes are charged to it. A probe of new
     settings may be paid on credit, once; until that is paid back there is no other.
 
     Args:
-        steps: how far to go on from a restore; 0 measures nothing.
+        steps: length of the long probe in optimizer steps; 0 measures nothing.
         overhead: share of the training time that may be taken.
         spent_s: seconds that evaluations and probes have taken from training so far.
         clock: seconds since any fixed moment.
@@ -81,9 +82,9 @@ class RecoveryEstimate:
         self._short = tuple(sorted({min(mark, steps) for mark in _SHORT})) if steps > 0 else ()
         self._long = (self._short[-1], steps) if steps > _SHORT[-1] else self._short
         self.remains = 1.0
-        """Share of a restore's cost that is left after the last step."""
+        """Share of the rise at a restore that is left after the last step."""
         self._error = _UNKNOWN
-        self._onward = 1.0  # what is left after the long probe, of what is left after the short one
+        self._onward = 1.0  # the rise after the long probe relative to that after the short one
         self._probed: tuple[str, float] | None = None
         self._overhead = overhead
         self._spent_s = spent_s
@@ -93,7 +94,7 @@ class RecoveryEstimate:
         self._step_s = math.inf
 
     def saw(self, step: int) -> None:
-        """A save begins: time has gone by, and steps."""
+        """A save begins: credit the time and the steps since the last one."""
         now, spent = self._clock(), self._spent_s()
         then, before, paid = self._since
         if step > before:
@@ -108,10 +109,10 @@ class RecoveryEstimate:
             self._purse -= seconds
 
     def marks(self, options: str, scale: float) -> Sequence[int]:
-        """After how many steps the loss is to be measured at this save; none where there is no time for it.
+        """After how many steps this save's probe measures the loss; empty where the budget does not allow a probe.
 
         Args:
-            options: what makes a restore cost what it costs, beside the scale.
+            options: the settings other than the scale that determine the cost of a restore.
             scale: of the steps.
         """
         if not self._short or math.isinf(self._overhead):
@@ -130,7 +131,7 @@ class RecoveryEstimate:
         return self._short
 
     def _is_new(self, options: str, scale: float) -> bool:
-        """Whether a restore may cost something else than at the last probe."""
+        """Whether the settings differ enough from those of the last probe that the cost may differ."""
         if self._probed is None or self._probed[0] != options:
             return True
         return abs(math.log2(scale / self._probed[1])) > 1
@@ -148,8 +149,8 @@ class RecoveryEstimate:
             scale: see `marks`.
 
         Returns:
-            What the restore costs after all steps: what the probe says, and what earlier ones let expect of `at`, each by
-            its precision. A probe that exceeds what was expected by more than both errors explain stands alone.
+            The rise after all steps: the precision-weighted mean of the probe and of the prediction that earlier probes
+            make from `at`. A probe that exceeds the prediction by more than both errors explain replaces it.
         """
         self._probed = options, scale
         left = self._at_the_end(at, resumed)
@@ -175,8 +176,8 @@ class RecoveryEstimate:
     def _at_the_end(self, at: Rise, resumed: Mapping[int, Rise]) -> Rise:
         """The rise after all steps: as measured, or from that after the last mark.
 
-        What a short probe shows to grow is taken to go on growing at the same rate. Of what it does not show to grow, as
-        much is left at the end as long probes have found.
+        A rise that grows within a short probe is extrapolated at the same rate. Of one that does not grow, the share
+        that earlier long probes have found is left at the end.
         """
         last, horizon = max(resumed), self._long[-1]
         left = resumed[last]
@@ -206,13 +207,13 @@ class RecoveryEstimate:
         }
 
     def _purse_state(self) -> dict[str, object]:
-        """What has been earned and spent since the last save began counts too."""
+        """The budget, including what has been earned and spent since the last save began."""
         earned = self._overhead * (self._clock() - self._since[0]) if math.isfinite(self._overhead) else 0.0
         owed = self._spent_s() - self._since[2] if math.isfinite(self._overhead) else 0.0
         return {"purse": self._purse + earned - owed, "step": self._since[1]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned.
+        """Continue from what `state_dict` returned.
 
         Raises:
             ConfigError: it is no such state.
@@ -233,7 +234,7 @@ class RecoveryEstimate:
         self._probed = (probed[0], probed[1]) if probed is not None else None
 
     def carry(self, state: Mapping[str, Any]) -> None:
-        """Take over the purse alone, with its debt.
+        """Take over the time budget alone, with its debt.
 
         Raises:
             ConfigError: it is no such state.

@@ -1,7 +1,8 @@
-"""What restores may cost a whole run, and what is left of it.
+"""Divides the bound of a whole run among the restores that it may need.
 
-One restore says little about ten: each adds what training does not make good again (in the papers' failure experiments, ten
-failures spread evenly over a run). The bound is therefore one for the run, of which each checkpoint gets an equal share.
+Restores add up: each contributes the rise that training does not recover (in the papers' failure experiments, ten
+failures spread evenly over a run). The bound is therefore one for the run, of which each checkpoint gets an equal
+share.
 """
 
 import math
@@ -16,9 +17,10 @@ __all__ = ["RestoreBudget"]
 class RestoreBudget:
     """Shares `max_degradation` among the restores that a run may need.
 
-    Costs are known with an interval. Means add up; what the upper ends lie above the means adds up in quadrature, for it is
-    unlikely that all restores cost the most that they could: ``spent_high = sum(mean) + sqrt(sum((high - mean) ** 2))``. As
-    this is never more than the sum of the upper ends, restores that each keep their share together keep the bound.
+    Each cost has a confidence interval. Means add up; the distances of the upper ends from the means add up in
+    quadrature, since it is unlikely that all restores reach their upper ends: ``spent_high = sum(mean) + sqrt(sum((high
+    - mean) ** 2))``. As this is never more than the sum of the upper ends, restores that each keep their share together
+    keep the bound.
 
     Args:
         max_degradation: how much all of them together may raise the held-out loss, relative.
@@ -29,9 +31,9 @@ class RestoreBudget:
         self._bound = max_degradation
         self._restores = restores
         self.spent = 0.0
-        """What the restores so far have cost, by the means of what was measured when their checkpoints were stored."""
+        """Sum of the mean costs of the restores so far, as measured when their checkpoints were stored."""
         self.made = 0
-        """How many there were."""
+        """Restores so far."""
         self._doubt = 0.0
 
     @property
@@ -41,7 +43,7 @@ class RestoreBudget:
 
     @property
     def left(self) -> float:
-        """What all further restores together may cost, at the upper end of what was spent."""
+        """What all further restores together may cost: the bound less the upper end of what was spent."""
         return max(0.0, self._bound - self.spent_high)
 
     @property
@@ -68,7 +70,7 @@ class RestoreBudget:
         return {"spent": self.spent, "spent_high": self.spent_high, "restores": self.made}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned.
+        """Continue from what `state_dict` returned.
 
         Raises:
             ConfigError: it is no such state.

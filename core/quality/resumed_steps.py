@@ -1,7 +1,7 @@
-"""Goes on from a saved state for some optimizer steps, in the midst of a training that does not notice.
+"""The probe: trains from a saved state for some optimizer steps within a live training, then puts everything back.
 
-What a lossy checkpoint costs shows after some steps, not at the restore (design: "Quality bound"). Whoever asks takes the
-same steps from the true state and from the restored one, and compares.
+The cost of a lossy checkpoint shows after some steps, not at the restore (design: "Quality bound"). The caller takes the
+same steps from the true state and from the restored one, and compares the losses.
 """
 
 import inspect
@@ -34,15 +34,15 @@ _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 @dataclass(frozen=True, kw_only=True)
 class ResumedRun:
-    """A live training that can be left for some steps from another state, and come back to.
+    """A live training that can take some steps from another state and be put back bit by bit.
 
     Args:
         module: the live model.
         optimizers: all that train it; each makes a step for every batch.
         losses: gives the parts of the training loss on the i-th of some fixed batches, i = 0, 1, ..., in train mode and
             with gradients. Each is differentiated before the next is computed; their sum is what training minimizes.
-        evaluate: the held-out loss of the module as it stands, one number or one for each batch; called in eval mode and
-            without gradients.
+        evaluate: the held-out loss of the module with its current weights, one number or one for each batch; called in
+            eval mode and without gradients.
         clip: limits the gradients, as the training does before a step.
         scale: by which losses are multiplied and gradients divided, as a gradient scaler of half-precision training does.
     """
@@ -60,12 +60,12 @@ class ResumedRun:
         optimizer_states: Sequence[Mapping[str, Any]],
         marks: Sequence[int],
     ) -> list[tuple[float, ...]]:
-        """The held-out losses after each of so many steps from a state.
+        """The held-out losses after each of `marks` optimizer steps from a state.
 
         Every call draws the same random numbers. Afterwards everything is bit by bit as before, whatever was raised:
         parameters, buffers, optimizers, gradients, modes, random number generators, and what else `preserved_state` reaches.
-        Learning rates are those of the state; no scheduler makes a step. What training holds is kept on the host
-        meanwhile, but for its gradients, which stay where they are beside those of the steps.
+        Learning rates are those of the state; no scheduler makes a step. The training's tensors are kept on the host
+        meanwhile, except its gradients, which stay in place in addition to those of the steps.
 
         Args:
             weights: parameters and buffers by the module's own names; other entries are passed over.
@@ -130,7 +130,7 @@ class ResumedRun:
 
 
 class UntilFailure:
-    """Offers the steps until they have failed once: what failed, as for want of memory, would fail at every save.
+    """Offers the resumed steps until they have failed once: a failure such as out of memory would recur at every save.
 
     Where the model or its optimizer has changed since the save, as by unfreezing layers, only the second failure in a row counts.
 
@@ -166,13 +166,13 @@ class UntilFailure:
         if not self._failed:
             self._failed = True
             self._warn(
-                "the quality of checkpoints is measured at the restore alone, for some steps from there cannot be tried"
+                "the quality of checkpoints is measured at the restore alone, because resumed steps cannot be taken"
                 f" ({reason})"
             )
 
 
 def obstacle(module: nn.Module, optimizers: Sequence[Optimizer], *, alone: bool = False) -> str | None:
-    """Why no steps can be taken that would leave no trace in the training; None where they can.
+    """Why resumed steps could not be undone completely in this training; None where they can.
 
     Args:
         module: the live model.
@@ -200,8 +200,8 @@ def obstacle(module: nn.Module, optimizers: Sequence[Optimizer], *, alone: bool 
 
 def _optimizer_obstacle(optimizer: Optimizer) -> str | None:
     kind = type(optimizer)
-    held = vars(optimizer)
-    if not isinstance(optimizer, Optimizer) or not {"state", "param_groups"} <= held.keys():
+    attributes = vars(optimizer)
+    if not isinstance(optimizer, Optimizer) or not {"state", "param_groups"} <= attributes.keys():
         return f"{kind.__name__} keeps its state elsewhere"
     if kind.state_dict is not Optimizer.state_dict or kind.load_state_dict is not Optimizer.load_state_dict:
         return f"{kind.__name__} has a state of its own form"
@@ -244,7 +244,7 @@ def _restorable_devices() -> set[torch.device]:
 
 
 def _trained(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
-    """Every parameter once, those of a loss that is no part of the module too."""
+    """Every trained tensor once, including parameters of a loss that is no part of the module."""
     groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
     return list(dict.fromkeys(chain(module.parameters(), *groups)))
 
@@ -263,7 +263,7 @@ def _left_alone(module: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[
 
 
 def _seed() -> None:
-    """Fixed numbers, from those generators alone that `restore_rng` puts back."""
+    """Seed the generators that `restore_rng` puts back, and no others."""
     random.seed(_SEED)
     np.random.seed(_SEED)
     torch.default_generator.manual_seed(_SEED)
@@ -307,11 +307,11 @@ def _load_optimizer(optimizer: Optimizer, stored: Mapping[str, Any]) -> None:
 
 
 def _placed(value: Any, live: Any, device: torch.device | None) -> Any:
-    """A stored value as an optimizer may change it: in the memory of the `live` one where that fits, else copied.
+    """A writable copy of a stored value: in the memory of the `live` one where that fits.
 
     Args:
         value: only read.
-        live: what stands in its place now.
+        live: the value that it replaces.
         device: of the parameter; single numbers stay on the host, as torch's optimizers have their counts of steps.
     """
     if isinstance(value, torch.Tensor):

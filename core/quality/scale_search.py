@@ -1,9 +1,9 @@
-"""The search of ``auto``: one number, the scale of all weights' steps, found within a few evaluations a save.
+"""The search of ``auto``: finds the scale factor of all weights' step sizes within a few evaluations a save.
 
-The rise of the loss grows with the square of the steps where it is more than noise, so that one measurement predicts the
-next, and those of all saves count together (`shrinkpoint.quality.history`). A scale is taken if the upper end of what its
-restore costs is within the bound. Steps become narrower whenever the bound asks for it, and wider at the start of a chain,
-where that costs no bytes; within a chain by an octave at least, where the measurements say so together.
+The rise of the loss grows with the square of the step size where it is more than noise, so that one measurement
+predicts the next, and those of all saves are pooled (`shrinkpoint.quality.history`). A scale is accepted if the upper
+end of its measured rise is within the bound. Step sizes shrink whenever the bound requires it, and grow at the start of
+a chain, where that costs no bytes; within a chain by an octave at least, if the pooled measurements allow it.
 """
 
 import math
@@ -23,7 +23,7 @@ _PER_OCTAVE = 4
 _NARROWEST, _WIDEST = -8 * _PER_OCTAVE, 0
 _START = -1 * _PER_OCTAVE
 _AIM = (
-    0.9  # of what is allowed, at the upper end: the next checkpoint of the chain may cost more than this one
+    0.9  # of the allowed rise, at the upper end: the next checkpoint of the chain may cost more than this one
 )
 _FARTHEST = 2 * _PER_OCTAVE
 _TRIES = 3
@@ -33,7 +33,7 @@ _FEWEST = 3  # rungs: in a chain, rows whose steps are less than half an octave 
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleChoice:
-    """What to store at this save."""
+    """The scale to store this save with."""
 
     scale: float | None
     """None to store bit-exactly."""
@@ -43,13 +43,13 @@ class ScaleChoice:
 
 
 class ScaleSearch:
-    """Chooses the scale of every save; keeps what it learned between saves."""
+    """Chooses the scale of every save, and keeps its measurements between saves."""
 
     def __init__(self) -> None:
         self._rung = _START
         self._history: History | None = None
         self._out_of_reach = False  # whether the narrowest steps broke the bound at the last save
-        self._limit = _START + _PER_OCTAVE  # of this chain, by rises that are no more than noise
+        self._limit = _START + _PER_OCTAVE  # widest rung of this chain while all rises are within noise
         self._may_widen = True  # within this chain
         self._save = _Save(None)
 
@@ -65,11 +65,11 @@ class ScaleSearch:
         """Choose for one save.
 
         Args:
-            measure: what a restore at a scale costs; expensive.
+            measure: the rise of the loss after a restore at a scale; expensive.
             allowed: the most that the loss may rise at the upper end of the interval, relative.
             base: whether the save starts a chain.
-            fixed: the only scale to be considered, where the user wants this one.
-            again: whether it is the save of the last call, with another `allowed`.
+            fixed: the only scale to be considered, if the user gave one.
+            again: whether this is the save of the last call, with another `allowed`.
         """
         if not again:
             self._save = _Save(self._history.aged() if self._history is not None else None)
@@ -82,7 +82,7 @@ class ScaleSearch:
             return save.rise(scale, measure)
 
         if allowed <= 0:
-            return _exact("nothing is left that a restore may cost: stored exactly")
+            return _exact("no part of the bound is left for a restore: stored exactly")
         if fixed is not None:
             rung = self._rung
         else:
@@ -103,14 +103,15 @@ class ScaleSearch:
         return ScaleChoice(scale=scale, rise=rise(rung), reason=reason)
 
     def narrower(self) -> float | None:
-        """The scale an octave below the one that is in use; None if there is none. It is in use from now on."""
+        """Switch to the scale an octave below the one in use and return it; None if there is none."""
         if self._rung == _NARROWEST:
             return None
         self._rung = max(_NARROWEST, self._rung - _PER_OCTAVE)
         return _scale(self._rung)
 
     def _start(self, rise: Callable[[int], Rise], allowed: float, *, base: bool, again: bool) -> int:
-        """The rung in use, or a wider one if earlier measurements say that it holds and this one does not object."""
+        """The rung in use, or a wider one if earlier measurements predict that it keeps the bound and this one
+        agrees."""
         wider = self._wider(allowed, base=base) if not again else self._rung
         if wider == self._rung or rise(wider).within(allowed):
             return wider
@@ -121,8 +122,8 @@ class ScaleSearch:
     def _wider(self, allowed: float, *, base: bool) -> int:
         """The rung that all measurements together allow.
 
-        For a new chain any, within a chain one an octave wider at least: that much pays for exchanging the steps. Where the
-        measurements are no more than noise, an octave wider than the chain has begun with at most.
+        Any rung at the start of a chain; within a chain only one an octave wider at least, since smaller changes do not
+        pay for new step sizes. Where the measurements are within noise, an octave above the chain's first rung at most.
         """
         past = self._save.past
         if past is None:
@@ -139,7 +140,7 @@ class ScaleSearch:
         return wider if worth else self._rung
 
     def _hold(self, rung: int, rise: Callable[[int], Rise], allowed: float, *, fewest: int) -> int:
-        """The rung, or one so much narrower that it holds; after some tries the narrowest of all."""
+        """The rung, or the next narrower one that keeps the bound; after some tries the narrowest of all."""
         for _ in range(_TRIES):
             if rise(rung).within(allowed) or rung == _NARROWEST:
                 return rung
@@ -149,7 +150,7 @@ class ScaleSearch:
     def _explore(self, rung: int, rise: Callable[[int], Rise], allowed: float) -> int:
         """At the first save there is only one measurement to go by: the rung that it predicts is tried at once.
 
-        A rise that is no more than noise predicts nothing: by such ones, steps become an octave wider at most.
+        A rise within noise predicts nothing: on such measurements step sizes grow by an octave at most.
         """
         for _ in range(_TRIES):
             shift = _shift(rise(rung), allowed)
@@ -174,7 +175,7 @@ class ScaleSearch:
         return {"version": STATE_VERSION, "rung": self._rung, "history": history}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned.
+        """Continue from what `state_dict` returned.
 
         Raises:
             ConfigError: it is no such state.
@@ -191,7 +192,7 @@ class ScaleSearch:
 
 
 class _Save:
-    """The measurements of one save, each pooled with the nearest that is known."""
+    """The measurements of one save, each pooled with the prediction from the nearest known scale."""
 
     def __init__(self, past: History | None) -> None:
         self.past = past
@@ -211,7 +212,7 @@ class _Save:
         return min(known, key=lambda found: abs(math.log2(found.scale / scale)), default=self.past)
 
     def same(self, narrow: float, wide: float) -> bool:
-        """Whether a wider scale changes next to nothing: something else limits the steps."""
+        """Whether a wider scale changes the weights' error by next to nothing: something else limits the step sizes."""
         one, other = self._measured[narrow], self._measured[wide]
         return one == other or 0 < other.distance < _SAME * one.distance
 

@@ -1,4 +1,4 @@
-"""``auto``: the search for the widest steps that keep the bound (`shrinkpoint.quality.scale_search`)."""
+"""Strategy of ``auto``: searches the widest step sizes that keep the bound (`shrinkpoint.quality.scale_search`)."""
 
 import weakref
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ __all__ = ["ScaleStrategy"]
 
 
 class ScaleStrategy:
-    """Chooses the scale of the weights' steps.
+    """Chooses the scale factor of the weights' step sizes.
 
     Args:
         options: the scheme's settings; a ``weight_scale`` among them is the only one to be considered.

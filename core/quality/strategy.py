@@ -1,4 +1,4 @@
-"""What the planner asks a strategy for, and what it gets."""
+"""The interface between planner and strategies: `Strategy` chooses a scheme's settings, `Plan` carries the choice."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,28 +17,28 @@ __all__ = ["Measure", "Plan", "Strategy", "exactly"]
 
 @dataclass(frozen=True)
 class Plan:
-    """What to store a snapshot with, and why."""
+    """The chosen scheme and settings of one save, the measurements behind it, and the reason."""
 
     scheme: Scheme
     configuration: str
     reason: str
     rise: Rise | None = None
-    """What a restore costs at once; None where nothing could be measured."""
+    """The rise of the loss at the restore; None where nothing could be measured."""
     baseline: float | None = None
     evaluations: int = 0
-    """All that were made for this save."""
+    """Evaluations made for this save."""
     resumed: Mapping[int, Rise] = field(default_factory=dict)
-    """The rise of the loss after so many steps from a restore, where it was measured at this save."""
+    """The rise of the loss by number of steps after a restore, where this save was probed."""
     cost: Rise | None = None
-    """What a restore costs for good; None where nothing is known of it but `rise`."""
+    """The rise that training does not recover; None where only `rise` is known."""
     allowed: float | None = None
-    """What one restore may cost."""
+    """The allowed cost of one restore."""
     options: str = ""
-    """What beside the scale makes a restore cost what it costs."""
+    """The settings other than the scale that determine the cost of a restore."""
     scale: float = 1.0
-    """Of the steps, where the scheme has one: a restore's cost goes with its square."""
+    """Scale factor of the step sizes, where the scheme has one: a restore's cost grows with its square."""
     is_explained: bool = False
-    """Whether somebody was told already why this is exact, or asked for it."""
+    """Whether the user asked for exact storage, or was already warned why it is used."""
     is_blind: bool = False
     """Whether the evaluation was found not to see the weights."""
     overhead: float = 0.0
@@ -75,12 +75,12 @@ class Plan:
 
     @property
     def is_exact(self) -> bool:
-        """Whether nothing is changed."""
+        """Whether the plan stores every tensor bit-exactly."""
         return self.configuration == "exact"
 
 
 class Strategy(Protocol):
-    """Chooses the settings of one scheme, and keeps what it learned between saves.
+    """Chooses the settings of one scheme, and keeps its measurements between saves.
 
     One that has milder settings than those of its last plan may also have a method ``milder`` with the arguments of
     `measured` (`comparison` is None where nothing can be measured); it gives a plan, or None where there are none.
@@ -98,7 +98,7 @@ class Strategy(Protocol):
         """The plan whose restore raises the loss by no more than `allowed`, relative, at the upper end of the interval.
 
         Raises:
-            EvaluationUnavailableError: there is nobody to evaluate any more.
+            EvaluationUnavailableError: training can no longer evaluate.
             BlindEvaluationError: the evaluation does not see the weights.
         """
         ...
@@ -108,7 +108,7 @@ class Strategy(Protocol):
         ...
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Go on from what `state_dict` returned.
+        """Continue from what `state_dict` returned.
 
         Raises:
             ConfigError: it is no such state.
@@ -117,5 +117,5 @@ class Strategy(Protocol):
 
 
 def exactly(reason: str, *, is_explained: bool = False) -> Plan:
-    """The plan that changes nothing."""
+    """A plan that stores everything bit-exactly."""
     return Plan(Lossless(), "exact", reason, EXACT, is_explained=is_explained)

@@ -1,4 +1,4 @@
-"""Candidate weights in a live model's place for the time of an evaluation, and then everything as it was."""
+"""Swaps candidate weights into a live model for the time of an evaluation, then puts the model's own back."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ __all__ = ["swapped_tensors", "swapped_weights"]
 
 @contextmanager
 def swapped_weights(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Run a block with other weights, in eval mode and without gradients; training does not notice.
+    """Run a block with other weights, in eval mode and without gradients, and then put everything back.
 
     Weights are exchanged in place, so that optimizers' and wrappers' references stay valid. Afterwards all parameters
     and buffers (BatchNorm's statistics too), every module's train flag and all generators are as before.
@@ -43,7 +43,7 @@ def swapped_weights(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> I
 
 @contextmanager
 def swapped_tensors(live: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Run a block with other values in tensors, which are exchanged in place and afterwards as before.
+    """Run a block with other values in tensors; they are exchanged in place and put back afterwards.
 
     Args:
         live: the tensors by name, on any device.

@@ -1,4 +1,4 @@
-"""Restores that are tried and not stored: the models and states that the quality of a scheme is measured on."""
+"""Encodes and decodes in memory: the restored models and states that the quality of a scheme is measured on."""
 
 from collections.abc import Collection, Iterator, Mapping, MutableMapping
 
@@ -18,7 +18,7 @@ _EVALUATED = (*_MODEL, Role.AVERAGE)
 def true_model(state: TrainingState) -> dict[str, torch.Tensor]:
     """A snapshot's weights and buffers by their names in the model, and averaged weights by `average_key`.
 
-    All of them, what is stored exactly too: the live model moves on between two evaluations.
+    It includes tensors that are stored exactly: the live model keeps training between two evaluations.
     """
     return {key: state.tensors[spec.name] for key, spec in _evaluated(state)}
 
@@ -26,12 +26,12 @@ def true_model(state: TrainingState) -> dict[str, torch.Tensor]:
 def restored_model(
     state: TrainingState, scheme: Scheme, reference: Mapping[str, ReferenceState] | None
 ) -> dict[str, torch.Tensor]:
-    """The same as a reader of the snapshot under a scheme would get them, and train on.
+    """The model as a reader of the snapshot under a scheme would restore it.
 
     Args:
         state: the snapshot.
         scheme: set up for this save.
-        reference: what a reader holds of the previous checkpoint; it stays as it is.
+        reference: the decoder's state of the previous checkpoint; not changed.
     """
     values = restored_values(state, scheme, reference, roles=(Role.MASTER, *_EVALUATED))
     masters = {
@@ -41,7 +41,8 @@ def restored_model(
     }
 
     def value(spec: TensorSpec) -> torch.Tensor:
-        """Of a weight that is kept while its master is not, what the first step will make of it."""
+        """For a weight stored exactly whose master copy is not: the weight that the first step rounds from the
+        master."""
         kept = spec.tag.role in _MODEL and values[spec.name] is state.tensors[spec.name]
         master = masters.get((spec.tag.parameter, spec.shape)) if kept else None
         return values[spec.name] if master is None else master.to(spec.dtype)
@@ -52,7 +53,7 @@ def restored_model(
 def restored_state(
     state: TrainingState, scheme: Scheme, reference: Mapping[str, ReferenceState] | None, threads: int = 1
 ) -> TrainingState:
-    """The whole state as a reader would get it; arguments as `restored_model`."""
+    """The whole training state as a reader would restore it; arguments as `restored_model`."""
     values = restored_values(state, scheme, reference, threads=threads)
     return TrainingState(state.tree, values, state.specs)
 
@@ -62,12 +63,12 @@ def mirrored_model(
 ) -> dict[str, torch.Tensor]:
     """The model on the other side of the true one: ``2 * true - restored`` of each weight and average.
 
-    Buffers and what is not floating are the true ones, and what was restored exactly stays so.
+    Buffers and integer tensors are the true ones, and so are tensors that were restored exactly.
 
     Args:
         state: the snapshot.
-        restored: what a reader would get of it, by the names in the model. What is mirrored is taken out of it, so that both are
-            not in memory at once.
+        restored: the restored tensors, by their names in the model. Those that are mirrored are removed from it, so that both
+            are not in memory at the same time.
     """
     mirrored = true_model(state)
     for name in _floating_weights(state):
@@ -92,7 +93,7 @@ def perturbed_model(
     averages: bool = True,
     names: Collection[str] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """The model with normal noise on each weight tensor: what no evaluation of these weights can overlook.
+    """The model with normal noise on each weight tensor, large enough that any evaluation of these weights reacts.
 
     Args:
         state: the snapshot.
@@ -114,7 +115,7 @@ def perturbed_model(
 
 
 def _evaluated(state: TrainingState) -> Iterator[tuple[str, TensorSpec]]:
-    """What an evaluation may see, by the names that it gets."""
+    """The tensors that an evaluation gets, by the names that it uses."""
     for spec in state.specs.values():
         if spec.tag.role is Role.AVERAGE:
             yield average_key(spec.name), spec

@@ -1,1 +1,1 @@
-"""Quantizers and what they are chosen by: sketches, codebooks, dither, the nearest path of a trellis, movement."""
+"""Quantizers: sketches, k-means codebooks, subtractive dither, the Viterbi search of trellis-coded quantization."""

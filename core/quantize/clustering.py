@@ -1,7 +1,8 @@
-"""Codebooks: k-means in one dimension over a histogram's buckets, and the levels that a codebook gives a tensor.
+"""Non-uniform scalar quantization: one-dimensional k-means over a histogram's buckets, and nearest-centroid assignment.
 
-Source: Inshrinkerator (arXiv 2306.11800), Algorithms 2 and 3. The published seeding (`kmeans_plus_plus`) stays for
-comparison; `optimal_clusters` is the exact optimum on the same buckets, deterministic and never worse with more clusters.
+Source: Inshrinkerator (arXiv 2306.11800), Algorithms 2 and 3. The published seeding (`kmeans_plus_plus`) is kept for
+comparison; `optimal_clusters` is the exact optimum on the same buckets, deterministic and never worse with more
+clusters.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,10 +41,10 @@ _Array = npt.NDArray[np.float64]
 def sample_weights(histogram: Histogram, magnitude_share: float = DEFAULT_MAGNITUDE_SHARE) -> _Array:
     """How much each bucket counts in k-means: ``(1 - lambda) f + lambda h``, float64, sum 1.
 
-    f is the bucket's share of the elements, h is |value| over the sum of |value|: large weights are few, and matter.
-    Each bucket counts once in h, however many elements it has, so take outliers out before: of 10^6 weights from
-    Student's t with 5 degrees of freedom, lambda 0.1 raises the mean squared error of 16 clusters by a factor of 3.5,
-    and by 1.27, 1.07 and 1.05 without their largest 0.05, 0.5 and 1 %.
+    f is the bucket's share of the elements, h is |value| over the sum of |value|: it gives the few large weights more
+    influence. Each bucket counts once in h, however many elements it has, so take outliers out before: of 10^6 weights
+    from Student's t with 5 degrees of freedom, lambda 0.1 raises the mean squared error of 16 clusters by a factor of
+    3.5, and by 1.27, 1.07 and 1.05 without their largest 0.05, 0.5 and 1 %.
 
     Args:
         histogram: the buckets; may be empty.
@@ -224,8 +225,8 @@ def _midpoints(codebook: torch.Tensor) -> torch.Tensor:
 def _cell_table(boundaries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
     """For each pattern of a float32's upper 16 bits: the index of its least value, and the boundary above that.
 
-    On a CPU a lookup and one comparison take a tenth of the time of a binary search, whose branches are never
-    predicted. None if two boundaries share a pattern, so that one comparison would not do.
+    On a CPU a lookup and one comparison take a tenth of the time of a binary search, whose branches the CPU cannot
+    predict. None if two boundaries share a pattern, so that one comparison would not suffice.
     """
     patterns = torch.arange(1 << 16, dtype=torch.int32) << 16
     ends = torch.stack([patterns, patterns | 0xFFFF]).view(torch.float32)
@@ -314,7 +315,7 @@ def _seed_centres(values: _Array, weights: _Array, k: int, generator: np.random.
     distances = np.full(len(values), np.inf)
     for _ in range(min(k, len(values))):
         total = odds.sum()
-        if not total > 0.0:  # every value is a centre, as near as float64 can tell
+        if not total > 0.0:  # every value is a centre, to float64 precision
             break
         centres.append(float(values[generator.choice(len(values), p=odds / total)]))
         distances = np.minimum(distances, (values - centres[-1]) ** 2)

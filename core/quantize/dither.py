@@ -1,11 +1,12 @@
-"""Subtractive dither: uniform offsets that encoder and decoder draw alike from a seed.
+"""Subtractive dither: uniform offsets that encoder and decoder both generate from a seed.
 
 Quantizing ``x + d`` and subtracting d again leaves an error that is uniform and independent of x (Schuchman 1964; Zamir
-and Feder 1992): nothing is pulled towards a level, so nothing is lost systematically when a run is restored again and
-again, and the error's variance is half of stochastic rounding's on average.
+and Feder 1992): there is no bias towards a level that would accumulate when a run is restored
+again and again, and the error's variance is half of stochastic rounding's on average.
 
-What lies near a cell's border leaves the cell most easily. Coders are told the distance to it in half octaves, for they
-care about small ones: nearly all of a small value's levels that are not zero have a dither close to +-1/2.
+A value near the border of its quantization cell is the most likely to leave it. Coders get the distance to the border
+in classes of half an octave, which are finest near it: nearly all non-zero levels of small values have a dither close
+to +-1/2.
 """
 
 from functools import lru_cache
@@ -22,7 +23,7 @@ SEEDS = 2**32
 """Seeds are below."""
 
 EDGE_CLASSES = 20
-"""Classes of a place in a cell, ascending from its lower to its upper border."""
+"""Number of classes of positions in a cell, ascending from its lower to its upper border."""
 
 # distances from a border in 1/512 of a cell at which classes end, half an octave each
 _ENDS = (8, 11, 16, 23, 32, 45, 64, 91, 128, 256)

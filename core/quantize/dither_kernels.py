@@ -1,7 +1,7 @@
-"""The compiled loops of dithered quantization.
+"""Kernels of uniform quantization with subtractive dither.
 
 Importing this module imports numba, so it is only ever imported from inside a function of its callers. Kernels release
-the GIL and keep no state. What decoders depend on is integers and single IEEE 754 operations on fp32 in a fixed order,
+the GIL and keep no state. Decoding uses integers and single IEEE 754 operations on fp32 in a fixed order,
 none of which is a product followed by a sum that a compiler might contract: every machine gets the same bits.
 
 Most are written so that they vectorise: no table is looked up where arithmetic gives the same bits, and no loop has two
@@ -147,7 +147,8 @@ def carry(
     index: Int16s,
     classes: UInt8s,
 ) -> None:
-    """Where values lie on another lattice: the nearest point, and ``table`` (EDGE_SLOTS,) of the slot of its cell."""
+    """Predict indices on a new lattice from earlier values: the nearest point, and ``table`` (EDGE_SLOTS,) of its
+    slot."""
     start = np.uint64(seed) << _SHIFTS[4]
     q0, q1, q2, q3 = quarters[0], quarters[1], quarters[2], quarters[3]
     bound, slots, last = np.float32(limit), np.float32(EDGE_SLOTS), np.float32(EDGE_SLOTS - 1)
@@ -162,7 +163,7 @@ def carry(
 
 @jit
 def halves(index: Int16s, seed: int, limit: int, out: UInt8s) -> None:
-    """The value of each point in half steps, from -``limit`` to ``limit``, moved to begin at 0."""
+    """The value of each point in half steps, clamped to +-``limit``, plus ``limit``."""
     start = np.uint64(seed) << _SHIFTS[4]
     two = np.float32(2)
     for i in range(out.size):
@@ -181,7 +182,11 @@ def largest_move(index: Int16s, predicted: Int16s) -> int:
 
 @jit
 def moves(index: Int16s, predicted: Int16s, radius: int, out: UInt8s, far: Int32s) -> int:
-    """Symbols ``move + radius``; the moves beyond ``radius`` are ``2 * radius + 1`` and fill ``far``; how many these are."""
+    """Symbols ``move + radius``; a move beyond ``radius`` is the escape ``2 * radius + 1`` and goes to ``far``.
+
+    Returns:
+        The number of escapes.
+    """
     if largest_move(index, predicted) <= radius:
         for i in range(index.size):
             out[i] = np.uint8(np.int32(index[i]) - np.int32(predicted[i]) + np.int32(radius))
@@ -201,7 +206,7 @@ def moves(index: Int16s, predicted: Int16s, radius: int, out: UInt8s, far: Int32
 
 @jit
 def unmove(symbols: UInt8s, predicted: Int16s, radius: int, far: Int32s, limit: int, out: Int16s) -> bool:
-    """Inverse of `moves`, ``far`` being as long as there are far symbols; False if an index is beyond ``limit``."""
+    """Inverse of `moves`, with one entry of ``far`` for each escape; False if an index is beyond ``limit``."""
     at, largest = 0, np.int32(0)
     if far.size == 0:
         for i in range(out.size):
@@ -225,7 +230,8 @@ def unmove(symbols: UInt8s, predicted: Int16s, radius: int, far: Int32s, limit: 
 def remember(
     index: Int16s, predicted: Int16s, before: UInt8s, table: UInt8s, down: int, up: int, out: UInt8s
 ) -> None:
-    """``up`` or ``down`` for what moved, ``table`` (256,) of what was known before for what did not."""
+    """Update each element's history: ``up`` or ``down`` if it moved, otherwise ``table`` (256,) of its former
+    history."""
     for i in range(out.size):
         known = table[before[i]]
         known = np.uint8(up) if index[i] > predicted[i] else known

@@ -1,4 +1,4 @@
-"""The compiled sums over weights and moments from which encoders choose steps and factors.
+"""Kernels for row and column sums of weights and moments, from which encoders choose step sizes and factors.
 
 Importing this module imports numba, so it is only ever imported from inside a function of its callers. Sums are
 reassociated, so that they vectorise: their last bits depend on the machine. Nothing here is needed to decode.
@@ -30,7 +30,7 @@ def add_up(values: Float32s, rows: Float64s, columns: Float64s) -> None:
 
 @jit_in_any_order
 def total(values: Float32s) -> float:
-    """The sum of a flat array; one thread's work, so that steps do not depend on how many there are."""
+    """The sum of a flat array, in one thread, so that step sizes do not depend on the number of threads."""
     found = np.float64(0)
     for i in range(values.size):
         found += np.float64(values[i])

@@ -1,7 +1,8 @@
-"""How far training has moved each weight since the checkpoint before: what the noise of a restore is measured by.
+"""The root-mean-square movement of weights since the previous checkpoint, to which the noise of a restore is compared.
 
-A loss sees only what its batches ask. Whatever they ask, noise that stays below what training itself does between two
-checkpoints is healed as fast as training moves, and changes nothing that training does not change.
+A measured loss depends on its batches. Independently of them, training recovers from noise that is smaller than its own
+movement between two checkpoints about as fast as it moves, and such noise changes no weight that training does not
+change.
 """
 
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ _MOVED = (Role.WEIGHT, Role.MASTER, Role.AVERAGE)
 
 @dataclass(frozen=True, kw_only=True)
 class Movement:
-    """Of a training between two snapshots."""
+    """The movement of the weights between two snapshots."""
 
     rows: Mapping[str, Float64s]
     """By the tensor's name: root mean square of each row's change (the first axis against all others; tensors with a
@@ -31,7 +32,7 @@ class Movement:
 
 
 class MovementTracker:
-    """Keeps the weights of the last snapshot, in the dtype that they have, and compares the next one's with them."""
+    """Keeps the weights of the last snapshot, in their dtype, and compares the next one's with them."""
 
     def __init__(self) -> None:
         self._before: dict[str, torch.Tensor] = {}
@@ -59,12 +60,12 @@ class MovementTracker:
         return bool(self._before)
 
     def note(self, state: TrainingState, step: int, *, lasting: bool = False) -> None:
-        """Take a copy of the weights: the next movement is counted from here.
+        """Copy the weights: the next movement is measured from here.
 
         Args:
-            state: a snapshot, or a restored state that training goes on from.
+            state: a snapshot, or a restored state that training continues from.
             step: the training step that it belongs to.
-            lasting: nobody will write to its tensors any more, so that they need not be copied.
+            lasting: whether its tensors will not be written to any more, so that they need not be copied.
         """
         wanted = [name for name, spec in state.specs.items() if is_followed(spec)]
         kept: dict[str, torch.Tensor] = {}
@@ -80,12 +81,12 @@ class MovementTracker:
         self._before, self._step = kept, step
 
     def forget(self) -> None:
-        """Nothing is known of what comes next."""
+        """Drop the copy: the next movement is unknown."""
         self._before = {}
 
 
 def is_followed(spec: TensorSpec) -> bool:
-    """Whether a tensor's movement is of interest: that of weights, masters and averages of floating-point dtypes."""
+    """Whether a tensor's movement is measured: weights, master copies and averages of floating-point dtypes."""
     return spec.tag.role in _MOVED and spec.dtype.is_floating_point and spec.numel > 0
 
 

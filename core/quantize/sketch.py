@@ -64,7 +64,7 @@ def _grid(alpha: float, x_min: float) -> _Grid:
     if not _SMALLEST_ALPHA <= alpha <= 0.5:
         raise ConfigError(f"alpha={alpha} must lie in [{_SMALLEST_ALPHA}, 0.5]; the published value is 0.01")
     if not _SMALLEST_NORMAL <= x_min <= 1.0:
-        raise ConfigError(f"x_min={x_min} must lie in [2^-126, 1]: it is the least magnitude told from zero")
+        raise ConfigError(f"x_min={x_min} must lie in [2^-126, 1]: smaller magnitudes count as zero")
     bits = math.ceil(-math.log2(alpha)) + 3
     shift = 23 - bits
     first = int(np.float32(x_min).view(np.int32)) >> shift

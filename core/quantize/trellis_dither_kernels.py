@@ -1,12 +1,12 @@
-"""The compiled loops that put values on a dithered trellis and take them off again.
+"""Kernels of trellis-coded quantization with subtractive dither: scaling, prediction and reconstruction.
 
-Importing this module imports numba, so it is only ever imported from inside a function of its callers. What readers depend
-on is integers and single IEEE 754 operations on fp32 in a fixed order, which numba contracts only where fast math is asked
-for: every machine gets the same bits.
+Importing this module imports numba, so it is only ever imported from inside a function of its callers. Decoding uses
+integers and single IEEE 754 operations on fp32 in a fixed order, which numba contracts only under fast math: every
+machine gets the same bits.
 
-A point of h half steps stands for ``(h / 2 - d) step``, d being the element's dither, an odd multiple of 2**-17 in (-1, 1):
-points repeat after two steps, not after one. All arrays are flat and of one length n where nothing else is said;
-``quarters`` (4,) are the steps of exponents 64 to 67, as in quantize/dither_kernels.py.
+A point of h half steps has the value ``(h / 2 - d) step``, d being the element's dither, an odd multiple of 2**-17 in
+(-1, 1): the lattice has a period of two steps, not of one. All arrays are flat and of one length n where nothing else
+is said; ``quarters`` (4,) are the steps of exponents 64 to 67, as in quantize/dither_kernels.py.
 """
 
 import numpy as np
@@ -28,7 +28,7 @@ __all__ = [
 
 
 LIMIT = 14_000
-"""Steps that a value may be from 0."""
+"""Largest magnitude of a value, in steps."""
 
 _47, _32 = np.uint64(47), np.uint64(32)
 _HALF, _UNIT, _WHOLE, _TWO = np.float32(0.5), np.float32(2.0**-16), np.float32(1), np.float32(2)
@@ -52,7 +52,7 @@ def _dither(start: np.uint64, i: int) -> np.float32:
 
 @jit
 def places(seed: int, out: Int16s) -> None:
-    """Where zeros are expected, in 1/256 of a step from point 0."""
+    """Predictions for weights expected to be zero, in 1/256 of a step from point 0."""
     start = np.uint64(seed) << _32
     for i in range(out.size):
         out[i] = np.int16(np.int32(_bits(start, i) >> np.uint64(8)) - np.int32(256))
@@ -62,7 +62,8 @@ def places(seed: int, out: Int16s) -> None:
 def scaled(
     x: Float32s, exponents: UInt8s, quarters: Float32s, seed: int, even: Int16s, out: Float32s
 ) -> bool:
-    """Weights in steps, plus the dither, from the points ``even`` (half steps) on; False if one is beyond `LIMIT`."""
+    """Weights in steps, plus the dither, relative to the points ``even`` (half steps); False if one is beyond
+    `LIMIT`."""
     start = np.uint64(seed) << _32
     q0, q1, q2, q3 = quarters[0], quarters[1], quarters[2], quarters[3]
     largest = _ZERO
@@ -86,8 +87,11 @@ def sum_squares(
     squares: Float64s,
     counts: Float64s,
 ) -> None:
-    """Add the squares of weights less where they were, in steps, to ``squares`` (129,), by exponent, and to ``counts`` how many
-    these are. Arguments as those of `expect`."""
+    """Accumulate the squared prediction errors, in steps, in ``squares`` (129,) by exponent, and their number in
+    ``counts``.
+
+    Arguments as those of `expect`.
+    """
     q0, q1, q2, q3 = quarters[0], quarters[1], quarters[2], quarters[3]
     p0, p1, p2, p3 = quarters_before[0], quarters_before[1], quarters_before[2], quarters_before[3]
     for i in range(x.size):
@@ -110,7 +114,7 @@ def carry(
     share: np.float32,
     out: Float32s,
 ) -> None:
-    """Weights plus a share of their former noise, ``errors`` / 64 steps: of the steps of before or of now, the narrower ones."""
+    """Error feedback: weights plus a share of their former noise, ``errors`` / 64 of the smaller of both step sizes."""
     q0, q1, q2, q3 = quarters[0], quarters[1], quarters[2], quarters[3]
     p0, p1, p2, p3 = quarters_before[0], quarters_before[1], quarters_before[2], quarters_before[3]
     for i in range(out.size):
@@ -120,7 +124,7 @@ def carry(
 
 @jit
 def note_errors(x: Float32s, restored: Float32s, exponents: UInt8s, quarters: Float32s, out: Int8s) -> None:
-    """The noise: what was restored less the weight, in 1/64 step."""
+    """The quantization noise, restored value less weight, in 1/64 step."""
     q0, q1, q2, q3 = quarters[0], quarters[1], quarters[2], quarters[3]
     parts, most = np.float32(64), np.float32(127)
     for i in range(out.size):
@@ -130,7 +134,7 @@ def note_errors(x: Float32s, restored: Float32s, exponents: UInt8s, quarters: Fl
 
 @jit
 def values(points: Int16s, exponents: UInt8s, quarters: Float32s, seed: int, out: Float32s) -> None:
-    """The weights that points stand for: a subtraction and a product."""
+    """The weights that points represent: a subtraction and a product."""
     start = np.uint64(seed) << _32
     q0, q1, q2, q3 = quarters[0], quarters[1], quarters[2], quarters[3]
     for i in range(out.size):
@@ -150,10 +154,10 @@ def expect(
     even: Int16s,
     out: Int16s,
 ) -> None:
-    """Where weights are expected on a trellis: the nearest even point, in half steps, and the place from there.
+    """Predict the weights' positions: the nearest even point, in half steps, and the offset from it in 1/256 step.
 
-    They are expected ``moved * offsets`` / 64 of the steps that the noise of before was of, ``quarters_before``, from the
-    values ``before``.
+    The prediction is the value ``before`` plus ``moved * offsets`` / 64 of the former step size (``exponents_before``,
+    ``quarters_before``).
     """
     start = np.uint64(seed) << _32
     q0, q1, q2, q3 = quarters[0], quarters[1], quarters[2], quarters[3]
@@ -173,7 +177,7 @@ def expect(
 
 @jit
 def halves(even: Int16s, here: Int16s, seed: int, limit: int, out: UInt8s) -> None:
-    """How large the expected weight is, in half steps up to ``limit``."""
+    """Magnitude of the predicted weight, in half steps up to ``limit``."""
     start = np.uint64(seed) << _32
     most = np.int32(limit)
     for i in range(out.size):
@@ -186,14 +190,14 @@ def halves(even: Int16s, here: Int16s, seed: int, limit: int, out: UInt8s) -> No
 def remember(
     errors: Int32s, gains: UInt16s, exponents: UInt8s, carried: int, offsets: Int8s, out: Int8s
 ) -> None:
-    """How far from its point each weight is expected, in 1/64 of the steps that the noise is of.
+    """Update the predicted offset of each weight from its restored value, in 1/64 of the step size.
 
     Args:
-        errors: points less places, in 1/256 of this checkpoint's steps.
+        errors: points less their predictions, in 1/256 of this checkpoint's step size.
         gains: (256,), `Expectation.gains`.
         exponents: of each element.
         carried: `Expectation`'s share, in 1/16.
-        offsets: the same for the points of before.
+        offsets: the offsets of the previous checkpoint.
         out: receives it.
     """
     share = np.int32(carried)

@@ -1,7 +1,7 @@
-"""The compiled search for the path of a trellis that is nearest to each row (Viterbi).
+"""Viterbi search of trellis-coded quantization (JPEG 2000 part 2; VVC's dependent quantization): least squared error.
 
 Importing this module imports numba, so it is only ever imported from inside a function of its callers. Only encoders
-search.
+use it.
 """
 
 from typing import NamedTuple
@@ -16,11 +16,11 @@ __all__ = ["nearest_path"]
 
 
 _LANES = 16
-_EVERY = 64  # columns after which costs are counted anew
+_EVERY = 64  # columns after which path costs are rebased
 
 
 class _Search(NamedTuple):
-    """What a search works on: lanes are paths that are searched at once.
+    """Work arrays of a search; lanes are paths that are searched at the same time.
 
     Attributes:
         y: fp32 (width, lanes), the values.
@@ -38,7 +38,7 @@ class _Search(NamedTuple):
 
 
 def nearest_path(values: Float32s, width: int, states: int, out: Int16s) -> None:
-    """Fill ``out`` with the nearest points, in half steps.
+    """Fill ``out`` with the points, in half steps, of the trellis path with the least squared error.
 
     Args:
         values: fp32 (n,), in steps, within `trellis_dither.LIMIT`.
@@ -73,7 +73,7 @@ def _search(values: Float32s, width: int, states: int, search: _Search, out: Int
                 y[j, lane] = 0
         costs[0] = np.float32(1e9)
         costs[0, 0] = 0
-        # the last path may end before the others: what lies behind its end costs nothing
+        # the last path may end before the others: columns beyond its end cost nothing
         ends = min(width, values.size - (first + some - 1) * width)
         for j in range(width):
             before, now = costs[j & 1], costs[1 - (j & 1)]
@@ -123,6 +123,6 @@ def _search(values: Float32s, width: int, states: int, search: _Search, out: Int
                 parity = (state & 1) ^ flip(low, states) ^ chosen
                 state = low + (states // 2) * chosen
                 if j < row.size:
-                    beside = half * np.float32(state & 1)
-                    index = two * np.floor((row[j] - beside - np.float32(parity)) * half + half)
+                    shift = half * np.float32(state & 1)
+                    index = two * np.floor((row[j] - shift - np.float32(parity)) * half + half)
                     out[start + j] = 2 * (np.int32(index) + parity) + (state & 1)

@@ -1,1 +1,1 @@
-"""What runs beside the training: compiled loops, background threads, signals, progress."""
+"""Runtime services: compiled kernels, the background thread, signals, progress output."""

@@ -1,9 +1,10 @@
-"""Keeps compiled kernels: numba's cache, which also reads where it may not write, and is never why a save fails.
+"""A cache of compiled kernels on top of numba's: it also reads folders that are not writable, and never fails a save.
 
-numba takes the first folder that it may write to, and looks into no other. An image whose kernels were compiled when it was built,
-and whose file system is read-only when it runs, or runs as another user, would compile them again at every start. Here, what the
-chosen folder does not hold is looked for in the others, and where none may be written to, a folder of the user's own in the temporary
-folder is taken. A file that is damaged counts as missing, and one that cannot be written is told of: compiling goes on without.
+numba uses the first folder that it may write to, and no other. An image whose kernels were compiled when it was built,
+and which runs with a read-only file system or as another user, would compile them again at every start. Here kernels
+that are not in the chosen folder are looked up in the others, and if none is writable, the user's own folder in the
+temporary folder is used. A damaged file counts as missing, and a failed write gives a warning: compiling continues
+without a cache.
 
 Importing this module imports numba (see `shrinkpoint.runtime.jit`).
 """
@@ -34,7 +35,8 @@ _CACHE = "_cache"  # the attribute of a kernel in which numba looks for its cach
 
 
 def keep(kernel: Any, function: Callable[..., Any]) -> Any:
-    """Give a kernel that numba has made of `function` its cache; a plain function, of ``NUMBA_DISABLE_JIT``, stays what it is."""
+    """Attach the cache to a compiled kernel of `function`; a plain function (with ``NUMBA_DISABLE_JIT``) is not
+    changed."""
     if isinstance(kernel, Dispatcher):
         setattr(kernel, _CACHE, KernelCache(function))
     return kernel
@@ -47,10 +49,10 @@ def kept_of(kernel: object) -> "KernelCache | None":
 
 
 class KernelCache:
-    """The cache of one kernel, in place of numba's own.
+    """The cache of one kernel, instead of numba's own.
 
     Args:
-        function: what is compiled.
+        function: the kernel's Python function.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -63,14 +65,14 @@ class KernelCache:
 
     @property
     def cache_path(self) -> str | None:
-        """The folder that is written to; None where none may be."""
+        """The folder that is written to; None if none is writable."""
         return self._own.cache_path if self._own is not None else None
 
     @cached_property
     def read_only(self) -> list[Any]:
-        """Caches in the other folders that numba knows of and that are there, in numba's order.
+        """Caches in numba's other folders, as far as they exist, in numba's order.
 
-        None beside a folder that ``NUMBA_CACHE_DIR`` names and that may be written to: whoever names one means it.
+        Empty if ``NUMBA_CACHE_DIR`` names a writable folder: then only that one is used.
         """
         found: list[Any] = []
         if config.CACHE_DIR and self.cache_path and Path(self.cache_path).is_relative_to(config.CACHE_DIR):
@@ -85,23 +87,23 @@ class KernelCache:
         return found
 
     def folders(self) -> Iterator[Path]:
-        """Every folder that is looked into, in this order."""
+        """Every folder that is read, in this order."""
         for each in self._all():
             yield Path(each.cache_path)
 
     def load_overload(self, signature: Any, target: Any) -> Any:
-        """What was compiled for these types, from the first folder that holds it whole; None where none does."""
+        """The compiled kernel for these types, from the first folder with an undamaged copy; None if there is none."""
         for each in self._all():
             try:
                 found = each.load_overload(signature, target)
-            except Exception:  # noqa: BLE001 - a damaged pickle raises anything, and is as good as none
+            except Exception:  # noqa: BLE001 - a damaged pickle may raise anything, and counts as missing
                 continue
             if found is not None:
                 return found
         return None
 
     def save_overload(self, signature: Any, compiled: Any) -> None:
-        """Keep what was compiled, if that can be done; never raises in the background."""
+        """Store a compiled kernel, if possible; never raises in the background."""
         if self._own is None:
             _warn_once("numba finds no folder that it may write to")
             return
@@ -127,7 +129,7 @@ class KernelCache:
             each.disable()
 
     def flush(self) -> None:
-        """Forget what is kept where it may be written."""
+        """Clear the writable cache."""
         if self._own is not None:
             self._own.flush()
 
@@ -147,7 +149,8 @@ def _warn_once(why: str) -> None:
 
 
 class _InTemporaryFolder(_SourceFileBackedLocatorMixin, _CacheLocator):  # type: ignore[misc]
-    """The last resort, for a read-only machine: a folder that nobody else may write to, since what is read there is run."""
+    """The last resort, for a read-only machine: a folder that only this user may write to, since its contents are
+    executed."""
 
     def __init__(self, function: Callable[..., Any], file: str) -> None:
         self._py_file = file
@@ -180,9 +183,9 @@ class _Writable(FunctionCache):  # type: ignore[misc]
 
 @cache
 def _readable(locator: Any) -> Any:
-    """A cache in the one folder that a locator of numba's names, if that is there, whether it may be written to or not."""
+    """A cache in the folder of one of numba's locators, if that exists, writable or not."""
 
-    def is_there(self: Any) -> None:  # in the place of an attempt to write there
+    def is_there(self: Any) -> None:  # instead of an attempt to write there
         if not os.path.isdir(self.get_cache_path()):
             raise FileNotFoundError(self.get_cache_path())
 

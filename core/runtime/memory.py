@@ -1,7 +1,7 @@
-"""Gives memory that was freed back to the system.
+"""Returns freed memory to the operating system (glibc's ``malloc_trim``).
 
-glibc keeps what was freed below memory that is still in use, once for each thread that allocates: after the save of a state in many
-tensors that comes to about the state's size.
+glibc keeps freed memory below blocks that are still in use, in one arena for each allocating thread: after the save of
+a state of many tensors that is about the state's size.
 """
 
 import ctypes
@@ -11,11 +11,11 @@ from functools import cache
 __all__ = ["LARGE", "give_back"]
 
 LARGE = 1 << 27
-"""Bytes of state from which on memory is given back after a save; less is kept, so that the next save need not ask for it."""
+"""Size of a state in bytes from which on memory is returned after a save; less is kept for the next save."""
 
 
 def give_back() -> None:
-    """Do so, where the C library can; it takes milliseconds, and the pages are asked for again when they are needed."""
+    """Return freed memory, if the C library can; it takes milliseconds, and pages are allocated again when needed."""
     trim = _trim()
     if trim is not None:
         trim(0)
@@ -25,6 +25,6 @@ def give_back() -> None:
 def _trim() -> Callable[[int], int] | None:
     try:
         found: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
-    except (AttributeError, OSError, TypeError):  # of another C library, or none that can be looked into
+    except (AttributeError, OSError, TypeError):  # another C library, or one that cannot be loaded
         return None
     return found

@@ -1,7 +1,7 @@
-"""Says what is being waited for, once that takes longer than two seconds.
+"""Shows what the caller waits for, once that takes longer than two seconds.
 
-On a terminal it is a line on stderr that is gone afterwards, elsewhere one line in Python's log, of level INFO. Nothing is
-said where the environment has ``SHRINKPOINT_QUIET``, or the logger ``shrinkpoint`` a level above INFO.
+On a terminal it is a line on stderr that is gone afterwards, elsewhere one line in Python's log, of level INFO. There
+is no output if the environment has ``SHRINKPOINT_QUIET``, or the logger ``shrinkpoint`` a level above INFO.
 """
 
 import logging
@@ -25,7 +25,7 @@ _hushed = threading.Event()
 
 
 class Waiting:
-    """What is being waited for; made by `waiting_for`."""
+    """One progress line; made by `waiting_for`."""
 
     def __init__(self, text: str, total: int | None) -> None:
         self._text, self._total, self._done = text, total, 0
@@ -35,7 +35,7 @@ class Waiting:
         self._shown: tuple[Progress, TaskID] | None = None
 
     def say(self, text: str, *, done: int | None = None) -> None:
-        """Another text, and how much of the total is done."""
+        """Change the text, and how much of the total is done."""
         with self._lock:
             self._text, self._done = text, self._done if done is None else done
             if self._shown is not None:
@@ -43,7 +43,7 @@ class Waiting:
                 progress.update(task, description=self._text, completed=self._done)
 
     def begin(self) -> None:
-        """The two seconds are over."""
+        """Show the line; called after two seconds."""
         with self._lock:
             if self._over or is_quiet():
                 return
@@ -53,7 +53,7 @@ class Waiting:
             self._shown = _line(self._text, self._total, self._done, self._since)
 
     def end(self) -> None:
-        """Take the line away."""
+        """Remove the line."""
         with self._lock:
             self._over = True
             if self._shown is not None:
@@ -62,7 +62,7 @@ class Waiting:
 
 
 def is_quiet() -> bool:
-    """Whether nothing is to be said."""
+    """Whether progress output is turned off."""
     return (
         _hushed.is_set()
         or bool(os.environ.get(_QUIET))
@@ -72,7 +72,7 @@ def is_quiet() -> bool:
 
 @contextmanager
 def quieted(wanted: bool) -> Iterator[None]:
-    """Nothing is said inside, if that is `wanted`."""
+    """Turn progress output off inside the block, if `wanted`."""
     before = _hushed.is_set()
     if wanted:
         _hushed.set()
@@ -85,7 +85,7 @@ def quieted(wanted: bool) -> Iterator[None]:
 
 @contextmanager
 def waiting_for(text: str, *, total: int | None = None) -> Iterator[Waiting]:
-    """Say what is done inside, if it takes long.
+    """Show a progress line for the block, if it takes longer than two seconds.
 
     Args:
         text: what, as in "resuming from step 300".

@@ -1,4 +1,4 @@
-"""A request to end the process, kept until training has come to a place at which it can be saved."""
+"""Defers SIGTERM and Ctrl-C until training reaches a point at which it can be saved."""
 
 import math
 import os
@@ -14,14 +14,14 @@ from typing import Any
 __all__ = ["Pace", "TerminationRequest"]
 
 _ONE_WISH_S = 1.0
-"""Within it, further signals mean the same: a launcher that gets a Ctrl-C sends a SIGTERM after it."""
+"""Seconds in which further signals count as the same: a launcher that gets a Ctrl-C sends a SIGTERM after it."""
 
 _PATIENCE_S = 60.0
 _PATIENCE_STEPS = 10
 
 
 class Pace:
-    """How often training comes to the place at which a request is answered, and whether it is to be expected there again.
+    """Measures how often training reaches the point at which a request is answered, and whether it is due there again.
 
     Args:
         clock: seconds; never goes back.
@@ -34,10 +34,10 @@ class Pace:
 
     @contextmanager
     def visit(self, *, first: bool = False) -> Iterator[None]:
-        """While this is open training is at that place.
+        """Inside this block training is at that point.
 
         Args:
-            first: what was before is none of the training's way from one visit to the next.
+            first: the time before does not count as an interval between two visits.
         """
         if not first and self._left_at > -math.inf:
             self._longest_s = max(self._longest_s, self._clock() - self._left_at)
@@ -48,20 +48,21 @@ class Pace:
             self._left_at = self._clock()
 
     def expected(self) -> bool:
-        """Whether no more time has passed since the last visit than a minute, or ten times the longest between two so far."""
+        """Whether the last visit was less than a minute, or ten times the longest interval so far, ago."""
         patience_s = max(_PATIENCE_S, _PATIENCE_STEPS * self._longest_s)
         return self._clock() - self._left_at < patience_s
 
 
 class TerminationRequest:
-    """Notes a SIGTERM or Ctrl-C instead of dying of it, between `watch` and `unwatch`; a second one ends the process at once.
+    """Records a SIGTERM or Ctrl-C between `watch` and `unwatch`, so that training can be saved; a second ends the
+    process.
 
-    Processes forked meanwhile inherit this: they end of a SIGTERM as ever, and leave the first Ctrl-C, which a terminal sends to all,
-    to this one, which may need them to come to a place at which it can be saved.
+    Processes forked meanwhile inherit the handler: a SIGTERM ends them as usual, and they ignore the first Ctrl-C (a
+    terminal sends it to all), since this process may need them until it can be saved.
 
     Args:
         signals: which ones.
-        answered: whether somebody will look at `received` before long; where not, the first signal ends the process at once.
+        answered: whether `received` will be checked soon; where not, the first signal ends the process at once.
         clock: seconds; never goes back.
     """
 
@@ -85,7 +86,8 @@ class TerminationRequest:
         return self._received is not None
 
     def watch(self) -> None:
-        """Take the signals over, but those that are ignored; does nothing outside the main thread, where Python forbids it."""
+        """Install the handlers, except for ignored signals; does nothing outside the main thread, where Python forbids
+        it."""
         if self._previous or threading.current_thread() is not threading.main_thread():
             return
         self._received, self._pid = None, os.getpid()
@@ -94,20 +96,20 @@ class TerminationRequest:
                 self._previous[number] = signal.signal(number, self._note)
 
     def unwatch(self) -> None:
-        """Give the signals back to whoever had them before."""
+        """Put the previous handlers back."""
         if not self._previous or threading.current_thread() is not threading.main_thread():
             return
         for number, previous in self._previous.items():
-            if signal.getsignal(number) == self._note:  # somebody may have taken it over meanwhile
+            if signal.getsignal(number) == self._note:  # unless another handler was installed meanwhile
                 signal.signal(number, previous if previous is not None else signal.SIG_DFL)
         self._previous = {}
 
     def end(self) -> None:
-        """End the process in the way in which it would have ended without this.
+        """End the process as it would have ended without this handler.
 
         Raises:
-            KeyboardInterrupt: after a Ctrl-C, as Python's own handler does; where no signal was received here, too.
-            SystemExit: unless the handler that was there before does something else.
+            KeyboardInterrupt: after a Ctrl-C, as Python's own handler does; also where this process received no signal.
+            SystemExit: unless the previous handler does something else.
         """
         number = self._received[0] if self._received is not None else signal.SIGINT
         previous = self._previous.get(number)
@@ -136,13 +138,13 @@ class TerminationRequest:
             )
 
     def _pass_on(self, number: int) -> None:
-        """Let a forked process do with a signal what it would have done without this."""
+        """In a forked process: call the previous handler."""
         previous = self._previous.get(number)
         signal.signal(number, previous if previous is not None else signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
 
 def _say(line: str) -> None:
-    """Not as a warning, which a filter may turn into an error in the midst of whatever was going on."""
+    """Write to stderr, not as a warning: a filter may turn a warning into an error in the middle of any statement."""
     with suppress(Exception):  # a signal that comes while this very stream is written to
         print(f"\nshrinkpoint: {line}", file=sys.stderr, flush=True)

@@ -9,7 +9,7 @@ __all__ = ["Worker"]
 
 
 class Worker:
-    """Runs at most one job beside the caller's thread; the thread lives only while there is a job.
+    """Runs at most one job in a background thread, which lives only while there is a job.
 
     A job that has begun is finished even when the interpreter is about to exit.
 

@@ -1,1 +1,1 @@
-"""Named recipes that turn a training state into coded tensors, and back."""
+"""Schemes: each assigns a codec, with its settings, to every tensor of a training state."""

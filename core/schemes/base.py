@@ -1,4 +1,4 @@
-"""What a scheme and a tensor codec are: the seams between quantization and everything around it."""
+"""The interfaces of schemes and tensor codecs."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -28,12 +28,12 @@ __all__ = [
 ]
 
 Planes = Mapping[str, npt.NDArray[np.generic]]
-"""A tensor's symbol arrays by name, flat in C order: what the next checkpoint's coder may use as reference."""
+"""A tensor's planes (arrays with one integer symbol or value per element) by name, flat in C order."""
 
 
 @dataclass(frozen=True)
 class EncodedTensor:
-    """One tensor as it stands in a container."""
+    """One tensor as it is stored in a container."""
 
     codec: str
     """Id of the codec that decodes it."""
@@ -52,18 +52,18 @@ class EncodedTensor:
 
 @dataclass(frozen=True)
 class ReferenceState:
-    """What a reader keeps of one tensor in order to decode the next checkpoint."""
+    """The decoder's state of one tensor, from which the next checkpoint is decoded."""
 
     codec: str
     params: Mapping[str, JSON]
     planes: Planes
     encoder_only: Planes = field(default_factory=dict)
-    """What only the checkpoint's writer has beside them, and may make the next one smaller by; readers have nothing."""
+    """Further planes that only the encoder has, and may use to make the next checkpoint smaller; empty in a reader."""
 
 
 @dataclass(frozen=True)
 class Coded:
-    """What encoding one tensor gives."""
+    """The result of encoding one tensor."""
 
     encoded: EncodedTensor
     planes: Planes
@@ -75,24 +75,25 @@ class Coded:
 
 @dataclass(frozen=True)
 class Context:
-    """What encoder and decoder both know while they work on one tensor."""
+    """Side information that encoder and decoder share while they work on one tensor."""
 
     reference: ReferenceState | None = None
     """The same tensor in the previous checkpoint, when dtype and shape are the same; None in a base."""
     siblings: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Reconstructions, by role, of the tensors of the same optimizer and parameter that stand earlier in this checkpoint.
+    """Reconstructions, by role, of the siblings (same optimizer and parameter) stored earlier in this checkpoint.
 
     Not given to ``decode``: in the middle of a chain nothing is reconstructed.
     """
     sibling_planes: Mapping[str, ReferenceState] = field(default_factory=dict)
-    """What stands earlier in this checkpoint of the same parameter and shape, by role: coders' contexts."""
+    """Planes, by role, of the siblings of the same shape stored earlier in this checkpoint, for contexts and
+    predictions."""
     threads: int = 1
     lasting: bool = False
     """Whether nobody will write to what ``encode`` gets any more, so that planes may share its memory."""
 
 
 class TensorCodec(Protocol):
-    """A way to store one tensor. Encoders hold their settings; decoding depends on the stored bytes alone.
+    """Encodes and decodes one tensor. An encoder carries its settings; decoding depends on the stored bytes alone.
 
     The calls come in this order. Writing: ``encode``. Reading: ``decode`` for every checkpoint of the chain, base
     first, and ``reconstruct`` for the last one only. ``reconstruct(encoded, planes, spec, context)`` must equal the
@@ -122,7 +123,7 @@ class TensorCodec(Protocol):
     def reconstruct(
         self, encoded: EncodedTensor, planes: Planes, spec: TensorSpec, context: Context
     ) -> torch.Tensor:
-        """The tensor that the planes stand for.
+        """The tensor that the planes represent.
 
         Raises:
             FormatError: the sections or params are malformed.
@@ -132,7 +133,7 @@ class TensorCodec(Protocol):
 
 @runtime_checkable
 class Quantizer(Protocol):
-    """A codec that tells what a reader would get without coding it: candidates of a search are not stored."""
+    """A codec that can compute the restored tensor without entropy coding, for the candidates of a search."""
 
     def restored(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> torch.Tensor:
         """The ``value`` that ``encode`` would return.
@@ -145,7 +146,8 @@ class Quantizer(Protocol):
 
 @runtime_checkable
 class Rebasable(Protocol):
-    """A codec of deltas that can store what a reader holds without a predecessor; others are then stored exactly."""
+    """A delta codec that can re-encode the reader's reference as a base; tensors of other codecs are stored exactly
+    then."""
 
     def rebase(
         self,
@@ -154,11 +156,11 @@ class Rebasable(Protocol):
         spec: TensorSpec,
         sibling_planes: Mapping[str, ReferenceState],
     ) -> EncodedTensor | None:
-        """The same tensor, decodable without a predecessor, or None where it cannot be had.
+        """The same tensor, decodable without a predecessor; None where that is not possible.
 
         Args:
             encoded: the tensor as a delta.
-            reference: what its reader holds.
+            reference: the decoder's state after it.
             spec: the tensor.
             sibling_planes: as `Context.sibling_planes` of the new checkpoint.
         """
@@ -167,7 +169,7 @@ class Rebasable(Protocol):
 
 @runtime_checkable
 class ReadsSiblingPlanes(Protocol):
-    """A codec that decodes by the planes of other tensors, `Context.sibling_planes`; all others decode without."""
+    """A codec whose decoding needs planes of siblings, `Context.sibling_planes`; other codecs need none."""
 
     def reads(self, params: Mapping[str, JSON]) -> Collection[str]:
         """The roles whose planes decoding a tensor with these params needs.
@@ -180,42 +182,44 @@ class ReadsSiblingPlanes(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class SaveContext:
-    """One save, as far as schemes need to know it."""
+    """What schemes need to know about one save."""
 
     state: TrainingState
     step: int = 0
     reference: Mapping[str, ReferenceState] | None = None
-    """What a reader holds of the previous checkpoint, the same mapping as `encode_state` gets; None in a base."""
+    """The reference by tensor name (the decoder's state of the previous checkpoint), as for `encode_state`; None in a
+    base."""
     restored: bool = False
-    """Whether the training went on from a restore of `reference`, so that its weights are where that put them."""
+    """Whether the training continued from a restore of `reference`, so that its weights started from its values."""
     movement: Movement | None = None
-    """How far training has moved each weight since the previous checkpoint; None where nothing is known of that."""
+    """Root-mean-square movement of each weight since the previous checkpoint; None where unknown."""
     directions: Collection[str] = ()
-    """Names of first moments of which their optimizer uses the direction alone, as Lion's and Muon's."""
+    """Names of first moments whose scale the optimizer ignores, such as Lion's and Muon's."""
     averages_only: bool = False
-    """Whether what is measured depends on averaged weights alone, so that nothing is known of the network's own."""
+    """Whether the evaluation depends on averaged weights alone and does not measure the network's own."""
     gradients: Mapping[str, torch.Tensor] | None = None
     """EMA of the gradients by parameter name, where they were collected."""
 
 
 class Makers(dict[str, Callable[[], TensorCodec]]):
-    """What `Scheme.codecs` gives, of a scheme that knows more about the others than `shrinkpoint.schemes.reasons.why_left` does."""
+    """A result of `Scheme.codecs` that also gives reasons for tensors without a codec, where
+    `shrinkpoint.schemes.reasons.why_left` would not know them."""
 
     def __init__(
         self, makers: Mapping[str, Callable[[], TensorCodec]], left: Mapping[str, str] | None = None
     ) -> None:
         super().__init__(makers)
         self.left: Mapping[str, str] = left or {}
-        """Why tensors without a maker have none: codes of `shrinkpoint.schemes.exactness`, by name."""
+        """Reasons why tensors have no codec: codes of `shrinkpoint.schemes.exactness`, by name."""
 
 
 class Scheme(Protocol):
-    """A named recipe: which codec, with which settings, for which tensor of a state."""
+    """Assigns a codec, with its settings, to each tensor of a state."""
 
     name: ClassVar[str]
 
     def codecs(self, state: TrainingState) -> Mapping[str, Callable[[], TensorCodec]]:
-        """For each tensor that is not to be stored exactly, what makes its codec; may be `Makers`.
+        """A factory of the codec for each tensor that is not to be stored exactly; may be `Makers`.
 
         Codecs are made one after another, just before they encode, so that masks and scores of only one tensor
         are in memory at a time.

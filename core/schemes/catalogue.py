@@ -1,4 +1,5 @@
-"""Every scheme by its name: the options that it takes, its codecs, what is chosen of it, and how it is set up for one save.
+"""The catalogue of schemes: for each name its options, its codecs, which strategy chooses its settings, its
+constructor.
 
 A new scheme needs a module of its own and an entry here.
 """
@@ -62,16 +63,16 @@ SchemeName = Literal[
 
 
 Choice = Literal["nothing", "scale", "configurations", "settings"]
-"""What is chosen of a scheme at each save: nothing; the scale of its step sizes; one of its configurations; or nothing, but the
-settings that the user gave are measured, and the state is stored exactly where they break the bound (`shrinkpoint.quality`)."""
+"""What `shrinkpoint.quality` chooses at each save: nothing; the scale of the step sizes; a configuration; or nothing,
+but the given settings are measured, and the state is stored exactly where they break the bound."""
 
 
 @dataclass(frozen=True)
 class SchemeEntry:
-    """A scheme, as the rest of the library knows it."""
+    """The catalogue's entry of one scheme."""
 
     build: Callable[[Any, SaveContext], Scheme]
-    """Sets it up for one save, from its options."""
+    """Builds the scheme for one save from its options."""
     options: Callable[[], Any] | None = None
     """The class of its options; None takes none."""
     codecs: tuple[type[TensorCodec], ...] = ()
@@ -136,7 +137,7 @@ ENTRIES: Mapping[str, SchemeEntry] = MappingProxyType(
 )
 
 SCHEMES = tuple(ENTRIES)
-"""The names, our own first."""
+"""The names, this library's own schemes first."""
 
 
 def options_of(name: str) -> Any:
@@ -175,7 +176,7 @@ def check_options(name: str, options: object) -> None:
 
 
 def build(name: str, options: object, save_context: SaveContext) -> Scheme:
-    """Set a scheme up for one save.
+    """Build a scheme for one save.
 
     Args:
         name: one of `SCHEMES`.
@@ -184,7 +185,7 @@ def build(name: str, options: object, save_context: SaveContext) -> Scheme:
         save_context: the save.
 
     Raises:
-        ConfigError: there is no such scheme, or the options are another's.
+        ConfigError: there is no such scheme, or the options are another scheme's.
     """
     if name not in ENTRIES:
         raise ConfigError(f"scheme={name!r} must be one of {', '.join(SCHEMES)}")

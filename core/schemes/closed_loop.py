@@ -1,10 +1,10 @@
-"""Codecs that code the difference of a weight to what a reader holds of it: the closed loop, in one place.
+"""Base class of closed-loop delta codecs (DPCM): they code a weight's difference to the reader's reconstruction.
 
-The difference is always taken to the reconstruction, never to the previous weight itself, so that what one checkpoint
-drops the next one sees, and errors do not add up along a chain (LC-Checkpoint, Algorithm 1; ExCP by its scripts).
+The difference is taken to the reconstruction, never to the previous weight itself, so that a quantization error is part
+of the next difference, and errors do not add up along a chain (LC-Checkpoint, Algorithm 1; ExCP by its scripts).
 
-A base stores the weight exactly. The reconstruction is kept in fp32 also where the weight has two bytes: in those, small
-steps would be lost for ever.
+A base stores the weight exactly. The reconstruction is kept in fp32 also where the weight has two bytes: in those,
+small differences would round to nothing.
 """
 
 from abc import ABC, abstractmethod
@@ -36,14 +36,14 @@ from shrinkpoint.state.tree import JSON
 
 __all__ = ["VALUE", "ClosedLoopCodec", "Delta", "add", "as_reference", "previous_value"]
 
-_EXACT = (ExactCodec.id, "bit-planes")  # both leave the plane of bits
+_EXACT = (ExactCodec.id, "bit-planes")  # both provide the plane of bits
 VALUE = "value"
 """The plane that holds the reconstruction, fp32."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Delta:
-    """What a codec makes of one difference."""
+    """One encoded difference."""
 
     params: dict[str, JSON]
     sections: dict[str, bytes]
@@ -54,9 +54,9 @@ class Delta:
 
 
 def as_reference(reference: ReferenceState | None, codec: str, spec: TensorSpec) -> ReferenceState | None:
-    """What a closed-loop codec may refer to: what it has left itself, or the elements of what was stored exactly.
+    """The reference of a closed-loop codec: its own planes, or the values of a tensor that was stored exactly.
 
-    So that the delta after an exact checkpoint is one, and not another base.
+    With the latter the checkpoint after an exact one is a delta instead of another base.
 
     Args:
         reference: of the tensor, in the previous checkpoint.
@@ -81,21 +81,23 @@ def as_reference(reference: ReferenceState | None, codec: str, spec: TensorSpec)
 
 
 def previous_value(reference: ReferenceState | None, spec: TensorSpec) -> Float32s | None:
-    """What a reader holds of the weight; None where the previous checkpoint holds none of its size."""
+    """The reconstruction in the reference; None if the previous checkpoint has none of this size."""
     plane = plane_of(reference, VALUE, spec)
     return np.asarray(plane, np.float32) if plane is not None else None
 
 
 def add(previous: Float32s, step: Float32s) -> Float32s:
     """``previous + step``: one fp32 addition, the same bits in every process (see `planes.normal`)."""
-    with np.errstate(over="ignore", invalid="ignore"):  # refused when encoding; else the digest's business
+    with np.errstate(
+        over="ignore", invalid="ignore"
+    ):  # refused when encoding; when decoding, digests detect it
         return normal(normal(previous) + step)
 
 
 class ClosedLoopCodec(ABC):
-    """The frame of such a codec; a subclass says how one difference is coded.
+    """Base class of closed-loop codecs; a subclass codes one difference.
 
-    Planes: ``value``, and what the subclass adds. Guarantees: a base is exact; after a delta the tensor is what
+    Planes: ``value``, and those of the subclass. Guarantees: a base is exact; after a delta the tensor is what
     `decode_delta` makes of the stored bytes and the previous reconstruction, rounded once to the tensor's dtype.
     """
 
@@ -104,7 +106,7 @@ class ClosedLoopCodec(ABC):
 
     @abstractmethod
     def encode_delta(self, target: Float32s, previous: Float32s, spec: TensorSpec, context: Context) -> Delta:
-        """Code a weight given what a reader holds.
+        """Code a weight given the reader's reconstruction.
 
         Raises:
             CannotRepresentError: the tensor is then stored exactly instead.
@@ -146,7 +148,7 @@ class ClosedLoopCodec(ABC):
             return {VALUE: widened(tensor_from_bytes(data, spec.dtype, spec.shape))}
         previous = previous_value(context.reference, spec)
         if previous is None:
-            raise FormatError(f"{spec.name}: its predecessor holds no value of its size")
+            raise FormatError(f"{spec.name}: its predecessor contains no value of its size")
         return self.decode_delta(encoded, previous, spec, context)
 
     def reconstruct(

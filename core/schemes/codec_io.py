@@ -1,4 +1,4 @@
-"""What several codecs share: reading sections and params with every size checked, and floats that decode anywhere."""
+"""Shared by codecs: checked reading of sections and params, and floats that decode to the same bits everywhere."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -34,7 +34,8 @@ WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """Dtypes that widen to fp32 without loss, and that a lossy codec may round to."""
 
 CODED_DTYPES = (*WEIGHT_DTYPES, torch.float64)
-"""Those too of which fp32 is far finer than what a codec does to them; what is beyond fp32's range is refused."""
+"""The dtypes that a lossy codec accepts: also those whose fp32 rounding is negligible; values beyond fp32 are
+refused."""
 
 _EXPONENT = np.uint32(0x7F80_0000)
 
@@ -50,7 +51,7 @@ def as_float32(
         dtypes: that are taken, of `CODED_DTYPES`.
 
     Raises:
-        CannotRepresentError: the tensor is empty, holds NaN or infinity, or is of another dtype.
+        CannotRepresentError: the tensor is empty, contains NaN or infinity, or is of another dtype.
     """
     if tensor.dtype not in dtypes:
         raise CannotRepresentError(f"{spec.name}: {tensor.dtype} cannot be quantized: stored exactly")
@@ -58,12 +59,12 @@ def as_float32(
         raise CannotRepresentError(f"{spec.name} is empty: stored exactly")
     values = widened(tensor)
     if not finite(values):
-        raise CannotRepresentError(f"{spec.name} holds NaN or infinity: stored exactly")
+        raise CannotRepresentError(f"{spec.name} contains NaN or infinity: stored exactly")
     return values
 
 
 def finite(values: Float32s) -> bool:
-    """Whether none is NaN or infinite, without an array of answers."""
+    """Whether all values are finite, without a temporary array."""
     return values.size == 0 or bool(np.isfinite(values.min()) and np.isfinite(values.max()))
 
 
@@ -75,12 +76,12 @@ def emit(values: Float32s, spec: TensorSpec) -> torch.Tensor:
     """
     if spec.dtype not in CODED_DTYPES or values.size != spec.numel:
         raise FormatError(f"{spec.name}: {values.size} fp32 values cannot become {spec.dtype} {spec.shape}")
-    # the copy leaves the plane to the next delta, whatever the caller does to the tensor
+    # a copy, so that the caller may change the tensor without changing the reference of the next delta
     return torch.from_numpy(values.copy()).to(spec.dtype).reshape(spec.shape)
 
 
 def normal(values: Float32s) -> Float32s:
-    """The same values with every subnormal and every negative zero as +0, which no process treats in its own way.
+    """The same values with every subnormal and every negative zero as +0, so that all processes compute alike.
 
     A process after ``torch.set_flush_denormal(True)`` reads and writes subnormals as zero; decided on the bits, the
     result is the same in both.
@@ -112,14 +113,14 @@ def floats(encoded: EncodedTensor, spec: TensorSpec, name: str, count: int) -> F
     """A section of `count` little-endian fp32 numbers, all finite, subnormals as zero.
 
     Raises:
-        FormatError: the section is missing, has another size, or holds NaN or infinity.
+        FormatError: the section is missing, has another size, or contains NaN or infinity.
     """
     data = section(encoded, spec, name)
     if len(data) != 4 * count:
         raise FormatError(f"{spec.name}: section {name!r} has {len(data)} bytes, not {4 * count}")
     values = np.frombuffer(data, dtype="<f4").astype(np.float32)
     if not np.isfinite(values).all():
-        raise FormatError(f"{spec.name}: section {name!r} holds NaN or infinity")
+        raise FormatError(f"{spec.name}: section {name!r} contains NaN or infinity")
     return normal(values)
 
 
@@ -148,6 +149,6 @@ def number(params: Mapping[str, JSON], spec: TensorSpec, key: str) -> np.float32
 
 
 def plane_of(reference: ReferenceState | None, name: str, spec: TensorSpec) -> npt.NDArray[Any] | None:
-    """A plane of the previous checkpoint, or None where it holds none of this tensor's size."""
+    """A plane of the previous checkpoint; None if it has none of this tensor's size."""
     plane = reference.planes.get(name) if reference is not None else None
     return plane if plane is not None and plane.size == spec.numel else None

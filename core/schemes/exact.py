@@ -1,4 +1,4 @@
-"""The codec for everything that must not change by a bit: byte planes, of the tensor or of its difference.
+"""The lossless codec for any dtype: byte planes (shuffle), of the tensor or of its difference, through zstd and rANS.
 
 The difference to the previous checkpoint is taken between bit patterns in the order of their values, as FastCheck takes
 its weights' (Engineering ITEE 27(2):250034): close values of any sign and exponent differ by few low bits.
@@ -20,7 +20,7 @@ from shrinkpoint.state.training import TensorSpec
 __all__ = ["ExactCodec"]
 
 _SAMPLE = 1 << 16  # elements that decide between the tensor and its difference
-# Fewer elements stand alone unless they are the same as before: trying both costs more time than it could save bytes.
+# Fewer elements are coded alone unless they are unchanged: trying both costs more time than it could save bytes.
 _LEAST = 1 << 12
 
 
@@ -35,7 +35,7 @@ class ExactCodec:
     """zstd's compression level."""
 
     def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
-        """See `TensorCodec.encode`; refuses nothing."""
+        """See `TensorCodec.encode`; accepts every tensor."""
         item = _item_size(spec.dtype)
         data = tensor_to_bytes(tensor)
         bits = (data if context.lasting else data.copy()).view(f"<u{item}")
@@ -50,7 +50,7 @@ class ExactCodec:
         return Coded(encoded, planes, self.reconstruct(encoded, planes, spec, context))
 
     def _pays(self, bits: npt.NDArray[Any], previous: npt.NDArray[Any], dtype: torch.dtype) -> bool:
-        """Whether the difference codes shorter, judged by a sample from the middle."""
+        """Whether the difference codes shorter, estimated on a sample from the middle."""
         start = max(0, (bits.size - _SAMPLE) // 2)
         part = slice(start, start + _SAMPLE)
         delta = delta_bits(bits[part], previous[part], _floating(dtype))
@@ -80,7 +80,7 @@ class ExactCodec:
         self, encoded: EncodedTensor, planes: Planes, spec: TensorSpec, context: Context
     ) -> torch.Tensor:
         """See `TensorCodec.reconstruct`."""
-        # the copy leaves the plane to the next delta, whatever the caller does to the tensor
+        # a copy, so that the caller may change the tensor without changing the reference of the next delta
         data = np.ascontiguousarray(planes["bits"]).view(np.uint8).copy()
         return tensor_from_bytes(data, spec.dtype, spec.shape)
 

@@ -1,7 +1,7 @@
-"""Why a lossy scheme stores a tensor exactly: a short code in containers and reports, words for people.
+"""Reasons why a lossy scheme stores a tensor exactly: short codes in containers and reports, and their messages.
 
-A code is a word, or a word and a detail: ``small:64``, ``state:square_avg``. Codes that this version does not know are shown
-as they stand.
+A code is a word, or a word and a detail: ``small:64``, ``state:square_avg``. Codes that this version does not know are
+shown unchanged.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -38,13 +38,13 @@ _TEXTS: Mapping[str, tuple[str, str | None]] = MappingProxyType(
         "empty": ("no elements", None),
         "frozen": ("frozen (requires_grad=False)", None),
         "integer": ("dtype {}, no floating-point numbers", None),
-        "moment": ("a moment, which the scheme leaves as it is", _OURS),
+        "moment": ("a moment, which the scheme does not change", _OURS),
         "momentum": ("a momentum without a second moment", _OURS),
         "needed": ("{}", "Only another optimizer, or other settings of it, make it smaller"),
         "norm": ("a norm's parameter", _OURS),
-        "refused": ("{}", "If that lasts, the training or the scheme's settings are to be looked at"),
+        "refused": ("{}", "If this persists, check the training or the scheme's settings"),
         "role": (
-            "neither a weight nor an optimizer's state as far as is known",
+            "not known to be a weight or an optimizer's state",
             "Give describe=, as shrinkpoint.state.roles.describe_training makes it, if it is one",
         ),
         "scheme": ("role {}, which the scheme does not code", _OURS),
@@ -59,23 +59,23 @@ _TEXTS: Mapping[str, tuple[str, str | None]] = MappingProxyType(
         "zeros": ("all zeros", None),
     }
 )
-"""What each code's word means, with the detail in its place; and what to do, None where nothing is amiss."""
+"""For each code its message, with a place for the detail; and advice, None where exact storage is as intended."""
 
 _LETTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _NONE = "."
 _EVERY = "all"
 _SUBSTANTIAL = 0.25  # share of a checkpoint's bytes
-_LARGE = 1 << 20  # bytes; nobody minds fewer
+_LARGE = 1 << 20  # bytes; fewer are not reported
 _PARTS = 4  # that a manifest names, of those that are more than a hundredth of the bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExactPart:
-    """Tensors of one role that a checkpoint holds exactly for one reason."""
+    """Tensors of one role that a checkpoint stores exactly for one reason."""
 
     role: str
     code: str
-    """Why; `explained` says it in words."""
+    """The reason's code; `explained` gives its message."""
     tensors: int
     bytes: int
     """As stored."""
@@ -84,14 +84,14 @@ class ExactPart:
 
 
 def explained(code: str) -> str:
-    """A reason in words."""
+    """The message of a reason's code."""
     word, _, detail = code.partition(":")
     text = _TEXTS.get(word)
     return code if text is None else text[0].format(detail)
 
 
 def advice(code: str) -> str | None:
-    """What makes such tensors smaller, one sentence; None where they are exact as they should be."""
+    """Advice on how to make such tensors smaller, one sentence; None where exact storage is as intended."""
     text = _TEXTS.get(code.partition(":")[0])
     return None if text is None else text[1]
 
@@ -99,7 +99,7 @@ def advice(code: str) -> str | None:
 def exact_parts(
     stored: Iterable[tuple["TensorSpec", int]], reasons: Mapping[str, str]
 ) -> tuple[ExactPart, ...]:
-    """What is stored exactly, by role and reason (role ``all`` where everything is); the part with the most bytes first.
+    """The exactly stored tensors by role and reason (role ``all`` if all are), the part with the most bytes first.
 
     Args:
         stored: each tensor with its bytes in the container.
@@ -120,7 +120,7 @@ def exact_parts(
 
 
 def large_share(parts: Iterable[ExactPart], size: int, subject: str) -> tuple[str, str] | None:
-    """What to tell of a checkpoint of which a substantial share is exact that need not be: the code's word, and a sentence.
+    """A warning if a substantial share of a checkpoint is exact without need: the code's word, and a sentence.
 
     Args:
         parts: what is exact, the largest part first.
@@ -136,17 +136,17 @@ def large_share(parts: Iterable[ExactPart], size: int, subject: str) -> tuple[st
         return word, f"all of {subject} is stored exactly: {reason}"
     return word, (
         f"{part.bytes / size:.0%} of the bytes of {subject} are stored exactly (role {part.role!r}): {reason}."
-        " `shrinkpoint show` says why for every tensor"
+        " `shrinkpoint show` gives the reason for every tensor"
     )
 
 
 def parts_json(parts: Iterable[ExactPart], size: int) -> list[dict[str, "JSON"]]:
-    """The largest parts of a checkpoint of this size, as they stand in a manifest, which is small."""
+    """The largest parts of a checkpoint of this size, in the form of a manifest."""
     return [asdict(part) for part in parts if 100 * part.bytes >= size][:_PARTS]
 
 
 def pack_reasons(names: Iterable[str], reasons: Mapping[str, str]) -> "JSON":
-    """The member ``exact`` of a container's header (docs/format.md); None where there is nothing to say.
+    """The member ``exact`` of a container's header (docs/format.md); None where no tensor has a reason.
 
     Args:
         names: of all tensors, in the header's order.
@@ -159,7 +159,7 @@ def pack_reasons(names: Iterable[str], reasons: Mapping[str, str]) -> "JSON":
 
 
 def unpack_reasons(packed: "JSON", names: Sequence[str]) -> dict[str, str]:
-    """The reverse, of a header from anywhere; what is malformed says nothing, for it is never needed to decode."""
+    """The inverse; malformed entries are ignored, since decoding never needs them."""
     codes, line = (packed.get(name) for name in ("why", "of")) if isinstance(packed, dict) else (None, None)
     if not isinstance(codes, list) or not isinstance(line, str):
         return {}

@@ -1,9 +1,9 @@
-"""Adam's moments, quantized so that no second moment is ever restored as zero.
+"""Scalar quantizers of Adam's moments; a nonzero second moment is never restored as zero.
 
-The second moment is the denominator of Adam's update: restored as zero it costs nothing at the restore and shows 10 to
-40 steps later. It is therefore coded in the log domain, as a factor (row mean x column mean / mean, what Adafactor
-keeps; arXiv 1804.04235, section 3) times a level; exact zeros alone are restored as zero. The first moment is coded in
-units of the restored root of the second, in which it is of order one whatever the gradient's scale.
+The second moment is the denominator of Adam's update: restored as zero it does not change the loss at the restore, but
+raises it 10 to 40 steps later. It is therefore quantized in the log domain, as Adafactor's rank-one factorization (row
+mean x column mean / mean; arXiv 1804.04235, section 3) times a level; only exact zeros are restored as zero. The first
+moment is coded in units of the restored root of the second, in which it is of order one whatever the gradient's scale.
 """
 
 from collections.abc import Mapping
@@ -27,10 +27,10 @@ __all__ = ["FirstMomentCodec", "SecondMomentCodec"]
 Array = npt.NDArray[Any]
 
 _TINY = np.float32(np.finfo(np.float32).tiny)  # the least a nonzero second moment may be restored as
-_V_CLIP_STEPS = 60  # levels to each side of the factor
-_M_CLIP_STEPS = 31  # steps to each side of zero; Adam bounds |m| / sqrt(v) by about 7.3 for (0.9, 0.999)
+_V_CLIP_STEPS = 60  # levels on each side of the factor
+_M_CLIP_STEPS = 31  # levels on each side of zero; Adam bounds |m| / sqrt(v) by about 7.3 for (0.9, 0.999)
 _M_BEYOND = 15.5  # |m| / sqrt(v) that moments of one gradient hardly exceed
-_M_STRANGERS = 1e-3  # share of elements beyond which the two are not moments of one gradient
+_M_STRANGERS = 1e-3  # share of such elements above which the two are not moments of one gradient
 
 
 def _check_float32(tensor: torch.Tensor, spec: TensorSpec) -> Float32s:
@@ -38,7 +38,7 @@ def _check_float32(tensor: torch.Tensor, spec: TensorSpec) -> Float32s:
         raise CannotRepresentError(f"{spec.name}: moments of dtype {tensor.dtype} are stored exactly")
     values: Float32s = tensor.detach().contiguous().reshape(-1).numpy()
     if not np.isfinite(values).all():
-        raise CannotRepresentError(f"{spec.name} holds NaN or infinity and is stored exactly")
+        raise CannotRepresentError(f"{spec.name} contains NaN or infinity and is stored exactly")
     return values
 
 
@@ -50,7 +50,7 @@ def _matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _code_plane(plane: UInt8s, name: str, alphabet: int, context: Context) -> tuple[bytes, bool]:
-    """The plane given the same plane of the previous checkpoint, or alone where that is predicted to be smaller."""
+    """Code the plane conditioned on the previous checkpoint's, or alone where that is predicted to be smaller."""
     previous = _previous(name, plane.size, context.reference)
     if previous is not None:
         counts = count_symbols(plane, previous, alphabet, alphabet)
@@ -106,7 +106,7 @@ def _number(params: Mapping[str, Any], spec: TensorSpec, key: str) -> np.float32
 
 @dataclass(frozen=True, kw_only=True)
 class SecondMomentCodec:
-    """Levels of ``log2(v / f)``, where f = row mean x column mean / mean.
+    """Uniform quantizer of ``log2(v / f)``, with Adafactor's factorization f = row mean x column mean / mean.
 
     Guarantees: a restored v is zero if and only if v was; where the level is not clipped (60 steps from the factor),
     it is within a factor of ``2 ** (step / 2)`` of v, but never below the least normal fp32. The decoder multiplies
@@ -197,7 +197,7 @@ class SecondMomentCodec:
         mean = wide.mean()
         if mean == 0:
             return np.zeros(matrix.shape[0], np.float32), np.zeros(matrix.shape[1], np.float32)
-        # divided by the mean here, so that no product of two second moments can underflow
+        # divided by the mean here, so that no product of two means can underflow
         return _normal(wide.mean(axis=1) / mean), _normal(wide.mean(axis=0))
 
     @staticmethod
@@ -208,7 +208,7 @@ class SecondMomentCodec:
     @staticmethod
     def _restore(compact: Array, codebook: Float32s, factor: Float32s) -> Float32s:
         table = np.concatenate([np.zeros(1, np.float32), codebook])
-        with np.errstate(over="ignore"):  # refused when encoding; from a hostile file, the digest's business
+        with np.errstate(over="ignore"):  # refused when encoding; in a hostile file, digests detect it
             value: Float32s = np.maximum(factor * table[compact], _TINY)
         value[compact == 0] = 0
         return value
@@ -226,7 +226,7 @@ def _level_range(plane: UInt8s) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class FirstMomentCodec:
-    """Levels of ``m / sqrt(v)``, v being the second moment as restored.
+    """Uniform quantizer of ``m / sqrt(v)``, v being the second moment as restored.
 
     Guarantees: the error of m is at most ``step / 2 * sqrt(v)`` where the level is not clipped (31 steps); m is
     restored as zero where v is zero.
@@ -247,7 +247,7 @@ class FirstMomentCodec:
         values = _check_float32(tensor, spec)
         root = _root(spec, context)
         if root is None:
-            raise CannotRepresentError(f"{spec.name} has no second moment to be measured by: stored exactly")
+            raise CannotRepresentError(f"{spec.name} has no second moment to scale it by: stored exactly")
         unit = np.float32(self.step) * root
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             level = np.where(unit > 0, np.rint(values / unit), 0)
@@ -270,7 +270,7 @@ class FirstMomentCodec:
         """See `TensorCodec.reconstruct`."""
         root = _root(spec, context)
         if root is None:
-            raise FormatError(f"{spec.name}: the second moment that it is measured by is missing")
+            raise FormatError(f"{spec.name}: the second moment that scales it is missing")
         return self._restore(planes["levels"], _number(encoded.params, spec, "step") * root, spec)
 
     def rebase(
@@ -296,7 +296,7 @@ def _root(spec: TensorSpec, context: Context) -> Float32s | None:
     values = second.reshape(-1).numpy()
     if values.size and not (
         values.min() >= 0 and values.max() < np.inf
-    ):  # also false for NaN: a root is no unit then
+    ):  # also false for NaN: its root cannot be a unit then
         return None
     root: Float32s = np.sqrt(normal(values))  # IEEE 754 rounds the root correctly: the same everywhere
     return root

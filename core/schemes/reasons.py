@@ -1,4 +1,4 @@
-"""Which reason a tensor has for being stored exactly, as codes of `shrinkpoint.schemes.exactness`."""
+"""Determines why each tensor is stored exactly, as codes of `shrinkpoint.schemes.exactness`."""
 
 from collections.abc import Collection, Iterable, Mapping
 
@@ -11,12 +11,12 @@ from shrinkpoint.state.training import LayerType, Role, TensorSpec
 
 __all__ = ["reasons_of", "refusal", "why_left"]
 
-_LONGEST = 300  # characters of a detail: an error's message may hold anything
+_LONGEST = 300  # characters of a detail: an error's message may be of any length
 _ENDINGS = (": stored exactly", " and is stored exactly", " are stored exactly")
 
 
 def refusal(message: str, name: str) -> str:
-    """The reason where a codec has refused a tensor: the error's message, less what says which tensor that is."""
+    """The reason where a codec has refused a tensor: the error's message without the tensor's name."""
     text = message.replace(f"{name}: ", "").replace(f"{name} ", "")
     for ending in _ENDINGS:
         text = text.removesuffix(ending)
@@ -24,7 +24,7 @@ def refusal(message: str, name: str) -> str:
 
 
 def why_left(spec: TensorSpec, options: object) -> str:
-    """Why a scheme did not even try to code a tensor, as far as the tensor's kind tells.
+    """Why a scheme has no codec for a tensor, as far as that follows from the tensor's kind.
 
     Args:
         spec: the tensor.
@@ -48,7 +48,7 @@ def why_left(spec: TensorSpec, options: object) -> str:
     if spec.dtype not in WEIGHT_DTYPES:
         return f"dtype:{dtype_name(spec.dtype)}"
     if role in (Role.EXP_AVG, Role.EXP_AVG_SQ):
-        # ExCP says by itself where it leaves moments of weights that it codes
+        # ExCP reports itself where it stores moments of coded weights exactly
         as_given = getattr(options, "moments", None) == "exact" or hasattr(options, "base_moments")
         return "moment" if as_given else "momentum"
     if role is Role.WEIGHT and spec.tag.layer_type is LayerType.NORM:

@@ -1,4 +1,4 @@
-"""What the published schemes have in common: which tensors are weights to be coded, and what becomes of the moments."""
+"""Shared by the published schemes: which tensors are coded as weights, and how moments are stored."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -75,7 +75,7 @@ def is_weight(spec: TensorSpec, min_elements: int) -> bool:
 
 
 def with_second_moment(state: TrainingState) -> frozenset[str | None]:
-    """Parameters that have a second moment: the published schemes leave any other momentum exact."""
+    """Parameters that have a second moment: the published schemes store any other momentum exactly."""
     return frozenset(spec.tag.parameter for spec in state.specs.values() if spec.tag.role is Role.EXP_AVG_SQ)
 
 
@@ -99,7 +99,7 @@ def weight_codecs(
 def reference_value(
     reference: Mapping[str, ReferenceState] | None, spec: TensorSpec, codec: str
 ) -> ReferenceState | None:
-    """What a reader holds of a weight, where a delta of this codec can be taken to it."""
+    """The reader's reconstruction of a weight, if this codec can code a delta to it."""
     own = as_reference((reference or {}).get(spec.name), codec, spec)
     if own is None or VALUE not in own.planes:
         return None

@@ -1,4 +1,4 @@
-"""Codecs by the id that stands in a container."""
+"""Codecs by their id in a container."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType

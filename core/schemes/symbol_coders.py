@@ -1,4 +1,4 @@
-"""The entropy coders that a scheme of symbol planes can choose from, so that quantization knows nothing of coding.
+"""The entropy coders for symbol planes, selected by name, independent of the quantizer.
 
 Payload: one byte for the method, then
 
@@ -43,7 +43,8 @@ __all__ = [
 
 SymbolCoder = Literal["packed", "lzma", "huffman", "cyclic", "rans", "context", "mixing"]
 """``packed`` is plain bits, ``cyclic`` needs a previous plane and is ``huffman`` without one; ``rans``, ``context`` and
-``mixing`` are ever smaller and slower, the last two being `shrinkpoint.entropy.contexts.coder` with effort default and max."""
+``mixing`` are each smaller and slower than the one before, the last two being `shrinkpoint.entropy.contexts.coder` with
+effort default and max."""
 
 _PACKED, _LZMA, _HUFFMAN, _CYCLIC, _RANS, _GIVEN, _LSTM, _CONTEXT, _BESIDE = range(9)
 _EFFORTS: Mapping[SymbolCoder, context.Effort] = {"context": "default", "mixing": "max"}
@@ -53,7 +54,7 @@ _PRESET = 6
 
 
 class PlaneCoder(Protocol):
-    """Whatever makes payloads that `decode_plane` reads."""
+    """An encoder of payloads that `decode_plane` reads."""
 
     def __call__(
         self, plane: UInt8s, alphabet: int, previous: UInt8s | None, *, columns: int, threads: int
@@ -64,7 +65,7 @@ class PlaneCoder(Protocol):
 
 @dataclass(frozen=True)
 class StaticCoder:
-    """`encode_plane` by one of its coders."""
+    """`encode_plane` with a fixed coder."""
 
     coder: SymbolCoder
 
@@ -117,7 +118,7 @@ def encode_plane(
         columns: of the plane, for contexts; None for a plane of one row.
 
     Returns:
-        The payload; `uses_previous` tells from it whether decoding needs the previous plane.
+        The payload; `uses_previous` gives from it whether decoding needs the previous plane.
     """
     if coder == "rans":
         return _encode_rans(plane, alphabet, previous, threads)
@@ -221,7 +222,7 @@ def inflate(data: bytes, size: int) -> bytes:
     except lzma.LZMAError as error:
         raise CorruptionError(f"LZMA data does not decode: {error}") from error
     if not whole or not decompressor.eof or decompressor.unused_data:
-        raise CorruptionError(f"LZMA data does not hold exactly {size} bytes")
+        raise CorruptionError(f"LZMA data does not decode to exactly {size} bytes")
     return plain
 
 
@@ -267,7 +268,7 @@ def _width(alphabet: int) -> int:
 
 
 def _pack(plane: UInt8s, width: int) -> bytes:
-    """Symbols side by side, the first one in the highest bits: with 4 bits, two labels per byte as ExCP packs them."""
+    """Pack symbols bit by bit, the first one in the highest bits: with 4 bits, two labels per byte as in ExCP."""
     parts = []
     for start in range(0, plane.size, _CHUNK):
         bits = np.unpackbits(plane[start : start + _CHUNK, None], axis=1)

@@ -1,1 +1,1 @@
-"""What a checkpoint holds: tensors with roles, plain data, generators; and consistent copies of them."""
+"""The training state: tensors with roles, plain data, random generators; and consistent copies of them."""

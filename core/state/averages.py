@@ -1,7 +1,7 @@
-"""Averaged copies of the weights (EMA, SWA) that stand in a training state beside the model.
+"""Finds averaged copies of the weights (EMA, SWA) in a training state.
 
-What an average is follows from the state: a tensor of the shape and with the name of a trained weight, or at its place in a
-list of all parameters, which is also near to it. No class and no framework is known here.
+An average is recognised from the state alone: a tensor with the shape and name of a trained weight, or at its index in
+a list of all parameters, whose values are also close to it. No class or framework is special here.
 """
 
 import math
@@ -24,13 +24,15 @@ __all__ = [
     "without_averages",
 ]
 
-_NEAR = 0.5  # of the weight's own length: what is nearer points where it does, and is at least half as long
+_NEAR = (
+    0.5  # relative distance: what is nearer has nearly the weight's direction, and at least half its length
+)
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _MARK = "/"  # no path in a state, and no name in a model, begins with it
 
 
 class AverageFinder:
-    """Finds what may be the average of a weight by its place and shape alone; `confirmed` looks at the values.
+    """Finds candidates for averages of weights by path and shape alone; `confirmed` checks the values.
 
     Args:
         module: the model that is trained.
@@ -63,7 +65,7 @@ class AverageFinder:
         return replace(self._tags[name], role=Role.AVERAGE)
 
     def _in_order(self, index: str, shape: tuple[int, ...]) -> str | None:
-        """The weight at the same place among all parameters, as in a list of shadow parameters."""
+        """The weight with the same index among all parameters, as in a list of shadow parameters."""
         place = int(index) if len(index) < 10 else len(self._order)
         if place >= len(self._order) or self._order[place][1] != shape:
             return None
@@ -71,7 +73,7 @@ class AverageFinder:
         return name if name in self._trained else None
 
     def _by_name(self, path: Path, shape: tuple[int, ...]) -> str | None:
-        """The weight with which the name shares the most of its end; None where that are several."""
+        """The weight whose name shares the longest suffix; None if there are several."""
         parts = ".".join(path).split(".")
         shared = {name: _shared(parts, name) for name in self._by_end.get((parts[-1], shape), ())}
         most = max(shared.values(), default=0)
@@ -89,7 +91,7 @@ def _shared(parts: list[str], name: str) -> int:
 
 
 def confirmed(state: TrainingState) -> TrainingState:
-    """The state in which only what is near to its weight is still called an average; the rest is of no known role.
+    """The state in which only tensors close to their weight keep the role of an average; the others lose it.
 
     Args:
         state: a snapshot; tensors on the host.
@@ -108,7 +110,7 @@ def confirmed(state: TrainingState) -> TrainingState:
 
 
 def is_near(average: torch.Tensor, weight: torch.Tensor | None) -> bool:
-    """Whether a tensor is so near to a weight that it must be an average of it, or a copy."""
+    """Whether a tensor is so close to a weight that it must be an average of it, or a copy."""
     if weight is None or weight.shape != average.shape:
         return False
     wide = torch.float64 if torch.float64 in (average.dtype, weight.dtype) else torch.float32
@@ -118,7 +120,7 @@ def is_near(average: torch.Tensor, weight: torch.Tensor | None) -> bool:
 
 
 def average_key(name: str) -> str:
-    """What an average is called among a model's weights and buffers, where an evaluation gets them.
+    """The key of an average among the model's weights and buffers that an evaluation gets.
 
     Args:
         name: its name in the state.
@@ -137,10 +139,10 @@ def without_averages(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Ten
 
 
 def live_tensors(state: Callable[[], object], names: Collection[str]) -> dict[str, torch.Tensor]:
-    """Tensors of a state through which the object that gives it can be changed.
+    """The tensors of a state that share memory with the object that returns it.
 
     Args:
-        state: gives the state; asked twice. What is another copy each time is no part of the object.
+        state: returns the state; called twice, since tensors that are copied on each call share no memory.
         names: the wanted ones, by their names in the state.
     """
     one, other = (TrainingState.capture(state()).tensors for _ in range(2))

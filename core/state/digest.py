@@ -1,4 +1,5 @@
-"""Digests of decoded tensors: they catch a wrong reference or a codec's fault, where checksums of stored bytes cannot."""
+"""Digests of decoded tensors: they detect a wrong reference or a faulty codec, which checksums of stored bytes
+cannot."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""The dtypes that a container can hold: their names in a header, and exact views of tensors as bytes."""
+"""The dtypes of the container format: their names in a header, and exact views of tensors as bytes."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

@@ -34,7 +34,7 @@ def capture_rng() -> dict[str, Any]:
 
 
 def restore_rng(state: Mapping[str, Any]) -> None:
-    """Set the generators to what `capture_rng` saw; a GPU's only where this process uses one."""
+    """Set the generators to the state from `capture_rng`; a GPU's only where this process uses one."""
     torch.set_rng_state(state["torch"].cpu())
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))

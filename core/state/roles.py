@@ -31,8 +31,8 @@ _NORMS = (
 )
 _ATTENTION_WORDS = ("attn", "attention")
 
-# What state is called in torch.optim, and in other libraries' optimizers. What has another name is `Role.STATE`, and told by what
-# its optimizer does with a gradient (`shrinkpoint.optimizers.recognition`).
+# Names of state in torch.optim, and in other libraries' optimizers. State of another name is `Role.STATE`, and
+# classified by its response to gradients (`shrinkpoint.optimizers.recognition`).
 _NAMES = {
     "exp_avg": Role.EXP_AVG,
     "exp_avg_fast": Role.EXP_AVG,
@@ -48,7 +48,7 @@ _CENTERED = (
     "a centered RMSprop divides by the root of square_avg less the square of grad_avg, which must not become negative: choose"
     " centered=False to have both coded"
 )
-# What mixed-precision optimizers call their fp32 copies of half-precision parameters.
+# Names that mixed-precision optimizers give their fp32 copies of half-precision parameters.
 _MASTERS = (
     "master",
     "master_param",
@@ -84,7 +84,7 @@ def _layer_type(module: nn.Module, name: str) -> LayerType:
 def model_tags(module: nn.Module) -> dict[str, Tag]:
     """The tag of every parameter and buffer, by its name in ``module.state_dict()``.
 
-    A projection inside a module whose name or class says attention counts as attention, as in the layer types of
+    A projection inside a module whose name or class contains "attention" counts as attention, as in the layer types of
     Inshrinkerator (arXiv 2306.11800, section 4.2). A parameter shared by an embedding and a linear head counts as
     embedding, whichever comes first.
     """
@@ -118,10 +118,10 @@ def optimizer_parameter_names(optimizer: torch.optim.Optimizer, module: nn.Modul
 
 
 def moment_role(key: str, optimizer: torch.optim.Optimizer) -> Role:
-    """The role of an optimizer state's entry by its key; `Role.STATE` where that says nothing.
+    """The role of an optimizer state's entry by its key; `Role.STATE` for an unknown key.
 
-    A second moment is one of Adam's only where a class is known to be of Adam's kind, for first moments are coded in units of its root;
-    else it is `Role.SQUARES`. SGD's momentum is a first moment without a second.
+    A second moment counts as Adam's only for classes known to behave like Adam, because first moments are coded in
+    units of its root; otherwise it is `Role.SQUARES`. SGD's momentum is a first moment without a second.
     """
     role = _NAMES.get(key, Role.STATE)
     return Role.SQUARES if role is Role.EXP_AVG_SQ and not _is_adam(optimizer) else role
@@ -144,8 +144,8 @@ def state_tag(
         optimizer: that keeps it.
 
     Returns:
-        A tag with the parameter's name where the entry has its shape and is of floating-point numbers; the empty one else. With
-        `Tag.why` where it must be stored exactly.
+        A tag with the parameter's name if the entry is floating-point and has its shape, otherwise the empty tag.
+        `Tag.why` is set where it must be stored exactly.
     """
     if tensor.shape != parameter.shape or tensor.dtype not in _NUMBERS or not tensor.dim():
         return Tag()
@@ -181,13 +181,13 @@ def describe_training(
     model_path: Path,
     optimizers_path: Path,
 ) -> Describe:
-    """The `Describe` of a state that holds ``module.state_dict()`` and a list of ``optimizer.state_dict()``.
+    """The `Describe` of a state that contains ``module.state_dict()`` and a list of ``optimizer.state_dict()``.
 
     Args:
-        module: the model whose ``state_dict()`` stands at `model_path`.
-        optimizers: in the order of the list at `optimizers_path`; wrappers of them do as well.
-        model_path: where the model's state dict stands in the state, as in ``("state_dict",)``.
-        optimizers_path: where the list of optimizer state dicts stands, as in ``("optimizer_states",)``.
+        module: the model whose ``state_dict()`` is at `model_path`.
+        optimizers: in the order of the list at `optimizers_path`; wrappers of them are accepted.
+        model_path: path of the model's state dict in the state, as in ``("state_dict",)``.
+        optimizers_path: path of the list of optimizer state dicts, as in ``("optimizer_states",)``.
 
     Examples:
         >>> from shrinkpoint.state.roles import describe_training
@@ -200,7 +200,7 @@ def describe_training(
     """
     tags = model_tags(module)
     inner = [unwrapped(optimizer) for optimizer in optimizers]
-    # by text, as they stand in a path: an optimizer of another library may have keys that are no numbers
+    # by text, as in a path: an optimizer of another library may have keys that are not numbers
     names = {
         (str(index), str(parameter)): name
         for index, optimizer in enumerate(inner)
@@ -212,7 +212,7 @@ def describe_training(
     def describe(path: Path, tensor: torch.Tensor) -> Tag:
         if path[: len(model_path)] == model_path:
             return tags.get(".".join(path[len(model_path) :]), Tag())
-        # Lookahead has a "slow_state" beside a "fast_state"
+        # Lookahead has a "slow_state" and a "fast_state"
         if path[:depth] == optimizers_path and len(path) == depth + 4 and path[depth + 1].endswith("state"):
             index, _, parameter, key = path[depth:]
             name = names.get((index, parameter))

@@ -1,4 +1,4 @@
-"""A consistent copy of the training state in host memory: the only thing that training waits for."""
+"""Copies the training state to host memory consistently; this copy is all that training waits for."""
 
 import dataclasses
 import time
@@ -22,7 +22,7 @@ class Snapshot:
     ready: torch.cuda.Event | None = None
     """For tensors of a GPU: recorded after the last copy; `wait` before reading."""
     lasting: bool = False
-    """Whether nobody will write to the copies any more: they may be kept as they are beyond the next snapshot."""
+    """Whether the copies will not be overwritten: they may be kept beyond the next snapshot."""
 
     def wait(self) -> TrainingState:
         """The state, once every copy has arrived; called off the training thread."""
@@ -34,8 +34,8 @@ class Snapshot:
 class Snapshotter:
     """Copies states into buffers that it keeps and reuses: at most 1x the state, and no allocation in steady state.
 
-    States that are `LARGE` and on the host are copied into new memory each time instead, which is free as soon as the snapshot is
-    let go of. Pinned memory takes too long to be had for that.
+    States of at least `LARGE` bytes on the host are copied into new memory each time instead, which is freed with the
+    snapshot. Allocating pinned memory takes too long for that.
 
     Tensors on a GPU are copied to pinned memory on a side stream. The compute stream then waits, on the GPU and
     without stopping the host, until the copies have left: later optimizer steps cannot overtake them.

@@ -1,4 +1,4 @@
-"""The training state: tensors with roles, beside a tree of plain data (design: "Words")."""
+"""The training state: tensors with roles, and a tree of plain data (design: "Words")."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ _MAX_DIMS = 1024
 
 
 class Role(str, Enum):
-    """What a tensor is to the training; decides which codec may touch it."""
+    """A tensor's function in training (weight, moment, buffer ...); decides which codecs may be assigned to it."""
 
     WEIGHT = "weight"
     EXP_AVG = "exp_avg"
@@ -45,16 +45,16 @@ class LayerType(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Tag:
-    """What a framework knows about a tensor that its bytes do not tell."""
+    """A framework's knowledge about a tensor that its bytes do not show: role, layer type, parameter."""
 
     role: Role = Role.OTHER
     layer_type: LayerType = LayerType.OTHER
     parameter: str | None = None
     """For a weight, a moment or a buffer: its name in the model; it pairs moments and averages with their weight."""
     frozen: bool = field(default=False, compare=False)
-    """Whether it is a weight that training leaves as it is (``requires_grad=False``); not stored, and only told."""
+    """Whether it is a weight that training does not change (``requires_grad=False``); not stored, only reported."""
     why: str | None = field(default=None, compare=False)
-    """Of an optimizer's state that must be stored exactly: the reason, for people; no part of a checkpoint."""
+    """For optimizer state that must be stored exactly: the reason, as a message; no part of a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ class TensorSpec:
         return self.numel * self.dtype.itemsize
 
     def to_json(self) -> JSON:
-        """The spec as it stands in a container's header."""
+        """The spec in the form of a container's header."""
         return {
             "name": self.name,
             "dtype": dtype_name(self.dtype),
@@ -121,7 +121,7 @@ Describe = Callable[[Path, torch.Tensor], Tag]
 
 
 def plain(path: Path, tensor: torch.Tensor) -> Tag:
-    """The `Describe` that knows nothing: every tensor is stored exactly."""
+    """The `Describe` that gives no tensor a role: every tensor is stored exactly."""
     return Tag()
 
 
@@ -156,7 +156,7 @@ class TrainingState:
             describe: gives each tensor's role.
 
         Raises:
-            CannotRepresentError: `state` holds an object that cannot be stored without pickle.
+            CannotRepresentError: `state` contains an object that cannot be stored without pickle.
         """
         tensors: dict[str, torch.Tensor] = {}
         specs: dict[str, TensorSpec] = {}

@@ -1,6 +1,6 @@
 """Plain data as JSON without loss and without pickle: the part of a training state that is not tensors.
 
-JSON's own types stand for themselves. Everything else is an object with the single reserved key ``"$"`` that names
+JSON's own types represent themselves. Everything else is an object with the single reserved key ``"$"`` that names
 its type (docs/format.md, "The tree"). Tensors are pulled out and leave a reference behind.
 """
 
@@ -56,9 +56,9 @@ def encode_tree(value: object, put: Callable[[Path, torch.Tensor], str], path: P
         value: dicts, lists, tuples, sets, numbers, strings, bytes, numpy arrays and scalars, torch tensors, dtypes,
             devices and sizes, enums' values, paths, timedeltas, namespaces.
         put: takes a tensor's path and the tensor, and returns the name by which `decode_tree` asks for it.
-        path: where `value` stands; for error messages and names.
+        path: place of `value` in the whole; for error messages and names.
 
-    Some types come back as their plain kin: subclasses of dict (but OrderedDict), list, tuple (named ones too), set,
+    Some types come back as a plainer type: subclasses of dict (but OrderedDict), list, tuple (named ones too), set,
     str, int and float as these; enums as their values; bytearrays as bytes; paths as strings.
 
     Raises:
@@ -154,7 +154,7 @@ def _encode_leaf(value: object, put: Callable[[Path, torch.Tensor], str], path: 
 
 
 def _encode_str(value: str) -> JSON:
-    text = str.__str__(value)  # a subclass may have its own idea of str()
+    text = str.__str__(value)  # a subclass may override __str__
     if _is_unicode(text):
         return text
     return {_TAG: "str", "data": _to_base64(text.encode("utf-8", "surrogatepass"))}
@@ -219,7 +219,7 @@ def _decode(node: JSON, get: Callable[[str], torch.Tensor], depth: int) -> Any:
         return _TENSORS[kind](node, get)
     if kind in _LEAVES:
         return _LEAVES[kind](node)
-    raise FormatError(f"the tree of plain data holds the unknown type {kind!r}")
+    raise FormatError(f"the tree of plain data contains the unknown type {kind!r}")
 
 
 _PARTS: Mapping[str, tuple[str, ...]] = {
@@ -230,13 +230,13 @@ _PARTS: Mapping[str, tuple[str, ...]] = {
 
 
 def dense_only(node: JSON) -> tuple[JSON, dict[str, str]]:
-    """A tree to be decoded with tensors that have shapes but no elements, which arrays and sparse tensors cannot be made of.
+    """A tree without arrays and sparse tensors, to be decoded with meta tensors (a shape, but no elements).
 
     Args:
         node: JSON as `encode_tree` made it.
 
     Returns:
-        The tree with these as lists of the tensors that they consist of; and of which kind each such tensor is a part.
+        The tree with each of these replaced by the list of its component tensors; and by component, the kind replaced.
 
     Raises:
         FormatError: not such JSON.

@@ -1,7 +1,7 @@
-"""Optimizers inside of wrappers that hold no state of their own, as accelerate's ``AcceleratedOptimizer``.
+"""Finds the optimizer inside wrappers that have no state of their own, such as accelerate's ``AcceleratedOptimizer``.
 
-A wrapper decides when an optimizer makes a step (gradient accumulation, a gradient scaler); what the optimizer is, and what a
-step does, only the wrapped one tells.
+A wrapper decides when an optimizer makes a step (gradient accumulation, a gradient scaler); only the wrapped optimizer
+determines what a step does.
 """
 
 from typing import Any
@@ -17,10 +17,11 @@ def unwrapped(optimizer: Any) -> Any:
     """The innermost optimizer whose parameter groups and state are this one's.
 
     A wrapper has an attribute ``optimizer``, and its parameter groups, and its state where it has one, are that one's own
-    objects. Lookahead and SAM, which keep tensors beside those of the optimizer that they wrap, are no wrappers in this sense.
+    objects. Lookahead and SAM, which keep tensors of their own, are no wrappers in
+    this sense.
 
     Args:
-        optimizer: anything with parameter groups; returned as it is where it wraps nothing.
+        optimizer: anything with parameter groups; returned unchanged if it wraps nothing.
     """
     found = optimizer
     for _ in range(_DEEPEST):

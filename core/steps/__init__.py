@@ -1,1 +1,2 @@
-"""A log of what every optimizer step consumed, and its replay; when it pays (docs/steps.md)."""
+"""A write-ahead log of the inputs of every optimizer step, its replay after a crash, and when it pays
+(docs/steps.md)."""

@@ -1,4 +1,4 @@
-"""Host buffers for what is logged: taken by the training thread, given back by the thread that writes."""
+"""A pool of host buffers for logged tensors: taken by the training thread, returned by the writer thread."""
 
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -12,16 +12,16 @@ __all__ = ["Buffers", "CopiedState"]
 
 
 class CopiedState:
-    """One snapshot, and the way to give its memory back."""
+    """One snapshot, with a method that returns its memory to the pool."""
 
     def __init__(self, snapshot: Snapshot, release: Callable[[], None]) -> None:
         self._snapshot = snapshot
         self.release = release
-        """To be called once, when nothing of the snapshot is needed any more."""
+        """Returns the memory; called once, when the snapshot is no longer needed."""
 
     @property
     def state(self) -> TrainingState:
-        """Its tensors may still be on their way from a GPU: `wait` before reading them."""
+        """The copied state; copies from a GPU may be incomplete until `wait` returns."""
         return self._snapshot.state
 
     @property
@@ -30,7 +30,7 @@ class CopiedState:
         return sum(tensor.nbytes for tensor in self._snapshot.state.tensors.values())
 
     def wait(self) -> None:
-        """Until every copy has arrived; off the training thread."""
+        """Wait until every copy has arrived; not on the training thread."""
         self._snapshot.wait()
 
 
@@ -44,9 +44,9 @@ class Buffers:
         """Copy tensors to the host.
 
         Args:
-            what: buffers of one name are used for one thing, whose tensors keep their shapes.
+            what: name of the buffers' purpose, for which the tensors keep their shapes.
             tensors: on any device.
-            tree: goes with them.
+            tree: plain data stored with them.
         """
         free = self._free.setdefault(what, deque())
         try:

@@ -1,4 +1,4 @@
-"""The exact log of a training: what happens at every step, at every checkpoint, and when a run is resumed."""
+"""The exact step log of a training: recording every step, handling checkpoints, replaying when a run is resumed."""
 
 import platform
 import time
@@ -35,25 +35,25 @@ from shrinkpoint.warn import warn
 __all__ = ["ExactLog"]
 
 _SEGMENT = 256 * 2**20
-_STEPS = 2, 8  # the least, for a digest reads three times as much as a step's gradients are; and the most
+_STEPS = 2, 8  # least and most steps of a segment: its digest reads three times as much as a step's gradients
 _WARNED = 3
 _MAX_TURN = 10**8 - 1
 _PATIENCE = RetryPolicy(attempts=4, max_delay_s=2.0, deadline_s=20.0)
 
 
 class ExactLog:
-    """Logs every optimizer step between two checkpoints, and makes them again after a crash.
+    """Logs every optimizer step between two checkpoints, and replays them after a crash.
 
-    The log can only save time: whatever goes wrong with it is told, and the training goes on without it. All methods are for
-    the training's thread.
+    The log only saves time: if it fails, it warns and the training continues without it. All methods are for the
+    training's thread.
 
     Args:
         model: the module that is trained.
-        optimizers: all that train it.
+        optimizers: all optimizers of the module.
         stateful: further objects with a state, by name.
         options: of the log.
         location: the folder of the log.
-        after_step: makes again what the training does to large tensors after each step (averages of the weights).
+        after_step: repeats what the training does to large tensors after each step (averages of the weights).
         every: steps between two checkpoints, if known.
 
     Raises:
@@ -96,13 +96,13 @@ class ExactLog:
         self._copied: list[CopiedState] = []
         self._gap = self._warned_gap = self._checked_room = False
         self.off: str | None = None
-        """Why nothing is logged any more; None while all is well."""
+        """Why the log is off; None while it is on."""
         self.blocked_s = 0.0
         """Seconds that training has waited for the log so far."""
 
     @property
     def bytes(self) -> int:
-        """Written so far by this process."""
+        """Bytes written so far by this process."""
         return self._writer.bytes if self._writer is not None else 0
 
     @property
@@ -124,23 +124,25 @@ class ExactLog:
         below = replace(self._location, path=path, display=self._location.show(run))
         self._objects = RetryingObjects(open_location(below, self._options.storage_options), _PATIENCE)
         try:
-            # What a killed writer has left half-written would take room for ever.
+            # Files left half-written by a killed writer would occupy space forever.
             self._objects.sweep(self._objects.server_time())
         except StoreError as error:
-            raise StoreError(f"step_log_url={self._location.display!r} cannot hold a log: {error}") from error
+            raise StoreError(
+                f"step_log_url={self._location.display!r} cannot be used for a log: {error}"
+            ) from error
         self._recorder.start()
 
     # ---- resuming
 
     def recover(self, step: int, prepare: Callable[[], Callable[[], None]]) -> int:
-        """Replay what the log holds beyond a restored state; the next steps are logged as its continuation.
+        """Replay the logged steps after a restored state; the next steps are logged as their continuation.
 
         Args:
             step: of that state.
-            prepare: called before anything is changed; gives a function that restores the state again.
+            prepare: called before anything is changed; returns a function that restores the state again.
 
         Returns:
-            The step at which the state stands: `step`, or later.
+            The step of the state afterwards: `step`, or later.
         """
         assert self._objects is not None
         self._recorder.stop()
@@ -177,7 +179,7 @@ class ExactLog:
         turn = LogReader(self._objects, self._run).survey().next_turn
         if turn > _MAX_TURN:
             raise CannotLogError(
-                f"{self._objects.display} holds a segment with the last number that there is: remove it"
+                f"{self._objects.display} contains a segment with the last number that there is: remove it"
             )
         if self._writer is not None:
             self._writer.close()
@@ -192,7 +194,7 @@ class ExactLog:
         self._last = step
 
     def restart(self, step: int) -> None:
-        """Begin anew after the state was set to that of `step`, which nothing recorded so far has led to."""
+        """Start a new record after the state was set to that of `step` by other means than the recorded steps."""
         self._recorder.start()
         self._begin, self._last = None, None
         self._forget_records()
@@ -267,7 +269,7 @@ class ExactLog:
             self._failed()
 
     def _before_first(self) -> None:
-        """Right before the first step that is recorded: the state is still that of the step before."""
+        """Called right before the first recorded step, while the state is still that of the step before."""
         with self._guarded():
             if self._begin is None and self._last is not None:
                 self._begin = Place(self._last, self._digest())
@@ -277,14 +279,12 @@ class ExactLog:
             if self._rehearse and Rehearsal.possible(self._optimizers):
                 try:
                     self._rehearsal = Rehearsal(self._optimizers)
-                except Exception as error:  # noqa: BLE001 - no memory for it, or an optimizer that cannot be copied
-                    warn(
-                        f"whether the logged steps can be replayed is not tried: {type(error).__name__}: {error}"
-                    )
+                except Exception as error:  # noqa: BLE001 - out of memory, or an optimizer that cannot be copied
+                    warn(f"the replay of the logged steps is not tested: {type(error).__name__}: {error}")
             self._rehearse = False
 
     def _note(self, step: int) -> None:
-        """One more record; with ``after_step``, each has what stood beside the weights, which that function may read."""
+        """Add a record; with ``after_step``, each contains the rest of the state, which that function may read."""
         assert self._last is not None
         events, copied = self._recorder.take()
         record = Record(begin=self._last, end=step, events=events)
@@ -294,12 +294,12 @@ class ExactLog:
 
     def _with_remainder(self, record: Record) -> Record:
         live = self._remainder.capture(self._recorder)
-        copied = self._buffers.take("beside", live.tensors, live.tree)
+        copied = self._buffers.take("remainder", live.tensors, live.tree)
         self._copied.append(copied)
         return replace(record, remainder=copied.state)
 
     def _seal(self) -> None:
-        """Everything since the last segment becomes one, with a digest of the state behind it."""
+        """Make a segment of all records since the last one, with a digest of the state after it."""
         assert self._writer is not None
         assert self._last is not None
         self._remainder.check()
@@ -333,7 +333,7 @@ class ExactLog:
             raise CannotLogError(reason)
 
     def _check_room(self, pending: Pending) -> None:
-        """Whether two intervals between checkpoints fit where the log goes; asked once, when a step's size is known."""
+        """Check once, when a step's size is known, that two intervals between checkpoints fit in the log's location."""
         if self._checked_room or self._every is None:
             return
         self._checked_room = True
@@ -357,7 +357,7 @@ class ExactLog:
         return self.off is not None
 
     def _leave_gap(self, reason: str) -> None:
-        """Log nothing until the next checkpoint: what follows a gap is of no use without one."""
+        """Log nothing until the next checkpoint: steps after a gap cannot be replayed without one."""
         self._gap = True
         self._begin = None
         self._recorder.stop()
@@ -365,8 +365,8 @@ class ExactLog:
         if not self._warned_gap:
             self._warned_gap = True
             warn(
-                f"the step log has a gap after step {self._last}: {reason}. It goes on with the next checkpoint; busy='wait' has"
-                " training wait for the log. This warning comes once",
+                f"the step log has a gap after step {self._last}: {reason}. It continues at the next checkpoint; with busy='wait'"
+                " training waits for the log. This warning is shown once",
                 stacklevel=6,
             )
 
@@ -382,7 +382,7 @@ class ExactLog:
         self._recorder.stop()
         self._forget_records()
         warn(
-            f"the step log is off: {reason}. Training goes on, and its checkpoints are saved as before",
+            f"the step log is off: {reason}. Training continues, and its checkpoints are saved as before",
             stacklevel=6,
         )
 
@@ -394,7 +394,7 @@ class ExactLog:
             yield
         except Warning:
             raise
-        except Exception as error:  # noqa: BLE001 - whatever it is
+        except Exception as error:  # noqa: BLE001 - any error of the log
             reason = str(error) if isinstance(error, CannotLogError) else f"{type(error).__name__}: {error}"
             self._turn_off(reason)
         finally:

@@ -1,7 +1,7 @@
-"""A digest of live weights and optimizer states: by it a replay is believed, or not.
+"""A digest of live weights and optimizer states, by which a replay is accepted or rejected.
 
-It covers every parameter that an optimizer holds, in the optimizers' order, and everything in the optimizers' states. The
-hyperparameters are not in it: loops set them before a step, or behind it.
+It covers every parameter of the optimizers, in their order, and everything in the optimizers' states, but not the
+hyperparameters, which loops set before or after a step.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ from shrinkpoint.state.dtypes import dtype_name, tensor_to_bytes
 
 __all__ = ["combined", "device_sums", "differing", "fingerprint", "fingerprints"]
 
-_CHUNK = 1 << 22  # elements at a time on a device: some 100 MiB beside the tensor
+_CHUNK = 1 << 22  # elements at a time on a device: some 100 MiB in addition to the tensor
 # Odd 32-bit multipliers of xxHash: a changed element changes each sum, and an exchange of two elements does.
 _PRIMES = (0x9E3779B1, 0x85EBCA77)
 
@@ -44,7 +44,7 @@ def fingerprints(
 
 
 def combined(parts: Mapping[str, str]) -> str:
-    """One digest of many."""
+    """One digest of several digests."""
     whole = xxhash.xxh3_128()
     for name, value in parts.items():
         whole.update(f"{len(name)}:{name}{value}".encode())
@@ -60,7 +60,7 @@ def _parts(index: int, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, 
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for place, parameter in enumerate(parameters):
         yield f"{index}/{place}", parameter.detach()
-        # what an optimizer looks up may be made by that, and empty
+        # a lookup in the optimizer's state may have created an empty entry
         for key, value in sorted(optimizer.state.get(parameter, {}).items(), key=lambda item: str(item[0])):
             yield f"{index}/{place}/{key}", value
     known = set(parameters)
@@ -87,7 +87,7 @@ def _digest(value: Any) -> str:
 
 
 def _device_sums(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Digests of tensors that stay on their devices, but for 32 bytes of each: two sums of the elements' bits, weighted by place."""
+    """Digests of device tensors from two position-weighted sums of their bits; only 32 bytes of each reach the host."""
     if not tensors:
         return {}
     sums = {name: device_sums(tensor.detach()) for name, tensor in tensors.items()}
@@ -115,7 +115,7 @@ def device_sums(tensor: torch.Tensor) -> torch.Tensor:
         values = bits[start : start + _CHUNK].to(torch.int64)
         places = torch.arange(start + 1, start + 1 + values.numel(), dtype=torch.int64, device=tensor.device)
         for index, prime in enumerate(_PRIMES):
-            # Multiplied once more after mixing: a plain weighted sum would not tell bits of neighbours apart.
+            # Multiplied once more after mixing: a plain weighted sum would not distinguish bits of neighbours.
             mixed = (values + places * prime) * 0x27D4EB2F165667C5
             total[index] += ((mixed ^ (mixed >> 29)) * prime).sum()
     return total

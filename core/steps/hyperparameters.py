@@ -17,7 +17,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def frozen(value: Any) -> Any:
-    """A value as it is now: what changes in place is copied."""
+    """The present value, with everything mutable copied."""
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, torch.Tensor):
@@ -28,7 +28,7 @@ def frozen(value: Any) -> Any:
 
 
 def frozen_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The hyperparameters of every group as they are now."""
+    """The present hyperparameters of every group."""
     return [
         {name: frozen(value) for name, value in group.items() if name != "params"}
         for group in optimizer.param_groups

@@ -1,4 +1,4 @@
-"""From the options of a training to its step log."""
+"""Creates the step log from the options of a training."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -28,14 +28,14 @@ def log_of_training(
     every: int | None,
     alone: bool,
 ) -> ExactLog | None:
-    """The log that the options ask for; None where they ask for none.
+    """The log that the options request; None without one.
 
     Args:
         model: the module that is trained.
         optimizers: all that train it.
         stateful: further objects with a state, by name.
         step_log: None, ``"exact"`` or a `StepLog`.
-        step_log_url: where to.
+        step_log_url: the log's folder.
         after_step: as of `ExactLog`.
         run_urls: where the checkpoints are.
         config: how they are saved.
@@ -56,7 +56,7 @@ def log_of_training(
         )
     if config.weights_only:
         raise ConfigError(
-            "step_log='exact' goes on from the optimizer's state, which weights_only=True does not store: leave one of them out"
+            "step_log='exact' continues from the optimizer's state, which weights_only=True does not store: leave one of them out"
         )
     if not alone:
         raise ConfigError("step_log='exact' is for one process so far: leave it out where there are several")

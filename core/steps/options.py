@@ -34,15 +34,15 @@ class StepLog:
     """
 
     kind: Literal["exact"] = "exact"
-    """``exact``: what each `optimizer.step()` consumed, bit for bit."""
+    """``exact``: the inputs of each `optimizer.step()`, bit for bit."""
     segment_steps: int | None = None
-    """Steps that are written together, with one digest of the state behind them: so many may be lost in a crash. None takes as
-    many as make 256 MiB, but from 2 to 8."""
+    """Steps that are written together, with one digest of the state after them; at most this many are lost in a crash.
+    None takes as many as make 256 MiB, but from 2 to 8."""
     busy: Literal["skip", "wait"] = "skip"
-    """What to do when steps come faster than they can be written: log none until the next checkpoint, or have training wait."""
+    """When steps are faster than the log can write: log none until the next checkpoint (skip), or let training wait."""
     rehearse: bool = True
-    """Replay the first segment at once on a copy of the state, and say so if this training's steps cannot be replayed. Takes as
-    much memory as the weights and the optimizers' states, for the steps of one segment."""
+    """Replay the first segment at once on a copy of the state, and warn if this training's steps cannot be replayed.
+    During that segment it needs as much memory again as the weights and the optimizers' states."""
     storage_options: Mapping[str, Any] | None = None
     """For fsspec, where the log is not on a local file system."""
 
@@ -61,7 +61,7 @@ class StepLog:
 
 
 def chosen_log(step_log: object, *, given: Sequence[str]) -> StepLog | None:
-    """What ``step_log=`` asks for.
+    """The `StepLog` requested by ``step_log=``.
 
     Args:
         step_log: None, ``"exact"`` or a `StepLog`.

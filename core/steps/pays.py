@@ -1,15 +1,15 @@
-"""When a log of every step pays: the time that failures cost, with and without one, in closed forms.
+"""When a step log pays: expected time lost to failures with and without one, in closed form (after Daly, 2006).
 
-Failures come at random with a mean time M between them. A training that saves every tau seconds of work is stalled for C at each
-save; the checkpoint is committed D later, in the background; a restart and a restore take R. Without a log, all work since the
-last committed checkpoint is done again:
+Failures are a Poisson process with a mean time M between them. A training that saves every tau seconds of work is
+stalled for C at each save; the checkpoint is committed D later, in the background; a restart and a restore take R.
+Without a log, all work since the last committed checkpoint is repeated:
 
     T = M / tau * exp((R + D) / M) * (exp((tau + C) / M) - 1)        seconds for each second of work
 
 which is Daly's complete model (Future Generation Computer Systems 22, 2006, equation 20) with a commit lag: a failure comes before
-k saves are committed with probability 1 - exp(-(k (tau + C) + D) / M), and every failure begins the count again. With a log that
-costs the share o of the training's time, that is written in segments of b seconds and arrives g later, and is replayed at rho of
-the time of training, b / 2 + g of work are lost, and the rest is replayed:
+k saves are committed with probability 1 - exp(-(k (tau + C) + D) / M), and every failure restarts the count. With a log
+that costs the share o of the training's time, that is written in segments of b seconds and arrives g later, and is
+replayed at rho of the time of training, b / 2 + g of work are lost, and the rest is replayed:
 
     T = (M + r) / (M / ((1 + o) (1 + C / tau)) - b / 2 - g),   r = M (exp((R + rho (tau / 2 + D)) / M) - 1)
 
@@ -40,16 +40,16 @@ _LONGEST = 50.0  # times M; no interval near it is of use
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Of failures and saves, all in seconds.
+    """Costs of failures and saves, all in seconds.
 
     Raises:
-        ConfigError: a value is no time.
+        ConfigError: a value is not a valid time.
     """
 
     mtbf: float
     """M: mean time between failures of the whole training."""
     stall: float
-    """C: that training waits for a save."""
+    """C: time that training waits for a save."""
     lag: float
     """D: from a save's snapshot to its commit; also the shortest interval."""
     restart: float
@@ -66,10 +66,10 @@ class Costs:
 
 @dataclass(frozen=True, kw_only=True)
 class LogCosts:
-    """Of a log of every step.
+    """Costs of a step log.
 
     Raises:
-        ConfigError: a value cannot be.
+        ConfigError: a value is out of range.
     """
 
     overhead: float
@@ -88,7 +88,7 @@ class LogCosts:
 
 
 def waste_without_log(interval: float, costs: Costs) -> float:
-    """Time beyond the work itself, as a share of it; infinite where the training does not get ahead.
+    """Time lost, as a share of the work; infinite where the training makes no progress.
 
     Args:
         interval: tau, seconds of work between two saves.
@@ -115,7 +115,8 @@ def waste_with_log(interval: float, costs: Costs, log: LogCosts) -> float:
 
 
 def best_interval(costs: Costs, log: LogCosts | None = None) -> float:
-    """The interval between saves that wastes the least time, in seconds of work; D or more, for one save is made at a time."""
+    """The interval between saves that loses the least time, in seconds of work; D or more, since saves do not
+    overlap."""
 
     def waste(exponent: float) -> float:
         interval = math.exp(exponent)
@@ -126,18 +127,18 @@ def best_interval(costs: Costs, log: LogCosts | None = None) -> float:
 
 
 def first_order_interval(costs: Costs, log: LogCosts | None = None) -> float:
-    """What is mostly used for it: sqrt(2 M C) (Young, 1974), with a log sqrt(2 M C / rho)."""
+    """Young's first-order interval (1974) sqrt(2 M C), with a log sqrt(2 M C / rho)."""
     return max(costs.lag, math.sqrt(2 * costs.mtbf * costs.stall / (max(log.replay, 1e-9) if log else 1.0)))
 
 
 def worth(costs: Costs, log: LogCosts) -> float:
-    """The overhead that a log may have before it costs more than it saves, each with its own best interval; below 0: none."""
+    """The overhead at which a log costs as much as it saves, each with its own best interval; below 0 it never pays."""
     without = waste_without_log(best_interval(costs), costs)
     if not math.isfinite(without):
         return math.inf
 
     def overhead(interval: float) -> float:
-        """With which a log wastes as much as no log."""
+        """The overhead at which a log loses as much time as no log."""
         try:
             recovery = costs.mtbf * math.expm1(
                 (costs.restart + log.replay * (interval / 2 + costs.lag)) / costs.mtbf
@@ -153,7 +154,7 @@ def worth(costs: Costs, log: LogCosts) -> float:
 
 
 def _least(function: Callable[[float], float], low: float, high: float) -> float:
-    """Where a function with one minimum is least, by golden section."""
+    """The minimizer of a unimodal function, by golden-section search."""
     inner = [high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)]
     values = [function(place) for place in inner]
     for _ in range(_ROUNDS):

@@ -1,4 +1,4 @@
-"""A bar for a replay that somebody watches; nothing in a log file."""
+"""A progress bar for a replay, on terminals only."""
 
 import sys
 import time
@@ -19,7 +19,7 @@ class ReplayBar:
         self._task: Any = None
 
     def __call__(self, done: int, of: int) -> None:
-        """So many of the segments are replayed."""
+        """Show how many of the segments are replayed."""
         if self._bar is None:
             if not sys.stderr.isatty() or time.monotonic() - self._began < _AFTER_S:
                 return

@@ -1,4 +1,4 @@
-"""Finds the segments that the newest writer of a run has left, and says what is wrong with the others."""
+"""Finds the segments of a run's newest writer, and reports what is wrong with the others."""
 
 from dataclasses import dataclass, field
 
@@ -24,15 +24,15 @@ _MAX_SEGMENT = 1 << 46
 
 @dataclass
 class Survey:
-    """What a log holds."""
+    """The usable segments of a log, and the problems found."""
 
     next_turn: int = 1
     """Higher than that of every writer so far."""
     references: list[Reference] = field(default_factory=list)
-    """Segments of the newest writer, and before them those that it went on from; in the order of their steps, with gaps where
-    one is missing."""
+    """Segments of the newest writer, preceded by those that it continued from, in the order of their steps; there are
+    gaps where one is missing."""
     problems: list[str] = field(default_factory=list)
-    """What was found and not used, and why."""
+    """What was found but not used, and why."""
 
 
 class LogReader:
@@ -49,7 +49,7 @@ class LogReader:
         self._sizes: dict[Key, int] = {}
 
     def survey(self) -> Survey:
-        """Look through the folder; of each segment the head alone is read.
+        """List the folder and read the head of each segment.
 
         Raises:
             StoreError: the folder cannot be listed.
@@ -60,7 +60,7 @@ class LogReader:
             key = Key.parse(info.key)
             if key is None:
                 survey.problems.append(
-                    f"{self._objects.show(info.key)} is no segment of a step log, and is left alone"
+                    f"{self._objects.show(info.key)} is not a segment of a step log, and is ignored"
                 )
             else:
                 self._sizes[key] = info.size
@@ -86,8 +86,10 @@ class LogReader:
             except ForeignSegmentError as error:
                 survey.problems.append(f"{self._show(key)}: {error}")
             except (FormatError, StoreError) as error:
-                # Who came before may have gone on writing after this one began: none of that is used.
-                survey.problems.append(f"{self._show(key)}, which says what its writer went on from: {error}")
+                # An earlier writer may have continued after this one began: its later segments are not used.
+                survey.problems.append(
+                    f"{self._show(key)}, which names the segments that its writer continued from: {error}"
+                )
                 return None
         return None
 
@@ -113,7 +115,7 @@ class LogReader:
         return found
 
     def head(self, key: Key) -> Head:
-        """All of a segment but its tensors, compared with its seal.
+        """A segment without its tensors, verified by its seal.
 
         Raises:
             FormatError: it is damaged, or another segment.
@@ -134,10 +136,10 @@ class LogReader:
         """A whole segment.
 
         Args:
-            reference: as `survey` gave it.
+            reference: from `survey`.
 
         Returns:
-            Its head, and its tensors' bytes, compared with their checksum.
+            Its head, and its tensors' bytes, verified by their checksum.
 
         Raises:
             FormatError: it is damaged, or not the one that is referred to.
@@ -162,7 +164,7 @@ class LogReader:
         return head, payload
 
     def show(self, reference: Reference) -> str:
-        """Where a segment lies, for messages."""
+        """The location of a segment, for messages."""
         return self._show(reference.key)
 
     def _show(self, key: Key) -> str:

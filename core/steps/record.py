@@ -1,7 +1,7 @@
-"""What one training step consumed: in memory, and as JSON beside a table of tensors (docs/steps.md, "A segment").
+"""The inputs of one training step: in memory, and as JSON with a table of tensors (docs/steps.md, "A segment").
 
-No pickle: plain data goes through `shrinkpoint.state.tree`, tensors are raw little-endian elements. What a file declares is compared
-with its length before anything is decoded.
+No pickle: plain data goes through `shrinkpoint.state.tree`, tensors are raw little-endian elements. The sizes that a
+file declares are checked against its length before anything is decoded.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -56,7 +56,7 @@ class Sparse:
 
 
 Gradient: TypeAlias = Dense | Sparse | None
-"""None is a parameter without a gradient, which an optimizer leaves alone; zeros would move it."""
+"""None is a parameter without a gradient, which an optimizer does not update; a zero gradient could change it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,26 +68,26 @@ class Event:
     groups: Sequence[Mapping[str, Any]]
     """Its hyperparameters at that moment, by group."""
     attributes: Mapping[str, Any] = field(default_factory=dict)
-    """``grad_scale`` and ``found_inf``, where a gradient scaler has left them on the optimizer."""
+    """``grad_scale`` and ``found_inf``, where a gradient scaler has set them on the optimizer."""
     closure: bool = False
     """Whether ``step`` was given a closure."""
     loss: Any = None
     """What the closure returned, if that is a number."""
     gradients: Sequence[Gradient]
-    """Of each of its parameters, in the groups' order."""
+    """The gradient of each of its parameters, in the groups' order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What happened between two calls of `Checkpointer.step`; mostly one training step."""
+    """The optimizer steps between two calls of `Checkpointer.step`; mostly one training step."""
 
     begin: int
     """Training steps done before."""
     end: int
     events: Sequence[Event]
-    """Every ``step`` of every optimizer, in order; none where a gradient scaler has skipped it."""
+    """Every ``step`` of every optimizer, in order; without those that a gradient scaler has skipped."""
     remainder: TrainingState | None = None
-    """What else the state was made of at the end; None where the next record has it."""
+    """The rest of the state at the end; None where a later record has it."""
 
 
 class TensorTable:
@@ -104,7 +104,7 @@ class TensorTable:
         return self._add(dtype_name(tensor.dtype), list(tensor.shape), tensor_to_bytes(tensor))
 
     def add_array(self, array: np.ndarray[Any, Any]) -> int:
-        """Take integers that no tensor holds."""
+        """Add an array of integers."""
         return self._add(array.dtype.name, [array.size], np.ascontiguousarray(array).view(np.uint8))
 
     def put(self, path: Path, tensor: torch.Tensor) -> str:
@@ -232,7 +232,7 @@ def _encode_gradient(gradient: Gradient, table: TensorTable) -> JSON:
             "coalesced": gradient.coalesced,
         }
     order = {} if gradient.order is None else {"order": list(gradient.order)}
-    # of complex numbers one half may be zero: they are stored as they are
+    # complex numbers, of which one half may be zero, are stored unchanged
     complex_ = gradient.values.is_complex()
     size = gradient.values.element_size()
     parts = None if complex_ else drop_zeros(tensor_to_bytes(gradient.values), size)
@@ -294,14 +294,14 @@ def _decode_event(node: JSON, tensors: Tensors, shapes: Callable[[int], Sequence
     expected, gradients = shapes(which), node["gradients"]
     if len(expected) != len(gradients):
         raise FormatError(
-            f"a record holds gradients of {len(gradients)} parameters, and optimizer {which} has {len(expected)}"
+            f"a record contains gradients of {len(gradients)} parameters, and optimizer {which} has {len(expected)}"
         )
     groups = decode_tree(node["groups"], tensors.named)
     attributes = decode_tree(node["attributes"], tensors.named)
     if not isinstance(groups, list) or any(not isinstance(group, dict) for group in groups):
         raise FormatError("a record's groups are not a list of dicts")
     if not isinstance(attributes, dict) or set(attributes) - {"grad_scale", "found_inf"}:
-        raise FormatError("a record's attributes are others than grad_scale and found_inf")
+        raise FormatError("a record has attributes other than grad_scale and found_inf")
     return Event(
         optimizer=which,
         groups=groups,
@@ -338,7 +338,9 @@ def _decode_gradient(node: JSON, tensors: Tensors, shape: tuple[int, ...]) -> Gr
 
 def _check_shape(found: tuple[int, ...], expected: tuple[int, ...]) -> None:
     if found != expected:
-        raise FormatError(f"a record holds a gradient of shape {found} for a parameter of shape {expected}")
+        raise FormatError(
+            f"a record contains a gradient of shape {found} for a parameter of shape {expected}"
+        )
 
 
 def _checked_order(order: JSON, dims: int) -> tuple[int, ...] | None:

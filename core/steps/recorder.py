@@ -1,4 +1,4 @@
-"""Sees every `optimizer.step()` at the moment when its gradients are final.
+"""Records the inputs of every `optimizer.step()` at the moment when its gradients are final.
 
 That moment is within ``step`` itself: after the closure, if there is one, and after the hooks that were registered before, which
 may clip. Frameworks' own events come earlier (Lightning's ``on_before_optimizer_step`` before clipping).
@@ -17,7 +17,7 @@ from shrinkpoint.steps.record import Dense, Event, Gradient, Sparse
 __all__ = ["KEPT", "ZERO", "CannotLogError", "Recorder", "dense_order"]
 
 KEPT, ZERO = "kept", "zero"
-"""What became of a gradient after its step: left as it was consumed, or set to zeros."""
+"""The state of a gradient after its step: unchanged, or set to zeros."""
 
 _ATTRIBUTES = ("grad_scale", "found_inf")
 
@@ -27,11 +27,11 @@ class CannotLogError(Exception):
 
 
 class Recorder:
-    """Hooks optimizers and keeps what each ``step`` consumed until `take`.
+    """Hooks optimizers and keeps the inputs of each ``step`` until `take`.
 
     Args:
         optimizers: all that the training has.
-        failed: told, in words, when a step cannot be logged; the training goes on.
+        failed: called with a message when a step cannot be logged; the training continues.
         before: called before the first step after `start` is recorded, while the state is still the old one.
     """
 
@@ -73,24 +73,24 @@ class Recorder:
         self._drop()
 
     def close(self) -> None:
-        """Leave the optimizers as they were."""
+        """Remove the hooks."""
         self.stop()
         for handles in self._handles:
             for handle in handles:
                 handle.remove()
 
     def take(self) -> tuple[list[Event], list[CopiedState]]:
-        """What was recorded since the last time, and the memory that it lies in."""
+        """The events recorded since the last call, and the memory that they use."""
         taken = self._events, self._copied
         self._events, self._copied = [], []
         return taken
 
     def forget_gradients(self) -> None:
-        """From now on, no gradient counts as one that a recorded step has consumed."""
+        """Forget which gradients the recorded steps have used."""
         self._consumed = {}
 
     def fate(self, parameter: torch.Tensor) -> str | torch.Tensor | None:
-        """What a parameter's gradient is now: None, as its last recorded step has left it, zeros, or something else."""
+        """A parameter's present gradient: None, unchanged since its last recorded step, zeros, or another tensor."""
         gradient = parameter.grad
         if gradient is None:
             return None
@@ -118,7 +118,7 @@ class Recorder:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if not self._active:
             return None
-        if self._pending is not None:  # a step that raised, and was not made
+        if self._pending is not None:  # a step that raised and was not completed
             self._pending[1].release()
             self._pending = None
         which = next(i for i, one in enumerate(self._optimizers) if one is optimizer)
@@ -175,7 +175,7 @@ class Recorder:
     def _record(self, which: int, *, closure: bool, loss: object) -> None:
         try:
             self._pending = self._captured(which, closure, loss)
-        except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
+        except Exception as error:  # noqa: BLE001 - training continues after any error
             self._fail(
                 str(error) if isinstance(error, CannotLogError) else f"{type(error).__name__}: {error}"
             )
@@ -231,13 +231,13 @@ def dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
     expected = 1
     for dim in reversed(order):
         if tensor.shape[dim] != 1 and strides[dim] != expected:
-            return None  # overlapping or with holes: its copy is as good as any
+            return None  # overlapping or with holes: any order will do for its copy
         expected *= tensor.shape[dim]
     return tuple(order)
 
 
 def _number(loss: object) -> Any:
-    """A loss that some optimizers' steps depend on."""
+    """The loss as a number, since some optimizers' steps depend on it."""
     if isinstance(loss, torch.Tensor):
         return loss.detach().clone() if loss.numel() == 1 and loss.layout == torch.strided else None
     return loss if isinstance(loss, bool | int | float) else None

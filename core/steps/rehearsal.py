@@ -1,4 +1,4 @@
-"""The first logged steps, replayed on a copy while the training runs: whether a log is of use is known from the start."""
+"""Replays the first logged steps on a copy while the training runs, to detect early that a log cannot be replayed."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +19,7 @@ _NAMED = 3
 
 
 class Rehearsal:
-    """A copy of weights and optimizer states, on which recorded steps can be made.
+    """A copy of weights and optimizer states, on which recorded steps can be replayed.
 
     Args:
         optimizers: of the training, before the first of these steps.
@@ -30,7 +30,8 @@ class Rehearsal:
 
     @staticmethod
     def possible(optimizers: Sequence[torch.optim.Optimizer]) -> bool:
-        """Whether copies can be stepped as the optimizers are: hooks after a step may hold the training's own weights."""
+        """Whether copies can be stepped like the optimizers: hooks after a step may refer to the training's own
+        weights."""
         if getattr(optimizer_module, "_global_optimizer_post_hooks", None):
             return False
         return all(
@@ -41,7 +42,7 @@ class Rehearsal:
     def obstacle(
         self, records: Sequence[Record], optimizers: Sequence[torch.optim.Optimizer], model: nn.Module
     ) -> str | None:
-        """Make the steps on the copy, and say why a replay would not do; None where it would.
+        """Replay the steps on the copy, and return why a replay would fail; None where it succeeds.
 
         Args:
             records: what was recorded since; if from a GPU, the caller has waited for the copies.
@@ -53,7 +54,7 @@ class Rehearsal:
                 for event in record.events:
                     make_step(self._copies[event.optimizer], event)
             found = differing(fingerprints(optimizers), fingerprints(self._copies))
-        except Exception as error:  # noqa: BLE001 - anybody's optimizer
+        except Exception as error:  # noqa: BLE001 - a third-party optimizer may raise anything
             return f"the logged steps cannot be replayed: {type(error).__name__}: {error}"
         if not found:
             return None

@@ -1,7 +1,8 @@
-"""What a training state holds beside the weights that optimizers move and the optimizers' own states.
+"""The remainder of a training state: everything except trained weights and optimizer states.
 
-Most of it is small: buffers, generators, schedulers, scalers, positions in the data. It is logged whole at the end of a segment,
-and set back when a replay ends there. What is large must not change, or must be made again by the user's ``after_step``.
+Most of it is small: buffers, generators, schedulers, scalers, positions in the data. It is logged whole at the end of a
+segment, and restored when a replay ends there. Large tensors in it must not change, or must be recomputed by the user's
+``after_step``.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,13 +29,13 @@ _EXTRA = "_extra_state"
 
 
 class Remainder:
-    """Everything of a training but optimized weights and optimizer states.
+    """Everything of a training except trained weights and optimizer states.
 
     Args:
         model: the module.
         optimizers: all of them.
         stateful: further objects with a state, by name.
-        after_step: makes again, once for each step, what neither the optimizers nor the log do.
+        after_step: called once for each step; recomputes what neither the optimizers nor the log restore.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Remainder:
         return max(_SMALL, _SHARE * sum(p.nbytes for one in self._optimizers for p in parameters_of(one)))
 
     def refuse(self) -> None:
-        """Refuse, before training starts, objects whose states no replay makes.
+        """Refuse, before training starts, objects whose states a replay cannot reproduce.
 
         Raises:
             ConfigError: names the object and its largest tensor.
@@ -73,18 +74,18 @@ class Remainder:
             return None
         largest = max(tensors, key=lambda key: tensors[key].nbytes)
         return (
-            f"{name!r} holds {size / 1e6:.3g} MB ({largest!r} for one) that no optimizer makes, so that a replay would leave it as"
-            " it was. Give after_step=, a function that does to it what the training does after each step, or leave step_log out"
+            f"{name!r} contains {size / 1e6:.3g} MB ({largest!r} for one) that no optimizer updates, so that a replay would not"
+            " change it. Give after_step=, a function that does to it what the training does after each step, or leave step_log out"
         )
 
     def _others(self) -> dict[str, torch.Tensor]:
-        """Buffers, and parameters that no optimizer has."""
+        """Buffers, and parameters without an optimizer."""
         trained = {id(p) for one in self._optimizers for p in parameters_of(one)}
         parameters = {name: p.detach() for name, p in self._model.named_parameters() if id(p) not in trained}
         return parameters | {name: b for name, b in self._model.named_buffers() if b is not None}
 
     def made(self) -> dict[str, torch.Tensor]:
-        """Large tensors that ``after_step`` makes, by name: a replay must reproduce them too."""
+        """Large tensors that ``after_step`` updates, by name: a replay must reproduce them too."""
         if self._after_step is None:
             return {}
         limit = self._limit
@@ -104,7 +105,7 @@ class Remainder:
         ]
 
     def begin(self) -> None:
-        """Note what large tensors are like, which must not change from now on."""
+        """Record the large tensors, which must not change from now on."""
         self._constant = {}
         if self._after_step is None:
             limit = self._limit
@@ -113,7 +114,7 @@ class Remainder:
                     self._constant[name] = _Constant(_looks(tensor), _whole(tensor))
 
     def check(self) -> None:
-        """Look whether they have changed.
+        """Check that they have not changed.
 
         Raises:
             CannotLogError: one has; the message names it.
@@ -128,15 +129,15 @@ class Remainder:
                 self._constant[name] = _Constant(looks, noted.digest)
                 continue
             raise CannotLogError(
-                f"{name!r}, which no optimizer trains, is moved by the training, and no replay does that. Give after_step=, a"
-                " function that does it, or leave step_log out"
+                f"{name!r}, which no optimizer trains, is changed by the training, and a replay does not do that. Give after_step=,"
+                " a function that does it, or leave step_log out"
             )
 
     def capture(self, recorder: Recorder) -> TrainingState:
         """What is logged at the end of a segment; live tensors, to be copied at once.
 
         Raises:
-            CannotLogError: an object holds too much.
+            CannotLogError: an object's state is too large.
         """
         made = self._made_objects()
         states = {name: value.state_dict() for name, value in self._stateful.items() if name not in made}
@@ -160,7 +161,7 @@ class Remainder:
         )
 
     def load_buffers(self, remainder: Mapping[str, Any]) -> None:
-        """Set buffers to what they were.
+        """Restore the buffers.
 
         Raises:
             StateMismatchError: the model has others.
@@ -169,11 +170,13 @@ class Remainder:
         with torch.no_grad():
             for name, value in remainder["model"].items():
                 if name not in others or others[name].shape != value.shape:
-                    raise StateMismatchError(f"the log holds {name!r}, and this model has none of its shape")
+                    raise StateMismatchError(
+                        f"the log contains {name!r}, and this model has none of its shape"
+                    )
                 others[name].copy_(value)
 
     def load(self, remainder: Mapping[str, Any]) -> None:
-        """Set everything to what it was when `capture` saw it; the generators last.
+        """Restore everything to the time of `capture`; the generators last.
 
         Raises:
             StateMismatchError: the model or the optimizers are others.
@@ -192,7 +195,7 @@ class Remainder:
                 elif fate == ZERO:
                     parameter.grad = torch.zeros_like(parameter)
                 elif fate != KEPT or parameter.grad is None:
-                    raise StateMismatchError("the log says that a gradient was kept which it does not hold")
+                    raise StateMismatchError("the log refers to a kept gradient which it does not contain")
         for name, state in remainder["stateful"].items():
             if name in self._stateful:
                 self._stateful[name].load_state_dict(state)
@@ -202,7 +205,7 @@ class Remainder:
 
 
 def _warns_at_once(value: object) -> bool:
-    """Whether an object's state may be asked for before training: loaders and samplers may have to start their workers for it."""
+    """Whether an object's state may be read before training: loaders and samplers may start their workers for it."""
     return isinstance(value, nn.Module) or not hasattr(value, "__iter__")
 
 
@@ -213,7 +216,8 @@ class _Constant:
 
 
 def _looks(tensor: torch.Tensor) -> object:
-    """What changes with a tensor almost always, and is found without reading all of it; ``tensor.data`` leaves no other trace."""
+    """A cheap signature that almost always changes with a tensor; writes through ``tensor.data`` leave no other
+    trace."""
     sample = tensor.detach().reshape(-1)
     sample = sample[:: max(1, sample.numel() // _SAMPLE)].cpu()
     return 0 if tensor.is_inference() else tensor._version, tensor_digest(sample)

@@ -1,4 +1,4 @@
-"""Makes logged steps again, by the training's own optimizers, and believes the result only where its digest agrees."""
+"""Replays logged steps with the training's own optimizers, and accepts the result only if its digest matches."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,16 +21,16 @@ __all__ = ["Replay", "Replayed", "make_step"]
 
 @dataclass(frozen=True)
 class Replayed:
-    """How far a replay has come."""
+    """The result of a replay."""
 
     step: int
-    """At which the state stands now."""
+    """The step of the state now."""
     used: list[Reference]
-    """Segments that lead to it, from as far back as they are without a gap."""
+    """Segments that lead to it, from as far back as there is no gap."""
     problems: list[str] = field(default_factory=list)
-    """Why it did not come further, where that is worth telling."""
+    """Why it ended there, where that should be reported."""
     remainder: Mapping[str, Any] | None = None
-    """What was set at the end; None where nothing was replayed."""
+    """The remainder that was restored at the end; None where nothing was replayed."""
 
 
 class _StoppedError(Exception):
@@ -45,11 +45,11 @@ class Replay:
     """Replays segments onto a restored state.
 
     Args:
-        optimizers: hold the restored state, and their parameters do.
+        optimizers: with the restored state in them and in their parameters.
         remainder: everything else of the training.
         after_step: called after each step, as the training called it.
         reader: of the log.
-        progress: told how many segments are done, and of how many.
+        progress: called with the number of segments done, and their total.
     """
 
     def __init__(
@@ -69,15 +69,15 @@ class Replay:
     def run(
         self, base: int, references: Sequence[Reference], prepare: Callable[[], Callable[[], None]]
     ) -> Replayed:
-        """Replay what continues the restored state, as far as it is sound.
+        """Replay the segments that continue the restored state, as far as they are sound.
 
         Args:
             base: the step of that state.
-            references: segments as the log gave them.
-            prepare: called before anything is changed; gives a function that restores the state again.
+            references: the log's segments.
+            prepare: called before anything is changed; returns a function that restores the state again.
 
         Returns:
-            Where the state stands: after the last segment whose digest agrees.
+            How far it came: the state is that after the last segment whose digest matches.
         """
         place = Place(base, self._digest())
         first = next((i for i in reversed(range(len(references))) if references[i].begin == place), None)
@@ -103,7 +103,7 @@ class Replay:
                 try:
                     self._remainder.load(remainder)
                 except Exception as error:  # noqa: BLE001 - an object's load_state_dict may raise anything
-                    problems.insert(0, f"what was logged beside the weights does not fit: {error}")
+                    problems.insert(0, f"the logged state other than the weights does not fit: {error}")
                     reload()
                     return Replayed(base, _run_up(references, first), problems)
                 used = [*_run_up(references, first), *chain[:reached]]
@@ -140,7 +140,7 @@ class Replay:
                 self._make(record.events, remainder)
             if at != reference.end.step or remainder is None:
                 raise FormatError(
-                    "its last step is not the one that its header says, or lacks what stood beside the weights"
+                    "its last step is not the one in its header, or lacks the state other than the weights"
                 )
         except (FormatError, StoreError, StateMismatchError) as error:
             raise _StoppedError(f"{shown}: {error}", dirty) from error
@@ -178,10 +178,11 @@ class Replay:
 
 
 def make_step(optimizer: torch.optim.Optimizer, event: Event) -> None:
-    """One call of ``step`` with what it consumed then. Hooks before the step have run by the time of the record, and do not again.
+    """One call of ``step`` with its recorded inputs. Hooks before the step had run before recording, and do not run
+    again.
 
     Args:
-        optimizer: in the state in which it was.
+        optimizer: in the state before that step.
         event: as recorded.
     """
     set_groups(optimizer, event.groups)

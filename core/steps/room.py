@@ -1,4 +1,4 @@
-"""Whether a log fits where it is to be written."""
+"""Checks that a log fits in the free space of its location."""
 
 import os
 import shutil
@@ -11,7 +11,7 @@ _INTERVALS = 2  # between checkpoints, which are kept
 
 
 def lack_of_room(location: Location, step_bytes: int, every: int) -> str | None:
-    """Say by how much a log is too large for a local file system; None where it fits, or nothing is known.
+    """A message if a log is too large for a local file system; None where it fits, or that is unknown.
 
     Args:
         location: the log's folder.

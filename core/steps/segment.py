@@ -1,7 +1,7 @@
 """The file of some logged steps: prefix, JSON, tensors; no pickle (docs/steps.md, "A segment").
 
-Every segment names its writer and the one before it, so that files cut short, damaged, exchanged, copied, or of another run or
-writer are found out before anything of them is used.
+Every segment names its writer and its predecessor, so that files that are truncated, damaged, exchanged, copied, or of
+another run or writer are detected before anything of them is used.
 """
 
 import re
@@ -51,33 +51,33 @@ _KEY = re.compile(r"([0-9]{8})-([0-9a-f]{16})-([0-9]{10})\.steps")
 
 
 class ForeignSegmentError(FormatError):
-    """A sound segment that is another one than its name says, or of another run."""
+    """A sound segment that does not match its name, or belongs to another run."""
 
 
 @dataclass(frozen=True, order=True)
 class Key:
-    """Whose segment it is, and which."""
+    """A segment's writer and number."""
 
     turn: int
-    """Of the writers of this run, each takes a higher one than all before."""
+    """The writer's turn: each writer of a run takes a higher one than all before."""
     session: str
     """The writer's nonce, 16 hexadecimal digits."""
     number: int
-    """0 is the writer's first segment, which says what it goes on from and holds no steps."""
+    """0 is the writer's first segment, which names the segments that it continues from and contains no steps."""
 
     def __str__(self) -> str:
         return f"{self.turn:08d}-{self.session}-{self.number:010d}.steps"
 
     @staticmethod
     def parse(text: str) -> "Key | None":
-        """The key of a file's name; None where it is none."""
+        """The key of a file's name; None if the name is not a key."""
         match = _KEY.fullmatch(text)
         return Key(int(match[1]), match[2], int(match[3])) if match else None
 
 
 @dataclass(frozen=True)
 class Place:
-    """A moment of the training."""
+    """A state of the training: its step and its digest."""
 
     step: int
     """Training steps done."""
@@ -85,7 +85,7 @@ class Place:
     """`shrinkpoint.steps.fingerprint` of the state."""
 
     def to_json(self) -> JSON:
-        """As it stands in a header."""
+        """In the form of a header."""
         return {"step": self.step, "digest": self.digest}
 
     @staticmethod
@@ -106,7 +106,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Reference:
-    """A segment as others refer to it."""
+    """A reference to a segment."""
 
     key: Key
     seal: str
@@ -115,7 +115,7 @@ class Reference:
     end: Place
 
     def to_json(self) -> JSON:
-        """As it stands in a header."""
+        """In the form of a header."""
         return {
             "key": str(self.key),
             "seal": self.seal,
@@ -152,7 +152,7 @@ class Head:
     end: Place | None
     """The state after its last record."""
     inherits: tuple[Reference, ...] = ()
-    """In the first segment of a writer: the segments of writers before it whose replay it goes on from."""
+    """In the first segment of a writer: the segments of earlier writers whose replay it continues from."""
     records: Sequence[JSON] = ()
     tensors: JSON = ()
     provenance: JSON = None
@@ -163,7 +163,7 @@ class Head:
 
     @property
     def reference(self) -> Reference:
-        """What others call it; not of a writer's first segment."""
+        """A reference to this segment; not for a writer's first segment."""
         assert self.begin is not None
         assert self.end is not None
         return Reference(self.key, self.seal, self.begin, self.end)
@@ -171,7 +171,7 @@ class Head:
 
 @dataclass(frozen=True)
 class Prefix:
-    """The first bytes of a segment, compared with the length of its file."""
+    """The first bytes of a segment, checked against the length of its file."""
 
     header: int
     payload: int
@@ -239,7 +239,7 @@ def read_prefix(data: bytes, size: int) -> Prefix:
     if not data.startswith(MAGIC):
         raise FormatError(f"not a segment of a step log: it starts with {bytes(data[:8])!r}")
     if len(data) < PREFIX.size:
-        raise CorruptionError(f"cut short: {len(data)} bytes do not hold the prefix of a segment")
+        raise CorruptionError(f"cut short: {len(data)} bytes do not contain the prefix of a segment")
     _, version, reserved, header, payload, digest, previous, seal = PREFIX.unpack_from(data)
     if version != VERSION or reserved:
         raise UnsupportedFormatError(
@@ -259,7 +259,7 @@ def read_head(data: bytes, prefix: Prefix, key: Key, run: str) -> Head:
 
     Args:
         data: these bytes.
-        prefix: as `read_prefix` gave it.
+        prefix: from `read_prefix`.
         key: by which it was found.
         run: that it must belong to.
 

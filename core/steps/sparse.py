@@ -1,7 +1,7 @@
-"""Dense gradients that are mostly zeros, as training leaves them that compresses its gradients: the rest, and the gaps between.
+"""Sparse coding of dense gradients that are mostly zeros (from gradient compression): nonzero values and gaps.
 
-LowDiff (arXiv 2509.04084, section III) stores such gradients as indices and values. Zero means all bits zero: minus zero is
-kept, for the replay is to be exact.
+LowDiff (arXiv 2509.04084, section III) stores such gradients as indices and values. Zero means all bits zero: minus
+zero is stored, since the replay must be exact.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ def drop_zeros(data: UInt8s, itemsize: int) -> tuple[npt.NDArray[Any], UInt8s] |
         itemsize: bytes of one: 1, 2, 4 or 8.
 
     Returns:
-        For each such element how many zeros stand before it, in the smallest type that holds all of them, and the elements'
+        For each such element the number of zeros before it, in the smallest sufficient integer type, and the elements'
         bytes; None where that takes about as much as `data`.
     """
     words = data.view(_WORDS[itemsize])

@@ -1,4 +1,4 @@
-"""Writes segments in the background, removes those that no checkpoint needs any more, and says when it cannot."""
+"""Writes segments in the background, removes those that no checkpoint needs any more, and reports failures."""
 
 import threading
 from collections import deque
@@ -20,7 +20,7 @@ _KEPT_BASES = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Pending:
-    """A segment as the training thread hands it over."""
+    """A segment queued by the training thread."""
 
     begin: Place
     end: Place
@@ -41,7 +41,7 @@ class SegmentWriter:
         run: the nonce of the run.
         turn: higher than that of every writer before.
         session: this writer's nonce.
-        inherits: segments that this training goes on from.
+        inherits: segments that this training continues from.
         provenance: for people.
     """
 
@@ -68,13 +68,13 @@ class SegmentWriter:
         self._changed = threading.Condition()
         self._stopping = False
         self.failure: str | None = None
-        """Why nothing more is written; None while all is well."""
+        """Why the writer has stopped; None while it runs."""
         self.bytes = 0
-        """Written so far."""
+        """Bytes written so far."""
         self.segments = 0
         self.written: int | None = None
         """The step up to which all is written."""
-        # A daemon: what it has not written when the process ends is lost as in a crash, and costs only time.
+        # A daemon: segments not written when the process ends are lost as in a crash, which only costs time.
         self._thread = threading.Thread(target=self._work, name="shrinkpoint-steps", daemon=True)
         self._enqueue(self._begin)
         self._thread.start()
@@ -83,11 +83,11 @@ class SegmentWriter:
         """Hand a segment over.
 
         Args:
-            pending: its memory is given back when it is written.
-            wait: for room, where more is waiting than should.
+            pending: its memory is returned when it is written.
+            wait: wait for space in the queue if it is full.
 
         Returns:
-            False where there is no room; the segment then stays the caller's.
+            False if the queue is full; the caller then keeps the segment.
         """
         size = pending.nbytes
         with self._changed:
@@ -133,7 +133,7 @@ class SegmentWriter:
                 job()
             except ShrinkpointError as error:
                 self._fail(str(error))
-            except Exception as error:  # noqa: BLE001 - whatever it is, the training goes on without a log
+            except Exception as error:  # noqa: BLE001 - after any error the training continues without a log
                 self._fail(f"{type(error).__name__}: {error}")
             with self._changed:
                 self._jobs.popleft()
@@ -144,7 +144,7 @@ class SegmentWriter:
             self.failure = reason
 
     def _begin(self) -> None:
-        """Take the turn, and remove what no turn can use from now on."""
+        """Write the first segment, which takes the turn, and remove segments that are now useless."""
         self._put(Head(run=self._run, key=self._key(), begin=None, end=None, inherits=self._inherits), [])
         inherited = {str(reference.key) for reference in self._inherits}
         self._objects.delete(
@@ -207,7 +207,7 @@ class SegmentWriter:
         ]
         if newer:
             self._fail(
-                f"another process has taken the log of this run over ({newer[0]} is its first segment)"
+                f"another process has taken over the log of this run ({newer[0]} is its first segment)"
             )
             return
         if len(self._bases) < _KEPT_BASES:

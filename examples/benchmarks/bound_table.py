@@ -19,19 +19,19 @@ _HEAD = """# The bound, measured on {count} trainings
 
 Written by `python examples/benchmarks/bound.py` ({versions}). Each training is run undisturbed, and once more so that
 it is thrown away and restored from the store after ten of its eleven checkpoints, all options at their defaults. Losses are those on
-data apart from the probe's, changes are relative to the undisturbed run of the same seed. What was measured stands in
-[{file}]({file}); `--table` makes this page of it.
+data apart from the probe's, changes are relative to the undisturbed run of the same seed. The measurements are in
+[{file}]({file}); `--table` writes this page from them.
 
 - **ratio**: bytes of all eleven checkpoints in memory over those stored; median over the seeds.
-- **told**: the sum of what the library measured at the ten checkpoints, in brackets of its intervals' ends, where it tells any;
+- **reported**: the sum of the library's measurements at the ten checkpoints, in brackets that of its intervals' ends, where there are any;
   `?` where some were not measured at all, `exact` counts those that were stored exactly.
 - **truth**: change of the final loss, for each seed.
 - **spread**: standard deviation of the undisturbed runs' final losses over the seeds, of their mean; in brackets how many.
 - **a millionth**: change of the final loss of an undisturbed run whose weights were all changed by a millionth of themselves at the
-  same ten steps, for each seed that was tried: what training makes of errors that no scheme could avoid.
-- **kept**: the truth is at most +1 % or within two spreads of the undisturbed run, so are losses beside it, abilities from before
-  are within +0.2 %, and nothing that is frozen has changed.
-- **bound held**: the upper end of what was told, and two spreads, are no less than the truth.
+  same ten steps, for each seed that was tried: the effect of errors that no scheme could avoid.
+- **kept**: the truth is at most +1 % or within two spreads of the undisturbed run, so are other losses, earlier abilities
+  are within +0.2 %, and no frozen element has changed.
+- **bound kept**: the reported upper bound plus two spreads is no less than the truth.
 
 The final losses of two undisturbed runs of different seeds differ with a standard deviation of sqrt(2) spreads, so that one in twelve
 ends more than two spreads above the other. A restored run that ends as far from its own undisturbed run as another seed does exceeds
@@ -55,7 +55,7 @@ def _share(flags: Sequence[bool]) -> str:
     return "yes" if all(flags) else "no" if not any(flags) else f"{sum(flags)} of {len(flags)}"
 
 
-def _told(row: Row) -> str:
+def _reported(row: Row) -> str:
     said = []
     for cell in row.cells.values():
         told = cell["told"]
@@ -72,8 +72,8 @@ def _kept(row: Row) -> str:
     return said.get(share, f"**{share}**")
 
 
-def _beside(row: Row) -> str:
-    """Changes of abilities and of losses beside the final one, by their names."""
+def _other(row: Row) -> str:
+    """Changes of abilities and of other losses than the final one, by their names."""
     parts = [f"{name} {_each(values)}" for name, values in {**row.abilities, **row.also}.items()]
     if any(row.frozen.values()):
         parts.append(f"frozen elements changed: {', '.join(map(str, row.frozen.values()))}")
@@ -87,11 +87,11 @@ def _main_table(rows: Sequence[Row]) -> list[str]:
             [
                 _title(row),
                 f"{row.ratio:.3g}x",
-                _told(row),
+                _reported(row),
                 _each(row.truths.values()),
                 _NONE if row.spread is None else f"{100 * row.spread:.2f} ({len(row.plain)})",
                 _each(row.luck.values()) or _NONE,
-                _beside(row),
+                _other(row),
                 _kept(row),
                 _share([held for held in row.held.values() if held is not None]),
             ]
@@ -99,13 +99,13 @@ def _main_table(rows: Sequence[Row]) -> list[str]:
     headings = [
         "training",
         "ratio",
-        "told, %",
+        "reported, %",
         "truth, %",
         "spread, %",
         "a millionth, %",
-        "beside it, %",
+        "other losses, %",
         "",
-        "bound held",
+        "bound kept",
     ]
     return markdown_table(headings, lines)
 
@@ -130,7 +130,7 @@ def _range(values: Sequence[float]) -> str:
 
 
 def _updates(rows: Sequence[Row]) -> list[str]:
-    """How far, and how long, the first updates after a restore are beside the true ones."""
+    """Errors and lengths of the first updates after a restore, relative to the true ones."""
     lines = []
     for row in rows:
         errors, lengths = row.reported("update_error"), row.reported("update_length")
@@ -148,7 +148,7 @@ def _updates(rows: Sequence[Row]) -> list[str]:
     if not lines:
         return []
     headings = ["training", "error", "length", "length at most 1.05"]
-    said = "The update after a restore beside the true one: its relative error, and its relative length, as reported at the saves."
+    said = "The update after a restore compared with the true one: its relative error, and its relative length, as reported at the saves."
     return ["## Updates after a restore", "", said, "", *markdown_table(headings, lines), ""]
 
 
@@ -187,7 +187,7 @@ def _costs(rows: Sequence[Row]) -> list[str]:
     said = (
         "Evaluating and probing, waiting for snapshots, and encoding in the background, in percent of the seconds of the steps alone."
         " These trainings are of seconds: at one save an hour it is a thousandth of that. Last: the loss right after a restore of the"
-        " very last checkpoint, beside that of the run which wrote it."
+        " very last checkpoint, relative to that of the run which wrote it."
     )
     return ["## What it costs", "", said, "", *markdown_table(headings, lines), ""]
 
@@ -201,8 +201,8 @@ def _verdict(name: str, rows: Sequence[Row]) -> list[str]:
     share = f"{100 * sum(held) / len(held):.0f} %" if held else _NONE
     return [
         f"- {name}: **{kept} of {len(judged)} kept** in every run ({sum(runs)} of {len(runs)} runs), {average} of {len(judged)} in"
-        " the mean of their final losses; the told bound held in"
-        f" {share} of {len(held)} runs that were told one."
+        " the mean of their final losses; the reported bound was kept in"
+        f" {share} of {len(held)} runs that reported one."
     ]
 
 
@@ -239,7 +239,7 @@ def document(cells: Iterable[tuple[dict, dict]], *, quick: bool = False, file: s
     Args:
         cells: keys and results, of any trainings and settings; of trainings that have changed since, they are left out.
         quick: of the quick forms, or of the real ones.
-        file: the cells' name beside the page.
+        file: the cells' file name, in the page's folder.
     """
     rows = rows_of(cells, quick=quick)
     settings = dict.fromkeys((row.scheme, row.options) for row in rows)

@@ -44,7 +44,7 @@ algorithms. An epoch has 8 batches; the model has batch norm and dropout.
 
 *Read again* is how many batches of training data the continued run reads beyond those that it trains on; workers read ahead,
 so with them it differs a little from run to run. Native runs are those with Composer's own checkpoints, which it does not
-take on SIGTERM. [Resuming exactly](resuming.md) tells what is restored, how, and what cannot be.
+take on SIGTERM. [Resuming exactly](resuming.md) describes what is restored, how, and what cannot be.
 """
 
 TIMED, SECONDS_PER_BATCH = (400, 300), 0.016
@@ -163,8 +163,8 @@ def report(only: str) -> Iterator[str]:
     yield ""
     yield from table({name: case for name, case in CASES.items() if only in name})
     yield ""
-    yield "Not exact either way: a worker's generators cannot be put to a position without reading everything before it, and"
-    yield "`train_subset_num_batches` is counted from where data that finds its place by itself goes on."
+    yield "Not exact either way: a worker's generators cannot be set to a position without reading everything before it, and"
+    yield "`train_subset_num_batches` is counted from the position that the data restores by itself."
     yield ""
     yield from table({name: case for name, case in IMPOSSIBLE.items() if only in name})
     yield ""

@@ -324,14 +324,14 @@ def _page(results: Sequence[Result], command: str) -> str:
             "",
             f"`{command}` wrote this page: a GPT of {_parameters():,} parameters, {steps} steps, {saves} saves of all state with the",
             f"library's defaults, {saves - 1} of them restored. *Ratio* is of all saves together, *loss* on held-out text of a run without",
-            "restores, *change* what the restores made of it (of one seed; `--seed` takes another). The",
-            "last columns are what a restore does to the optimizer's next update, the worst save of each: its error, and its length.",
+            "restores, *change* its change by the restores (of one seed; `--seed` takes another). The",
+            "last columns are the error and the length of the optimizer's next update after a restore, the worst save of each.",
             "",
             _HEAD,
             "|---" * (_HEAD.count("|") - 1) + "|",
             *map(_row, results),
             "",
-            "What is done with which state, and why: [auto.md](auto.md#the-state-of-other-optimizers).",
+            "The coding of each kind of state, with reasons: [auto.md](auto.md#the-state-of-other-optimizers).",
             "",
         ]
     )

@@ -27,22 +27,22 @@ _OURS, _RIVAL = "auto", "excp"
 
 _HEAD = """# The schemes, measured
 
-**Of `auto`, only what was measured since its noise is limited by training's own movement and its moments keep their length stands
-here ([auto.md](auto.md)); `--only auto` measures the rest.**
+**The results of `auto` are only those measured since its noise is limited by training's own movement and its moments keep their
+length ([auto.md](auto.md)); `--only auto` measures the rest.**
 
 Written by `python examples/benchmarks/schemes.py` ({versions}). The demo's GPT (byte-level, Python's standard library) and a
 causal dilated convolutional network over the same text are trained for real, {seeds}. Each undisturbed run is coded as one
 chain of checkpoints, a base and its deltas, through the library's own path; sizes are those of whole files, against all
 bytes of the state (weights: of their sections, against theirs). Every number is the mean over the seeds, `±` half
-of the way from the least to the greatest. What was measured stands in [schemes.jsonl](schemes.jsonl);
-`--table --cache docs` makes this page of it.
+of the way from the least to the greatest. The measurements are in [schemes.jsonl](schemes.jsonl);
+`--table --cache docs` writes this page from them.
 
-- **at a restore, {marks}**: held-out loss of a run that goes on from what a reader gets, against the undisturbed
+- **at a restore, {marks}**: held-out loss of a run that continues from a restored state, against the undisturbed
   run at the same step, so many optimizer steps after the restore; mean over restores of two checkpoints, the
   middle one and the last.
-- **restored n times**: final loss of a run that goes on from what a reader gets of every one of its n checkpoints, evenly
+- **restored n times**: final loss of a run that is restored from every one of its n checkpoints, evenly
   spread, against the undisturbed one; and how small its files were.
-- "moments too" codes Adam's moments in levels, where the papers leave them as they are; "refilled" and
+- "moments too" codes Adam's moments in levels, where the papers do not change them; "refilled" and
   "mended" repair what docs of the options call defects. ExCP's base is stored in full as published, "lossy base" has
   its moments clustered.
 
@@ -162,7 +162,7 @@ def _verdicts(rows: Sequence[Row], mark: int) -> list[str]:
                 if not _after_resuming(half, mark, size)
             ]
             lines.append(
-                f"- {words}: no setting of `{'`, `'.join(missing)}` holds {share(BOUND)} with every seed."
+                f"- {words}: no setting of `{'`, `'.join(missing)}` stays within {share(BOUND)} with every seed."
             )
     restored = _after_restores(ours)
     if restored is not None:

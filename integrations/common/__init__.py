@@ -1,1 +1,1 @@
-"""What the integrations of all frameworks share."""
+"""Shared by the integrations of all frameworks."""

@@ -1,7 +1,8 @@
-"""Measuring on one process of several, while the others wait for it at the next batch.
+"""Lets one process of several measure alone, while the others wait for it at the next batch.
 
-What talks to the others would wait for ever, for they do not measure; so it is refused. The model is called without torch's
-wrapper for data parallel training, whose hooks on gradients do nothing unless its own forward pass came before.
+Collective communication would block forever, since the others do not measure; so it is refused. The model is called
+without torch's wrapper for data parallel training, whose hooks on gradients do nothing unless its own forward pass came
+before.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -18,16 +19,16 @@ __all__ = ["alone", "wrapper_obstacle"]
 
 
 def alone() -> AbstractContextManager[Any]:
-    """Refuse whatever would wait for other processes; costs nothing where there are none.
+    """Refuse collective communication inside the block; costs nothing in single-process training.
 
     Raises:
-        ConfigError: by what is refused.
+        ConfigError: raised by the refused call.
     """
     return nullcontext() if world_size() == 1 else _NoCommunication()  # type: ignore[no-untyped-call]
 
 
 def wrapper_obstacle(wrapped: nn.Module | None) -> str | None:
-    """Why gradients cannot be computed beside what wraps the model for several processes; None where they can.
+    """Why gradients cannot be computed without the wrapper for several processes; None where they can.
 
     Args:
         wrapped: the model as it is trained.
@@ -36,7 +37,7 @@ def wrapper_obstacle(wrapped: nn.Module | None) -> str | None:
         return None
     if type(wrapped) is not DistributedDataParallel:
         return "several processes train together, and not by DistributedDataParallel"
-    # These two note in every backward pass which parameters have taken part, whoever called it.
+    # With these two DDP records in every backward pass which parameters have taken part.
     if wrapped.find_unused_parameters or wrapped.static_graph:
         return "DistributedDataParallel looks for unused parameters, or has a static graph"
     return None
@@ -46,6 +47,6 @@ class _NoCommunication(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
             raise ConfigError(
-                f"the model or its loss talks to the other processes ({func.__name__}), and the first one measures alone"
+                f"the model or its loss communicates with the other processes ({func.__name__}), but the first one measures alone"
             )
         return func(*args, **(kwargs or {}))

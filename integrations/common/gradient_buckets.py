@@ -1,9 +1,9 @@
-"""The buckets in which DistributedDataParallel sums gradients: a continued run must sum in the order of the first one.
+"""Saves and restores the buckets in which DistributedDataParallel sums gradients, since the order affects rounding.
 
-DDP begins with buckets by the order of the parameters, and after the first backward pass makes new ones by the order in
-which the gradients came. A sum of three or more numbers depends on its order, and the order on the place in a bucket.
-So the buckets are part of a checkpoint, and a process that continues goes through one backward pass of zeros: DDP is
-given a zero gradient for each parameter, in the stored order. No model is called, and nothing is drawn.
+DDP starts with buckets in the order of the parameters, and after the first backward pass rebuilds them in the order in
+which gradients became ready. A sum of three or more numbers depends on its order, and the order on the place in a
+bucket. So the buckets are part of a checkpoint, and a resumed process makes one backward pass of zeros: DDP gets a
+zero gradient for each parameter, in the stored order. No model is called, and no random number is drawn.
 """
 
 from collections import OrderedDict
@@ -22,7 +22,7 @@ from shrinkpoint.warn import warn
 __all__ = ["Buckets", "bucket_order", "restore_buckets", "stateful_hook"]
 
 Buckets = list[list[int]]
-"""The numbers of the parameters in each bucket; no bucket where DDP has not made new ones."""
+"""The indices of the parameters in each bucket; empty where DDP has not rebuilt them."""
 
 _REBUILT = "rebuilt_per_bucket_param_indices"
 _PRIVATE = (
@@ -52,7 +52,7 @@ def bucket_order(model: Any) -> Buckets:
 
 
 def restore_buckets(model: Any, buckets: Buckets) -> None:
-    """Let DDP make the buckets of a checkpoint; called on every rank, before the first step.
+    """Make DDP rebuild the buckets of a checkpoint; called on every rank, before the first step.
 
     Gradients, weights, generators and the states of communication hooks are as before afterwards, and hooks on
     parameters are not called.
@@ -71,7 +71,7 @@ def restore_buckets(model: Any, buckets: Buckets) -> None:
             for _, state in model._comm_hooks:
                 stack.enter_context(_preserved_state(state))
             _backward_of_zeros(model, [number for bucket in buckets for number in bucket])
-        # Which bucket comes first is of no account to a sum, and depends on a hash table where there are several dtypes.
+        # The order of the buckets does not affect the sums, and depends on a hash table where there are several dtypes.
         if sorted(_rebuilt(model)) != sorted(buckets):
             reason = "DDP has made other buckets of them, as another bucket_cap_mb or another version of torch does"
     if reason is not None and is_first():
@@ -82,7 +82,7 @@ def restore_buckets(model: Any, buckets: Buckets) -> None:
 
 
 def stateful_hook(model: object) -> str | None:
-    """The name of a communication hook's state that a checkpoint does not hold; None where there is none."""
+    """The name of a communication hook's state that checkpoints do not contain; None where there is none."""
     ours = (
         _is_ddp(model) and getattr(model, "mixed_precision", None) is None
     )  # that one is a hook of DDP's own
@@ -141,7 +141,7 @@ def _zeros(parameter: torch.Tensor, *, sparse: bool) -> torch.Tensor:
 
 @contextmanager
 def _preserved_state(state: object) -> Iterator[None]:
-    """Leave a communication hook's state as it was; torch's own have slots."""
+    """Put a communication hook's state back afterwards; torch's own have slots."""
     slots = [
         name
         for kind in type(state).__mro__
@@ -159,7 +159,7 @@ def _preserved_state(state: object) -> Iterator[None]:
 
 @contextmanager
 def _without_hooks(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Take the user's hooks off meanwhile: those of an optimizer would make a step."""
+    """Remove the user's hooks meanwhile: those of an optimizer would make a step."""
     taken: list[tuple[OrderedDict[int, Any], list[Any]]] = []
     for parameter in parameters:
         for name in _HOOKS:

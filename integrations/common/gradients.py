@@ -1,4 +1,4 @@
-"""The moving average of gradients for optimizers that do not hold one themselves."""
+"""An exponential moving average of gradients, for optimizers that do not keep one themselves."""
 
 from collections.abc import Mapping, Sequence
 
@@ -26,8 +26,8 @@ class GradientCollector:
     ) -> None:
         """Take a step's gradients into the average, if they count.
 
-        Those that hold NaN or infinity, as before a step that a loss scaler skips, are left out; so are all gradients
-        of a module some of whose parameters are sharded (``DTensor``), for no process has them whole.
+        Gradients with NaN or infinity, as before a step that a loss scaler skips, are left out; so are all gradients
+        of a module some of whose parameters are sharded (``DTensor``), since no process has them whole.
 
         Args:
             module: its gradients are complete, and not set to zero yet.
@@ -48,7 +48,7 @@ class GradientCollector:
             )
 
     def take(self, optimizers: Sequence[torch.optim.Optimizer]) -> Mapping[str, torch.Tensor] | None:
-        """The average by parameter name, and start a new one; None where the optimizer holds a better one."""
+        """Return the average by parameter name, and start a new one; None where the optimizer's own is used."""
         average = self._average.result()
         self._average.reset()
         return None if _average_themselves(optimizers) else average or None

@@ -9,7 +9,7 @@ __all__ = ["generators", "samplers", "set_generators"]
 
 
 def samplers(loader: Any) -> Iterator[Any]:
-    """What decides on a loader's order: its sampler, its batch sampler and that one's own sampler.
+    """The objects that determine a loader's order: its sampler, its batch sampler and that one's own sampler.
 
     Args:
         loader: a ``DataLoader``, or any object with some of its attributes.
@@ -28,6 +28,6 @@ def generators(loaders: Iterable[Any]) -> list[torch.Generator]:
 
 
 def set_generators(loaders: Iterable[Any], states: Sequence[torch.Tensor]) -> None:
-    """Give `generators` the states that they had, one ``get_state()`` for each."""
+    """Set the states of `generators`, one ``get_state()`` for each."""
     for generator, state in zip(generators(loaders), states, strict=False):
         generator.set_state(state)

@@ -1,4 +1,4 @@
-"""What measuring the loss in the middle of training needs, whatever the framework: batches, and metrics left as they were."""
+"""Framework-independent parts of measuring the loss during training: kept batches, and preserved metrics."""
 
 import copy
 import warnings
@@ -31,11 +31,11 @@ _MOST_BYTES = 256 * 2**20
 
 
 class KeptBatches:
-    """A few batches that went past, on the host: the first ones of validation, or of training where there is none yet.
+    """A few recent batches, on the host: the first ones of validation, or of training where there is none yet.
 
     Args:
         count: how many to use at first.
-        most: how many to keep, to be used where fewer say too little; None for `count`.
+        most: how many to keep, for use where fewer are too imprecise; None for `count`.
     """
 
     def __init__(self, count: int, most: int | None = None) -> None:
@@ -46,14 +46,14 @@ class KeptBatches:
 
     @property
     def batches(self) -> list[Any]:
-        """The best that have been kept so far, as many as are to be used; not to be changed, `to_host` makes copies."""
+        """The batches to use, of validation if there are any; not to be changed, `to_host` makes copies."""
         return (self._held_out or self._training)[: self._used]
 
     def adapt(self, report: SaveReport, overhead: float) -> None:
-        """Use more batches from the next save on, or fewer again, by what the last one says.
+        """Adapt the number of batches for the next save to the precision and the cost of the last one.
 
-        Twice as many where the interval of what a restore costs is wider than what it may cost, and the time allowed is
-        there for twice as many; half as many where evaluations take more than that.
+        It is doubled where the confidence interval of a restore's cost is wider than the allowed cost and the time
+        suffices, and halved where evaluations take more time than allowed.
 
         Args:
             report: of the last save.
@@ -77,14 +77,14 @@ class KeptBatches:
 
         Args:
             batch: to be copied.
-            index: its place in this validation: what comes at the place of a batch that is kept already is passed over, for
-                every validation begins with the same batches. None where each is another one.
+            index: its index in this validation; a batch at the index of one that is kept already is ignored, since
+                every validation starts with the same batches. None if every batch is different.
         """
         if index is None or index >= len(self._held_out):
             self._keep(batch, self._held_out)
 
     def see_training(self, batch: Any) -> None:
-        """Keep a training batch if there is nothing better; the model gets it after this."""
+        """Keep a training batch while there are no validation batches; the model gets it after this."""
         if not self._held_out:
             self._keep(batch, self._training)
 
@@ -93,7 +93,7 @@ class KeptBatches:
             return
         try:
             kept.append(to_host(batch))
-        except Exception as error:  # noqa: BLE001 - whatever a batch's own methods raise, training goes on
+        except Exception as error:  # noqa: BLE001 - training continues after any error of a batch's own methods
             self._most = 0
             warnings.warn(
                 f"the quality of checkpoints cannot be measured on batches of {type(batch).__name__}, which cannot be copied"
@@ -110,11 +110,11 @@ class _Kept:
 
 
 class RecentBatches:
-    """Some batches that were trained on, on the host: as many new ones after each time that they were asked for.
+    """Some batches that were trained on, on the host; after each `take`, new ones are collected.
 
     Args:
         count: how many to keep; 0 keeps none.
-        most_bytes: how much memory their tensors may take; the oldest ones make room.
+        most_bytes: how much memory their tensors may take; the oldest ones are dropped.
     """
 
     def __init__(self, count: int, *, most_bytes: int = _MOST_BYTES) -> None:
@@ -128,7 +128,7 @@ class RecentBatches:
 
         Args:
             part: all that the model gets at once.
-            first: whether it begins what a step is made for; the others are kept with it.
+            first: whether it is the first part of a batch; the other parts are kept with it.
         """
         if first:
             self._begin()
@@ -136,7 +136,7 @@ class RecentBatches:
             return
         try:
             self._current.parts.append(to_host(part))
-        except Exception:  # noqa: BLE001 - whatever a batch's own methods raise, training goes on; `KeptBatches` tells
+        except Exception:  # noqa: BLE001 - training continues after any error; `KeptBatches` reports it
             self.stop()
             return
         self._current.nbytes += _nbytes(part)
@@ -145,7 +145,7 @@ class RecentBatches:
                 self._current = None
 
     def stop(self) -> None:
-        """Keep none, now and later."""
+        """Drop all, and keep none from now on."""
         self._count = self._wanted = 0
         self._kept.clear()
         self._current = None
@@ -178,9 +178,9 @@ def _nbytes(batch: Any) -> int:
 def to_host(batch: Any) -> Any:
     """A copy of a batch whose tensors are on the host and share no memory with the original's.
 
-    Goes into tensors, lists, tuples and named tuples, mappings (dicts, and such as transformers' ``BatchEncoding``) and
+    Handles tensors, lists, tuples and named tuples, mappings (dicts, and such as transformers' ``BatchEncoding``) and
     dataclasses, nested in each other. Another object with a method ``to``, as graph libraries' batches have, is copied
-    and asked to come to the host. Anything else is taken as it is.
+    and moved to the host. Any other object is used unchanged.
     """
     if isinstance(batch, torch.Tensor):
         return batch.detach().to("cpu", copy=True)
@@ -188,7 +188,7 @@ def to_host(batch: Any) -> Any:
         items = [to_host(item) for item in batch]
         return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
     if isinstance(batch, MutableMapping):
-        # A shallow copy keeps the type, whatever its constructor asks for.
+        # A shallow copy keeps the type without calling its constructor.
         copied: Any = copy.copy(batch)
         for key, value in batch.items():
             copied[key] = to_host(value)
@@ -213,7 +213,7 @@ def number_of(value: Any) -> float | None:
 
 
 def loss_of(value: Any) -> float:
-    """The one number of what a model or a training step gives as its loss.
+    """The scalar loss from the return value of a model or a training step.
 
     Args:
         value: a number; a tensor, of which the mean is taken; a mapping with ``"total"`` or ``"loss"``; or several losses
@@ -235,13 +235,13 @@ def loss_of(value: Any) -> float:
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and value:
         return sum(loss_of(item) for item in value)
     raise ConfigError(
-        f"there is no loss to measure quality by: a {type(value).__name__} is no number or tensor"
+        f"there is no loss to measure quality by: a {type(value).__name__} is not a number or a tensor"
     )
 
 
 @contextmanager
 def metrics_preserved(module: nn.Module) -> Iterator[None]:
-    """Put the states of torchmetrics back afterwards: they are neither parameters nor buffers."""
+    """Put the states of torchmetrics back afterwards, since they are neither parameters nor buffers."""
     with ExitStack() as stack:
         for part in module.modules():
             if hasattr(part, "_defaults") and hasattr(part, "_update_count"):  # a torchmetrics.Metric

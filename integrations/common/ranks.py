@@ -1,4 +1,4 @@
-"""Doing something on the first process of a run so that no other process waits for ever.
+"""Collective helpers for actions on the first process that no other process can be blocked by.
 
 Over ``torch.distributed`` alone: where it is not initialized, a process is alone. Of several processes every one must
 call `any_of`, `broadcast`, `gather`, `on_first`, `on_every`, `raise_together` and `Outcome.share`, in the same order.
@@ -49,7 +49,7 @@ def broadcast(value: T) -> T:
         return value
     values = [value if is_first() else None]
     dist.broadcast_object_list(values, src=0)
-    shared: T = values[0]  # type: ignore[assignment]  # the first rank's is no None of ours
+    shared: T = values[0]  # type: ignore[assignment]  # the first rank's is never the placeholder None
     return shared
 
 
@@ -89,9 +89,9 @@ def on_first(action: Callable[[], T]) -> T:
 
 
 def on_every(action: Callable[[], T]) -> T:
-    """Run `action` on every rank; when it fails on one of them, no rank goes on.
+    """Run `action` on every rank; if it fails on one of them, every rank raises.
 
-    `action` must not talk to other ranks: one that has failed would not answer.
+    `action` must not communicate with other ranks: one that has failed would not answer.
 
     Returns:
         This rank's own result.
@@ -124,7 +124,7 @@ def raise_together(error: Exception | None) -> None:
 
 
 class Outcome(Generic[T]):
-    """What an action on the first rank came to, kept until all ranks can be told.
+    """The result or error of an action on the first rank, kept until it can be shared with all ranks.
 
     For actions that run where they must not raise, because the other ranks are waiting at a barrier.
     """
@@ -170,7 +170,8 @@ def _connected() -> bool:
 
 
 def _rebuilt(name: str, message: str, *, where: str) -> Exception:
-    """Another rank's error: of its class where that is one of ours, for others may not be made from a message."""
+    """Another rank's error: of its class if it is shrinkpoint's, since others may not be constructible from a
+    message."""
     kind = getattr(errors, name, errors.ShrinkpointError)
     rebuilt: Exception = kind(f"{where}: {message}")
     return rebuilt

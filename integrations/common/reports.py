@@ -1,4 +1,4 @@
-"""What is told about finished saves, and which checkpoint is the best so far."""
+"""Reports of finished saves for loggers, and tracking of the best checkpoint."""
 
 import logging
 import math
@@ -38,8 +38,8 @@ class BestCheckpoints:
     def add(self, step: int, metrics: Mapping[str, float], *, finite: bool = True) -> None:
         """Take a finished save into account.
 
-        One that is not finite is the best for want of another only: its metric may be one of before.
-        The best is what `shrinkpoint.saving.retention.KeepBest` keeps, of equals the newest: it must be one that is still there.
+        One that is not finite is the best only if there is no other: its metric may be an old one.
+        The best is what `shrinkpoint.saving.retention.KeepBest` keeps, of equals the newest: it must still exist.
         Without a monitor, or where none of the best is kept, the last one is the best one.
         """
         self.last_path = str(Address(url=self.url, step=step))
@@ -63,7 +63,7 @@ class BestCheckpoints:
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics that can stand in a manifest: JSON knows neither NaN nor infinity."""
+    """The metrics that a manifest can store: JSON has neither NaN nor infinity."""
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
@@ -75,7 +75,7 @@ def metrics_of(manifest: Manifest) -> dict[str, float]:
 
 
 def numbers(report: SaveReport) -> dict[str, float]:
-    """What a logger is to show of a save, under the names that all integrations use; without what was not measured."""
+    """The numbers of a save for loggers, under the names that all integrations use; unmeasured ones are left out."""
     values = {
         "ratio": report.ratio,
         "bytes": float(report.bytes),
@@ -94,7 +94,7 @@ def numbers(report: SaveReport) -> dict[str, float]:
 
 
 def configuration(report: SaveReport) -> tuple[str, str]:
-    """What the search chose, for loggers that take text: the name, and the words."""
+    """The chosen settings, for loggers that take text: the name, and the text."""
     return "checkpoint/configuration", f"{report.configuration} ({report.scheme})"
 
 

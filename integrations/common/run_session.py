@@ -1,7 +1,7 @@
-"""One run that is being saved, on every process of it: what the frameworks' sessions have in common.
+"""One run that is being saved, on every process: the common part of the frameworks' sessions.
 
-The first rank reads and writes the store, and decides; the others are told. Every method that is not marked as the
-first rank's must be called on every rank.
+The first rank reads and writes the store, and decides; its decisions are broadcast. Every method that is not marked as
+the first rank's must be called on every rank.
 """
 
 import warnings
@@ -67,23 +67,23 @@ class RunSession:
 
     @property
     def probe_steps(self) -> int:
-        """For how many steps the training may be tried from a restored state; 0 for never."""
+        """Steps of a probe from a restored state; 0 for no probes."""
         saver = self.settings.saver
         return saver.probe_steps if saver.scheme != "lossless" else 0
 
     # ---- before training
 
     def open(self) -> None:
-        """Make sure that the store can be written and holds nothing foreign.
+        """Check that the store can be written and contains no foreign files.
 
         Raises:
             StoreError: the store cannot be reached or written.
-            RunMismatchError: the prefix holds something that is not a shrinkpoint run.
+            RunMismatchError: the prefix contains something that is not a shrinkpoint run.
         """
         on_first(self.saver.check)
 
     def choose(self) -> Manifest | None:
-        """What to continue from, by the user's wish: the newest sound checkpoint, the same on all ranks.
+        """The checkpoint to continue from, by the option ``resume``: the newest sound one, the same on all ranks.
 
         Raises:
             NoCheckpointError: there is none, and ``resume="must"``.
@@ -96,12 +96,12 @@ class RunSession:
         """As `choose`, on the first rank alone."""
         policy = self.settings.resume
         if policy == "never":
-            self.saver.forget()  # what this process has saved before belongs to another training
+            self.saver.forget()  # the saves of this process so far belong to another training
         newest = self.saver.newest() if policy != "never" else None
         return resume_from(policy, newest, self.settings.url)
 
     def outline(self, keys: Collection[str]) -> dict[str, Any] | None:
-        """The newest stored state with tensors that have shapes but no elements; the first rank's.
+        """The newest stored state with meta tensors (shapes without elements); for the first rank.
 
         Only its container's header is read, whether its chain is sound or not.
 
@@ -119,7 +119,7 @@ class RunSession:
         return None
 
     def remember(self) -> None:
-        """Know the best and the last checkpoint of before, when a run is continued.
+        """Read which checkpoints were the best and the last, when a run is continued.
 
         Raises:
             StoreError: the store cannot be read.
@@ -128,7 +128,7 @@ class RunSession:
         on_first(lambda: self.add_best(self.saver.store.manifests()))
 
     def add_best(self, manifests: Sequence[Manifest]) -> None:
-        """Know the best and the last of these checkpoints of the run, where they are of the training that is continued.
+        """Track the best and the last of these checkpoints, as far as they belong to the training that is continued.
 
         Args:
             manifests: newest first.
@@ -140,10 +140,10 @@ class RunSession:
     # ---- during training
 
     def attend(self, *, serve: bool = True) -> list[SaveReport]:
-        """Serve the background, and give the saves that have finished since the last call; of no effect on other ranks.
+        """Serve the background worker, and return the saves finished since the last call; no effect on other ranks.
 
         Args:
-            serve: make the evaluation that the background may wait for.
+            serve: make the evaluation that the worker may wait for.
 
         Returns:
             For the framework's loggers; on other ranks nothing.
@@ -157,13 +157,13 @@ class RunSession:
         return reports
 
     def wants(self, *, last: bool) -> bool:
-        """Whether a save that is due is to be made: all ranks are told the same, before they gather a state.
+        """Whether a due save is made now; the same on all ranks, called before they gather a state.
 
         Args:
-            last: there will be no other, so it waits for the one that is under way.
+            last: it is the last save, so it waits for a running one.
 
         Returns:
-            False where one is under way and ``busy="skip"``; it then counts as skipped.
+            False where one is running and ``busy="skip"``; it then counts as skipped.
         """
         return broadcast(is_first() and self._has_room(last))
 
@@ -184,17 +184,16 @@ class RunSession:
         """Save a state; the first rank's, inside `on_first` or an `Outcome`, whose result goes to all ranks.
 
         Args:
-            state: what the framework would give to ``torch.save``.
+            state: as the framework would give it to ``torch.save``.
             step: the training step it belongs to.
             describe: gives each tensor's role.
             metrics: finite numbers; a missing monitor is warned about, once.
-            evaluate: the held-out loss with given weights; that it fails is warned about, once.
-            resumed: goes on from such a state for some steps and back; when it has failed, that is warned about, and it is
-                not tried again.
+            evaluate: the held-out loss with given weights; a failure is warned about, once.
+            resumed: resumed steps from such a state; after a failure there is a warning, and they are not tried again.
             gradients: their moving average by parameter name; None takes Adam's first moments.
             optimizers: whose states are in `state`, in the same order.
-            exact: spend no time on a search.
-            last: there will be no other: wait until it is committed if one is under way.
+            exact: store bit-exactly, without a search.
+            last: it is the last save: wait for a running one to be committed.
 
         Returns:
             Whether it was accepted.
@@ -218,7 +217,7 @@ class RunSession:
         return accepted is not None
 
     def warn_once(self, message: str, *, topic: str | None = None) -> None:
-        """Warn, unless the same message, or another one of the same `topic`, has been told already."""
+        """Warn, unless the same message, or another one of the same `topic`, was given before."""
         if (topic or message) not in self._warned:
             self._warned.add(topic or message)
             warn(message)
@@ -227,8 +226,8 @@ class RunSession:
         """Warn of the state of a DDP communication hook, of each process's own and as large as the model; None has none."""
         if name is not None:
             self.warn_once(
-                f"checkpoints leave out the state of the DDP communication hook, a {name}: a continued run begins with a fresh"
-                " one, and does not go on bit by bit"
+                f"checkpoints leave out the state of the DDP communication hook, a {name}: a continued run starts with a fresh"
+                " one, and is not bit-identical"
             )
 
     def _has_room(self, last: bool) -> bool:
@@ -268,11 +267,11 @@ class RunSession:
     # ---- after training
 
     def finish(self, save_again: Callable[[], None]) -> None:
-        """Wait until everything is committed, and let all ranks know the best checkpoint.
+        """Wait until everything is committed, and broadcast the best checkpoint to all ranks.
 
         Args:
-            save_again: saves the present state; called, on every rank, when the last save has failed, for there will be no
-                next one to make up for it.
+            save_again: saves the present state; called, on every rank, when the last save has failed, since no later
+                save will replace it.
 
         Raises:
             SaveFailedError, FencedError: on every rank.
@@ -286,11 +285,11 @@ class RunSession:
         self.best = broadcast(self.best)
 
     def fail(self, timeout_s: float | None = _FAILED_S, *, save: Callable[[], None] = _nothing) -> None:
-        """Finish what is under way although training has ended with an error; talks to no other rank.
+        """Finish a running save after training has ended with an error; does not communicate with other ranks.
 
         Args:
-            timeout_s: how long to wait for a save that is under way.
-            save: called first; what it cannot save is warned about, for another error is the one to show.
+            timeout_s: how long to wait for a running save.
+            save: called first; its failure is only a warning, since the original error is the one to show.
         """
         if self._saver is None:
             return
@@ -298,7 +297,7 @@ class RunSession:
             save()
             if not self._saver.close(timeout_s):
                 warnings.warn(
-                    f"the save to {self.settings.url} is still under way after {timeout_s:.0f} s; the process ends when it"
+                    f"the save to {self.settings.url} is still running after {timeout_s:.0f} s; the process ends when it"
                     " is finished",
                     ShrinkpointWarning,
                     stacklevel=2,
@@ -307,11 +306,11 @@ class RunSession:
             warnings.warn(f"the last checkpoint was not saved: {error}", ShrinkpointWarning, stacklevel=2)
 
     def release(self) -> None:
-        """After `fail` or `close`: hold nothing of the training any more, and read the store afresh if asked again."""
+        """After `fail` or `close`: drop all references to the training; the store is read again if needed."""
         self._saver, self._taken = None, 0
 
     def close(self) -> None:
-        """Let go of the store, when the save that is under way is finished; talks to no other rank."""
+        """Release the store when a running save is finished; does not communicate with other ranks."""
         if self._saver is not None:
             self._saver.close()
 

@@ -1,4 +1,4 @@
-"""The options that all callbacks share, checked and sorted by who needs them."""
+"""The options that all callbacks share, checked, and divided by the component that they are for."""
 
 import difflib
 import inspect
@@ -28,19 +28,21 @@ _OWN = (
 )
 
 _NEVER_OVERWRITTEN = (
-    "a run is never overwritten: give a fresh url, or resume='never' to start afresh in this one"
+    "a run is never overwritten: give a fresh url, or resume='never' to start a new training in this one"
 )
 _URL = "give url, the run's folder or URL"
-_NO_NAMES = "not needed, for a checkpoint is addressed by its step: '<url>#step=1000', '<url>#newest'"
+_NO_NAMES = "not needed, because a checkpoint is addressed by its step: '<url>#step=1000', '<url>#newest'"
 _KEEP_LAST = "give keep_last, how many of the newest to keep, or save_top_k=-1 to keep all"
 _WEIGHTS = (
     "give weights_only=True where no run is to be continued exactly; `shrinkpoint export` takes the weights out of any"
     " checkpoint"
 )
-_RESUMES = "give resume: 'auto' (the default) continues by itself, 'must' insists, 'never' starts afresh"
+_RESUMES = (
+    "give resume: 'auto' (the default) continues by itself, 'must' requires a checkpoint, 'never' starts anew"
+)
 _BY_INTERVAL = "give save_interval, for example save_interval="
 
-# What users of the frameworks are used to. A callback that has such an option takes it, and never asks here.
+# Options that users know from the frameworks. A callback that has such an option does not look it up here.
 _HABITS = {
     "autoresume": _RESUMES,
     "resume_from_checkpoint": _RESUMES,
@@ -65,7 +67,7 @@ _HABITS = {
     "save_weights_only": _WEIGHTS,
     "ignore_keys": _WEIGHTS,
     "save_ignore_keys": _WEIGHTS,
-    "save_on_exception": "not offered, for a step that was broken off cannot be continued; a SIGTERM is saved at by itself",
+    "save_on_exception": "not offered, because an interrupted step cannot be continued; on a SIGTERM the run is saved by itself",
     "num_concurrent_uploads": "not needed: training does not wait for uploads",
     "upload_timeout_in_seconds": "give the timeouts of your storage in storage_options",
     "every_n_train_steps": f"{_BY_INTERVAL}'1000ba'",
@@ -83,9 +85,9 @@ _HABITS = {
 
 
 def refusing_unknown(init: Callable[P, None]) -> Callable[P, None]:
-    """Make a callback's constructor refuse arguments that it does not have with what to give instead.
+    """Make a callback's constructor refuse unknown arguments with a message that names the right option.
 
-    Its signature stays what it is, for editors and for command lines that are made of it (jsonargparse).
+    Its signature does not change, for editors and for command lines that are generated from it (jsonargparse).
 
     Args:
         init: the constructor; all its options are ordinary arguments.
@@ -104,7 +106,7 @@ def refusing_unknown(init: Callable[P, None]) -> Callable[P, None]:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """What a callback was told about its run; see there."""
+    """The options of a callback that concern its run; see there."""
 
     url: str
     saver: SaverConfig
@@ -156,11 +158,11 @@ class RunSettings:
         storage_options: Mapping[str, object] | None = None,
         known: Iterable[str] = (),
     ) -> "RunSettings":
-        """Check and sort a callback's arguments.
+        """Check and divide a callback's arguments.
 
         Args:
             url: the run's folder or URL.
-            options: all that the callback has no parameter for: to be fields of `SaverConfig`.
+            options: arguments that are not the callback's own: fields of `SaverConfig`.
             save_top_k: how many of the best by `monitor` are kept; -1 keeps every checkpoint.
             keep_last: how many of the newest are kept.
             monitor: the metric.
@@ -169,7 +171,7 @@ class RunSettings:
             resume: whether to continue by itself.
             probe_batches: batches to measure the quality on.
             storage_options: for fsspec.
-            known: the callback's own parameters, to be suggested for mistyped ones beside those above.
+            known: the callback's own parameters, for suggestions on mistyped ones in addition to those above.
 
         Raises:
             ConfigError: one of them has a value that cannot work, or there is no such option.
@@ -182,7 +184,7 @@ class RunSettings:
         if monitor is not None and type(save_top_k) is int and save_top_k > 0:
             keep["keep_best"] = save_top_k
         elif monitor is not None and save_top_k == -1 and options.get("keep_every") is not None:
-            keep["keep_best"] = 1  # thinned out, but what is called the best is there
+            keep["keep_best"] = 1  # some are removed, but the reported best one is kept
         return cls(
             url=url,
             saver=SaverConfig(**{"monitor": monitor, "mode": mode, **keep, **options}),

@@ -1,4 +1,4 @@
-"""When a checkpoint is due: framework-neutral, and robust against counters that jump."""
+"""Decides when a checkpoint is due: framework-independent, and robust against counters that jump."""
 
 import time
 from collections.abc import Callable
@@ -36,7 +36,7 @@ class Schedule:
 
 
 class Trigger:
-    """Follows a run's counters and says when a checkpoint is due.
+    """Follows a run's counters and determines when a checkpoint is due.
 
     A checkpoint that is due stays due until `saved`: the moment at which the counter crosses a multiple is often not
     one at which a run can be saved exactly. Multiples are crossed, not hit: with several optimizers, or after a
@@ -56,10 +56,10 @@ class Trigger:
         self._epochs = 0
         self._saved_at = clock()
         self.due = False
-        """Whether a checkpoint is to be saved at the next moment that allows it."""
+        """Whether a checkpoint is to be saved at the next moment at which the run can be continued exactly."""
 
     def start(self, *, step: int, epochs: int) -> None:
-        """Take the counters from here: training starts or continues with them."""
+        """Start counting: training starts or continues with these counters."""
         self._step, self._epochs, self._saved_at = step, epochs, self._clock()
         self.due = False
 
@@ -91,11 +91,11 @@ class Trigger:
         return None if every is None else every - step % every
 
     def request(self) -> None:
-        """A checkpoint is wanted as soon as possible, whatever the schedule says."""
+        """Make a checkpoint due now, independently of the schedule."""
         self.due = True
 
     def saved(self) -> None:
-        """The checkpoint that was due has been taken, or given up."""
+        """The due checkpoint has been taken, or skipped."""
         self.due = False
         self._saved_at = self._clock()
 

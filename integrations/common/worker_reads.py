@@ -1,4 +1,4 @@
-"""Whether a loader's workers read without random numbers: only then can batches be skipped without reading them."""
+"""Tests whether a loader's workers use random numbers; only without them can batches be skipped unread."""
 
 import logging
 import pickle
@@ -20,7 +20,7 @@ _SAMPLES = 4  # read twice to see whether reading is random
 
 
 class _Witness:
-    """Collates samples to what came of them and what the worker's generators were afterwards, as two digests.
+    """Collates samples to two digests: of the result, and of the worker's generators afterwards.
 
     Args:
         collate: the loader's own function, which may draw random numbers too.
@@ -53,7 +53,7 @@ def _digests(samples: Any) -> Iterator[str]:
 
 
 def reads_alike(loader: DataLoader[Any]) -> bool:
-    """Whether a worker reads the same samples twice alike and draws no random number meanwhile.
+    """Whether a worker reads the same samples twice with equal results and draws no random number.
 
     A worker's generators start from the epoch's seed and run on with every sample, so they cannot be put to a position.
     The reading is done in a worker of its own: some datasets must not be read in the main process before it forks.

@@ -1,8 +1,8 @@
-"""Where a Composer run stands in its training data.
+"""Saves and restores a Composer run's position in its training data.
 
-Composer builds an epoch's iterator under whatever state the generators have, which after a restart is another one, and
-then fetches and drops the batches before the position. Here the generators' states at the building of the iterator are
-part of every checkpoint, and the iterator is built under them again.
+Composer builds an epoch's iterator with the generators' present states, which differ after a restart, and then fetches
+and drops the batches before the position. Here the generators' states at the time when the iterator was built are part
+of every checkpoint, and it is built with these again.
 
 No event fires right before an iterator is built. So for that moment the loader gets a subclass of its own class, and
 gets its class back when the epoch's first batch starts.
@@ -26,7 +26,7 @@ _BUILD = "_get_iterator"  # of torch's DataLoader; StreamingDataLoader calls it 
 
 
 class DataPlace:
-    """Follows the training data of one trainer on this rank, and finds a stored place again."""
+    """Follows the training data of one trainer on this rank, and restores a stored position."""
 
     def __init__(self) -> None:
         self._epoch: Mapping[str, Any] | None = None
@@ -36,7 +36,7 @@ class DataPlace:
         self._skipped = False
 
     def state(self, state: State) -> dict[str, Any]:
-        """This rank's place, in plain data and tensors.
+        """This rank's position, in plain data and tensors.
 
         Args:
             state: at one of Composer's checkpoint events.
@@ -44,7 +44,7 @@ class DataPlace:
         return {"now": _generators(state), "epoch": self._epoch if _inside_epoch(state) else None}
 
     def load(self, place: Mapping[str, Any]) -> None:
-        """Take over a checkpoint's place; it is taken up when training starts."""
+        """Set the position from a checkpoint; it is restored when training starts."""
         self._pending, self._epoch = place["now"], place["epoch"]
 
     def fit_starts(self, state: State) -> None:
@@ -57,7 +57,8 @@ class DataPlace:
         else:
             skip = self._can_skip(state)
             if skip:
-                # As with a dataset that finds its place by itself: Composer neither draws past epochs nor drops batches.
+                # As with a dataset that restores its position itself: Composer neither draws past epochs nor drops
+                # batches.
                 state.dataset_resumption[_TRAIN] = self._skipped = True
             epoch = self._epoch
             self._watch_iterator(state, lambda state: _set_generators(state, epoch), skip=skip)
@@ -82,24 +83,24 @@ class DataPlace:
     def batch_starts(self, state: State) -> None:
         """A batch that is trained on has been fetched."""
         self._unwatch()
-        self._continue(state)  # the user has told Composer not to look for the place
+        self._continue(state)  # the user has disabled Composer's search for the position
 
     def epoch_ends(self, state: State) -> None:
         """No more batches of this epoch are fetched; also called when training ends."""
         self._unwatch()
-        if self._skipped:  # from now on Composer goes its usual way
+        if self._skipped:  # from now on Composer behaves as usual
             state.dataset_resumption.pop(_TRAIN, None)
             self._skipped = False
 
     def close(self) -> None:
-        """Training is over, well or not."""
+        """Training is over, with or without an error."""
         self._unwatch()
 
     def _note_epoch(self, state: State) -> None:
         self._epoch = _generators(state)
 
     def _continue(self, state: State) -> None:
-        """The place is found: go on with the random numbers of the moment at which the checkpoint was taken."""
+        """The position is reached: set the generators to the moment at which the checkpoint was taken."""
         if self._pending is not None:
             _set_generators(state, self._pending)
             self._pending = None
@@ -125,7 +126,7 @@ class DataPlace:
         def built() -> None:
             if instead is not None:
                 _set_generators(state, instead)
-            if _TRAIN in state.dataset_resumption and not skip:  # the dataset itself starts at the place
+            if _TRAIN in state.dataset_resumption and not skip:  # the dataset itself starts at the position
                 self._continue(state)
 
         def skipping(inner: Any) -> SkippingSampler:
@@ -160,7 +161,7 @@ class _Watch:
         skipping: wraps the index sampler.
 
     Raises:
-        TypeError: the loader's class does not admit it.
+        TypeError: the loader's class does not allow it.
     """
 
     def __init__(

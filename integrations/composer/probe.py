@@ -1,6 +1,6 @@
-"""What other weights would cost, measured between two batches of a Composer run without leaving a trace in it.
+"""Evaluates other weights between two batches of a Composer run, without side effects on it.
 
-``Trainer.eval`` fires events, fills metrics and reads the user's loaders. So a few batches that went past are kept,
+``Trainer.eval`` fires events, fills metrics and reads the user's loaders. So a few recent batches are kept,
 and the model's own loss is computed on them.
 """
 
@@ -52,7 +52,7 @@ class LossProbe:
             weights: values in the parameters' and buffers' place, by their names in a checkpoint, on any device.
 
         Raises:
-            ConfigError: no batch has been seen, or the model tells no loss.
+            ConfigError: no batch has been seen, or the model returns no loss.
         """
         batches = list(self.kept.batches)
 
@@ -66,11 +66,12 @@ class LossProbe:
         return evaluate
 
     def measurement(self, state: State) -> Callable[[], tuple[float, ...]]:
-        """The losses of the model as it stands on the batches that are kept now, whatever is kept later.
+        """The losses of the model with its current weights on the batches that are kept now, even if others are kept
+        later.
 
         Args:
-            state: of the only process, or of the one that measures. Whoever calls what is returned sees to it that the model is in eval mode, and left
-                as it was.
+            state: of the only process, or of the one that measures. The caller of the returned function puts the model
+                in eval mode, and back afterwards.
         """
         batches = list(self.kept.batches)
         return lambda: _losses(state, trained_module(state), batches)
@@ -86,7 +87,7 @@ class LossProbe:
             The losses of all ranks, each on the batches that it has seen.
         """
         module = trained_module(state)
-        # With another number of batches on one rank, the others would wait for it in a forward pass for ever.
+        # With a different number of batches on one rank, the others would wait in a forward pass forever.
         batches = self.kept.batches[: min(gather(len(self.kept.batches)))]
         _reshard(module)  # Composer's own evaluation leaves gathered parameters behind
         try:
@@ -103,7 +104,7 @@ class LossProbe:
     ) -> tuple[float, ...] | str:
         try:
             return _losses_with(state, module, weights, batches)
-        except Exception as error:  # noqa: BLE001 - raised on every rank, none of which may wait for this one
+        except Exception as error:  # noqa: BLE001 - raised on every rank, so that none waits for this one
             return f"{type(error).__name__}: {error}"
 
 

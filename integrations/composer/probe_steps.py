@@ -1,7 +1,7 @@
-"""Going on from a saved state for some steps, in the midst of a Composer run that does not notice.
+"""The probe of a Composer run: some steps from a saved state, which are undone completely.
 
 The trainer's own loop cannot be used: it counts, logs, fires events and reads the loaders. So the model's own loss is
-computed on batches that went past, and the rest of a step is made here, where that is simple enough.
+computed on recent batches, and the rest of a step is implemented here, for trainings where that is simple enough.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,10 +37,10 @@ _EVENTS_OF_A_STEP = (
 
 
 class StepProbe:
-    """Keeps batches to make steps on, and makes them.
+    """Keeps batches for the steps of a probe, and makes these steps.
 
     Args:
-        losses: measures what the steps come to.
+        losses: measures the loss after the steps.
         steps: how many batches to keep, in host memory; 0 keeps none and makes none.
     """
 
@@ -50,7 +50,7 @@ class StepProbe:
         self._first = True
 
     def starts(self, state: State) -> None:
-        """Keep nothing in a training that no steps can be made in."""
+        """Keep no batches in a training that does not allow probes."""
         if _obstacle(state) is not None:
             self._recent.stop()
 
@@ -64,7 +64,7 @@ class StepProbe:
         self._first = False
 
     def resumed(self, state: State) -> ResumedSteps | None:
-        """How to go on from a `stored_state` of now; None where that is impossible.
+        """Resumed steps from a present `stored_state`; None where that is impossible.
 
         Gradients are clipped as in training. No event is fired.
         """
@@ -109,7 +109,7 @@ def _obstacle(state: State) -> str | None:
 
 
 def _scale(state: State) -> float:
-    """Of the losses, where half-precision training has a scaler: its present one, which stays as it is."""
+    """The present scale of the losses, where half-precision training has a scaler; not changed."""
     scaler = state.scaler
     return 1.0 if scaler is None or not scaler.is_enabled() else float(scaler.get_scale())
 
@@ -124,7 +124,7 @@ def _losses(state: State, module: nn.Module, parts: Sequence[Any]) -> Iterator[t
 
 
 def _total(loss: Any) -> torch.Tensor:
-    """As Composer adds up what a model gives as its loss."""
+    """The total loss, added up as in Composer."""
     if isinstance(loss, Mapping) and "total" in loss:
         total: torch.Tensor = loss["total"]
         return total

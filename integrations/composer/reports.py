@@ -1,4 +1,4 @@
-"""What Composer's loggers are told about finished saves, and the metrics that are stored with them."""
+"""Logs finished saves to Composer's loggers, and collects the metrics that are stored with them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ __all__ = ["current_metrics", "log_reports"]
 
 
 def current_metrics(state: State) -> dict[str, float]:
-    """What training and evaluation have come to so far, under the names that Composer logs; finite numbers only.
+    """The present metrics of training and evaluation, under the names that Composer logs; finite numbers only.
 
     A metric of the first evaluator is also found under its bare name.
     """
@@ -40,8 +40,8 @@ def _computed(state: State, name: str, metric: Any) -> Any:
 def log_reports(logger: Logger, reports: Sequence[SaveReport]) -> None:
     """Give finished saves to the run's loggers.
 
-    They are told at the present batch, for some loggers (Weights & Biases) drop what comes for an earlier one; the
-    batch that was saved is among the numbers.
+    They are logged at the present batch, since some loggers (Weights & Biases) drop values of an earlier one; the saved
+    batch is among the numbers.
     """
     for report in reports:
         log_line(report)

@@ -1,4 +1,4 @@
-"""How a Composer run starts: whether it can be saved to its url at all, and where it goes on."""
+"""The start of a Composer run: checks that it can be saved to its url, and continues it from the newest checkpoint."""
 
 import logging
 import warnings
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 def require_supported(state: State) -> None:
-    """Refuse a run whose whole state no process will ever hold.
+    """Refuse a run whose whole state no process will ever have.
 
     Args:
         state: while the trainer is being built.
@@ -43,7 +43,7 @@ def require_supported(state: State) -> None:
         return
     if config.state_dict_type != "full":
         raise ConfigError(
-            f"parallelism_config['fsdp']['state_dict_type']={config.state_dict_type!r}: no process holds the whole state,"
+            f"parallelism_config['fsdp']['state_dict_type']={config.state_dict_type!r}: no process has the whole state,"
             " and CompressedCheckpoint does not save shards yet. Set it to 'full', or save with save_folder"
         )
     if state.load_monolith_rank0_only:
@@ -54,11 +54,11 @@ def require_supported(state: State) -> None:
 
 
 def continue_run(run: RunSession, data: DataPlace, state: State, logger: Logger) -> Buckets:
-    """Continue a run from its newest sound checkpoint, unless a load_path has put it somewhere already.
+    """Continue a run from its newest sound checkpoint, unless it was loaded from a load_path already.
 
     Args:
         run: where to look.
-        data: gets the place in the training data.
+        data: gets the position in the training data.
         state: at Composer's event ``AFTER_LOAD``.
         logger: for Composer.
 
@@ -94,7 +94,7 @@ def continue_run(run: RunSession, data: DataPlace, state: State, logger: Logger)
     _take_place(stored["ranks"], data)
     run.saved_step = int(state.timestamp.batch)
     run.remember()
-    if not is_first():  # only the first process goes on from what it has read
+    if not is_first():  # only the first process saves deltas to the checkpoint that it has read
         run.saver.forget()
     _warn_resumed(run, state)
     return stored["buckets"] if len(stored["ranks"]) == world_size() else []
@@ -114,7 +114,7 @@ def _read(run: RunSession, manifest: Manifest) -> Any:
 
 
 def _require_own_run(run: RunSession, state: State) -> None:
-    """Refuse to save beside another model's checkpoints: retention would remove them."""
+    """Refuse to save among another model's checkpoints, which retention would remove."""
     found: list[Any] = []
 
     def look() -> bool:
@@ -146,7 +146,7 @@ def _warn_resumed(run: RunSession, state: State) -> None:
     if done is not None and done >= 1.0:
         warnings.warn(
             f"the run in {run.settings.url} is complete: max_duration={state.max_duration} was reached at batch"
-            f" {int(state.timestamp.batch)}. Raise max_duration to train on; Trainer.fit will say that it has nothing to do",
+            f" {int(state.timestamp.batch)}. Raise max_duration to continue; Trainer.fit will report that there is nothing to train",
             ShrinkpointWarning,
             stacklevel=2,
         )
@@ -157,8 +157,8 @@ def _warn_newer(run: RunSession, state: State, loaded: str) -> None:
     batch = int(state.timestamp.batch)
     if newest is not None and newest.step > batch and is_first():
         warnings.warn(
-            f"load_path={loaded!r} wins: the run goes on from its batch {batch}, although {run.settings.url} holds batch"
-            f" {newest.step}. Leave load_path (and autoresume) out to continue from there",
+            f"load_path={loaded!r} takes precedence: the run continues from its batch {batch}, although {run.settings.url} has"
+            f" batch {newest.step}. Leave load_path (and autoresume) out to continue from there",
             ShrinkpointWarning,
             stacklevel=2,
         )

@@ -1,4 +1,4 @@
-"""When Composer's callback saves: Composer's own intervals, written a little more freely."""
+"""The save schedule of Composer's callback: Composer's own intervals, with a more liberal syntax."""
 
 import re
 from collections.abc import Callable
@@ -23,7 +23,7 @@ _WITH_MULTIPLIER = re.compile(r"([0-9][0-9_.]*)\s*([kKMBGT])\s*([a-z]+)")
 
 
 def batches_between(interval: SaveInterval) -> int | None:
-    """How many batches lie between two saves; None where the interval does not count batches."""
+    """Number of batches between two saves; None where the interval does not count batches."""
     if callable(interval) and not isinstance(interval, Time):
         return None
     time = Time.from_input(_without_multiplier(interval) if isinstance(interval, str) else interval, "ep")
@@ -31,10 +31,10 @@ def batches_between(interval: SaveInterval) -> int | None:
 
 
 def save_scheduler(interval: SaveInterval, *, at_end: bool) -> Scheduler:
-    """Turn what the user gave as ``save_interval`` into a question about each checkpoint event.
+    """Turn the option ``save_interval`` into a predicate of checkpoint events.
 
     Args:
-        interval: a function is taken as it is.
+        interval: a function is used unchanged.
         at_end: a checkpoint is also due after training's last batch.
 
     Raises:
@@ -45,7 +45,7 @@ def save_scheduler(interval: SaveInterval, *, at_end: bool) -> Scheduler:
     text: Any = _without_multiplier(interval) if isinstance(interval, str) else interval
     try:
         if isinstance(text, bool):
-            raise TypeError("a bool is no interval")
+            raise TypeError("a bool is not an interval")
         scheduler: Scheduler = create_interval_scheduler(text, include_end_of_training=at_end)
         positive = Time.from_input(text, "ep").value > 0
     except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
@@ -54,12 +54,12 @@ def save_scheduler(interval: SaveInterval, *, at_end: bool) -> Scheduler:
             " number of epochs, a Time, or a function of (state, event)"
         ) from error
     if not positive:
-        raise ConfigError(f"save_interval={interval!r} must be more than nothing")
+        raise ConfigError(f"save_interval={interval!r} must be greater than 0")
     return scheduler
 
 
 def _without_multiplier(text: str) -> str:
-    """``"10M tok"`` as ``"10000000tok"``; everything else as it is, without the blanks."""
+    """``"10M tok"`` as ``"10000000tok"``; everything else unchanged, without the blanks."""
     bare = text.strip().replace(" ", "")
     match = _WITH_MULTIPLIER.fullmatch(bare)
     if match is None:

@@ -1,4 +1,4 @@
-"""One Composer run that is being saved: what the callback's events do."""
+"""One Composer run that is being saved: the handlers of the callback's events."""
 
 import time
 import warnings
@@ -71,10 +71,10 @@ class Session:
     # ---- before training
 
     def init(self, state: State) -> None:
-        """The trainer is being built: check the store before anything costs time.
+        """The trainer is being built: check the store before anything expensive.
 
         Raises:
-            ConfigError: two callbacks save to one run, or no process will ever hold the whole state.
+            ConfigError: two callbacks save to one run, or no process will ever have the whole state.
             StoreError: the store cannot be read or written.
         """
         require_supported(state)
@@ -86,15 +86,15 @@ class Session:
             )
         if is_first() and any(isinstance(callback, CheckpointSaver) for callback in state.callbacks):
             warnings.warn(
-                f"save_folder makes Composer write checkpoints of its own too, in full size, while training waits. They and"
-                f" those in {url} do not know of each other; without save_folder the run is saved and continued as well",
+                f"save_folder makes Composer write checkpoints of its own too, in full size, while training waits. They are"
+                f" independent of those in {url}; without save_folder the run is saved and continued as well",
                 ShrinkpointWarning,
                 stacklevel=2,
             )
         self.run.open()
 
     def after_load(self, state: State, logger: Logger) -> None:
-        """Continue the run, unless a load_path has put it somewhere already.
+        """Continue the run, unless it was loaded from a load_path already.
 
         Raises:
             ShrinkpointError: as `continue_run`.
@@ -102,15 +102,15 @@ class Session:
         self._buckets = continue_run(self.run, self._data, state, logger)
 
     def fit_starts(self, state: State) -> None:
-        """Training starts or goes on."""
+        """Training starts or continues."""
         if (
             int(state.timestamp.batch) < self.run.saved_step
-        ):  # ``fit(reset_time=True)``: batches are counted anew
+        ):  # ``fit(reset_time=True)``: the count of batches restarts
             self.run.saved_step = 0
         unloadable = unloadable_optimizer(state)
         if unloadable is not None and is_first():
             self.run.warn_once(
-                f"Composer cannot load the state of {unloadable}, so that weights can be taken out of {self.settings.run.url} with"
+                f"Composer cannot load the state of {unloadable}, so that weights can be exported from {self.settings.run.url} with"
                 " `shrinkpoint export`, but the run cannot be continued"
             )
         if is_first():
@@ -152,7 +152,8 @@ class Session:
             self._probe.kept.see_validation(state.batch, int(state.eval_timestamp.batch))
 
     def batch_ends(self, state: State) -> None:
-        """A step has been made; its gradients are still there, once, however often the optimizer asked for them."""
+        """A step has been made; its gradients are still available; called once even if the optimizer needed several
+        passes."""
         if is_first() and self.settings.run.saver.scheme != "lossless":
             every, batch = self.settings.every_batches, int(state.timestamp.batch)
             remaining = None if every is None else -batch % every
@@ -164,7 +165,7 @@ class Session:
         self._data.epoch_ends(state)
 
     def checkpoint(self, state: State, logger: Logger, event: Event) -> None:
-        """A moment from which a run can be continued: serve the background, and save if a checkpoint is due.
+        """A moment from which a run can be continued: serve the background worker, and save if a checkpoint is due.
 
         Raises:
             SystemExit: the process was asked to end, and has been saved.
@@ -172,7 +173,7 @@ class Session:
         asked: Outcome[bool] = Outcome()
         asked.run(
             lambda: bool(self.settings.due(state, event))
-        )  # everywhere: the user's function may talk to the others
+        )  # on every rank: the user's function may communicate
         failed, due, terminated, wanted = _agree(
             state,
             asked.error is not None,
@@ -194,7 +195,7 @@ class Session:
         if state.fsdp_enabled and wanted:
             self._evaluate_together(state)
         reports = self.run.attend(serve=not state.fsdp_enabled)
-        if not state.fsdp_enabled:  # there the other ranks would have to know
+        if not state.fsdp_enabled:  # with FSDP the other ranks would have to take part
             for report in reports:
                 self._probe.kept.adapt(report, self.settings.run.saver.search_overhead)
         log_reports(logger, reports)
@@ -203,11 +204,11 @@ class Session:
         if is_first():
             self.run.saver.poll()
         else:
-            with suppress(ConfigError):  # the first rank has it too, and tells
+            with suppress(ConfigError):  # the first rank gets it too, and reports it
                 self._probe.evaluate_sharded(state, None)
 
     def _drain(self, state: State) -> None:
-        """Wait for the save that is under way, where all processes take part in its evaluations."""
+        """Wait for a running save, if all processes take part in its evaluations."""
         while state.fsdp_enabled:
             busy, wanted = broadcast((self.run.saver.busy, self.run.saver.evaluation_wanted))
             if wanted:
@@ -222,8 +223,8 @@ class Session:
 
         Args:
             state: at a moment from which a run can be continued.
-            last: there will be no other: wait for the one that is under way rather than skip this one.
-            exact: spend no time on a search.
+            last: it is the last save: wait for a running one instead of skipping this one.
+            exact: store bit-exactly, without a search.
             again: even if this batch has been saved.
         """
         batch = int(state.timestamp.batch)
@@ -285,7 +286,7 @@ class Session:
         self.run.finish(lambda: self._save(state, last=True, exact=exact, again=True))
 
     def close(self) -> None:
-        """Finish what is under way, after an error too; there may be no other process any more."""
+        """Finish a running save, after an error too; the other processes may have ended."""
         self._data.close()
         self._termination.unwatch()
         self.run.fail()

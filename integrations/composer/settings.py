@@ -1,4 +1,4 @@
-"""The options of the Composer callback, checked and sorted by who needs them."""
+"""The options of the Composer callback, checked, and divided by the component that they are for."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ __all__ = ["Settings"]
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What `CompressedCheckpoint` was told; see there."""
+    """The options of `CompressedCheckpoint`; see there."""
 
     run: RunSettings
     due: Scheduler
@@ -28,7 +28,7 @@ class Settings:
     def build(
         cls, *, save_interval: SaveInterval, save_last: bool, options: Mapping[str, Any], **more: Any
     ) -> "Settings":
-        """Check and sort the callback's arguments.
+        """Check and divide the callback's arguments.
 
         Raises:
             ConfigError: one of them has a value that cannot work.

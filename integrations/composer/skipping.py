@@ -1,7 +1,7 @@
-"""Whether the batches before a position can be skipped without reading them, and doing so.
+"""Skips the batches before a position without reading them, where that gives the same result.
 
-Composer fetches and drops every batch before the position at which it resumes. Where the data depends on nothing but
-the sampler's indices, advancing the sampler comes to the same and takes no time.
+Composer fetches and drops every batch before the position at which it resumes. Where the data depends only on the
+sampler's indices, advancing the sampler is equivalent and takes no time.
 """
 
 import itertools
@@ -39,12 +39,12 @@ _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, rand
 
 
 class SkippingSampler:
-    """A loader's index sampler from its n-th item on; the first ones are drawn, and dropped, when the first is asked for.
+    """A loader's index sampler from its n-th item on; the items before are drawn and dropped at the first request.
 
     Args:
         inner: the loader's own.
         count: how many to drop.
-        stop: give so many; None gives all that are left.
+        stop: number of items to return; None returns all that are left.
         on_ready: called when they have been dropped.
     """
 
@@ -83,7 +83,7 @@ def can_skip(loader: Any, *, count: int, length: int | None) -> bool:
         return False
     sampler = (
         loader.batch_sampler.sampler
-    )  # with a batch sampler of the user's own, loader.sampler is another one
+    )  # with the user's own batch sampler, loader.sampler is a different one
     if type(sampler) not in _KNOWN:
         return False
     if isinstance(sampler, RandomSampler) and (
@@ -94,15 +94,15 @@ def can_skip(loader: Any, *, count: int, length: int | None) -> bool:
         return False
     if not loader.num_workers:
         return True
-    # Workers read ahead, so their sampler is further than the position says; what it has drawn since the epoch's start
-    # from a generator of the user's own cannot be told apart.
+    # Workers read ahead, so their sampler is beyond the position; the draws since the epoch's start from the user's own
+    # generator cannot be separated.
     if generators([loader]) or loader.persistent_workers or length != len(loader):
         return False
     return count > 2 and reads_alike(loader)
 
 
 def _holds_generator(dataset: Any, depth: int = 3) -> bool:
-    """Whether an object, or one of its parts, has a generator of its own: how far it has come is stored nowhere."""
+    """Whether an object, or one of its parts, has its own generator, whose position is not stored."""
     if isinstance(dataset, _GENERATORS):
         return True
     if depth == 0 or isinstance(dataset, (str, bytes, torch.Tensor, np.ndarray)):

@@ -1,4 +1,4 @@
-"""What of a Composer run is stored, what role its tensors have, and putting it back."""
+"""The stored state of a Composer run: collecting it, the roles of its tensors, and restoring it."""
 
 import inspect
 import sys
@@ -38,9 +38,9 @@ _VERSION = 1
 _LIGHTNING = "pytorch-lightning_version"  # in every checkpoint of Lightning
 
 OUTLINE = ("format", "version", "state", _LIGHTNING)
-"""What of a stored state `require_own_run` needs."""
+"""The entries of a stored state that `require_own_run` needs."""
 
-# What wrappers put into the names of parameters, and torch's own state dicts leave out.
+# Parts of parameters' names that wrappers add, and that torch's own state dicts leave out.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "_orig_mod.")
 
 
@@ -66,13 +66,13 @@ def _without_wrappers(name: str) -> str:
 
 
 def stored_state(state: State, ranks: list[Any], buckets: Buckets) -> dict[str, Any]:
-    """Everything that a run is continued from; its tensors are the live ones.
+    """The complete state from which a run is continued; its tensors are the live ones.
 
     Called on every rank: with FSDP the shards are gathered, and the first rank alone gets them.
 
     Args:
         state: at one of Composer's checkpoint events, after the first step.
-        ranks: every process's place in the data.
+        ranks: every process's position in the data.
         buckets: in which gradients are summed.
     """
     stored = state.state_dict()
@@ -81,7 +81,7 @@ def stored_state(state: State, ranks: list[Any], buckets: Buckets) -> dict[str, 
 
 
 def followed_state(state: State) -> dict[str, Any]:
-    """What of a `stored_state` holds weights and averages of them that exist from the start.
+    """The part of a `stored_state` with weights, and averages of them that exist from the start.
 
     Called on every rank: with FSDP the shards are gathered.
     """
@@ -93,7 +93,7 @@ def followed_state(state: State) -> dict[str, Any]:
 
 
 def _begin_next_epoch(stored: dict[str, Any], state: State) -> None:
-    """At an epoch's end, a StreamingDataset still names that epoch, and would go on with its first sample again."""
+    """At an epoch's end, a StreamingDataset still names that epoch, and would restart it at its first sample."""
     streaming = sys.modules.get("streaming")
     if streaming is None or int(state.timestamp.batch_in_epoch):
         return
@@ -135,11 +135,11 @@ def _renamed(tag: Tag) -> Tag:
 
 
 def require_own_run(stored: Any, live: Mapping[str, Any], state: State, url: str) -> None:
-    """Refuse another run's checkpoint; Composer would take what fits and pass over the rest.
+    """Refuse another run's checkpoint; Composer would load the matching part and ignore the rest.
 
     Args:
         stored: the checkpoint, or its outline.
-        live: what ``state.get_model_state_dict()`` gives on the first rank.
+        live: ``state.get_model_state_dict()`` of the first rank.
         state: of the run that is to be saved there.
         url: the run, for the message.
 
@@ -150,7 +150,7 @@ def require_own_run(stored: Any, live: Mapping[str, Any], state: State, url: str
         lightning = isinstance(stored, dict) and _LIGHTNING in stored
         writer = "Lightning's callback" if lightning else "another program"
         raise StateMismatchError(
-            f"{url} was written by {writer}, not by Composer's callback: its weights and optimizer can be taken out with"
+            f"{url} was written by {writer}, not by Composer's callback: its weights and optimizer can be exported with"
             " `shrinkpoint export`, but its run cannot be continued here. Give this run a URL of its own"
         )
     if stored["version"] > _VERSION:
@@ -164,7 +164,7 @@ def require_own_run(stored: Any, live: Mapping[str, Any], state: State, url: str
 
 
 def require_same_optimizers(stored: Mapping[str, Any], state: State, url: str) -> None:
-    """Refuse a checkpoint of another optimizer, which Composer would start afresh, or of one that it cannot load.
+    """Refuse a checkpoint of another optimizer, whose state Composer would drop, or of one that it cannot load.
 
     Raises:
         StateMismatchError: the message says which.
@@ -174,20 +174,20 @@ def require_same_optimizers(stored: Mapping[str, Any], state: State, url: str) -
     if unloadable is not None:
         raise StateMismatchError(
             f"the run in {url} cannot be continued: Composer cannot load the state of {unloadable}, which computes the loss by"
-            " itself. Its weights can be taken out with `shrinkpoint export`; resume='never' starts afresh"
+            " itself. Its weights can be exported with `shrinkpoint export`; resume='never' starts anew"
         )
     for optimizer in state.optimizers:
         name = type(optimizer).__qualname__
         if name not in there:
             raise StateMismatchError(
-                f"{url} holds a run with {' and '.join(there)}, and this one has {name}: build the optimizer that the run"
+                f"{url} contains a run with {' and '.join(there)}, and this one has {name}: build the optimizer that the run"
                 " was made with, or give this run a URL of its own"
             )
         require_same_groups(there[name], optimizer, url)
 
 
 def unloadable_optimizer(state: State) -> str | None:
-    """The name of an optimizer whose state Composer can save but not load; None where there is none.
+    """The name of an optimizer whose state Composer can save but not load; None if there is none.
 
     Before loading, torch lets the optimizer make a step without a loss; some cannot.
     """
@@ -212,15 +212,15 @@ def load_state(
         optimizers: False where their state was not stored.
 
     Raises:
-        StateMismatchError: after Composer has applied the algorithms that it was made with, the model is still another.
+        StateMismatchError: even after Composer has applied the checkpoint's algorithms, the model differs.
     """
     run_name = state.run_name
     missing = _missing_algorithms(stored["state"], state)
     values = stored["state"]
-    if not optimizers:  # torch refuses to load the groups alone: they begin as they were built
+    if not optimizers:  # torch refuses to load the groups alone: they start as built
         values = {name: value for name, value in values.items() if name != "optimizers"}
     state.load_state_dict(values, logger)
-    state.run_name = run_name  # as Composer does: a continued run may bear another name
+    state.run_name = run_name  # as in Composer: a continued run may have another name
     if missing:
         live = state.get_model_state_dict()  # with FSDP the first rank alone gets it
         on_first(lambda: require_same_model(_shapes(stored["state"]["model"]), _shapes(live), url))

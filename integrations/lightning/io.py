@@ -1,4 +1,4 @@
-"""Lightning's checkpoint plugin for our runs: it captures the checkpoints that we ask for, reads ours, and passes everything else on."""
+"""A checkpoint plugin for Lightning that captures and reads shrinkpoint's checkpoints, and delegates everything else."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -32,7 +32,7 @@ class _Run(NamedTuple):
 
 
 class Captured:
-    """A checkpoint that Lightning collects for us: on the first rank its state, whose tensors are the live ones."""
+    """A checkpoint collected by Lightning: on the first rank its state, whose tensors are the live ones."""
 
     path = "shrinkpoint-run"
 
@@ -40,14 +40,14 @@ class Captured:
         self._checkpoint: dict[str, Any] | None = None
 
     def keep(self, checkpoint: dict[str, Any]) -> None:
-        """Take what Lightning collected."""
+        """Store the checkpoint that Lightning collected."""
         self._checkpoint = checkpoint
 
     def checkpoint(self) -> dict[str, Any]:
-        """What was collected.
+        """The collected checkpoint.
 
         Raises:
-            CannotRepresentError: nothing was: the strategy does not write checkpoints through its plugin.
+            CannotRepresentError: there is none: the strategy does not write checkpoints through its plugin.
         """
         if self._checkpoint is None:
             raise CannotRepresentError(
@@ -57,7 +57,7 @@ class Captured:
 
 
 class RunCheckpointIO(CheckpointIO):
-    """Routes the paths that belong to runs of ours and delegates all others to the plugin that was there before."""
+    """Handles the paths of shrinkpoint runs and delegates all others to the previous plugin."""
 
     def __init__(self, base: CheckpointIO) -> None:
         self.base = base
@@ -66,7 +66,7 @@ class RunCheckpointIO(CheckpointIO):
 
     @classmethod
     def install(cls, strategy: Strategy) -> "RunCheckpointIO":
-        """Put one in front of the strategy's plugin, or find the one that stands there already."""
+        """Put one in front of the strategy's plugin, or return the one that is there already."""
         current = strategy.checkpoint_io
         if not isinstance(current, cls):
             current = cls(current)
@@ -74,19 +74,19 @@ class RunCheckpointIO(CheckpointIO):
         return current
 
     def add_run(self, url: str, saver: Saver, check: Check, *, adopts: Callable[[], bool]) -> None:
-        """Read the run at `url` through `saver`, with its storage options, and let `check` refuse what is read.
+        """Read the run at `url` through `saver`, with its storage options, and verify its checkpoints with `check`.
 
         Args:
             url: the run's.
-            saver: whose saves go on from what is read, if `adopts` says so.
-            check: raises what is wrong.
-            adopts: whether what is being read is trained on, not only evaluated.
+            saver: continues its saves from the checkpoint read, if `adopts` returns True.
+            check: raises an error for an unsuitable checkpoint.
+            adopts: whether training continues from the checkpoint, instead of only an evaluation.
         """
         self._runs[url] = _Run(saver, check, adopts)
 
     @contextmanager
     def capturing(self) -> Iterator[Captured]:
-        """While this is open, a checkpoint saved to `Captured.path` is kept there instead of being written to a file."""
+        """Inside this block, a checkpoint saved to `Captured.path` is kept there instead of being written to a file."""
         self._captured = Captured()
         try:
             yield self._captured
@@ -95,7 +95,7 @@ class RunCheckpointIO(CheckpointIO):
 
     @property
     def is_capturing(self) -> bool:
-        """Whether the checkpoint that is being made is one of ours; known on every rank."""
+        """Whether the checkpoint that is being made is shrinkpoint's; known on every rank."""
         return self._captured is not None
 
     def save_checkpoint(
@@ -110,7 +110,7 @@ class RunCheckpointIO(CheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Called by Lightning on every rank. A run's checkpoint holds no pickle, so `weights_only` changes nothing."""
+        """Called by Lightning on every rank. A run's checkpoint contains no pickle, so `weights_only` has no effect."""
         address = Address.parse(str(path))
         if address is None and str(path).rstrip("/") in self._runs:
             address = Address(url=str(path))
@@ -131,7 +131,7 @@ class RunCheckpointIO(CheckpointIO):
         )
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Only ordinary files are removed this way; a run's checkpoints leave by its own retention."""
+        """Remove an ordinary file; a run's checkpoints are removed by its own retention."""
         self.base.remove_checkpoint(path)
 
     def teardown(self) -> None:
@@ -145,7 +145,7 @@ def load_checkpoint(address: Address, saver: Saver, *, adopt: bool = True) -> di
     Args:
         address: which one.
         saver: reads it.
-        adopt: whether its saves go on from there.
+        adopt: whether its saves continue from there.
 
     Raises:
         NoCheckpointError: the run has no such checkpoint.
@@ -155,7 +155,7 @@ def load_checkpoint(address: Address, saver: Saver, *, adopt: bool = True) -> di
         which = address.find(saver.store.manifests())
     restored = saver.restore(which, adopt=adopt)
     if restored is None:
-        raise NoCheckpointError(f"{address.url} holds no checkpoint")
+        raise NoCheckpointError(f"{address.url} contains no checkpoint")
     checkpoint: dict[str, Any] = restored.state.to_object()
     return checkpoint
 
@@ -186,7 +186,7 @@ def _to_ckpt(checkpoint: dict[str, Any]) -> BytesIO:
 
 
 def require_supported(strategy: Strategy) -> None:
-    """Refuse strategies under which no process holds the whole state.
+    """Refuse strategies under which no process has the whole state.
 
     Raises:
         ConfigError: `strategy` shards the model.
@@ -199,8 +199,8 @@ def require_supported(strategy: Strategy) -> None:
 
 
 def storable(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """The checkpoint without what only pickle could store and nothing needs to continue: some hyper-parameters, and the
-    functions of torch's ``SWALR``, which its constructor has set already."""
+    """The checkpoint without entries that only pickle could store and that a resume does not need: some
+    hyper-parameters, and the functions of torch's ``SWALR``, which its constructor sets."""
     key, kind = "hyper_parameters", "hparams_type"
     checkpoint = _without_functions(checkpoint)
     if key not in checkpoint:

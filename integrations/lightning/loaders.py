@@ -1,7 +1,7 @@
-"""Where a Lightning run stands in its training data: loaders with a state of their own, and all the others.
+"""Saves and restores a Lightning run's position in its training data, for stateful and for ordinary loaders.
 
-A stateful loader (torchdata's, or the user's own) says where it stands. For any other one, the place is the state of
-the generators when the epoch's iterator was built and the number of batches drawn since.
+A stateful loader (torchdata's, or the user's own) reports its own position. For any other one, the position is the
+state of the generators when the epoch's iterator was built, and the number of batches drawn since.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ def missing_internals(trainer: Trainer) -> list[str]:
 
 
 class DataPlace:
-    """Follows the training data of one `Trainer.fit` on this rank, and finds the place again."""
+    """Follows the training data of one `Trainer.fit` on this rank, and restores a stored position."""
 
     def __init__(self) -> None:
         self._epoch: dict[str, Any] = {}
@@ -32,7 +32,7 @@ class DataPlace:
         self._behind: list[Any] | None = None
 
     def note_epoch(self, trainer: Trainer | None) -> None:
-        """An iterator is about to be built; what it draws depends on the generators' states now.
+        """An iterator is about to be built; its order depends on the generators' present states.
 
         Args:
             trainer: None before the first epoch, whose loaders do not exist yet.
@@ -58,7 +58,7 @@ class DataPlace:
         return not _draws_ahead(trainer) or self._behind is not None
 
     def state(self, trainer: Trainer, loader_states: list[Any]) -> dict[str, Any]:
-        """The place, in plain data and tensors.
+        """The position, in plain data and tensors.
 
         Args:
             trainer: at the end of a batch, a validation or an epoch.
@@ -72,7 +72,7 @@ class DataPlace:
         }
 
     def continue_epoch(self, trainer: Trainer, state: Mapping[str, Any]) -> None:
-        """Find the place inside an epoch; an iterator exists, and no batch has been drawn from it."""
+        """Restore a position inside an epoch; an iterator exists, and no batch has been fetched from it."""
         loop = trainer.fit_loop
         self._epoch = dict(state["epoch"])
         _set_epoch(trainer)  # Lightning does so only after it has built the iterator
@@ -103,7 +103,7 @@ class DataPlace:
 def _draw(fetcher: Any, count: int) -> None:
     for _ in range(count):
         next(fetcher)
-    fetcher.fetched -= count  # Lightning adds the batches that are behind us when the epoch continues
+    fetcher.fetched -= count  # Lightning adds the earlier batches when the epoch continues
     if fetcher.length is not None:
         fetcher.done = False
 

@@ -1,10 +1,10 @@
-"""At which moments of a Lightning run a checkpoint can be taken from which the run continues exactly.
+"""Determines the moments of a Lightning run at which a checkpoint allows an exact resume.
 
 A checkpoint taken right after a batch makes Lightning skip the validation or the epoch's end that would have followed
-(with a stateful dataloader the whole next epoch is lost). So a save that is due waits until those are over.
+(with a stateful dataloader the whole next epoch is lost). So a due save is delayed until those are over.
 
-When training ends in the middle of an epoch, Lightning ends the epoch too: its hooks run, and its counters go on. From
-there a longer training cannot be continued, so the last checkpoint is taken before that.
+When training ends in the middle of an epoch, Lightning ends the epoch too: its hooks run, and its counters advance. A
+longer training cannot be continued from there, so the last checkpoint is taken before that.
 """
 
 import math
@@ -15,13 +15,13 @@ __all__ = ["ends_epoch", "ends_training", "validation_follows"]
 
 
 def ends_epoch(trainer: Trainer, batch_idx: int) -> bool:
-    """Whether the batch that has just been done is its epoch's last one."""
+    """Whether the present batch is its epoch's last one."""
     batches = trainer.fit_loop.epoch_loop.batch_progress
     return batch_idx + 1 >= trainer.num_training_batches or bool(batches.is_last_batch)
 
 
 def ends_training(trainer: Trainer, *, last_batch: bool) -> bool:
-    """Whether Lightning makes no step after the batch that has just been done, as far as is known now.
+    """Whether Lightning makes no step after the present batch, as far as is known now.
 
     Args:
         trainer: at the end of a batch, a validation or an epoch.
@@ -41,7 +41,7 @@ def _stops_early(trainer: Trainer) -> bool:
 
 
 def validation_follows(trainer: Trainer, batch_idx: int) -> bool:
-    """Whether Lightning may validate right after the batch that has just been done.
+    """Whether Lightning may validate right after the present batch.
 
     A validation by wall-clock time cannot be foreseen.
     """

@@ -1,8 +1,8 @@
-"""Where a Lightning run stands, beyond what Lightning's own checkpoint says, so that it continues bit by bit.
+"""The part of a Lightning run's position that its own checkpoints lack, for a bit-identical resume.
 
-Lightning stores neither random number generators nor the place in a plain DataLoader, keeps only the first rank's
-loader states, and restores some of its loops in a way that skips or repeats work. What is added here travels under
-one key of the checkpoints that shrinkpoint writes, and of no other.
+Lightning stores neither random number generators nor the position in a plain DataLoader, keeps only the first rank's
+loader states, and restores some of its loops in a way that skips or repeats work. The additional state is one entry of
+the checkpoints that shrinkpoint writes, and of no others.
 """
 
 import os
@@ -23,7 +23,7 @@ from shrinkpoint.state.rng import capture_rng, restore_rng
 __all__ = ["POSITION_KEY", "Position"]
 
 POSITION_KEY = "shrinkpoint"
-"""Where a position stands in a checkpoint."""
+"""The key of the position in a checkpoint."""
 
 _SEED = "PL_GLOBAL_SEED"  # Lightning seeds the distributed sampler that it injects from this variable
 _BATCHES = "epoch_loop.batch_progress"
@@ -31,7 +31,7 @@ _VALIDATION = "epoch_loop.val_loop.batch_progress"
 
 
 class Position:
-    """Follows one `Trainer.fit`, gives its position for a checkpoint, and takes a checkpoint's position up again."""
+    """Follows one `Trainer.fit`, returns its position for a checkpoint, and restores a checkpoint's position."""
 
     _of: ClassVar["WeakKeyDictionary[Trainer, Position]"] = WeakKeyDictionary()
 
@@ -61,7 +61,7 @@ class Position:
         self._before_validation = capture_rng() if validation_follows else {}
 
     def is_known(self, trainer: Trainer) -> bool:
-        """Whether the place in the data is known after this batch."""
+        """Whether the position in the data is known after this batch."""
         return self._data.is_known(trainer)
 
     def state(
@@ -72,13 +72,13 @@ class Position:
         mid_accumulation: bool,
         validation_pending: bool,
     ) -> dict[str, Any]:
-        """What a checkpoint taken now needs beside Lightning's own state; must be called on every rank.
+        """The state that a checkpoint taken now needs in addition to Lightning's own; must be called on every rank.
 
         Args:
             trainer: in a hook at the end of a batch, a validation or an epoch.
             checkpoint: Lightning's own state on this rank.
             mid_accumulation: keep the gradients, of which some batches have been accumulated.
-            validation_pending: the validation after the last batch has not begun, or was broken off.
+            validation_pending: the validation after the last batch has not begun, or was interrupted.
         """
         epochs = trainer.fit_loop.epoch_progress
         between = epochs.current.processed == epochs.current.ready
@@ -101,11 +101,12 @@ class Position:
         }
 
     def load(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-        """Take over a checkpoint's position, before Lightning restores its loops from the same dict.
+        """Read a checkpoint's position, before Lightning restores its loops from the same dict.
 
         Args:
             trainer: while it restores callbacks.
-            checkpoint: changed in place: Lightning gets no loader states, and counters that make it do what is left.
+            checkpoint: changed in place: Lightning gets no loader states, and counters that make it do the remaining
+                work.
         """
         loaded = checkpoint.get(POSITION_KEY)
         if loaded is None:
@@ -125,7 +126,7 @@ class Position:
             os.environ[_SEED] = loaded["seed"]
 
     def apply(self, trainer: Trainer, module: LightningModule) -> None:
-        """Take up the loaded position, once the iterators exist and before the first batch is drawn."""
+        """Apply the loaded position, once the iterators exist and before the first batch is fetched."""
         if self._loaded is None:
             self._data.note_first_loaders(trainer)
             return
@@ -144,7 +145,7 @@ class Position:
             self._data.start_next_epoch(trainer, mine["data"])
         else:
             self._data.continue_epoch(trainer, mine["data"])
-            # Lightning warns that a loader without a state starts over, which has just been prevented.
+            # Lightning warns that a stateless loader restarts, which `apply` has just prevented.
             warnings.filterwarnings(
                 "ignore", message="You're resuming from a checkpoint that ended before the epoch"
             )
@@ -179,7 +180,7 @@ def _gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 def _leave_epoch(trainer: Trainer) -> None:
-    """Begin with a fresh epoch, whichever way Lightning would have taken the finished one up again."""
+    """Begin with a fresh epoch, instead of Lightning's way of resuming the finished one."""
     loop = trainer.fit_loop
     if loop.epoch_progress.total.completed != loop.epoch_progress.total.processed:
         loop.epoch_progress.increment_completed()
@@ -200,7 +201,7 @@ def _expect_validation(loops: dict[str, Any]) -> None:
 
 
 def _rerun_validation(trainer: Trainer) -> None:
-    # Lightning has seen that a validation has begun; it is run whole, so nothing of it counts as begun.
+    # For Lightning a validation has begun; it is run as a whole, so its counters restart.
     progress = trainer.fit_loop.epoch_loop.val_loop.batch_progress
     progress.total.ready = progress.total.started = progress.total.completed
     progress.current.reset()

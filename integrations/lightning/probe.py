@@ -1,6 +1,6 @@
-"""What other weights would cost, measured in the middle of training without leaving a trace in it.
+"""Evaluates other weights between two batches of a Lightning run, without side effects on it.
 
-``Trainer.validate`` cannot run inside a hook, so a few batches that went past are kept, and the module's own
+``Trainer.validate`` cannot run inside a hook, so a few recent batches are kept, and the module's own
 validation step is called on them with its ``log`` replaced.
 """
 
@@ -49,7 +49,7 @@ class LossProbe:
             self.kept.see_validation(batch, batch_idx)
 
     def see_training(self, batch: Any) -> None:
-        """Keep a training batch if there is nothing better; the module gets it after this."""
+        """Keep a training batch while there are no validation batches; the module gets it after this."""
         self.kept.see_training(batch)
 
     def evaluate(
@@ -63,14 +63,15 @@ class LossProbe:
             weights: values to put in the parameters' place, by name, on any device; None for the live ones.
 
         Raises:
-            ConfigError: no batch has been seen, or the module tells no loss.
+            ConfigError: no batch has been seen, or the module returns no loss.
         """
         return self.evaluation(trainer, module)(weights or {})
 
     def evaluation(
         self, trainer: Trainer, module: LightningModule
     ) -> Callable[[Mapping[str, torch.Tensor]], tuple[float, ...]]:
-        """As `evaluate`, on the batches that are kept now, whatever is kept later: losses are compared batch by batch."""
+        """As `evaluate`, on the batches that are kept now, even if others are kept later: losses are compared by
+        batch."""
         measure = self.measurement(trainer, module)
 
         def evaluate(weights: Mapping[str, torch.Tensor]) -> tuple[float, ...]:
@@ -80,14 +81,15 @@ class LossProbe:
         return evaluate
 
     def measurement(self, trainer: Trainer, module: LightningModule) -> Callable[[], tuple[float, ...]]:
-        """The losses of the module as it stands on the batches that are kept now, whatever is kept later.
+        """The losses of the module with its current weights on the batches that are kept now, even if others are kept
+        later.
 
         Args:
             trainer: between two batches.
-            module: whoever calls what is returned sees to it that it is in eval mode, and left as it was.
+            module: the caller of the returned function puts it in eval mode, and back afterwards.
 
         Raises:
-            ConfigError: by what is returned, if no batch has been seen, or the module tells no loss.
+            ConfigError: raised by the returned function, if no batch has been seen, or the module returns no loss.
         """
         batches = list(self.kept.batches)
         step, context = _step(trainer, module, held_out=self.kept.held_out)
@@ -110,11 +112,11 @@ class LossProbe:
 
 @contextmanager
 def captured_logs(trainer: Trainer, module: LightningModule) -> Iterator[dict[str, Any]]:
-    """Let the step log into a dict: the trainer's loggers, metrics and progress bars see nothing.
+    """Redirect a step's logging into a dict, away from the trainer's loggers, metrics and progress bars.
 
     Args:
-        trainer: whose loggers are replaced meanwhile, for a step may write to them itself.
-        module: whose methods are replaced meanwhile.
+        trainer: its loggers are replaced meanwhile, since a step may write to them itself.
+        module: its logging methods are replaced meanwhile.
     """
     logged: dict[str, Any] = {}
 
@@ -158,7 +160,7 @@ def _step(
 
 
 def arguments(step: Callable[..., Any], batch: Any, index: int) -> list[Any]:
-    """What a training or validation step is called with.
+    """The arguments of a training or validation step.
 
     Raises:
         ConfigError: it reads its batches itself.

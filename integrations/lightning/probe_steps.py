@@ -1,7 +1,7 @@
-"""Going on from a saved state for some steps, in the midst of a Lightning run that does not notice.
+"""The probe of a Lightning run: some steps from a saved state, which are undone completely.
 
-The trainer's own loop cannot be used: it counts, logs, calls everybody's hooks and reads the loaders. So the module's
-training step is called on batches that went past, and the rest of a step is made here, where that is simple enough.
+The trainer's own loop cannot be used: it counts, logs, calls all hooks and reads the loaders. So the module's training
+step is called on recent batches, and the rest of a step is implemented here, for trainings where that is simple enough.
 """
 
 import inspect
@@ -30,10 +30,10 @@ _OWN_STEPS = ("optimizer_step", "backward", "manual_backward")
 
 
 class StepProbe:
-    """Keeps batches to make steps on, and makes them.
+    """Keeps batches for the steps of a probe, and makes these steps.
 
     Args:
-        losses: measures what the steps come to.
+        losses: measures the loss after the steps.
         steps: how many batches to keep, in host memory; 0 keeps none and makes none.
     """
 
@@ -42,7 +42,7 @@ class StepProbe:
         self._recent = RecentBatches(steps)
 
     def starts(self, trainer: Trainer, module: LightningModule) -> None:
-        """Keep nothing in a training that no steps can be made in."""
+        """Keep no batches in a training that does not allow probes."""
         if _obstacle(trainer, module) is not None:
             self._recent.stop()
 
@@ -51,7 +51,7 @@ class StepProbe:
         self._recent.see(batch, first=batch_idx % trainer.accumulate_grad_batches == 0)
 
     def resumed(self, trainer: Trainer, module: LightningModule) -> ResumedSteps | None:
-        """How to go on from a checkpoint of now, in the form in which Lightning makes it; None where that is impossible.
+        """Resumed steps from a present checkpoint in Lightning's form; None where that is impossible.
 
         Gradients are clipped as in training. The hooks of callbacks, and those of the module that belong to the trainer's
         loop, are not called.
@@ -92,7 +92,7 @@ def _obstacle(trainer: Trainer, module: LightningModule) -> str | None:
 
 
 def _scale(trainer: Trainer) -> float:
-    """Of the losses, where half-precision training has a scaler: its present one, which stays as it is."""
+    """The present scale of the losses, where half-precision training has a scaler; not changed."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     return 1.0 if scaler is None or not scaler.is_enabled() else float(scaler.get_scale())
 

@@ -1,4 +1,4 @@
-"""Telling Lightning's loggers about finished saves, and what has been logged there so far."""
+"""Logs finished saves to Lightning's loggers, and collects the metrics logged so far."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,13 +15,14 @@ _TAKE_TEXT = {"CSVLogger", "WandbLogger"}  # loggers whose log_metrics stores st
 
 
 def finite_metrics(trainer: Trainer) -> dict[str, float]:
-    """What has been logged so far, as far as it can stand in a manifest."""
+    """The metrics logged so far that a manifest can store."""
     logged = trainer.callback_metrics.items()
     return finite({name: float(value) for name, value in logged if value.numel() == 1})
 
 
 def log_reports(trainer: Trainer, reports: Sequence[SaveReport]) -> None:
-    """Give finished saves to the trainer's loggers, at the saves' own steps, past Lightning's collection of metrics."""
+    """Give finished saves to the trainer's loggers, at the saves' own steps, bypassing Lightning's collection of
+    metrics."""
     for report in reports:
         log_line(report)
         for logger in trainer.loggers:

@@ -1,4 +1,4 @@
-"""Making ``Trainer.fit`` continue a run although it was given no ``ckpt_path``."""
+"""Makes ``Trainer.fit`` continue a run without a ``ckpt_path``."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -26,10 +26,10 @@ def is_tuning(trainer: Trainer) -> bool:
 
 
 def continue_run(trainer: Trainer, run: RunSession) -> None:
-    """Arrange that the fit which is being set up loads the run's newest sound checkpoint.
+    """Make the fit that is being set up load the run's newest sound checkpoint.
 
     Lightning has fixed the path before any hook of a callback runs, so the one method that takes the path in is
-    wrapped, for one call. A path that the user gave wins there.
+    wrapped, for one call. A path from the user takes precedence.
 
     Args:
         trainer: in a callback's ``setup`` for ``fit``; called on every rank.
@@ -74,7 +74,7 @@ def _wrapped(trainer: Trainer, connector: Any, runs: Mapping[str, RunSession]) -
 
 
 def _choose(runs: Mapping[str, RunSession]) -> str | None:
-    """The address of the newest sound checkpoint; of several callbacks' runs the one that got furthest."""
+    """The address of the newest sound checkpoint; with several callbacks, of the run with the highest step."""
     chosen: dict[str, Manifest] = {}
     for url, run in runs.items():
         newest = run.newest_wanted()
@@ -84,13 +84,13 @@ def _choose(runs: Mapping[str, RunSession]) -> str | None:
         return None
     url = max(chosen, key=lambda url: chosen[url].step)
     for other in chosen.keys() - {url}:
-        runs[other].saver.forget(follows=chosen[other])  # a whole state that nobody will ask for
+        runs[other].saver.forget(follows=chosen[other])  # frees a whole state that is not needed
     rank_zero_info(f"continuing {url} from step {chosen[url].step}")
     return str(Address(url=url, seq=chosen[url].seq))
 
 
 def _require_own_runs(runs: Iterable[RunSession], module: LightningModule) -> None:
-    """Refuse to save beside another model's checkpoints: retention would remove them."""
+    """Refuse to save among another model's checkpoints, which retention would remove."""
     for run in runs:
         stored = run.outline(("state_dict", _VERSION))
         if stored is not None:

@@ -1,4 +1,4 @@
-"""One Lightning run that is being saved: what the callback's hooks do."""
+"""One Lightning run that is being saved: the handlers of the callback's hooks."""
 
 import signal
 from typing import Any
@@ -45,7 +45,7 @@ class Session:
         self._steps = StepProbe(self.probe, steps=self.run.probe_steps)
         self._trigger = Trigger(settings.schedule)
         self._gradients = GradientCollector()
-        self._interruption = TerminationRequest(  # Lightning answers SIGTERM itself
+        self._interruption = TerminationRequest(  # Lightning handles SIGTERM itself
             [signal.SIGINT], answered=lambda: self._training
         )
         self._training = False
@@ -64,7 +64,7 @@ class Session:
     # ---- before training
 
     def setup(self, trainer: Trainer, stage: str) -> None:
-        """Check the store before training starts, and arrange that the run continues.
+        """Check the store before training starts, and make the run continue.
 
         Raises:
             ConfigError: the strategy is not supported, or two callbacks save to one run.
@@ -84,10 +84,10 @@ class Session:
         )
         if self._active:
             self.run.open()
-            if trainer.global_step == 0:  # a second fit goes on from where the trainer stands
+            if trainer.global_step == 0:  # a second fit continues from the trainer's present step
                 continue_run(trainer, self.run)
             self._training = False
-            self._interruption.watch()  # before any worker of a loader is forked, which would die of a Ctrl-C
+            self._interruption.watch()  # before any worker of a loader is forked, which a Ctrl-C would end
 
     def take_position(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         """A checkpoint of any kind is being loaded."""
@@ -96,7 +96,7 @@ class Session:
             Position.of(trainer).load(trainer, checkpoint)
 
     def fit_starts(self, trainer: Trainer) -> None:
-        """The model stands, and nothing has been drawn yet.
+        """The model is built; no batch has been fetched.
 
         Raises:
             StateMismatchError: the checkpoint that is being restored has other optimizers.
@@ -111,7 +111,7 @@ class Session:
         Position.of(trainer).fit_starts()
 
     def train_starts(self, trainer: Trainer, module: LightningModule) -> None:
-        """The iterators exist, and no batch has been drawn yet."""
+        """The iterators exist; no batch has been fetched."""
         Position.of(trainer).apply(trainer, module)
         self._trigger.start(step=trainer.global_step, epochs=trainer.current_epoch)
         self._seen_step = trainer.global_step
@@ -121,7 +121,7 @@ class Session:
         if self._active and loaded is not None and loaded.url == self.settings.run.url:
             self.run.saved_step = trainer.global_step
             self.run.remember()
-            if not is_first():  # only the first process goes on from what it has read
+            if not is_first():  # only the first process saves deltas to the checkpoint that it has read
                 self._saver.forget()
         if self._active and is_first():
             self.run.warn_hook(stateful_hook(trainer.strategy.model))
@@ -188,7 +188,7 @@ class Session:
         terminated, interrupted = self._is_asked_to_end(trainer)
         if terminated:
             self._trigger.request()
-        # A validation that is broken off by the signal would leave the ranks at different places.
+        # A validation interrupted by the signal would leave the ranks at different positions.
         wait = (self._validation_pending and not terminated) or (
             self._last_batch and not self._validation_pending
         )
@@ -198,7 +198,7 @@ class Session:
                 self._interruption.end()
 
     def _is_asked_to_end(self, trainer: Trainer) -> tuple[bool, bool]:
-        """Whether by any signal, and whether by a Ctrl-C, which Lightning leaves to us.
+        """Whether by any signal, and whether by a Ctrl-C, which Lightning does not handle.
 
         One rank may learn of a signal earlier than the others: all must save at the same batch, or none.
         """
@@ -222,7 +222,9 @@ class Session:
     def epoch_ends(self, trainer: Trainer, module: LightningModule) -> None:
         """Save what was due at the epoch's last batch."""
         if self._active:
-            if self._last_batch:  # else training has ended within the epoch: no place to go on from
+            if (
+                self._last_batch
+            ):  # otherwise training has ended within the epoch, and cannot be continued from here
                 self._request_last(trainer)
             self._save_or_end(trainer, module)
 
@@ -246,7 +248,7 @@ class Session:
             )
 
     def _attend(self, trainer: Trainer) -> None:
-        """Serve the background, and tell of saves that are finished."""
+        """Serve the background worker, and log finished saves."""
         reports = self.run.attend()
         for report in reports:
             self.probe.kept.adapt(report, self.settings.run.saver.search_overhead)
@@ -265,13 +267,13 @@ class Session:
     def _save(
         self, trainer: Trainer, module: LightningModule, *, last: bool = False, exact: bool = False
     ) -> None:
-        """Have Lightning collect its whole state on every rank, and save it from the first one.
+        """Let Lightning collect its whole state on every rank, and save it from the first one.
 
         Args:
             trainer: between two batches.
             module: the model.
-            last: there will be no other: wait for the one that is under way rather than skip this one.
-            exact: spend no time on a search.
+            last: it is the last save: wait for a running one instead of skipping this one.
+            exact: store bit-exactly, without a search.
         """
         self._trigger.saved()
         if not self.run.wants(last=last):
@@ -314,7 +316,7 @@ class Session:
         self._unwatch()
 
     def fails(self, trainer: Trainer, module: LightningModule, *, terminated: bool) -> None:
-        """Finish what is under way; when the process is asked to end between two batches, save there first."""
+        """Finish a running save; if the process is asked to end between two batches, save there first."""
 
         def save() -> None:
             # With several processes the checkpoint was taken at the end of the batch, where all of them agree.
@@ -333,6 +335,6 @@ class Session:
         self._interruption.unwatch()
 
     def close(self) -> None:
-        """Let go of the store."""
+        """Release the store."""
         self._unwatch()
         self.run.close()

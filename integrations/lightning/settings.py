@@ -1,4 +1,4 @@
-"""The options of the Lightning callback, checked and sorted by who needs them."""
+"""The options of the Lightning callback, checked, and divided by the component that they are for."""
 
 from dataclasses import dataclass, fields
 from datetime import timedelta
@@ -12,7 +12,7 @@ __all__ = ["Settings"]
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What `CompressedCheckpoint` was told; see there."""
+    """The options of `CompressedCheckpoint`; see there."""
 
     run: RunSettings
     schedule: Schedule
@@ -28,7 +28,7 @@ class Settings:
         on_epoch_end: bool,
         **more: Any,
     ) -> "Settings":
-        """Check and sort the callback's arguments; `more` are those of `RunSettings.build`.
+        """Check and divide the callback's arguments; `more` are those of `RunSettings.build`.
 
         Raises:
             ConfigError: one of them has a value that cannot work.

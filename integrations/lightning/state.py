@@ -1,4 +1,4 @@
-"""Where the weights that are trained, and averages of them, stand in a checkpoint of Lightning."""
+"""Locates the trained weights, and averages of them, in a checkpoint of Lightning."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,13 +10,13 @@ from shrinkpoint.state.training import Describe
 
 __all__ = ["describe_checkpoint", "followed_state", "trained_key"]
 
-# ``WeightAveraging``, since Lightning 2.6, puts its average in the model's place and the model beside it.
+# ``WeightAveraging``, since Lightning 2.6, stores its average in the model's place and the model under another key.
 _AVERAGING = getattr(callbacks, "WeightAveraging", ())
 _BESIDE = "current_model_state"
 
 
 def trained_key(checkpoint: Mapping[str, Any]) -> str:
-    """Under which key a checkpoint has the state of the module that is trained."""
+    """The key of the trained module's state in a checkpoint."""
     return _BESIDE if _BESIDE in checkpoint else "state_dict"
 
 
@@ -31,7 +31,7 @@ def describe_checkpoint(trainer: Trainer, module: LightningModule, checkpoint: M
 
 
 def followed_state(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
-    """What of a checkpoint holds weights, and averages of them that exist from the start."""
+    """The part of a checkpoint with weights, and averages of them that exist from the start."""
     checkpoint: dict[str, Any] = {"state_dict": module.state_dict()}
     for callback in trainer.callbacks:
         if isinstance(callback, _AVERAGING):

@@ -1,4 +1,4 @@
-"""``ckpt_path="last"`` and ``"best"`` of Lightning's trainer, answered from the runs of our callbacks."""
+"""Resolves ``ckpt_path="last"`` and ``"best"`` of Lightning's trainer from the runs of shrinkpoint's callbacks."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -20,12 +20,12 @@ _NAMED = 8
 
 
 def answer_words(runs_of: Callable[[Trainer], list[RunSession]]) -> None:
-    """Have trainers ask our callbacks what ``"last"`` and ``"best"`` mean.
+    """Make trainers resolve ``"last"`` and ``"best"`` through shrinkpoint's callbacks.
 
-    Lightning turns the words into a path before any hook of a callback, asks ``ModelCheckpoint`` alone for the last one, and
-    goes on with the weights as they are where it finds nothing: an evaluation of untrained weights. It offers no way to answer
-    it but its connector's method, which is wrapped here, once for the process. A trainer without a callback of ours, and every
-    other path, passes through.
+    Lightning turns the words into a path before any hook of a callback, asks ``ModelCheckpoint`` alone for the last
+    one, and continues with the present weights where it finds nothing: an evaluation of untrained weights. Only its
+    connector's method can change that; it is wrapped here, once per process. A trainer without shrinkpoint's callback,
+    and every other path, is not affected.
 
     Args:
         runs_of: the runs that a trainer's callbacks save to, in their order.
@@ -51,7 +51,7 @@ def answer_words(runs_of: Callable[[Trainer], list[RunSession]]) -> None:
 
 
 def _last_to_train(runs: list[RunSession]) -> str | None:
-    """None where the run continues by itself, or holds nothing yet: the same command starts it and goes on with it."""
+    """None where the run continues by itself, or is empty: the same command starts it and continues it."""
     if any(run.settings.resume != "never" for run in runs):
         return None
     run = runs[0]
@@ -78,5 +78,5 @@ def _best(run: RunSession) -> str:
         f"none of the {len(manifests)} checkpoints of {settings.url} was saved with the metric {settings.monitor!r};"
         f" they have {', '.join(logged[:_NAMED]) or 'no metrics'}"
         if manifests
-        else f"{settings.url} holds no checkpoint"
+        else f"{settings.url} contains no checkpoint"
     )

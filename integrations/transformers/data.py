@@ -1,10 +1,10 @@
-"""Where a Hugging Face run stands in its training data.
+"""Saves and restores a Hugging Face run's position in its training data.
 
-The trainer skips the batches before the place and sets the random numbers afterwards. But accelerate's loaders read one
-batch ahead, so that a collator that draws random numbers (masked language modelling) would draw others for that batch;
-workers would start with other seeds; and samplers that draw from torch's own generator would shuffle anew. So a
-checkpoint holds the generators' states at these moments too, and the loader, which the trainer gets wrapped, sets them
-at the same moments.
+The trainer skips the batches before the position and sets the random generators afterwards. But accelerate's loaders
+read one batch ahead, so that a collator that draws random numbers (masked language modelling) would draw different ones
+for that batch; workers would start with other seeds; and samplers that draw from torch's own generator would shuffle
+again. So a checkpoint contains the generators' states at these moments too, and the loader, which the trainer gets
+wrapped, sets them at the same moments.
 """
 
 from collections import deque
@@ -20,11 +20,11 @@ from shrinkpoint.warn import warn
 __all__ = ["DataPlace", "FollowedLoader"]
 
 _AHEAD = 2
-"""Of so many batches that were fetched last is known from which states; accelerate reads one ahead."""
+"""Number of last batches whose generator states are kept; accelerate reads one ahead."""
 
 
 class DataPlace:
-    """Follows the training data of one trainer on this rank, and finds a stored place again.
+    """Follows the training data of one trainer on this rank, and restores a stored position.
 
     Args:
         seen: called with every batch that is trained on, and its number in the epoch.
@@ -46,7 +46,7 @@ class DataPlace:
         return FollowedLoader(loader, self._iterate)
 
     def state(self, *, inside_epoch: bool) -> dict[str, Any]:
-        """This rank's place, in plain data and tensors.
+        """This rank's position, in plain data and tensors.
 
         Args:
             inside_epoch: whether batches of the present epoch are still to be trained on.
@@ -61,17 +61,17 @@ class DataPlace:
         }
 
     def load(self, place: Mapping[str, Any]) -> None:
-        """Take over a checkpoint's place; it is found when the trainer iterates over the loader."""
+        """Set the position from a checkpoint; it is restored when the trainer iterates over the loader."""
         self._pending = place
 
     def between_epochs(self) -> None:
-        """The trainer would set the random numbers now: it begins an epoch, and skips nothing."""
+        """The trainer would set the random generators now: it begins an epoch, and skips nothing."""
         if self._pending is not None:
             self._set(self._pending["now"])
             self._pending = None
 
     def in_epoch(self) -> None:
-        """The trainer has the first batch after the place."""
+        """The trainer has the first batch after the position."""
         if self._pending is not None:
             warn(
                 "the order of the samples could not be restored: the trainer has not used the loader of its"
@@ -123,11 +123,11 @@ class DataPlace:
 
 
 class _Epoch:
-    """The moments of one epoch at which the generators' states are noted, or set to what they were.
+    """The moments of one epoch at which the generators' states are recorded, or restored.
 
     Args:
         generators: of the loader; None before the first epoch.
-        stored: a place inside this epoch, to be found again.
+        stored: a position inside this epoch, to be restored.
         consumed: batches that have been trained on before.
     """
 
@@ -141,7 +141,7 @@ class _Epoch:
         self._stored = stored
         self.consumed = consumed
         self.skips = 0
-        """How many of the sampler's first batches are not to be fetched."""
+        """Number of the sampler's first batches that are not fetched."""
         self._asked = 0
         self._workers = False
         self._start: Any = None
@@ -149,7 +149,7 @@ class _Epoch:
         self._ahead: deque[tuple[int, Any]] = deque(maxlen=_AHEAD)
 
     def state(self) -> dict[str, Any]:
-        """What has been noted so far."""
+        """The states recorded so far."""
         ahead = {str(number): states for number, states in self._ahead if number >= self.consumed}
         return {"start": self._start, "sampler": self._sampler, "ahead": ahead, "asked": self._asked}
 
@@ -198,11 +198,11 @@ class _Epoch:
 
 
 class FollowedLoader:
-    """A loader that tells where its training stands; all else is the inner one's.
+    """A loader that tracks the position of training; everything else is the inner one's.
 
     Args:
         inner: any iterable.
-        iterate: gives the inner one's batches from a place on.
+        iterate: yields the inner one's batches from a position on.
     """
 
     def __init__(self, inner: Any, iterate: Callable[[Any, int], Iterator[Any]]) -> None:
@@ -211,7 +211,7 @@ class FollowedLoader:
         self._skip = 0
 
     def skipping(self, count: int) -> "FollowedLoader":
-        """Leave so many batches out of the next iteration alone."""
+        """Leave out `count` batches in the next iteration only."""
         self._skip = count
         return self
 
@@ -234,7 +234,7 @@ class FollowedLoader:
 
 
 class _IndexHook:
-    """Stands for a torch loader's index sampler, and tells an epoch what is asked for.
+    """Replaces a torch loader's index sampler, and reports the requests to an epoch.
 
     Args:
         inner: the loader's own.
@@ -246,11 +246,11 @@ class _IndexHook:
 
     @classmethod
     def on(cls, base: DataLoader[Any]) -> "_IndexHook":
-        """The loader's hook, which it gets once."""
+        """The loader's hook, which is created once."""
         found = vars(base).get("_shrinkpoint_hook")
         if found is None:
             kind = type(base)
-            found = cls(base._index_sampler)  # what a loader's iterators ask
+            found = cls(base._index_sampler)  # used by a loader's iterators
             base.__dict__["_shrinkpoint_hook"] = found
             members = {"_index_sampler": property(lambda self: self.__dict__["_shrinkpoint_hook"])}
             base.__class__ = type(kind.__name__, (kind,), members)

@@ -1,4 +1,4 @@
-"""The random number generators that a training's data depends on: torch's, numpy's and Python's own, and those of its parts."""
+"""The random number generators that a training's data depends on: the global ones, and those of the loader's parts."""
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ _FIRST = 100  # of a list, as one of transforms, and not of samples
 
 
 class Generators:
-    """The global generators, and those that a loader, its samplers, its data set or its collator hold.
+    """The global generators, and those of a loader, its samplers, its data set and its collator.
 
     Args:
         loader: as the trainer has it; None for the global ones alone.
@@ -38,7 +38,7 @@ class Generators:
         return {"rng": capture_rng(), "own": [_state(generator) for generator in self._own]}
 
     def set(self, states: Mapping[str, Any]) -> None:
-        """Give them the states that they had."""
+        """Restore their states."""
         if len(states["own"]) > len(self._own):
             self._use_once()
             self.find()
@@ -49,7 +49,7 @@ class Generators:
     def _use_once(self) -> None:
         """Let a collator make the generator that it makes on first use."""
         dataset, collate = (getattr(self._loader, name, None) for name in ("dataset", "collate_fn"))
-        with suppress(Exception):  # it is only tried: the batch is nobody's
+        with suppress(Exception):  # an attempt only: the batch is discarded
             if callable(collate) and dataset is not None and not getattr(self._loader, "num_workers", 0):
                 collate([dataset[0]])
 
@@ -60,7 +60,7 @@ def seeds(loader: Any) -> list[int]:
 
 
 def set_seeds(loader: Any, values: Sequence[int]) -> None:
-    """Give those samplers the seeds that they had; in a new process they get that process's."""
+    """Restore the samplers' seeds; a new process would use its own."""
     for part, value in zip(_seeded(loader), values, strict=False):
         part.initial_seed = value
 

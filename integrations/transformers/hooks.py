@@ -1,7 +1,7 @@
-"""How the callback gets hold of a trainer: callbacks are told of events, but not of the trainer, and cannot make it resume.
+"""Gives the callback access to its trainer: callbacks get events but no trainer, and cannot make it resume.
 
-`Trainer.train` is wrapped once per process, and asks the trainer's callbacks for one of ours. For the time of a training
-a few methods of that one trainer are replaced: where it loads, gets its data, and logs, evaluates and saves.
+`Trainer.train` is wrapped once per process, and looks for shrinkpoint's callback among the trainer's. During a training
+a few methods of that one trainer are replaced: those that load, get data, log, evaluate and save.
 """
 
 import functools
@@ -25,7 +25,7 @@ _SKIP = "skip_first_batches"
 _ABSENT = object()
 
 Override = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""Makes what is called instead of a trainer's own method, which it gets."""
+"""Takes a trainer's own method and returns its replacement."""
 
 
 class _Session(Protocol):
@@ -34,7 +34,7 @@ class _Session(Protocol):
 
 
 def install() -> None:
-    """Let `Trainer.train` look for callbacks of ours; a trainer without one trains as before.
+    """Make `Trainer.train` look for shrinkpoint's callbacks; a trainer without one trains as before.
 
     Raises:
         ConfigError: this version of transformers has another trainer.
@@ -61,9 +61,7 @@ def _asking(original: Callable[..., Any]) -> Callable[..., Any]:
         if not owners:
             return original(self, given, *args, **kwargs)
         if trial is not None:
-            warn(
-                "the trials of a hyper-parameter search are not saved: CompressedCheckpoint leaves them alone"
-            )
+            warn("the trials of a hyper-parameter search are not saved: CompressedCheckpoint ignores them")
             return original(self, given, *args, **kwargs)
         if len(owners) > 1:
             raise ConfigError(
@@ -97,9 +95,9 @@ def overridden(
     """Replace methods of one trainer for a while.
 
     Args:
-        trainer: not of its class, other trainers keep theirs.
+        trainer: methods of this object are replaced, not of its class.
         required: by name.
-        optional: those that not every version has.
+        optional: methods that some versions lack.
 
     Raises:
         ConfigError: the trainer lacks one of the `required`.

@@ -1,7 +1,7 @@
-"""What other weights would cost, measured between two steps of a Hugging Face run without leaving a trace in it.
+"""Evaluates other weights between two steps of a Hugging Face run, without side effects on it.
 
-``Trainer.evaluate`` fires events, logs, and reads the loaders. So a few batches that went past are kept, and the trainer's own
-``compute_loss`` is called on them, by a copy of the trainer: subclasses note metrics there.
+``Trainer.evaluate`` fires events, logs, and reads the loaders. So a few recent batches are kept, and the trainer's own
+``compute_loss`` is called on them, on a copy of the trainer, since subclasses record metrics there.
 """
 
 import copy
@@ -55,14 +55,14 @@ class LossProbe:
         self._number = 0
 
     def evaluation(self, trainer: Any) -> Callable[[Mapping[str, torch.Tensor]], tuple[float, ...]]:
-        """Measures the loss with given weights on each of the batches that are kept now, whatever is kept later.
+        """Measures the loss with given weights on each of the batches that are kept now, even if others are kept later.
 
         Args:
             trainer: between two steps. Its model's parameters, buffers, modes, metrics and all random number generators are
                 as before afterwards.
 
         Raises:
-            ConfigError: by what is returned, if no batch has been seen, or the model tells no loss.
+            ConfigError: raised by the returned function, if no batch has been seen, or the model returns no loss.
         """
         measure = self.measurement(trainer)
         module: nn.Module = trainer.model
@@ -74,10 +74,11 @@ class LossProbe:
         return evaluate
 
     def measurement(self, trainer: Any) -> Callable[[], tuple[float, ...]]:
-        """The losses of the model as it stands on the batches that are kept now, whatever is kept later.
+        """The losses of the model with its current weights on the batches that are kept now, even if others are kept
+        later.
 
         Args:
-            trainer: whoever calls what is returned sees to it that its model is in eval mode, and left as it was.
+            trainer: the caller of the returned function puts its model in eval mode, and back afterwards.
         """
         batches = list(self.kept.batches)
 
@@ -91,10 +92,10 @@ class LossProbe:
 
 
 class StepProbe:
-    """Keeps batches to make steps on, and makes them.
+    """Keeps batches for the steps of a probe, and makes these steps.
 
     Args:
-        losses: measures what the steps come to.
+        losses: measures the loss after the steps.
         steps: how many batches to keep, in host memory; 0 keeps none and makes none.
     """
 
@@ -103,7 +104,7 @@ class StepProbe:
         self._recent = RecentBatches(steps)
 
     def starts(self, trainer: Any) -> None:
-        """Keep nothing in a training that no steps can be made in."""
+        """Keep no batches in a training that does not allow probes."""
         if _obstacle(trainer) is not None:
             self._recent.stop()
 
@@ -118,7 +119,7 @@ class StepProbe:
         self._recent.see(batch, first=number % accumulated == 0)
 
     def resumed(self, trainer: Any) -> ResumedSteps | None:
-        """How to go on from a `stored_state` of now; None where that is impossible."""
+        """Resumed steps from a present `stored_state`; None where that is impossible."""
         batches = self._recent.take()
         if not batches or _obstacle(trainer) is not None:
             return None
@@ -151,7 +152,7 @@ def _obstacle(trainer: Any) -> str | None:
 
 
 def _scale(trainer: Any) -> float:
-    """Of the losses, where half-precision training has a scaler: its present one, which stays as it is."""
+    """The present scale of the losses, where half-precision training has a scaler; not changed."""
     scaler = getattr(trainer.accelerator, "scaler", None)
     return 1.0 if scaler is None or not scaler.is_enabled() else float(scaler.get_scale())
 
@@ -168,7 +169,7 @@ def _losses(trainer: Any, parts: Sequence[Any]) -> Iterator[torch.Tensor]:
 
 
 def _items(trainer: Any, parts: Sequence[Any]) -> Any:
-    """By how many labels the trainer divides the sum of the losses of one step; None where it takes means of means.
+    """The number of labels by which the trainer divides the sum of a step's losses; None where it averages means.
 
     Of several processes one alone cannot know it.
     """
@@ -195,7 +196,7 @@ def _clip(trainer: Any) -> None:
 
 
 def _silent(trainer: Any) -> Any:
-    """A copy of the trainer with containers of its own, whose log goes nowhere."""
+    """A copy of the trainer with its own containers and without logging."""
     silent = object.__new__(type(trainer))
     for name, value in vars(trainer).items():
         silent.__dict__[name] = value if name.endswith("dataset") else _copied(value)
@@ -206,7 +207,7 @@ def _silent(trainer: Any) -> Any:
 
 
 def _copied(value: Any) -> Any:
-    """Containers are copied, what they hold is not."""
+    """Copy containers, but not their elements."""
     if isinstance(value, dict):
         copied = copy.copy(value)  # of its own kind
         for key, item in value.items():

@@ -1,4 +1,4 @@
-"""What a trainer counts beside its state: the losses since it has logged last, whose mean it logs next."""
+"""A trainer's counters that are not in its state: the sum of the losses since its last log entry."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -47,7 +47,7 @@ class Progress:
             stored: the checkpoint.
         """
         step, ranks = stored["trainer"]["global_step"], stored["ranks"]
-        trainer.state.global_step = step  # it was told another one where nothing is left to train
+        trainer.state.global_step = step  # it was given a different one where nothing is left to train
         setattr(trainer, _LAST_LOGGED, step)
         if hasattr(trainer, _FIRST_STEP):
             setattr(trainer, _FIRST_STEP, step)
@@ -66,7 +66,7 @@ class Progress:
             self._pending = own["loss"]
 
     def add_pending(self, tr_loss: torch.Tensor) -> None:
-        """Before the first step is logged, where the trainer keeps its sum in a variable: add what was in it before."""
+        """Before the first step is logged, add the stored sum to the trainer's local variable."""
         if self._pending:
             tr_loss += self._pending
             self._pending = 0.0

@@ -1,4 +1,4 @@
-"""What the trainer's loggers are told about finished saves, and the metrics that are stored with them."""
+"""Logs finished saves to the trainer's loggers, and collects the metrics that are stored with them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,10 +13,10 @@ _LOGGERS = "transformers.integrations"
 
 
 def current_metrics(state: Any) -> dict[str, float]:
-    """What has been logged at the present step, as far as it can stand in a manifest.
+    """The metrics logged at the present step that a manifest can store.
 
     Args:
-        state: the trainer's ``TrainerState``. An evaluation of an earlier step says nothing of this one's weights.
+        state: the trainer's ``TrainerState``. An evaluation of an earlier step does not apply to the present weights.
     """
     values: dict[str, Any] = {}
     for entry in reversed(state.log_history):
@@ -32,7 +32,8 @@ def current_metrics(state: Any) -> dict[str, float]:
 
 
 def log_reports(trainer: Any, reports: Sequence[SaveReport]) -> None:
-    """Give finished saves to TensorBoard, Weights & Biases and their like, at the present step, and not to the log history.
+    """Log finished saves to TensorBoard, Weights & Biases and similar loggers at the present step, not to the log
+    history.
 
     The history is part of the run's state, and would then depend on how long a save has taken.
     """

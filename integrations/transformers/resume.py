@@ -1,4 +1,4 @@
-"""How a Hugging Face run starts: whether it can be saved at all, and where it goes on."""
+"""The start of a Hugging Face run: checks that it can be saved, and continues it from the newest checkpoint."""
 
 import json
 import logging
@@ -49,7 +49,7 @@ _SUPPORTED = (
 
 
 def require_supported_args(args: Any) -> None:
-    """Refuse a training whose whole state no process will ever hold, before a model is moved anywhere.
+    """Refuse a training whose whole state no process will ever have, before a model is moved anywhere.
 
     Args:
         args: the ``TrainingArguments``.
@@ -60,13 +60,13 @@ def require_supported_args(args: Any) -> None:
     for name in ("deepspeed", "fsdp"):
         if getattr(args, name, None):
             raise ConfigError(
-                f"{name}={getattr(args, name)!r}: no process holds the whole state, and CompressedCheckpoint does not save"
+                f"{name}={getattr(args, name)!r}: no process has the whole state, and CompressedCheckpoint does not save"
                 " shards yet. Train with DDP (torchrun), or leave the saving to the Trainer's own save_strategy"
             )
 
 
 def require_supported(trainer: Any) -> None:
-    """As `require_supported_args`, and what only the trainer knows.
+    """As `require_supported_args`, with checks that need the trainer.
 
     Raises:
         ConfigError: the message says what to change.
@@ -90,15 +90,16 @@ def require_supported(trainer: Any) -> None:
 
 
 def choose(run: RunSession, trainer: Any, given: Any) -> Mapping[str, Any] | None:
-    """What a training is to continue from, read and compared with its model; the same on all ranks.
+    """The state that a training continues from, read and compared with its model; the same on all ranks.
 
     Args:
         run: where to look.
         trainer: not yet training.
-        given: the user's ``resume_from_checkpoint``, which wins; an address of ours, or anything of the trainer's own.
+        given: the user's ``resume_from_checkpoint``, which takes precedence; a shrinkpoint address, or any value that
+            the trainer accepts.
 
     Returns:
-        The stored state; None where nothing of ours is to be continued.
+        The stored state; None where no shrinkpoint run is continued.
 
     Raises:
         NoCheckpointError: there is none, and ``resume="must"``.
@@ -117,7 +118,7 @@ def choose(run: RunSession, trainer: Any, given: Any) -> Mapping[str, Any] | Non
         and run.settings.resume != "never"
         and on_first(lambda: bool(run.saver.store.manifests()))
     ):
-        given = None  # "go on from the last checkpoint": there are none in the trainer's folder since they are ours
+        given = None  # "continue from the last checkpoint": there is none in the trainer's folder, only in the run
     if given is not None and address is None:
         _require_own_run(run, trainer)
         _warn_newer(run, given)
@@ -130,7 +131,7 @@ def choose(run: RunSession, trainer: Any, given: Any) -> Mapping[str, Any] | Non
     on_first(lambda: require_own_run(stored, trainer.model, url))
     run.saved_step = manifest.step
     run.remember()
-    if not is_first():  # only the first process goes on from what it has read
+    if not is_first():  # only the first process saves deltas to the checkpoint that it has read
         run.saver.forget()
     _warn_resumed(run, stored, trainer.args)
     found: Mapping[str, Any] = stored
@@ -146,11 +147,11 @@ def _at(run: RunSession, address: Address) -> Manifest:
             return manifest
     else:
         raise NoCheckpointError(
-            f"{run.settings.url} holds no such checkpoint: {address}; see `shrinkpoint ls {run.settings.url}`"
+            f"{run.settings.url} contains no such checkpoint: {address}; see `shrinkpoint ls {run.settings.url}`"
         )
     newest = run.saver.newest()
     if newest is None:
-        raise NoCheckpointError(f"{run.settings.url} holds no checkpoint")
+        raise NoCheckpointError(f"{run.settings.url} contains no checkpoint")
     return newest
 
 
@@ -161,7 +162,7 @@ def _read(run: RunSession, manifest: Manifest) -> Any:
 
 
 def _require_own_run(run: RunSession, trainer: Any) -> None:
-    """Refuse to save beside another model's checkpoints: retention would remove them."""
+    """Refuse to save among another model's checkpoints, which retention would remove."""
 
     def look() -> None:
         found = run.outline(OUTLINE)
@@ -172,11 +173,12 @@ def _require_own_run(run: RunSession, trainer: Any) -> None:
 
 
 def is_complete(stored: Mapping[str, Any], args: Any) -> bool:
-    """Whether nothing is left to train: the trainer itself would make one step more where ``max_steps`` ended an epoch early.
+    """Whether the training is complete: the trainer itself would make one step more where ``max_steps`` ended an epoch
+    early.
 
     Args:
         stored: the checkpoint.
-        args: the ``TrainingArguments`` of now.
+        args: the present ``TrainingArguments``.
     """
     state, now = stored["trainer"], arguments(args)
     done = state["global_step"]
@@ -189,12 +191,12 @@ def is_complete(stored: Mapping[str, Any], args: Any) -> bool:
 
 
 def write_thin(stored: Mapping[str, Any], folder: Path, *, complete: bool) -> str:
-    """Write what the trainer finds its place by: a checkpoint folder with its state and nothing else.
+    """Write a checkpoint folder with only the trainer's state, from which the trainer determines its position.
 
     Args:
         stored: the checkpoint.
-        folder: empty, and of this process.
-        complete: nothing is left to train; the trainer is then told a step behind the end.
+        folder: an empty folder of this process.
+        complete: nothing is left to train; the trainer then gets a step after the end.
     """
     state = trainer_state(stored)
     if complete:
@@ -210,8 +212,8 @@ def _warn_resumed(run: RunSession, stored: Mapping[str, Any], args: Any) -> None
     _log.info("continuing %s from step %d", run.settings.url, step)
     if is_complete(stored, args):
         warn(
-            f"the run in {run.settings.url} is complete: it ended at step {step}. Raise max_steps or num_train_epochs to train"
-            " on; there is nothing to do now"
+            f"the run in {run.settings.url} is complete: it ended at step {step}. Raise max_steps or num_train_epochs to"
+            " continue; there is nothing to do now"
         )
     if len(stored["ranks"]) != world_size():
         warn(
@@ -224,6 +226,6 @@ def _warn_newer(run: RunSession, given: Any) -> None:
     newest = on_first(lambda: next(iter(run.saver.store.manifests()), None))
     if newest is not None and is_first():
         warn(
-            f"resume_from_checkpoint={given!r} wins: {run.settings.url}, which holds step {newest.step}, is not continued. Leave"
-            " resume_from_checkpoint out to go on from there"
+            f"resume_from_checkpoint={given!r} takes precedence: {run.settings.url}, which has step {newest.step}, is not continued."
+            " Leave resume_from_checkpoint out to continue from there"
         )

@@ -1,4 +1,5 @@
-"""One run of Hugging Face's Trainer that is being saved: what the callback's events do, and what happens beside them."""
+"""One run of Hugging Face's Trainer that is being saved: the handlers of the callback's events and of replaced
+methods."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -94,7 +95,7 @@ class Session:
     # ---- before training
 
     def init_ends(self, args: Any) -> None:
-        """The trainer has been built: refuse at once what could not be saved.
+        """The trainer has been built: refuse a training that could not be saved.
 
         Raises:
             ConfigError: the message says what to change.
@@ -104,14 +105,14 @@ class Session:
 
     @contextmanager
     def training(self, trainer: Any, given: Any) -> Iterator[Any]:
-        """A whole call of ``Trainer.train``, whatever it ends by.
+        """Wraps a whole call of ``Trainer.train``, also one that ends with an error.
 
         Args:
             trainer: about to train.
             given: the user's ``resume_from_checkpoint``.
 
         Yields:
-            What the trainer is to be given instead.
+            The ``resume_from_checkpoint`` to give to the trainer instead.
 
         Raises:
             ConfigError: this training cannot be saved.
@@ -156,7 +157,7 @@ class Session:
 
     def _optional(self) -> dict[str, Override]:
         return {
-            "_load_scaler": self._instead(lambda stored, *args: None),  # it went with the optimizer
+            "_load_scaler": self._instead(lambda stored, *args: None),  # loaded with the optimizer
             "_load_callback_state": self._instead(
                 lambda stored, *args: load_callbacks(stored, self._trainer)
             ),
@@ -164,7 +165,7 @@ class Session:
         }
 
     def _instead(self, load: Any) -> Override:
-        """Where the trainer would load a part of a checkpoint of its own, load ours, if that is what it continues."""
+        """Where the trainer would load a part of its own checkpoint, load shrinkpoint's, if it continues one."""
 
         def override(original: Any) -> Any:
             def replacement(*args: Any, **kwargs: Any) -> Any:
@@ -253,7 +254,7 @@ class Session:
             self._gradients.update(self._trainer.model, optimizers_of(self._trainer), after)
 
     def step_ends(self, control: Any) -> None:
-        """The trainer has decided whether it saves after this step: the checkpoint is ours."""
+        """The trainer has decided whether it saves after this step: the save is made by shrinkpoint."""
         if self._trainer is not None:
             self._requested |= bool(control.should_save) and self.settings.schedule is None
             if self._takes_over:
@@ -284,7 +285,7 @@ class Session:
     def _moment(self, tr_loss: torch.Tensor) -> None:
         """After a step, or an epoch, has been logged and evaluated: the moment from which a run is continued.
 
-        Of an epoch's last step what belongs to the epoch's end is still to come, so its checkpoint waits for that.
+        After an epoch's last step the epoch's end is still to come, so its checkpoint is delayed until then.
 
         Raises:
             SystemExit, KeyboardInterrupt: the process was asked to end, and has been saved.
@@ -323,9 +324,9 @@ class Session:
         """Take a checkpoint; all ranks take part.
 
         Args:
-            tr_loss: what the trainer has added up since it has logged.
-            last: there will be no other of its kind: wait for the one that is under way rather than skip this one.
-            exact: spend no time on a search.
+            tr_loss: the sum of the losses since the trainer's last log entry.
+            last: it is the last save of its kind: wait for a running one instead of skipping this one.
+            exact: store bit-exactly, without a search.
             again: even if this step has been saved.
         """
         trainer, step = self._trainer, self._trainer.state.global_step
@@ -384,7 +385,7 @@ class Session:
         )
         if address is None:
             warn(
-                "there is no best checkpoint to load: no evaluation has been saved. The model stays as it is"
+                "there is no best checkpoint to load: no evaluation has been saved. The model is not changed"
             )
             return
         restored = on_every(lambda: self.run.saver.restore(address.step, adopt=False))
@@ -394,7 +395,7 @@ class Session:
         _log.info("the best model is loaded from %s", address)
 
     def train_ends(self, state: Any) -> None:
-        """Save the last steps if they are not, and wait until everything is committed.
+        """Save the last steps unless they are saved, and wait until everything is committed.
 
         Raises:
             SaveFailedError: the last checkpoint could not be stored.
@@ -420,7 +421,7 @@ class Session:
         self.run.finish(save_again)
 
     def _close(self) -> None:
-        """Finish what is under way, after an error too; there may be no other process any more."""
+        """Finish a running save, after an error too; the other processes may have ended."""
         self._termination.unwatch()
         self.run.fail()
         self.run.release()

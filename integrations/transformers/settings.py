@@ -1,4 +1,4 @@
-"""The options of the Hugging Face callback, checked and sorted by who needs them."""
+"""The options of the Hugging Face callback, checked, and divided by the component that they are for."""
 
 import sys
 from dataclasses import dataclass, fields, replace
@@ -16,7 +16,7 @@ _PREFIX = "eval_"
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What `CompressedCheckpoint` was told; see there."""
+    """The options of `CompressedCheckpoint`; see there."""
 
     run: RunSettings
     schedule: Schedule | None
@@ -34,7 +34,7 @@ class Settings:
         monitor: str | None,
         **more: Any,
     ) -> "Settings":
-        """Check and sort the callback's arguments; `more` are those of `RunSettings.build`.
+        """Check and divide the callback's arguments; `more` are those of `RunSettings.build`.
 
         Raises:
             ConfigError: one of them has a value that cannot work.
@@ -54,7 +54,7 @@ class Settings:
         )
 
     def for_trainer(self, args: Any) -> "Settings":
-        """The same, with the trainer's ``metric_for_best_model`` where it needs it and none was given.
+        """The same, with the trainer's ``metric_for_best_model`` if it is needed and no monitor was given.
 
         Args:
             args: the trainer's ``TrainingArguments``.
@@ -98,7 +98,7 @@ class Settings:
         if strategy == "steps":
             return Schedule(every_n_train_steps=max(int(save_steps), 1))
         if strategy == "best":
-            return Schedule(every_n_train_steps=sys.maxsize)  # the trainer asks for each save
+            return Schedule(every_n_train_steps=sys.maxsize)  # the trainer requests each save
         return Schedule(every_n_epochs=1)
 
 

@@ -1,4 +1,4 @@
-"""Whether the batches before a position can be left unread."""
+"""Determines whether the batches before a position can be skipped without reading them."""
 
 from typing import Any
 
@@ -10,10 +10,10 @@ __all__ = ["can_skip"]
 
 
 def can_skip(loader: DataLoader[Any], *, count: int, exact: bool) -> bool:
-    """Whether skipping comes to the same as reading and dropping, where the generators are set afterwards.
+    """Whether skipping is equivalent to reading and dropping, if the generators are set afterwards.
 
-    Where this process reads, all that reading leaves behind is in generators whose states are known. Workers have theirs
-    for themselves: only where they draw no numbers can anything be skipped.
+    If this process reads, reading only changes generators whose states are known. Workers have their own generators:
+    only if they draw no random numbers can batches be skipped.
 
     Args:
         loader: as yet without an iterator.

@@ -1,4 +1,4 @@
-"""What of a Hugging Face run is stored, and putting it back."""
+"""The stored state of a Hugging Face run: collecting and restoring it."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ FORMAT = "transformers"
 _VERSION = 1
 
 OUTLINE = ("format", "version", "model")
-"""What of a stored state `require_own_run` needs."""
+"""The entries of a stored state that `require_own_run` needs."""
 
 
 def optimizers_of(trainer: Any) -> list[torch.optim.Optimizer]:
@@ -52,7 +52,7 @@ def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def stored_state(trainer: Any, ranks: Sequence[Any], buckets: Buckets) -> dict[str, Any]:
-    """Everything that a run is continued from; its tensors are the live ones.
+    """The complete state from which a run is continued; its tensors are the live ones.
 
     Args:
         trainer: between two steps.
@@ -77,12 +77,12 @@ def stored_state(trainer: Any, ranks: Sequence[Any], buckets: Buckets) -> dict[s
 
 
 def arguments(args: Any) -> dict[str, Any]:
-    """What the length of a training is computed from."""
+    """The arguments from which the length of a training is computed."""
     return {"max_steps": args.max_steps, "num_train_epochs": float(args.num_train_epochs)}
 
 
 def followed_state(trainer: Any) -> dict[str, Any]:
-    """What of a `stored_state` holds weights from the start."""
+    """The part of a `stored_state` with weights."""
     return {"model": trainer.model.state_dict()}
 
 
@@ -105,7 +105,7 @@ def _trainer_state(trainer: Any) -> dict[str, Any]:
             stateful[name] = part.state()
     state = dataclasses.asdict(trainer.state)
     state["stateful_callbacks"] = stateful
-    state["best_model_checkpoint"] = None  # an address of ours, which the run knows by itself
+    state["best_model_checkpoint"] = None  # a shrinkpoint address, which the run determines itself
     return state
 
 
@@ -115,7 +115,7 @@ def _exportable(trainer: Any) -> list[Any]:
 
 
 def _stopped_early(trainer: Any) -> bool:
-    """Whether `EarlyStoppingCallback` has ended the training, and not somebody's clock, whom a restart is to go on from."""
+    """Whether `EarlyStoppingCallback` has ended the training, and not a time limit, from which a restart continues."""
     return any(
         isinstance(part, EarlyStoppingCallback)
         and part.early_stopping_patience_counter >= part.early_stopping_patience
@@ -126,7 +126,7 @@ def _stopped_early(trainer: Any) -> bool:
 def _steps_per_epoch(trainer: Any) -> int | None:
     try:
         batches = len(trainer.callback_handler.train_dataloader)
-    except TypeError:  # of a stream that does not know its length
+    except TypeError:  # a stream of unknown length
         return None
     return max(-(-batches // trainer.args.gradient_accumulation_steps), 1)
 
@@ -151,7 +151,7 @@ def require_own_run(stored: Any, model: nn.Module, url: str) -> None:
     """
     if not isinstance(stored, dict) or stored.get("format") != FORMAT:
         raise StateMismatchError(
-            f"{url} was not written by the callback for Hugging Face's Trainer: its weights and optimizer can be taken out"
+            f"{url} was not written by the callback for Hugging Face's Trainer: its weights and optimizer can be exported"
             " with `shrinkpoint export`, but its run cannot be continued here. Give this run a URL of its own"
         )
     if stored["version"] > _VERSION:
@@ -194,7 +194,7 @@ def load_scaler(stored: Mapping[str, Any], trainer: Any) -> None:
 def load_callbacks(stored: Mapping[str, Any], trainer: Any) -> None:
     """Put the states of callbacks back, of the trainer's own instances; their options are the new ones.
 
-    The trainer itself would make new instances of them, with the old options, and only when told to.
+    The trainer itself would create new instances with the old options, and only on request.
     """
     waiting = {
         name: list(states) if isinstance(states, list) else [states]

@@ -223,7 +223,7 @@ def test_a_load_path_wins(saving: Make, tmp_path: Path) -> None:
         fit(saving(), Crash(12), **native)
     older = str(tmp_path / "ba6.pt")
     with pytest.warns(
-        ShrinkpointWarning, match=r"ba6.pt' wins.*batch 6, although memory://.* holds batch 10"
+        ShrinkpointWarning, match=r"ba6.pt' takes precedence.*batch 6, although memory://.* has batch 10"
     ):
         again = fit(saving(save_interval="7ba"), Crash(8), load_path=older)
     assert first(again) == 6
@@ -285,7 +285,7 @@ def test_missing_and_foreign_parameters_are_named(saving: Make, monkeypatch: pyt
 
 def test_another_optimizer_is_refused(saving: Make) -> None:
     fit(saving(), Crash(6))
-    with pytest.raises(StateMismatchError, match="holds a run with Adam, and this one has SGD"):
+    with pytest.raises(StateMismatchError, match="contains a run with Adam, and this one has SGD"):
         fit(saving(), setup=Setup(optimizer="SGD"))
 
 
@@ -429,7 +429,7 @@ def test_two_callbacks_on_two_runs(saving: Make) -> None:
     ("options", "message"),
     [
         ({"save_interval": "often"}, "save_interval='often' cannot be read"),
-        ({"save_interval": "0ba"}, "more than nothing"),
+        ({"save_interval": "0ba"}, "greater than 0"),
         ({"save_interval": True}, "save_interval"),
         ({"resume": "yes"}, "resume='yes'"),
         ({"autoresume": True}, "give resume: 'auto'"),
@@ -738,7 +738,7 @@ def test_a_loss_that_asks_the_other_processes_is_not_waited_for(
     monkeypatch.setattr("support.composer_models.Tiny", Talkative)
     monkeypatch.setattr("shrinkpoint.integrations.common.alone.world_size", lambda: 2)
     with pytest.warns(
-        ShrinkpointWarning, match=r"cannot be measured.*talks to the other processes \(allreduce_"
+        ShrinkpointWarning, match=r"cannot be measured.*communicates with the other processes \(allreduce_"
     ):
         assert fit(saving(scheme="inshrinkerator"), setup=Setup(width=512)).finished
 

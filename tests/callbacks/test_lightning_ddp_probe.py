@@ -35,7 +35,7 @@ def test_the_first_process_tries_steps_and_leaves_no_trace(tmp_path: Path) -> No
             assert plain["trace"] == saved["trace"]
             assert_same(plain["final"], saved["final"])
     assert ["2", "4"] in result("probed", 0)["resumed"]
-    assert not any("cannot be tried" in told for told in result("probed", 0)["told"])
+    assert not any("cannot be taken" in told for told in result("probed", 0)["told"])
     # A step that waits for the other process is refused before it waits, and told once.
     talking = result("talking", 0)
     assert not any(talking["resumed"])

@@ -87,9 +87,9 @@ def test_best_without_a_metric_says_what_to_give(saving: Make) -> None:
 
 
 def test_an_empty_run_is_told_and_no_untrained_model_evaluated(saving: Make) -> None:
-    with pytest.raises(NoCheckpointError, match="holds no checkpoint"):
+    with pytest.raises(NoCheckpointError, match="contains no checkpoint"):
         evaluated("validate", "last", saving())
-    with pytest.raises(NoCheckpointError, match="holds no checkpoint"):
+    with pytest.raises(NoCheckpointError, match="contains no checkpoint"):
         evaluated("validate", "best", saving(monitor="val_loss"))
 
 

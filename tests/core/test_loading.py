@@ -230,7 +230,7 @@ def test_an_unknown_name_is_told_with_near_ones(folder: Path) -> None:
 
 def test_what_has_no_weights_is_told(tmp_path: Path) -> None:
     shrinkpoint.save({"a": 1}, tmp_path / "f")
-    with pytest.raises(CannotRepresentError, match="does not say which"):
+    with pytest.raises(CannotRepresentError, match="does not show which"):
         shrinkpoint.load_weights(tmp_path / "f")
     sparse = torch.eye(3).to_sparse()
     shrinkpoint.save({"model": {"a": torch.ones(1), "b": sparse}}, tmp_path / "g")

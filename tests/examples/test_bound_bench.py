@@ -328,7 +328,7 @@ def test_tables_say_what_was_kept(cells):
         "- chosen on these: **1 of 1 kept** in every run (2 of 2 runs), 1 of 1 in the mean of their final losses;"
         in text
     )
-    assert "; the told bound held in 100 % of 2 runs that were told one." in text
+    assert "; the reported bound was kept in 100 % of 2 runs that reported one." in text
     assert (
         "- only reported: **0 of 2 kept** in every run (0 of 4 runs), 1 of 2 in the mean of their final losses"
         in text

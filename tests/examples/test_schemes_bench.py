@@ -224,7 +224,7 @@ def test_document_says_who_is_smaller_and_who_misses_the_bound(rows):
     )
     assert "with 2 seeds" in text
     without = document([row for row in rows if row.scheme != "excp"], (0, 40), [1, 2])
-    assert "deltas: no setting of `excp` holds 0.5 % with every seed" in without
+    assert "deltas: no setting of `excp` stays within 0.5 % with every seed" in without
 
 
 def test_speeds_and_slices_stand_in_tables_of_their_own(key):

@@ -11,13 +11,13 @@ __all__ = ["Budget"]
 class Budget:
     """A token bucket that fills with training time: ``spent <= fraction * trained`` holds at all times.
 
-    A save lasts from :meth:`enter` to :meth:`leave`. What it takes from training is what the cost clock advances by
-    meanwhile; the rest of the time is training.
+    A save lasts from :meth:`enter` to :meth:`leave`. The advance of the cost clock meanwhile is charged; the rest of
+    the time is training.
 
     Args:
         fraction: seconds that may be spent per second of training; ``inf`` for no limit.
         clock: seconds since any fixed moment.
-        cost_clock: seconds taken from training so far; ``clock`` itself where training stands still during a save.
+        cost_clock: seconds taken from training so far; ``clock`` itself where training is stopped during a save.
         trained: seconds of training so far.
         spent: seconds spent so far.
     """

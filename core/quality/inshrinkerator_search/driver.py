@@ -100,13 +100,13 @@ class SearchDriver:
     bound unnoticed. The degradation that searches compare is the upper end of the measured interval. What exceeds it is replaced by a milder configuration
     that held before, then by the mildest of all, then by bit-exact storage. Beyond this, the driver runs searches:
     an exhaustive one first, then a local one per save, every few saves one that may become harsher, and an exhaustive
-    one again when no neighbour holds. A search that has no budget left waits for the next save and goes on there.
+    one again when no neighbour holds. A search that has no budget left continues at the next save.
 
     Args:
         config: the bound, the space and the budget.
         clock: seconds since any fixed moment; training time is counted from here on.
-        cost_clock: seconds that evaluations have taken from training so far. None where training stands still during
-            :meth:`choose`; needed where it goes on beside it, in another thread.
+        cost_clock: seconds that evaluations have taken from training so far. None where training is stopped during
+            :meth:`choose`; needed where it runs meanwhile in another thread.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class SearchDriver:
         self._seconds = math.inf  # of the last measurement; not known before the first
 
     def bound(self, max_degradation: float) -> None:
-        """Change the bound from the next choice on: restores take from what is left of a run's."""
+        """Change the bound from the next choice on: each restore uses part of the run's bound."""
         self._config = replace(self._config, max_degradation=max_degradation)
 
     def choose(self, predict: Predict, evaluate: Callable[[Configuration], Rise]) -> Choice:
@@ -140,7 +140,7 @@ class SearchDriver:
         Args:
             predict: predicted bytes of the checkpoint under a configuration; cheap.
             evaluate: the rise of the loss with the weights that a reader would restore under a configuration; expensive.
-                What it raises is passed on, and the next call goes on from there.
+                What it raises is passed on, and the next call continues from there.
 
         Returns:
             The choice; its degradation was measured on this save's weights.
@@ -168,7 +168,7 @@ class SearchDriver:
     def state_dict(self) -> dict[str, object]:
         """What a resumed training needs, in JSON primitives.
 
-        An exhaustive search that is under way is kept as the answers that it got, a local one is not kept.
+        An unfinished exhaustive search is stored as the measurements that it got; a local one is not stored.
         """
         answers = self._answers
         if self._search is not None and self._search.kind == "exhaustive":
@@ -187,7 +187,7 @@ class SearchDriver:
         }
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Go on from what :meth:`state_dict` returned.
+        """Continue from what :meth:`state_dict` returned.
 
         Configurations outside the present space are forgotten, and without its incumbent the driver starts over.
 
@@ -317,7 +317,7 @@ class SearchDriver:
         # A reprobe without a choice leaves the incumbent to the neighbourhood search that comes next.
 
     def _favourite(self) -> Configuration | None:
-        """What to store if it holds: the incumbent, or the smallest that the running search found feasible."""
+        """The configuration to verify first: the incumbent, or the smallest that the running search found feasible."""
         if self._incumbent is not None:
             return self._incumbent
         feasible = self._search.last_feasible(self._holds) if self._search is not None else None
@@ -326,7 +326,8 @@ class SearchDriver:
         return feasible
 
     def _verify(self, predict: Predict, measurements: Measurements) -> tuple[Configuration | None, str]:
-        """The first configuration of favourite, a milder verified one and the mildest that holds on these weights."""
+        """The first of favourite, a milder verified configuration and the mildest that keeps the bound on these
+        weights."""
         favourite = self._favourite()
         if favourite is None:
             return None, "no configuration was within the bound: stored exactly"

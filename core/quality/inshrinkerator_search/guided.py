@@ -1,4 +1,4 @@
-"""The smallest feasible configuration of the whole space, in few measurements.
+"""Guided exhaustive search (Inshrinkerator, arXiv 2306.11800, Algorithm 4): the smallest feasible configuration.
 
 Predicting a size is cheap, measuring a degradation is not. Along every axis quality rises while the size may go either
 way: pruning fewer weights, for instance, can make a checkpoint *smaller*, because the mask costs entropy. The search

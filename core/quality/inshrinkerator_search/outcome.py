@@ -1,4 +1,4 @@
-"""What every search speaks: requests for measurements, the record of their answers, and the outcome."""
+"""The interface of the searches: requests for measurements, the record of the answers, and the outcome."""
 
 from __future__ import annotations
 

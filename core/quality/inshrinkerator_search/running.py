@@ -11,12 +11,12 @@ __all__ = ["RunningSearch"]
 
 
 class RunningSearch:
-    """Holds a search at the measurement that it waits for, over as many saves as that takes.
+    """Keeps a search suspended at the measurement that it waits for, over as many saves as that takes.
 
     Args:
         kind: which search it is.
         search: the generator, not started.
-        answers: degradations measured before a restart; the search is told them instead of asking again.
+        answers: degradations measured before a restart; the search gets them instead of asking again.
     """
 
     def __init__(

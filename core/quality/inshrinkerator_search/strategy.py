@@ -1,4 +1,5 @@
-"""Inshrinkerator: the search over configurations, spread over the saves (`shrinkpoint.quality.inshrinkerator_search.driver`)."""
+"""Strategy of ``inshrinkerator``: its search over configurations
+(`shrinkpoint.quality.inshrinkerator_search.driver`)."""
 
 from collections.abc import Callable, Mapping
 

@@ -1,4 +1,4 @@
-"""The weight codec of Inshrinkerator: pruned, protected and clustered weights as levels, deltas in level space.
+"""The weight codec of Inshrinkerator: pruning, protected outliers and k-means levels, with deltas of level indices.
 
 Source: Inshrinkerator (arXiv 2306.11800), sections 4.2-4.4. Values are quantized absolutely, so that no error
 accumulates along a chain; only the levels are delta-coded, losslessly.
@@ -23,7 +23,7 @@ from shrinkpoint.state.training import TensorSpec
 
 __all__ = ["Clustering", "LevelsCodec", "Quantized"]
 
-_PRUNED, _PROTECTED, _FIRST = 0, 1, 2  # level ids; they never move when the number of bins changes
+_PRUNED, _PROTECTED, _FIRST = 0, 1, 2  # level ids; independent of the number of bins
 _CODED = {torch.float32, torch.float16, torch.bfloat16}
 
 Clustering = Literal["optimal", "kmeans++"]
@@ -82,7 +82,7 @@ class LevelsCodec:
         if weight.dtype not in _CODED or self.thresholds is None:
             raise CannotRepresentError(f"{name}: weights of dtype {weight.dtype} are stored exactly")
         if not bool(torch.isfinite(weight).all()):
-            raise CannotRepresentError(f"{name} holds NaN or infinity and is stored exactly")
+            raise CannotRepresentError(f"{name} contains NaN or infinity and is stored exactly")
         parts = partition(weight, self.gradient, self.thresholds)
         rest = weight[~(parts.protected | parts.pruned)].to(torch.float32)
         # a centroid is a bucket's value, up to `alpha` beyond the weights in it, and two-byte dtypes end early
@@ -159,7 +159,7 @@ class LevelsCodec:
 
 
 def _within(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The values, the outermost moved to the dtype's largest: rounded to the dtype none becomes infinite."""
+    """The values clamped to the dtype's range, so that none rounds to infinity."""
     largest = torch.finfo(dtype).max
     return values.clamp(-largest, largest)
 

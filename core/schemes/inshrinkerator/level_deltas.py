@@ -43,7 +43,7 @@ def encode_levels(
     coder: LevelCoder = "rans",
     threads: int = 1,
 ) -> bytes:
-    """Code a plane of levels, as a difference to the previous plane or afresh, whichever is smaller.
+    """Code a plane of levels, as a difference to the previous plane or alone, whichever is smaller.
 
     Args:
         levels: uint8 (n,), flat in C order, each below ``n_levels``.
@@ -54,7 +54,7 @@ def encode_levels(
         threads: threads for rANS; the bytes do not depend on it.
 
     Returns:
-        The payload. Its own length and n are the caller's to store.
+        The payload. The caller stores its length and n.
 
     Raises:
         ValueError: a level is out of range, or shapes, dtypes or options are wrong.

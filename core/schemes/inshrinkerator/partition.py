@@ -27,10 +27,10 @@ _CHUNK = 1 << 22
 
 @dataclass(frozen=True, kw_only=True)
 class Thresholds:
-    """Where the weights of one layer type are cut. All are float32 values; scores are compared in float32."""
+    """The score thresholds of one layer type. All are float32 values; scores are compared in float32."""
 
     metric: Metric
-    """What prunes where a weight has a gradient; without one it is always the magnitude."""
+    """The pruning score of weights with a gradient; without one it is always the magnitude."""
     prune_magnitude: float
     """Pruned: magnitude < this."""
     prune_sensitivity: float
@@ -55,7 +55,7 @@ class Partition:
 
 
 class ScoreSketches:
-    """The distribution of both scores in every layer type: built once per save, asked for every configuration.
+    """Quantile sketches of both scores by layer type: built once per save, used for every configuration.
 
     Args:
         alpha: relative error of the sketches' buckets; a threshold takes up to one bucket less than its share.
@@ -95,7 +95,7 @@ class ScoreSketches:
         """The thresholds of one configuration, by layer type.
 
         Args:
-            metric: what prunes; embeddings are always pruned by magnitude.
+            metric: the pruning score; embeddings are always pruned by magnitude.
             prune: share of each layer type to prune, in [0, 1]; never exceeded, ties at the threshold stay.
             protect: share to protect by each score, in [0, 1]; the union is at most twice as large.
 
@@ -153,7 +153,7 @@ def layer_type_thresholds(
 
 
 def partition(weight: torch.Tensor, gradient: torch.Tensor | None, thresholds: Thresholds) -> Partition:
-    """Cut one weight at the thresholds of its layer type.
+    """Partition one weight by the thresholds of its layer type.
 
     Args:
         weight: any floating dtype, shape and device.

@@ -92,7 +92,7 @@ class _Tensor:
     def _codebook(
         self, bins: int, protect: float, rest: Float64s, options: InshrinkeratorOptions
     ) -> Float64s:
-        """The centroids of what is not protected; outliers left in would draw them to the rim."""
+        """The centroids of the unprotected values; outliers left in would pull them outwards."""
         if (bins, protect) not in self._codebooks:
             kept = rest > 0
             histogram = Histogram(values=self.values[kept], counts=rest[kept].astype(np.int64))

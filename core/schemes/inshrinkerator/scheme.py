@@ -1,6 +1,6 @@
 """Inshrinkerator (arXiv 2306.11800): weights partitioned and clustered within a measured bound on quality.
 
-The paper compresses weights only. Adam's moments are coded beside them by `shrinkpoint.schemes.moments`; everything
+The paper compresses weights only. Adam's moments are coded by `shrinkpoint.schemes.moments`; everything
 else is stored exactly.
 """
 
@@ -35,7 +35,7 @@ _RANGES = (  # those of the parts that the options are passed to, checked before
 
 @dataclass(frozen=True, kw_only=True)
 class InshrinkeratorOptions:
-    """What the paper leaves open or fixes once, apart from the configuration that is searched.
+    """Settings that the paper leaves open or fixes once, apart from the configuration that is searched.
 
     Examples:
         >>> from shrinkpoint.schemes.catalogue import InshrinkeratorOptions
@@ -49,7 +49,7 @@ class InshrinkeratorOptions:
     clustering: Clustering = "optimal"
     """The exact one-dimensional programme, or the paper's weighted ``kmeans++``."""
     coder: LevelCoder = "rans"
-    """Coder of the levels: conditional rANS, or the paper's run lengths and Huffman codes (Algorithm 5)."""
+    """Entropy coder of the levels: conditional rANS, or the paper's run lengths and Huffman codes (Algorithm 5)."""
     second_moment_step: float = 1.0
     """Distance of two levels of Adam's second moment, in octaves."""
     first_moment_step: float = 0.5
@@ -86,10 +86,10 @@ class Weights:
         self.tensors = {spec.name: state.tensors[spec.name] for spec in self.specs}
         finite = {name for name, tensor in self.tensors.items() if bool(torch.isfinite(tensor).all())}
         self.not_finite = [spec.name for spec in self.specs if spec.name not in finite]
-        """Weights that hold NaN or infinity: no codebook can stand for those, so they are stored exactly."""
+        """Weights that contain NaN or infinity: no codebook can represent those, so they are stored exactly."""
         self.specs = [spec for spec in self.specs if spec.name in finite]
         self.tensors = {spec.name: self.tensors[spec.name] for spec in self.specs}
-        # What is stored exactly is evaluated as stored too: the live model moves on between two evaluations.
+        # Exactly stored tensors are evaluated from the snapshot too: the live model changes between two evaluations.
         self._rest = {
             _parameter(spec): state.tensors[spec.name]
             for spec in state.specs.values()
@@ -174,7 +174,7 @@ class Inshrinkerator:
 
 
 def _refuse(name: str) -> TensorCodec:
-    raise CannotRepresentError(f"{name} holds NaN or infinity and is stored exactly")
+    raise CannotRepresentError(f"{name} contains NaN or infinity and is stored exactly")
 
 
 def _parameter(spec: TensorSpec) -> str:
@@ -182,7 +182,7 @@ def _parameter(spec: TensorSpec) -> str:
 
 
 def _is_weight(spec: TensorSpec, options: InshrinkeratorOptions) -> bool:
-    # one-dimensional tensors (norm gains near 1, biases) would eat the protected quantile
+    # one-dimensional tensors (norm gains near 1, biases) would fill the protected quantile
     return (
         spec.tag.role is Role.WEIGHT
         and spec.tag.layer_type is not LayerType.NORM
@@ -201,7 +201,7 @@ def _gradients(
         for name, spec in state.specs.items()
         if spec.tag.role is Role.EXP_AVG
         and spec.tag.parameter is not None
-        and not spec.name.endswith("/momentum_buffer")  # SGD's is no average, but a sum over many steps
+        and not spec.name.endswith("/momentum_buffer")  # SGD's is not an average but a sum over many steps
     }
     chosen = {}
     for spec in specs:
@@ -217,5 +217,5 @@ def _scores(weight: torch.Tensor, gradient: torch.Tensor) -> bool:
         return False
     if weight.numel() == 0:
         return True
-    largest = weight.abs().max().float() * gradient.abs().max().float()  # NaN where the gradient holds one
+    largest = weight.abs().max().float() * gradient.abs().max().float()  # NaN where the gradient contains one
     return bool(torch.isfinite(largest)) or bool(torch.isfinite(sensitivity_score(weight, gradient)).all())

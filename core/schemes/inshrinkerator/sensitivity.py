@@ -1,4 +1,4 @@
-"""How much the loss depends on each weight: a moving average of gradients, and the scores made of it.
+"""First-order sensitivity of the loss to each weight: an EMA of gradients, and the pruning scores computed from it.
 
 Source: Inshrinkerator (arXiv 2306.11800), the magnitude and sensitivity metrics and their asynchronous gradient EMA.
 """
@@ -32,17 +32,17 @@ def sensitivity_score(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Ten
 
 
 def adam_sensitivity(exp_avg: torch.Tensor) -> torch.Tensor:
-    """The averaged gradient that Adam holds already, as the `gradient` of `sensitivity_score`; not copied.
+    """Adam's own averaged gradient, for the `gradient` of `sensitivity_score`; not copied.
 
     Adam's first moment is ``m <- beta1 m + (1 - beta1) g``, the same average as `GradientEMA` with beta = beta1. With
-    Adam, AdamW and their kin no gradient has to be collected at all.
+    Adam, AdamW and similar optimizers no gradient has to be collected.
     """
     return exp_avg.detach()
 
 
 @dataclass(kw_only=True)
 class _Slot:
-    """Pinned host copies of one update's gradients, reused, and the work that still reads them."""
+    """Reused pinned host copies of one update's gradients, and the pending work that reads them."""
 
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     work: "Future[None] | None" = None
@@ -86,7 +86,7 @@ class GradientEMA:
         self.steps = steps
         self.overwritten = overwritten
         self.non_finite = 0
-        """Updates left out because a gradient held NaN or infinity, as after an overflow under a loss scaler."""
+        """Updates left out because a gradient contained NaN or infinity, as after an overflow under a loss scaler."""
         self.dropped = 0
         """Updates left out because the copies of the two updates before were still under way."""
         self._average: dict[str, torch.Tensor] = {}
@@ -117,7 +117,7 @@ class GradientEMA:
     def result(self) -> dict[str, torch.Tensor]:
         """The average by name: float32 on the host, the shapes of the gradients; empty before the first update.
 
-        Waits for copies under way. The tensors are the live ones: `reset` hands them over to the caller for good, an
+        Waits for copies under way. The tensors are the live ones: after `reset` they belong to the caller, an
         `update` without it changes them.
         """
         self._drain()

@@ -118,7 +118,7 @@ class ConfigurationSpace:
             axis = tuple(getattr(self, name))
             object.__setattr__(self, name, axis)  # a list read from JSON would make the space unhashable
             if not axis:
-                raise ConfigError(f"{name}=() must hold at least one value")
+                raise ConfigError(f"{name}=() must have at least one value")
             for value in axis:
                 check(name, value)
             if len(set(axis)) != len(axis):

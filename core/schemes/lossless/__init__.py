@@ -1,1 +1,1 @@
-"""The scheme that changes nothing."""
+"""The lossless scheme: bit planes predicted from the previous checkpoint and from siblings."""

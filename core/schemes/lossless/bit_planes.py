@@ -1,11 +1,12 @@
-"""The codec of ``scheme="lossless"``: floating-point tensors bit by bit, predicted where something predicts them.
+"""The codec of ``scheme="lossless"``: predictive lossless coding of floating-point tensors.
 
-Each number is split into a class, which is entropy-coded, and a suffix, which stands raw (see entropy/static/residuals.py); what it
-is predicted from is chosen for each tensor by a sample (see `bit_prediction`): the previous checkpoint, the second moment
-beside it, offsets of rows and columns. Tensors whose bytes repeat are stored as byte planes, as `ExactCodec` does.
+Each prediction residual is split into a class, which is entropy-coded, and a raw suffix (see
+entropy/static/residuals.py); the prediction is chosen for each tensor by a sample (see `bit_prediction`): the previous
+checkpoint, a sibling such as the second moment, offsets of rows and columns. Tensors whose bytes repeat are stored as
+byte planes, as `ExactCodec` does.
 
 Follows FastCheck (Engineering ITEE 27(2):250034) in its two parts, differences of weights to the previous checkpoint and
-indexes for the few prefixes that moments have, and differs in what it predicts and how indexes are coded: see there.
+indexes for the few prefixes that moments have, and differs in the predictions and in the coding of indexes: see there.
 """
 
 from collections.abc import Collection, Mapping
@@ -60,7 +61,7 @@ class BitPlanesCodec:
     level: int = 3
 
     def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
-        """See `TensorCodec.encode`; refuses only what is no floating-point tensor, or empty."""
+        """See `TensorCodec.encode`; refuses only empty tensors and those that are not floating-point."""
         form = format_of(spec.dtype)
         if form is None or spec.numel == 0:
             raise CannotRepresentError(
@@ -106,7 +107,7 @@ class BitPlanesCodec:
         return EncodedTensor(self.id, _params(prediction), sections, needs)
 
     def _bytes_each(self, problem: Problem, delta: bool) -> float:
-        """Bits per number as byte planes, judged by a part from the middle."""
+        """Bits per number as byte planes, estimated on a part from the middle."""
         part = _middle(problem.bits.size)
         stored = _difference(problem, part) if delta else problem.bits[part]
         size = len(encode_bytes(stored.view(np.uint8), stored.itemsize, 1))
@@ -139,7 +140,7 @@ class BitPlanesCodec:
         self, encoded: EncodedTensor, planes: Planes, spec: TensorSpec, context: Context
     ) -> torch.Tensor:
         """See `TensorCodec.reconstruct`."""
-        # the copy leaves the plane to the next delta, whatever the caller does to the tensor
+        # a copy, so that the caller may change the tensor without changing the reference of the next delta
         data = np.ascontiguousarray(planes["bits"]).view(np.uint8).copy()
         return tensor_from_bytes(data, spec.dtype, spec.shape)
 
@@ -188,7 +189,7 @@ def _middle(count: int) -> slice:
 
 
 def _repeats(problem: Problem) -> bool:
-    """Whether a fast zstd finds anything; it does not in numbers that vary."""
+    """Whether a fast zstd compresses a sample; it does not compress numbers that vary."""
     probe = problem.bits[_middle(problem.bits.size)].tobytes()
     return len(zstandard.ZstdCompressor(level=1).compress(probe)) < _REPETITIVE * len(probe)
 
@@ -203,7 +204,7 @@ def _difference(problem: Problem, part: slice) -> Bits:
 
 
 def _params(prediction: Prediction) -> dict[str, JSON]:
-    """What is not the default."""
+    """The prediction's fields that are not the default."""
     layout = prediction.layout
     params: dict[str, JSON] = {"cut": layout.cut}
     params |= {name: getattr(layout, name) for name in _LAYOUT[1:] if getattr(layout, name)}
@@ -268,7 +269,7 @@ def _decode_classes(
     uses_previous = layout.previous or layout.aligned or prediction.context == "previous"
     uses_sibling = layout.sibling or prediction.context == "sibling"
     if (uses_previous and previous is None) or (uses_sibling and sibling is None):
-        raise FormatError(f"{spec.name}: what it is predicted from is not there")
+        raise FormatError(f"{spec.name}: the tensor that it is predicted from is missing")
     rows, columns = np.array([prediction.offset], dtype=np.int64), None
     if prediction.factored:
         height = _rows(spec)

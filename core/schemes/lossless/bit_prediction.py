@@ -1,9 +1,9 @@
-"""How the bits of a tensor are best predicted: candidates, judged by what they would cost on a sample.
+"""Chooses the predictor of a losslessly coded tensor: the candidate of least estimated size on a sample.
 
-A candidate names what numbers are predicted from (see entropy/static/residuals.py): the previous checkpoint, wholly, by a share or
-scaled as a moment decays where no gradient came; another tensor of the same parameter; offsets of rows and columns, as
-Adafactor factors the second moment (arXiv 1804.04235), here of its exponents. All is found on at most 2^14 elements,
-rows and columns thinned alike, and costs the same for any size.
+A candidate predicts numbers (see entropy/static/residuals.py) from the previous checkpoint, unchanged, by a share, or
+scaled by a moment's decay without gradients; another tensor of the same parameter; offsets of rows and columns, as
+Adafactor factors the second moment (arXiv 1804.04235), here of its exponents. All estimates use at most 2^14
+elements, with rows and columns thinned alike, so the time does not depend on the size.
 """
 
 from collections.abc import Iterator
@@ -31,22 +31,22 @@ __all__ = [
 ]
 
 SCALES = (2.0**-20, 1.0)
-"""Between these is `Prediction.scale`."""
+"""The range of `Prediction.scale`."""
 
 Bits = npt.NDArray[np.unsignedinteger[Any]]
 
 _SAMPLE = 1 << 14  # elements, at most
 _LEAST = 1 << 12  # elements, at least, where the tensor has them
-_FITTED = 64  # numbers from which the offset of a row or column is taken
+_FITTED = 64  # numbers from which the offset of a row or column is estimated
 _FEW = 8  # rows or columns for which offsets are not worth their bytes
-_CELL_BITS = 10.0  # what a class costs in a context's table
-_OFFSET_BITS = 6.0  # what an offset costs
+_CELL_BITS = 10.0  # estimated bits of a class in a context's table
+_OFFSET_BITS = 6.0  # estimated bits of an offset
 _DECAYED = 0.05  # share of numbers with the same ratio to the previous ones that makes it a scale
 
 
 @dataclass(frozen=True)
 class Format:
-    """Where the fields of a floating-point number are."""
+    """The bit layout of a floating-point format."""
 
     width: int
     """Bits of a number; of one part of a complex one."""
@@ -55,7 +55,7 @@ class Format:
 
     @property
     def unit(self) -> int:
-        """What offsets are multiples of: a quarter of an octave."""
+        """The quantum of offsets: a quarter of an octave."""
         return 1 << max(self.mantissa - 2, 0)
 
     def exponents(self, bits: Bits) -> npt.NDArray[Any]:
@@ -86,22 +86,23 @@ def format_of(dtype: torch.dtype) -> Format | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What a decoder must know besides offsets and tables."""
+    """The predictor of a tensor; with offsets and tables it is all that a decoder needs."""
 
     layout: Layout
     context: str | None = None
-    """Whose exponents are the contexts of the classes: 'previous', 'beside' or nobody's."""
+    """Which exponents select the contexts of the classes: those of the 'previous' checkpoint, of the sibling
+    ('beside'), none."""
     offset: int = 0
     """Added to every prediction, in units."""
     factored: bool = False
     """Whether rows and columns have offsets, instead of ``offset``."""
     scale: float | None = None
-    """What the previous numbers are multiplied by first."""
+    """Factor that the previous numbers are multiplied by first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """A tensor's numbers and what is known beside them, all of one size and flat in C order."""
+    """A tensor's numbers and those that may predict them, all of one size and flat in C order."""
 
     format: Format
     bits: Bits
@@ -143,7 +144,7 @@ def _normal(bits: Bits, form: Format) -> Bits:
 
 @dataclass(frozen=True, kw_only=True)
 class _Sample:
-    """Some rows and columns of a problem, as a problem, and where they are."""
+    """A problem of some rows and columns of another, and their indexes."""
 
     problem: Problem
     row_at: Int64s
@@ -154,8 +155,8 @@ def choose(problem: Problem) -> tuple[Prediction, Int64s, Int64s | None, float]:
     """The best prediction for a tensor.
 
     Returns:
-        The prediction; the offsets of rows and columns in units (one zero and None where there are none); and the bits
-        per element that it is expected to take.
+        The prediction; the offsets of rows and columns in units (one zero and None where there are none); and the
+        estimated bits per element.
     """
     sample = _sample(problem)
     best: tuple[float, Prediction] | None = None
@@ -258,14 +259,14 @@ def sources_of(problem: Problem, prediction: Prediction, rows: Int64s, columns: 
 
 
 def _integers(bits: Bits, layout: Layout) -> Int64s:
-    """Patterns in the order of the values, or magnitudes, as the kernels have them."""
+    """Bit patterns as integers in the order of the values, or magnitudes, as in the kernels."""
     signed = bits.view(f"i{layout.width // 8}").astype(np.int64)
     mask = np.int64((1 << (layout.width - 1)) - 1)
     return signed & mask if layout.magnitude else signed ^ ((signed >> np.int64(63)) & mask)
 
 
 def _linear(problem: Problem, layout: Layout) -> Int64s:
-    """What offsets are fitted to: numbers less their predictions without."""
+    """The residuals without offsets, to which offsets are fitted."""
     found = _integers(problem.bits, layout)
     for source, share in ((problem.previous, layout.previous), (problem.sibling, layout.sibling)):
         if share and source is not None:
@@ -302,7 +303,7 @@ def _offsets(problem: Problem, prediction: Prediction) -> tuple[Int64s, Int64s]:
 
 
 def _share(sample: Problem, magnitude: bool) -> int:
-    """The regression of the numbers on the previous ones, rows and columns apart, in 64ths."""
+    """Regression coefficient of the numbers on the previous ones after removing row and column offsets, in 64ths."""
     layout = Layout(width=sample.format.width, cut=max(sample.format.mantissa - 2, 0), magnitude=magnitude)
     assert sample.previous is not None
     both = (sample.bits, sample.previous)
@@ -324,7 +325,7 @@ def _centred(values: Float64s) -> Float64s:
 
 
 def _decay(sample: Problem) -> float | None:
-    """A ratio that many numbers have to the previous ones: moments without gradients decay alike."""
+    """The most frequent ratio of numbers to the previous ones, if frequent: moments without gradients decay alike."""
     form = sample.format
     if form.width < 32 or sample.previous is None:
         return None

@@ -1,4 +1,4 @@
-"""The scheme that changes nothing: every tensor exactly, deltas in the space of bits."""
+"""The lossless scheme: every tensor bit-exact, with deltas of bit patterns."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ _LEAST = 4096  # elements; fewer do not pay for their tables
 
 @dataclass(frozen=True)
 class Lossless:
-    """Stores every tensor bit-exactly; the fall-back when no lossy configuration keeps the bound.
+    """Stores every tensor bit-exactly; the fallback when no lossy configuration keeps the bound.
 
-    Floating-point tensors of some size are predicted, as `BitPlanesCodec` tells; all others are stored by `ExactCodec`.
+    Floating-point tensors of at least `_LEAST` elements are coded by `BitPlanesCodec`, all others by `ExactCodec`.
     """
 
     name: ClassVar[str] = "lossless"

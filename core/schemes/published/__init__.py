@@ -1,1 +1,1 @@
-"""Other published schemes, for comparison."""
+"""Other published checkpoint compression schemes, for comparison."""

@@ -1,11 +1,13 @@
-"""Check-N-Run (NSDI 2022): rows quantized between bounds that a greedy search narrows, and only the rows that changed.
+"""Check-N-Run (NSDI 2022): adaptive asymmetric uniform quantization of rows, and incremental checkpoints of changed
+rows.
 
 Asymmetric uniform quantization of every embedding row between its own least and greatest value, these two moved inwards
 step by step, each time the one that leaves the smaller squared error ("adaptive asymmetric"); checkpoints hold the rows
-that changed since the last one (incremental); plain indices. Weights only. Here every matrix counts, not embeddings alone, a row being what the first
-dimension counts; and changes are seen in what a reader would restore, without tracking which rows training touched.
+that changed since the last one (incremental); plain indices. Weights only. Here it applies to every matrix, not
+only to embeddings, a row being an index of the first dimension; and changes are found in the restored values, without
+tracking which rows training touched.
 
-Read from the paper's abstract and from descriptions of it: where these leave details open, they are ours.
+Implemented from the paper's abstract and from descriptions of it; details that these leave open are our choice.
 """
 
 from collections.abc import Callable, Mapping
@@ -62,7 +64,7 @@ class AdaptiveOptions(WeightOptions):
     num_bins: int | None = None
     """Steps that a row's range is divided into in the search; None takes 25 up to 3 bits, 45 for 4, no search beyond."""
     ratio: float = 1.0
-    """Share of the steps that the search goes."""
+    """Share of the steps that the search tries."""
     coder: Literal["packed", "rans"] = "packed"
     """Plain indices as published, or rANS."""
 
@@ -138,7 +140,7 @@ def _levels(rows: Float32s, low: Float32s, scale: Float32s, bits: int) -> Float3
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptiveRowsCodec:
-    """Codes one weight by rows; a row that a reader would restore as it holds it already is not stored again.
+    """Codes one weight by rows; a row whose restored values are unchanged is not stored again.
 
     Planes: ``value``, the reconstruction in fp32. Guarantees: an element between its row's bounds is restored within half
     a level, up to rounding, others as the bound.

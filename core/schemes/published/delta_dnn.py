@@ -2,10 +2,10 @@
 
 ``M = floor((A - B) / (2 log(1 + eps)) + 0.5)`` for the new weights A and the neighbouring ones B as they
 are restored, so that errors are at most ``log(1 + eps)``; the integers go through LZMA, the best of the
-lossless coders that the paper compares. One absolute bound serves all layers, which QD-Compressor holds against it;
+lossless coders that the paper compares. One absolute bound applies to all layers, which QD-Compressor criticizes;
 `DeltaDnnOptions.relative` takes it in units of each layer's root mean square. Weights only, the first snapshot in full.
 
-Read from the paper's abstract and from descriptions of it: where these leave details open, they are ours.
+Implemented from the paper's abstract and from descriptions of it; details that these leave open are our choice.
 """
 
 import math
@@ -32,7 +32,7 @@ __all__ = ["SEARCH_SPACE", "DeltaDnn", "DeltaDnnCodec", "DeltaDnnOptions"]
 SEARCH_SPACE: Mapping[str, tuple[object, ...]] = {"error_bound": (1e-1, 1e-2, 1e-3, 1e-4, 1e-5)}
 """Options over which the scheme is tuned in comparisons."""
 
-_LIMIT = 1 << 24  # steps to each side, below which fp32 holds every integer
+_LIMIT = 1 << 24  # steps on each side, below which fp32 represents every integer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ class DeltaDnnCodec(ClosedLoopCodec):
             unit = float(np.sqrt(np.mean(np.square(target, dtype=np.float64)))) or 1.0
         step = np.float32(2 * math.log1p(self.options.error_bound) * unit)
         if not np.finfo(np.float32).tiny <= step <= np.finfo(np.float32).max:
-            raise CannotRepresentError(f"{spec.name}: fp32 cannot hold the error bound: stored exactly")
+            raise CannotRepresentError(f"{spec.name}: fp32 cannot represent the error bound: stored exactly")
         steps = np.floor((target.astype(np.float64) - previous) / float(step) + 0.5)
         if np.abs(steps).max() > _LIMIT:
             raise CannotRepresentError(f"{spec.name} changed by more than 2^24 steps: stored exactly")

@@ -1,13 +1,13 @@
 """ExCP (arXiv 2406.11257, ICML 2024): residuals and both moments pruned jointly and clustered to four bits.
 
-As its repository does it, per parameter: the weights' residual to the reconstruction, pruned below a threshold that
+Per parameter, as in its repository: the weights' residual to the reconstruction, pruned below a threshold that
 follows from the second moment (section 3.3, equation 4); first and second moments pruned by one mask (equation 5), and
 wherever the residual is; 15 clusters and zero for each of the three. The first checkpoint is stored in full. Where paper
 and repository differ, the repository decides: thresholds on magnitudes, the median of the residual, the clamp at 2.5.
 
-Two defects are mended. The repository's fp16 codebook restores second moments below 3e-8 as zero, which are those of any
-language model: codebooks are fp32 here unless `ExcpOptions.codebook` says otherwise. And a pruned second moment is zero,
-which with beta2 = 0.999 costs quality some steps after a restore: `ExcpOptions.refill` restores it as a mean.
+Two defects are corrected. The repository's fp16 codebook restores second moments below 3e-8 as zero, as they occur in
+any language model: codebooks are fp32 here unless `ExcpOptions.codebook` says otherwise. And a pruned second moment is
+zero, which with beta2 = 0.999 raises the loss some steps after a restore: `ExcpOptions.refill` restores it as a mean.
 """
 
 from collections.abc import Callable, Mapping
@@ -75,7 +75,7 @@ class _Joint:
         target = as_float32(self.state.tensors[self.weight.name], self.weight)
         previous = previous_value(self.reference, self.weight)
         if previous is None:
-            raise CannotRepresentError(f"{self.weight.name}: nothing is held of it: stored exactly")
+            raise CannotRepresentError(f"{self.weight.name} has no reference: stored exactly")
         return residual_to(target, previous, self.weight)
 
     def root(self) -> float:
@@ -87,7 +87,7 @@ class _Joint:
         return float(np.sqrt(mean))
 
     def threshold(self, residual: Float32s) -> float:
-        """Equation 4, by the repository: min(clamp, alpha / root) times the median magnitude."""
+        """Equation 4 as in the repository: min(clamp, alpha / root) times the median magnitude."""
         return _scale(self.alpha, self.root(), self.options.clamp) * _median(np.abs(residual))
 
     def weight_codec(self) -> TensorCodec:
@@ -96,7 +96,7 @@ class _Joint:
         return ExcpWeightCodec(options=self.options, threshold=threshold, coder=self.coder)
 
     def moment_codec(self) -> TensorCodec:
-        """Equation 5: by one mask, of large first moments whose residual is not pruned."""
+        """Equation 5: both moments by one mask, of large first moments whose residual is not pruned."""
         if self._mask is None:
             residual = self.residual()
             self._mask = np.abs(residual) > np.float32(self.threshold(residual))
@@ -169,9 +169,9 @@ class ExCP:
 
     Args:
         options: its settings.
-        reference: what a reader holds of the previous checkpoint, the same mapping as `encode_state` gets: moments are
-            pruned where their weight's residual is, which only the two together tell. None makes a base.
-        coder: what codes the symbols; None for what the options say.
+        reference: the decoder's state of the previous checkpoint, as for `encode_state`: moments are pruned where their
+            weight's residual is, which depends on both. None makes a base.
+        coder: entropy coder of the symbols; None takes the one of the options.
     """
 
     name: ClassVar[str] = "excp"
@@ -224,7 +224,7 @@ class ExCP:
         for joint in joints:
             try:
                 residual, root = joint.residual(), joint.root()
-            except CannotRepresentError:  # raised again, and told, when the tensor's turn comes
+            except CannotRepresentError:  # raised again, and reported, when the tensor is encoded
                 continue
             residuals.append(residual[:: max(1, residual.size // _SAMPLE)].copy())
             roots.append(root)

@@ -52,15 +52,15 @@ SYMBOLS = "symbols"
 
 @dataclass(frozen=True, kw_only=True)
 class ExcpSettings(ABC):
-    """How ExCP's symbols are made; the defaults are the repository's, but for the codebook's dtype."""
+    """Settings of ExCP's quantization; the defaults are the repository's, except for the codebook's dtype."""
 
     alpha: float = 5e-5
-    """Weights' threshold: min(clamp, alpha / sqrt(mean second moment)) times the median residual (equation 4). Not free
-    of units: it follows the gradients' scale, and with it loss scaling and clipping."""
+    """Weights' threshold: min(clamp, alpha / sqrt(mean second moment)) times the median residual (equation 4). Not
+    dimensionless: it depends on the gradients' scale, and so on loss scaling and clipping."""
     target_sparsity: float | None = None
-    """Share of all residuals to prune; alpha is then derived at every save. The clamp bounds what can be reached."""
+    """Share of all residuals to prune; alpha is then derived at every save. The clamp limits the share."""
     clamp: float = 2.5
-    """Most medians that the threshold may be."""
+    """Largest threshold, in medians."""
     beta: float = 2.0
     """First moments up to beta times their mean magnitude are pruned (equation 5)."""
     bits: int = 4
@@ -101,7 +101,7 @@ class ExcpSettings(ABC):
 
     @abstractmethod
     def plane_coder(self) -> PlaneCoder:
-        """What codes the symbols."""
+        """The entropy coder of the symbols."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +115,7 @@ class ExcpOptions(ExcpSettings):
 
     coder: SymbolCoder = "lzma"
     """The paper packs two labels per byte and compresses files with 7-Zip; ``rans``, ``context`` and ``mixing`` use
-    the previous labels too, the last two also those around."""
+    the previous labels too, the last two also neighbouring ones."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -130,7 +130,8 @@ class ExcpOptions(ExcpSettings):
 class ExcpWeightCodec(ClosedLoopCodec):
     """Codes the pruned and clustered residual of one weight.
 
-    Guarantees: an element whose residual is at most `threshold` stays where a reader holds it, any other moves by the
+    Guarantees: an element whose residual is at most `threshold` keeps its previous reconstruction, any other changes by
+        the
     nearest cluster.
     """
 
@@ -208,7 +209,7 @@ class ExcpMomentCodec:
             raise FormatError(f"{spec.name}: the refill of its pruned elements has {len(data)} bytes")
         factors = normal(np.frombuffer(data, dtype="<f4").astype(np.float32))
         if not finite(factors):
-            raise FormatError(f"{spec.name}: the refill of its pruned elements holds NaN or infinity")
+            raise FormatError(f"{spec.name}: the refill of its pruned elements contains NaN or infinity")
         return self._restore(symbols, factors, spec)
 
     @staticmethod
@@ -220,7 +221,7 @@ class ExcpMomentCodec:
 
 
 def residual_to(target: Float32s, previous: Float32s, spec: TensorSpec) -> Float32s:
-    """The weight's difference to what a reader holds.
+    """The weight's difference to the reader's reconstruction.
 
     Raises:
         CannotRepresentError: it is beyond fp32.
@@ -228,7 +229,7 @@ def residual_to(target: Float32s, previous: Float32s, spec: TensorSpec) -> Float
     with np.errstate(over="ignore"):
         residual: Float32s = target - normal(previous)
     if not np.isfinite(residual).all():
-        raise CannotRepresentError(f"{spec.name} changed by more than fp32 holds: stored exactly")
+        raise CannotRepresentError(f"{spec.name} changed by more than fp32 can represent: stored exactly")
     return residual
 
 
@@ -267,7 +268,7 @@ def _codebook(encoded: EncodedTensor, spec: TensorSpec) -> Float32s:
         raise FormatError(f"{spec.name}: a codebook of {len(data)} bytes is none")
     codebook = normal(np.frombuffer(data, dtype="<f4").astype(np.float32))
     if not np.isfinite(codebook).all():
-        raise FormatError(f"{spec.name}: its codebook holds NaN or infinity")
+        raise FormatError(f"{spec.name}: its codebook contains NaN or infinity")
     return codebook
 
 

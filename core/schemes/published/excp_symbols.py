@@ -1,6 +1,6 @@
 """ExCP's quantizer alone: values with a mask to symbols 0 = pruned, 1.. = ascending clusters, and back.
 
-Apart from `shrinkpoint.schemes.published.excp`, so that other entropy coders can take the same symbols.
+Separate from `shrinkpoint.schemes.published.excp`, so that other entropy coders can use the same symbols.
 
 Source: ExCP (arXiv 2406.11257), section 3.4, and ``compress_pythia.py`` of its repository.
 """
@@ -51,7 +51,7 @@ class Symbols:
     """Strictly ascending, without the zero of symbol 0; at most 2^bits - 1."""
 
     def values(self) -> Float32s:
-        """What the symbols stand for."""
+        """The values that the symbols represent."""
         table = np.concatenate([np.zeros(1, np.float32), self.codebook])
         values: Float32s = table[self.plane]
         return values
@@ -83,7 +83,7 @@ def cluster(
             centroids = centroids.astype(np.float16).astype(np.float32)
         if not np.isfinite(centroids).all():
             raise CannotRepresentError("a cluster lies beyond the range of an fp16 codebook")
-    # near the end of the range a mean may round to a subnormal, which decodes as zero like fp16's lost ones
+    # near the end of the range a mean may round to a subnormal, which decodes as zero, as in fp16
     centroids = np.unique(normal(centroids))
     plane = np.zeros(values.size, dtype=np.uint8)
     if kept.size:
@@ -138,7 +138,7 @@ def refill_factors(second: Float32s, shape: tuple[int, ...], refill: Refill) -> 
 
 
 def refill_values(factors: Float32s, shape: tuple[int, ...]) -> Float32s:
-    """The refill of every element, flat, from what `refill_factors` gave: stored numbers or one product of two."""
+    """The refill of every element, flat, from the result of `refill_factors`: stored numbers or one product of two."""
     rows, columns = matrix_shape(shape)
     if factors.size == 1:
         same: Float32s = np.full(rows * columns, factors[0], np.float32)

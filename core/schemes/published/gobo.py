@@ -1,10 +1,10 @@
-"""GOBO (MICRO 2020, arXiv 2005.03842): weights of the Gaussian group by few centroids, outliers kept in full.
+"""GOBO (MICRO 2020, arXiv 2005.03842): a codebook of few centroids for Gaussian weights, outliers in full precision.
 
 Per layer: a normal distribution is fitted, weights whose log density under it is below a threshold are outliers and kept
 as they are; the others are put in 2^bits bins of equal population, and bins are reassigned by nearest centroid until the
 sum of absolute distances is least (where k-means would go on); one index of `bits` bits each. Weights only; no difference to earlier checkpoints.
 
-Read from the paper's abstract and from descriptions of it: where these leave details open, they are ours.
+Implemented from the paper's abstract and from descriptions of it; details that these leave open are our choice.
 """
 
 import math
@@ -89,7 +89,7 @@ def outliers(values: Float32s, threshold: float, standardized: bool) -> npt.NDAr
 
 
 def l1_centroids(values: Float32s, count: int) -> Float32s:
-    """The centroids of the values that are no outliers: ascending, at most `count`.
+    """The centroids of the values that are not outliers: ascending, at most `count`.
 
     Bins of equal population give the first ones; then each value goes to the nearest, and a bin's mean is its centroid,
     as long as the sum of absolute distances falls.

@@ -1,14 +1,14 @@
-"""The ITMO scheme (arXiv 2506.12000): ExCP's symbols, coded by an LSTM that sees the previous checkpoint's.
+"""The ITMO scheme (arXiv 2506.12000): ExCP's symbols, arithmetic-coded by an LSTM with the previous symbols as context.
 
 Quantization is ExCP's (`shrinkpoint.schemes.published.excp`), and what is restored is the same bit by bit; what the paper adds is
 the coder (`shrinkpoint.entropy.lstm.coder`). Each plane (residual, first and second moment) has the same plane of the
-previous checkpoint as context: codebooks ascend, so that symbols mean alike from one checkpoint to the next.
+previous checkpoint as context: codebooks ascend, so that symbols have comparable meanings in consecutive checkpoints.
 
 The paper's step size s names the checkpoint that a residual is taken to and that symbols are predicted from: s saves
-back. A chain here holds what a reader has of its last checkpoint and nothing older, so that s = 1, which is also the
-paper's main setting, is what there is; its s = 2 halves the chain that a restore reads, as bases at shorter distances do.
+back. A reader here keeps its last checkpoint only, so that s = 1, which is also the paper's main setting, is the only
+one; its s = 2 halves the chain that a restore reads, as bases at shorter distances do.
 
-It is slow, which it says once: see `shrinkpoint.entropy.lstm.coder` for how slow, and for what differs from the paper.
+It is slow and warns of that once; `shrinkpoint.entropy.lstm.coder` gives the speed, and the differences from the paper.
 """
 
 import threading
@@ -52,13 +52,13 @@ class ItmoOptions(ExcpSettings):
     rate: int = 7
     """The learning rate is 2^-rate."""
     chunk: int = 18
-    """The network starts anew after 2^chunk symbols; threads share the chunks."""
+    """The network is reset after 2^chunk symbols; chunks are coded in parallel."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if type(self.reference_step) is not int or self.reference_step != 1:
             raise ConfigError(
-                f"reference_step must be 1, not {self.reference_step!r}: a chain's reader holds its last checkpoint only"
+                f"reference_step must be 1, not {self.reference_step!r}: a chain's reader keeps its last checkpoint only"
             )
         self.network()
 
@@ -78,8 +78,8 @@ class ITMO:
     Args:
         options: its settings.
         reference: as for `ExCP`.
-        advance: called with how many symbols have been coded since the last call, from any thread; `symbols` tells how
-            many there will be. For progress bars.
+        advance: called with the number of symbols coded since the last call, from any thread, for progress bars;
+            `symbols` gives the total.
     """
 
     name: ClassVar[str] = "itmo"
@@ -103,10 +103,9 @@ class ITMO:
         return makers
 
     def symbols(self, state: TrainingState) -> int:
-        """How many symbols will be coded, those of verification counted again.
+        """The number of symbols to be coded, including those coded again for verification.
 
-        An upper bound: tensors that cannot be represented, and planes that a table codes, are left out when their turn
-        comes.
+        An upper bound: tensors that cannot be represented, and planes that a table codes, are left out later.
         """
         return self._planned(state, self._excp().codecs(state))
 

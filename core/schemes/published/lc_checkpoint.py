@@ -1,4 +1,4 @@
-"""LC-Checkpoint (arXiv 2009.13003): differences in buckets of equal sign and exponent, the largest ones kept.
+"""LC-Checkpoint (arXiv 2009.13003): exponent-based quantization of differences with priority promotion, Huffman-coded.
 
 As published, per tensor: the difference to the reconstruction (Algorithm 1), exponent-based quantization, x-bit priority
 promotion of the 2^x - 1 buckets with the largest exponents, Huffman codes with a table that is kept from one checkpoint
@@ -62,11 +62,11 @@ class LCCheckpointOptions(WeightOptions):
     within a bucket, so the midrange is too large by 9 to 27 % of the mean magnitude."""
     priority: Priority = "exponent"
     """What is promoted: the largest exponents as published, or the buckets with the most ``energy``, count times
-    representative squared. Under heavy tails the largest exponents are nearly empty."""
+    representative squared. With heavy-tailed differences the buckets of the largest exponents are nearly empty."""
     paired: bool = False
-    """Keep buckets of both signs of an exponent or neither; an odd number of buckets drifts to one side."""
+    """Keep buckets of both signs of an exponent or neither; an odd number of buckets is biased to one sign."""
     cached_table: bool = True
-    """Take the Huffman table of the predecessor if it has as many symbols, as published; else always make one."""
+    """Reuse the predecessor's Huffman table if it has as many symbols, as published; otherwise always build one."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -79,7 +79,7 @@ class LCCheckpointOptions(WeightOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class _Buckets:
-    """The kept buckets of one difference, ranked by population; "zero" stands for all others."""
+    """The kept buckets of one difference, ranked by population; "zero" represents all others."""
 
     ranks: UInt8s
     representatives: Float32s
@@ -91,8 +91,9 @@ class _Buckets:
 class LCDeltaCodec(ClosedLoopCodec):
     """Codes one weight as LC-Checkpoint does.
 
-    Guarantees: an element of a kept bucket moves by the bucket's representative, within a factor of two of its
-    difference and of the same sign; others stay. What is missing is part of the next difference.
+    Guarantees: an element of a kept bucket changes by the bucket's representative, within a factor of two of its
+        difference
+    and of the same sign; others keep their value. The error is part of the next difference.
     """
 
     id: ClassVar[str] = "lc-checkpoint-weight"
@@ -104,7 +105,7 @@ class LCDeltaCodec(ClosedLoopCodec):
         with np.errstate(over="ignore"):
             difference = target - normal(previous)
         if not np.isfinite(difference).all():
-            raise CannotRepresentError(f"{spec.name} changed by more than fp32 holds: stored exactly")
+            raise CannotRepresentError(f"{spec.name} changed by more than fp32 can represent: stored exactly")
         buckets = _bucketize(difference, self.options)
         lengths = self._lengths(buckets.populations, context.reference)
         params: dict[str, JSON] = {"symbols": [len(lengths)], "lengths": lengths}
@@ -116,7 +117,7 @@ class LCDeltaCodec(ClosedLoopCodec):
         return Delta(params=params, sections=sections, value=value, planes={})
 
     def _lengths(self, populations: Int64s, reference: ReferenceState | None) -> list[int]:
-        """Code lengths by rank; the predecessor's, whose ranks are by population too, serve where there are as many."""
+        """Code lengths by rank; the predecessor's (also ranked by population) are reused if there are as many."""
         cached = reference.params.get("lengths") if reference is not None else None
         if self.options.cached_table and isinstance(cached, list) and len(cached) == populations.size:
             return cached
@@ -188,7 +189,7 @@ def _counts(encoded: EncodedTensor, spec: TensorSpec) -> list[int]:
 
 
 def _steps(encoded: EncodedTensor, spec: TensorSpec) -> list[tuple[Int64s, Float32s]]:
-    """Ranks and representatives of every checkpoint that the delta stands for, in order."""
+    """Ranks and representatives of every checkpoint that the delta covers, in order."""
     check_sections(encoded, spec, "representatives", "ranks")
     counts = _counts(encoded, spec)
     tables = np.split(floats(encoded, spec, "representatives", sum(counts)), np.cumsum(counts)[:-1])
@@ -205,7 +206,7 @@ def _steps(encoded: EncodedTensor, spec: TensorSpec) -> list[tuple[Int64s, Float
 def merge_super_step(deltas: Sequence[EncodedTensor], spec: TensorSpec) -> EncodedTensor:
     """Consecutive deltas of one weight as a single one, the paper's super-step.
 
-    A sum of steps would round otherwise than the steps one after another; so the symbols are merged, not the values:
+    A sum of differences would round differently from adding them one after another, so symbols are merged, not values:
     each element's ranks become one symbol, and the decoder adds their representatives in order. The reconstruction is
     the same to the bit.
 

@@ -1,10 +1,10 @@
-"""Partial updates: a running checkpoint of which every save replaces what changed the most, in full precision.
+"""Partial updates (SCAR): every save replaces the elements or rows that changed most, in full precision.
 
 ``scar`` is SCAR (ICML 2019, arXiv 1810.07354), prioritized checkpoints: of all blocks of parameters the share
-that is farthest from what was saved last, a block being a row here. ``topn`` does the same by single elements. Nothing is
-quantized: what is not replaced is old. Weights only; the first checkpoint is stored in full.
+that is farthest from what was saved last, a block being a row here. ``topn`` does the same by single elements. Nothing
+is quantized: elements that are not replaced keep their old value. Weights only; the first checkpoint is stored in full.
 
-Read from the paper's abstract and from descriptions of it: where these leave details open, they are ours.
+Implemented from the paper's abstract and from descriptions of it; details that these leave open are our choice.
 """
 
 import math
@@ -77,7 +77,7 @@ class PartialOptions(WeightOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ScarOptions(PartialOptions):
-    """Settings of ``scar``; an eighth at a time, saved eight times as often.
+    """Settings of ``scar``; by default an eighth at a time, to be saved eight times as often.
 
     Examples:
         >>> from shrinkpoint.schemes.catalogue import ScarOptions
@@ -89,7 +89,7 @@ class ScarOptions(PartialOptions):
 
 
 def distances(target: Float32s, previous: Float32s, spec: TensorSpec, *, rows: bool) -> Float32s:
-    """How far each element, or each row in the Euclidean norm, is from what a reader holds; at most fp32's largest."""
+    """Distance of each element, or each row in the Euclidean norm, from the reader's value; at most fp32's largest."""
     moved = np.abs(target.astype(np.float64) - previous)
     if rows:
         moved = np.sqrt(np.square(moved.reshape(_height(spec), -1)).sum(axis=1))
@@ -103,16 +103,16 @@ def _height(spec: TensorSpec) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class PartialCodec(ClosedLoopCodec):
-    """Codes one weight by replacing its elements or rows that are at least `threshold` away from what is held.
+    """Codes one weight by replacing its elements or rows that are at least `threshold` away from the reader's values.
 
-    Guarantees: what is replaced is exact, all else as it was held.
+    Guarantees: replaced elements are exact, all others keep the reader's value.
     """
 
     id: ClassVar[str] = "partial-weight"
 
     rows: bool = False
     fraction: float = 0.1
-    """Where no threshold is given: this share of the tensor's own elements or rows."""
+    """Without a threshold: replace this share of the tensor's own elements or rows."""
     threshold: float | None = None
 
     def encode_delta(self, target: Float32s, previous: Float32s, spec: TensorSpec, context: Context) -> Delta:
@@ -177,7 +177,7 @@ def _codecs(
                 continue
             try:
                 target = as_float32(state.tensors[spec.name], spec)
-            except CannotRepresentError:  # raised again, and told, when the tensor's turn comes
+            except CannotRepresentError:  # raised again, and reported, when the tensor is encoded
                 continue
             sketch.add(torch.from_numpy(distances(target, previous, spec, rows=rows)))
         threshold = sketch.threshold_below(1 - options.fraction)
@@ -191,8 +191,8 @@ class TopN:
 
     Args:
         options: its settings.
-        reference: what a reader holds of the previous checkpoint, the same mapping as `encode_state` gets; without it
-            each weight has its own threshold.
+        reference: the decoder's state of the previous checkpoint, as for `encode_state`; without it each weight has its
+            own threshold.
     """
 
     name: ClassVar[str] = "topn"

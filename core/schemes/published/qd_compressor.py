@@ -4,9 +4,10 @@ Every layer has its own bit width, chosen by the entropy of its weights, and its
 quantization); weights are quantized before the difference to the neighbouring snapshot is taken, cyclically, so that a
 difference of levels needs no more bits than a level; the differences are Huffman-coded. Weights only.
 
-Read from the paper's abstract and from descriptions of it. The rule for the width is ours: the entropy in bits of a
-histogram of 2^max_bits equal bins over the layer's range, rounded up. The paper's error feedback adds the error of one
-snapshot to the training that follows; a checkpoint that may never be restored has no such place, and is quantized without.
+Implemented from the paper's abstract and from descriptions of it. The rule for the width is ours: the entropy in bits
+of a histogram of 2^max_bits equal bins over the layer's range, rounded up. The paper's error feedback adds the error of
+one snapshot to the training that follows; a checkpoint that may never be restored cannot do that, and is quantized
+without.
 """
 
 import math
@@ -55,7 +56,7 @@ class UniformOptions(WeightOptions):
     bits: int | None = None
     """One width for all layers; None chooses by entropy, as published."""
     max_bits: int = 8
-    """Widest that entropy may choose, and what it is measured with."""
+    """Largest width that the entropy may choose, and the width of the histogram that it is computed from."""
     coder: Literal["cyclic", "rans"] = "cyclic"
     """Huffman codes of cyclic differences as published, or rANS given the previous level."""
 
@@ -128,13 +129,15 @@ class UniformCodec:
 
 
 def _table(low: np.float32, step: np.float32, bits: int) -> Float32s:
-    """What each level stands for: one fp32 product and one sum."""
-    with np.errstate(over="ignore", invalid="ignore"):  # refused when encoding; else the digest's business
+    """The value of each level: one fp32 product and one sum."""
+    with np.errstate(
+        over="ignore", invalid="ignore"
+    ):  # refused when encoding; when decoding, digests detect it
         return normal(normal(np.arange(1 << bits, dtype=np.float32) * step) + low)
 
 
 def _previous(reference: ReferenceState | None, spec: TensorSpec, bits: int) -> UInt8s | None:
-    """The previous levels, as they lie within this width: a cyclic difference needs no more."""
+    """The previous levels modulo this width's number of levels, which is enough for a cyclic difference."""
     plane = plane_of(reference, _LEVELS, spec)
     return np.asarray(plane, np.uint8) & np.uint8((1 << bits) - 1) if plane is not None else None
 

@@ -329,7 +329,7 @@ def test_commands_about_a_run_refuse_a_checkpoint(tmp_path: Path) -> None:
 def test_a_state_that_an_export_cannot_hold_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shrinkpoint.save({"date": np.datetime64("2024-01-02")}, tmp_path / "x.shrink")
     error = run("export", str(tmp_path / "x.shrink"), str(tmp_path / "x.ckpt"), code=1).stderr
-    assert "date holds a numpy.datetime64" in error
+    assert "date contains a numpy.datetime64" in error
     assert issubclass(CannotRepresentError, shrinkpoint.ShrinkpointError)
 
 

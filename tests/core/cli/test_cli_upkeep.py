@@ -57,7 +57,7 @@ def test_without_yes_nothing_changes(folder: Path, command: list[str]) -> None:
     before = contents(folder)
     name, *options = command
     assert not run_json(name, str(folder), *options)["done"]
-    assert "say --yes" in run(name, str(folder), *options).stdout
+    assert "give --yes" in run(name, str(folder), *options).stdout
     assert contents(folder) == before
 
 
@@ -95,14 +95,14 @@ def test_removed_data_waits_for_its_grace(folder: Path) -> None:
 def test_ls_shows_what_waits_for_its_grace_apart(folder: Path) -> None:
     whole = run_json("ls", str(folder))
     assert (whole["unlisted_containers"], whole["unlisted_bytes"]) == (0, 0)
-    assert "beside them" not in run("ls", str(folder)).stdout
+    assert "that none of these needs" not in run("ls", str(folder)).stdout
     run("prune", str(folder), "--keep-last", "1", "--yes")
     listed = run_json("ls", str(folder))
     assert listed["unlisted_containers"] == 3
     assert listed["stored_bytes"] + listed["unlisted_bytes"] == whole["stored_bytes"]
     assert listed["stored_bytes"] == sum(ref.size for m in RunStore(folder).manifests() for ref in m.chain)
     text = " ".join(run("ls", str(folder)).stdout.split())
-    assert "beside them 3 containers" in text
+    assert "and 3 containers" in text
     assert "shrinkpoint undelete" in text
 
 

@@ -190,7 +190,7 @@ def test_when_nothing_is_left_everything_is_stored_exactly(states):
     run.planner.load_state_dict(told)
     plan = run.save()
     assert plan.scheme.name == "lossless"
-    assert "nothing is left" in plan.reason
+    assert "no part of max_degradation is left" in plan.reason
 
 
 def test_a_probe_that_nobody_serves_stores_exactly(states):
@@ -250,7 +250,7 @@ def test_a_bound_of_nothing_is_kept_without_a_way_to_measure_too(states):
             warnings.simplefilter("error")
             plan = run.save(measure=measure)
         assert plan.scheme.name == "lossless"
-        assert "nothing is left" in plan.reason
+        assert "no part of max_degradation is left" in plan.reason
         assert run.asked == []
 
 
@@ -479,7 +479,7 @@ class Clock:
         self.now = self.spent = 0.0
 
 
-def test_the_overhead_is_told_and_the_purse_goes_with_the_checkpoint(states):
+def test_the_overhead_is_reported_and_the_time_budget_goes_with_the_checkpoint(states):
     clock = Clock()
     run = Run(states, search_overhead=0.01, probe_steps=20)
     make = lambda: Planner(run.config, lambda: clock.spent, clock=lambda: clock.now)  # noqa: E731

@@ -122,7 +122,7 @@ def test_a_frozen_parameter_is_known_as_such() -> None:
 
 def test_a_refusal_is_told_without_the_tensors_name() -> None:
     encoded = auto(state_of(a__w=torch.full((30, 30), float("nan"))))
-    assert encoded.exact == {"a/w": "refused:holds NaN or infinity"}
+    assert encoded.exact == {"a/w": "refused:contains NaN or infinity"}
 
 
 def test_published_schemes_say_what_they_leave() -> None:

@@ -108,10 +108,18 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], int, str | None]] = {
         12,
         "under another name",
     ),
-    "the first one is damaged": (lambda f: flip(own(f)[0], 200), 5, "says what its writer went on from"),
-    "the first one is empty": (lambda f: own(f)[0].write_bytes(b""), 5, "says what its writer went on from"),
+    "the first one is damaged": (
+        lambda f: flip(own(f)[0], 200),
+        5,
+        "names the segments that its writer continued from",
+    ),
+    "the first one is empty": (
+        lambda f: own(f)[0].write_bytes(b""),
+        5,
+        "names the segments that its writer continued from",
+    ),
     "the first one is gone": (lambda f: own(f)[0].unlink(), 5, "lacks its writer's first segment"),
-    "a file of somebody": (lambda f: own(f)[0].with_name("notes.txt").write_text("hello"), 12, "left alone"),
+    "a file of somebody": (lambda f: own(f)[0].with_name("notes.txt").write_text("hello"), 12, "is ignored"),
     "all gone": (lambda f: shutil.rmtree(f / "log"), 5, None),
 }
 

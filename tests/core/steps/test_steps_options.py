@@ -85,7 +85,7 @@ def test_fields(fields):
 
 def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(StoreError, match="cannot hold a log"):
+    with pytest.raises(StoreError, match="cannot be used for a log"):
         Training().log("memory://unwritable/run", str(tmp_path / "file"))
 
 

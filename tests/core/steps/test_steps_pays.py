@@ -142,8 +142,8 @@ def test_advice_in_words(run_url):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--mtbf", "soon"], "is no time"),
-        (["--mtbf", "0"], "is no time"),
+        (["--mtbf", "soon"], "is not a time"),
+        (["--mtbf", "0"], "is not a time"),
         (["--mtbf", "2h", "--seconds-per-step", "-1"], "seconds-per-step"),
         (["--mtbf", "2h", "--replay-ratio", "-1"], "replay"),
     ],

@@ -271,7 +271,9 @@ def test_a_teacher_that_moves_is_named_and_one_that_stands_is_fine(moved):
         training.after = lambda: training.model.teacher.weight.data.mul_(0.99)
     log = log_of(training)
     if moved:
-        with pytest.warns(ShrinkpointWarning, match=r"'teacher.weight', which no optimizer trains, is moved"):
+        with pytest.warns(
+            ShrinkpointWarning, match=r"'teacher.weight', which no optimizer trains, is changed"
+        ):
             training.run(0, 6)
         return
     with warnings.catch_warnings():
@@ -287,5 +289,5 @@ def test_averages_without_after_step_are_refused_by_name():
     training = Training()
     wide = nn.Linear(128, 128)
     average = torch.optim.swa_utils.AveragedModel(wide)
-    with pytest.raises(ConfigError, match=r"'average' holds .*module.weight.*after_step="):
+    with pytest.raises(ConfigError, match=r"'average' contains .*module.weight.*after_step="):
         training.log("memory://averaged/run", "memory://averaged/log", average=average)

@@ -218,7 +218,7 @@ def test_after_an_error_it_does_not_wait_for_ever(session: Make, monkeypatch: py
     run = session()
     hold = Hold(run, monkeypatch)
     save(run, 1)
-    with pytest.warns(ShrinkpointWarning, match="still under way after 0 s"):
+    with pytest.warns(ShrinkpointWarning, match="still running after 0 s"):
         run.fail(0.0)
     hold.let_go()
     run.close()

@@ -127,7 +127,7 @@ def test_a_weight_with_nan_refuses_with_the_reason_and_leaves_the_others_thresho
     state.tensors["model/up.weight"][0, 0] = float("nan")
     weights = Weights(state, InshrinkeratorOptions())
     makers = Inshrinkerator(InshrinkeratorOptions(), weights, CONFIGURATION).codecs(state)
-    with pytest.raises(CannotRepresentError, match=r"model/up.weight holds NaN"):
+    with pytest.raises(CannotRepresentError, match=r"model/up.weight contains NaN"):
         makers["model/up.weight"]()
     assert "model/up.weight" not in weights.tensors
     assert makers["model/down.weight"]().thresholds.protect_magnitude < float("inf")

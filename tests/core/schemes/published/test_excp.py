@@ -240,7 +240,7 @@ def test_a_cluster_beyond_fp16_is_refused():
             torch.full((2, 2), 1e6), spec, Context()
         )
     reference = ReferenceState(ExcpWeightCodec.id, {}, {"value": np.full(4, 3e38, np.float32)})
-    with pytest.raises(CannotRepresentError, match="fp32 holds"):
+    with pytest.raises(CannotRepresentError, match="fp32 can represent"):
         ExcpWeightCodec().encode(torch.full((2, 2), -3e38), spec, Context(reference))
 
 
