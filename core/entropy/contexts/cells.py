@@ -20,13 +20,10 @@ from shrinkpoint.entropy.tables import data_bits
 from shrinkpoint.entropy.wire import BitReader, BitWriter
 from shrinkpoint.errors import FormatError
 
-__all__ = ["MAX_LEVELS", "Cells", "grow_cells"]
+__all__ = ["Cells", "grow_cells"]
 
 
 MAX_CELLS = 1 << 16
-MAX_LEVELS = 64
-"""Levels of one feature at most."""
-
 _MAX_LEAVES = 64
 _SPLIT_BITS = 8.0
 _MIN_MEMBERS = 64
