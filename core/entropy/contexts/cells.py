@@ -160,7 +160,7 @@ def grow_cells(
         features: uint8 (features, m), each below its levels.
         symbols: uint8 (m,).
         alphabet: 1..256.
-        levels: levels of each feature, at most `MAX_LEVELS`.
+        levels: levels of each feature, at most 64.
         weight: how many symbols of the plane one of the sample stands for.
         droppable: whether the first feature takes so long to compute that it is left out where it saves next to nothing.
     """
