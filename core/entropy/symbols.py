@@ -3,12 +3,10 @@
 import numpy as np
 
 from shrinkpoint.arrays import Int64s, UInt8s
-from shrinkpoint.entropy.tables import data_bits
 
 __all__ = [
     "check_array",
     "check_sizes",
-    "conditional_entropy_bits",
     "context_view",
     "count_symbols",
     "frozen",
@@ -79,14 +77,3 @@ def count_symbols(symbols: UInt8s, contexts: UInt8s | None, alphabet: int, n_con
     if not kernels.count_pairs(frozen(symbols), view, step, counts):
         raise ValueError(f"every symbol must be below {alphabet} and every context below {n_contexts}")
     return np.asarray(counts.sum(axis=0), dtype=np.int64)
-
-
-def conditional_entropy_bits(
-    symbols: UInt8s, contexts: UInt8s | None, alphabet: int = 256, n_contexts: int = 256
-) -> float:
-    """Bits that an ideal coder, told the frequencies in each context, needs for all symbols: n * H(symbol | context).
-
-    Args and raises as :func:`count_symbols`. Tables are not included;
-    :func:`~shrinkpoint.entropy.static.rans.predict_bytes` tells what the coder will write.
-    """
-    return float(data_bits(count_symbols(symbols, contexts, alphabet, n_contexts)).sum())

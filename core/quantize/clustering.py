@@ -19,8 +19,6 @@ __all__ = [
     "DEFAULT_MAGNITUDE_SHARE",
     "MAX_CLUSTERS",
     "assign",
-    "dequantize",
-    "distortion",
     "kmeans_plus_plus",
     "optimal_clusters",
     "optimal_codebooks",
@@ -153,20 +151,6 @@ def kmeans_plus_plus(
     return torch.from_numpy(np.unique((centres * scale).astype(np.float32)))
 
 
-def distortion(values: _Array, weights: _Array, codebook: torch.Tensor) -> float:
-    """The weighted sum of squared distances of the values to their nearest centroid.
-
-    Raises:
-        ConfigError: the arrays do not fit together, or the codebook is empty and the values are not.
-    """
-    values, weights = _checked(values, weights)
-    if len(values) == 0:
-        return 0.0
-    _check_codebook(codebook)
-    centres = codebook.cpu().double().numpy()
-    return _error(values, weights, centres, _splits(values, centres))
-
-
 def assign(x: torch.Tensor, codebook: torch.Tensor) -> torch.Tensor:
     """The index of each element's nearest centroid.
 
@@ -195,23 +179,6 @@ def assign(x: torch.Tensor, codebook: torch.Tensor) -> torch.Tensor:
         else:
             _look_up(part.float(), *table, target)
     return indices
-
-
-def dequantize(indices: torch.Tensor, codebook: torch.Tensor) -> torch.Tensor:
-    """The centroid of each index: float32, the shape and device of the indices.
-
-    Raises:
-        ConfigError: the codebook is empty while there are indices, is not float32, or has more than 256 entries.
-    """
-    values = torch.empty(indices.shape, dtype=torch.float32, device=indices.device)
-    if indices.numel() == 0:
-        return values
-    _check_codebook(codebook)
-    centres = codebook.to(indices.device)
-    for part, target in zip(_chunks(indices), _chunks(values), strict=True):
-        # To int32 first: torch takes a uint8 index for a mask.
-        target.copy_(centres.index_select(0, part.to(torch.int32)))
-    return values
 
 
 def _midpoints(codebook: torch.Tensor) -> torch.Tensor:

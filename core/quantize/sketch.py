@@ -187,17 +187,8 @@ class QuantileSketch(_BucketCounts):
     def _cells(self, chunk: torch.Tensor) -> torch.Tensor:
         return self._magnitude_cells(chunk, 0.0)
 
-    def quantile(self, q: float) -> float:
-        """The element of rank floor(q * (count - 1)) in ascending order, within a relative error of alpha.
-
-        Raises:
-            ConfigError: q is outside of [0, 1].
-            CannotRepresentError: the sketch is empty.
-        """
-        return self.quantiles([q])[0]
-
     def quantiles(self, qs: Sequence[float]) -> list[float]:
-        """`quantile` of each q, for one walk over the buckets.
+        """For each q the element of rank floor(q * (count - 1)) in ascending order, within a relative error of alpha.
 
         Raises:
             ConfigError: a q is outside of [0, 1].

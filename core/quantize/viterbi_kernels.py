@@ -41,7 +41,7 @@ def nearest_path(values: Float32s, width: int, states: int, out: Int16s) -> None
     """Fill ``out`` with the points, in half steps, of the trellis path with the least squared error.
 
     Args:
-        values: fp32 (n,), in steps, within `trellis_dither.LIMIT`.
+        values: fp32 (n,), in steps, within `trellis_dither_kernels.LIMIT`.
         width: elements of a path; each begins in state 0.
         states: 4 or 8.
         out: int16 (n,).
@@ -64,6 +64,7 @@ def _search(values: Float32s, width: int, states: int, search: _Search, out: Int
     paths = (values.size + width - 1) // width
     for first in range(0, paths, lanes):
         some = min(lanes, paths - first)
+        # 1. Values of the lanes' paths, side by side, less whole pairs of steps: all that costs depend on.
         for lane in range(some):
             start = (first + lane) * width
             row = values[start : min(start + width, values.size)]
@@ -71,6 +72,7 @@ def _search(values: Float32s, width: int, states: int, search: _Search, out: Int
                 y[j, lane] = row[j] - two * np.floor(row[j] * half + half)
             for j in range(row.size, width):
                 y[j, lane] = 0
+        # 2. Forwards, column by column: the cost of the cheapest path into each state, and which one it comes from.
         costs[0] = np.float32(1e9)
         costs[0, 0] = 0
         # the last path may end before the others: columns beyond its end cost nothing
@@ -78,6 +80,7 @@ def _search(values: Float32s, width: int, states: int, search: _Search, out: Int
         for j in range(width):
             before, now = costs[j & 1], costs[1 - (j & 1)]
             here = y[j]
+            # 2a. Branch costs: squares of the distances to the nearest even and odd point, at either offset.
             for offset in range(2):
                 even, odd = squares[2 * offset], squares[2 * offset + 1]
                 moved = half * np.float32(offset)
@@ -90,6 +93,7 @@ def _search(values: Float32s, width: int, states: int, search: _Search, out: Int
             if j >= ends:
                 for k in range(4):
                     squares[k, some - 1] = 0
+            # 2b. Add, compare, select: two states lead to each.
             for state in range(states):
                 low = state >> 1
                 high = low + states // 2
@@ -102,6 +106,7 @@ def _search(values: Float32s, width: int, states: int, search: _Search, out: Int
                     a, b = from_low[lane] + of_low[lane], from_high[lane] + of_high[lane]
                     choice[lane] = b < a
                     cost[lane] = min(a, b)
+            # 2c. Costs from the first state's on, so that fp32 keeps their differences.
             if j % _EVERY == _EVERY - 1:
                 for lane in range(lanes):
                     base[lane] = now[0, lane]
@@ -109,6 +114,7 @@ def _search(values: Float32s, width: int, states: int, search: _Search, out: Int
                     cost = now[state]
                     for lane in range(lanes):
                         cost[lane] -= base[lane]
+        # 3. Backwards from the cheapest end: the states of its path, and the points nearest to the values in them.
         last = costs[width & 1]
         for lane in range(some):
             start = (first + lane) * width

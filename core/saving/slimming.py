@@ -30,7 +30,6 @@ __all__ = ["Slimmed", "Slimmer", "make_weights", "without_optimizer"]
 _PER_SAVE = (
     2  # more than one, so that older checkpoints are caught up with; few, so that no save takes much longer
 )
-_EMPTY: tuple[JSON, ...] = ({}, {"$": "dict", "items": []}, {"$": "odict", "items": []})
 
 
 @dataclass(frozen=True, kw_only=True)

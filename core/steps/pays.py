@@ -27,7 +27,6 @@ __all__ = [
     "Costs",
     "LogCosts",
     "best_interval",
-    "first_order_interval",
     "waste_with_log",
     "waste_without_log",
     "worth",
@@ -124,11 +123,6 @@ def best_interval(costs: Costs, log: LogCosts | None = None) -> float:
 
     low = max(costs.lag, 1e-3)
     return math.exp(_least(waste, math.log(low), math.log(max(_LONGEST * costs.mtbf, 2 * low))))
-
-
-def first_order_interval(costs: Costs, log: LogCosts | None = None) -> float:
-    """Young's first-order interval (1974) sqrt(2 M C), with a log sqrt(2 M C / rho)."""
-    return max(costs.lag, math.sqrt(2 * costs.mtbf * costs.stall / (max(log.replay, 1e-9) if log else 1.0)))
 
 
 def worth(costs: Costs, log: LogCosts) -> float:

@@ -15,7 +15,6 @@ from sklearn.cluster import KMeans
 
 from shrinkpoint.quantize.clustering import (
     assign,
-    dequantize,
     kmeans_plus_plus,
     optimal_clusters,
     sample_weights,
@@ -61,7 +60,7 @@ def compare(weight: torch.Tensor, k: int, rounds: int) -> None:
 
 
 def mean_squared_error(weight: torch.Tensor, codebook: torch.Tensor) -> float:
-    return float((dequantize(assign(weight, codebook), codebook).double() - weight.double()).square().mean())
+    return float((codebook[assign(weight, codebook).int()].double() - weight.double()).square().mean())
 
 
 def by_sklearn(weight: torch.Tensor, k: int) -> torch.Tensor:

@@ -30,7 +30,8 @@ from context_planes import (
 )
 
 from shrinkpoint.entropy.contexts.coder import Effort, Side, decode_plane, encode_plane
-from shrinkpoint.entropy.symbols import conditional_entropy_bits
+from shrinkpoint.entropy.symbols import count_symbols
+from shrinkpoint.entropy.tables import data_bits
 
 Result = TypeVar("Result")
 EFFORTS: tuple[Effort, ...] = get_args(Effort)
@@ -112,8 +113,11 @@ def print_sizes(quantization: Quantization, network: bool) -> None:
             flat = [(plane.ravel(), previous.ravel()) for plane, previous in pairs]
             bits = np.array(
                 [
-                    sum(conditional_entropy_bits(plane, None, 256, 1) for plane, _ in flat),
-                    sum(conditional_entropy_bits(plane, previous) for plane, previous in flat),
+                    sum(float(data_bits(count_symbols(plane, None, 256, 1)).sum()) for plane, _ in flat),
+                    sum(
+                        float(data_bits(count_symbols(plane, previous, 256, 256)).sum())
+                        for plane, previous in flat
+                    ),
                     neighbourhood_bits(pairs) if network else np.nan,
                     *(8 * sum(len(coded(quantization, key, n, e)[1]()) for n in now) for e in EFFORTS),
                 ]

@@ -18,7 +18,8 @@ import numpy.typing as npt
 import zstandard
 
 from shrinkpoint.entropy.static.bytes import decode_bytes, delta_bits, encode_bytes
-from shrinkpoint.entropy.symbols import conditional_entropy_bits
+from shrinkpoint.entropy.symbols import count_symbols
+from shrinkpoint.entropy.tables import data_bits
 from shrinkpoint.schemes.inshrinkerator.level_deltas import LevelCoder, decode_levels, encode_levels
 
 UInt8s = npt.NDArray[np.uint8]
@@ -81,7 +82,7 @@ def level_row(
     )
     if not np.array_equal(decoded, current):
         raise SystemExit(f"{name}: decoding does not give the plane back")
-    entropy = conditional_entropy_bits(current, previous, levels, levels)
+    entropy = data_bits(count_symbols(current, previous, levels, levels)).sum()
     plane = current if previous is None else (current + (np.uint8(levels) - previous)) % np.uint8(levels)
     zstd_size = len(zstandard.compress(plane.tobytes(), 3))
     return Row(name, current.size, len(payload), encode_s, decode_s, entropy, zstd_size)

@@ -46,7 +46,8 @@ from shrinkpoint.entropy.contexts.coder import Effort, Side
 from shrinkpoint.entropy.lstm import coder as lstm
 from shrinkpoint.entropy.lstm.coder import Advance, LstmOptions
 from shrinkpoint.entropy.static.bytes import decode_bytes
-from shrinkpoint.entropy.symbols import conditional_entropy_bits
+from shrinkpoint.entropy.symbols import count_symbols
+from shrinkpoint.entropy.tables import data_bits
 from shrinkpoint.entropy.trellis import coder as trellis_planes
 from shrinkpoint.entropy.trellis.coder import CodedPoints
 from shrinkpoint.schemes.auto import first_moments as centroid_moments
@@ -227,8 +228,8 @@ def row(
         bits = np.zeros(len(HEADS))
         for name in same:
             plane, previous = now[name][key], before[name][key]
-            bits[0] += conditional_entropy_bits(plane.ravel(), None, 256, 1)
-            bits[1] += conditional_entropy_bits(plane.ravel(), previous.ravel())
+            bits[0] += float(data_bits(count_symbols(plane.ravel(), None, 256, 1)).sum())
+            bits[1] += float(data_bits(count_symbols(plane.ravel(), previous.ravel(), 256, 256)).sum())
             bits[2] += 8 * len(timer.code(plane, previous, options))
             for place, effort in enumerate(EFFORTS):
                 bits[4 + place] += 8 * by_contexts(plane, [previous], effort)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -251,4 +252,5 @@ def document(rows: Sequence[Row], marks: Sequence[int], seeds: Sequence[int]) ->
         ]
         lines += [f"(restored n times: under {share(RESTORES_BOUND)}):", "", *_smallest(of_it, marks[-1]), ""]
         lines += ["All settings:", "", *_table(of_it, marks), ""]
-    return "\n".join([*lines, *_speeds(rows), *_slices(rows)]).rstrip() + "\n"
+    coders = (Path(__file__).parent / "excp_coders.md").read_text()  # by a bench of its own, which says so
+    return "\n".join([*lines, *_speeds(rows), *_slices(rows), coders]).rstrip() + "\n"

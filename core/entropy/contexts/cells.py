@@ -20,13 +20,10 @@ from shrinkpoint.entropy.tables import data_bits
 from shrinkpoint.entropy.wire import BitReader, BitWriter
 from shrinkpoint.errors import FormatError
 
-__all__ = ["MAX_LEVELS", "Cells", "grow_cells"]
+__all__ = ["Cells", "grow_cells"]
 
 
 MAX_CELLS = 1 << 16
-MAX_LEVELS = 64
-"""Levels of one feature at most."""
-
 _MAX_LEAVES = 64
 _SPLIT_BITS = 8.0
 _MIN_MEMBERS = 64
@@ -163,7 +160,7 @@ def grow_cells(
         features: uint8 (features, m), each below its levels.
         symbols: uint8 (m,).
         alphabet: 1..256.
-        levels: levels of each feature, at most `MAX_LEVELS`.
+        levels: levels of each feature, at most 64.
         weight: how many symbols of the plane one of the sample stands for.
         droppable: whether the first feature takes so long to compute that it is left out where it saves next to nothing.
     """

@@ -8,36 +8,24 @@ from typing import Any
 
 import numpy as np
 
-from shrinkpoint.arrays import Int32s, Int64s
+from shrinkpoint.arrays import Int32s, Int64s, UInt8s
 from shrinkpoint.entropy.contexts import segment_kernels as context_segments
 from shrinkpoint.entropy.contexts.feature_kernels import BLOCK_ROWS
 from shrinkpoint.entropy.contexts.lowrank_kernels import Room, start_directions
-from shrinkpoint.entropy.contexts.segment_kernels import LEVELS, SEGMENT, SEGMENT_RANK, Rows
+from shrinkpoint.entropy.contexts.segment_kernels import LEVELS, Rows
+from shrinkpoint.entropy.contexts.segment_lowrank_kernels import SEGMENT, SEGMENT_RANK, LowRankState
 from shrinkpoint.entropy.trellis import context_kernels as trellis_kernels
-from shrinkpoint.entropy.trellis.context_kernels import LowRankState, Row, Work
+from shrinkpoint.entropy.trellis.context_kernels import Row, Work
 from shrinkpoint.entropy.trellis.margin_kernels import MARGINS, Margins, Scene
 
 __all__ = ["new_low_rank_state", "new_rows", "new_work", "side_cells"]
 
 
 def new_rows(scene: Any, columns: int, low_rank: bool) -> Rows:
-    """Before the first row of a plane of so many columns; ``scene`` is a `context_kernels.Scene`."""
-    segments = -(-columns // SEGMENT)
-    padded, tracked = segments * SEGMENT, segments if low_rank else 0
-    directions, strengths, powers = _directions(columns, tracked)
+    """Before the first row of a plane of so many columns; ``scene`` is a `feature_kernels.Scene`."""
+    padded = -(-columns // SEGMENT) * SEGMENT
     return Rows(
-        directions=directions,
-        parts=directions.reshape(SEGMENT_RANK, tracked, SEGMENT),
-        strengths=strengths,
-        powers=powers,
-        block=np.zeros((BLOCK_ROWS, tracked * SEGMENT), np.int32),
-        trust=np.zeros((tracked, SEGMENT_RANK, SEGMENT_RANK)),
-        precision=np.zeros((SEGMENT_RANK, SEGMENT_RANK)),
-        room=_room(tracked),
-        u=np.zeros(SEGMENT_RANK),
-        rounded=np.zeros(SEGMENT_RANK, np.int32),
-        prediction=np.zeros(SEGMENT, np.int32),
-        values=np.zeros(SEGMENT, np.int32),
+        low_rank=new_low_rank_state(columns, low_rank, scene.warm, scene.warm_values),
         cells=np.zeros(padded, np.int32),
         busy=np.full(padded, 4 * scene.mean, np.int32),
         activity=np.zeros(padded, np.int32),
@@ -50,14 +38,16 @@ def new_rows(scene: Any, columns: int, low_rank: bool) -> Rows:
 
 
 def side_cells(scene: Any, strides: Int64s) -> Int32s:
-    """int32 (sides, 256): what a level of each side plane of a `context_kernels.Scene` adds to a cell."""
+    """int32 (sides, 256): what a level of each side plane of a `feature_kernels.Scene` adds to a cell."""
     of_sides = strides[len(LEVELS) : len(LEVELS) + scene.sides.shape[0]]
     cells: Int32s = (scene.fine[: of_sides.size].astype(np.int64) * of_sides[:, None]).astype(np.int32)
     return cells
 
 
-def new_low_rank_state(width: int, low_rank: bool) -> LowRankState:
-    """Before the first row of paths of that width; empty without low-rank prediction."""
+def new_low_rank_state(
+    width: int, low_rank: bool, warm: UInt8s | None = None, warm_values: Int32s | None = None
+) -> LowRankState:
+    """Before the first row of so many columns; empty without low-rank prediction."""
     tracked = -(-width // SEGMENT) if low_rank else 0
     directions, strengths, powers = _directions(width, tracked)
     return LowRankState(
@@ -73,6 +63,8 @@ def new_low_rank_state(width: int, low_rank: bool) -> LowRankState:
         rounded=np.zeros(SEGMENT_RANK, np.int32),
         prediction=np.zeros(SEGMENT, np.int32),
         values=np.zeros(SEGMENT, np.int32),
+        warm=np.zeros((0, width), np.uint8) if warm is None else warm,
+        warm_values=np.zeros(0, np.int32) if warm_values is None else warm_values,
     )
 
 

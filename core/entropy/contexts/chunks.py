@@ -147,7 +147,7 @@ def encode_static(plan: Plan, symbols: UInt8s, alphabet: int, threads: int) -> b
     contexts = np.empty(symbols.size, dtype=np.uint8)
     coded = symbols.copy() if plan.model.mirrored else symbols
     strides = np.zeros(context_segments.FEATURES, dtype=np.int64)
-    strides[1] = context_segments.LEVELS[0]
+    strides[:2] = 1, context_segments.LEVELS[0]
 
     def find(span: Span) -> None:
         shape, scene = plan.shape(span), plan.scene(span)
@@ -179,7 +179,8 @@ def encode_static(plan: Plan, symbols: UInt8s, alphabet: int, threads: int) -> b
 def decode_static(reader: ByteReader, plan: Plan, alphabet: int, threads: int) -> UInt8s:
     """Inverse of :func:`encode_static`, for what follows the plan."""
     from shrinkpoint.entropy.contexts import chunk_arrays as context_rows
-    from shrinkpoint.entropy.contexts import segment_kernels as context_segments  # numba
+    from shrinkpoint.entropy.contexts import segment_kernels as context_segments
+    from shrinkpoint.entropy.contexts.segment_lowrank_kernels import SEGMENT  # numba
 
     leaves = read_leaves(reader, plan.levels(), alphabet)
     strides, rows, coder = leaves.strides, leaves.rows, leaves.coder
@@ -195,7 +196,7 @@ def decode_static(reader: ByteReader, plan: Plan, alphabet: int, threads: int) -
             rows,
             coder,
             new_counters(coder),
-            np.empty(context_segments.SEGMENT, np.uint8),
+            np.empty(SEGMENT, np.uint8),
         )
         context_segments.decode_chunk(scene, work, plane, _last(alphabet), *arguments, words, cursor)
         check_end(words, cursor)

@@ -129,8 +129,8 @@ def _measure(scene: Any, plane: UInt8s) -> tuple[int, int]:
     from shrinkpoint.entropy.contexts import chunk_arrays as context_rows
     from shrinkpoint.entropy.contexts import segment_kernels as context_segments  # numba
 
-    rows = context_rows.new_rows(scene, plane.shape[1], True)
-    predicted, error = context_segments.measure(scene, rows, plane)
+    state = context_rows.new_low_rank_state(plane.shape[1], True, scene.warm, scene.warm_values)
+    predicted, error = context_segments.measure(scene, state, plane)
     return int(predicted), int(error)
 
 

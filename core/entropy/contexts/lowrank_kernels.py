@@ -10,7 +10,7 @@ a side plane; a row's coefficients ``u`` are estimated while it is coded, by a K
 
     predict   p_j = u . v_j          observe  e = x_j - p_j          correct  u += k_j e
 
-That is what effort ``max`` does; ``default`` does it for a segment at a time (entropy/contexts/segment_kernels.py).
+That is what effort ``max`` does; ``default`` does it for a segment at a time (entropy/contexts/segment_lowrank_kernels.py).
 The gains ``k_j`` depend on the directions, not on the data, and are computed once per block of rows. That leaves two
 products of length `RANK` per symbol.
 

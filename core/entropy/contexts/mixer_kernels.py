@@ -231,7 +231,7 @@ def code_symbol(
         logits: tables.
         kind: which of a decision's maps has its say.
         bucket: which weights mix, 0 to 2 * `BROAD`.
-        coder: of `range_coder.new_coder`.
+        coder: of `range_coder_kernels.new_coder`.
         stream: what does not fit is dropped, but counted.
         decoding: whether `symbol` is ignored, and found.
         symbol: one of the tree's.

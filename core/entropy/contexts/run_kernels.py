@@ -171,7 +171,7 @@ def take_runs(
 ) -> None:
     """Fill ``out[start:stop]``, which is all zero's symbol, with the symbols of contexts ``rows``.
 
-    ``counters`` (`context_tables.new_counters`) are int32 (2, tables): zeros left, and whether another symbol follows them. The
+    ``counters`` (`run_tables.new_counters`) are int32 (2, tables): zeros left, and whether another symbol follows them. The
     next call goes on behind them.
 
     Validated by the caller: rows are below the number of tables, which cover all slots and hold only symbols of the

@@ -192,7 +192,7 @@ def code_span(
         symbols: the chunk's; when encoding, each is below the alphabet, which the caller has checked.
         start: a multiple of `BATCH`.
         stop: a multiple of `BATCH`, or the end.
-        coder: of `range_coder.new_coder`.
+        coder: of `range_coder_kernels.new_coder`.
         stream: what does not fit is dropped, but counted.
         decoding: whether symbols are filled in.
     """

@@ -1,30 +1,27 @@
 """The compiled contexts of trellis-coded planes.
 
 Importing this module imports numba, so it is only ever imported from inside a function of its callers. All arithmetic
-is on integers but the low-rank prediction's (entropy/contexts/segment_kernels.py); every index is clamped.
+is on integers but the low-rank prediction's (entropy/contexts/segment_lowrank_kernels.py); every index is clamped.
 
 What is coded are the ranks of entropy/trellis/margin_kernels.py, under tables that depend on the leads, on how far points of this row
 and column have been from their places, and on side planes.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from shrinkpoint.arrays import Float64s, Int8s, Int16s, Int32s, Int64s, UInt8s, UInt16s
+from shrinkpoint.arrays import Int8s, Int16s, Int32s, Int64s, UInt8s, UInt16s
 from shrinkpoint.entropy.contexts.feature_kernels import ACTIVITIES, BLOCK_ROWS
-from shrinkpoint.entropy.contexts.lowrank_kernels import Room, advance
-from shrinkpoint.entropy.contexts.run_kernels import (
-    GAP_SHIFT,
-    LEVEL_SHIFT,
-    LONGEST,
-    Tables,
-)
-from shrinkpoint.entropy.contexts.segment_kernels import (
+from shrinkpoint.entropy.contexts.run_kernels import GAP_SHIFT, LEVEL_SHIFT, LONGEST, Tables
+from shrinkpoint.entropy.contexts.segment_lowrank_kernels import (
     SEGMENT,
+    LowRankState,
     correct_segment,
+    learn,
     predict_segment,
     refresh_segments,
+    start_row,
 )
 from shrinkpoint.entropy.kernels import pop, refill
 from shrinkpoint.entropy.trellis.margin_kernels import (
@@ -41,7 +38,6 @@ from shrinkpoint.runtime.jit import jit, jit_inlined
 
 __all__ = [
     "OCTAVES",
-    "LowRankState",
     "Row",
     "Work",
     "are_given",
@@ -65,7 +61,6 @@ _0, _7, _8 = np.int32(0), np.int32(7), np.int32(8)
 _BLOCK = 1 << 12
 _P_SHIFT, _V_SHIFT = 8, 12
 _V_LIMIT = 511
-_EARLY_ROWS = 64  # after which trust changes slowly
 _FAR = 4 * 256  # places are moved by no more
 
 
@@ -85,28 +80,8 @@ class Row(NamedTuple):
     energies: Int32s
 
 
-class LowRankState(NamedTuple):
-    """Low-rank prediction, as the first ones of `context_segments.Rows`; empty without.
-
-    ``parts`` (rank, segments, SEGMENT) are the directions' memory.
-    """
-
-    directions: Int32s
-    parts: Int32s
-    strengths: Int64s
-    powers: Int64s
-    block: Int32s
-    trust: Float64s
-    precision: Float64s
-    room: Room
-    u: Float64s
-    rounded: Int32s
-    prediction: Int32s
-    values: Int32s
-
-
 class Work(NamedTuple):
-    """What a chunk's kernel works on, new for each (`context_rows.new_work`).
+    """What a chunk's kernel works on, new for each (`chunk_arrays.new_work`).
 
     Attributes:
         margins: of a row.
@@ -133,7 +108,7 @@ class Work(NamedTuple):
 
 # What is inlined takes arrays, not what holds them: each copy of a tuple counts the references to all of its arrays.
 @jit_inlined
-def _start_row(
+def _start_cells(
     cells: Int32s,
     busy: Int32s,
     activity: Int32s,
@@ -207,9 +182,119 @@ def _end_row(busy: Int32s, energies: Int32s, number: int) -> None:
 
 
 @jit_inlined
-def _is_due(number: int) -> bool:
-    """Whether trust changes before a block of rows."""
-    return number <= _EARLY_ROWS or (number - 1) // BLOCK_ROWS % 2 == 0
+def _walk(
+    decoding: bool,
+    scene: Scene,
+    work: Work,
+    strides: Int64s,
+    classes: Int32s,
+    points: Int16s,
+    ranks: Int8s,
+    found: Any,
+    errors: Int32s,
+    radius: int,
+    leaf_rows: Any,
+    tables: Any,
+    words: Any,
+    cursor: Any,
+) -> None:
+    """The one loop of encoder and decoder over a chunk: predict a segment's places, rank its points or read ranks, correct.
+
+    ``decoding`` is a constant of the caller, so that numba drops the other one's branches, and what these need
+    is None: of the arguments that are `Any`, either half.
+    """
+    margins, octaves, path, ranked, reached = work.margins, work.octaves, work.path, work.ranked, work.reached
+    cells, busy, activity, energies = work.row
+    low_rank_state, by_margin = work.low_rank, work.by_margin
+    parts, block, trust = low_rank_state.parts, low_rank_state.block, low_rank_state.trust
+    u, rounded = low_rank_state.u, low_rank_state.rounded
+    prediction, values = low_rank_state.prediction, low_rank_state.values
+    y, margins_found, shift = margins.y, margins.found, margins.shift
+    states, places, sides, mean, scale = scene.states, scene.places, scene.sides, scene.mean, scene.scale
+    discount, low_rank, lively = scene.discount, scene.low_rank, strides[1] != 0
+    if decoding:
+        runs, levels, gaps, zero = tables.runs, tables.levels, tables.gaps, np.int64(tables.zero)
+        level_lookup, gap_lookup = tables.level_lookup, tables.gap_lookup
+        left, due, mask = work.counters[0], work.counters[1], states - 1
+        x0, x1, x2, x3, position = cursor[0], cursor[1], cursor[2], cursor[3], cursor[4]
+    for number in range((points.size + scene.width - 1) // scene.width):
+        first = number * scene.width
+        count = min(scene.width, points.size - first)
+        if low_rank:
+            start_row(low_rank_state, number)
+        look_ahead(places[first : first + count], states, discount, low_rank, margins)
+        _start_cells(cells, busy, activity, octaves, sides, first, count, strides, classes)
+        so_far, state = np.int64(0), 0
+        for start in range(0, count, SEGMENT):
+            stop = min(start + SEGMENT, count)
+            if low_rank:
+                predict_segment(parts, start // SEGMENT, rounded, prediction)
+                _shift_places(prediction, scale, shift)
+                move_places(margins, start, states)
+            if lively:
+                _add_activity(cells, activity, start, _row_activity(octaves, so_far, start, mean), strides[1])
+            if decoding:
+                for i in range(stop - start):
+                    known = (
+                        np.int64(margins_found[0, start + i] if state < 4 else margins_found[1, start + i])
+                        >> (8 * (state & 3))
+                    ) & 255
+                    leaf = leaf_rows[cells[start + i] + by_margin[known]]
+                    # `take_runs` for a single symbol: as a function of both, it would cost each of them a third of its speed
+                    zeros = left[leaf]
+                    symbol = zero
+                    if zeros > 0:
+                        left[leaf] = zeros - 1
+                    else:
+                        several = runs[leaf]
+                        if not several or due[leaf]:
+                            x, symbol = pop(x0, leaf, level_lookup, LEVEL_SHIFT, levels)
+                            x, position = refill(x, words, position)
+                            x0, x1, x2, x3 = x1, x2, x3, x
+                        while several:
+                            x, gap = pop(x0, leaf, gap_lookup, GAP_SHIFT, gaps)
+                            x, position = refill(x, words, position)
+                            x0, x1, x2, x3 = x1, x2, x3, x
+                            if due[leaf] or gap > 0:
+                                # without a symbol due, this very one is the first of the gap
+                                left[leaf] = gap if due[leaf] else gap - 1
+                                due[leaf] = gap < LONGEST
+                                break
+                            x, symbol = pop(x0, leaf, level_lookup, LEVEL_SHIFT, levels)
+                            x, position = refill(x, words, position)
+                            x0, x1, x2, x3 = x1, x2, x3, x
+                            due[leaf] = 1
+                    ranked[i] = symbol - radius
+                    path[i] = state | (known & 128)
+                    odd = (known >> 7) ^ ((symbol ^ radius) & 1)
+                    state = ((2 * state) & mask) | (odd ^ flip(state, states))
+                here = points[first + start : first + stop]
+            else:
+                state = rank_path(
+                    y[start:stop],
+                    margins_found[:, start:stop],
+                    states,
+                    state,
+                    points[first + start : first + stop],
+                    path,
+                    ranked,
+                )
+                for j in range(start, stop):
+                    found[first + j] = cells[j] + (path[j - start] >> 8)
+                    path[j - start] &= 255
+                here = reached[: stop - start]
+            for j in range(start, stop):
+                ranks[first + j] = ranked[j - start]
+            part = errors[first + start : first + stop]
+            place_points(y[start:stop], places[first + start : first + stop], path, ranked, here, part)
+            if lively:
+                so_far += _take_in(part, start, energies)
+            if low_rank:
+                _read_values(part, scale, start, values, block[number % BLOCK_ROWS])
+                correct_segment(parts, start // SEGMENT, trust, u, rounded, values, prediction)
+        _end_row(busy, energies, number)
+    if decoding:
+        cursor[0], cursor[1], cursor[2], cursor[3], cursor[4] = x0, x1, x2, x3, position
 
 
 @jit
@@ -235,61 +320,7 @@ def find_features(
         found: uint16 (n,), filled: the lead's class, and `MARGINS` times that of the activity.
         errors: int32 (n,), filled: points less places, in parts of a step; of what is too far, as a reader will know them.
     """
-    margins, octaves, path, ranked, reached = work.margins, work.octaves, work.path, work.ranked, work.reached
-    cells, busy, activity, energies = work.row
-    directions, parts, strengths, powers, block, trust, precision, room, u, rounded, prediction, values = (
-        work.low_rank
-    )
-    y, margins_found, shift = margins.y, margins.found, margins.shift
-    states, places, sides, mean, scale = scene.states, scene.places, scene.sides, scene.mean, scene.scale
-    discount, low_rank = scene.discount, scene.low_rank
-    for number in range((points.size + scene.width - 1) // scene.width):
-        first = number * scene.width
-        count = min(scene.width, points.size - first)
-        if low_rank and number % BLOCK_ROWS == 0:
-            if number:
-                advance(block, directions, strengths, powers, room)
-            if _is_due(number):
-                refresh_segments(directions, powers, precision, trust)
-        look_ahead(places[first : first + count], states, discount, low_rank, margins)
-        _start_row(cells, busy, activity, octaves, sides, first, count, strides, classes)
-        u[:] = 0
-        rounded[:] = 0
-        so_far, state = np.int64(0), 0
-        for start in range(0, count, SEGMENT):
-            stop = min(start + SEGMENT, count)
-            if low_rank:
-                predict_segment(parts, start // SEGMENT, rounded, prediction)
-                _shift_places(prediction, scale, shift)
-                move_places(margins, start, states)
-            _add_activity(cells, activity, start, _row_activity(octaves, so_far, start, mean), strides[1])
-            state = rank_path(
-                y[start:stop],
-                margins_found[:, start:stop],
-                states,
-                state,
-                points[first + start : first + stop],
-                path,
-                ranked,
-            )
-            for j in range(start, stop):
-                ranks[first + j] = ranked[j - start]
-                found[first + j] = cells[j] + (path[j - start] >> 8)
-                path[j - start] &= 255
-            part = errors[first + start : first + stop]
-            place_points(
-                y[start:stop],
-                places[first + start : first + stop],
-                path,
-                ranked,
-                reached[: stop - start],
-                part,
-            )
-            so_far += _take_in(part, start, energies)
-            if low_rank:
-                _read_values(part, scale, start, values, block[number % BLOCK_ROWS])
-                correct_segment(parts, start // SEGMENT, trust, u, rounded, values, prediction)
-        _end_row(busy, energies, number)
+    _walk(False, scene, work, strides, classes, points, ranks, found, errors, 0, None, None, None, None)
 
 
 @jit
@@ -309,120 +340,38 @@ def decode_chunk(
 ) -> None:
     """Inverse of `find_features` for a chunk that was coded under the leaves: fill all three.
 
-    Symbols are ``rank + radius``. Validated by the caller: cells index ``leaf_rows``, which indexes the tables; see `take_runs`.
-    The caller compares where the cursor ends.
+    Symbols are ``rank + radius``. Validated by the caller: cells index ``leaf_rows``, which indexes the tables; see
+    `take_runs`. The caller compares where the cursor ends.
     """
-    margins, octaves, by_margin, path, ranked = (
-        work.margins,
-        work.octaves,
-        work.by_margin,
-        work.path,
-        work.ranked,
+    _walk(
+        True,
+        scene,
+        work,
+        strides,
+        classes,
+        points,
+        ranks,
+        None,
+        errors,
+        radius,
+        leaf_rows,
+        tables,
+        words,
+        cursor,
     )
-    cells, busy, activity, energies = work.row
-    directions, parts, strengths, powers, block, trust, precision, room, u, rounded, prediction, values = (
-        work.low_rank
-    )
-    y, found, shift, counters = margins.y, margins.found, margins.shift, work.counters
-    states, places, sides, mean, scale = scene.states, scene.places, scene.sides, scene.mean, scene.scale
-    discount, low_rank, lively = scene.discount, scene.low_rank, strides[1] != 0
-    runs, levels, gaps = tables.runs, tables.levels, tables.gaps
-    level_lookup, gap_lookup = tables.level_lookup, tables.gap_lookup
-    left, due = counters[0], counters[1]
-    zero, mask = np.int64(tables.zero), states - 1
-    x0, x1, x2, x3, position = cursor[0], cursor[1], cursor[2], cursor[3], cursor[4]
-    for number in range((points.size + scene.width - 1) // scene.width):
-        first = number * scene.width
-        count = min(scene.width, points.size - first)
-        if low_rank and number % BLOCK_ROWS == 0:
-            if number:
-                advance(block, directions, strengths, powers, room)
-            if _is_due(number):
-                refresh_segments(directions, powers, precision, trust)
-        look_ahead(places[first : first + count], states, discount, low_rank, margins)
-        _start_row(cells, busy, activity, octaves, sides, first, count, strides, classes)
-        u[:] = 0
-        rounded[:] = 0
-        so_far, state = np.int64(0), 0
-        for start in range(0, count, SEGMENT):
-            stop = min(start + SEGMENT, count)
-            if low_rank:
-                predict_segment(parts, start // SEGMENT, rounded, prediction)
-                _shift_places(prediction, scale, shift)
-                move_places(margins, start, states)
-            if lively:
-                _add_activity(
-                    cells,
-                    activity,
-                    start,
-                    _row_activity(octaves, so_far, start, mean),
-                    strides[1],
-                )
-            for i in range(stop - start):
-                known = (
-                    np.int64(found[0, start + i] if state < 4 else found[1, start + i]) >> (8 * (state & 3))
-                ) & 255
-                leaf = leaf_rows[cells[start + i] + by_margin[known]]
-                zeros = left[leaf]
-                symbol = zero
-                if zeros > 0:
-                    left[leaf] = zeros - 1
-                else:
-                    several = runs[leaf]
-                    if not several or due[leaf]:
-                        x, symbol = pop(x0, leaf, level_lookup, LEVEL_SHIFT, levels)
-                        x, position = refill(x, words, position)
-                        x0, x1, x2, x3 = x1, x2, x3, x
-                    while several:
-                        x, gap = pop(x0, leaf, gap_lookup, GAP_SHIFT, gaps)
-                        x, position = refill(x, words, position)
-                        x0, x1, x2, x3 = x1, x2, x3, x
-                        if due[leaf] or gap > 0:
-                            # without a symbol due, this very one is the first of the gap
-                            left[leaf] = gap if due[leaf] else gap - 1
-                            due[leaf] = gap < LONGEST
-                            break
-                        x, symbol = pop(x0, leaf, level_lookup, LEVEL_SHIFT, levels)
-                        x, position = refill(x, words, position)
-                        x0, x1, x2, x3 = x1, x2, x3, x
-                        due[leaf] = 1
-                ranked[i] = symbol - radius
-                path[i] = state | (known & 128)
-                odd = (known >> 7) ^ ((symbol ^ radius) & 1)
-                state = ((2 * state) & mask) | (odd ^ flip(state, states))
-            for j in range(start, stop):
-                ranks[first + j] = ranked[j - start]
-            place_points(
-                y[start:stop],
-                places[first + start : first + stop],
-                path,
-                ranked,
-                points[first + start : first + stop],
-                errors[first + start : first + stop],
-            )
-            part = errors[first + start : first + stop]
-            if lively:
-                so_far += _take_in(part, start, energies)
-            if low_rank:
-                _read_values(part, scale, start, values, block[number % BLOCK_ROWS])
-                correct_segment(parts, start // SEGMENT, trust, u, rounded, values, prediction)
-        _end_row(busy, energies, number)
-    cursor[0], cursor[1], cursor[2], cursor[3], cursor[4] = x0, x1, x2, x3, position
 
 
 @jit
-def measure(errors: Int32s, low_rank: LowRankState, width: int, scale: int) -> tuple[Integer, Integer]:
-    """Mean squares of the values of some rows, and of what low-rank prediction leaves of them, in 1/16; ``low_rank`` is new."""
-    directions, parts, strengths, powers, block, trust, precision, room, u, rounded, prediction, values = (
-        low_rank
-    )
+def measure(errors: Int32s, state: LowRankState, width: int, scale: int) -> tuple[Integer, Integer]:
+    """Mean squares of the values of some rows, and of what low-rank prediction leaves of them, in 1/16; ``state`` is new."""
+    parts, block, trust = state.parts, state.block, state.trust
+    u, rounded, prediction, values = state.u, state.rounded, state.prediction, state.values
     of_values = of_errors = np.int64(0)
     rows = errors.size // width
     for number in range(rows):
         if number % BLOCK_ROWS == 0:
-            if number:
-                advance(block, directions, strengths, powers, room)
-            refresh_segments(directions, powers, precision, trust)
+            learn(state, number)
+            refresh_segments(state.directions, state.powers, state.precision, state.trust)
         u[:] = 0
         rounded[:] = 0
         here = errors[number * width : (number + 1) * width]

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shrinkpoint.arrays import Int16s, Int32s, UInt8s
-from shrinkpoint.entropy.contexts.segment_kernels import SEGMENT
+from shrinkpoint.entropy.contexts.segment_lowrank_kernels import SEGMENT
 from shrinkpoint.runtime.jit import jit_inlined, jit_part
 
 __all__ = [
@@ -74,7 +74,7 @@ class Scene(NamedTuple):
 
 
 class Margins(NamedTuple):
-    """What is known of a row's paths (`context_rows.new_work`); columns are padded to whole segments.
+    """What is known of a row's paths (`chunk_arrays.new_work`); columns are padded to whole segments.
 
     Attributes:
         y: int32 (columns,), places.

@@ -25,7 +25,7 @@ from shrinkpoint.entropy.symbols import check_array, count_symbols
 from shrinkpoint.entropy.wire import ByteReader, Payload, write_uvarint
 from shrinkpoint.errors import FormatError
 
-__all__ = ["LevelCoder", "decode_levels", "encode_levels", "predict_level_bytes"]
+__all__ = ["LevelCoder", "decode_levels", "encode_levels"]
 
 
 LevelCoder = Literal["rans", "rle-huffman"]
@@ -116,20 +116,6 @@ def decode_levels(
     if count and int(decoded.max()) >= n_levels:
         raise FormatError(f"level plane: level {int(decoded.max())} of {n_levels}")
     return decoded
-
-
-def predict_level_bytes(
-    levels: UInt8s, n_levels: int, previous: UInt8s | None, previous_n_levels: int | None
-) -> float:
-    """Size of ``encode_levels(..., coder="rans")`` within a few bytes and 0.5 %, from one pass of counting.
-
-    Args and raises as :func:`encode_levels`.
-    """
-    check_array(levels, "levels")
-    _check_previous(levels.size, n_levels, previous, previous_n_levels)
-    counts = count_symbols(levels, previous, n_levels, previous_n_levels or 1)
-    fresh = predict_bytes(counts.sum(axis=0, keepdims=True))
-    return 1 + (fresh if previous is None else min(fresh, predict_bytes(_delta_counts(counts))))
 
 
 def _check_previous(

@@ -5,7 +5,6 @@ pruned, with one threshold per layer type. Protection wins over pruning, which w
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -15,7 +14,7 @@ from shrinkpoint.errors import ConfigError
 from shrinkpoint.quantize.sketch import DEFAULT_ALPHA, QuantileSketch
 from shrinkpoint.schemes.inshrinkerator.sensitivity import magnitude_score, sensitivity_score
 
-__all__ = ["Metric", "Partition", "ScoreSketches", "Thresholds", "layer_type_thresholds", "partition"]
+__all__ = ["Metric", "Partition", "ScoreSketches", "Thresholds", "partition"]
 
 Metric = Literal["magnitude", "sensitivity"]
 """The score that decides what is pruned."""
@@ -118,38 +117,6 @@ class ScoreSketches:
                 protect_sensitivity=sensitivity.threshold_above(protect) if sensitivity else math.inf,
             )
         return found
-
-
-def layer_type_thresholds(
-    weights: Mapping[str, torch.Tensor],
-    gradients: Mapping[str, torch.Tensor] | None,
-    layer_types: Mapping[str, str],
-    metric: Metric,
-    prune: float,
-    protect: float,
-    alpha: float = DEFAULT_ALPHA,
-) -> dict[str, Thresholds]:
-    """The thresholds of a single configuration; for several, build `ScoreSketches` once.
-
-    Args:
-        weights: by name; see `ScoreSketches.add`.
-        gradients: averaged gradients by the same names; weights without one are scored by magnitude alone.
-        layer_types: the layer type of every weight, by name.
-        metric: what prunes.
-        prune: share of each layer type to prune, in [0, 1].
-        protect: share of each layer type to protect by each score, in [0, 1].
-        alpha: relative error of the sketches' buckets.
-
-    Raises:
-        ConfigError: an option is out of its range, or a weight has no layer type, or a gradient a foreign shape.
-        CannotRepresentError: a score is not finite, or a dtype cannot be sketched.
-    """
-    sketches = ScoreSketches(alpha)
-    for name, weight in weights.items():
-        if name not in layer_types:
-            raise ConfigError(f"layer_types has no entry for weight {name!r}; every weight needs one")
-        sketches.add(weight, None if gradients is None else gradients.get(name), layer_types[name])
-    return sketches.thresholds(metric, prune, protect)
 
 
 def partition(weight: torch.Tensor, gradient: torch.Tensor | None, thresholds: Thresholds) -> Partition:

@@ -11,7 +11,7 @@ import torch
 
 from shrinkpoint.errors import ConfigError
 
-__all__ = ["GradientEMA", "adam_sensitivity", "magnitude_score", "sensitivity_score"]
+__all__ = ["GradientEMA", "magnitude_score", "sensitivity_score"]
 
 
 def magnitude_score(weight: torch.Tensor) -> torch.Tensor:
@@ -29,15 +29,6 @@ def sensitivity_score(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Ten
     It ranks weights and does not estimate a loss: an average of signed gradients tends to zero near convergence.
     """
     return (weight.detach().float() * gradient.detach().to(weight.device).float()).abs_()
-
-
-def adam_sensitivity(exp_avg: torch.Tensor) -> torch.Tensor:
-    """Adam's own averaged gradient, for the `gradient` of `sensitivity_score`; not copied.
-
-    Adam's first moment is ``m <- beta1 m + (1 - beta1) g``, the same average as `GradientEMA` with beta = beta1. With
-    Adam, AdamW and similar optimizers no gradient has to be collected.
-    """
-    return exp_avg.detach()
 
 
 @dataclass(kw_only=True)

@@ -30,16 +30,11 @@ from shrinkpoint.state.training import TensorSpec, TrainingState
 from shrinkpoint.state.tree import JSON
 
 __all__ = [
-    "SEARCH_SPACE",
     "Adaptive",
     "AdaptiveOptions",
     "AdaptiveRowsCodec",
-    "bits_for_restores",
     "search_bounds",
 ]
-
-SEARCH_SPACE: Mapping[str, tuple[object, ...]] = {"bits": (2, 3, 4, 8), "ratio": (0.5, 1.0)}
-"""Options over which the scheme is tuned in comparisons."""
 
 _BINS = {
     1: 25,
@@ -60,7 +55,7 @@ class AdaptiveOptions(WeightOptions):
     """
 
     bits: int = 4
-    """Width of an index; `bits_for_restores` gives one by the number of restores."""
+    """Width of an index. The paper takes 2 for one restore in a run, 3 for up to three, 4 below 20, and 8 from there on."""
     num_bins: int | None = None
     """Steps that a row's range is divided into in the search; None takes 25 up to 3 bits, 45 for 4, no search beyond."""
     ratio: float = 1.0
@@ -86,11 +81,6 @@ class AdaptiveOptions(WeightOptions):
     def bins(self) -> int:
         """Steps that a row's range is divided into; 0 for no search."""
         return self.num_bins if self.num_bins is not None else _BINS.get(self.bits, 0)
-
-
-def bits_for_restores(restores: int) -> int:
-    """The width for so many restores in a run (Check-N-Run, dynamic bit width): 2 for one, 3 for three, 4 below 20, 8."""
-    return next((bits for bits, most in ((2, 1), (3, 3), (4, 19)) if restores <= most), 8)
 
 
 def search_bounds(rows: Float32s, bits: int, bins: int, iterations: int) -> tuple[Float32s, Float32s]:

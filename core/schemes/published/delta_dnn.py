@@ -27,10 +27,7 @@ from shrinkpoint.schemes.symbol_coders import deflate, inflate
 from shrinkpoint.state.training import TensorSpec, TrainingState
 from shrinkpoint.state.tree import JSON
 
-__all__ = ["SEARCH_SPACE", "DeltaDnn", "DeltaDnnCodec", "DeltaDnnOptions"]
-
-SEARCH_SPACE: Mapping[str, tuple[object, ...]] = {"error_bound": (1e-1, 1e-2, 1e-3, 1e-4, 1e-5)}
-"""Options over which the scheme is tuned in comparisons."""
+__all__ = ["DeltaDnn", "DeltaDnnCodec", "DeltaDnnOptions"]
 
 _LIMIT = 1 << 24  # steps on each side, below which fp32 represents every integer
 

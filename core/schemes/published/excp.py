@@ -37,7 +37,6 @@ from shrinkpoint.state.training import Role, TensorSpec, TrainingState
 from shrinkpoint.state.tree import JSON
 
 __all__ = [
-    "SEARCH_SPACE",
     "SYMBOLS",
     "ExCP",
     "ExcpMomentCodec",
@@ -46,13 +45,6 @@ __all__ = [
     "ExcpWeightCodec",
     "derive_alpha",
 ]
-
-SEARCH_SPACE: Mapping[str, tuple[object, ...]] = {
-    "alpha": (5e-6, 2e-5, 5e-5, 2e-4, 1e-3),
-    "beta": (0.5, 1.0, 2.0, 4.0),
-    "bits": (2, 3, 4),
-}
-"""Options over which the scheme is tuned in comparisons; the repository's own are among them."""
 
 _SAMPLE = 1 << 16  # residuals per tensor that alpha is derived from
 

@@ -38,10 +38,7 @@ from shrinkpoint.state.dtypes import tensor_from_bytes, tensor_to_bytes
 from shrinkpoint.state.training import TensorSpec, TrainingState
 from shrinkpoint.state.tree import JSON
 
-__all__ = ["SEARCH_SPACE", "Gobo", "GoboCodec", "GoboOptions", "l1_centroids", "outliers"]
-
-SEARCH_SPACE: Mapping[str, tuple[object, ...]] = {"bits": (2, 3, 4, 5, 6), "threshold": (-3.0, -4.0, -5.0)}
-"""Options over which the scheme is tuned in comparisons."""
+__all__ = ["Gobo", "GoboCodec", "GoboOptions", "l1_centroids", "outliers"]
 
 _LEVELS = "levels"
 _OUTLIER = 0  # level ids: 0 = kept in full, 1.. = ascending centroids

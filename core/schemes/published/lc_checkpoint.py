@@ -24,7 +24,6 @@ from shrinkpoint.state.training import TensorSpec, TrainingState
 from shrinkpoint.state.tree import JSON
 
 __all__ = [
-    "SEARCH_SPACE",
     "LCCheckpoint",
     "LCCheckpointOptions",
     "LCDeltaCodec",
@@ -36,9 +35,6 @@ __all__ = [
 
 Representative = Literal["midrange", "mean"]
 Priority = Literal["exponent", "energy"]
-
-SEARCH_SPACE: Mapping[str, tuple[object, ...]] = {"bits": (1, 2, 3, 4)}
-"""Options over which the scheme is tuned in comparisons; the paper itself uses 2 and 3 bits."""
 
 _BUCKETS = 1 << 9  # sign and exponent of fp32
 _MAX_BITS = 5

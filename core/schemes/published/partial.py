@@ -36,8 +36,6 @@ from shrinkpoint.state.training import TensorSpec, TrainingState
 from shrinkpoint.state.tree import JSON
 
 __all__ = [
-    "SCAR_SEARCH_SPACE",
-    "TOPN_SEARCH_SPACE",
     "PartialCodec",
     "PartialOptions",
     "Scar",
@@ -45,10 +43,6 @@ __all__ = [
     "TopN",
     "distances",
 ]
-
-TOPN_SEARCH_SPACE: Mapping[str, tuple[object, ...]] = {"fraction": (0.01, 0.05, 0.1, 0.2, 0.3, 0.5)}
-SCAR_SEARCH_SPACE: Mapping[str, tuple[object, ...]] = {"fraction": (0.125, 0.25, 0.5)}
-"""Options over which the schemes are tuned in comparisons."""
 
 _SKETCH_ERROR = 0.001
 _LARGEST = float(np.finfo(np.float32).max)

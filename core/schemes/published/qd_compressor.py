@@ -36,10 +36,7 @@ from shrinkpoint.schemes.symbol_coders import decode_plane, encode_plane, uses_p
 from shrinkpoint.state.training import TensorSpec, TrainingState
 from shrinkpoint.state.tree import JSON
 
-__all__ = ["SEARCH_SPACE", "Uniform", "UniformCodec", "UniformOptions", "entropy_bits"]
-
-SEARCH_SPACE: Mapping[str, tuple[object, ...]] = {"max_bits": (4, 5, 6, 7, 8), "bits": (None, 2, 3, 4, 6, 8)}
-"""Options over which the scheme is tuned in comparisons."""
+__all__ = ["Uniform", "UniformCodec", "UniformOptions", "entropy_bits"]
 
 _LEVELS = "levels"
 

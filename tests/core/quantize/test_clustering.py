@@ -16,8 +16,6 @@ from shrinkpoint.errors import CannotRepresentError, ConfigError
 from shrinkpoint.quantize import clustering
 from shrinkpoint.quantize.clustering import (
     assign,
-    dequantize,
-    distortion,
     kmeans_plus_plus,
     optimal_clusters,
     optimal_codebooks,
@@ -43,6 +41,13 @@ def buckets(
 def codebooks(draw: st.DrawFn, elements: st.SearchStrategy[float] = FLOAT32) -> torch.Tensor:
     values = sorted(draw(st.sets(elements, min_size=1, max_size=40)))
     return torch.tensor(values, dtype=torch.float32)
+
+
+def distortion(values: Float64s, weights: Float64s, codebook: torch.Tensor) -> float:
+    """The weighted sum of squared distances of the values to their nearest centroid."""
+    if not len(values):
+        return 0.0
+    return float(weights @ ((values[:, None] - codebook.double().numpy()) ** 2).min(axis=1))
 
 
 def brute_force(values: Float64s, weights: Float64s, k: int) -> float:
@@ -186,7 +191,7 @@ def test_assign_picks_a_nearest_centroid(
         patch.setattr(clustering, "_TABLE_PAYS", 0 if table else math.inf)
         patch.setattr(clustering, "_CHUNK", 16)
         indices = assign(x, codebook)
-        restored = dequantize(indices, codebook)
+        restored = codebook[indices.int()]
     assert indices.dtype == torch.uint8
     assert indices.shape == restored.shape == x.shape
     assert restored.dtype == torch.float32
@@ -218,7 +223,6 @@ def test_assign_of_large_strided_and_empty_tensors() -> None:
     assert torch.equal(assign(x, codebook), torch.stack([assign(row, codebook) for row in x]))
     assert assign(torch.empty(0, 3), codebook).shape == (0, 3)
     assert assign(torch.empty(0), torch.empty(0)).shape == (0,)
-    assert dequantize(torch.empty(2, 0, dtype=torch.uint8), torch.empty(0)).shape == (2, 0)
     assert assign(torch.tensor(3.0), torch.tensor([1.0])).item() == 0
 
 
@@ -242,8 +246,6 @@ def test_what_is_refused() -> None:
     for bad in (torch.empty(0), torch.zeros(257), torch.zeros(2, 2), torch.zeros(2, dtype=torch.float64)):
         with pytest.raises(ConfigError, match="codebook"):
             assign(torch.zeros(1), bad)
-        with pytest.raises(ConfigError, match="codebook"):
-            dequantize(torch.zeros(1, dtype=torch.uint8), bad)
 
 
 def test_importing_does_not_import_numba() -> None:

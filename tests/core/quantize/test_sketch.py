@@ -43,7 +43,7 @@ def test_quantile_is_within_alpha_of_the_element_of_its_rank(
     sketch = QuantileSketch(alpha).add(tensor.abs())
     ordered = tensor.abs().double().flatten().sort().values
     assert sketch.count == tensor.numel()
-    assert close(sketch.quantile(q), ordered[math.floor(q * (tensor.numel() - 1))].item(), sketch)
+    assert close(sketch.quantiles([q])[0], ordered[math.floor(q * (tensor.numel() - 1))].item(), sketch)
 
 
 @settings(deadline=None)
@@ -134,7 +134,7 @@ def test_negative_zero_is_zero() -> None:
     histogram = SignedHistogram().add(torch.tensor([-0.0, 0.0, -1e-38])).histogram()
     assert histogram.values.tolist() == [0.0]
     assert histogram.counts.tolist() == [3]
-    assert QuantileSketch().add(torch.tensor([-0.0])).quantile(1.0) == 0.0
+    assert QuantileSketch().add(torch.tensor([-0.0])).quantiles([1.0]) == [0.0]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -161,7 +161,7 @@ def test_an_empty_sketch() -> None:
     sketch = QuantileSketch().add(torch.empty(0, 3))
     assert sketch.count == 0
     with pytest.raises(CannotRepresentError, match="empty"):
-        sketch.quantile(0.5)
+        sketch.quantiles([0.5])
     assert len(SignedHistogram().histogram().values) == 0
 
 
@@ -174,7 +174,7 @@ def test_options_are_checked() -> None:
             QuantileSketch(x_min=x_min)
     for share in (-0.1, 1.1, math.nan):
         with pytest.raises(ConfigError, match=r"share|q"):
-            QuantileSketch().add(torch.ones(1)).quantile(share)
+            QuantileSketch().add(torch.ones(1)).quantiles([share])
         with pytest.raises(ConfigError, match="share"):
             QuantileSketch().threshold_below(share)
         with pytest.raises(ConfigError, match="share"):

@@ -15,11 +15,11 @@ from support.context_planes import (
     low_rank_planes,
     sparse,
 )
+from support.entropy import conditional_entropy_bits
 from support.payloads import check_survives, check_truncations, damaged, damages, untimed
 
 from shrinkpoint.entropy.contexts.coder import Effort, Side, decode_plane, encode_plane
 from shrinkpoint.entropy.static.rans import encode_symbols
-from shrinkpoint.entropy.symbols import conditional_entropy_bits
 from shrinkpoint.entropy.wire import BitWriter
 from shrinkpoint.errors import CorruptionError, FormatError
 

@@ -5,11 +5,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.entropy import conditional_entropy_bits
 from support.payloads import check_survives, check_truncations, damaged, damages, untimed
 from xxhash import xxh3_64_hexdigest
 
 from shrinkpoint.entropy.static.rans import decode_symbols, encode_symbols, predict_bytes
-from shrinkpoint.entropy.symbols import conditional_entropy_bits, count_symbols
+from shrinkpoint.entropy.symbols import count_symbols
 from shrinkpoint.entropy.tables import SCALE_BITS, TableSet, plan_tables
 from shrinkpoint.errors import CorruptionError, FormatError
 

@@ -2,15 +2,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.entropy import conditional_entropy_bits
 from support.payloads import check_survives, check_truncations, damaged, damages, untimed
 
-from shrinkpoint.entropy.symbols import conditional_entropy_bits
 from shrinkpoint.errors import FormatError
 from shrinkpoint.schemes.inshrinkerator.level_deltas import (
     LevelCoder,
     decode_levels,
     encode_levels,
-    predict_level_bytes,
 )
 
 CODERS = ["rans", "rle-huffman"]
@@ -87,13 +86,6 @@ def test_nothing_moved() -> None:
     case = drift(100_000, 10, 10, 0.0)
     assert len(encode_levels(*case)) == 3
     assert len(encode_levels(*case, coder="rle-huffman")) < 200
-
-
-@untimed
-@given(case=planes())
-def test_prediction(case: Planes) -> None:
-    size = len(encode_levels(*case))
-    assert abs(predict_level_bytes(*case) - size) <= 0.01 * size + 30
 
 
 def test_bytes_do_not_depend_on_threads() -> None:

@@ -1,6 +1,7 @@
 """Shares, ties, precedence and layer types of the partition."""
 
 import math
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -12,7 +13,6 @@ from shrinkpoint.schemes.inshrinkerator.partition import (
     Metric,
     ScoreSketches,
     Thresholds,
-    layer_type_thresholds,
     partition,
 )
 from shrinkpoint.state.training import LayerType
@@ -21,6 +21,21 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 METRICS = st.sampled_from(["magnitude", "sensitivity"])
 VALUES = st.one_of(st.floats(-100, 100, width=16), st.sampled_from([0.0, 0.0, 1.0, -1.0, 0.5]))
 SHARES = st.floats(0, 1)
+
+
+def layer_type_thresholds(
+    weights: Mapping[str, torch.Tensor],
+    gradients: Mapping[str, torch.Tensor] | None,
+    layer_types: Mapping[str, str],
+    metric: Metric,
+    prune: float,
+    protect: float,
+) -> dict[str, Thresholds]:
+    """Of a single configuration."""
+    sketches = ScoreSketches()
+    for name, weight in weights.items():
+        sketches.add(weight, None if gradients is None else gradients.get(name), layer_types[name])
+    return sketches.thresholds(metric, prune, protect)
 
 
 def noise(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -154,8 +169,6 @@ def test_what_is_refused() -> None:
             ScoreSketches().thresholds("magnitude", bad, 0.1)
         with pytest.raises(ConfigError, match="protect"):
             ScoreSketches().thresholds("magnitude", 0.1, bad)
-    with pytest.raises(ConfigError, match="layer_types"):
-        layer_type_thresholds({"w": weight}, None, {}, "magnitude", 0.1, 0.1)
     with pytest.raises(ConfigError, match="shape"):
         ScoreSketches().add(weight, noise(16), "linear")
     thresholds = Thresholds(

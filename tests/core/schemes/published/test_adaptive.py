@@ -11,7 +11,6 @@ from shrinkpoint.schemes.published.check_n_run import (
     Adaptive,
     AdaptiveOptions,
     AdaptiveRowsCodec,
-    bits_for_restores,
     search_bounds,
 )
 
@@ -79,10 +78,6 @@ def test_only_changed_rows_are_stored():
         assert len(coded.encoded.sections["bounds"]) == 8 * count
         alone = AdaptiveRowsCodec().encode(changed, spec_of(changed), Context())
         assert torch.equal(restored, alone.value)
-
-
-def test_the_width_follows_the_number_of_restores():
-    assert [bits_for_restores(n) for n in (0, 1, 2, 3, 4, 19, 20, 100)] == [2, 2, 3, 3, 4, 4, 8, 8]
 
 
 def test_ranges_beyond_fp32_are_refused():
