@@ -98,7 +98,7 @@ class Checkpointer:
 
     Args:
         url: the run's prefix: a folder, ``s3://bucket/prefix``, or any URL that fsspec knows; or a list of several stores, of
-            which `parity` may be lost, at any moment, for good (docs/stores.md).
+            which `parity` may be lost permanently at any moment (docs/stores.md).
         model: the module; of a DataParallel or DDP wrapper give the inner one.
         optimizer: one or several.
         every: save at every so many calls of `step`; None saves on `save` only.

@@ -82,7 +82,7 @@ class SaveReport:
     """Rise of the loss right at the restore less `degradation`: the first-order part, of either sign by chance, which
     is trained away."""
     measured: Measured = "measured"
-    """How `degradation` is known."""
+    """Whether `degradation` was measured, is 0 because all is exact, or is unknown."""
     allowed: float | None = None
     """The allowed lasting cost of a restore; where a probe is made, `degradation` may be more."""
     resumed: Mapping[str, float]
@@ -119,11 +119,11 @@ class SaveReport:
     kept_exactly: Mapping[str, str]
     """Tensors that the scheme could not represent, or that must not be coded (`Tag.why`), with the reason."""
     exact: Sequence[ExactPart] = ()
-    """What a lossy scheme has stored bit-exactly, by role and reason, the most bytes first."""
+    """The tensors that a lossy scheme has stored bit-exactly, by role and reason, the most bytes first."""
 
     @property
     def ratio(self) -> float:
-        """How many times smaller than the tensors in memory."""
+        """Compression ratio: bytes of the tensors in memory over the container's."""
         return self.raw_bytes / self.bytes
 
     def to_json(self) -> dict[str, JSON]:

@@ -50,7 +50,7 @@ class History:
 
     @classmethod
     def from_json(cls, value: Any) -> "History | None":
-        """What `to_json` returned; None of None.
+        """The history that `to_json` wrote; None for None.
 
         Raises:
             ConfigError: it is neither.

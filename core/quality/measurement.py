@@ -120,7 +120,7 @@ class Rise:
 
 
 EXACT = Rise(0.0)
-"""Of weights that are restored exactly."""
+"""The rise of weights that are restored exactly: none."""
 
 
 def relative_rise(loss: float, baseline: float, floor: float = LOSS_FLOOR) -> float:
@@ -142,7 +142,7 @@ def absolute_error(share: float) -> float:
 def single_rise(
     losses: Losses, baseline: Losses, *, floor: float = LOSS_FLOOR, absolute: float = ABSOLUTE
 ) -> Rise:
-    """How much the loss has risen, paired by batch.
+    """The relative rise of the loss, paired by batch.
 
     Args:
         losses: after the change.

@@ -197,7 +197,7 @@ class RecoveryEstimate:
         return left.times(self._onward)
 
     def state_dict(self) -> dict[str, object]:
-        """What a resumed training needs, in JSON primitives."""
+        """The estimate and the budget in JSON primitives, for a resumed training."""
         return {
             "remains": self.remains,
             "error": self._error,

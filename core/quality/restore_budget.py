@@ -43,12 +43,13 @@ class RestoreBudget:
 
     @property
     def left(self) -> float:
-        """What all further restores together may cost: the bound less the upper end of what was spent."""
+        """Allowed cost of all further restores together: the bound less the upper end of the cost so far."""
         return max(0.0, self._bound - self.spent_high)
 
     @property
     def share(self) -> float:
-        """What the next restore may cost. A run that fails more often than was planned for divides what is left as finely."""
+        """Allowed cost of the next restore. After more restores than planned, the rest is divided as finely as
+        before."""
         planned = self._restores - self.made
         return self.left / (planned if planned > 0 else self._restores)
 
@@ -66,7 +67,7 @@ class RestoreBudget:
             self._doubt = math.hypot(self._doubt, max(0.0, high - mean))
 
     def state_dict(self) -> dict[str, object]:
-        """What a resumed training needs, in JSON primitives."""
+        """The budget's state in JSON primitives, for a resumed training."""
         return {"spent": self.spent, "spent_high": self.spent_high, "restores": self.made}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

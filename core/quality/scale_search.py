@@ -170,7 +170,7 @@ class ScaleSearch:
         return _exact(f"the smallest scale tried {_compared(rise, allowed)}: stored exactly")
 
     def state_dict(self) -> dict[str, object]:
-        """What a resumed training needs, in JSON primitives."""
+        """The search's state in JSON primitives, for a resumed training."""
         history = self._history.to_json() if self._history is not None else None
         return {"version": STATE_VERSION, "rung": self._rung, "history": history}
 

@@ -61,12 +61,12 @@ class Plan:
 
     @property
     def degradation_luck(self) -> float | None:
-        """What the loss right at the restore rises by beyond `degradation`."""
+        """The first-order part of the rise at the restore, in addition to `degradation`."""
         return None if self.rise is None else self.rise.luck
 
     @property
     def measured(self) -> Measured:
-        """How the degradation is known."""
+        """Whether the degradation was measured, is 0 by exactness, or is unknown."""
         if self.is_exact:
             return "exact"
         if self.rise is not None:
@@ -104,7 +104,7 @@ class Strategy(Protocol):
         ...
 
     def state_dict(self) -> dict[str, object]:
-        """What a resumed training needs, in JSON primitives."""
+        """The strategy's state in JSON primitives, for a resumed training."""
         ...
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:

@@ -37,7 +37,7 @@ _Array = npt.NDArray[np.float64]
 
 
 def sample_weights(histogram: Histogram, magnitude_share: float = DEFAULT_MAGNITUDE_SHARE) -> _Array:
-    """How much each bucket counts in k-means: ``(1 - lambda) f + lambda h``, float64, sum 1.
+    """The weight of each bucket in k-means: ``(1 - lambda) f + lambda h``, float64, sum 1.
 
     f is the bucket's share of the elements, h is |value| over the sum of |value|: it gives the few large weights more
     influence. Each bucket counts once in h, however many elements it has, so take outliers out before: of 10^6 weights

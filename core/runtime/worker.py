@@ -1,6 +1,6 @@
 """One background thread that takes one job at a time, and finishes it before the interpreter exits."""
 
-import concurrent.futures.thread  # noqa: F401 - registers its hook for the exit first, so that it runs after ours
+import concurrent.futures.thread  # noqa: F401 - registers its exit hook first, so that it runs after this module's
 import threading
 import weakref
 from collections.abc import Callable

@@ -89,7 +89,8 @@ class Context:
     predictions."""
     threads: int = 1
     lasting: bool = False
-    """Whether nobody will write to what ``encode`` gets any more, so that planes may share its memory."""
+    """Whether the tensors given to ``encode`` will not be written to any more, so that planes may share their
+    memory."""
 
 
 class TensorCodec(Protocol):
@@ -182,7 +183,7 @@ class ReadsSiblingPlanes(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class SaveContext:
-    """What schemes need to know about one save."""
+    """One save, as schemes see it: the snapshot, the reference, and the movement of the weights."""
 
     state: TrainingState
     step: int = 0

@@ -64,7 +64,7 @@ def tensor_to_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
 def tensor_from_bytes(
     data: npt.NDArray[np.uint8], dtype: torch.dtype, shape: tuple[int, ...]
 ) -> torch.Tensor:
-    """The inverse of `tensor_to_bytes`; the tensor takes over `data` without a copy where that is writable.
+    """The inverse of `tensor_to_bytes`; the tensor uses `data` without a copy if that is writable.
 
     Raises:
         FormatError: the number of bytes is not that of the dtype and shape.

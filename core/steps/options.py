@@ -16,7 +16,7 @@ __all__ = ["StepLog", "chosen_log", "log_location", "refuse_optimizers"]
 
 @dataclass(frozen=True, kw_only=True)
 class StepLog:
-    """How the steps between two checkpoints are logged.
+    """Options of the log of the steps between two checkpoints.
 
     Raises:
         ConfigError: a field has a value that cannot work.
@@ -86,7 +86,7 @@ def log_location(
     run_urls: Sequence[str | os.PathLike[str]],
     optimizers: Sequence[torch.optim.Optimizer],
 ) -> Location:
-    """Where the log goes.
+    """The location of the log.
 
     Args:
         step_log_url: as the user gave it.

@@ -32,7 +32,7 @@ class Survey:
     """Segments of the newest writer, preceded by those that it continued from, in the order of their steps; there are
     gaps where one is missing."""
     problems: list[str] = field(default_factory=list)
-    """What was found but not used, and why."""
+    """Descriptions of the segments that were found but not used, with the reasons."""
 
 
 class LogReader:

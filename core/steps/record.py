@@ -72,7 +72,7 @@ class Event:
     closure: bool = False
     """Whether ``step`` was given a closure."""
     loss: Any = None
-    """What the closure returned, if that is a number."""
+    """The closure's return value, if that is a number."""
     gradients: Sequence[Gradient]
     """The gradient of each of its parameters, in the groups' order."""
 

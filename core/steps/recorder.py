@@ -23,7 +23,7 @@ _ATTRIBUTES = ("grad_scale", "found_inf")
 
 
 class CannotLogError(Exception):
-    """This training's steps cannot be logged; the message says why. Never raised into the training."""
+    """This training's steps cannot be logged; the message gives the reason. Never raised into the training."""
 
 
 class Recorder:

@@ -134,7 +134,7 @@ class Remainder:
             )
 
     def capture(self, recorder: Recorder) -> TrainingState:
-        """What is logged at the end of a segment; live tensors, to be copied at once.
+        """The state logged at the end of a segment; live tensors, to be copied at once.
 
         Raises:
             CannotLogError: an object's state is too large.

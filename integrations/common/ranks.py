@@ -34,7 +34,7 @@ def rank() -> int:
 
 
 def world_size() -> int:
-    """How many processes train together."""
+    """The number of processes that train together."""
     return dist.get_world_size() if _connected() else 1
 
 
@@ -131,7 +131,7 @@ class Outcome(Generic[T]):
 
     def __init__(self) -> None:
         self.error: Exception | None = None
-        """What the action raised."""
+        """The exception that the action raised."""
         self._results: list[T] = []
 
     def run(self, action: Callable[[], T]) -> None:

@@ -12,7 +12,7 @@ __all__ = ["Schedule", "Trigger"]
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """How often to save; the three ways exclude each other, and none of them means after every epoch."""
+    """The save interval; the three kinds exclude each other, and without any a save is due after every epoch."""
 
     every_n_train_steps: int | None = None
     """Optimizer steps between checkpoints."""

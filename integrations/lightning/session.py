@@ -237,7 +237,7 @@ class Session:
             self._interruption.end()
 
     def add_position(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-        """A checkpoint of any kind is being made; ours get the position in the data, from every rank."""
+        """A checkpoint of any kind is being made; shrinkpoint's get the position in the data, from every rank."""
         if RunCheckpointIO.install(trainer.strategy).is_capturing:
             position = Position.of(trainer)
             checkpoint[POSITION_KEY] = position.state(

@@ -86,7 +86,7 @@ class Settings:
         return self
 
     def schedule_for(self, args: Any, save_steps: int) -> Schedule:
-        """How often to save.
+        """The save schedule.
 
         Args:
             args: the trainer's ``TrainingArguments``.

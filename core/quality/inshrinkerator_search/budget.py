@@ -1,4 +1,4 @@
-"""How much of the training time may go into evaluations that are not mandatory."""
+"""A token bucket that limits the share of the training time for optional evaluations."""
 
 from __future__ import annotations
 

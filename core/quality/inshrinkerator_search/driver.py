@@ -26,7 +26,7 @@ STATE_VERSION: Final = 1
 
 @dataclass(frozen=True, kw_only=True)
 class SearchConfig:
-    """How much quality a restore may cost, and how much time may go into finding the smallest encoding that keeps it.
+    """The bound on a restore's degradation, and the time budget for finding the smallest encoding within it.
 
     Args:
         max_degradation: bound on the upper end of the relative rise of the loss after a restore; 0.01 is 1 %.
@@ -72,7 +72,7 @@ class SearchConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What to store at this save.
+    """The configuration to store this save with.
 
     Args:
         configuration: the configuration to encode with; None to store bit-exactly.
@@ -166,7 +166,7 @@ class SearchDriver:
         )
 
     def state_dict(self) -> dict[str, object]:
-        """What a resumed training needs, in JSON primitives.
+        """The driver's state in JSON primitives, for a resumed training.
 
         An unfinished exhaustive search is stored as the measurements that it got; a local one is not stored.
         """
@@ -182,7 +182,7 @@ class SearchDriver:
             "saves_since_reprobe": self._saves_since_reprobe,
             "total_evaluations": self._total_evaluations,
             "verified": [c.to_json() for c in sorted(self._verified, key=str)],
-            # JSON has no infinity: None stands for a measurement that was not finite.
+            # JSON has no infinity: None represents a measurement that was not finite.
             "answers": [[c.to_json(), d if math.isfinite(d) else None] for c, d in answers.items()],
         }
 

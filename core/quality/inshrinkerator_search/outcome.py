@@ -47,7 +47,7 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchOutcome:
-    """What a search decided.
+    """The result of a search.
 
     Args:
         chosen: the configuration to use; None when no configuration is within the bound.
@@ -114,7 +114,7 @@ class Trail:
 
     @property
     def left(self) -> int:
-        """How many measurements may still be made."""
+        """Number of measurements left."""
         return self._max_evaluations - len(self._made)
 
     def find(self, configuration: Configuration) -> Evaluation | None:

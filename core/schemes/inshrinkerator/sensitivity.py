@@ -65,7 +65,7 @@ class GradientEMA:
         ConfigError: an option is out of its range.
 
     Not safe to call from several threads at a time. Source: Inshrinkerator (arXiv 2306.11800): 50 batches before a
-    save; its coefficient is not known, 0.9 (Adam's beta1) is ours.
+    save; its coefficient is not known, 0.9 (Adam's beta1) is our choice.
     """
 
     def __init__(self, beta: float = 0.9, steps: int = 50, *, overwritten: bool = True) -> None:

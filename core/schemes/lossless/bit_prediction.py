@@ -245,7 +245,7 @@ def _cost(sample: Problem, candidate: Prediction, count: int, rows: int) -> floa
 
 
 def sources_of(problem: Problem, prediction: Prediction, rows: Int64s, columns: Int64s | None) -> Sources:
-    """What the coder of residuals predicts from, given offsets in units."""
+    """The inputs of the residual coder's prediction, given offsets in units."""
     unit, previous = problem.format.unit, problem.previous
     if prediction.scale is not None and previous is not None:
         previous = scaled(previous, problem.format, prediction.scale)

@@ -70,7 +70,8 @@ class ExcpSettings(ABC):
     codebook: Codebook = "float32"
     """``float16`` as published restores second moments below 3e-8 as zero."""
     refill: Refill = "none"
-    """What a pruned second moment is restored as: zero as published, its tensor's ``mean``, or ``factored`` by row and column."""
+    """The restored value of a pruned second moment: zero as published, its tensor's ``mean``, or ``factored`` by row
+    and column."""
     base_moments: Literal["exact", "quantized"] = "exact"
     """In a base: everything in full as published, or the moments pruned by their own threshold and clustered."""
     min_elements: int = 64

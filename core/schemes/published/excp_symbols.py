@@ -33,7 +33,8 @@ Clustering = Literal["kmeans", "optimal"]
 """``kmeans`` as published: 25 iterations from random points on a sample; ``optimal`` is the best codebook there is."""
 Codebook = Literal["float32", "float16"]
 Refill = Literal["none", "mean", "factored"]
-"""What a pruned second moment is restored as: zero as published, its tensor's mean, or row mean x column mean / mean."""
+"""The restored value of a pruned second moment: zero as published, its tensor's mean, or row mean x column mean /
+mean."""
 
 _ITERATIONS = 25  # faiss.Kmeans' defaults, which the repository uses
 _POINTS_PER_CLUSTER = 256
@@ -122,7 +123,7 @@ def _kmeans(kept: Float32s, size: int) -> Float32s:
 
 
 def refill_factors(second: Float32s, shape: tuple[int, ...], refill: Refill) -> Float32s:
-    """What is stored so that pruned second moments can be refilled: nothing, the mean, or row and column means."""
+    """The stored values from which pruned second moments are refilled: none, the mean, or row and column means."""
     if refill == "none":
         return np.empty(0, np.float32)
     wide = second.astype(np.float64)

@@ -54,11 +54,12 @@ class LCCheckpointOptions(WeightOptions):
     bits: int = 3
     """x of the priority promotion: 2^x - 1 buckets are kept. The paper reports about 10 % of the full size for 3."""
     representative: Representative = "midrange"
-    """Of a bucket: the average of its largest and smallest value as published, or their ``mean``. Densities fall
-    within a bucket, so the midrange is too large by 9 to 27 % of the mean magnitude."""
+    """The representative of a bucket: the average of its largest and smallest value as published, or their ``mean``.
+    Densities fall within a bucket, so the midrange is too large by 9 to 27 % of the mean magnitude."""
     priority: Priority = "exponent"
-    """What is promoted: the largest exponents as published, or the buckets with the most ``energy``, count times
-    representative squared. With heavy-tailed differences the buckets of the largest exponents are nearly empty."""
+    """The promoted buckets: those of the largest exponents as published, or the buckets with the most ``energy``, count
+    times representative squared. With heavy-tailed differences the buckets of the largest exponents are nearly
+    empty."""
     paired: bool = False
     """Keep buckets of both signs of an exponent or neither; an odd number of buckets is biased to one sign."""
     cached_table: bool = True
@@ -151,7 +152,7 @@ def _bucketize(difference: Float32s, options: LCCheckpointOptions) -> _Buckets:
 def _promote(
     difference: Float32s, keys: Int64s, populations: Int64s, options: LCCheckpointOptions
 ) -> list[int]:
-    """The kept buckets. Ties of the exponent go to the larger population, then to the positive bucket (ours)."""
+    """The kept buckets. Ties of the exponent go to the larger population, then to the positive bucket (our choice)."""
     present = np.flatnonzero(populations)
     exponents = present & 255
     if options.priority == "energy":

@@ -4,10 +4,10 @@ Every layer has its own bit width, chosen by the entropy of its weights, and its
 quantization); weights are quantized before the difference to the neighbouring snapshot is taken, cyclically, so that a
 difference of levels needs no more bits than a level; the differences are Huffman-coded. Weights only.
 
-Implemented from the paper's abstract and from descriptions of it. The rule for the width is ours: the entropy in bits
-of a histogram of 2^max_bits equal bins over the layer's range, rounded up. The paper's error feedback adds the error of
-one snapshot to the training that follows; a checkpoint that may never be restored cannot do that, and is quantized
-without.
+Implemented from the paper's abstract and from descriptions of it. The rule for the width is our choice: the entropy in
+bits of a histogram of 2^max_bits equal bins over the layer's range, rounded up. The paper's error feedback adds the
+error of one snapshot to the training that follows; a checkpoint that may never be restored cannot do that, and is
+quantized without.
 """
 
 import math
