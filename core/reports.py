@@ -112,6 +112,8 @@ class SaveReport:
     redundancy: int | None = None
     """How many of several stores may still be lost and all that was saved is there, as far as this process knows; None where
     there is one store."""
+    parity: int | None = None
+    """How many of several stores may be lost where all are well, as the run began; None where there is one store."""
     metrics: Mapping[str, float]
     """What was given to the save."""
     not_finite: str | None = None
@@ -136,6 +138,7 @@ class SaveReport:
             "seq",
             "write_s",
             "redundancy",
+            "parity",
         ):  # known only once the manifest that holds this is stored
             del report[name]
         report["metrics"] = {name: _finite(value) for name, value in self.metrics.items()}

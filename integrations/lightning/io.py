@@ -1,6 +1,6 @@
 """Lightning's checkpoint plugin for our runs: it takes our tokens and addresses, and passes everything else on."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
@@ -16,6 +16,7 @@ from shrinkpoint.loading import load_state
 from shrinkpoint.saver import Saver
 from shrinkpoint.saving.address import Address
 from shrinkpoint.state.tree import encode_tree
+from shrinkpoint.store.connect import StorageOptions
 
 __all__ = ["RunCheckpointIO", "load_checkpoint", "open_as_ckpt", "require_supported", "storable"]
 
@@ -133,7 +134,7 @@ def load_checkpoint(address: Address, saver: Saver, *, adopt: bool = True) -> di
 
 
 def open_as_ckpt(
-    address: str, *, storage_options: Mapping[str, Any] | None = None, without: Collection[str] = ()
+    address: str, *, storage_options: StorageOptions = None, without: Collection[str] = ()
 ) -> BytesIO:
     """A run's checkpoint as an ordinary ``.ckpt`` file in memory.
 
