@@ -9,24 +9,29 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from shrinkpoint.errors import ChainError, FencedError, StoreError
+from shrinkpoint.store.connect import open_location
 from shrinkpoint.store.local import LocalObjects
 from shrinkpoint.store.manifest import Manifest
-from shrinkpoint.store.retry import RetryPolicy
+from shrinkpoint.store.objects import ObjectStore
+from shrinkpoint.store.retry import RetryingObjects, RetryPolicy
 from shrinkpoint.store.run import RunStore
 from shrinkpoint.store.striped import Patience, StripedObjects
 from shrinkpoint.store.striped import members as members_module
+from shrinkpoint.store.urls import parse_url
 
 __all__ = ["CONTROLS", "Control", "WriterConfig", "content", "open_objects", "open_run", "retired", "taken"]
 
 PATIENCE = Patience(late_floor_s=1.0, alone_s=3.0, limit_s=10.0)
 KEPT = 8
+_REMOTE_PATIENCE = RetryPolicy(attempts=3, first_delay_s=0.05, max_delay_s=0.5, deadline_s=8.0)
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,8 @@ class WriterConfig:
     resume: bool = False
     vanish: list[int] | None = None
     """Stores that are taken away after a few saves."""
+    places: list[dict[str, Any] | None] | None = None
+    """URL and options of stores that are no folders."""
     journal: str = "acks"
     steps: int = 10**6
     pause_s: float = 0.0
@@ -86,11 +93,25 @@ def content(step: int) -> bytes:
     return np.random.default_rng(step).integers(0, 256, size, np.uint8).tobytes()
 
 
-def open_objects(root: str, stores: int, parity: int, how: str = "ours") -> StripedObjects:
+def open_objects(
+    root: str,
+    stores: int,
+    parity: int,
+    how: str = "ours",
+    places: Sequence[Mapping[str, Any] | None] | None = None,
+) -> StripedObjects:
     control = CONTROLS[how]
     kind = _OnlyFirst if control.only_first else StripedObjects
     parity = parity if control.parity is None else control.parity
-    objects = kind([LocalObjects(f"{root}/s{i}") for i in range(stores)], parity=parity, patience=PATIENCE)
+    each: list[ObjectStore] = []
+    for number, place in enumerate(places or [None] * stores):
+        if place is None:
+            each.append(LocalObjects(f"{root}/s{number}"))
+        else:
+            each.append(
+                RetryingObjects(open_location(parse_url(place["url"]), place["options"]), _REMOTE_PATIENCE)
+            )
+    objects = kind(each, parity=parity, patience=PATIENCE)
     if control.copies is not None:
         objects.group.make_quorum = _OneCopy
     return objects
@@ -106,7 +127,9 @@ def _take(manifest: Manifest, blobs: list[bytes]) -> list[bytes]:
 
 def _write(config: WriterConfig) -> None:
     warnings.simplefilter("ignore")
-    run = open_run(open_objects(config.root, config.stores, config.parity, config.how))
+    run = open_run(
+        open_objects(config.root, config.stores, config.parity, config.how, config.places),
+    )
     found = run.newest_sound(_take) if config.resume else None
     parent = found[0] if found else None
     writer = run.writer()
