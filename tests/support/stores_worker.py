@@ -30,6 +30,8 @@ from shrinkpoint.store.urls import parse_url
 __all__ = ["CONTROLS", "Control", "WriterConfig", "content", "open_objects", "open_run", "retired", "taken"]
 
 PATIENCE = Patience(late_floor_s=1.0, alone_s=3.0, limit_s=10.0)
+# Servers and their clients on one busy machine: what is slow there is not lost.
+_REMOTE_CALLS = Patience(late_floor_s=10.0, alone_s=40.0, limit_s=60.0)
 KEPT = 8
 _REMOTE_PATIENCE = RetryPolicy(attempts=3, first_delay_s=0.05, max_delay_s=0.5, deadline_s=8.0)
 
@@ -111,14 +113,16 @@ def open_objects(
             each.append(
                 RetryingObjects(open_location(parse_url(place["url"]), place["options"]), _REMOTE_PATIENCE)
             )
-    objects = kind(each, parity=parity, patience=PATIENCE)
+    objects = kind(each, parity=parity, patience=_REMOTE_CALLS if places and any(places) else PATIENCE)
     if control.copies is not None:
         objects.group.make_quorum = _OneCopy
     return objects
 
 
 def open_run(objects: StripedObjects) -> RunStore:
-    return RunStore("ignored", objects=objects, retry=RetryPolicy(attempts=2, first_delay_s=0.01))
+    remote = any(isinstance(store, RetryingObjects) for store in objects.group.stores)
+    retry = RetryPolicy(attempts=6 if remote else 2, first_delay_s=0.01, max_delay_s=2.0)
+    return RunStore("ignored", objects=objects, retry=retry)
 
 
 def _take(manifest: Manifest, blobs: list[bytes]) -> list[bytes]:
