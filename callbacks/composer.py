@@ -58,7 +58,8 @@ class CompressedCheckpoint(Callback):
     continuing by itself; one that loads weights alone is where the run began, and does not.
 
     Args:
-        url: the run's folder or URL, of its own; anything that fsspec knows.
+        url: the run's folder or URL, of its own; anything that fsspec knows. Or a list of several stores, of which `parity` may
+            be lost, at any moment, for good (docs/stores.md).
         save_interval: as Composer's own: ``"1ep"``, ``"1000ba"``, ``"10M tok"``, ``"0.1dur"``; a number of epochs; a
             ``Time``; or a function of (state, event), called at Composer's checkpoint events.
         monitor: the metric by which `save_top_k` ranks, under the name that Composer logs (``metrics/eval/LanguagePerplexity``,
@@ -72,7 +73,8 @@ class CompressedCheckpoint(Callback):
         probe_batches: how many evaluation batches to measure the quality on; training waits for each of them three times
             a save, or oftener while a search has budget. Up to four times as many are kept, in host memory, and used where
             these say too little and ``search_overhead`` pays for more.
-        storage_options: passed to fsspec.
+        storage_options: passed to fsspec; of several URLs for all but folders, or a list of as many.
+        parity: how many of several URLs may be lost: 0, 1 or 2. None takes what the run began with, or 1.
         scheme: how states are coded: ``"auto"``, our own; a published scheme by its name (`shrinkpoint.schemes.catalogue`); or
             ``"lossless"``, bit by bit.
         options: the scheme's own settings: an object of its class, or a mapping of them, as it stands in YAML
@@ -98,6 +100,9 @@ class CompressedCheckpoint(Callback):
         grace_s: seconds that removed checkpoints' data is kept, for readers and writers that are under way.
         max_failures: so many failed saves in a row end training with an error.
         threads: threads that encode and decode; None takes half of the processors.
+        near: a folder on this node, such as ``/local/nvme/run-7``, that holds copies of the newest checkpoints for fast restarts;
+            all are stored at `url` first. Trouble with it is a warning, and no save fails of it.
+        near_keep: how many checkpoints it holds at most.
         compile_ahead: have coders that are not compiled yet compiled in a process of its own as soon as training begins.
 
     Raises:
@@ -108,7 +113,7 @@ class CompressedCheckpoint(Callback):
     @refusing_unknown
     def __init__(
         self,
-        url: str,
+        url: str | list[str],
         *,
         save_interval: SaveInterval = "1ep",
         monitor: str | None = None,
@@ -118,7 +123,8 @@ class CompressedCheckpoint(Callback):
         keep_last: int = 3,
         resume: ResumePolicy = "auto",
         probe_batches: int = 2,
-        storage_options: Mapping[str, Any] | None = None,
+        storage_options: Mapping[str, Any] | list[Mapping[str, Any] | None] | None = None,
+        parity: int | None = None,
         scheme: SchemeName = "auto",
         options: Any = None,
         max_degradation: float = 0.01,
@@ -136,6 +142,8 @@ class CompressedCheckpoint(Callback):
         grace_s: float = 86400.0,
         max_failures: int = 3,
         threads: int | None = None,
+        near: str | None = None,
+        near_keep: int = 2,
         compile_ahead: bool = True,
     ) -> None:
         if _missing is not None:
@@ -154,6 +162,7 @@ class CompressedCheckpoint(Callback):
             resume=resume,
             probe_batches=probe_batches,
             storage_options=storage_options,
+            parity=parity,
             options={
                 "scheme": scheme,
                 "options": options,
@@ -172,6 +181,8 @@ class CompressedCheckpoint(Callback):
                 "grace_s": grace_s,
                 "max_failures": max_failures,
                 "threads": threads,
+                "near": near,
+                "near_keep": near_keep,
                 "compile_ahead": compile_ahead,
             },
         )

@@ -26,6 +26,7 @@ from shrinkpoint.integrations.lightning.settings import Settings
 from shrinkpoint.integrations.lightning.words import answer_words
 from shrinkpoint.saving.resume import ResumePolicy
 from shrinkpoint.schemes.catalogue import SchemeName
+from shrinkpoint.store.urls import url_text
 
 __all__ = ["CompressedCheckpoint", "load_from_checkpoint"]
 
@@ -53,7 +54,8 @@ class CompressedCheckpoint(Checkpoint):
     always wins over continuing by itself.
 
     Args:
-        url: the run's folder or URL, of its own; anything that fsspec knows.
+        url: the run's folder or URL, of its own; anything that fsspec knows. Or a list of several stores, of which `parity` may
+            be lost, at any moment, for good (docs/stores.md).
         every_n_train_steps: save whenever the number of optimizer steps crosses a multiple of this.
         every_n_epochs: save at the end of every so many epochs; 1 when no other schedule is given.
         train_time_interval: save when so much time has passed.
@@ -71,7 +73,8 @@ class CompressedCheckpoint(Checkpoint):
         probe_batches: how many validation batches to measure the quality on; training waits for each of them three times
             a save, or oftener while a search has budget. Up to four times as many are kept, in host memory, and used where
             these say too little and ``search_overhead`` pays for more.
-        storage_options: passed to fsspec.
+        storage_options: passed to fsspec; of several URLs for all but folders, or a list of as many.
+        parity: how many of several URLs may be lost: 0, 1 or 2. None takes what the run began with, or 1.
         scheme: how states are coded: ``"auto"``, our own; a published scheme by its name (`shrinkpoint.schemes.catalogue`); or
             ``"lossless"``, bit by bit.
         options: the scheme's own settings: an object of its class, or a mapping of them, as it stands in YAML
@@ -97,6 +100,9 @@ class CompressedCheckpoint(Checkpoint):
         grace_s: seconds that removed checkpoints' data is kept, for readers and writers that are under way.
         max_failures: so many failed saves in a row end training with an error.
         threads: threads that encode and decode; None takes half of the processors.
+        near: a folder on this node, such as ``/local/nvme/run-7``, that holds copies of the newest checkpoints for fast restarts;
+            all are stored at `url` first. Trouble with it is a warning, and no save fails of it.
+        near_keep: how many checkpoints it holds at most.
         compile_ahead: have coders that are not compiled yet compiled in a process of its own as soon as training begins.
 
     Raises:
@@ -106,7 +112,7 @@ class CompressedCheckpoint(Checkpoint):
     @refusing_unknown
     def __init__(
         self,
-        url: str,
+        url: str | list[str],
         *,
         every_n_train_steps: int | None = None,
         every_n_epochs: int | None = None,
@@ -119,7 +125,8 @@ class CompressedCheckpoint(Checkpoint):
         keep_last: int = 3,
         resume: ResumePolicy = "auto",
         probe_batches: int = 2,
-        storage_options: Mapping[str, Any] | None = None,
+        storage_options: Mapping[str, Any] | list[Mapping[str, Any] | None] | None = None,
+        parity: int | None = None,
         scheme: SchemeName = "auto",
         options: Any = None,
         max_degradation: float = 0.01,
@@ -137,6 +144,8 @@ class CompressedCheckpoint(Checkpoint):
         grace_s: float = 86400.0,
         max_failures: int = 3,
         threads: int | None = None,
+        near: str | None = None,
+        near_keep: int = 2,
         compile_ahead: bool = True,
     ) -> None:
         super().__init__()
@@ -154,6 +163,7 @@ class CompressedCheckpoint(Checkpoint):
             resume=resume,
             probe_batches=probe_batches,
             storage_options=storage_options,
+            parity=parity,
             options={
                 "scheme": scheme,
                 "options": options,
@@ -172,6 +182,8 @@ class CompressedCheckpoint(Checkpoint):
                 "grace_s": grace_s,
                 "max_failures": max_failures,
                 "threads": threads,
+                "near": near,
+                "near_keep": near_keep,
                 "compile_ahead": compile_ahead,
             },
         )
@@ -307,10 +319,10 @@ class CompressedCheckpoint(Checkpoint):
 
 def load_from_checkpoint(
     module: type[M],
-    url: str,
+    url: str | list[str],
     *,
     map_location: Any = None,
-    storage_options: Mapping[str, Any] | None = None,
+    storage_options: Mapping[str, Any] | list[Mapping[str, Any] | None] | None = None,
     **kwargs: Any,
 ) -> M:
     """As ``LightningModule.load_from_checkpoint``, of a run's checkpoint: the model with its hyper-parameters and weights.
@@ -320,9 +332,10 @@ def load_from_checkpoint(
 
     Args:
         module: the class.
-        url: ``<run>#step=1000``, ``<run>#newest``, or the run alone. An ordinary ``.ckpt`` is left to the class.
+        url: ``<run>#step=1000``, ``<run>#newest``, or the run alone; of a run in several stores all of them, as a list or with
+            commas between. An ordinary ``.ckpt`` is left to the class.
         map_location: where the tensors go; None leaves them on the host.
-        storage_options: passed to fsspec.
+        storage_options: passed to fsspec; of several URLs for all but folders, or a list of as many.
         kwargs: passed on: ``strict``, ``hparams_file``, and arguments of the class that are not among its saved
             hyper-parameters, or differ from them.
 
@@ -342,6 +355,7 @@ def load_from_checkpoint(
         >>> Trainer(max_steps=20, callbacks=[callback], **quiet).fit(BoringModel())
         >>> model = load_from_checkpoint(BoringModel, "runs/lightning#newest")
     """
+    url = url_text(url)
     if url.endswith(".ckpt"):
         return module.load_from_checkpoint(url, map_location=map_location, **kwargs)
     file = open_as_ckpt(url, storage_options=storage_options, without=("optimizer_states",))

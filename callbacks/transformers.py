@@ -47,7 +47,8 @@ class CompressedCheckpoint(TrainerCallback):
     wins, the Trainer's own folder or one of ours (``"s3://bucket/run-7#step=3000"``); ``True`` continues the run.
 
     Args:
-        url: the run's folder or URL, of its own; anything that fsspec knows.
+        url: the run's folder or URL, of its own; anything that fsspec knows. Or a list of several stores, of which `parity` may
+            be lost, at any moment, for good (docs/stores.md).
         every_n_train_steps: save whenever the number of optimizer steps crosses a multiple of this.
         every_n_epochs: save at the end of every so many epochs.
         train_time_interval: save when so much time has passed. With none of the three, the Trainer's ``save_strategy`` and
@@ -64,7 +65,8 @@ class CompressedCheckpoint(TrainerCallback):
         probe_batches: how many evaluation batches to measure the quality on; training waits for each of them three times
             a save, or oftener while a search has budget. Up to four times as many are kept, in host memory, and used where
             these say too little and ``search_overhead`` pays for more.
-        storage_options: passed to fsspec.
+        storage_options: passed to fsspec; of several URLs for all but folders, or a list of as many.
+        parity: how many of several URLs may be lost: 0, 1 or 2. None takes what the run began with, or 1.
         options: every field of `shrinkpoint.saver.SaverConfig`: ``scheme``, ``max_degradation``, ``key_every``,
             ``busy``, ``max_failures``, and so on. ``probe_steps`` counts where the Trainer's ``training_step`` is its own.
 
@@ -74,7 +76,7 @@ class CompressedCheckpoint(TrainerCallback):
 
     def __init__(
         self,
-        url: str,
+        url: str | list[str],
         *,
         every_n_train_steps: int | None = None,
         every_n_epochs: int | None = None,
@@ -87,7 +89,8 @@ class CompressedCheckpoint(TrainerCallback):
         keep_last: int = 3,
         resume: ResumePolicy = "auto",
         probe_batches: int = 2,
-        storage_options: Mapping[str, object] | None = None,
+        storage_options: Mapping[str, object] | list[Mapping[str, object] | None] | None = None,
+        parity: int | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -105,6 +108,7 @@ class CompressedCheckpoint(TrainerCallback):
             resume=resume,
             probe_batches=probe_batches,
             storage_options=storage_options,
+            parity=parity,
             options=options,
         )
         install()

@@ -11,7 +11,7 @@ from shrinkpoint.store.manifest import MAX_CHAIN
 
 __all__ = ["SaverConfig"]
 
-_POSITIVE = ("key_every", "max_failures", "restore_budget")
+_POSITIVE = ("key_every", "max_failures", "restore_budget", "near_keep")
 _POSITIVE_OR_NONE = ("keep_last", "keep_every", "keep_best", "keep_optimizer", "threads", "longest_chain")
 _LONGER = 4
 _CHOICES = {"scheme": SCHEMES, "busy": ("skip", "wait"), "mode": ("min", "max")}
@@ -89,6 +89,12 @@ class SaverConfig:
     """Share of the training time for measurements: searches, and resumed steps from restored states. The three
     evaluations of every save, and a few more when settings must change, are always made; probes get the rest, and the
     first one is made on credit."""
+    near: str | os.PathLike[str] | None = None
+    """A folder on this node, such as ``/local/nvme/run-7`` or ``/dev/shm/run-7``, that holds copies of the newest checkpoints for
+    fast restarts. They are made after the checkpoint is stored at the run's URL, and read where their digests agree with
+    what is stored there. Trouble with this folder is a warning, and no save fails of it."""
+    near_keep: int = 2
+    """How many checkpoints, with the chains that they need, the folder `near` holds at most."""
     options: Any = None
     """The scheme's own settings, as in ``scheme="excp", options=ExcpOptions(alpha=1e-4)``, or a mapping of them; None takes its
     defaults."""
@@ -113,6 +119,8 @@ class SaverConfig:
             raise ConfigError(
                 f"longest_chain must be from key_every={self.key_every} to {MAX_CHAIN}, not {self.longest_chain}"
             )
+        if not (self.near is None or (isinstance(self.near, str | os.PathLike) and str(self.near))):
+            raise ConfigError(f"near must be a folder on this node, or None, not {self.near!r}")
         if not (self.monitor is None or isinstance(self.monitor, str)):
             raise ConfigError(f"monitor must be the name of a metric, not {self.monitor!r}")
         if type(self.probe_steps) is not int or self.probe_steps < 0:

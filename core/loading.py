@@ -24,9 +24,11 @@ from shrinkpoint.saving.address import Address
 from shrinkpoint.saving.finite import not_finite_text
 from shrinkpoint.state.training import TrainingState
 from shrinkpoint.state.tree import JSON, dense_only, tensor_names
+from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.run import RunStore
 from shrinkpoint.store.single import looks_like_file, naming, read_file
+from shrinkpoint.store.urls import RunUrl, split_urls, url_text
 from shrinkpoint.warn import brief, warn
 
 __all__ = ["load", "load_state", "load_weights"]
@@ -39,19 +41,20 @@ _NEAR = 5
 
 
 def load(
-    url: str | os.PathLike[str],
+    url: RunUrl,
     *,
     device: Device = None,
-    storage_options: Mapping[str, object] | None = None,
+    storage_options: StorageOptions = None,
 ) -> Any:
     """A whole state as it was saved, every checksum and digest verified.
 
     Args:
         url: a file of `save`; or one checkpoint of a run, ``<run>#step=1000``, ``<run>#seq=12`` (the commit) or
             ``<run>#newest``, as the run alone. The newest is the newest sound one: damaged ones are skipped, with a
-            warning.
+            warning. A run in several stores is a list of their URLs, or one string with commas between; ``#step=1000``
+            follows the last.
         device: where its tensors go, as ``map_location`` of ``torch.load``; None leaves them on the host.
-        storage_options: passed to fsspec.
+        storage_options: passed to fsspec; of several URLs for all but folders, or a list of as many.
 
     Returns:
         The state that was given to `save`; of a run, the state that its framework would have given to ``torch.save``.
@@ -74,11 +77,11 @@ def load(
 
 
 def load_state(
-    url: str | os.PathLike[str],
+    url: RunUrl,
     *,
     without: Collection[str] = (),
     device: Device = None,
-    storage_options: Mapping[str, object] | None = None,
+    storage_options: StorageOptions = None,
 ) -> Any:
     """As `load`, leaving out parts of the state.
 
@@ -108,12 +111,12 @@ def load_state(
 
 
 def load_weights(
-    url: str | os.PathLike[str],
+    url: RunUrl,
     *,
     names: Iterable[str] | None = None,
     prefix: str = "",
     device: Device = None,
-    storage_options: Mapping[str, object] | None = None,
+    storage_options: StorageOptions = None,
 ) -> dict[str, torch.Tensor]:
     """The model's weights and buffers, for ``model.load_state_dict``; the optimizer's state is neither read nor decoded.
 
@@ -125,7 +128,7 @@ def load_weights(
         prefix: take only tensors below this prefix, and remove it from their names: ``prefix="model."`` for the module that
             is ``self.model`` of a LightningModule.
         device: where they go; None leaves them on the host.
-        storage_options: passed to fsspec.
+        storage_options: passed to fsspec; of several URLs for all but folders, or a list of as many.
 
     Returns:
         The tensors by their names in the model; tied ones share their memory.
@@ -169,27 +172,33 @@ def _threads() -> int:
 
 
 def _read(
-    url: str | os.PathLike[str],
-    storage_options: Mapping[str, object] | None,
+    url: RunUrl,
+    storage_options: StorageOptions,
     read: Callable[[Chain], tuple[Header, T]],
 ) -> tuple[Header, T]:
     """The result of `read` on the chain that `url` names."""
-    if not isinstance(url, str | os.PathLike):
+    if not isinstance(url, str | os.PathLike | list | tuple):
         raise ConfigError(f"url must be a path, a URL or '<run>#step=1000', not {brief(url)}")
-    text = os.fspath(url)
+    text = url_text(url)
+    several = len(split_urls(text)) > 1
     address = Address.parse(text)
     if address is None and not looks_like_file(text):
         store = RunStore(text, storage_options=storage_options)
-        if store.manifests() or store.exists():
+        if several or store.manifests() or store.exists():
             address = Address(url=text)
         elif "://" not in text and Path(text).expanduser().is_dir():
             raise NoCheckpointError(f"there is no run at {store.display}: {store.what_is_there()}")
     with waiting_for(f"reading {text}"):
         if address is None:
-            data = read_file(text, storage_options)
+            data = read_file(text, _of_one(storage_options))
             with naming(text):
                 return read([lambda: Source(len(data), lambda: data)])
         return _read_run(address, RunStore(address.url, storage_options=storage_options), read)
+
+
+def _of_one(options: StorageOptions) -> Mapping[str, Any] | None:
+    [one] = options if isinstance(options, list | tuple) and len(options) == 1 else [options]
+    return one  # type: ignore[return-value]  # what is none is refused where it is opened
 
 
 def _read_run(

@@ -112,6 +112,8 @@ class SaveReport:
     redundancy: int | None = None
     """How many of several stores may still be lost without losing a checkpoint, as far as this process knows; None for
     one store."""
+    parity: int | None = None
+    """How many of several stores may be lost when all of them are well, as the run began; None for one store."""
     metrics: Mapping[str, float]
     """The metrics that were given to the save."""
     not_finite: str | None = None
@@ -137,6 +139,7 @@ class SaveReport:
             "seq",
             "write_s",
             "redundancy",
+            "parity",
         ):  # known only once the manifest that contains this is stored
             del report[name]
         report["metrics"] = {name: _finite(value) for name, value in self.metrics.items()}

@@ -38,6 +38,7 @@ from shrinkpoint.state.snapshot import Snapshotter
 from shrinkpoint.state.training import Describe, TrainingState, plain
 from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.manifest import Manifest
+from shrinkpoint.store.near import NearCopies
 from shrinkpoint.store.run import RunStore
 from shrinkpoint.store.urls import RunUrl, url_text
 from shrinkpoint.warn import brief, warn
@@ -97,7 +98,8 @@ class Saver:
         """The run's URL, without credentials; of several, with commas between."""
         self.config = config or SaverConfig()
         """How to save."""
-        self.store = RunStore(url, storage_options=storage_options, parity=parity)
+        near = NearCopies.beside(url, self.config.near, self.config.near_keep)
+        self.store = RunStore(url, storage_options=storage_options, parity=parity, near=near)
         """The run's checkpoints."""
         self.skipped = 0
         """Saves that were skipped because one was still being written."""

@@ -65,7 +65,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--run-slow", action="store_true", help="run the campaigns and matrices that take minutes"
     )
-    parser.addoption("--kills", type=int, default=None, help="how many kills the kill campaigns make")
+    parser.addoption(
+        "--kills",
+        "--trials",
+        dest="kills",
+        type=int,
+        default=None,
+        help="how many kills the kill campaigns make, and trials those of lost stores",
+    )
 
 
 def pytest_configure() -> None:

@@ -1,14 +1,14 @@
 """Reads one whole checkpoint, of a run or of a single file."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shrinkpoint.cli.files import ContainerFile
 from shrinkpoint.cli.options import split_address
 from shrinkpoint.cli.runs import open_run, pick
 from shrinkpoint.errors import NoCheckpointError
 from shrinkpoint.runtime.progress import waiting_for
+from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.single import looks_like_file, naming
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class Loaded:
     """None of a single file."""
 
 
-def load(url: str, options: Mapping[str, Any], step: int | None = None, seq: int | None = None) -> Loaded:
+def load(url: str, options: StorageOptions, step: int | None = None, seq: int | None = None) -> Loaded:
     """Read the checkpoint that the URL and the options name; by default a run's newest sound one.
 
     Raises:

@@ -1,11 +1,11 @@
 """Single container files at any URL, without a run around them."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import fsspec
 
-from shrinkpoint.errors import StoreError
+from shrinkpoint.errors import ConfigError, StoreError
+from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.urls import parse_url
 
 __all__ = ["ContainerFile"]
@@ -23,13 +23,15 @@ class ContainerFile:
         StoreError: the file is absent or cannot be read.
     """
 
-    def __init__(self, url: str, options: Mapping[str, Any]) -> None:
+    def __init__(self, url: str, options: StorageOptions) -> None:
         location = parse_url(url)
+        if options is not None and not isinstance(options, Mapping):
+            raise ConfigError(f"{location.display} is one file: give its storage options as one JSON object")
         self.url = location.display
         try:
             # A cached listing may be older than the file.
             self._files = fsspec.filesystem(
-                location.protocol, skip_instance_cache=True, use_listings_cache=False, **options
+                location.protocol, skip_instance_cache=True, use_listings_cache=False, **(options or {})
             )
             self._path = location.path
             info = self._files.info(self._path)

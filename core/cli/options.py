@@ -9,6 +9,7 @@ import typer
 
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.saving.address import Address
+from shrinkpoint.store.urls import split_urls
 
 __all__ = [
     "AsJson",
@@ -38,7 +39,7 @@ StorageOptions = Annotated[
         metavar="JSON",
         envvar=_VARIABLE,
         show_envvar=True,
-        help="Options for the URL's file system, as a JSON object.",
+        help="Options for the URL's file system, as a JSON object; of several stores for all but folders, or a JSON list.",
     ),
 ]
 Pairs = Annotated[
@@ -72,7 +73,9 @@ def split_address(url: str, step: int | None, seq: int | None) -> tuple[str, int
     return address.url, address.step, address.seq
 
 
-def parse_storage_options(url: str, text: str | None, pairs: Sequence[str] | None) -> dict[str, Any]:
+def parse_storage_options(
+    url: str, text: str | None, pairs: Sequence[str] | None
+) -> dict[str, Any] | list[dict[str, Any] | None]:
     """The options of ``--storage-options`` and ``-o`` for `url`; the latter take precedence.
 
     Options from the environment apply to remote stores only; a local folder has none.
@@ -88,8 +91,18 @@ def parse_storage_options(url: str, text: str | None, pairs: Sequence[str] | Non
         raise ConfigError(
             f'--storage-options is not JSON ({error}): write it as \'{{"key": "value"}}\''
         ) from None
+    if isinstance(options, list) and len(split_urls(url)) > 1:
+        if not all(one is None or isinstance(one, dict) for one in options):
+            raise ConfigError("--storage-options must be a list of JSON objects, or null for a folder")
+        if pairs:
+            raise ConfigError(
+                "-o is for all stores alike: put it into the objects of the list that --storage-options is"
+            )
+        return options
     if not isinstance(options, dict):
-        raise ConfigError("--storage-options must be a JSON object, as in '{\"anon\": true}'")
+        raise ConfigError(
+            "--storage-options must be a JSON object, as in '{\"anon\": true}', or a list of them for several stores"
+        )
     for pair in pairs or ():
         key, equals, value = pair.partition("=")
         if not equals or not key:

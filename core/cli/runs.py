@@ -9,7 +9,7 @@ from shrinkpoint.errors import ConfigError, NoCheckpointError
 from shrinkpoint.saving.address import Address
 from shrinkpoint.saving.retention import is_weights_only, lineage_of
 from shrinkpoint.schemes.exactness import explained
-from shrinkpoint.store.connect import open_objects
+from shrinkpoint.store.connect import StorageOptions, open_objects
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.objects import ObjectStore
 from shrinkpoint.store.retry import RetryingObjects, RetryPolicy
@@ -40,7 +40,7 @@ class OpenRun:
         return {info.key: info.size for info in self.objects.list("data/")}
 
 
-def open_run(url: str, options: Mapping[str, Any]) -> OpenRun:
+def open_run(url: str, options: StorageOptions) -> OpenRun:
     """The run at `url`; nothing is written.
 
     Raises:

@@ -143,6 +143,12 @@ def _print_healed(healed: Healed, shown: str, *, replaced: bool) -> None:
         f"wrote {healed.records} records and {healed.shards} shards that were missing, repaired {healed.repaired} that were"
         f" damaged{leftovers}"
     )
+    if healed.outdated:
+        steps = ", ".join(map(str, healed.outdated))
+        out.print(
+            f"checkpoints of steps {steps} were removed while a store was away that still lists them: the next collection"
+            " removes them there"
+        )
     for key, why in healed.lost.items():
         out.print(f"LOST {key}: {why}")
     if replaced:

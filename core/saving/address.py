@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shrinkpoint.errors import ConfigError, NoCheckpointError
+from shrinkpoint.store.urls import url_text
 
 if TYPE_CHECKING:
     from shrinkpoint.store.manifest import Manifest
@@ -21,14 +22,14 @@ class Address:
     """A run and which of its checkpoints: ``<run>#step=1000``, ``<run>#seq=12`` (the commit) or ``<run>#newest``."""
 
     url: str
-    """The run's folder or URL, without a slash at its end."""
+    """The run's folder or URL, without a slash at its end; of several stores, with commas between."""
     step: int | None = None
     """Training step; when it was saved more than once, the checkpoint committed last is meant."""
     seq: int | None = None
     """Number of the commit, which is unique."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "url", self.url.rstrip("/"))
+        object.__setattr__(self, "url", url_text(self.url).rstrip("/"))
         if self.step is not None and self.seq is not None:
             raise ConfigError(f"step={self.step} and seq={self.seq} exclude each other: give one of them")
 

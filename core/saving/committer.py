@@ -257,7 +257,14 @@ class Committer:
         if not plan.is_explained:
             self._warn_exact(report)
         written_s = time.perf_counter() - encoded_at
-        return replace(report, seq=manifest.seq, write_s=written_s, redundancy=self._store.redundancy)
+        self._store.copy_near(manifest, container)
+        return replace(
+            report,
+            seq=manifest.seq,
+            write_s=written_s,
+            redundancy=self._store.redundancy,
+            parity=self._store.parity,
+        )
 
     def _take_link(self) -> _Link | None:
         """The chain to extend, if any. It is forgotten here: coding uses up what is held, to hold it only once."""

@@ -15,7 +15,7 @@ from shrinkpoint.store.s3 import S3Objects
 from shrinkpoint.store.striped import StripedObjects
 from shrinkpoint.store.urls import Location, RunUrl, parse_url, split_urls
 
-__all__ = ["StorageOptions", "open_location", "open_objects", "shared_fate"]
+__all__ = ["StorageOptions", "check_outside", "open_location", "open_objects", "shared_fate"]
 
 StorageOptions: TypeAlias = Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None
 """Options of fsspec's file system; for several URLs one for all but folders, or a list of as many."""
@@ -88,6 +88,23 @@ def _check_apart(locations: Sequence[Location], options: Sequence[Mapping[str, A
             raise ConfigError(
                 f"{locations[j].display} lies in {locations[i].display}: give places that do not contain each other"
             )
+
+
+def check_outside(url: RunUrl, near: Location) -> None:
+    """Refuse a folder of copies that is a store of the run itself, or lies in one, or around one.
+
+    Raises:
+        ConfigError: With the two.
+    """
+    mine = os.path.realpath(near.path)
+    for location in map(parse_url, split_urls(url)):
+        if location.kind == "local":
+            theirs = os.path.realpath(location.path)
+            if os.path.commonpath([mine, theirs]) in (mine, theirs):
+                raise ConfigError(
+                    f"near={near.display} and the run's {location.display} contain each other: copies are made somewhere else,"
+                    " in a folder of their own"
+                )
 
 
 def _place(location: Location, options: Mapping[str, Any] | None) -> tuple[str, str, str]:

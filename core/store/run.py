@@ -18,6 +18,7 @@ from shrinkpoint.store.catalog import Catalog, DamagedCheckpoint, Listing, read_
 from shrinkpoint.store.connect import StorageOptions, open_objects, shared_fate
 from shrinkpoint.store.keys import FORMAT_KEY, is_own_key, new_nonce
 from shrinkpoint.store.manifest import FORMAT, READER_FEATURES, BlobRef, Manifest, seal, unseal
+from shrinkpoint.store.near import NEAR_KEY, NearCopies, is_near
 from shrinkpoint.store.objects import MissingKeyError, ObjectStore
 from shrinkpoint.store.probe import honours_put_if_absent
 from shrinkpoint.store.retry import RetryingObjects, RetryPolicy
@@ -57,6 +58,7 @@ class RunStore:
         parity: How many of several stores may be lost; None takes what the run began with, or 1.
         retry: How long to insist when the store fails for a passing reason.
         objects: Use this object store instead of opening ``url``.
+        near: Copies of the newest checkpoints on this node.
 
     Raises:
         ConfigError: The URL or the options cannot work.
@@ -88,12 +90,15 @@ class RunStore:
         parity: int | None = None,
         retry: RetryPolicy | None = None,
         objects: ObjectStore | None = None,
+        near: NearCopies | None = None,
     ) -> None:
         inner = open_objects(url, storage_options, parity=parity) if objects is None else objects
         self.stores: StripedObjects | None = _striped(inner)
         """The several stores of the run, if there are several."""
         self._objects: ObjectStore = RetryingObjects(inner, retry or RetryPolicy())
         self._opened = (url, storage_options) if self.stores is not None and objects is None else None
+        self._is_implied = parity is None and isinstance(url, str)
+        self._near = near
         self._catalog = Catalog(self._objects)
         self._warned: set[str] = set()
         self._restored: str | None = None
@@ -123,6 +128,11 @@ class RunStore:
     def redundancy(self) -> int | None:
         """How many of several stores may be lost now, as far as this process knows; None where there is one."""
         return None if self.stores is None else self.stores.redundancy
+
+    @property
+    def parity(self) -> int | None:
+        """How many of several stores may be lost where all are well; None where there is one."""
+        return None if self.stores is None else self.stores.group.parity
 
     def exists(self) -> bool:
         """Whether the prefix holds a run.
@@ -187,6 +197,8 @@ class RunStore:
             CorruptionError: Its bytes are not those that were written.
             StoreError: The store could not be read.
         """
+        if self._near is not None and (copy := self._near.read(ref)) is not None:
+            return copy
         shown = self._objects.show(ref.key)
         for attempt in range(1, _READS + 1):
             try:
@@ -239,6 +251,9 @@ class RunStore:
         self._refuse_member()
         for _ in range(_RESTARTS):
             listing = self._scan()
+            if (nearer := self._nearer(listing, read)) is not None:
+                self._restored = nearer[0].digest
+                return nearer
             if not listing.manifests and not listing.damaged:
                 return None
             for damaged in listing.damaged:
@@ -295,8 +310,12 @@ class RunStore:
         if mode not in ("auto", "single-writer"):
             raise ConfigError(f"mode={mode!r}: use 'auto' or 'single-writer'")
         self._refuse_member()
+        self._refuse_near()
         if self._read_format() is None:
             self._create()
+            self._tell_parity()
+        if self._near is not None:
+            self._near.open(self._read_format() or {})
         if self._opened is not None and (fate := shared_fate(*self._opened)) is not None:
             self._warn(
                 "shared",
@@ -327,6 +346,67 @@ class RunStore:
             " where it was (a disk that is not mounted, a copy that is not complete). Saving starts afresh; stop now if"
             " checkpoints should be here",
         )
+
+    def _tell_parity(self) -> None:
+        """Where a run begins in several stores because its URL has a comma in it, say what that means."""
+        if self.stores is not None and self._is_implied and self._opened is not None:
+            count = len(self.stores.group.stores)
+            self._warn(
+                "parity",
+                f"a run begins in {count} stores with parity={self.parity}, for none was given: {self.display}. It stays so."
+                f" To choose, give parity= and another place; a folder with a comma in its name is given as a list of one",
+            )
+
+    def _refuse_near(self) -> None:
+        """The copies on a node are another writer's, who deletes what he does not need."""
+        if self.stores is None and is_near(self._objects):
+            raise RunMismatchError(
+                f"{self.display} holds the copies that near= keeps of another run: give that run's URL. If it is lost, delete"
+                f" {NEAR_KEY} there, and this is a run of its own"
+            )
+
+    def copy_near(self, manifest: Manifest, container: bytes) -> None:
+        """Copy a checkpoint that was committed to this node, if such copies were asked for; nothing is raised.
+
+        Args:
+            manifest: What was committed.
+            container: Its own container.
+        """
+        if self._near is not None:
+            self._near.keep(manifest, container, lambda ref: self.fetch_blob(ref, manifest))
+
+    def _nearer(self, listing: Listing, read: Callable[[Manifest], T]) -> tuple[Manifest, T] | None:
+        """A checkpoint of which only this node's copy is left, newer than all that the run lists, and not removed on purpose."""
+        run_id = None if self._near is None else self._read_run_id()
+        if self._near is None or run_id is None:
+            return None
+        copies = self._near.manifests(run_id)
+        newest = listing.manifests[0].position if listing.manifests else (-1, -1)
+        copies = [copy for copy in copies if copy.position > newest]
+        if not copies:
+            return None
+        gone = {manifest.digest for manifest in self.removed()}
+        for copy in copies:
+            if copy.digest in gone:
+                continue
+            try:
+                found = read(copy)
+            except (FormatError, ChainError) as error:
+                self._warn(f"near {copy.digest}", f"{self._near.display} holds a damaged copy: {error}")
+                continue
+            self._warn(
+                "near",
+                f"{self.display} does not list checkpoint {copy.seq} (step {copy.step}), which was stored there; this node's copy"
+                f" in {self._near.display} is sound, and is taken. To go on from what is listed, delete that folder",
+            )
+            return copy, found
+        return None
+
+    def _read_run_id(self) -> str | None:
+        try:
+            return self.run_id()
+        except NoCheckpointError:
+            return None
 
     def _scan(self) -> Listing:
         listing = self._catalog.scan()

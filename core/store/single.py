@@ -11,7 +11,7 @@ from shrinkpoint.errors import ChainError, ConfigError, FormatError
 from shrinkpoint.store.connect import open_location
 from shrinkpoint.store.objects import ObjectStore
 from shrinkpoint.store.retry import RetryingObjects, RetryPolicy
-from shrinkpoint.store.urls import parse_url
+from shrinkpoint.store.urls import parse_url, split_urls
 
 __all__ = ["looks_like_file", "naming", "read_file", "write_file"]
 
@@ -20,6 +20,8 @@ _MAX_FILE_BYTES = 2**40
 
 def looks_like_file(url: str) -> bool:
     """Whether ``url`` means one container rather than a run."""
+    if len(split_urls(url)) > 1:
+        return False
     if url.rstrip("/").endswith(".shrink"):
         return True
     return "://" not in url and Path(url).expanduser().is_file()

@@ -82,8 +82,13 @@ def split_urls(url: RunUrl) -> list[str | os.PathLike[str]]:
 
 
 def url_text(url: RunUrl) -> str:
-    """The same as one string, which every command and ``ckpt_path`` take too."""
-    return ",".join(str(one) for one in split_urls(url))
+    """The same as one string, which every command and ``ckpt_path`` take too, and which splits into the same stores again."""
+    urls = [str(one) for one in split_urls(url)]
+    if len(urls) == 1:
+        return urls[0]
+    first, *others = (one.rstrip("/") or one for one in urls)
+    # A relative folder behind a comma would be part of the name before it.
+    return ",".join([first, *(one if _BETWEEN.match(f",{one}") else f"./{one}" for one in others)])
 
 
 def parse_url(url: str | os.PathLike[str]) -> Location:

@@ -105,4 +105,7 @@ def log_line(report: SaveReport) -> None:
         *(report.step, report.kind, report.bytes, report.ratio, report.configuration, report.reason),
     )
     if report.redundancy is not None:
-        _log.info("step %d: %d stores may be lost now", report.step, report.redundancy)
+        _log.info(
+            "step %d: %d of the run's stores may be lost now (parity %d)",
+            *(report.step, report.redundancy, report.parity),
+        )

@@ -62,7 +62,9 @@ class RunSession:
         """The run's saver; made when it is first asked for, so that a callback can be copied to other processes before."""
         if self._saver is None:
             settings = self.settings
-            self._saver = Saver(settings.url, settings.saver, storage_options=settings.storage_options)
+            self._saver = Saver(
+                settings.url, settings.saver, storage_options=settings.storage_options, parity=settings.parity
+            )
         return self._saver
 
     @property

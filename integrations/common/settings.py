@@ -2,14 +2,17 @@
 
 import difflib
 import inspect
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, Literal, ParamSpec
+from typing import Any, Literal, ParamSpec, cast
 
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.saver import SaverConfig
 from shrinkpoint.saving.resume import ResumePolicy, check_policy
+from shrinkpoint.store.connect import StorageOptions
+from shrinkpoint.store.urls import RunUrl, split_urls, url_text
 from shrinkpoint.warn import brief
 
 __all__ = ["RunSettings", "refusing_unknown"]
@@ -25,6 +28,7 @@ _OWN = (
     "resume",
     "probe_batches",
     "storage_options",
+    "parity",
 )
 
 _NEVER_OVERWRITTEN = (
@@ -116,12 +120,14 @@ class RunSettings:
     save_last: bool = True
     resume: ResumePolicy = "auto"
     probe_batches: int = 2
-    storage_options: Mapping[str, object] | None = None
+    storage_options: StorageOptions = None
+    parity: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.url, str) or not self.url.rstrip("/"):
             raise ConfigError(
-                f"url={brief(self.url)} must be a string: the folder or URL of a run, for example 's3://bucket/run-7'"
+                f"url={brief(self.url)} must be a string: the folder or URL of a run, for example 's3://bucket/run-7'; or a"
+                " list of several"
             )
         if "#" in self.url:
             raise ConfigError(
@@ -137,8 +143,21 @@ class RunSettings:
             raise ConfigError(f"probe_batches={self.probe_batches!r} must be an integer of at least 1")
         if type(self.save_last) is not bool:
             raise ConfigError(f"save_last={self.save_last!r} must be True or False")
-        if not (self.storage_options is None or isinstance(self.storage_options, Mapping)):
-            raise ConfigError(f"storage_options={brief(self.storage_options)} must be a dict, or None")
+        several = len(split_urls(self.url)) > 1
+        options = self.storage_options
+        if not (options is None or isinstance(options, Mapping) or (several and isinstance(options, list))):
+            raise ConfigError(
+                f"storage_options={brief(options)} must be a dict, or None{', or a list with one for each URL' if several else ''}"
+            )
+        parity = self.parity
+        if not (parity is None or (type(parity) is int and 0 <= parity <= 2)):
+            raise ConfigError(
+                f"parity={parity!r} must be how many of several stores may be lost: 0, 1 or 2, or None"
+            )
+        if parity and not several:
+            raise ConfigError(
+                f"parity={parity} with one URL: give as many URLs as there are stores, 2 or more"
+            )
         check_policy(self.resume)
         object.__setattr__(self, "url", self.url.rstrip("/"))
 
@@ -146,7 +165,7 @@ class RunSettings:
     def build(
         cls,
         *,
-        url: str,
+        url: RunUrl,
         options: Mapping[str, Any],
         save_top_k: int = 1,
         keep_last: int = 3,
@@ -155,13 +174,14 @@ class RunSettings:
         save_last: bool = True,
         resume: ResumePolicy = "auto",
         probe_batches: int = 2,
-        storage_options: Mapping[str, object] | None = None,
+        storage_options: StorageOptions = None,
+        parity: int | None = None,
         known: Iterable[str] = (),
     ) -> "RunSettings":
         """Check and divide a callback's arguments.
 
         Args:
-            url: the run's folder or URL.
+            url: the run's folder or URL, or a list of several stores.
             options: arguments that are not the callback's own: fields of `SaverConfig`.
             save_top_k: how many of the best by `monitor` are kept; -1 keeps every checkpoint.
             keep_last: how many of the newest are kept.
@@ -170,7 +190,8 @@ class RunSettings:
             save_last: save once more when training ends.
             resume: whether to continue by itself.
             probe_batches: batches to measure the quality on.
-            storage_options: for fsspec.
+            storage_options: for fsspec; of several URLs for all but folders, or a list of as many.
+            parity: how many of several URLs may be lost.
             known: the callback's own parameters, for suggestions on mistyped ones in addition to those above.
 
         Raises:
@@ -186,7 +207,7 @@ class RunSettings:
         elif monitor is not None and save_top_k == -1 and options.get("keep_every") is not None:
             keep["keep_best"] = 1  # some are removed, but the reported best one is kept
         return cls(
-            url=url,
+            url=_text(url),
             saver=SaverConfig(**{"monitor": monitor, "mode": mode, **keep, **options}),
             monitor=monitor,
             mode=mode,
@@ -195,7 +216,13 @@ class RunSettings:
             resume=resume,
             probe_batches=probe_batches,
             storage_options=storage_options,
+            parity=parity,
         )
+
+
+def _text(url: RunUrl) -> str:
+    """One string for all that is said and addressed; what is no URL at all is refused by what takes it."""
+    return url_text(url) if isinstance(url, str | os.PathLike | list | tuple) else cast("str", url)
 
 
 def _refusal(name: str, names: Iterable[str]) -> str:

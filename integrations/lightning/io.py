@@ -1,6 +1,6 @@
 """A checkpoint plugin for Lightning that captures and reads shrinkpoint's checkpoints, and delegates everything else."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
@@ -16,6 +16,7 @@ from shrinkpoint.loading import load_state
 from shrinkpoint.saver import Saver
 from shrinkpoint.saving.address import Address
 from shrinkpoint.state.tree import encode_tree
+from shrinkpoint.store.connect import StorageOptions
 
 __all__ = ["RunCheckpointIO", "load_checkpoint", "open_as_ckpt", "require_supported", "storable"]
 
@@ -161,7 +162,7 @@ def load_checkpoint(address: Address, saver: Saver, *, adopt: bool = True) -> di
 
 
 def open_as_ckpt(
-    address: str, *, storage_options: Mapping[str, Any] | None = None, without: Collection[str] = ()
+    address: str, *, storage_options: StorageOptions = None, without: Collection[str] = ()
 ) -> BytesIO:
     """A run's checkpoint as an ordinary ``.ckpt`` file in memory.
 

@@ -290,3 +290,22 @@ def test_hugging_face_is_short_and_continues_by_itself(
     again = run("huggingface.py", tmp_path / "run", "--steps", 15, "--every", 5)
     assert "step 15" in again
     assert not list(tmp_path.glob("hf-output/checkpoint-*"))
+
+
+# --- several stores -----------------------------------------------------------------------------------------
+
+
+def test_stores_goes_on_without_one_and_heals(tmp_path):
+    shown = run("stores.py", "--folder", tmp_path / "stores")
+    before, after = shown.split("--- the same command again\n")
+    assert "bucket-b is lost" in before
+    saved = re.findall(r"saved step (\d+); stores that may be lost now: (\d)", before)
+    assert saved[0][1] == "1"  # all were well
+    assert saved[-1][1] == "0"  # and it went on without one
+    assert re.search(r"start [123]0\n", after)
+    assert "done; validation loss" in after
+    lost, healed = after.split("--- shrinkpoint heal")
+    assert "is blank, without member.json" in " ".join(lost.split())
+    assert "no further store may be lost now" in lost
+    assert "store 2 was blank and belongs to the run now" in healed
+    assert "1 store may be lost now; parity 1" in healed

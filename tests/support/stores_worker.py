@@ -9,24 +9,31 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from shrinkpoint.errors import ChainError, FencedError, StoreError
+from shrinkpoint.store.connect import open_location
 from shrinkpoint.store.local import LocalObjects
 from shrinkpoint.store.manifest import Manifest
-from shrinkpoint.store.retry import RetryPolicy
+from shrinkpoint.store.objects import ObjectStore
+from shrinkpoint.store.retry import RetryingObjects, RetryPolicy
 from shrinkpoint.store.run import RunStore
 from shrinkpoint.store.striped import Patience, StripedObjects
 from shrinkpoint.store.striped import members as members_module
+from shrinkpoint.store.urls import parse_url
 
 __all__ = ["CONTROLS", "Control", "WriterConfig", "content", "open_objects", "open_run", "retired", "taken"]
 
 PATIENCE = Patience(late_floor_s=1.0, alone_s=3.0, limit_s=10.0)
+# Servers and their clients on one busy machine: what is slow there is not lost.
+_REMOTE_CALLS = Patience(late_floor_s=10.0, alone_s=40.0, limit_s=60.0)
 KEPT = 8
+_REMOTE_PATIENCE = RetryPolicy(attempts=3, first_delay_s=0.05, max_delay_s=0.5, deadline_s=8.0)
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,8 @@ class WriterConfig:
     resume: bool = False
     vanish: list[int] | None = None
     """Stores that are taken away after a few saves."""
+    places: list[dict[str, Any] | None] | None = None
+    """URL and options of stores that are no folders."""
     journal: str = "acks"
     steps: int = 10**6
     pause_s: float = 0.0
@@ -86,18 +95,34 @@ def content(step: int) -> bytes:
     return np.random.default_rng(step).integers(0, 256, size, np.uint8).tobytes()
 
 
-def open_objects(root: str, stores: int, parity: int, how: str = "ours") -> StripedObjects:
+def open_objects(
+    root: str,
+    stores: int,
+    parity: int,
+    how: str = "ours",
+    places: Sequence[Mapping[str, Any] | None] | None = None,
+) -> StripedObjects:
     control = CONTROLS[how]
     kind = _OnlyFirst if control.only_first else StripedObjects
     parity = parity if control.parity is None else control.parity
-    objects = kind([LocalObjects(f"{root}/s{i}") for i in range(stores)], parity=parity, patience=PATIENCE)
+    each: list[ObjectStore] = []
+    for number, place in enumerate(places or [None] * stores):
+        if place is None:
+            each.append(LocalObjects(f"{root}/s{number}"))
+        else:
+            each.append(
+                RetryingObjects(open_location(parse_url(place["url"]), place["options"]), _REMOTE_PATIENCE)
+            )
+    objects = kind(each, parity=parity, patience=_REMOTE_CALLS if places and any(places) else PATIENCE)
     if control.copies is not None:
         objects.group.make_quorum = _OneCopy
     return objects
 
 
 def open_run(objects: StripedObjects) -> RunStore:
-    return RunStore("ignored", objects=objects, retry=RetryPolicy(attempts=2, first_delay_s=0.01))
+    remote = any(isinstance(store, RetryingObjects) for store in objects.group.stores)
+    retry = RetryPolicy(attempts=6 if remote else 2, first_delay_s=0.01, max_delay_s=2.0)
+    return RunStore("ignored", objects=objects, retry=retry)
 
 
 def _take(manifest: Manifest, blobs: list[bytes]) -> list[bytes]:
@@ -106,7 +131,9 @@ def _take(manifest: Manifest, blobs: list[bytes]) -> list[bytes]:
 
 def _write(config: WriterConfig) -> None:
     warnings.simplefilter("ignore")
-    run = open_run(open_objects(config.root, config.stores, config.parity, config.how))
+    run = open_run(
+        open_objects(config.root, config.stores, config.parity, config.how, config.places),
+    )
     found = run.newest_sound(_take) if config.resume else None
     parent = found[0] if found else None
     writer = run.writer()

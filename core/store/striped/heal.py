@@ -4,8 +4,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from shrinkpoint.errors import CorruptionError, FormatError, RunMismatchError, StoreError
-from shrinkpoint.store.manifest import MAX_MANIFEST_BYTES, unseal
-from shrinkpoint.store.objects import MissingKeyError, ObjectInfo
+from shrinkpoint.store.keys import seq_of_commit
+from shrinkpoint.store.manifest import MAX_MANIFEST_BYTES, Manifest, unseal
+from shrinkpoint.store.objects import MissingKeyError
 from shrinkpoint.store.striped.blobs import layouts_of
 from shrinkpoint.store.striped.group import Group
 from shrinkpoint.store.striped.members import JOINING_KEY, MEMBER_KEY, Member, holds_a_run, read_member
@@ -37,6 +38,8 @@ class Healed:
         repaired: Shards and records that were damaged.
         lost: Containers of which too few shards are sound, and why.
         orphans: The same of containers that no checkpoint needs, as killed saves leave behind.
+        outdated: Steps of checkpoints that were removed while a store was away that still holds their records; the next
+            collection removes these again.
     """
 
     joined: tuple[int, ...]
@@ -45,6 +48,7 @@ class Healed:
     repaired: int
     lost: dict[str, str]
     orphans: int
+    outdated: tuple[int, ...] = ()
 
 
 def heal(
@@ -75,6 +79,8 @@ class _Healing:
         self._progress = progress
         self._records = self._shards = self._repaired = self._orphans = 0
         self._lost: dict[str, str] = {}
+        self._outdated: dict[str, int] = {}
+        self._acknowledged: set[str] = set()
 
     def run(self) -> Healed:
         group = self._group
@@ -88,7 +94,7 @@ class _Healing:
         of = len(records) + len(layouts)
         for done, key in enumerate(records):
             self._progress(done, of, key)
-            self._heal_record(key, listed)
+            self._heal_record(key, layouts, len(joining))
         for done, key in enumerate(sorted(layouts), len(records)):
             self._progress(done, of, key)
             self._heal_blob(key, layouts[key])
@@ -106,6 +112,7 @@ class _Healing:
             repaired=self._repaired,
             lost=self._lost,
             orphans=self._orphans,
+            outdated=tuple(sorted(set(self._outdated.values()))),
         )
 
     def _join(self, member: Member) -> list[int]:
@@ -131,7 +138,7 @@ class _Healing:
             joining.append(store)
         return joining
 
-    def _heal_record(self, key: str, listed: dict[int, list[ObjectInfo]]) -> None:
+    def _heal_record(self, key: str, layouts: dict[str, Layout], joining: int) -> None:
         group = self._group
         copies: dict[int, bytes | None] = {}
         for store in group.everyone:
@@ -145,12 +152,34 @@ class _Healing:
         if not sound:
             return  # gone since, or damaged in every copy, which a reader is told of
         best = max(sound, key=lambda data: (sound.count(data), data))
+        if self._is_outdated(key, best, sound.count(best) + joining, layouts):
+            return  # nobody acknowledges it any more: more copies would bring it back
         for store in group.everyone:
             if store not in copies:
                 self._records += group.stores[store].put_if_absent(key, best)
             elif (mine := copies[store]) is None or not _is_sealed(mine):
                 group.stores[store].put(key, best)
                 self._repaired += 1
+
+    def _is_outdated(self, key: str, data: bytes, copies: int, layouts: dict[str, Layout]) -> bool:
+        """Whether a manifest's containers are gone of which there may be fewer copies than it takes to commit one."""
+        if seq_of_commit(key) is None:
+            return False
+        try:
+            manifest = Manifest.from_bytes(data, key)
+        except FormatError:
+            return False
+        keys = [ref.key for ref in manifest.chain]
+        gone = [
+            blob
+            for blob in keys
+            if not any(len(places) >= cut.k for cut, places in layouts.get(blob, {}).items())
+        ]
+        if copies < self._group.quorum.write and gone:
+            self._outdated.update(dict.fromkeys(gone, manifest.step))
+            return True
+        self._acknowledged.update(keys)
+        return False
 
     def _heal_blob(self, key: str, layout: Layout) -> None:
         group = self._group
@@ -198,7 +227,7 @@ class _Healing:
                         self._group.stores[store].put(str(name), files[name.place])
                         self._repaired += 1
                 return
-        if key in self._needed:
+        if key in self._needed and (key in self._acknowledged or key not in self._outdated):
             self._lost[key] = "too few shards are left"
         else:
             self._orphans += 1

@@ -21,8 +21,7 @@ MAX_PARITY = 2
 """Parity shards that can be computed; more spare shards than that are mirrors."""
 
 _POLYNOMIAL = 0x11D
-_WORD = 8
-_CHUNK = 1 << 19
+_CHUNK = 1 << 18
 """Bytes that Q is computed of at a time: with its scratch space they stay in the second cache, and Python's share is small."""
 
 
@@ -49,41 +48,31 @@ def p_of(shards: Sequence[Shard]) -> Shard:
 
 
 def q_of(shards: Sequence[Shard]) -> Shard:
-    """The sum of g^i times shard i, by Horner's rule on 8 bytes at once: multiply by g, add the next, last shard first."""
+    """The sum of g^i times shard i, by Horner's rule: multiply by g, add the next, last shard first."""
     size = len(shards[0])
     result = np.empty(size, np.uint8)
-    words = [np.ascontiguousarray(shard).view(np.uint64) for shard in shards]
-    out = result.view(np.uint64)
-    step = _CHUNK // _WORD
-    carry, low = np.empty(step, np.uint64), np.empty(step, np.uint64)
-    for start in range(0, size // _WORD, step):
-        total = out[start : start + step]
-        overflow, shifted = carry[: len(total)], low[: len(total)]
-        total[...] = words[-1][start : start + step]
-        for word in words[-2::-1]:
-            _times_g(total, overflow, shifted)
-            np.bitwise_xor(total, word[start : start + step], out=total)
+    scratch = np.empty(min(size, _CHUNK), np.bool_)
+    for start in range(0, size, _CHUNK):
+        total = result[start : start + _CHUNK]
+        overflow = scratch[: len(total)]
+        total[...] = shards[-1][start : start + _CHUNK]
+        for shard in shards[-2::-1]:
+            _times_g(total, overflow)
+            np.bitwise_xor(total, shard[start : start + _CHUNK], out=total)
     return result
 
 
-_HIGH = np.uint64(0x8080808080808080)
-_REDUCE = np.uint64(0x1D1D1D1D1D1D1D1D)
-_ONE, _SEVEN = np.uint64(1), np.uint64(7)
+_REDUCE = np.uint8(_POLYNOMIAL & 0xFF)
+_ZERO = np.int8(0)
 
 
-def _times_g(
-    words: npt.NDArray[np.uint64], overflow: npt.NDArray[np.uint64], scratch: npt.NDArray[np.uint64]
-) -> None:
-    """Each byte of `words` times g, in place: shifted left, and reduced by the polynomial where its highest bit was set."""
-    np.bitwise_and(words, _HIGH, out=overflow)
-    np.bitwise_xor(words, overflow, out=words)
-    np.left_shift(words, _ONE, out=words)
-    np.right_shift(overflow, _SEVEN, out=scratch)
-    np.subtract(
-        overflow, scratch, out=overflow
-    )  # 0x7f in every byte that overflowed: 0x80 - 1, without a borrow
-    np.bitwise_and(overflow, _REDUCE, out=overflow)
-    np.bitwise_xor(words, overflow, out=words)
+def _times_g(total: Shard, overflow: npt.NDArray[np.bool_]) -> None:
+    """Each byte times g, in place: doubled, and reduced by the polynomial where its highest bit was set."""
+    reduce = overflow.view(np.uint8)
+    np.less(total.view(np.int8), _ZERO, out=overflow)
+    np.multiply(reduce, _REDUCE, out=reduce)
+    np.add(total, total, out=total)
+    np.bitwise_xor(total, reduce, out=total)
 
 
 @lru_cache(maxsize=1)

@@ -226,3 +226,38 @@ def test_progress_ends_with_everything() -> None:
     healed(saved(), progress=lambda *what: told.append(what))
     assert told[-1][0] == told[-1][1]
     assert [done for done, _, _ in told] == list(range(len(told)))
+
+
+def test_what_was_removed_while_a_store_was_away_is_not_lost() -> None:
+    stores = saved()
+    writer = stores.run().writer()
+    for step in (4, 5):
+        writer.commit(BIG, step=step, kind="base", parent=None, state_digest="", meta={})
+    away = stores.each[2]
+    kept = dict(away.blobs)
+    objects = stores.objects()
+    writer = stores.run(objects).writer()
+    for _ in range(2):
+        for each in stores.each:
+            each.now += 10
+        writer.collect(keep=[4], grace_s=0)
+    away.blobs = kept
+    before = set(kept)
+    found = healed(stores)
+    assert found.lost == {}
+    assert 4 in found.outdated
+    assert 2 in found.outdated
+    # nor is it brought back: only the store that was away still lists it
+    assert [key for each in stores.each[:2] for key in each.blobs if key == "commits/0000000001.json"] == []
+    assert before <= set(away.blobs)
+    assert healed(stores).outdated == found.outdated
+
+
+def test_what_a_checkpoint_shares_with_a_removed_one_is_lost_all_the_same() -> None:
+    stores = saved()
+    first, delta = (stores.run().manifests()[i] for i in (2, 1))
+    for each in stores.each[:2]:
+        del each.blobs["commits/0000000000.json"]  # removed while the third was away
+        for key in [key for key in each.blobs if key.startswith(first.chain[0].key)]:
+            del each.blobs[key]
+    assert list(healed(stores).lost) == [delta.chain[0].key]

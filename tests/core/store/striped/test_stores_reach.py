@@ -15,12 +15,13 @@ from typer.testing import CliRunner
 
 from shrinkpoint import Checkpointer
 from shrinkpoint.cli.app import app
-from shrinkpoint.errors import ConfigError, RunMismatchError, ShrinkpointWarning
+from shrinkpoint.errors import ConfigError, NoCheckpointError, RunMismatchError, ShrinkpointWarning
+from shrinkpoint.loading import load, load_weights
 from shrinkpoint.saver import Saver
 from shrinkpoint.saving.address import Address
 from shrinkpoint.store.connect import open_objects, shared_fate
 from shrinkpoint.store.run import RunStore
-from shrinkpoint.store.urls import split_urls, url_text
+from shrinkpoint.store.urls import parse_url, split_urls, url_text
 
 runner = CliRunner()
 
@@ -57,6 +58,69 @@ def test_text_and_list(text: str, urls: list[str]) -> None:
     assert split_urls(text) == urls
     assert split_urls(url_text(urls)) == urls
     assert split_urls(urls) == urls
+
+
+@pytest.mark.parametrize(
+    "urls", [["runs/a", "runs/b"], ["a", "b/", "s3://c/d/"], [Path("x/y"), Path("/z")], ["~/a", "../b"]]
+)
+def test_a_list_as_text_names_the_same_places(urls: list[Any]) -> None:
+    there = [parse_url(one) for one in split_urls(url_text(urls))]
+    assert there == [parse_url(one) for one in urls]
+    address = Address.parse(f"{url_text(urls)}#step=7")
+    assert address is not None
+    assert address.url == url_text(urls)
+    assert Address.parse(f"{' , '.join(split_urls(url_text(urls)))}#step=7".replace(" ,", ",")) == address
+
+
+@pytest.mark.parametrize("how", ["text", "text and parity", "list"])
+def test_a_comma_never_silently_means_parity(tmp_path: Path, how: str) -> None:
+    urls = [str(tmp_path / name) for name in "abc"]
+    url: Any = urls if how == "list" else ",".join(urls)
+    parity = 1 if how == "text and parity" else None
+    for _ in range(2):  # it is told where the run begins, and not again
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always", ShrinkpointWarning)
+            saver = Saver(url, parity=parity)
+            saver.check()
+            saver.close()
+        assert any("parity=1, for none was given" in str(w.message) for w in told) == (how == "text")
+        how = "again"
+
+
+def test_reports_hold_the_parity(tmp_path: Path) -> None:
+    saver = Saver([str(tmp_path / name) for name in "abcde"], parity=2)
+    saver.save({"x": torch.ones(3)}, step=1, wait=True)
+    saver.close()
+    assert [(report.parity, report.redundancy) for report in saver.reports()] == [(2, 2)]
+
+
+def test_commands_take_options_of_each_store(urls: list[str]) -> None:
+    text = ",".join(urls)
+    for options in ("[null, null, null]", "{}"):
+        assert run_json("ls", text, "--storage-options", options)["checkpoints"]
+    assert "2 entries for 3 URLs" in run("ls", text, "--storage-options", "[null, {}]", code=2).stderr
+    assert "list of JSON objects" in run("ls", text, "--storage-options", "[1]", code=2).stderr
+    assert "-o is for all" in run("ls", text, "--storage-options", "[null]", "-o", "a=b", code=2).stderr
+    assert "JSON object" in run("ls", urls[0], "--storage-options", "[null]", code=2).stderr
+
+
+def test_more_commands_on_one_and_on_several(urls: list[str], tmp_path: Path) -> None:
+    text = ",".join(urls)
+    shutil.rmtree(urls[1])
+    found = run_json("diff", f"{text}#step=20", f"{text}#newest")
+    assert {"name": "global_step", "a": 20, "b": 50} in found["data"]
+    run("export", f"{text}#step=40", str(tmp_path / "model.safetensors"))
+    run("advise", text, "--mtbf", "2h")
+    wanted = Saver(urls).restore(40, adopt=False)
+    assert wanted is not None
+    loaded = load([*urls[:2], f"{urls[2]}#step=40"])
+    assert loaded["global_step"] == 40
+    assert load(text)["global_step"] == 50
+    assert set(load_weights([Path(url) for url in urls], storage_options=[None] * 3)) == set(
+        load_weights(f"{text}#newest")
+    )
+    with pytest.raises(NoCheckpointError, match="no run"):
+        load([str(tmp_path / "x"), str(tmp_path / "y")])
 
 
 def test_an_address_of_several() -> None:

@@ -1,0 +1,218 @@
+"""Copies of the newest checkpoints in a folder on this node, for fast restarts: read where their digests are right, never needed."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from shrinkpoint.errors import ConfigError, CorruptionError, FormatError, RunMismatchError, ShrinkpointError
+from shrinkpoint.store.catalog import read_checked
+from shrinkpoint.store.connect import check_outside
+from shrinkpoint.store.keys import FORMAT_KEY, commit_key, is_own_key, seq_of_commit
+from shrinkpoint.store.local import LocalObjects
+from shrinkpoint.store.manifest import FORMAT, MAX_MANIFEST_BYTES, BlobRef, Manifest, seal
+from shrinkpoint.store.objects import MissingKeyError, ObjectStore
+from shrinkpoint.store.retry import RetryingObjects
+from shrinkpoint.store.urls import RunUrl, parse_url
+from shrinkpoint.warn import warn
+
+__all__ = ["NEAR_KEY", "NearCopies", "is_near"]
+
+NEAR_KEY = "near.json"
+"""Says that a folder holds copies, which their writer deletes as he likes, and of which run."""
+
+_MAGIC = "shrinkpoint-near"
+_LOOK_AT = 1000
+_OLD_S = 3600.0
+
+
+class NearCopies:
+    """A folder in the form of a run, with whole copies of the newest checkpoints and the chains that they need.
+
+    A copy is made when its checkpoint is committed at the run's URL, and is not acknowledged. All trouble with the folder is
+    a warning. Making one does no I/O.
+
+    Args:
+        folder: An absolute path.
+        keep: How many checkpoints it holds at most.
+    """
+
+    def __init__(self, folder: str, keep: int) -> None:
+        self._objects = LocalObjects(folder)
+        self._keep = keep
+        self._mark: bytes | None = None
+        self._format: dict[str, Any] = {}
+        self._off = False
+        self._known: dict[str, Manifest] = {}
+        self._warned: set[str] = set()
+
+    @classmethod
+    def beside(cls, url: RunUrl, near: str | os.PathLike[str] | None, keep: int) -> "NearCopies | None":
+        """The folder `near` of a run at `url`; None where there is none.
+
+        Raises:
+            ConfigError: It is no folder, or the run, or a store of it, is in it or around it.
+        """
+        if near is None:
+            return None
+        location = parse_url(near)
+        if location.kind != "local":
+            raise ConfigError(
+                f"near={location.display!r} must be a folder on this node, such as /local/nvme/run-7 or /dev/shm/run-7"
+            )
+        check_outside(url, location)
+        return cls(location.path, keep)
+
+    @property
+    def display(self) -> str:
+        """The folder."""
+        return self._objects.display
+
+    def open(self, record: dict[str, Any]) -> None:
+        """Begin to copy to the folder, which is made if need be.
+
+        Args:
+            record: The run's `format.json`.
+
+        Raises:
+            RunMismatchError: It holds something else, which must not be deleted.
+        """
+        self._format = record
+        self._mark = _mark_of(record.get("run"))
+        self._off = False
+        try:
+            self._claim(self._mark)
+        except RunMismatchError:
+            raise
+        except ShrinkpointError as error:
+            self._trouble(f"near={self.display} cannot be used: {error}")
+
+    def _claim(self, mark: bytes) -> None:
+        there = _read(self._objects, NEAR_KEY)
+        if there is None:
+            keys = [info.key for info in self._objects.list("", limit=_LOOK_AT)]
+            if keys:
+                own = is_own_key(keys[0])
+                raise RunMismatchError(
+                    f"near={self.display} holds {'a run of its own' if own else 'something else'} ({keys[0]!r} for one), and"
+                    " copies there are deleted again: give an empty folder"
+                )
+            self._objects.put_if_absent(NEAR_KEY, mark)
+        elif there != mark:
+            raise RunMismatchError(
+                f"near={self.display} holds copies of another run: give each run a folder of its own, or delete this one"
+            )
+        self._objects.put_if_absent(FORMAT_KEY, seal(self._format))
+        self._objects.sweep(self._objects.server_time() - _OLD_S)
+
+    def keep(self, manifest: Manifest, container: bytes, fetch: Callable[[BlobRef], bytes]) -> None:
+        """Copy a committed checkpoint, in the place of the oldest of `keep`; nothing is raised.
+
+        Args:
+            manifest: It.
+            container: Its own container.
+            fetch: Gives those of its chain that the folder does not have.
+        """
+        if self._mark is None or self._off:
+            return
+        try:
+            if _read(self._objects, NEAR_KEY) != self._mark:
+                # To make it again could fill the disk on which something was mounted.
+                self._off = True
+                self._trouble(
+                    f"near={self.display} is no longer what it was (not mounted, or cleared): no copies are made there until"
+                    " the next start"
+                )
+                return
+            self._thin(manifest)
+            sizes = {info.key: info.size for info in self._objects.list("data/")}
+            for ref in manifest.chain:
+                if sizes.get(ref.key) != ref.size:
+                    self._objects.put(ref.key, container if ref == manifest.chain[-1] else fetch(ref))
+            self._objects.put(commit_key(manifest.seq, manifest.chain[-1].key), manifest.to_bytes())
+            self._warned.clear()
+        except ShrinkpointError as error:
+            self._trouble(f"no copy could be made in near={self.display}: {error} (step {manifest.step})")
+
+    def _thin(self, coming: Manifest) -> None:
+        """Delete what will not be among the newest, before anything is written: the folder may be small."""
+        listed = self._listed()
+        others = sorted(
+            (manifest for manifest in listed.values() if manifest is not None and manifest != coming),
+            key=lambda manifest: manifest.position,
+            reverse=True,
+        )
+        kept = [*others[: self._keep - 1], coming]
+        needed = {ref.key for manifest in kept for ref in manifest.chain}
+        self._objects.delete([key for key, manifest in listed.items() if manifest not in kept])
+        self._objects.delete(
+            [
+                info.key
+                for info in self._objects.list("data/")
+                if info.key not in needed and is_own_key(info.key)
+            ]
+        )
+
+    def _listed(self) -> dict[str, Manifest | None]:
+        """By key; None for what is damaged."""
+        found: dict[str, Manifest | None] = {}
+        for info in self._objects.list("commits/"):
+            if seq_of_commit(info.key) is None:
+                continue
+            if info.key not in self._known:
+                try:
+                    self._known[info.key] = read_checked(self._objects, info.key, Manifest.from_bytes)
+                except (MissingKeyError, FormatError):
+                    found[info.key] = None
+                    continue
+            found[info.key] = self._known[info.key]
+        return found
+
+    def manifests(self, run_id: str) -> list[Manifest]:
+        """What there are copies of, newest first; none where the folder is another run's, or cannot be read."""
+        try:
+            if _read(self._objects, NEAR_KEY) != _mark_of(run_id):
+                return []
+            found = [manifest for manifest in self._listed().values() if manifest is not None]
+        except ShrinkpointError as error:
+            self._trouble(f"near={self.display} cannot be read: {error}")
+            return []
+        return sorted(found, key=lambda manifest: manifest.position, reverse=True)
+
+    def read(self, ref: BlobRef) -> bytes | None:
+        """A container, if there is a copy whose length and SHA-256 are those of the manifest."""
+        try:
+            data = self._objects.get(ref.key, max_size=ref.size)
+            ref.verify(data, self._objects.show(ref.key))
+            return data
+        except MissingKeyError:
+            return None
+        except ShrinkpointError as error:
+            self._trouble(f"{error}. It is a copy: the one at the run's URL is read instead")
+            return None
+
+    def _trouble(self, message: str) -> None:
+        """Told once, until a copy succeeds again."""
+        topic = message.partition(":")[0]
+        if topic not in self._warned:
+            self._warned.add(topic)
+            warn(message, stacklevel=4)
+
+
+def is_near(objects: ObjectStore) -> bool:
+    """Whether a folder is one of copies."""
+    while isinstance(objects, RetryingObjects):
+        objects = objects.inner
+    return isinstance(objects, LocalObjects) and _read(objects, NEAR_KEY) is not None
+
+
+def _mark_of(run_id: object) -> bytes:
+    return seal({"type": _MAGIC, "format": FORMAT, "run": run_id})
+
+
+def _read(objects: ObjectStore, key: str) -> bytes | None:
+    try:
+        return objects.get(key, max_size=MAX_MANIFEST_BYTES)
+    except MissingKeyError:
+        return None
+    except CorruptionError:
+        return b""

@@ -1,0 +1,202 @@
+"""What several stores cost and bring: commit latency, parity, and saves and restores where bandwidth is the limit.
+
+    OMP_NUM_THREADS=1 python examples/benchmarks/stores.py [--folder DISK] [--rounds 40]
+
+Everything is measured in one run and told as ratios. The bandwidth table puts each store behind a link of ``--rate`` bytes a
+second (a wrapper that sleeps as long as the bytes would take); its states are the demo's GPT with AdamW, ``--every`` steps
+apart, coded by ``scheme="lossless"`` as a difference. Times of saves and restores are those of the stores alone: encoding
+happens before and is told beside.
+"""
+
+import argparse
+import io
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from shrinkpoint.errors import ShrinkpointWarning
+from shrinkpoint.store.local import LocalObjects
+from shrinkpoint.store.objects import ObjectStore
+from shrinkpoint.store.run import RunStore
+from shrinkpoint.store.striped import StripedObjects
+from shrinkpoint.store.striped.parity import p_of, q_of
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+
+class Slow:
+    """A store behind a link of so many bytes a second."""
+
+    def __init__(self, inner: ObjectStore, rate: float) -> None:
+        self._inner, self._rate = inner, rate
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def put(self, key: str, data: bytes) -> None:
+        time.sleep(len(data) / self._rate)
+        self._inner.put(key, data)
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        time.sleep(len(data) / self._rate)
+        return self._inner.put_if_absent(key, data)
+
+    def get(self, key: str, start: int | None = None, end: int | None = None, *, max_size: int) -> bytes:
+        data = self._inner.get(key, start, end, max_size=max_size)
+        time.sleep(len(data) / self._rate)
+        return data
+
+
+def latency(folder: Path, rounds: int) -> Iterator[str]:
+    """Commits on three folders beside one, in turns: medians, and the fastest, which other processes disturb least."""
+    yield "| container | one folder | three, `parity=1` | ratio | fastest | fastest of three | ratio |"
+    yield "|---|---:|---:|---:|---:|---:|---:|"
+    for number, size in enumerate((4_000, 400_000, 4_000_000)):
+        data = np.random.default_rng(0).integers(0, 256, size, np.uint8).tobytes()
+        base = folder / f"latency{number}"
+        writers = (
+            RunStore(str(base / "one")).writer(),
+            RunStore([str(base / name) for name in "abc"], parity=1).writer(),
+        )
+        times: tuple[list[float], list[float]] = [], []
+        for step in range(rounds):
+            for writer, taken in zip(writers, times, strict=True):
+                began = time.perf_counter()
+                writer.commit(data, step=step, kind="base", parent=None, state_digest="", meta={})
+                taken.append(time.perf_counter() - began)
+        cells = [f"{size // 1000:,} kB"]
+        for measure in (statistics.median, min):
+            one, three = (measure(taken) * 1e3 for taken in times)
+            cells += [f"{one:.1f} ms", f"{three:.1f} ms", f"{three / one:.2f}"]
+        yield f"| {' | '.join(cells)} |"
+
+
+def parity() -> Iterator[str]:
+    """Of 48 MiB, by CPU time of one thread; the best of some rounds."""
+    yield "| | GB/s of data |"
+    yield "|---|---:|"
+    for k in (2, 4):
+        shards = [np.random.default_rng(i).integers(0, 256, 48 * 2**20 // k, np.uint8) for i in range(k)]
+        for name, work in (("P (XOR)", p_of), ("Q", q_of)):
+            best = min(_cpu(lambda work=work, shards=shards: work(shards)) for _ in range(9))
+            yield f"| {name}, {k} data shards | {48 * 2**20 / best / 1e9:.1f} |"
+
+
+def _cpu(work: Callable[[], object]) -> float:
+    began = time.thread_time()
+    work()
+    return time.thread_time() - began
+
+
+def containers(every: int, steps: int) -> tuple[bytes, bytes, bytes, float]:
+    """A state as ``torch.save`` writes it, as a lossless delta, as a delta of the default scheme, and the seconds of the second."""
+    from gpt import GPT, GPTConfig, build_optimizer, load_corpus, train_loader
+
+    import shrinkpoint
+
+    config = GPTConfig(steps=steps)
+    torch.manual_seed(0)
+    model = GPT(config)
+    optimizer, schedule = build_optimizer(model, config)
+    made: dict[str, bytes] = {}
+    with tempfile.TemporaryDirectory() as root:
+        savers = {
+            scheme: shrinkpoint.Checkpointer(
+                f"{root}/{scheme}", model, optimizer, scheme=scheme, busy="wait", threads=1
+            )
+            for scheme in ("lossless", "auto")
+        }
+        for step, batch in enumerate(train_loader(load_corpus()[0], config), 1):
+            loss = model.loss(batch)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            if step in (steps - every, steps):
+                for saver in savers.values():
+                    saver.save(step, wait=True)
+            if step == steps:
+                break
+        for scheme, saver in savers.items():
+            saver.close()
+            store = saver.saver.store
+            newest = store.manifests()[0]
+            made[scheme] = store.fetch_blob(newest.chain[-1], newest)
+        seconds = savers["lossless"].reports()[-1].encode_s
+    raw = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, raw)
+    return raw.getvalue(), made["lossless"], made["auto"], seconds
+
+
+def bandwidth(folder: Path, rate: float, every: int, steps: int) -> Iterator[str]:
+    """Seconds to put a container and to get it back, by technique and number of shards."""
+    raw, lossless, auto, seconds = containers(every, steps)
+    yield (
+        f"torch.save {len(raw) / 1e6:.2f} MB; lossless delta {len(lossless) / 1e6:.2f} MB, {seconds:.2f} s to encode; default"
+        f" scheme's delta {len(auto) / 1e6:.2f} MB; {rate / 1e6:.0f} MB/s for each store\n"
+    )
+    yield "| | save | less | restore | less |"
+    yield "|---|---:|---:|---:|---:|"
+    base: tuple[float, float] | None = None
+    rows = [("torch.save's bytes, one store", raw, 1), ("default scheme, one store", auto, 1)]
+    rows += [("lossless delta, one store", lossless, 1)]
+    rows += [(f"torch.save's bytes, {n - 1}+1", raw, n) for n in (3, 4, 5)]
+    rows += [(f"lossless delta, {n - 1}+1", lossless, n) for n in (3, 4, 5)]
+    for number, (name, data, stores) in enumerate(rows):
+        times = [_once(folder / f"{number}-{again}", data, stores, rate) for again in range(3)]
+        save, load = (min(column) for column in zip(*times, strict=True))
+        base = base or (save, load)
+        less = f"{1 - save / base[0]:.1%}", f"{1 - load / base[1]:.1%}"
+        yield f"| {name} | {save:.2f} s | {less[0]} | {load:.2f} s | {less[1]} |"
+
+
+def _once(folder: Path, data: bytes, stores: int, rate: float) -> tuple[float, float]:
+    slow = [Slow(LocalObjects(str(folder / str(i))), rate) for i in range(stores)]
+    objects: Any = slow[0] if stores == 1 else StripedObjects(slow, parity=1)
+    store = RunStore("ignored", objects=objects)
+    writer = store.writer()
+    began = time.perf_counter()
+    manifest = writer.commit(data, step=1, kind="base", parent=None, state_digest="", meta={})
+    saved = time.perf_counter() - began
+    fresh = RunStore("ignored", objects=slow[0] if stores == 1 else StripedObjects(slow, parity=1))
+    began = time.perf_counter()
+    assert fresh.fetch(manifest) == [data]
+    return saved, time.perf_counter() - began
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--folder", type=Path, help="where to write; default: the system's temporary folder")
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--only", choices=("latency", "parity", "bandwidth"), help="one of the tables")
+    parser.add_argument("--rate", type=float, default=20e6, help="bytes a second of each store")
+    parser.add_argument("--every", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=48)
+    options = parser.parse_args()
+    warnings.simplefilter("ignore", ShrinkpointWarning)
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(dir=options.folder) as root:
+        folder = Path(root)
+        parts = {
+            "latency": latency(folder, options.rounds),
+            "parity": parity(),
+            "bandwidth": bandwidth(folder, options.rate, options.every, options.steps),
+        }
+        for name, part in parts.items():
+            for line in part if options.only in (None, name) else ():
+                print(line, flush=True)
+            print()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Train with checkpoints in three stores, lose one of them in the middle, get killed, start again, and heal.
+
+    python examples/stores.py                        # three folders in stores-run/; takes one of them away itself
+    python examples/stores.py --train URL URL URL    # your own stores: train alone, and start it again whenever you like
+
+Any store may go away at any moment: training goes on, and the same command continues from the newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from gpt import GPT, GPTConfig, build_optimizer, load_corpus, loss_on, val_batches
+from torch import nn
+
+import shrinkpoint
+
+TINY = GPTConfig(width=64, layers=2, heads=2, block=64, warmup=10, steps=60)
+EVERY = 10
+LOSE_AT, KILL_AT = 15, 37
+
+
+def train(urls: list[str]) -> None:
+    """The training script: nothing in it knows whether it is the first start, or which stores are there."""
+    torch.manual_seed(1)
+    train_text, val_text = load_corpus()
+    held_out = val_batches(val_text, TINY)
+    model = GPT(TINY)
+    optimizer, schedule = build_optimizer(model, TINY)
+
+    checkpointer = shrinkpoint.Checkpointer(
+        urls, model, optimizer, schedule=schedule, every=EVERY, busy="wait",
+        evaluate=lambda: loss_on(model, held_out), parity=1,
+    )  # fmt: skip
+    start, told = checkpointer.resume(), 0
+    print("start", start, flush=True)
+    for step in range(start, TINY.steps):
+        begin = torch.randint(len(train_text) - TINY.block - 1, (TINY.batch, 1))
+        loss = model.loss(train_text[begin + torch.arange(TINY.block + 1)].long())
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        checkpointer.step(step + 1)
+        print("step", step + 1, flush=True)
+        for report in checkpointer.reports()[told:]:
+            told += 1
+            print(f"saved step {report.step}; stores that may be lost now: {report.redundancy}", flush=True)
+    checkpointer.close()
+    print(f"done; validation loss {loss_on(model, held_out):.4f}", flush=True)
+
+
+def act_out(folder: Path) -> None:
+    """Three folders stand for three buckets; this takes one away, kills the training, starts it again, and heals."""
+    shutil.rmtree(folder, ignore_errors=True)
+    urls = [str(folder / name) for name in ("bucket-a", "bucket-b", "disk-c")]
+    command = [sys.executable, __file__, "--train", *urls]
+
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                print("  ", line, end="", flush=True)
+                if line == f"step {LOSE_AT}\n":
+                    print(f"--- {urls[1]} is lost, with everything in it", flush=True)
+                    shutil.rmtree(urls[1], ignore_errors=True)  # a save may be writing to it
+                if line == f"step {KILL_AT}\n":
+                    print("--- kill -9", flush=True)
+                    process.kill()
+        except BaseException:
+            process.kill()  # Ctrl-C here must not leave the training running
+            raise
+    if process.returncode not in (0, -signal.SIGKILL):
+        raise SystemExit(f"training ended with code {process.returncode}; its messages are above")
+    print("--- the same command again", flush=True)
+    subprocess.run(command, check=True)
+
+    shown = " ".join(urls)
+    for words in ("stores", "heal", "stores"):
+        print(f"--- shrinkpoint {words} {shown}", flush=True)
+        subprocess.run([Path(sys.executable).with_name("shrinkpoint"), words, *urls], check=False)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("urls", nargs="*", metavar="URL")
+    parser.add_argument("--train", action="store_true", help="train with these stores, and nothing else")
+    parser.add_argument("--folder", type=Path, default=Path("stores-run"))
+    options = parser.parse_args()
+    if options.train:
+        train(options.urls)
+    else:
+        act_out(options.folder.absolute())
+
+
+if __name__ == "__main__":
+    main()

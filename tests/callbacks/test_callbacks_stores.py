@@ -1,0 +1,160 @@
+"""The callbacks on several stores: an interrupted run continues bit by bit, as on one, while a store is gone."""
+
+import shutil
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.lightning_models import Crash, Tiny, assert_continues, assert_same, fit
+
+import shrinkpoint
+from shrinkpoint.callbacks.lightning import CompressedCheckpoint, load_from_checkpoint
+from shrinkpoint.errors import ConfigError, NoCheckpointError, ShrinkpointWarning
+from shrinkpoint.store.run import RunStore
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
+)
+
+SAVING: dict[str, Any] = {"scheme": "lossless", "busy": "wait"}
+
+
+@pytest.fixture(autouse=True)
+def _one_device() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ShrinkpointWarning)
+        yield
+
+
+@pytest.fixture(params=["one", "three", "two and a tier"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
+    """What a callback is given of where to save."""
+    if request.param == "one":
+        return {"url": str(tmp_path / "a")}
+    if request.param == "three":
+        return {"url": [str(tmp_path / name) for name in "abc"], "parity": 1}
+    return {"url": [str(tmp_path / name) for name in "ab"], "parity": 0, "near": str(tmp_path / "near")}
+
+
+def lose_one(place: dict[str, Any]) -> None:
+    if place.get("parity"):
+        shutil.rmtree(place["url"][1])
+
+
+def text(place: dict[str, Any]) -> str:
+    url = place["url"]
+    return ",".join(url) if isinstance(url, list) else str(url)
+
+
+def stored(place: dict[str, Any]) -> list[int]:
+    return [manifest.step for manifest in RunStore(place["url"]).manifests()]
+
+
+def test_lightning(place: dict[str, Any], tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    saving = {**SAVING, **place, "every_n_train_steps": 5, "save_top_k": -1}
+    whole = fit(seed=1)
+    first = CompressedCheckpoint(**saving)
+    fit(first, Crash(13), seed=1)
+    assert stored(place) == [10, 5]
+    lose_one(place)
+    again = CompressedCheckpoint(**saving)
+    part = fit(again, seed=9)
+    assert part.trace[0][2] == 10
+    assert_continues(whole, part)
+    assert stored(place)[-2:] == [10, 5]
+    # one checkpoint, wherever Lightning takes a path
+    explicit = fit(CompressedCheckpoint(**saving, resume="never"), ckpt_path=f"{text(place)}#step=5", seed=9)
+    assert explicit.trace[0][2] == 5
+    # and for use
+    address = f"{text(place)}#step=10"
+    module = load_from_checkpoint(Tiny, address)
+    weights = shrinkpoint.load_weights(address)
+    assert_same(dict(module.state_dict()), weights)
+    assert_same(shrinkpoint.load(address)["state_dict"], weights)
+    if isinstance(place["url"], list):
+        *others, last = place["url"]
+        assert_same(shrinkpoint.load_weights([*others, f"{last}#step=10"]), weights)
+        assert shrinkpoint.load(place["url"])["global_step"] == explicit.trainer.global_step
+
+
+def test_composer(place: dict[str, Any]) -> None:
+    pytest.importorskip("composer")
+    from support import composer_models
+
+    from shrinkpoint.callbacks.composer import CompressedCheckpoint as ForComposer
+
+    torch.set_num_threads(1)
+    setup = composer_models.Setup()
+    whole = composer_models.fit(setup=setup)
+    saving = {**SAVING, **place, "save_interval": "5ba"}
+    first = composer_models.fit(ForComposer(**saving), composer_models.Crash(13), setup=setup, seed=1)
+    assert not first.finished
+    lose_one(place)
+    rest = composer_models.fit(ForComposer(**saving), setup=setup, seed=9)
+    assert rest.trace[0][2] == 10
+    composer_models.assert_continues(whole, rest)
+
+
+def test_transformers(place: dict[str, Any], tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from support import transformers_models
+
+    from shrinkpoint.callbacks.transformers import CompressedCheckpoint as ForTransformers
+
+    setup, output = transformers_models.Setup(), str(tmp_path / "out")
+    whole = transformers_models.train(setup, output)
+    saving = {**SAVING, **place}
+    transformers_models.train(setup, output, ForTransformers(**saving), crash=10)
+    lose_one(place)
+    rest = transformers_models.train(setup, output, ForTransformers(**saving), seed=9)
+    assert rest.steps[0][0] == 9
+    transformers_models.assert_continues(whole, rest)
+    callback = ForTransformers(**saving, resume="never", save_top_k=-1)
+    chosen = transformers_models.train(setup, output, callback, resume=f"{text(place)}#newest", seed=9)
+    assert not chosen.steps or chosen.steps[0][0] > 9
+
+
+def kinds() -> list[Any]:
+    from shrinkpoint.callbacks.composer import CompressedCheckpoint as ForComposer
+    from shrinkpoint.callbacks.transformers import CompressedCheckpoint as ForTransformers
+
+    return [CompressedCheckpoint, ForComposer, ForTransformers]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"url": "/a", "parity": 1}, "parity=1 with one URL"),
+        ({"url": ["/a"], "parity": 1}, "parity=1 with one URL"),
+        ({"url": ["/a", "/b"], "parity": 3}, "parity=3"),
+        ({"url": ["/a", "/b"], "parity": True}, "parity=True"),
+        ({"url": []}, "names no store"),
+        ({"url": 7}, "must be a string"),
+        ({"url": ["/a", "/b#step=1"]}, "without '#'"),
+        ({"url": "/a", "storage_options": [{}]}, "must be a dict"),
+        ({"url": ["/a", "/b"], "storage_options": "x"}, "must be a dict"),
+        ({"url": "/a", "near": 7}, "near must be a folder"),
+        ({"url": "/a", "near": "/b", "near_keep": 0}, "near_keep"),
+    ],
+)
+def test_what_cannot_work(options: dict[str, Any], message: str) -> None:
+    for kind in kinds():
+        with pytest.raises(ConfigError, match=message):
+            kind(**options)
+
+
+def test_the_best_of_several_is_addressed(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    urls = [str(tmp_path / name) for name in "abc"]
+    callback = CompressedCheckpoint(urls, every_n_epochs=1, monitor="val_loss", save_top_k=1, **SAVING)
+    fit(callback, seed=1, max_epochs=3)
+    assert callback.best_model_path.startswith(",".join(urls) + "#step=")
+    shutil.rmtree(urls[0])
+    again = CompressedCheckpoint(urls, every_n_epochs=1, monitor="val_loss", save_top_k=1, **SAVING)
+    fit(again, seed=1, max_epochs=4, ckpt_path="best")
+    with pytest.raises(NoCheckpointError, match="no checkpoint of step 3"):
+        shrinkpoint.load_weights(f"{','.join(urls)}#step=3")
