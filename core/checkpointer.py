@@ -4,40 +4,27 @@ import copy
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from itertools import chain
+from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.amp.grad_scaler import GradScaler
-from torch.optim.lr_scheduler import LRScheduler
 
 from shrinkpoint.config import SaverConfig
-from shrinkpoint.errors import ConfigError, StateMismatchError
-from shrinkpoint.quality.evaluation import Evaluate, Loss, ResumedSteps, losses_of
-from shrinkpoint.quality.resumed_steps import ResumedRun, UntilFailure, obstacle
-from shrinkpoint.quality.swap import swapped_tensors, swapped_weights
+from shrinkpoint.errors import ConfigError
+from shrinkpoint.loop.measuring import LoopMeasurements
+from shrinkpoint.loop.objects import LoopObjects, Stateful
+from shrinkpoint.quality.evaluation import Loss
 from shrinkpoint.reports import Accepted, SaveReport
 from shrinkpoint.runtime.termination import Pace, TerminationRequest
 from shrinkpoint.saver import Saver
 from shrinkpoint.saving.resume import (
     ResumePolicy,
     check_policy,
-    overridden_rates,
-    require_optimizers,
-    require_same_model,
     resume_from,
 )
-from shrinkpoint.state.averages import averages_in, live_tensors, without_averages
-from shrinkpoint.state.rng import capture_rng, restore_rng
-from shrinkpoint.state.roles import describe_training
-from shrinkpoint.state.training import Describe, Role, TrainingState
-from shrinkpoint.state.tree import join_path
-from shrinkpoint.state.wrappers import unwrapped
 from shrinkpoint.steps.opening import log_of_training
 from shrinkpoint.steps.options import StepLog
 from shrinkpoint.store.connect import StorageOptions
@@ -48,33 +35,6 @@ from shrinkpoint.warn import brief, warn
 __all__ = ["Checkpointer", "Stateful"]
 
 _FORMAT = "torch-loop"
-
-
-class Stateful(Protocol):
-    """Anything with a state to save and restore: a scheduler, a sampler, a StatefulDataLoader, a scaler.
-
-    `Checkpointer` takes such objects by name, saves what `state_dict` gives, and returns it to `load_state_dict` on resuming.
-
-    Examples:
-        >>> class Curriculum:
-        ...     def __init__(self):
-        ...         self.level = 0
-        ...
-        ...     def state_dict(self):
-        ...         return {"level": self.level}
-        ...
-        ...     def load_state_dict(self, state_dict):
-        ...         self.level = state_dict["level"]
-        >>> checkpointer = shrinkpoint.Checkpointer("runs/8", model, optimizer, curriculum=Curriculum())
-    """
-
-    def state_dict(self) -> Any:
-        """The state: nested numbers, strings and tensors."""
-        ...
-
-    def load_state_dict(self, state_dict: Any) -> Any:
-        """Take the state back."""
-        ...
 
 
 class Checkpointer:
@@ -194,38 +154,23 @@ class Checkpointer:
                     f"{name}={brief(value)} is neither an option of Checkpointer nor an object with state_dict and"
                     f" load_state_dict; the options are: {', '.join(sorted(SaverConfig.names()))}"
                 )
-        if not isinstance(model, nn.Module):
-            raise ConfigError(f"model must be a torch.nn.Module, not {brief(model)}")
-        self._model = model
-        self._optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
-        for given in self._optimizers:
-            if not all(hasattr(given, name) for name in ("state_dict", "load_state_dict", "param_groups")):
-                raise ConfigError(
-                    f"optimizer must be a torch.optim.Optimizer, or a list of them, not {brief(given)}; [] for none"
-                )
-        self._inner = [unwrapped(given) for given in self._optimizers]
+        self._objects = LoopObjects(model, optimizer, stateful)
+        self._measurements = LoopMeasurements(self._objects, evaluate, train_loss, clip_grad_norm)
         self._every = every
-        self._loss = evaluate
-        self._train_loss = train_loss
-        self._clip_grad_norm = clip_grad_norm
-        self._until_failure = UntilFailure(warn)
         self._policy = resume
-        self._stateful: dict[str, Stateful] = stateful
         self._save_last = save_last and every is not None
         self._last_step: int | None = None
         self._last_metrics: Mapping[str, float] | None = None
         self._saved_step: int | None = None
-        self._parameters = list(model.parameters())
         self._versions = 0
         self._pace = Pace()
         self._termination = TerminationRequest(answered=self._pace.expected)
         weakref.finalize(self, self._termination.unwatch)
         self._began = False
-        self._warned_unmeasurable = False
         config = config or SaverConfig(**fields)
         self.step_log = log_of_training(
             model,
-            self._optimizers,
+            self._objects.optimizers,
             stateful,
             step_log=step_log,
             step_log_url=step_log_url,
@@ -273,7 +218,7 @@ class Checkpointer:
         if restored is None:
             self._begin(0)
             return self._replayed(0, None, wanted=step is None)
-        self._load(restored.state.to_object())
+        self._objects.load(restored.state.to_object(), self.saver.url)
         self._last_step = self._saved_step = restored.manifest.step
         self._began = True
         return self._replayed(restored.manifest.step, restored.manifest, wanted=step is None)
@@ -296,21 +241,21 @@ class Checkpointer:
             reached = self.step_log.recover(base, lambda: self._way_back(manifest))
         self.step_log.restart(reached)
         if reached > base:
-            self._last_step, self._versions = reached, self._counted()
+            self._last_step, self._versions = reached, self._objects.changes
             self._overdue = self._every is not None and reached // self._every > base // self._every
         return reached
 
     def _way_back(self, manifest: Manifest | None) -> Callable[[], None]:
         """A function that restores the present state: that of a checkpoint, or of a fresh start."""
-        fresh = copy.deepcopy(self._state(0)) if manifest is None else None
+        fresh = copy.deepcopy(self._objects.state(0)) if manifest is None else None
 
         def reload() -> None:
             if manifest is None:  # a copy, since an optimizer may keep and change it
-                self._load(copy.deepcopy(fresh), warns=False)
+                self._objects.load(copy.deepcopy(fresh), self.saver.url, warns=False)
                 return
             again = self.saver.restore(manifest, adopt=False)
             assert again is not None
-            self._load(again.state.to_object(), warns=False)
+            self._objects.load(again.state.to_object(), self.saver.url, warns=False)
 
         return reload
 
@@ -337,7 +282,7 @@ class Checkpointer:
             if self.step_log is not None:
                 self.step_log.end_step(step, since=before, boundary=due)
                 self._warn_log()
-            self._versions = self._counted()
+            self._versions = self._objects.changes
             self._watch()
             if self._termination.received:
                 self._save_and_end()
@@ -361,18 +306,7 @@ class Checkpointer:
     def _begin(self, step: int) -> None:
         """Measure the movement of the weights and of their averages from here."""
         self._began = True
-        # reading the state of loaders and samplers may start their workers
-        others = {name: value for name, value in self._stateful.items() if not hasattr(value, "__iter__")}
-        state = {
-            "model": self._model.state_dict(),
-            "stateful": {name: value.state_dict() for name, value in others.items()},
-        }
-        self.saver.begin(state, step=step, describe=self._describe())
-
-    def _describe(self) -> Describe:
-        return describe_training(
-            self._model, self._optimizers, model_path=("model",), optimizers_path=("optimizers",)
-        )
+        self.saver.begin(self._objects.weights(), step=step, describe=self._objects.describe())
 
     def save(
         self,
@@ -386,13 +320,13 @@ class Checkpointer:
         if self.step_log is not None:
             self.step_log.boundary(step)
         accepted = self.saver.save(
-            self._state(step),
+            self._objects.state(step),
             step=step,
-            describe=self._describe(),
+            describe=self._objects.describe(),
             metrics=metrics,
-            evaluate=self._evaluate if self._loss is not None else None,
-            resumed=self._until_failure.guard(self._resumed()),
-            optimizers=self._inner,
+            evaluate=self._measurements.evaluation(),
+            resumed=self._measurements.resumed(self.saver.config),
+            optimizers=self._objects.inner,
             exact=exact,
             wait=wait,
         )
@@ -428,13 +362,13 @@ class Checkpointer:
     def _close_log(self, *, whole: bool) -> None:
         if self.step_log is not None:
             self._warn_log()
-            self.step_log.close(whole=whole and self._versions == self._counted())
+            self.step_log.close(whole=whole and self._versions == self._objects.changes)
 
     def _finish(self) -> None:
         step = self._last_step
         if not self._save_last or step is None:
             return
-        unchanged = self._versions == self._counted()
+        unchanged = self._versions == self._objects.changes
         self.saver.flush()
         if step == self._saved_step and not self.saver.failed:
             return
@@ -460,19 +394,6 @@ class Checkpointer:
         finally:
             self._termination.end()
 
-    def _counted(self) -> int:
-        """A number that grows whenever a parameter is changed in place."""
-        return sum(p._version for p in self._parameters if not p.is_inference())
-
-    @contextmanager
-    def _uncounted(self) -> Iterator[None]:
-        """Inside this block changes of the weights are not counted, since they are undone at its end."""
-        before = self._counted()
-        try:
-            yield
-        finally:
-            self._versions += self._counted() - before
-
     def __enter__(self) -> "Checkpointer":
         return self
 
@@ -486,139 +407,6 @@ class Checkpointer:
             self._close_log(whole=False)
             self.saver.close()
         return False
-
-    def _state(self, step: int) -> dict[str, Any]:
-        return {
-            "format": _FORMAT,
-            "step": step,
-            "model": self._model.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
-            "stateful": {name: value.state_dict() for name, value in self._stateful.items()},
-            "rng": capture_rng(),
-        }
-
-    def _load(self, state: Any, *, warns: bool = True) -> None:
-        if not isinstance(state, dict) or state.get("format") != _FORMAT:
-            raise StateMismatchError(
-                f"{self.saver.url} was written by another framework's callback, not by a Checkpointer: resume it"
-                " there, or take its weights with `shrinkpoint export`"
-            )
-        stored = {
-            name: tuple(value.shape) for name, value in state["model"].items() if torch.is_tensor(value)
-        }
-        live = {
-            name: tuple(value.shape)
-            for name, value in self._model.state_dict().items()
-            if torch.is_tensor(value)
-        }
-        require_same_model(stored, live, self.saver.url)
-        require_optimizers(state["optimizers"], self._optimizers, self.saver.url)
-        self._model.load_state_dict(state["model"])
-        scheduled = any(isinstance(value, LRScheduler) for value in self._stateful.values())
-        overridden = overridden_rates(state["optimizers"], self._optimizers, scheduled=scheduled)
-        if overridden is not None and warns:
-            warn(overridden, stacklevel=5)
-        for optimizer, stored_optimizer in zip(self._optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(stored_optimizer)
-        for name in sorted(state["stateful"].keys() ^ self._stateful.keys()) if warns else ():
-            where = "the checkpoint" if name in self._stateful else "this run"
-            warn(f"{name!r} is not in {where}: its state is not restored", stacklevel=4)
-        for name, value in self._stateful.items():
-            if name in state["stateful"]:
-                value.load_state_dict(state["stateful"][name])
-        restore_rng(state["rng"])
-
-    @property
-    def _evaluate(self) -> Evaluate:
-        loss = self._loss
-        assert loss is not None
-
-        def evaluate(weights: Mapping[str, torch.Tensor]) -> Loss:
-            try:
-                with (
-                    self._uncounted(),
-                    self._averages(averages_in(weights)),
-                    swapped_weights(self._model, without_averages(weights)),
-                ):
-                    return losses_of(loss())
-            except Exception as error:
-                if not self._warned_unmeasurable:
-                    self._warned_unmeasurable = True
-                    warn(
-                        "the quality of checkpoints cannot be measured, so they are stored exactly: evaluate() raised"
-                        f" {type(error).__name__}: {error}"
-                    )
-                raise
-
-        return evaluate
-
-    @contextmanager
-    def _averages(self, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Swap averaged weights into the objects with a state, if their state shares memory with them.
-
-        Args:
-            values: by name in the state.
-        """
-        owners = {
-            name: value
-            for name, value in self._stateful.items()
-            if any(key.startswith(join_path(("stateful", name)) + "/") for key in values)
-        }
-
-        def state() -> dict[str, Any]:
-            return {"stateful": {name: value.state_dict() for name, value in owners.items()}}
-
-        with ExitStack() as stack:
-            for value in owners.values():
-                if isinstance(value, nn.Module):
-                    stack.enter_context(
-                        swapped_weights(value, {})
-                    )  # in eval mode, which is undone afterwards
-            if owners:
-                stack.enter_context(swapped_tensors(live_tensors(state, values), values))
-            yield
-
-    def _resumed(self) -> ResumedSteps | None:
-        """Resumed steps from a state of `_state`."""
-        loss, evaluate, config = self._train_loss, self._loss, self.saver.config
-        if loss is None or evaluate is None or not config.probe_steps or config.scheme == "lossless":
-            return None
-        reason = obstacle(self._model, self._inner)
-        if reason is not None:
-            self._until_failure.give_up(reason)
-            return None
-        run = ResumedRun(
-            module=self._model,
-            optimizers=self._inner,
-            losses=lambda index: [loss(index)],
-            evaluate=evaluate,
-            clip=self._clip,
-            scale=self._scale(),
-        )
-
-        describe = self._describe()
-
-        def resumed(state: Any, marks: Sequence[int]) -> Sequence[Loss]:
-            found = TrainingState.capture({"stateful": state["stateful"]}, describe)
-            values = {
-                name: found.tensors[name]
-                for name, spec in found.specs.items()
-                if spec.tag.role is Role.AVERAGE
-            }
-            with self._uncounted(), self._averages(values):
-                return run.steps(state["model"], state["optimizers"], marks)
-
-        return resumed
-
-    def _scale(self) -> float:
-        """Scale of the training loss, if a gradient scaler is among the objects with a state."""
-        scalers = (value for value in self._stateful.values() if isinstance(value, GradScaler))
-        return float(next((scaler.get_scale() for scaler in scalers if scaler.is_enabled()), 1.0))
-
-    def _clip(self) -> None:
-        if self._clip_grad_norm is not None:
-            groups = [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
-            nn.utils.clip_grad_norm_(chain.from_iterable(groups), self._clip_grad_norm)
 
 
 def _is_distributed() -> bool:

@@ -439,7 +439,7 @@ def test_an_evaluation_that_fails_leaves_the_average_alone(tmp_path):
             raise ZeroDivisionError
         return 1.0
 
-    checkpointer._loss = fails
+    checkpointer._measurements._loss = fails
     with pytest.warns(ShrinkpointWarning, match="stored exactly"):
         checkpointer.save(1, wait=True)
     checkpointer.close()

@@ -1,0 +1,157 @@
+"""The objects of a hand-written loop: what a checkpoint holds of them, and how they are restored."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from shrinkpoint.errors import ConfigError, StateMismatchError
+from shrinkpoint.saving.resume import overridden_rates, require_optimizers, require_same_model
+from shrinkpoint.state.rng import capture_rng, restore_rng
+from shrinkpoint.state.roles import describe_training
+from shrinkpoint.state.training import Describe
+from shrinkpoint.state.wrappers import unwrapped
+from shrinkpoint.warn import brief, warn
+
+__all__ = ["LoopObjects", "Stateful"]
+
+_FORMAT = "torch-loop"
+
+
+class Stateful(Protocol):
+    """Anything with a state to save and restore: a scheduler, a sampler, a StatefulDataLoader, a scaler.
+
+    `Checkpointer` takes such objects by name, saves what `state_dict` gives, and returns it to `load_state_dict` on resuming.
+
+    Examples:
+        >>> class Curriculum:
+        ...     def __init__(self):
+        ...         self.level = 0
+        ...
+        ...     def state_dict(self):
+        ...         return {"level": self.level}
+        ...
+        ...     def load_state_dict(self, state_dict):
+        ...         self.level = state_dict["level"]
+        >>> checkpointer = shrinkpoint.Checkpointer("runs/8", model, optimizer, curriculum=Curriculum())
+    """
+
+    def state_dict(self) -> Any:
+        """The state: nested numbers, strings and tensors."""
+        ...
+
+    def load_state_dict(self, state_dict: Any) -> Any:
+        """Take the state back."""
+        ...
+
+
+class LoopObjects:
+    """Model, optimizers and all other objects with a state.
+
+    Args:
+        model: the trained model.
+        optimizer: one, several or, as ``[]``, none.
+        stateful: the others, by name.
+
+    Raises:
+        ConfigError: one of them is not what its name says.
+    """
+
+    def __init__(self, model: Any, optimizer: Any, stateful: Mapping[str, Stateful]) -> None:
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"model must be a torch.nn.Module, not {brief(model)}")
+        self.model = model
+        self.optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+        for given in self.optimizers:
+            if not all(hasattr(given, name) for name in ("state_dict", "load_state_dict", "param_groups")):
+                raise ConfigError(
+                    f"optimizer must be a torch.optim.Optimizer, or a list of them, not {brief(given)}; [] for none"
+                )
+        self.inner = [unwrapped(given) for given in self.optimizers]
+        """The optimizers without wrappers such as accelerate's."""
+        self.stateful = dict(stateful)
+        self._parameters = list(model.parameters())
+        self._undone = 0
+
+    def state(self, step: int) -> dict[str, Any]:
+        """The whole state after a step; its tensors are the live ones."""
+        return {
+            "format": _FORMAT,
+            "step": step,
+            "model": self.model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "stateful": {name: value.state_dict() for name, value in self.stateful.items()},
+            "rng": capture_rng(),
+        }
+
+    def weights(self) -> dict[str, Any]:
+        """The part of `state` that holds the weights and may hold averages of them."""
+        # reading the state of loaders and samplers may start their workers
+        others = {name: value for name, value in self.stateful.items() if not hasattr(value, "__iter__")}
+        return {
+            "model": self.model.state_dict(),
+            "stateful": {name: value.state_dict() for name, value in others.items()},
+        }
+
+    def describe(self) -> Describe:
+        """The roles of the tensors of `state`."""
+        return describe_training(
+            self.model, self.optimizers, model_path=("model",), optimizers_path=("optimizers",)
+        )
+
+    def load(self, state: Any, url: str, *, warns: bool = True) -> None:
+        """Restore what `state` returned.
+
+        Args:
+            state: from a checkpoint.
+            url: of its run, for messages.
+            warns: whether to warn of learning rates that are overridden, and of objects without a stored state.
+
+        Raises:
+            StateMismatchError: it is the state of another framework's callback or of another model; nothing is changed then.
+        """
+        if not isinstance(state, dict) or state.get("format") != _FORMAT:
+            raise StateMismatchError(
+                f"{url} was written by another framework's callback, not by a Checkpointer: resume it"
+                " there, or take its weights with `shrinkpoint export`"
+            )
+        require_same_model(_shapes(state["model"]), _shapes(self.model.state_dict()), url)
+        require_optimizers(state["optimizers"], self.optimizers, url)
+        self.model.load_state_dict(state["model"])
+        scheduled = any(isinstance(value, LRScheduler) for value in self.stateful.values())
+        overridden = overridden_rates(state["optimizers"], self.optimizers, scheduled=scheduled)
+        if overridden is not None and warns:
+            warn(overridden, stacklevel=5)
+        for optimizer, stored in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(stored)
+        for name in sorted(state["stateful"].keys() ^ self.stateful.keys()) if warns else ():
+            where = "the checkpoint" if name in self.stateful else "this run"
+            warn(f"{name!r} is not in {where}: its state is not restored", stacklevel=4)
+        for name, value in self.stateful.items():
+            if name in state["stateful"]:
+                value.load_state_dict(state["stateful"][name])
+        restore_rng(state["rng"])
+
+    @property
+    def changes(self) -> int:
+        """A number that grows whenever a parameter is changed in place, but for `undone` changes."""
+        return self._counted() - self._undone
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Inside this block changes of the weights are not counted, since they are undone at its end."""
+        before = self._counted()
+        try:
+            yield
+        finally:
+            self._undone += self._counted() - before
+
+    def _counted(self) -> int:
+        return sum(p._version for p in self._parameters if not p.is_inference())
+
+
+def _shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(value.shape) for name, value in state.items() if torch.is_tensor(value)}
