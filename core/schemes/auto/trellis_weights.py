@@ -401,5 +401,5 @@ def _read_rows(
 def _after_restore(encoded: EncodedTensor, spec: TensorSpec) -> bool:
     value = encoded.params.get("after_restore", False)
     if type(value) is not bool:
-        raise FormatError(f"{spec.name}: 'went_on' must be true or false, not {value!r}")
+        raise FormatError(f"{spec.name}: 'after_restore' must be true or false, not {value!r}")
     return value

@@ -372,8 +372,13 @@ def test_trellis_lattice_of_other_steps():
 
 @pytest.mark.parametrize("more", [{}, {"step": 0.23}])
 def test_trellis_lattice_of_a_training_that_went_on(more):
-    chain = check_weights([{}, {}, {"went_on": True, **more}, {}], walk=0.004)
-    assert [coded.encoded.params.get("went_on", False) for coded in chain] == [False, False, True, False]
+    chain = check_weights([{}, {}, {"after_restore": True, **more}, {}], walk=0.004)
+    assert [coded.encoded.params.get("after_restore", False) for coded in chain] == [
+        False,
+        False,
+        True,
+        False,
+    ]
 
 
 @pytest.mark.parametrize("shape", [(1,), (300,), (500, 3), (9, 4, 5)])
@@ -413,9 +418,9 @@ def test_trellis_lattice_of_rows_that_are_kept_after_a_restore():
     options = [
         {},
         {},
-        {"went_on": True, "kept": kept},
+        {"after_restore": True, "kept": kept},
         {"kept": ~kept},
-        {"went_on": True, "kept": kept, "step": 0.3},
+        {"after_restore": True, "kept": kept, "step": 0.3},
     ]
     for walk, far in ((0.004, 0.0), (0.02, 200.0)):
         chain = check_weights(options, walk=walk, far=far)

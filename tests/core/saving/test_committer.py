@@ -182,7 +182,7 @@ def test_weights_are_told_to_have_been_restored_once(objects):
         training.commit(measure=nearly_flat)
         newest = read_container(training.store.fetch(training.store.manifests()[0])[-1])
         weights = [e.encoded for e in newest.entries if e.encoded.codec == "trellis-weight"]
-        told.append([one.params.get("went_on", False) for one in weights])
+        told.append([one.params.get("after_restore", False) for one in weights])
     assert [set(one) for one in told] == [{False}, {False}, {True}, {False}]
 
 

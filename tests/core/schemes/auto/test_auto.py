@@ -495,7 +495,7 @@ def test_weights_that_a_restore_has_moved_are_expected_there():
     for told in (False, True):
         delta = coded(moved, dict(reader.reference), step=3, restored=told, movement=far)
         (encoded,) = (entry.encoded for entry in delta.checkpoint.entries)
-        assert encoded.params.get("went_on", False) is told
+        assert encoded.params.get("after_restore", False) is told
         sizes[told] = len(encoded.sections["points"])
     assert sizes[True] < 0.3 * sizes[False]
 
