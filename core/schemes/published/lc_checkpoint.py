@@ -88,8 +88,7 @@ class _Buckets:
 class LCDeltaCodec(ClosedLoopCodec):
     """Codes one weight as LC-Checkpoint does.
 
-    Guarantees: an element of a kept bucket changes by the bucket's representative, within a factor of two of its
-        difference
+    Guarantees: an element of a kept bucket changes by the bucket's representative, within a factor of two of its difference
     and of the same sign; others keep their value. The error is part of the next difference.
     """
 
@@ -217,6 +216,22 @@ def merge_super_step(deltas: Sequence[EncodedTensor], spec: TensorSpec) -> Encod
     Raises:
         ConfigError: there is no delta, one is a base or of another codec, or they have too many symbols together.
         FormatError: one is malformed.
+
+    Examples:
+        Two deltas of one weight, and the delta that replaces both:
+
+        >>> from shrinkpoint.schemes.base import Context, ReferenceState
+        >>> from shrinkpoint.schemes.published.lc_checkpoint import LCDeltaCodec, merge_super_step
+        >>> from shrinkpoint.state.training import TensorSpec
+        >>> spec = TensorSpec("weight", torch.float32, (64, 64))
+        >>> codec, weight, context, chain = LCDeltaCodec(), torch.randn(64, 64), Context(), []
+        >>> for step in range(3):
+        ...     coded = codec.encode(weight + 0.01 * step * torch.randn(64, 64), spec, context)
+        ...     chain.append(coded.encoded)
+        ...     context = Context(ReferenceState(codec.id, coded.encoded.params, coded.planes))
+        >>> merged = merge_super_step(chain[1:], spec)
+        >>> merged.uses_reference, merged.nbytes < chain[1].nbytes + chain[2].nbytes
+        (True, True)
     """
     for delta in deltas:
         if delta.codec != LCDeltaCodec.id or not delta.uses_reference:
