@@ -223,7 +223,7 @@ def merge_super_step(deltas: Sequence[EncodedTensor], spec: TensorSpec) -> Encod
         >>> from shrinkpoint.schemes.base import Context, ReferenceState
         >>> from shrinkpoint.schemes.published.lc_checkpoint import LCDeltaCodec, merge_super_step
         >>> from shrinkpoint.state.training import TensorSpec
-        >>> spec = TensorSpec("weight", torch.float32, (64, 64))
+        >>> spec = TensorSpec(name="weight", dtype=torch.float32, shape=(64, 64))
         >>> codec, weight, context, chain = LCDeltaCodec(), torch.randn(64, 64), Context(), []
         >>> for step in range(3):
         ...     coded = codec.encode(weight + 0.01 * step * torch.randn(64, 64), spec, context)
