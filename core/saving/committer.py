@@ -202,57 +202,19 @@ class Committer:
         started: float,
         spent: float,
     ) -> SaveReport:
-        save_context = SaveContext(
-            state=state,
-            step=job.step,
-            reference=link.reference if link else None,
-            restored=link is not None and (link.restored or link.exact),
-            movement=movement,
-            directions=moments_of_direction(state, job.optimizers),
-            gradients=job.gradients,
-        )
-        guard = Guard(job.optimizers, self._config.encoder_threads)
-        self.planner.guard = guard if self._config.guards else None
-        plan = self.planner.plan(save_context, job.measure, job.resume, exact=job.exact)
+        plan, guard = self._plan(job, state, link, movement)
         if job.snapshot.lasting:
             give_back()  # what candidates took, before coding takes its own
-        encoded = encode_state(
-            state,
-            plan.scheme,
-            step=job.step,
-            reference=link.reference if link else None,
-            parent=link.parent.state_digest if link else None,
-            release=link.reference.pop if link else None,
-            provenance=_provenance(),
-            threads=self._config.encoder_threads,
-            lasting=job.snapshot.lasting,
-            exactly=plan.reason if plan.is_exact and self._config.scheme != "lossless" else None,
-        )
+        encoded = self._encode(job, state, link, plan)
         container = write_container(encoded.checkpoint)
         encoded_at = time.perf_counter()
-        report = _report(job, plan, encoded, len(container))
-        report = replace(report, not_finite=not_finite(state, baseline=plan.baseline))
-        if guard.updates is not None and not plan.is_exact:
-            updates = guard.updates
-            report = replace(report, update_error=updates.error, update_length=updates.length)
-            report = replace(report, lost_steps=updates.lost_steps)
-        if guard.untried is not None and job.optimizers and not plan.is_exact:
-            untried = f"what a restore does to the next updates was not tried: {guard.untried}"
-            report = replace(report, reason=f"{report.reason}; {untried}")
-        report = replace(report, search_s=self._spent_s() - spent, encode_s=encoded_at - started)
-        manifest = self.open().commit(
-            container,
-            step=job.step,
-            kind=encoded.checkpoint.kind,
-            parent=link.parent if link else None,
-            state_digest=encoded.checkpoint.state_digest,
-            meta={
-                "save": report.to_json(),
-                "search": self.planner.state_dict(),
-                "lineage": self._lineage_of_this(),
-                **({WEIGHTS_ONLY: True} if self._config.weights_only else {}),
-            },
+        report = replace(
+            _with_updates(_report(job, plan, encoded, len(container)), job, plan, guard),
+            not_finite=not_finite(state, baseline=plan.baseline),
+            search_s=self._spent_s() - spent,
+            encode_s=encoded_at - started,
         )
+        manifest = self._commit(job, link, encoded, container, report)
         self._link = _Link(manifest, dict(encoded.reference), exact=plan.is_exact)
         if not plan.is_explained:
             self._warn_exact(report)
@@ -264,6 +226,54 @@ class Committer:
             write_s=written_s,
             redundancy=self._store.redundancy,
             parity=self._store.parity,
+        )
+
+    def _plan(
+        self, job: Job, state: TrainingState, link: "_Link | None", movement: Movement | None
+    ) -> tuple[Plan, Guard]:
+        """What to store the snapshot with; and the guard, which has seen the next updates of what was chosen."""
+        save_context = SaveContext(
+            state=state,
+            step=job.step,
+            reference=link.reference if link else None,
+            restored=link is not None and (link.restored or link.exact),
+            movement=movement,
+            directions=moments_of_direction(state, job.optimizers),
+            gradients=job.gradients,
+        )
+        guard = Guard(job.optimizers, self._config.encoder_threads)
+        self.planner.guard = guard if self._config.guards else None
+        return self.planner.plan(save_context, job.measure, job.resume, exact=job.exact), guard
+
+    def _encode(self, job: Job, state: TrainingState, link: "_Link | None", plan: Plan) -> EncodedState:
+        return encode_state(
+            state,
+            plan.scheme,
+            step=job.step,
+            reference=link.reference if link else None,
+            parent=link.parent.state_digest if link else None,
+            release=link.reference.pop if link else None,
+            provenance=_provenance(),
+            threads=self._config.encoder_threads,
+            lasting=job.snapshot.lasting,
+            exactly=plan.reason if plan.is_exact and self._config.scheme != "lossless" else None,
+        )
+
+    def _commit(
+        self, job: Job, link: "_Link | None", encoded: EncodedState, container: bytes, report: SaveReport
+    ) -> Manifest:
+        return self.open().commit(
+            container,
+            step=job.step,
+            kind=encoded.checkpoint.kind,
+            parent=link.parent if link else None,
+            state_digest=encoded.checkpoint.state_digest,
+            meta={
+                "save": report.to_json(),
+                "search": self.planner.state_dict(),
+                "lineage": self._lineage_of_this(),
+                **({WEIGHTS_ONLY: True} if self._config.weights_only else {}),
+            },
         )
 
     def _take_link(self) -> _Link | None:
@@ -342,6 +352,24 @@ def record_of(manifest: Manifest, monitor: str | None) -> Record:
         replaces=manifest.replaces,
         metric=measured,
         finite=is_finite(manifest),
+    )
+
+
+def _with_updates(report: SaveReport, job: Job, plan: Plan, guard: Guard) -> SaveReport:
+    """With what a restore does to the optimizer's next updates, or why that is not known."""
+    if plan.is_exact:
+        return report
+    if guard.untried is not None and job.optimizers:
+        untried = f"what a restore does to the next updates was not tried: {guard.untried}"
+        report = replace(report, reason=f"{report.reason}; {untried}")
+    if guard.updates is None:
+        return report
+    updates = guard.updates
+    return replace(
+        report,
+        update_error=updates.error,
+        update_length=updates.length,
+        lost_steps=updates.lost_steps,
     )
 
 
