@@ -28,7 +28,7 @@ from shrinkpoint.errors import (
     StateMismatchError,
     StoreError,
 )
-from shrinkpoint.integrations.lightning import loaders as lightning_loaders
+from shrinkpoint.integrations.lightning import loaders
 from shrinkpoint.integrations.lightning import resume as lightning_resume
 from shrinkpoint.integrations.lightning.io import load_checkpoint, open_as_ckpt
 from shrinkpoint.saver import Saver
@@ -415,7 +415,7 @@ def test_gradients_are_averaged_where_the_optimizer_does_not(saving: Make) -> No
 
 def test_without_lightnings_private_names_it_warns(saving: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     fit(saving(), Crash(6))
-    monkeypatch.setattr(lightning_loaders, "_PRIVATE", ("_no_longer_there",))
+    monkeypatch.setattr(loaders, "_PRIVATE", ("_no_longer_there",))
     with pytest.warns(UserWarning, match="no fit_loop._no_longer_there: the order of samples may differ"):
         rest = fit(saving(), Crash(13), seed=999, setup=Setup(stateful=True))
     assert rest.trace[0][2] == 5

@@ -15,7 +15,7 @@ from support.lightning_models import QUIET, Crash, Tiny, fit
 
 from shrinkpoint.callbacks.composer import CompressedCheckpoint as ForComposer
 from shrinkpoint.callbacks.lightning import CompressedCheckpoint, load_from_checkpoint
-from shrinkpoint.coding import decode as decoding
+from shrinkpoint.coding import decode
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError, NoCheckpointError, ShrinkpointWarning
 from shrinkpoint.saver import Saver
@@ -138,9 +138,9 @@ def test_a_module_is_loaded_without_its_optimizers_state(
     callback = saving()
     fit(callback, module=Sized(12), max_epochs=2)
     seen: list[str] = []
-    original = decoding._reader
+    original = decode._reader
     monkeypatch.setattr(
-        decoding, "_reader", lambda entry, *rest: seen.append(entry.spec.name) or original(entry, *rest)
+        decode, "_reader", lambda entry, *rest: seen.append(entry.spec.name) or original(entry, *rest)
     )
     for url in (callback.dirpath, f"{callback.dirpath}#newest", f"{callback.dirpath}#step=16"):
         seen.clear()

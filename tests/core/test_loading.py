@@ -11,7 +11,7 @@ from support.containers import identical
 from torch import nn
 
 import shrinkpoint
-from shrinkpoint.coding import decode as decoding
+from shrinkpoint.coding import decode
 from shrinkpoint.coding.selective import Source, decode_selected
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.container.reader import ContainerReader
@@ -57,13 +57,13 @@ def folder(made: Path, tmp_path: Path) -> Path:
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the tensors that are decoded, once for each container."""
     seen: list[str] = []
-    original = decoding._reader
+    original = decode._reader
 
-    def noted(entry: decoding.Entry, *args: object) -> object:
+    def noted(entry: decode.Entry, *args: object) -> object:
         seen.append(entry.spec.name)
         return original(entry, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(decoding, "_reader", noted)
+    monkeypatch.setattr(decode, "_reader", noted)
     return seen
 
 
@@ -293,8 +293,8 @@ def test_headers_alone_decide_what_is_needed(folder: Path) -> None:
     reader = ContainerReader(lambda offset, length: base[offset : offset + length], len(base))
     records = reader.header.tensors.values()
     names = {name for name in reader.header.tensors if name.startswith("state_dict/")}
-    assert decoding.required(names, records, values=True) >= names
-    assert decoding.required(["absent"], records, values=True) == set()
+    assert decode.required(names, records, values=True) >= names
+    assert decode.required(["absent"], records, values=True) == set()
 
 
 def test_what_is_not_finite_is_told(tmp_path: Path) -> None:

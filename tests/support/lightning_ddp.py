@@ -26,7 +26,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from shrinkpoint.callbacks.lightning import CompressedCheckpoint
-from shrinkpoint.integrations.lightning import position as lightning_position
+from shrinkpoint.integrations.lightning import position
 
 
 class Distributed(Tiny):
@@ -107,7 +107,7 @@ def main(folder: str, loader: str, how: str = "error", processes: str = "2") -> 
     shutil.copytree(f"{folder}/run", f"{folder}/copy")
     train(folder, loader, "rest", saving(folder, how), processes=count)
     if count > 2:
-        lightning_position.restore_buckets = lambda model, buckets: None
+        position.restore_buckets = lambda model, buckets: None
         train(folder, loader, "control", saving(folder, how, "copy"), processes=count)
 
 

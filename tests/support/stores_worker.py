@@ -23,8 +23,7 @@ from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.objects import ObjectStore
 from shrinkpoint.store.retry import RetryingObjects, RetryPolicy
 from shrinkpoint.store.run import RunStore
-from shrinkpoint.store.striped import Patience, StripedObjects
-from shrinkpoint.store.striped import members as members_module
+from shrinkpoint.store.striped import Patience, StripedObjects, members
 from shrinkpoint.store.urls import parse_url
 
 __all__ = ["CONTROLS", "Control", "WriterConfig", "content", "open_objects", "open_run", "retired", "taken"]
@@ -71,7 +70,7 @@ class WriterConfig:
     """Without any grace, which is for a single process."""
 
 
-class _OneCopy(members_module.Quorum):
+class _OneCopy(members.Quorum):
     """A record counts as committed with one copy; all stores must then be asked for it."""
 
     @property

@@ -1,4 +1,4 @@
-"""The arrays on which the kernels of entropy/contexts/segment_kernels.py and entropy/trellis/context_kernels.py work, one set for each chunk.
+"""The arrays on which the kernels of entropy/contexts/segment_kernels.py work, one set for each chunk.
 
 They are made here, since kernels that make arrays take several times as long to compile. Importing this module imports
 numba, so it is only ever imported from inside a function of its callers.
@@ -9,16 +9,13 @@ from typing import Any
 import numpy as np
 
 from shrinkpoint.arrays import Int32s, Int64s, UInt8s
-from shrinkpoint.entropy.contexts import segment_kernels as context_segments
+from shrinkpoint.entropy.contexts import segment_kernels
 from shrinkpoint.entropy.contexts.feature_kernels import BLOCK_ROWS
 from shrinkpoint.entropy.contexts.lowrank_kernels import Room, start_directions
 from shrinkpoint.entropy.contexts.segment_kernels import LEVELS, Rows
 from shrinkpoint.entropy.contexts.segment_lowrank_kernels import SEGMENT, SEGMENT_RANK, LowRankState
-from shrinkpoint.entropy.trellis import context_kernels as trellis_kernels
-from shrinkpoint.entropy.trellis.context_kernels import Row, Work
-from shrinkpoint.entropy.trellis.margin_kernels import MARGINS, Margins, Scene
 
-__all__ = ["new_low_rank_state", "new_rows", "new_work", "side_cells"]
+__all__ = ["new_low_rank_state", "new_rows", "side_cells"]
 
 
 def new_rows(scene: Any, columns: int, low_rank: bool) -> Rows:
@@ -32,8 +29,8 @@ def new_rows(scene: Any, columns: int, low_rank: bool) -> Rows:
         magnitudes=np.zeros(padded, np.int32),
         places=np.zeros(padded, np.int32),
         signs=np.ones(padded, np.int32),
-        octaves=context_segments.OCTAVES,
-        kinds=context_segments.PLACES,
+        octaves=segment_kernels.OCTAVES,
+        kinds=segment_kernels.PLACES,
     )
 
 
@@ -65,43 +62,6 @@ def new_low_rank_state(
         values=np.zeros(SEGMENT, np.int32),
         warm=np.zeros((0, width), np.uint8) if warm is None else warm,
         warm_values=np.zeros(0, np.int32) if warm_values is None else warm_values,
-    )
-
-
-def new_work(scene: Scene, tables: int = 0, stride: int = 1) -> Work:
-    """Before the first row of a chunk.
-
-    Args:
-        scene: the chunk.
-        tables: under how many its symbols are coded; encoders need none.
-        stride: what a class of leads adds to a cell.
-    """
-    segments = -(-scene.width // SEGMENT)
-    columns, states = segments * SEGMENT, scene.states
-    classes = np.minimum(np.arange(256) & 127, MARGINS - 1)
-    return Work(
-        margins=Margins(
-            y=np.zeros(columns, np.int32),
-            squares=np.zeros((4, SEGMENT, segments + 1), np.int32),
-            paths=np.zeros((2, states, segments), np.int32),
-            ahead=np.zeros((states, columns if scene.low_rank else 0), np.int32),
-            packed=np.zeros((states // 4, segments), np.int32),
-            found=np.zeros((states // 4, columns), np.int32),
-            shift=np.zeros(SEGMENT, np.int32),
-        ),
-        row=Row(
-            cells=np.zeros(columns, np.int32),
-            busy=np.full(columns, scene.mean, np.int32),
-            activity=np.zeros(columns, np.int32),
-            energies=np.zeros(columns, np.int32),
-        ),
-        low_rank=new_low_rank_state(scene.width, scene.low_rank),
-        counters=np.zeros((2, tables), np.int32),
-        by_margin=(classes * stride).astype(np.int32),
-        path=np.zeros(SEGMENT, np.int32),
-        ranked=np.zeros(SEGMENT, np.int32),
-        reached=np.zeros(SEGMENT, np.int16),
-        octaves=trellis_kernels.OCTAVES,
     )
 
 

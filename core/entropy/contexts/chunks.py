@@ -138,26 +138,28 @@ def encode_static(plan: Plan, symbols: UInt8s, alphabet: int, threads: int) -> b
         alphabet: 2..256.
         threads: how many threads share the chunks.
     """
-    from shrinkpoint.entropy.contexts import chunk_arrays as context_rows
-    from shrinkpoint.entropy.contexts import feature_kernels as context_kernels
-    from shrinkpoint.entropy.contexts import growth_kernels as context_growth
-    from shrinkpoint.entropy.contexts import segment_kernels as context_segments  # numba
+    from shrinkpoint.entropy.contexts import (
+        chunk_arrays,
+        feature_kernels,
+        growth_kernels,
+        segment_kernels,  # numba
+    )
 
     found = np.empty(symbols.size, dtype=np.uint16)
     contexts = np.empty(symbols.size, dtype=np.uint8)
     coded = symbols.copy() if plan.model.mirrored else symbols
-    strides = np.zeros(context_segments.FEATURES, dtype=np.int64)
-    strides[:2] = 1, context_segments.LEVELS[0]
+    strides = np.zeros(segment_kernels.FEATURES, dtype=np.int64)
+    strides[:2] = 1, segment_kernels.LEVELS[0]
 
     def find(span: Span) -> None:
         shape, scene = plan.shape(span), plan.scene(span)
         out = found[slice(*span)].reshape(shape)
-        rows = context_rows.new_rows(scene, shape[1], scene.low_rank)
-        classes = context_rows.side_cells(scene, strides)
-        context_segments.find_features(scene, rows, strides, classes, _cut(symbols, span, shape), out)
+        rows = chunk_arrays.new_rows(scene, shape[1], scene.low_rank)
+        classes = chunk_arrays.side_cells(scene, strides)
+        segment_kernels.find_features(scene, rows, strides, classes, _cut(symbols, span, shape), out)
         if plan.model.mirrored:
             part = coded[slice(*span)]
-            context_kernels.turn_symbols(part, scene.turned.reshape(-1), 0, part.size, _last(alphabet))
+            feature_kernels.turn_symbols(part, scene.turned.reshape(-1), 0, part.size, _last(alphabet))
 
     map_in_threads(find, plan.spans(), threads)
     cells = _grow(plan, coded, found)
@@ -166,9 +168,9 @@ def encode_static(plan: Plan, symbols: UInt8s, alphabet: int, threads: int) -> b
     def name(span: Span) -> None:
         part, scene = slice(*span), plan.scene(span)
         sides = scene.sides.reshape(scene.sides.shape[0], span[1] - span[0])
-        classes = context_rows.side_cells(scene, cells.strides)
+        classes = chunk_arrays.side_cells(scene, cells.strides)
         arguments = leaves, own, found[part], classes, sides, contexts[part]
-        context_growth.name_leaves(*arguments)
+        growth_kernels.name_leaves(*arguments)
 
     map_in_threads(name, plan.spans(), threads)
     out = bytearray()
@@ -178,8 +180,7 @@ def encode_static(plan: Plan, symbols: UInt8s, alphabet: int, threads: int) -> b
 
 def decode_static(reader: ByteReader, plan: Plan, alphabet: int, threads: int) -> UInt8s:
     """Inverse of :func:`encode_static`, for what follows the plan."""
-    from shrinkpoint.entropy.contexts import chunk_arrays as context_rows
-    from shrinkpoint.entropy.contexts import segment_kernels as context_segments
+    from shrinkpoint.entropy.contexts import chunk_arrays, segment_kernels
     from shrinkpoint.entropy.contexts.segment_lowrank_kernels import SEGMENT  # numba
 
     leaves = read_leaves(reader, plan.levels(), alphabet)
@@ -188,8 +189,8 @@ def decode_static(reader: ByteReader, plan: Plan, alphabet: int, threads: int) -
     def decode(chunk: memoryview, scene: Any, plane: UInt8s) -> None:
         words, cursor = open_chunk(chunk)
         plane.fill(coder.zero)
-        work = context_rows.new_rows(scene, plane.shape[1], bool(scene.low_rank and strides[0]))
-        classes = context_rows.side_cells(scene, strides)
+        work = chunk_arrays.new_rows(scene, plane.shape[1], bool(scene.low_rank and strides[0]))
+        classes = chunk_arrays.side_cells(scene, strides)
         arguments = (
             strides,
             classes,
@@ -198,7 +199,7 @@ def decode_static(reader: ByteReader, plan: Plan, alphabet: int, threads: int) -
             new_counters(coder),
             np.empty(SEGMENT, np.uint8),
         )
-        context_segments.decode_chunk(scene, work, plane, _last(alphabet), *arguments, words, cursor)
+        segment_kernels.decode_chunk(scene, work, plane, _last(alphabet), *arguments, words, cursor)
         check_end(words, cursor)
 
     return _decode_chunks(reader, plan, decode, threads)
@@ -226,7 +227,7 @@ def encode_mixed(plan: Plan, symbols: UInt8s, counts: Int64s, threads: int) -> b
         counts: int64 (alphabet,), theirs; at least two are positive.
         threads: how many threads share the chunks.
     """
-    from shrinkpoint.entropy.contexts import mixing_kernels as context_mixing  # numba
+    from shrinkpoint.entropy.contexts import mixing_kernels  # numba
 
     tables = plan_tables(counts[None])
     tree = build_decisions(_weights(tables))
@@ -237,7 +238,7 @@ def encode_mixed(plan: Plan, symbols: UInt8s, counts: Int64s, threads: int) -> b
         size = plane.size + 64
         while True:
             stream = np.empty(size, dtype=np.uint8)
-            used = context_mixing.code_chunk(plan.scene(span), tree, logits(), plane, stream, False)
+            used = mixing_kernels.code_chunk(plan.scene(span), tree, logits(), plane, stream, False)
             if used <= size:
                 return stream[:used].tobytes().rstrip(b"\0")
             size = used
@@ -250,7 +251,7 @@ def encode_mixed(plan: Plan, symbols: UInt8s, counts: Int64s, threads: int) -> b
 
 def decode_mixed(reader: ByteReader, plan: Plan, alphabet: int, threads: int) -> UInt8s:
     """Inverse of :func:`encode_mixed`, for what follows the plan."""
-    from shrinkpoint.entropy.contexts import mixing_kernels as context_mixing  # numba
+    from shrinkpoint.entropy.contexts import mixing_kernels  # numba
 
     weights = _weights(read_tables(reader, _ONE_CONTEXT, alphabet))
     if np.count_nonzero(weights) < 2:
@@ -259,7 +260,7 @@ def decode_mixed(reader: ByteReader, plan: Plan, alphabet: int, threads: int) ->
 
     def decode(chunk: memoryview, scene: Any, plane: UInt8s) -> None:
         stream = np.frombuffer(bytes(chunk), dtype=np.uint8).copy()
-        if context_mixing.code_chunk(scene, tree, logits(), plane, stream, True) < stream.size:
+        if mixing_kernels.code_chunk(scene, tree, logits(), plane, stream, True) < stream.size:
             raise CorruptionError("context chunk: bytes follow the end of the code")
 
     return _decode_chunks(reader, plan, decode, threads)

@@ -112,10 +112,10 @@ def encode_plane(
 
 
 def _plan(symbols: UInt8s, columns: int, sides: Sequence[Side], sample: PlaneSample, effort: Effort) -> Plan:
-    from shrinkpoint.entropy.contexts import feature_kernels as context_kernels  # numba
+    from shrinkpoint.entropy.contexts import feature_kernels  # numba
 
     if effort == "max":
-        model = choose_model(symbols, columns, sides, sample, context_kernels.measure, _MAX_TRIAL)
+        model = choose_model(symbols, columns, sides, sample, feature_kernels.measure, _MAX_TRIAL)
     else:
         model = choose_model(symbols, columns, sides, sample, _measure, _DEFAULT_TRIAL)
         if model.sides:
@@ -126,11 +126,13 @@ def _plan(symbols: UInt8s, columns: int, sides: Sequence[Side], sample: PlaneSam
 
 
 def _measure(scene: Any, plane: UInt8s) -> tuple[int, int]:
-    from shrinkpoint.entropy.contexts import chunk_arrays as context_rows
-    from shrinkpoint.entropy.contexts import segment_kernels as context_segments  # numba
+    from shrinkpoint.entropy.contexts import (
+        chunk_arrays,
+        segment_kernels,  # numba
+    )
 
-    state = context_rows.new_low_rank_state(plane.shape[1], True, scene.warm, scene.warm_values)
-    predicted, error = context_segments.measure(scene, state, plane)
+    state = chunk_arrays.new_low_rank_state(plane.shape[1], True, scene.warm, scene.warm_values)
+    predicted, error = segment_kernels.measure(scene, state, plane)
     return int(predicted), int(error)
 
 

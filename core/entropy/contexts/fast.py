@@ -133,12 +133,12 @@ def decode_runs(reader: ByteReader, size: int, alphabet: int, sides: Sequence[Si
     out = np.full(size, coder.zero, dtype=np.uint8)
 
     def decode(work: tuple[slice, memoryview]) -> None:
-        from shrinkpoint.entropy.contexts import run_kernels as context_runs  # numba
+        from shrinkpoint.entropy.contexts import run_kernels  # numba
 
         span, chunk = work
         words, cursor = open_chunk(chunk)
         part = out[span]
-        context_runs.take_runs(
+        run_kernels.take_runs(
             coder,
             new_counters(coder),
             _rows(rows, contexts, span, size),
@@ -161,11 +161,11 @@ def _spans(size: int, chunk_log2: int) -> list[slice]:
 
 def _rows(rows: UInt8s, contexts: UInt8s | None, span: slice, size: int) -> UInt8s:
     """The table of every symbol of a chunk."""
-    from shrinkpoint.entropy.contexts import growth_kernels as context_growth  # numba
+    from shrinkpoint.entropy.contexts import growth_kernels  # numba
 
     found = np.zeros(len(range(*span.indices(size))), dtype=np.uint8)
     if contexts is not None:
-        context_growth.rename(rows, frozen(contexts[span]), found)
+        growth_kernels.rename(rows, frozen(contexts[span]), found)
     return found
 
 
@@ -178,7 +178,7 @@ def _read_chosen(reader: ByteReader, sides: Sequence[Side]) -> tuple[int, ...]:
 
 def _contexts(sides: Sequence[Side], chosen: Sequence[int]) -> tuple[UInt8s | None, int]:
     """What the chosen planes say together, and how many contexts that are."""
-    from shrinkpoint.entropy.contexts import run_kernels as context_runs  # numba
+    from shrinkpoint.entropy.contexts import run_kernels  # numba
 
     if not chosen:
         return None, 1
@@ -189,5 +189,5 @@ def _contexts(sides: Sequence[Side], chosen: Sequence[int]) -> tuple[UInt8s | No
     coarse = [class_map(level_counts(side.plane), _PAIR_CLASSES) for side in (first, second)]
     joint = np.empty(first.plane.size, dtype=np.uint8)
     planes = frozen(first.plane), frozen(second.plane)
-    context_runs.pair_classes(*planes, coarse[0] * np.uint8(_PAIR_CLASSES), coarse[1], joint)
+    run_kernels.pair_classes(*planes, coarse[0] * np.uint8(_PAIR_CLASSES), coarse[1], joint)
     return joint, 256

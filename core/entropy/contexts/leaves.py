@@ -77,7 +77,7 @@ def write_leaves(
         spans: of the chunks.
         threads: how many threads share the chunks.
     """
-    from shrinkpoint.entropy.contexts import growth_kernels as context_growth  # numba
+    from shrinkpoint.entropy.contexts import growth_kernels  # numba
 
     counts = count_symbols(symbols, contexts, alphabet, len(cells.splits) + 1)
     zero = int(np.argmax(counts.sum(axis=0)))
@@ -87,7 +87,7 @@ def write_leaves(
 
     def encode(span: Span) -> bytes:
         part = contexts[slice(*span)]
-        context_growth.rename(rows, frozen(part), part)
+        growth_kernels.rename(rows, frozen(part), part)
         return put_chunk(coder, part, symbols[slice(*span)])
 
     bits = BitWriter()

@@ -103,12 +103,12 @@ def split_chunks(reader: ByteReader, count: int) -> list[memoryview]:
 
 def put_chunk(tables: Any, rows: UInt8s, symbols: UInt8s) -> bytes:
     """Code symbols, each under the table of its row: four 6-byte states and 16-bit words."""
-    from shrinkpoint.entropy.contexts import run_kernels as context_runs  # numba
+    from shrinkpoint.entropy.contexts import run_kernels  # numba
 
     # Address space for the worst case: what is not written is never touched.
     events = np.empty(2 * symbols.size + 2 * tables.runs.size, dtype=np.int64)
     words, states = np.empty(2 * events.size, dtype=np.uint16), np.empty(4, dtype=np.int64)
-    position = context_runs.put_runs(tables, frozen(rows), frozen(symbols), events, words, states)
+    position = run_kernels.put_runs(tables, frozen(rows), frozen(symbols), events, words, states)
     head = b"".join(int(state).to_bytes(_STATE_BYTES, "little") for state in states)
     return head + words[position:].astype("<u2", copy=False).tobytes()
 

@@ -105,20 +105,20 @@ class _Plan:
 
     def code(self, offset: int, symbols: UInt8s, stream: UInt8s, decoding: bool) -> int:
         """Code one chunk; how many bytes that takes when encoding, has taken at most when decoding."""
-        from shrinkpoint.entropy import range_coder_kernels as range_coder  # numba
-        from shrinkpoint.entropy.lstm import chunk_kernels as lstm_chunk
+        from shrinkpoint.entropy import range_coder_kernels  # numba
+        from shrinkpoint.entropy.lstm import chunk_kernels
 
         learner = new_learner(self.rarity, self.options.width, 1 << (24 - self.options.rate))
-        coder = range_coder.new_coder(stream, decoding)
+        coder = range_coder_kernels.new_coder(stream, decoding)
         for start in range(0, symbols.size, _SPAN):
             stop = min(start + _SPAN, symbols.size)
             arguments: tuple[Any, ...] = (learner, curves(), self.previous, offset, symbols, start, stop)
-            lstm_chunk.code_span(*arguments, coder, stream, decoding)
+            chunk_kernels.code_span(*arguments, coder, stream, decoding)
             if self.advance is not None:
                 self.advance(stop - start)
         if decoding:
             return int(coder[3]) - 3  # four bytes were read ahead, of which the encoder may have written one
-        lstm_chunk.finish(coder, stream)
+        chunk_kernels.finish(coder, stream)
         return int(coder[3])
 
 

@@ -196,8 +196,8 @@ def encode_points(points: Int16s, path: Path, threads: int = 1) -> CodedPoints:
     Raises:
         ValueError: the arguments do not fit each other, or the points are no paths.
     """
-    from shrinkpoint.entropy.contexts import chunk_arrays as context_rows
-    from shrinkpoint.entropy.trellis import context_kernels as trellis_kernels  # numba
+    from shrinkpoint.entropy.trellis import context_kernels  # numba
+    from shrinkpoint.entropy.trellis.chunk_arrays import new_work
     from shrinkpoint.entropy.trellis.margin_kernels import MARGINS
 
     path.check()
@@ -214,11 +214,11 @@ def encode_points(points: Int16s, path: Path, threads: int = 1) -> CodedPoints:
     def find(span: Span) -> None:
         part = slice(*span)
         scene = model.scene(path, span)
-        arguments = context_rows.new_work(scene), strides, classes, np.array(points[part])
-        trellis_kernels.find_features(scene, *arguments, ranks[part], found[part], errors[part])
+        arguments = new_work(scene), strides, classes, np.array(points[part])
+        context_kernels.find_features(scene, *arguments, ranks[part], found[part], errors[part])
 
     map_in_threads(find, model.spans(path), threads)
-    if not trellis_kernels.are_given(points, path.places, ranks, errors):
+    if not context_kernels.are_given(points, path.places, ranks, errors):
         raise ValueError("the points of each row must be a path of the trellis")
     farthest = max(int(ranks.max()), -int(ranks.min()))
     radius = FAR_RADIUS if farthest >= FAR_RADIUS - 1 else farthest
@@ -231,9 +231,9 @@ def encode_points(points: Int16s, path: Path, threads: int = 1) -> CodedPoints:
 
 def _choose(points: Int16s, path: Path) -> _Model:
     """Everything but the sides and the radius."""
-    from shrinkpoint.entropy.trellis import context_kernels as trellis_kernels  # numba
+    from shrinkpoint.entropy.trellis import context_kernels  # numba
 
-    energies, squares = trellis_kernels.sum_energies(points, path.places)
+    energies, squares = context_kernels.sum_energies(points, path.places)
     mean = min(max(8 * int(energies) // points.size, 1), _MEAN_LIMIT)
     spread = max(mean / 2048 - NOISE[path.states], 0.0) ** 0.5
     discount = next(discount for limit, discount in _DISCOUNTS if spread <= limit)
@@ -247,8 +247,8 @@ def _choose(points: Int16s, path: Path) -> _Model:
 
 
 def _is_predictable(points: Int16s, path: Path, scale: int) -> bool:
-    from shrinkpoint.entropy.contexts import chunk_arrays as context_rows
-    from shrinkpoint.entropy.trellis import context_kernels as trellis_kernels  # numba
+    from shrinkpoint.entropy.contexts.chunk_arrays import new_low_rank_state
+    from shrinkpoint.entropy.trellis import context_kernels  # numba
 
     rows = points.size // path.columns
     if rows < _MIN_ROWS or path.columns < _MIN_COLUMNS or path.width != path.columns:
@@ -256,9 +256,7 @@ def _is_predictable(points: Int16s, path: Path, scale: int) -> bool:
     first = min(max(_TRIAL // path.columns, _MIN_ROWS, rows // 32), rows)
     part = slice(first * path.columns)
     errors = points[part].astype(np.int32) * (UNIT // 2) - path.places[part]
-    power, left = trellis_kernels.measure(
-        errors, context_rows.new_low_rank_state(path.columns, True), path.columns, scale
-    )
+    power, left = context_kernels.measure(errors, new_low_rank_state(path.columns, True), path.columns, scale)
     return bool(left < (1 - _MIN_EXPLAINED) * power)
 
 
@@ -291,7 +289,7 @@ def _side_cells(maps: Sequence[UInt8s], strides: Int64s) -> Int32s:
 
 
 def _write(model: _Model, path: Path, symbols: UInt8s, found: UInt16s, threads: int) -> bytes:
-    from shrinkpoint.entropy.contexts import growth_kernels as context_growth  # numba
+    from shrinkpoint.entropy.contexts import growth_kernels  # numba
 
     maps, alphabet = model.maps(path), 2 * model.radius + 1
     cells = _grow(model, path, maps, symbols, found)
@@ -301,7 +299,7 @@ def _write(model: _Model, path: Path, symbols: UInt8s, found: UInt16s, threads: 
 
     def name(span: Span) -> None:
         part, scene = slice(*span), model.scene(path, span)
-        context_growth.name_leaves(leaves, own, found[part], classes, scene.sides, contexts[part])
+        growth_kernels.name_leaves(leaves, own, found[part], classes, scene.sides, contexts[part])
 
     map_in_threads(name, model.spans(path), threads)
     out = bytearray()
@@ -334,8 +332,8 @@ def decode_points(payload: Payload, path: Path, threads: int = 1) -> CodedPoints
         CorruptionError: the payload is well-formed, but a chunk does not end where the encoder began.
         ValueError: the path's parts do not fit each other.
     """
-    from shrinkpoint.entropy.contexts import chunk_arrays as context_rows
-    from shrinkpoint.entropy.trellis import context_kernels as trellis_kernels  # numba
+    from shrinkpoint.entropy.trellis import context_kernels  # numba
+    from shrinkpoint.entropy.trellis.chunk_arrays import new_work
 
     path.check()
     size = path.places.size
@@ -355,9 +353,9 @@ def decode_points(payload: Payload, path: Path, threads: int = 1) -> CodedPoints
         part = slice(*span)
         words, cursor = open_chunk(chunk)
         scene = model.scene(path, span)
-        room = context_rows.new_work(scene, leaves.coder.runs.size, int(leaves.strides[0]))
+        room = new_work(scene, leaves.coder.runs.size, int(leaves.strides[0]))
         arguments = model.radius, leaves.strides, classes, leaves.rows, leaves.coder, words, cursor
-        trellis_kernels.decode_chunk(scene, room, *arguments, ranks[part], points[part], errors[part])
+        context_kernels.decode_chunk(scene, room, *arguments, ranks[part], points[part], errors[part])
         check_end(words, cursor)
 
     map_in_threads(decode, zip(spans, chunks, strict=True), threads)

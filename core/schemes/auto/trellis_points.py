@@ -45,14 +45,14 @@ def read_states(encoded: EncodedTensor, spec: TensorSpec) -> States:
 
 def nearest_points(values: Float32s, columns: int, states: States, threads: int = 1) -> Int16s:
     """The points nearest to whole rows of values in steps, int16 (n,) in half steps."""
-    from shrinkpoint.quantize import viterbi_kernels as trellis_search  # numba
+    from shrinkpoint.quantize import viterbi_kernels  # numba
 
     points, width = np.empty(values.size, np.int16), path_width(columns)
     step = width * max(_PATHS, -(-values.size // (width * 16)))
 
     def search(start: int) -> None:
         part = slice(start, start + step)
-        trellis_search.nearest_path(values[part], width, states, points[part])
+        viterbi_kernels.nearest_path(values[part], width, states, points[part])
 
     map_in_threads(search, range(0, values.size, step), threads)
     return points
@@ -60,10 +60,10 @@ def nearest_points(values: Float32s, columns: int, states: States, threads: int 
 
 def zero_places(seed: int, count: int) -> Int16s:
     """Where zeros are expected, int16 (n,) in 1/256 of a step."""
-    from shrinkpoint.quantize import trellis_dither_kernels as trellis_dither  # numba
+    from shrinkpoint.quantize import trellis_dither_kernels  # numba
 
     out = np.empty(count, np.int16)
-    trellis_dither.places(seed, out)
+    trellis_dither_kernels.places(seed, out)
     return out
 
 
@@ -85,35 +85,35 @@ class Grid:
         Raises:
             CannotRepresentError: one is too many steps from 0.
         """
-        from shrinkpoint.quantize import trellis_dither_kernels as trellis_dither  # numba
+        from shrinkpoint.quantize import trellis_dither_kernels  # numba
 
         out = np.empty(values.size, np.float32)
-        if not trellis_dither.scaled(values, self.exponents, self.fine, self.seed, even, out):
+        if not trellis_dither_kernels.scaled(values, self.exponents, self.fine, self.seed, even, out):
             raise CannotRepresentError(f"{spec.name}: the step {self.step} is too small for its values")
         return out
 
     def values(self, points: Int16s) -> Float32s:
         """The values that points stand for: two IEEE operations each."""
-        from shrinkpoint.quantize import trellis_dither_kernels as trellis_dither  # numba
+        from shrinkpoint.quantize import trellis_dither_kernels  # numba
 
         out = np.empty(points.size, np.float32)
-        trellis_dither.values(points, self.exponents, self.fine, self.seed, out)
+        trellis_dither_kernels.values(points, self.exponents, self.fine, self.seed, out)
         return out
 
     def errors(self, values: Float32s, restored: Float32s) -> Int8s:
         """How far restored values lie from the true ones, int8 (n,) in 1/64 of the steps that the noise is of."""
-        from shrinkpoint.quantize import trellis_dither_kernels as trellis_dither  # numba
+        from shrinkpoint.quantize import trellis_dither_kernels  # numba
 
         out = np.empty(values.size, np.int8)
-        trellis_dither.note_errors(values, restored, self.exponents, self.quarters, out)
+        trellis_dither_kernels.note_errors(values, restored, self.exponents, self.quarters, out)
         return out
 
     def points(self, values: Float32s) -> Int16s | None:
         """The points, in half steps, that stand for these values; None where some are not the values of any."""
-        from shrinkpoint.quantize import trellis_dither_kernels as trellis_dither  # numba
+        from shrinkpoint.quantize import trellis_dither_kernels  # numba
 
         measured, even = np.empty(values.size, np.float32), np.zeros(values.size, np.int16)
-        if not trellis_dither.scaled(values, self.exponents, self.fine, self.seed, even, measured):
+        if not trellis_dither_kernels.scaled(values, self.exponents, self.fine, self.seed, even, measured):
             return None
         points = np.rint(2 * measured).astype(np.int16)
         return points if np.array_equal(self.values(points), values) else None

@@ -112,14 +112,14 @@ class TrellisPrediction:
             spec: of the tensor.
             rows: the only ones that are coded; None takes all.
         """
-        from shrinkpoint.quantize import trellis_dither_kernels as trellis_dither  # numba
+        from shrinkpoint.quantize import trellis_dither_kernels  # numba
 
         size, columns = grid.exponents.size, matrix_shape(spec.shape)[1]
         if reference is None:
             path = Path(zero_places(grid.seed, size), columns, states, (Side(grid.exponents, EXPONENTS),))
             return TrellisPrediction(np.zeros(size, np.int16), path)
         even, places, sizes = np.empty(size, np.int16), np.empty(size, np.int16), np.empty(size, np.uint8)
-        trellis_dither.expect(
+        trellis_dither_kernels.expect(
             reference.values,
             reference.offsets,
             reference.exponents,
@@ -131,7 +131,7 @@ class TrellisPrediction:
             even,
             places,
         )
-        trellis_dither.halves(even, places, grid.seed, _HALVES, sizes)
+        trellis_dither_kernels.halves(even, places, grid.seed, _HALVES, sizes)
         steps = Side(rows_of(grid.exponents, rows, columns), EXPONENTS)
         sides = (steps, Side(rows_of(sizes, rows, columns), _HALVES + 1))
         return TrellisPrediction(even, Path(rows_of(places, rows, columns), columns, states, sides))
@@ -147,10 +147,10 @@ def deviations(
 ) -> tuple[Float64s, Float64s]:
     """Sums of squares of how far weights are from where they were expected to have been, and their numbers, by exponent; of
     some rows, or of all."""
-    from shrinkpoint.quantize import trellis_dither_kernels as trellis_dither  # numba
+    from shrinkpoint.quantize import trellis_dither_kernels  # numba
 
     squares, counts = np.zeros(EXPONENTS), np.zeros(EXPONENTS)
-    trellis_dither.sum_squares(
+    trellis_dither_kernels.sum_squares(
         rows_of(values, rows, columns),
         rows_of(reference.values, rows, columns),
         rows_of(reference.offsets, rows, columns),
@@ -168,11 +168,11 @@ def with_noise(
     values: Float32s, grid: Grid, reference: TrellisReference, errors: Int8s, carried: int
 ) -> Float32s:
     """Weights with a share of their former noise, in 1/16."""
-    from shrinkpoint.quantize import trellis_dither_kernels as trellis_dither  # numba
+    from shrinkpoint.quantize import trellis_dither_kernels  # numba
 
     out = np.empty(values.size, np.float32)
     share = np.float32(carried / CARRIED)
-    trellis_dither.carry(
+    trellis_dither_kernels.carry(
         values, errors, reference.exponents, reference.quarters, grid.exponents, grid.quarters, share, out
     )
     return out

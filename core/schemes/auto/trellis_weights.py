@@ -334,12 +334,12 @@ def _planes(
     rows: Rows | None,
     spec: TensorSpec,
 ) -> dict[str, npt.NDArray[Any]]:
-    from shrinkpoint.quantize import trellis_dither_kernels as trellis_dither  # numba
+    from shrinkpoint.quantize import trellis_dither_kernels  # numba
 
     columns = matrix_shape(spec.shape)[1]
     before = reference.offsets if reference is not None else np.zeros(restored.size, np.int8)
     expected = np.empty(coded.errors.size, np.int8)
-    trellis_dither.remember(
+    trellis_dither_kernels.remember(
         coded.errors,
         expectation.gains,
         rows_of(grid.exponents, rows, columns),

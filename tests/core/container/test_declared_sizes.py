@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.containers import assemble, take_apart
 
-from shrinkpoint.coding import decode as decoding
+from shrinkpoint.coding import decode
 from shrinkpoint.coding.encode import decode_chain, encode_state
 from shrinkpoint.container.reader import read_container
 from shrinkpoint.container.writer import write_container
@@ -39,7 +39,7 @@ def test_declared_sizes_are_compared_first(
     name: str, shape: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = read_container(blown_up(name, shape))
-    monkeypatch.setattr(decoding, "codec_for_reading", lambda codec: pytest.fail("memory would be taken"))
+    monkeypatch.setattr(decode, "codec_for_reading", lambda codec: pytest.fail("memory would be taken"))
     with pytest.raises(FormatError, match=r"declares tensors of .* no checkpoint is that small"):
         decode_chain([checkpoint])
 
@@ -69,6 +69,6 @@ def test_what_is_written_is_never_refused() -> None:
     coded = encode_state(state, _Scheme(), step=1, reference=None, parent=None)
     assert list(coded.kept_exactly) == ["w"]
     (entry,) = coded.checkpoint.entries
-    assert entry.spec.nbytes <= decoding.EXPANSION * entry.encoded.nbytes
+    assert entry.spec.nbytes <= decode.EXPANSION * entry.encoded.nbytes
     decoded = decode_chain([read_container(write_container(coded.checkpoint))])
     assert torch.equal(decoded.state.to_object()["w"], torch.zeros(3 * 2**18))

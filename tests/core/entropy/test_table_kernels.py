@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shrinkpoint.entropy import table_kernels as kernels
+from shrinkpoint.entropy import table_kernels
 from shrinkpoint.entropy.tables import data_bits
 
 
@@ -21,7 +21,7 @@ def test_bits_of_data_and_tables(seed, contexts, alphabet):
     counts = counts_of(seed, contexts, alphabet, 3)
     labels = np.arange(contexts) % 3 if contexts >= 3 else np.zeros(contexts, dtype=np.int64)
     merged = np.zeros((int(labels.max()) + 1, alphabet), dtype=np.int64)
-    bits = kernels.payload_bits(counts, labels, merged)
+    bits = table_kernels.payload_bits(counts, labels, merged)
     assert np.array_equal(merged, [counts[labels == table].sum(axis=0) for table in range(len(merged))])
     present = np.count_nonzero(merged, axis=1)
     positions = np.where(present == alphabet, 0, np.minimum(present, (alphabet + 7) // 8))
@@ -32,10 +32,10 @@ def test_bits_of_data_and_tables(seed, contexts, alphabet):
 def test_contexts_of_one_kind_share_a_table(seed, contexts, alphabet, kinds):
     counts = counts_of(seed, contexts, alphabet, kinds)
     labels = np.arange(contexts)
-    apart = kernels.payload_bits(counts, labels, np.zeros_like(counts))
-    kernels.cluster(counts.copy(), labels)
+    apart = table_kernels.payload_bits(counts, labels, np.zeros_like(counts))
+    table_kernels.cluster(counts.copy(), labels)
     used, first = np.unique(labels, return_index=True)
     assert np.array_equal(used, np.arange(used.size))
     assert np.array_equal(first, np.sort(first))
-    together = kernels.payload_bits(counts, labels, np.zeros((used.size, alphabet), dtype=np.int64))
+    together = table_kernels.payload_bits(counts, labels, np.zeros((used.size, alphabet), dtype=np.int64))
     assert together <= apart + 1e-6

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shrinkpoint.quantize import dither_kernels as kernels
+from shrinkpoint.quantize import dither_kernels
 from shrinkpoint.quantize.dither import EDGE_CLASSES, dither, dither_edges, edge_table
 
 SIZE = 4099
@@ -49,12 +49,12 @@ def test_lattice_points_and_their_indices(seed):
     offsets, index = dither_by_numpy(seed, SIZE), np.empty(SIZE, np.int16)
     limit = 30_000
     place = np.rint(values / steps + offsets)
-    inside = kernels.nearest(values, exponents, quarters, seed, limit, index)
+    inside = dither_kernels.nearest(values, exponents, quarters, seed, limit, index)
     assert inside == bool((abs(place) <= limit).all())
     assert place.dtype == np.float32
     assert np.array_equal(index, np.clip(place, -limit - 1, limit + 1).astype(np.int16))
     out = np.empty(SIZE, np.float32)
-    kernels.points(index, exponents, quarters, seed, out)
+    dither_kernels.points(index, exponents, quarters, seed, out)
     expected = (index.astype(np.float32) - offsets) * steps
     assert np.array_equal(out.view(np.uint32), expected.view(np.uint32))
 
@@ -64,13 +64,13 @@ def test_places_in_another_lattice_and_values_in_half_steps(seed):
     _, values, exponents, quarters, steps = lattice(seed)
     offsets = dither_by_numpy(seed, SIZE)
     index, classes = np.empty(SIZE, np.int16), np.empty(SIZE, np.uint8)
-    kernels.carry(values, exponents, quarters, seed, 30_000, edge_table(), index, classes)
+    dither_kernels.carry(values, exponents, quarters, seed, 30_000, edge_table(), index, classes)
     place = values / steps + offsets
     whole = np.rint(np.clip(place, np.float32(-30_000), np.float32(30_000)))
     slot = np.clip(((place - whole) + np.float32(0.5)) * np.float32(512), np.float32(0), np.float32(511))
     assert np.array_equal(index, whole.astype(np.int16))
     assert np.array_equal(classes, edge_table()[slot.astype(np.int64)])
-    kernels.halves(index, seed, 12, classes)
+    dither_kernels.halves(index, seed, 12, classes)
     half = np.rint((index.astype(np.float32) - offsets) * np.float32(2))
     assert np.array_equal(classes, (np.clip(half, -12, 12) + 12).astype(np.uint8))
 
@@ -83,16 +83,18 @@ def test_moves_and_back(seed, radius, spread):
         np.int16
     )
     move = index.astype(np.int64) - predicted
-    assert kernels.largest_move(index, predicted) == abs(move).max()
+    assert dither_kernels.largest_move(index, predicted) == abs(move).max()
     symbols, none = np.empty(500, np.uint8), np.zeros(0, np.int32)
-    far = np.empty(kernels.moves(index, predicted, radius, symbols, none), np.int32)
-    kernels.moves(index, predicted, radius, symbols, far)
+    far = np.empty(dither_kernels.moves(index, predicted, radius, symbols, none), np.int32)
+    dither_kernels.moves(index, predicted, radius, symbols, far)
     assert np.array_equal(far, move[abs(move) > radius])
     assert np.array_equal(symbols, np.where(abs(move) > radius, 2 * radius + 1, move + radius))
     back = np.empty(500, np.int16)
-    assert kernels.unmove(symbols, predicted, radius, far, 30_000, back)
+    assert dither_kernels.unmove(symbols, predicted, radius, far, 30_000, back)
     assert np.array_equal(back, index)
-    assert not kernels.unmove(symbols, predicted, radius, far, int(abs(index.astype(int)).max()) - 1, back)
+    assert not dither_kernels.unmove(
+        symbols, predicted, radius, far, int(abs(index.astype(int)).max()) - 1, back
+    )
 
 
 def test_classes_of_places_ascend_from_border_to_border_and_are_symmetric():

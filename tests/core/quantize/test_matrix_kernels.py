@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shrinkpoint.quantize import matrix_kernels as kernels
+from shrinkpoint.quantize import matrix_kernels
 from shrinkpoint.schemes.auto.factors import Factors
 
 
@@ -14,11 +14,11 @@ def test_sums_of_a_matrix(seed, height, width):
     generator = np.random.default_rng(seed)
     values = (generator.standard_normal((height, width)) ** 3).astype(np.float32)
     rows, columns = np.empty(height), np.ones(width)
-    kernels.add_up(values, rows, columns)
+    matrix_kernels.add_up(values, rows, columns)
     wide = values.astype(np.float64)
     assert rows == pytest.approx(wide.sum(axis=1), rel=1e-9, abs=1e-9)
     assert columns == pytest.approx(wide.sum(axis=0) + 1, rel=1e-9, abs=1e-9)
-    assert kernels.square_sum(values.reshape(-1)) == pytest.approx(float(np.square(wide).sum()))
+    assert matrix_kernels.square_sum(values.reshape(-1)) == pytest.approx(float(np.square(wide).sum()))
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(0, 3000))
@@ -26,7 +26,7 @@ def test_logarithms_of_what_is_positive(seed, count):
     generator = np.random.default_rng(seed)
     values = (10.0 ** generator.uniform(-44, 38, count)).astype(np.float32)
     values[generator.random(count) < 0.2] = 0
-    total, used, subnormal = kernels.log_sum(values.view(np.int32))
+    total, used, subnormal = matrix_kernels.log_sum(values.view(np.int32))
     normal = values[values >= np.finfo(np.float32).tiny].astype(np.float64)
     assert (used, used + subnormal) == (normal.size, np.count_nonzero(values.view(np.int32)))
     assert total == pytest.approx(float(np.log2(normal).sum()), rel=1e-9, abs=1e-6)
@@ -48,7 +48,7 @@ def test_quotients_of_what_is_positive(seed, height, width):
     values[generator.random((height, width)) < 0.2] = 0
     products[generator.random((height, width)) < 0.2] = 0
     rows, columns = np.zeros((2, height)), np.zeros((2, width))
-    kernels.quotients(values, products, rows, columns)
+    matrix_kernels.quotients(values, products, rows, columns)
     used = (values > 0) & (products > 0)
     wide = np.divide(values, products, where=used, out=np.zeros((height, width)), dtype=np.float64)
     assert rows[0] == pytest.approx(wide.sum(axis=1), rel=1e-6)

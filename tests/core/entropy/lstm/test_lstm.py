@@ -167,7 +167,7 @@ class Reference(torch.nn.Module):
 
 
 def test_probabilities_and_gradients_are_those_of_an_lstm() -> None:
-    from shrinkpoint.entropy.lstm import network_kernels as lstm_network
+    from shrinkpoint.entropy.lstm import network_kernels
 
     rng = np.random.default_rng(0)
     width, alphabet = 8, 5
@@ -183,8 +183,8 @@ def test_probabilities_and_gradients_are_those_of_an_lstm() -> None:
         activations = np.zeros((10, 2, 7, width), np.int32)
         sums, found = np.empty(4 * width, np.int64), np.empty(alphabet, np.int64)
         ends = np.empty(alphabet + 1, np.int32)
-        lstm_network.forward(learner.net, curves(), context, activations, sums, found)
-        lstm_network.shares(curves().decay, found, ends)
+        network_kernels.forward(learner.net, curves(), context, activations, sums, found)
+        network_kernels.shares(curves().decay, found, ends)
         assert ends[-1] == 65536
         np.testing.assert_allclose(np.diff(ends) / 65536, wanted, atol=5e-4)
         errors = (np.diff(ends) << 6).astype(np.int32)
@@ -194,14 +194,14 @@ def test_probabilities_and_gradients_are_those_of_an_lstm() -> None:
             np.empty((2, width), np.int64),
             np.empty(4 * width, np.int32),
         )
-        lstm_network.backward(learner.net, learner.gradient, context, activations, errors, *scratch)
+        network_kernels.backward(learner.net, learner.gradient, context, activations, errors, *scratch)
     for name, gradient in learner.gradient._asdict().items():
         wanted = getattr(reference, name).grad.numpy()
         assert np.abs(gradient / 2.0**37 - wanted).max() < 0.01 * np.abs(wanted).max(), name
 
 
 def test_a_step_is_adams() -> None:
-    from shrinkpoint.entropy.lstm import network_kernels as lstm_network
+    from shrinkpoint.entropy.lstm import network_kernels
 
     rng = np.random.default_rng(0)
     gradients = rng.standard_normal((3, 6)) * [1e-4, 1e-3, 1e-2, 1e-1, 1, 0]
@@ -209,7 +209,7 @@ def test_a_step_is_adams() -> None:
     wanted, mean = np.zeros(6), np.zeros(6)
     for seen, gradient in enumerate(gradients):
         flat = np.round(gradient * 256 * 2.0**37).astype(np.int64)
-        lstm_network.improve(weights, flat, squares, seen, 1 << 18)
+        network_kernels.improve(weights, flat, squares, seen, 1 << 18)
         mean += (gradient**2 - mean) / (seen + 1)
         wanted -= gradient / (np.sqrt(mean) + 1e-5) / 64
         assert not flat.any()

@@ -12,7 +12,7 @@ from support.moments import KINDS, SCALES, SHAPES, given_second, moments
 
 from shrinkpoint.coding.encode import decode_chain
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError, ShrinkpointError
-from shrinkpoint.schemes.auto import moment_kernels as kernels
+from shrinkpoint.schemes.auto import moment_kernels
 from shrinkpoint.schemes.auto.factors import Factors, matrix_shape
 from shrinkpoint.schemes.auto.first_moments import CentroidFirstMomentCodec, CentroidMomentumCodec
 from shrinkpoint.schemes.auto.second_moments import FactoredSecondMomentCodec
@@ -478,7 +478,7 @@ def test_levels_and_what_they_stand_for_by_numpy(seed, step, size, reach, weight
         sizes = np.where(unit >= least, np.abs(values) / np.maximum(unit, least), np.float32(0))
     wanted = np.rint(np.minimum(sizes, np.float32(reach))).astype(np.int64)
     out, sums, counts = np.empty(size, np.uint8), np.zeros(128), np.zeros(128)
-    assert kernels.levels(values, units, step, reach, weighted, out, sums, counts) == wanted.max()
+    assert moment_kernels.levels(values, units, step, reach, weighted, out, sums, counts) == wanted.max()
     weights = np.square(units.astype(np.float64)) if weighted else np.ones(size)
     assert np.array_equal(out.astype(int) - reach, np.where(values < 0, -wanted, wanted))
     assert counts == pytest.approx(np.bincount(wanted, weights=weights, minlength=128), rel=1e-9, abs=0)
@@ -488,18 +488,18 @@ def test_levels_and_what_they_stand_for_by_numpy(seed, step, size, reach, weight
 
     stands = (step * np.arange(reach + 1)).astype(np.float32)
     restored = np.empty(size, np.float32)
-    kernels.unlevel(out, units, stands, reach, restored)
+    moment_kernels.unlevel(out, units, stands, reach, restored)
     with np.errstate(all="ignore"):
         found = stands[wanted] * units
     found = np.where(found >= least, found, np.float32(0))
     assert np.array_equal(restored, np.where(values < 0, -found, found))
     with np.errstate(all="ignore"):
         beyond = (np.abs(values) > np.float32(5) * units) & (units > 0)
-    assert kernels.count_beyond(values, units, np.float32(5)) == np.count_nonzero(beyond)
+    assert moment_kernels.count_beyond(values, units, np.float32(5)) == np.count_nonzero(beyond)
     used = units >= least
     divisors = np.ones(size) if weighted else units.astype(np.float64)
     squares = np.square(values[used].astype(np.float64) / divisors[used]).sum()
-    assert kernels.square_sum(values, units, weighted) == pytest.approx(float(squares), rel=1e-9)
+    assert moment_kernels.square_sum(values, units, weighted) == pytest.approx(float(squares), rel=1e-9)
 
 
 @pytest.mark.parametrize("name", sorted(set(SCHEMES) - {"auto"}))

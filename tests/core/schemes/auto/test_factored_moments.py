@@ -8,7 +8,7 @@ from support.moments import KINDS, SCALES, SHAPES, moments
 
 from shrinkpoint.entropy.static.rans import encode_symbols
 from shrinkpoint.errors import CannotRepresentError, FormatError
-from shrinkpoint.quantize import matrix_kernels as kernels
+from shrinkpoint.quantize import matrix_kernels
 from shrinkpoint.schemes.auto.factors import Factors, matrix_shape
 from shrinkpoint.schemes.auto.second_moments import FactoredSecondMomentCodec
 from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Quantizer
@@ -182,11 +182,11 @@ def test_lengths_and_distances_of_rows(seed, height, width):
     second = (10.0 ** generator.uniform(-30, 5, (height, width))).astype(np.float32)
     second[generator.random((height, width)) < 0.2] = 0
     rows = np.empty(height)
-    kernels.square_lengths(first, second, rows)
+    matrix_kernels.square_lengths(first, second, rows)
     assert rows == pytest.approx(
         lengths(torch.from_numpy(first), torch.from_numpy(second)).square().numpy(), rel=1e-9
     )
-    kernels.row_squares(first, other, rows)
+    matrix_kernels.row_squares(first, other, rows)
     apart = np.square(first.astype(np.float64) - other.astype(np.float64)).sum(axis=1)
     assert rows == pytest.approx(apart, rel=1e-9)
 
