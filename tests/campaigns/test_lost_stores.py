@@ -33,11 +33,12 @@ from shrinkpoint.errors import ShrinkpointError, ShrinkpointWarning
 from shrinkpoint.store.striped import StripedObjects
 from shrinkpoint.store.striped.heal import heal
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
+pytestmark = pytest.mark.timeout(14400)
 
 TRIALS = 20
 FAULTED = 0.03
 KINDS = ("lost", "blank", "stale", "rot", "gone and back")
+QUICK = len(KINDS)
 
 
 class Nursery:
@@ -256,6 +257,11 @@ def _trials(
     return bad
 
 
+def test_nothing_acknowledged_is_lost_quickly(nursery: Nursery, tmp_path: Path) -> None:
+    assert _trials(nursery, tmp_path, QUICK, stores=3, parity=1) == []
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("stores", "parity"), [(3, 1), (5, 2)])
 def test_nothing_acknowledged_is_lost(
     nursery: Nursery, tmp_path: Path, pytestconfig: pytest.Config, stores: int, parity: int
@@ -277,6 +283,7 @@ def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[S3Server
         yield [first, second]
 
 
+@pytest.mark.slow
 @pytest.mark.real_s3
 def test_nothing_acknowledged_is_lost_of_two_gateways_and_a_folder(
     nursery: Nursery, tmp_path: Path, pytestconfig: pytest.Config, gateways: list[S3Server]
@@ -296,6 +303,7 @@ def test_nothing_acknowledged_is_lost_of_two_gateways_and_a_folder(
     assert _trials(nursery, tmp_path, count, stores=3, parity=1, where=where, slowness=4.0) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "kinds", "victim"),
     [
@@ -310,6 +318,7 @@ def test_other_ways_lose(
     assert len(_trials(nursery, tmp_path, 4, stores=3, parity=1, how=how, kinds=kinds, victim=victim)) >= 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gone", [None, 0, 1, 2])
 def test_of_two_writers_the_older_is_fenced(nursery: Nursery, tmp_path: Path, gone: int | None) -> None:
     common: dict[str, Any] = {"root": str(tmp_path), "pause_s": 0.005, "collects": False}

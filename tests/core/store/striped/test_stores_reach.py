@@ -13,7 +13,7 @@ from support.cli_runs import STEPS, make_run
 from torch import nn
 from typer.testing import CliRunner
 
-from shrinkpoint import Checkpointer
+from shrinkpoint import Checkpointer, StepLog
 from shrinkpoint.cli.app import app
 from shrinkpoint.errors import ConfigError, NoCheckpointError, RunMismatchError, ShrinkpointWarning
 from shrinkpoint.loading import load, load_weights
@@ -189,9 +189,8 @@ class Loop:
         torch.manual_seed(0)
         self.model = nn.Linear(200, 200)
         self.optimizer = torch.optim.Adam(self.model.parameters(), 1e-2)
-        self.checkpointer = Checkpointer(
-            urls, self.model, self.optimizer, scheme="lossless", every=1, busy="wait", **how
-        )
+        how = {"scheme": "lossless", "every": 1, "busy": "wait", **how}
+        self.checkpointer = Checkpointer(urls, self.model, self.optimizer, **how)
 
     def train(self, begin: int, end: int) -> None:
         for step in range(begin, end):
@@ -220,6 +219,30 @@ def test_a_training_that_loses_a_store(tmp_path: Path) -> None:
     assert loop.checkpointer.saver.url == ",".join(urls)
     again.checkpointer.close()
     assert not os.path.exists(urls[1])
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_log_of_steps_beside_one_and_several(tmp_path: Path, several: bool) -> None:
+    urls = [str(tmp_path / name) for name in "abc"]
+    log = {
+        "step_log": StepLog(segment_steps=1, busy="wait"),
+        "step_log_url": str(tmp_path / "steps"),
+        "every": 3,
+    }
+    loop = Loop(urls if several else urls[0], **log)
+    loop.checkpointer.resume()
+    loop.train(0, 5)
+    loop.checkpointer.flush()
+    wanted = {name: tensor.clone() for name, tensor in loop.model.state_dict().items()}
+    assert loop.checkpointer.step_log is not None
+    loop.checkpointer.step_log.close(whole=True)
+    if several:
+        shutil.rmtree(urls[2])
+    again = Loop(urls if several else urls[0], **log)
+    assert again.checkpointer.resume() == 5  # from the checkpoint of 3, and two steps made again
+    assert all(torch.equal(wanted[name], tensor) for name, tensor in again.model.state_dict().items())
+    again.checkpointer.close()
+    loop.checkpointer.saver.close()
 
 
 def test_a_run_of_one_store_has_no_redundancy(tmp_path: Path) -> None:
