@@ -23,7 +23,6 @@ import shrinkpoint
 
 TINY = GPTConfig(width=64, layers=2, heads=2, block=64, warmup=10, steps=60)
 EVERY = 10
-LOSE_AT, KILL_AT = 15, 37
 
 
 def train(urls: list[str]) -> None:
@@ -63,15 +62,17 @@ def act_out(folder: Path) -> None:
     urls = [str(folder / name) for name in ("bucket-a", "bucket-b", "disk-c")]
     command = [sys.executable, __file__, "--train", *urls]
 
+    saved = 0
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
             for line in process.stdout:
                 print("  ", line, end="", flush=True)
-                if line == f"step {LOSE_AT}\n":
+                saved += line.startswith("saved step")
+                if line.startswith("saved step") and saved == 1:
                     print(f"--- {urls[1]} is lost, with everything in it", flush=True)
                     shutil.rmtree(urls[1], ignore_errors=True)  # a save may be writing to it
-                if line == f"step {KILL_AT}\n":
+                elif line.endswith("may be lost now: 0\n"):
                     print("--- kill -9", flush=True)
                     process.kill()
         except BaseException:
