@@ -299,7 +299,7 @@ def test_nothing_acknowledged_is_lost_of_two_gateways_and_a_folder(
                 stack.callback(buckets[-1].close)
             yield [buckets[0], FolderPlace(root, 1), buckets[1]]
 
-    count = pytestconfig.getoption("kills") or 5
+    count = pytestconfig.getoption("kills") or 2
     assert _trials(nursery, tmp_path, count, stores=3, parity=1, where=where, slowness=4.0) == []
 
 
