@@ -65,7 +65,7 @@ class CompressedCheckpoint(Callback):
         monitor: the metric by which `save_top_k` ranks, under the name that Composer logs (``metrics/eval/LanguagePerplexity``,
             ``loss/train/total``) or an eval metric's bare name.
         mode: whether the best metric is the least or the greatest.
-        save_top_k: how many of the best to keep, beside the newest `keep_last`; -1 keeps every checkpoint.
+        save_top_k: how many of the best to keep, in addition to the newest `keep_last`; -1 keeps every checkpoint.
         save_last: save once more when training ends, if a batch has been trained since the last checkpoint.
         keep_last: how many of the newest to keep, so that a damaged one costs little.
         resume: ``"auto"`` continues if the run holds a checkpoint, ``"must"`` refuses to start without one,

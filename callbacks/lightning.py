@@ -64,7 +64,7 @@ class CompressedCheckpoint(Checkpoint):
         monitor: the logged metric by which `save_top_k` ranks. It is also preferred for measuring the quality of what
             is saved, where it is a loss (``mode="min"``) that the validation step logs.
         mode: whether the best metric is the least or the greatest.
-        save_top_k: how many of the best to keep, beside the newest `keep_last`; -1 keeps every checkpoint.
+        save_top_k: how many of the best to keep, in addition to the newest `keep_last`; -1 keeps every checkpoint.
         save_last: save once more when training ends, if anything has changed since the last checkpoint. The newest
             checkpoint is always at hand as `last_model_path`; it is never stored twice.
         keep_last: how many of the newest to keep, so that a damaged one costs little.
@@ -211,7 +211,7 @@ class CompressedCheckpoint(Checkpoint):
 
     @best_model_path.setter
     def best_model_path(self, path: str) -> None:
-        self._session.run.best.best_path = path  # set by launchers, from what the worker processes tell
+        self._session.run.best.best_path = path  # set by launchers, from the worker processes
 
     @property
     def last_model_path(self) -> str:

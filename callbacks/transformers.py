@@ -57,7 +57,7 @@ class CompressedCheckpoint(TrainerCallback):
         monitor: the evaluation's metric by which `save_top_k` ranks; ``eval_`` may be left out. With
             ``load_best_model_at_end`` it is the Trainer's ``metric_for_best_model``.
         mode: whether the best metric is the least or the greatest.
-        save_top_k: how many of the best to keep, beside the newest `keep_last`; -1 keeps every checkpoint.
+        save_top_k: how many of the best to keep, in addition to the newest `keep_last`; -1 keeps every checkpoint.
         save_last: save once more when training ends, if anything has changed since the last checkpoint.
         keep_last: how many of the newest to keep, so that a damaged one costs little.
         resume: ``"auto"`` continues if the run holds a checkpoint, ``"must"`` refuses to start without one,

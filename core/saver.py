@@ -1,4 +1,4 @@
-"""Saves training states beside the training, and restores the newest sound one: what every integration drives.
+"""Saves training states in the background, and restores the newest sound one; every integration drives this.
 
 One save is a snapshot on the training thread, then a job in the background: choose a configuration, encode, commit,
 collect. The job's only claim on the training thread is the forward passes of its evaluations (`Saver.poll`).
@@ -98,7 +98,7 @@ class Saver:
         """The run's URL, without credentials; of several, with commas between."""
         self.config = config or SaverConfig()
         """How to save."""
-        near = NearCopies.beside(url, self.config.near, self.config.near_keep)
+        near = NearCopies.of(url, self.config.near, self.config.near_keep)
         self.store = RunStore(url, storage_options=storage_options, parity=parity, near=near)
         """The run's checkpoints."""
         self.skipped = 0
@@ -148,7 +148,7 @@ class Saver:
     def check(self) -> None:
         """Make sure, before training starts, that the store can be written and holds nothing foreign.
 
-        The coders are compiled from then on, beside what follows.
+        The coders are compiled from then on, in the background.
 
         Raises:
             StoreError: the store cannot be reached or written, with the way out.
@@ -262,7 +262,7 @@ class Saver:
         return accepted
 
     def skip(self) -> None:
-        """Count a save that is not made because one is under way; the first, the tenth, the hundredth ... is told, and why."""
+        """Count a save that is not made because one is under way; the first, the tenth, the hundredth ... gives a warning with the reason."""
         self.skipped += 1
         if self.skipped < self._warn_skipped_at:
             return

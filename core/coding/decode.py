@@ -31,7 +31,10 @@ __all__ = [
 
 EXPANSION = 2**20
 """Most bytes of a tensor for each byte that is stored of it without a reference: exact coding stays below, whatever the values."""
-_FOLLOW = (RoundedCodec.id, CopiedCodec.id)  # take the memory of a tensor beside them, of the same shape
+_FOLLOW = (
+    RoundedCodec.id,
+    CopiedCodec.id,
+)  # use the memory of another tensor of the same parameter and shape
 _UNSUSPICIOUS = 2**30
 """Bytes that any base may decode to."""
 
@@ -158,7 +161,7 @@ def decode_planes(
 
     Args:
         entries: its tensors, or those that are `required`.
-        reference: what the reader held before it.
+        reference: the reader's, after the checkpoint before.
         threads: parameters decoded side by side.
     """
     by_name = {entry.spec.name: entry for entry in entries}
@@ -184,7 +187,7 @@ def decode_values(
     Args:
         entries: its tensors, or those that are `required`.
         step: of the checkpoint, for messages.
-        reference: what the reader held before it.
+        reference: the reader's, after the checkpoint before.
         threads: parameters decoded side by side.
 
     Raises:

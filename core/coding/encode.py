@@ -137,13 +137,13 @@ def restored_values(
     parameters: Collection[str] | None = None,
     threads: int = 1,
 ) -> dict[str, torch.Tensor]:
-    """What a reader would get of a snapshot under a scheme; nothing is kept, and what is held stays as it is.
+    """What a reader would get of a snapshot under a scheme; nothing is kept, and the reference stays as it is.
 
     Args:
         state: host tensors that nobody changes meanwhile.
         scheme: decides which codec takes which tensor.
         reference: as `encode_state`.
-        roles: the only ones that are wanted, which must not need others beside them; None takes all.
+        roles: the only ones that are wanted, which must not need others of the same parameter; None takes all.
         parameters: the only ones whose tensors are wanted; the others stay true. None takes all.
         threads: parameters handled side by side.
     """

@@ -60,7 +60,7 @@ def groups_of(specs: Iterable[TensorSpec]) -> list[list[TensorSpec]]:
 
 
 def siblings_of(values: Mapping[str, V], spec: TensorSpec, group: Sequence[TensorSpec]) -> dict[str, V]:
-    """Earlier tensors that stand beside this one in the state: the other moments of the same optimizer.
+    """Earlier tensors of the same optimizer and parameter: its other moments.
 
     A weight also gets its master, and an average its weight, the first one of its shape, wherever that stands.
     """

@@ -110,7 +110,7 @@ def decode_selected(
 
     Args:
         chain: what opens each container, base first; those that nothing is needed of are not opened.
-        choose: the names of the wanted tensors, told from the last checkpoint's header.
+        choose: gives the names of the wanted tensors, from the last checkpoint's header.
         threads: parameters decoded side by side.
 
     Returns:

@@ -164,7 +164,7 @@ class Committer:
             if not self._warned_of_loss:
                 self._warned_of_loss = True
                 warn(
-                    f"{error}. Step {job.step} is stored as a base; checkpoints that need what is gone cannot be restored. Told"
+                    f"{error}. Step {job.step} is stored as a base; checkpoints that need what is gone cannot be restored. This warning comes"
                     " once"
                 )
             stored = self._store_with(job, state, None, movement, started, spent)
@@ -178,12 +178,12 @@ class Committer:
     def _warn_diverged(self, report: SaveReport) -> None:
         """Once, until a checkpoint is finite again."""
         found = report.not_finite
-        # of a loss alone, the planner has told
+        # of a loss alone, the planner has warned
         warned, self._diverged = self._diverged, found is not None and not found.startswith(LOSS_ALONE)
         if self._diverged and not warned:
             warn(
                 f"the checkpoint of step {report.step} is not finite: {report.not_finite}. Has the training diverged? The newest"
-                " finite checkpoints are kept beside those that follow, and `shrinkpoint ls` marks these"
+                " finite checkpoints are kept in addition to those that follow, and `shrinkpoint ls` marks these"
             )
 
     def _warn_exact(self, report: SaveReport) -> None:
@@ -277,7 +277,7 @@ class Committer:
         )
 
     def _take_link(self) -> _Link | None:
-        """The chain to extend, if any. It is forgotten here: coding uses up what is held, to hold it only once."""
+        """The chain to extend, if any. It is forgotten here: coding uses up the reference, so that only one is in memory."""
         link, self._link = self._link, None
         return None if link is None or self._is_complete(link.parent.chain) else link
 

@@ -1,8 +1,8 @@
 """Compiles the coders of a scheme by making and restoring some checkpoints of a small training, and notes that it did.
 
 numba compiles what is called for the first time: up to a minute of one core for the coders of scheme ``auto``. It keeps what
-it compiled in a folder, and beside that stands one file for each scheme and effort, named after numba's version and the
-processor, which tells the coders' sources and the files that numba has kept: where one of these is gone, all is compiled again.
+it compiled in a folder, which also gets one file for each scheme and effort, named after numba's version and the
+processor. It lists the coders' sources and numba's files: if one of these is missing, all are compiled again.
 """
 
 import hashlib
@@ -184,7 +184,7 @@ class _SmallTraining:
 
 
 def _mark(scheme: str, options: object) -> str:
-    """The name of the file beside numba's own that tells of what was compiled for this processor."""
+    """The file that lists what was compiled for this processor; it is in numba's folder."""
     import numba
     from numba.core.registry import cpu_target
 
@@ -197,7 +197,7 @@ def _mark(scheme: str, options: object) -> str:
 
 
 def _sources() -> str:
-    """What numba goes by to tell whether what it has cached is valid: sources, in older versions the times of their files."""
+    """What numba's cache depends on: the sources, in older versions the times of their files."""
     core = Path(jit.__file__).parents[1]
     digest = hashlib.sha256()
     for folder in ("entropy", "quantize", "runtime", "schemes"):

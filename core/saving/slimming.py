@@ -2,7 +2,7 @@
 
 What is turned into weights is never changed in place. As in a compaction, a new container is made and verified, committed in
 the place of the old checkpoint, and only then is the old one let go, by the ordinary collection with its grace: killed at any
-moment, the run holds the old checkpoint, or both. A delta stays one where what it was told by is there as weights too.
+moment, the run holds the old checkpoint, or both. A delta stays one if its references are there as weights too.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -225,7 +225,7 @@ class Slimmer:
                 continue
             try:
                 done = self._turn(writer, manifest, list(weights.values()))
-            except (FormatError, ChainError) as error:  # it stays, damaged or not; the others are not held up
+            except (FormatError, ChainError) as error:  # it stays, damaged or not; the others do not wait
                 self._without.add(manifest.digest)
                 warn(
                     f"checkpoint {manifest.seq} (step {manifest.step}) keeps its optimizer state: {error}. This warning comes once"

@@ -1,7 +1,7 @@
 """Has the coders compiled before the first save needs them, in a process of its own.
 
 Where nothing is compiled yet, as in every fresh container, that takes up to a minute of one core, and a thread that
-compiles holds the GIL for most of it: the training beside it would wait at every step. A child fills numba's cache
+compiles holds the GIL for most of it: the training in the same process would wait at every step. A child fills numba's cache
 meanwhile, from which the first save loads.
 
 Nothing depends on it. Where the child cannot run or fails, kernels are compiled where they are called.
@@ -57,7 +57,7 @@ class _Child:
 
 
 class Warmup:
-    """Has the coders of one scheme compiled beside the training.
+    """Compiles the coders of one scheme in a process of its own.
 
     Args:
         scheme: one of `shrinkpoint.schemes.catalogue.SCHEMES`.
@@ -88,7 +88,7 @@ class Warmup:
             self._failure = f"{type(error).__name__}: {error}"
 
     def wait(self) -> None:
-        """Return when what was begun has ended, in whatever way; a failure is told. Never raises in the background."""
+        """Return when the compilation has ended, in whatever way; a failure gives a warning. Never raises in the background."""
         child, self._child = self._child, None
         failure, self._failure = self._failure, None
         if child is not None:

@@ -46,7 +46,7 @@ class NearCopies:
         self._warned: set[str] = set()
 
     @classmethod
-    def beside(cls, url: RunUrl, near: str | os.PathLike[str] | None, keep: int) -> "NearCopies | None":
+    def of(cls, url: RunUrl, near: str | os.PathLike[str] | None, keep: int) -> "NearCopies | None":
         """The folder `near` of a run at `url`; None where there is none.
 
         Raises:
@@ -191,7 +191,7 @@ class NearCopies:
             return None
 
     def _trouble(self, message: str) -> None:
-        """Told once, until a copy succeeds again."""
+        """A warning, once until a copy succeeds again."""
         topic = message.partition(":")[0]
         if topic not in self._warned:
             self._warned.add(topic)

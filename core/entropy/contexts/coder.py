@@ -1,4 +1,4 @@
-"""Context coding of planes of levels: what earlier planes, sibling planes and the plane itself tell about each symbol.
+"""Context coding of planes of levels: each symbol's probabilities depend on earlier planes, sibling planes and the plane itself.
 
 Quantized updates, weights and moments look like noise to a general compressor, and nearly so to a coder that is given
 the same plane of the previous checkpoint. They are not: sibling planes of the checkpoint share their zeros and

@@ -24,17 +24,17 @@ from shrinkpoint.runtime.jit import jit, jit_part
 __all__ = [
     "ACTIVITIES",
     "AROUND",
-    "BESIDE",
     "BLOCK_ROWS",
     "COARSE",
     "FINE",
+    "NEIGHBOURS",
     "Scene",
     "Tracker",
-    "beside",
     "bucket",
     "end_row",
     "look",
     "measure",
+    "neighbour_activity",
     "new_tracker",
     "see",
     "start_row",
@@ -56,7 +56,7 @@ ACTIVITIES = 12
 AROUND = 8
 """Classes of how busy the neighbourhood in a side plane is."""
 
-BESIDE = 22
+NEIGHBOURS = 22
 """Values of how busy the coded neighbours are."""
 
 
@@ -188,8 +188,8 @@ def look(
 
 
 @jit_part
-def beside(above: UInt8s, here: UInt8s, j: int) -> Integer:
-    """How busy the coded neighbours are, below `BESIDE`."""
+def neighbour_activity(above: UInt8s, here: UInt8s, j: int) -> Integer:
+    """How busy the coded neighbours are, below `NEIGHBOURS`."""
     near = np.int64(here[j + 1]) + np.int64(above[j + 2])
     return 2 * near + np.int64(here[j]) + np.int64(above[j + 1]) + np.int64(above[j + 3])
 

@@ -9,15 +9,15 @@ from shrinkpoint.arrays import Int64s, UInt8s
 from shrinkpoint.entropy.contexts.feature_kernels import (
     ACTIVITIES,
     AROUND,
-    BESIDE,
     BLOCK_ROWS,
     COARSE,
     FINE,
+    NEIGHBOURS,
     Scene,
-    beside,
     bucket,
     end_row,
     look,
+    neighbour_activity,
     new_tracker,
     see,
     start_row,
@@ -39,7 +39,7 @@ __all__ = ["COARSE_CLASSES", "FINE_CLASSES", "code_chunk"]
 Integer = int | np.int64
 
 FINE_CLASSES, COARSE_CLASSES = 48, 16
-"""Classes of a side's levels alone, and beside another context."""
+"""Classes of a side's levels alone, and with another context."""
 
 
 @jit_part
@@ -51,7 +51,7 @@ def _inputs(n_sides: int) -> int:
 def _context_count(n_sides: int) -> int:
     """How many contexts all inputs have together; the order is that of :func:`_set_contexts`."""
     coarse = 2 * COARSE + 1
-    total = 2 + 2 * FINE + coarse * ACTIVITIES * 4 + BESIDE * AROUND + ACTIVITIES * ACTIVITIES
+    total = 2 + 2 * FINE + coarse * ACTIVITIES * 4 + NEIGHBOURS * AROUND + ACTIVITIES * ACTIVITIES
     total += n_sides * coarse * FINE_CLASSES
     if n_sides:
         total += ACTIVITIES * FINE_CLASSES + (n_sides - 1) * COARSE_CLASSES * COARSE_CLASSES
@@ -79,7 +79,7 @@ def _set_contexts(
     bases[2] = at + (coarse * ACTIVITIES + both) * 4 + magnitude
     at += (2 * COARSE + 1) * ACTIVITIES * 4
     bases[3] = at + near * AROUND + around
-    at += BESIDE * AROUND
+    at += NEIGHBOURS * AROUND
     bases[4] = at + column * ACTIVITIES + busy
     at += ACTIVITIES * ACTIVITIES
     for s in range(sides.shape[0]):
@@ -131,7 +131,7 @@ def code_chunk(
             if n_sides:
                 level = scene.sides[0, i, j]
                 kind, magnitude = np.int64(scene.fine[0, level]), np.int64(scene.side_magnitudes[level])
-            near = beside(above, here, j)
+            near = neighbour_activity(above, here, j)
             _set_contexts(scene, near, np.int64(around[j]), found, prediction, magnitude, i, j, mixer.bases)
             for k in range(mixer.bases.size):
                 mixer.bases[k] *= nodes

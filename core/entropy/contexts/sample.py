@@ -59,8 +59,8 @@ class PlaneSample(NamedTuple):
         """Take all of a small plane."""
         step = (symbols.size >> _SAMPLE_LOG2) | 1  # odd: columns are even
         few = frozen(symbols[::step])
-        beside = [replace(side, plane=frozen(side.plane[::step])) for side in sides]
-        pairs = [step * count_symbols(few, side.plane, alphabet, side.alphabet) for side in beside]
+        sampled = [replace(side, plane=frozen(side.plane[::step])) for side in sides]
+        pairs = [step * count_symbols(few, side.plane, alphabet, side.alphabet) for side in sampled]
         counts = step * count_symbols(few, None, alphabet, 1)[0]
         given = [predict_bytes(pair) for pair in pairs]
-        return PlaneSample(step, few, beside, counts, pairs, predict_bytes(counts[None]), given)
+        return PlaneSample(step, few, sampled, counts, pairs, predict_bytes(counts[None]), given)

@@ -3,7 +3,7 @@
 Importing this module imports numba, so it is only ever imported from inside a function of its callers.
 
 A cell (entropy/contexts/cells.py) is made of the prediction, of how busy row and column are, and of the side planes'
-levels. What a row tells of itself, its coefficients and its activity, is looked at once per segment: the price is a few
+levels. A row's own coefficients and activity are computed once per segment: the price is a few
 thousandths of the size, and what it buys is that nothing within a segment waits for the symbol before it.
 
 Where a side plane knows the place of each value in its cell, prediction and place are one feature, their sum: it is what
@@ -98,7 +98,7 @@ class Rows(NamedTuple):
 # What is inlined takes arrays, not what holds them: each copy of a tuple counts the references to all of its arrays.
 @jit_inlined
 def _add_sides(cells: Int32s, sides: UInt8s, row: int, strides: Int64s, classes: Int32s) -> None:
-    """Set the cells to what the side planes tell."""
+    """Set the cells to the side planes' share."""
     cells[:] = 0
     for s in range(classes.shape[0]):
         if strides[len(LEVELS) + s]:

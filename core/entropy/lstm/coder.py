@@ -141,10 +141,10 @@ def encode_plane(
         previous: uint8 (n,), the same plane of the previous checkpoint, each below ``alphabet``; None without one.
         options: settings of the network.
         threads: how many threads share the chunks; the bytes do not depend on it.
-        advance: told of progress: every symbol counts twice, once for the decoding that verifies it.
+        advance: gets the progress: every symbol counts twice, once for the decoding that verifies it.
 
     Returns:
-        The payload; :func:`uses_previous` tells from it whether decoding needs the previous plane.
+        The payload; :func:`uses_previous` says whether decoding it needs the previous plane.
 
     Raises:
         ValueError: an argument is out of range or has the wrong shape or dtype.
@@ -199,7 +199,7 @@ def decode_plane(
         columns: as given to the encoder.
         previous: as given to the encoder; not looked at where the payload does not need it.
         threads: how many threads share the chunks.
-        advance: told of progress.
+        advance: gets the progress.
 
     Returns:
         uint8 (size,), each below ``alphabet``.

@@ -19,7 +19,7 @@ __all__ = ["Blocks", "Classes", "Given", "classify", "new_blocks", "pack", "unpa
 Signed = npt.NDArray[np.signedinteger[Any]]
 Integer = int | np.signedinteger[Any]
 Plan = tuple[int, int, int, int, int, int]
-"""Width in bits, cut, whether magnitudes are predicted, shares of previous and beside, whether signs are aligned."""
+"""Width in bits, cut, whether magnitudes are predicted, shares of previous and sibling, whether signs are aligned."""
 
 
 class Given(NamedTuple):
@@ -199,17 +199,17 @@ def classify(
 
 @jit_part
 def _put(
-    words: UInt32s, position: Integer, held: Integer, filled: Integer, value: Integer, width: Integer
+    words: UInt32s, position: Integer, pending: Integer, filled: Integer, value: Integer, width: Integer
 ) -> tuple[Integer, Integer, Integer]:
-    """Append ``width`` <= 32 bits; fewer than 32 are held back between calls.
+    """Append ``width`` <= 32 bits; fewer than 32 are pending between calls.
 
     The word is written before it is full, again and again: when it is cannot be foreseen.
     """
-    held |= value << filled
+    pending |= value << filled
     filled += width
-    words[position] = held & _WORD_MASK
+    words[position] = pending & _WORD_MASK
     full = filled >> 5
-    return position + full, held >> (full << 5), filled & 31
+    return position + full, pending >> (full << 5), filled & 31
 
 
 @jit
@@ -232,7 +232,7 @@ def pack(
     bases, widths, signs = classes
     residuals, keys = blocks.residuals, blocks.keys
     position = 0
-    held = filled = np.int64(0)
+    pending = filled = np.int64(0)
     for at in range(0, bits.size, _BLOCK):
         count = min(_BLOCK, bits.size - at)
         _residuals(residuals, bits, given, at, count, plan)
@@ -247,31 +247,31 @@ def pack(
                 own = np.int64(signs[symbol] != 0)
                 if wide:
                     negative = np.int64(bits[at + i] < 0) & own
-                    position, held, filled = _put(words, position, held, filled, negative, own)
+                    position, pending, filled = _put(words, position, pending, filled, negative, own)
                 else:
                     suffix = (suffix << own) | (np.int64(bits[at + i] < 0) & own)
                     size += own
             if wide and size > 32:
                 low = suffix & _WORD_MASK
-                position, held, filled = _put(words, position, held, filled, low, np.int64(32))
+                position, pending, filled = _put(words, position, pending, filled, low, np.int64(32))
                 suffix = (suffix >> 32) & ((np.int64(1) << (size - 32)) - 1)
                 size -= 32
-            position, held, filled = _put(words, position, held, filled, suffix, size)
-    words[position] = held & _WORD_MASK
+            position, pending, filled = _put(words, position, pending, filled, suffix, size)
+    words[position] = pending & _WORD_MASK
     return np.int64(position) * 32 + filled
 
 
 @jit_part
 def _get(
-    words: UInt32s, position: Integer, held: Integer, filled: Integer, width: Integer
+    words: UInt32s, position: Integer, pending: Integer, filled: Integer, width: Integer
 ) -> tuple[Integer, Integer, Integer, Integer]:
     """Take ``width`` <= 32 bits; from the last word on, which is 0, they are only counted."""
     empty = np.int64(filled < width)
     word = np.int64(words[min(position, words.size - 1)])
-    held |= (word & -empty) << filled
+    pending |= (word & -empty) << filled
     filled += empty << 5
-    value = held & ((np.int64(1) << width) - 1)
-    return position + empty, held >> width, filled - width, value
+    value = pending & ((np.int64(1) << width) - 1)
+    return position + empty, pending >> width, filled - width, value
 
 
 @jit
@@ -293,7 +293,7 @@ def unpack(
     bases, widths, signs = classes
     residuals, predictions, tops = blocks.residuals, blocks.predictions, blocks.tops
     position = 0
-    held = filled = np.int64(0)
+    pending = filled = np.int64(0)
     for at in range(0, symbols.size, _BLOCK):
         count = min(_BLOCK, symbols.size - at)
         for i in range(count):
@@ -301,14 +301,14 @@ def unpack(
             size = widths[symbol]
             if plan[2]:
                 own = np.int64(signs[symbol] != 0)
-                position, held, filled, negative = _get(words, position, held, filled, own)
+                position, pending, filled, negative = _get(words, position, pending, filled, own)
                 tops[i] = -negative << (plan[0] - 1)
             low = shift = np.int64(0)
             if wide and size > 32:
-                position, held, filled, low = _get(words, position, held, filled, np.int64(32))
+                position, pending, filled, low = _get(words, position, pending, filled, np.int64(32))
                 size -= 32
                 shift = np.int64(32)
-            position, held, filled, high = _get(words, position, held, filled, size)
+            position, pending, filled, high = _get(words, position, pending, filled, size)
             residuals[i] = signs[symbol] * (bases[symbol] + (low | (high << shift)))
         _predict(predictions, given, at, count, plan)
         _restore(residuals, predictions, tops, given.previous, at, count, plan, bits)

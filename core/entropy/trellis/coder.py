@@ -261,7 +261,7 @@ def _is_predictable(points: Int16s, path: Path, scale: int) -> bool:
 
 
 def _with_sides(model: _Model, path: Path, ranks: Int8s) -> _Model:
-    """Those that tell something by themselves, the best ones first."""
+    """Those that reduce the entropy by themselves, the best ones first."""
     if not path.sides:
         return model
     size = np.minimum(np.abs(ranks.astype(np.int16)), 15).astype(np.uint8)

@@ -3,7 +3,7 @@
 A scalar quantizer of step s wastes a quarter of a bit on every element, however small the element is: its cells are cubes,
 and the best cells of many dimensions are balls. Trellis-coded quantization gets most of that back without tables of
 points. The path of a row goes through a few states, and an element's state says whether its points are whole steps or
-lie half a step beside them:
+lie half a step away from them:
 
     point of index k in state s     (k + (s mod 2) / 2) steps
     next state                      (2 s mod S) + ((k mod 2) xor f(s)),   f(s) = bit 1 of s (S = 4), bits 1 xor 2 (S = 8)
@@ -26,7 +26,7 @@ States = Literal[4, 8]
 """How many states a trellis may have."""
 
 UNIT = 256
-"""Parts of a step that places are told in."""
+"""Parts of a step in which places are expressed."""
 
 NOISE: dict[int, float] = {4: 0.0663, 8: 0.0649}
 """Mean square of the error in square steps; 1/12 for rounding."""

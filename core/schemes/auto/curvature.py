@@ -24,7 +24,7 @@ class Curvature(NamedTuple):
 
 
 def curvature_of(kind: str, tensor: torch.Tensor) -> Curvature | None:
-    """The curvature that a tensor of squares tells; None where it is of no ordinary numbers.
+    """The curvature from a tensor of squares; None if it is not finite, negative or all zeros.
 
     Args:
         kind: see `Curvature`.

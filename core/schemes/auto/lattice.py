@@ -8,9 +8,9 @@ exactly on the lattice, and small updates would be rounded away: the next checkp
 Steps follow the curvature (`shrinkpoint.schemes.auto.lattice_steps`). They are powers of ``2 ** (1/4)`` times the tensor's own, so
 that every machine computes the same ones.
 
-What a reader knows of a weight's place in its cell tells more than anything else whether it will leave it. One that has
+A weight's place in its cell predicts better than anything else whether it will leave the cell. One that has
 just crossed a border is still near it, and may return; where the lattice was exchanged, the old point's place in the new
-cell is known. Both are kept as the weight's history, and are the coder's context, beside the value itself: small weights
+cell is known. Both are kept as the weight's history, and are the coder's context, in addition to the value itself: small weights
 move otherwise than large ones. The first moment is no context: of moves over fifty steps it explains a hundredth.
 """
 

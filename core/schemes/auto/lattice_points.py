@@ -33,11 +33,11 @@ FARTHEST = 30_000
 """Indices beyond this one show a step that is far too small for the tensor."""
 
 _EXPONENTS = 4 * MAX_EXPONENT + 1
-_HALVES = 12  # half steps to each side of zero that are told apart
+_HALVES = 12  # half steps to each side of zero that are distinguished
 # 2 ** (k / 4), written out: a library's power function may differ by a rounding from one machine to another
 QUARTERS = np.array([1.0, 1.1892071, 1.4142135, 1.6817929], np.float32)
 
-_AGES = 8  # that histories tell apart
+_AGES = 8  # that histories distinguish
 _UNKNOWN, _DOWN, _UP = (
     _AGES,
     0,
@@ -134,7 +134,7 @@ class LatticeReference(Lattice):
 
     @classmethod
     def of(cls, reference: ReferenceState | None, spec: TensorSpec) -> "LatticeReference | None":
-        """What is held of a tensor, or None where that is not of its size."""
+        """A tensor's reference, or None if that is not of its size."""
         planes = [plane_of(reference, name, spec) for name in ("index", "exponent", "history")]
         if reference is None or any(plane is None for plane in planes):
             return None
@@ -158,7 +158,7 @@ class LatticePrediction:
     table: UInt8s
     """uint8 (256,): the history of a weight that has not moved, by what was known."""
     sides: Sequence[Side]
-    """What the coder is told."""
+    """The coder's side planes."""
 
     def history(self, index: Int16s) -> UInt8s:
         """Each weight's history after it is seen at its index."""

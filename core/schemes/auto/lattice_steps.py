@@ -4,7 +4,7 @@ Steps are proportional to ``v ** -1/4``: reverse water-filling with the curvatur
 v (for which ``sqrt(v)`` stands in Adam's own update), of which the mean of each row and of each column is kept, as in
 Adafactor (arXiv 1804.04235, section 3).
 
-A weight whose step changes must be told its place anew, which costs most of a bit; one whose step is too wide costs loss,
+The place of a weight whose step size changes must be coded anew, which costs most of a bit; one whose step is too wide costs loss,
 with the square of what it is too wide by. While training has only begun, second moments change by octaves, and lattices
 that stayed as they were would cost several times the loss. So a tensor keeps its steps until too much is lost, and then
 only rows and columns that are off take others.

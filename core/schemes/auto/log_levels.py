@@ -3,7 +3,7 @@
 What divides an update, or scales it, element by element (Adagrad's sum, RMSprop's and Adadelta's mean of squares, Adamax's
 largest gradient, amsgrad's maximum, Rprop's step sizes) must be restored to a share of itself, be it large or small: an element that
 is restored too small makes its weight jump. A row times a column (`shrinkpoint.schemes.auto.second_moments`) does not do that; it
-serves where the first moment beside it tells how long updates have to be, and where what is wrong is soon forgotten. Adagrad's sum
+is enough where the first moment decides how long updates are, and where errors are soon forgotten. Adagrad's sum
 and amsgrad's maximum forget nothing.
 
 The logarithm of an element is rounded to a multiple of a step, moved by a dither of its own (L. Schuchman, "Dither signals and
@@ -129,7 +129,7 @@ class LogLevelsCodec:
         alone = _Prediction.by_factors(_sized(exponents, None), spec)
         residuals = levels.residuals(alone.exponents, spec)
         if alone.factors is None or not np.array_equal(residuals.exponents(levels), exponents):
-            return None  # what was clipped cannot be told from here
+            return None  # clipped elements cannot be recovered from here
         params = {name: value for name, value in encoded.params.items() if name != "shift"}
         params |= {"lowest": residuals.lowest, "count": residuals.count}
         sections = {

@@ -137,7 +137,7 @@ def emitted(restored: Float32s, spec: TensorSpec, *, nonzero: Float32s | None = 
 
 
 def _roots(spec: TensorSpec, context: Context) -> Float32s | None:
-    """The root of the second moment at every element, or None without one beside this tensor."""
+    """The root of the second moment at every element, or None if the parameter has none."""
     second = context.siblings.get(Role.EXP_AVG_SQ.value)
     if second is None or second.numel() != spec.numel or second.dtype not in CODED_DTYPES:
         return None

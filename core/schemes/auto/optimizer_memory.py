@@ -60,8 +60,8 @@ def epsilons(state: TrainingState) -> dict[str, float]:
     """
     found: dict[str, float] = {}
     for group, moments in _moments(state):
-        told = _number(group.get("eps", EPSILON), state.tensors)
-        added = told if told is not None and 0 <= told < math.inf else EPSILON
+        epsilon = _number(group.get("eps", EPSILON), state.tensors)
+        added = epsilon if epsilon is not None and 0 <= epsilon < math.inf else EPSILON
         names = (name for name in moments.values() if name in state.specs)
         found |= {name: added for name in names if state.specs[name].tag.role is Role.EXP_AVG_SQ}
     return found
@@ -117,7 +117,7 @@ def _decays(group: Mapping[str, JSON], tensors: Tensors) -> list[float]:
 
 
 def _members(node: JSON) -> Mapping[str, JSON]:
-    """What a dict of any kind held, where its keys were strings."""
+    """The entries of a stored dict of any kind whose keys were strings."""
     return {key: value for key, value in _pairs(node) if isinstance(key, str)}
 
 

@@ -1,13 +1,13 @@
 """Where weights on a trellis are expected next: a Kalman filter for random walks that are seen through noise.
 
-Noise need not be new in every checkpoint. Where weights hardly walk, most of what would be written tells of new noise: so
+Noise need not be new in every checkpoint. Where weights hardly walk, most of what would be written is new noise: so
 a share of the old one is carried over, which an encoder knows, and only the rest is new, of finer steps. Its mean square
 stays the same, and it stays independent of the weights. Which share is best depends on how far weights walk: with none of
 it, and with the noise of one lattice for ever, more is written than between these.
 
 Between two checkpoints the weights of a tensor walk by about the same distance, since Adam normalises what it steps by; how
 far that is in steps depends on the step alone, of which a tensor has `EXPONENTS`. So two numbers per tensor are all that the
-filter needs: the *walk*, and how well is known where the weights were, told as the walk that would have left it so if it
+filter needs: the *walk*, and the variance of the weights' previous places, expressed as the walk that would have caused it if it
 had gone on for ever. Both are in quarter octaves of a square step of exponent 64, plus `NO_WALK`, which stands for none.
 
 Source: R. Kalman, "A new approach to linear filtering and prediction problems" (1960), for a scalar.
@@ -37,11 +37,11 @@ EXPONENTS = 4 * MAX_EXPONENT + 1
 """Of steps: quarter octaves."""
 
 NO_WALK, LAST_WALK = 0, 160
-"""The least and the greatest walk that can be told: none, and one of 2**20 steps. So much is known of weights that were only
+"""Codes of the least and the greatest walk: none, and one of 2**20 steps. So much is known of weights that were only
 seen once: as much as noise leaves."""
 
 CARRIED = 16
-"""Parts that the share of carried noise is told in; fewer are carried."""
+"""Denominator of the share of carried noise, which is less than 1."""
 
 _MIDDLE = 80
 _FAR = 2.0**30

@@ -1,4 +1,4 @@
-"""Step sizes of rows, held below what training has moved them by (`shrinkpoint.quantize.movement`)."""
+"""Step sizes of rows, limited by how far training has moved them (`shrinkpoint.quantize.movement`)."""
 
 import math
 

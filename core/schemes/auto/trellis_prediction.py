@@ -1,4 +1,4 @@
-"""Where weights on a trellis were, and where they are expected: what is held of them, and what the coder is told from it."""
+"""The reference of trellis-coded weights, and the prediction that the coder gets from it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -38,12 +38,12 @@ T = TypeVar("T", bound=np.generic)
 ERRORS = "errors"
 """Name of the plane that only the writer has (`ReferenceState.encoder_only`)."""
 
-_HALVES = 12  # half steps up to which sizes are told apart
+_HALVES = 12  # half steps up to which sizes are distinguished
 
 
 @dataclass(frozen=True)
 class TrellisReference:
-    """What is held of a predecessor."""
+    """The reference of one weight: what its reader has of the previous checkpoint."""
 
     step: np.float32
     """That the noise is of."""
@@ -60,7 +60,7 @@ class TrellisReference:
 
     @staticmethod
     def of(reference: ReferenceState | None, spec: TensorSpec) -> "TrellisReference | None":
-        """None where nothing is held of a tensor of this size."""
+        """None if the reference has no tensor of this size."""
         planes = [plane_of(reference, name, spec) for name in ("value", "exponent", "offset")]
         if reference is None or any(plane is None for plane in planes):
             return None
@@ -88,7 +88,7 @@ class TrellisReference:
 
 @dataclass(frozen=True)
 class TrellisPrediction:
-    """Where weights are expected: the nearest even point, in half steps, and what the coder is told from there."""
+    """Where weights are expected: the nearest even point, in half steps, and the coder's side planes from there."""
 
     even: Int16s
     path: Path
@@ -102,7 +102,7 @@ class TrellisPrediction:
         spec: TensorSpec,
         rows: Rows | None = None,
     ) -> "TrellisPrediction":
-        """From what is held, or around zero.
+        """From the reference, or around zero.
 
         Args:
             grid: of all elements.

@@ -3,7 +3,7 @@
 As `shrinkpoint.schemes.auto.lattice`, but an element's points depend on those before it in its row (`shrinkpoint.entropy.trellis.states`),
 and every checkpoint takes another dither. What is coded is how far the point lies from where the weight is expected: from
 the mean of what was restored of it before, weighted as a Kalman filter does for a random walk that is seen through noise
-(R. Kalman, 1960). The steps of that walk, which one number per tensor tells, are much alike for all weights of a tensor,
+(R. Kalman, 1960). The steps of that walk, of which one number per tensor is stored, are much alike for all weights of a tensor,
 since Adam normalises them; the noise is known.
 
 After a restore a weight was where the file said, and the filter begins anew there.
@@ -190,7 +190,7 @@ class TrellisLatticeCodec:
         spec: TensorSpec,
         sibling_planes: Mapping[str, ReferenceState],
     ) -> EncodedTensor | None:
-        """See `Rebasable.rebase`; rows that were kept lie on the points of other checkpoints, and cannot be told by these."""
+        """See `Rebasable.rebase`; rows that were kept lie on the points of other checkpoints, and cannot be coded by these."""
         variance_code = TrellisReference.of(reference, spec)
         if variance_code is None:
             return None

@@ -96,8 +96,10 @@ def survey(objects: StripedObjects, manifests: list[Manifest]) -> Survey:
     listed = list_all(group)
     layouts = layouts_of(listed)
     needed = {ref.key for manifest in manifests for ref in manifest.chain}
-    held = {store: {info.key for info in infos if is_mirrored(info.key)} for store, infos in listed.items()}
-    records: set[str] = set().union(*held.values())
+    present = {
+        store: {info.key for info in infos if is_mirrored(info.key)} for store, infos in listed.items()
+    }
+    records: set[str] = set().union(*present.values())
     by_seq = {manifest.seq: manifest for manifest in reversed(manifests)}
     missing = dict.fromkeys(group.everyone, 0)
     spares = [group.parity, len(listed) - group.quorum.read]
@@ -113,11 +115,11 @@ def survey(objects: StripedObjects, manifests: list[Manifest]) -> Survey:
             missing[store] += 1
     for key in records:
         if seq_of_commit(key) is not None:
-            spares.append(sum(key in keys for keys in held.values()) - 1)
+            spares.append(sum(key in keys for keys in present.values()) - 1)
     states = []
     for store in group.everyone:
         problem = None if store in listed else group.health.why(store) or "does not answer"
-        seqs = [seq_of_commit(key) for key in held.get(store, ())]
+        seqs = [seq_of_commit(key) for key in present.get(store, ())]
         last = max(
             (seq for seq in seqs if seq in by_seq),
             key=lambda seq: by_seq[seq].position if seq in by_seq else (0, 0),
@@ -131,7 +133,7 @@ def survey(objects: StripedObjects, manifests: list[Manifest]) -> Survey:
                 problem=problem,
                 last_step=None if last is None else by_seq[last].step,
                 last_seq=last,
-                records_missing=len(records - held[store]) if store in held else 0,
+                records_missing=len(records - present[store]) if store in present else 0,
                 shards_missing=missing[store],
                 files=len(files),
                 bytes=sum(info.size for info in files),
