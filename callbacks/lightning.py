@@ -90,7 +90,7 @@ class CompressedCheckpoint(Checkpoint):
         search_overhead: share of the training time for measuring what restores cost beyond the evaluations of every save.
         guards: store exactly what would be noisier than training itself, or change the next updates by more than leaving them
             out, whatever a loss says.
-        key_every: every so many checkpoints one is a base, readable alone; later where that is dear.
+        key_every: every so many checkpoints one is a base, readable alone; later where a base is expensive.
         longest_chain: checkpoints that a restore reads at most; None takes four times `key_every`.
         keep_every: keep the first checkpoint of every so many training steps, too.
         keep_optimizer: how many of the newest checkpoints keep the optimizer's state; older ones become weights alone. None:

@@ -164,7 +164,7 @@ class Saver:
         """Note where a training starts: the noise of the first checkpoint is limited by how far the weights have moved since.
 
         Its weights are copied to the host. Without this call nothing is known of the movement until the second checkpoint, and
-        the first one is stored finely. Nothing is noted where this saver has restored what training goes on from, or has
+        the first one is stored finely. Nothing is noted where this saver has restored what training continues from, or has
         saved it.
 
         Args:
@@ -173,7 +173,7 @@ class Saver:
             describe: as of `save`.
         """
         if self._restored is not None or (self._committer.follows and not self._forgets):
-            return  # what was restored, or saved last, is what training goes on from
+            return  # what was restored, or saved last, is what training continues from
         live = TrainingState.capture(state, describe)
         specs = {name: spec for name, spec in live.specs.items() if is_followed(spec)}
         tensors = {name: live.tensors[name].detach().to("cpu", copy=True) for name in specs}
@@ -203,7 +203,7 @@ class Saver:
             metrics: numbers, or tensors of one element; stored with the checkpoint, retention by `monitor` reads them.
             evaluate: the held-out loss with given weights; called by `poll`, `save` and `flush` only, so always on
                 the training thread.
-            resumed: goes on from a state for some optimizer steps and back; called where and when `evaluate` is.
+            resumed: continues from a state for some optimizer steps and back; called where and when `evaluate` is.
             gradients: EMA of the gradients by parameter name; None takes Adam's first moments.
             optimizers: whose states are in `state`, in the same order: what a restore does to their next updates is tried on
                 copies. None are needed for anything else.
@@ -499,7 +499,7 @@ class Saver:
         if self._begun is not None:
             if (
                 not self._committer.follows
-            ):  # the save that was under way meanwhile is what training goes on from
+            ):  # the save that was under way meanwhile is what training continues from
                 self._committer.begin(*self._begun)
             self._begun = None
         if self._restored is not None:

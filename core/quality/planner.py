@@ -311,7 +311,7 @@ class Planner:
             "scheme": self._config.scheme,
             "strategy": self._strategy.state_dict() if self._strategy is not None else {},
             "restores": {**self._budget.state_dict(), "cost": cost, "cost_high": high},
-            "healing": self._recovery.state_dict(),
+            "recovery": self._recovery.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
@@ -321,7 +321,7 @@ class Planner:
             ConfigError: it is no such state; what could be read of it is kept.
         """
         self._load_restores(state.get("restores"))
-        recovery, strategy = state.get("healing"), state.get("strategy")
+        recovery, strategy = state.get("recovery"), state.get("strategy")
         if self._strategy is None or state.get("scheme") != self._config.scheme:
             if isinstance(
                 recovery, dict

@@ -90,7 +90,7 @@ class RecoveryEstimate:
         self._spent_s = spent_s
         self._clock = clock
         self._since = clock(), 0, spent_s()
-        self._purse = 0.0
+        self._budget_s = 0.0
         self._step_s = math.inf
 
     def saw(self, step: int) -> None:
@@ -99,14 +99,14 @@ class RecoveryEstimate:
         then, before, paid = self._since
         if step > before:
             if math.isfinite(self._overhead):
-                self._purse += self._overhead * (now - then)
+                self._budget_s += self._overhead * (now - then)
             self._step_s = (now - then) / (step - before)
         self._pay(spent - paid)
         self._since = now, max(step, before), spent
 
     def _pay(self, seconds: float) -> None:
         if math.isfinite(self._overhead):
-            self._purse -= seconds
+            self._budget_s -= seconds
 
     def marks(self, options: str, scale: float) -> Sequence[int]:
         """After how many steps this save's probe measures the loss; empty where the budget does not allow a probe.
@@ -117,13 +117,13 @@ class RecoveryEstimate:
         """
         if not self._short or math.isinf(self._overhead):
             return self._long
-        if self._purse >= self._price(self._long):
+        if self._budget_s >= self._price(self._long):
             return self._long
         if not self._is_new(options, scale):
             return ()
         price = self._price(self._short)
         credit = min(self._overhead * _CREDIT_S, _CREDIT_PROBES * price)
-        return self._short if math.isfinite(price) and self._purse - price >= -credit else ()
+        return self._short if math.isfinite(price) and self._budget_s - price >= -credit else ()
 
     @property
     def shortest(self) -> Sequence[int]:
@@ -203,14 +203,14 @@ class RecoveryEstimate:
             "error": self._error,
             "onward": self._onward,
             "probed": list(self._probed) if self._probed is not None else None,
-            **self._purse_state(),
+            **self._budget_state(),
         }
 
-    def _purse_state(self) -> dict[str, object]:
+    def _budget_state(self) -> dict[str, object]:
         """The budget, including what has been earned and spent since the last save began."""
         earned = self._overhead * (self._clock() - self._since[0]) if math.isfinite(self._overhead) else 0.0
         owed = self._spent_s() - self._since[2] if math.isfinite(self._overhead) else 0.0
-        return {"purse": self._purse + earned - owed, "step": self._since[1]}
+        return {"budget_s": self._budget_s + earned - owed, "step": self._since[1]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned.
@@ -239,8 +239,8 @@ class RecoveryEstimate:
         Raises:
             ConfigError: it is no such state.
         """
-        purse, step = state.get("purse"), state.get("step")
-        if not isinstance(purse, float) or not math.isfinite(purse) or type(step) is not int or step < 0:
-            raise ConfigError(f"the time for probes, {purse!r} at step {step!r}, is malformed")
-        self._purse = purse if math.isfinite(self._overhead) else 0.0
+        budget, step = state.get("budget_s"), state.get("step")
+        if not isinstance(budget, float) or not math.isfinite(budget) or type(step) is not int or step < 0:
+            raise ConfigError(f"the time for probes, {budget!r} at step {step!r}, is malformed")
+        self._budget_s = budget if math.isfinite(self._overhead) else 0.0
         self._since = self._clock(), step, self._spent_s()

@@ -282,7 +282,7 @@ class Committer:
         return None if link is None or self._is_complete(link.parent.chain) else link
 
     def _is_complete(self, chain: Sequence[BlobRef]) -> bool:
-        """Whether a base is due: every `key_every` checkpoints, but a dear one is used for longer before another is made."""
+        """Whether a base is due: every `key_every` checkpoints, but an expensive one is used for longer before another is made."""
         if len(chain) < self._config.key_every:
             return False
         deltas = sum(blob.size for blob in chain[1:])

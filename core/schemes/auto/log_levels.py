@@ -8,7 +8,7 @@ and amsgrad's maximum forget nothing.
 
 The logarithm of an element is rounded to a multiple of a step, moved by a dither of its own (L. Schuchman, "Dither signals and
 their effect on quantization noise", 1964): its error does not depend on it, so that a sum that hardly grows is not rounded back to
-what it was at every restore. A run's checkpoints share the dither until the training goes on from one of them, so that what has
+what it was at every restore. A run's checkpoints share the dither until the training continues from a restore of one of them, so that what has
 hardly changed since the last one costs next to nothing.
 """
 

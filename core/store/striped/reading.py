@@ -105,7 +105,7 @@ class RangeReader:
         """What to fetch now: by store, the place and the blocks. The data itself where its stores are well, else parity."""
         chosen: dict[int, tuple[int, Blocks]] = {}
         places = sorted({place for by in lacking.values() for place in by})
-        illness: set[int] = set()  # blocks whose own shard is with a store that is ill, or was tried in vain
+        illness: set[int] = set()  # blocks whose own shard is with a store that is ill, or did not answer
         for place in places:
             mine = [block for block, by in lacking.items() if place in by]
             blocks = min(mine), max(mine) + 1

@@ -277,7 +277,7 @@ def test_a_restore_costs_what_is_left_of_it_where_no_probe_was_due(states):
     plan = run.save()
     assert plan.resumed == {}
     told = run.planner.state_dict()
-    remains = told["healing"]["remains"]
+    remains = told["recovery"]["remains"]
     assert remains < 0.9
     assert told["restores"]["cost"] == pytest.approx(plan.degradation * remains)
     assert told["restores"]["cost_high"] == pytest.approx(plan.degradation_high * remains)
@@ -323,13 +323,13 @@ def test_what_training_makes_good_of_another_schemes_cost_says_nothing(states):
     run = Run(states, remains=0.25)
     run.save()
     told = run.planner.state_dict()
-    assert told["healing"]["remains"] < 0.9
+    assert told["recovery"]["remains"] < 0.9
     same, other = Run(states), Run(states, scheme="gobo", options=GoboOptions(bits=3))
     same.planner.load_state_dict(told)
     other.planner.load_state_dict(told)
-    healings = [run.planner.state_dict()["healing"] for run in (same, other)]
-    assert [recovery["remains"] for recovery in healings] == [told["healing"]["remains"], 1.0]
-    assert [recovery["probed"] for recovery in healings] == [told["healing"]["probed"], None]
+    recoveries = [run.planner.state_dict()["recovery"] for run in (same, other)]
+    assert [recovery["remains"] for recovery in recoveries] == [told["recovery"]["remains"], 1.0]
+    assert [recovery["probed"] for recovery in recoveries] == [told["recovery"]["probed"], None]
     assert other.planner.state_dict()["restores"]["restores"] == 1
 
 
@@ -499,7 +499,7 @@ def test_the_overhead_is_reported_and_the_time_budget_goes_with_the_checkpoint(s
     assert plan.overhead == pytest.approx(clock.spent / clock.now)
     assert clock.spent == pytest.approx(0.1 * plan.evaluations + 10.0)
     state, run.planner = run.planner.state_dict(), make()
-    assert state["healing"]["purse"] == pytest.approx(0.01 * clock.now - clock.spent, abs=1e-6)
+    assert state["recovery"]["budget_s"] == pytest.approx(0.01 * clock.now - clock.spent, abs=1e-6)
     run.planner.load_state_dict(state)
     clock.now += 100.0
     assert run.save().resumed == {}

@@ -158,8 +158,8 @@ def test_the_debt_has_a_limit():
     slow = Training()
     slow.now = 400.0 * 20  # 20 seconds a step: a probe costs more than half an hour's share
     slow.recovery.saw(400)
-    assert slow.recovery.marks("auto", 1.0) == (2, 5) or slow.recovery._purse < 2 * 5 * 1.2 * 20 - 18
-    slow.recovery._purse = 0.0
+    assert slow.recovery.marks("auto", 1.0) == (2, 5) or slow.recovery._budget_s < 2 * 5 * 1.2 * 20 - 18
+    slow.recovery._budget_s = 0.0
     assert slow.recovery.marks("auto", 1.0) == ()
 
 
@@ -174,13 +174,13 @@ def test_the_purse_and_its_debt_survive_restarts():
     training = Training()
     training.save(100)
     before = training.recovery.state_dict()
-    assert before["purse"] < 0
+    assert before["budget_s"] < 0
     for _ in range(10):
         training.restart()
         training.step = 100
         after = training.recovery.state_dict()
-        assert after.pop("purse") == pytest.approx(before["purse"])
-        assert after == {name: value for name, value in before.items() if name != "purse"}
+        assert after.pop("budget_s") == pytest.approx(before["budget_s"])
+        assert after == {name: value for name, value in before.items() if name != "budget_s"}
         assert not training.save(0)  # neither a new credit nor a new probe
     rich = Training()
     rich.save(100)
@@ -202,7 +202,7 @@ def test_another_scheme_takes_over_the_purse_alone():
     training.save(100)
     other = training.fresh()
     other.carry(training.recovery.state_dict())
-    assert other.state_dict()["purse"] == pytest.approx(training.recovery.state_dict()["purse"])
+    assert other.state_dict()["budget_s"] == pytest.approx(training.recovery.state_dict()["budget_s"])
     assert (other.remains, other.state_dict()["probed"]) == (1.0, None)
 
 
@@ -272,14 +272,14 @@ def test_marks():
     assert RecoveryEstimate(1, math.inf).marks("", 1.0) == (1,)
     assert RecoveryEstimate(3, math.inf).marks("", 1.0) == (2, 3)
     assert RecoveryEstimate(20, math.inf).marks("", 1.0) == (5, 20)
-    assert RecoveryEstimate(20, math.inf).state_dict()["purse"] == 0.0
+    assert RecoveryEstimate(20, math.inf).state_dict()["budget_s"] == 0.0
     assert RecoveryEstimate(20, 0.01).marks("", 1.0) == ()  # nobody knows yet how long a step takes
 
 
 @pytest.mark.parametrize(
     "change",
     [{"remains": None}, {"remains": 0.1}, {"remains": 99.0}, {"remains": "1"}, {"error": math.inf}, {"onward": 0.0},
-     {"probed": "auto"}, {"probed": ["auto", 0.0]}, {"purse": math.nan}, {"purse": None}, {"step": 1.5}, {"step": -1}],
+     {"probed": "auto"}, {"probed": ["auto", 0.0]}, {"budget_s": math.nan}, {"budget_s": None}, {"step": 1.5}, {"step": -1}],
 )  # fmt: skip
 def test_another_state_of_healing_is_refused(change):
     recovery = RecoveryEstimate(4, 0.01)
