@@ -124,8 +124,8 @@ def test_other_vector_units_make_the_same_bytes(tmp_path) -> None:
     environment = {**os.environ, "NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": "", "NUMBA_OPT": "1"}
     environment |= {"NUMBA_CACHE_DIR": str(tmp_path)}
     program = (
-        "import sys, numpy as np; from shrinkpoint.entropy import lstm; from shrinkpoint.entropy.lstm.coder import *\n"
-        "lstm._encode_ordinary = lambda *_: bytes(1 << 20)\n"
+        "import sys, numpy as np; from shrinkpoint.entropy.lstm import coder; from shrinkpoint.entropy.lstm.coder import *\n"
+        "coder._encode_ordinary = lambda *_: bytes(1 << 20)\n"
         "rng = np.random.default_rng(0); previous = rng.integers(0, 4, 3000).astype(np.uint8)\n"
         "plane = np.where(rng.random(3000) < 0.1, 0, previous).astype(np.uint8)\n"
         "payload = encode_plane(plane, 4, columns=100, previous=previous, options=LstmOptions(width=16, rate=4))\n"
