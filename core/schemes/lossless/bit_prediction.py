@@ -91,7 +91,7 @@ class Prediction:
     layout: Layout
     context: str | None = None
     """Which exponents select the contexts of the classes: those of the 'previous' checkpoint, of the sibling
-    ('beside'), none."""
+    ('sibling'), none."""
     offset: int = 0
     """Added to every prediction, in units."""
     factored: bool = False
