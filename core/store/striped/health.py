@@ -93,7 +93,9 @@ class Health:
                 state.warned = False
             elif not state.warned:
                 state.warned = True
-                if now - state.warned_at > _LONGEST_REST_S:  # an intermittent failure warns again now and then
+                if (
+                    now - state.warned_at > _LONGEST_REST_S
+                ):  # an intermittent failure warns again now and then
                     state.warned_at = now
                     new.append(store)
         if new:
