@@ -10,12 +10,14 @@ happens before and is told beside.
 
 import argparse
 import io
+import os
 import statistics
 import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -56,27 +58,56 @@ class Slow:
 
 
 def latency(folder: Path, rounds: int) -> Iterator[str]:
-    """Commits on three folders beside one, in turns: medians, and the fastest, which other processes disturb least."""
-    yield "| container | one folder | three, `parity=1` | ratio | fastest | fastest of three | ratio |"
-    yield "|---|---:|---:|---:|---:|---:|---:|"
-    for number, size in enumerate((4_000, 400_000, 4_000_000)):
-        data = np.random.default_rng(0).integers(0, 256, size, np.uint8).tobytes()
-        base = folder / f"latency{number}"
-        writers = (
-            RunStore(str(base / "one")).writer(),
-            RunStore([str(base / name) for name in "abc"], parity=1).writer(),
+    """Commits on three folders and on one, in turns: on a disk, in memory, and where every sync takes 5 ms longer."""
+    yield "| container | folders | one | three, `parity=1` | ratio | ratio of the fastest |"
+    yield "|---|---|---:|---:|---:|---:|"
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as root:
+        kinds = (
+            ("disk", folder, 0.0),
+            ("memory", Path(root), 0.0),
+            ("memory, syncs of 5 ms", Path(root), 5e-3),
         )
-        times: tuple[list[float], list[float]] = [], []
-        for step in range(rounds):
-            for writer, taken in zip(writers, times, strict=True):
-                began = time.perf_counter()
-                writer.commit(data, step=step, kind="base", parent=None, state_digest="", meta={})
-                taken.append(time.perf_counter() - began)
-        cells = [f"{size // 1000:,} kB"]
-        for measure in (statistics.median, min):
-            one, three = (measure(taken) * 1e3 for taken in times)
-            cells += [f"{one:.1f} ms", f"{three:.1f} ms", f"{three / one:.2f}"]
-        yield f"| {' | '.join(cells)} |"
+        for size in (4_000, 400_000, 4_000_000):
+            for number, (name, where, sync_s) in enumerate(kinds):
+                with _slow_syncs(sync_s):
+                    one, three = _commits(where / f"latency-{size}-{number}", size, rounds)
+                medians, fastest = [statistics.median(each) for each in (one, three)], [min(one), min(three)]
+                times = [f"{median * 1e3:.1f} ms" for median in medians]
+                ratios = [f"{three / one:.2f}" for one, three in (medians, fastest)]
+                yield f"| {' | '.join([f'{size // 1000:,} kB', name, *times, *ratios])} |"
+
+
+def _commits(base: Path, size: int, rounds: int) -> tuple[list[float], list[float]]:
+    """Seconds of commits on one folder and on three; who is first, and pays for what the disk still has to do, changes."""
+    data = np.random.default_rng(0).integers(0, 256, size, np.uint8).tobytes()
+    urls: tuple[Any, Any] = str(base / "one"), [str(base / name) for name in "abc"]
+    writers = [RunStore(url).writer() for url in urls]
+    times: tuple[list[float], list[float]] = [], []
+    for step in range(rounds + 2):
+        for which in (0, 1) if step % 2 else (1, 0):
+            began = time.perf_counter()
+            writers[which].commit(data, step=step, kind="base", parent=None, state_digest="", meta={})
+            taken = time.perf_counter() - began
+            if step > 1:  # the first commits make folders, and threads
+                times[which].append(taken)
+    return times
+
+
+@contextmanager
+def _slow_syncs(seconds: float) -> Iterator[None]:
+    """Let every ``os.fsync`` take so much longer, as on a disk of its own for each folder."""
+    real = os.fsync
+
+    def slow(descriptor: int) -> None:
+        real(descriptor)
+        time.sleep(seconds)
+
+    os.fsync = slow if seconds else real
+    try:
+        yield
+    finally:
+        os.fsync = real
 
 
 def parity() -> Iterator[str]:
