@@ -47,9 +47,9 @@ class WorkerConfig:
     put-if-absent, whether it does or not: for negative controls.
     """
 
-    url: str
+    url: str | list[str]
     journal: str
-    storage_options: dict[str, Any] | None = None
+    storage_options: dict[str, Any] | list[dict[str, Any] | None] | None = None
     believe_conditions: bool = False
     seed: int = 0
     saves: int | None = None
