@@ -25,36 +25,12 @@ import numpy as np
 import torch
 
 from shrinkpoint.errors import ShrinkpointWarning
-from shrinkpoint.store.local import LocalObjects
-from shrinkpoint.store.objects import ObjectStore
 from shrinkpoint.store.run import RunStore
-from shrinkpoint.store.striped import StripedObjects
 from shrinkpoint.store.striped.parity import p_of, q_of
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-
-class Slow:
-    """A store behind a link of so many bytes a second."""
-
-    def __init__(self, inner: ObjectStore, rate: float) -> None:
-        self._inner, self._rate = inner, rate
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def put(self, key: str, data: bytes) -> None:
-        time.sleep(len(data) / self._rate)
-        self._inner.put(key, data)
-
-    def put_if_absent(self, key: str, data: bytes) -> bool:
-        time.sleep(len(data) / self._rate)
-        return self._inner.put_if_absent(key, data)
-
-    def get(self, key: str, start: int | None = None, end: int | None = None, *, max_size: int) -> bytes:
-        data = self._inner.get(key, start, end, max_size=max_size)
-        time.sleep(len(data) / self._rate)
-        return data
+from stores_links import timed
 
 
 def latency(folder: Path, rounds: int) -> Iterator[str]:
@@ -182,25 +158,11 @@ def bandwidth(folder: Path, rate: float, every: int, steps: int) -> Iterator[str
     rows += [(f"torch.save's bytes, {n - 1}+1", raw, n) for n in (3, 4, 5)]
     rows += [(f"lossless delta, {n - 1}+1", lossless, n) for n in (3, 4, 5)]
     for number, (name, data, stores) in enumerate(rows):
-        times = [_once(folder / f"{number}-{again}", data, stores, rate) for again in range(3)]
+        times = [timed(folder / f"{number}-{again}", data, stores, rate) for again in range(3)]
         save, load = (min(column) for column in zip(*times, strict=True))
         base = base or (save, load)
         less = f"{1 - save / base[0]:.1%}", f"{1 - load / base[1]:.1%}"
         yield f"| {name} | {save:.2f} s | {less[0]} | {load:.2f} s | {less[1]} |"
-
-
-def _once(folder: Path, data: bytes, stores: int, rate: float) -> tuple[float, float]:
-    slow = [Slow(LocalObjects(str(folder / str(i))), rate) for i in range(stores)]
-    objects: Any = slow[0] if stores == 1 else StripedObjects(slow, parity=1)
-    store = RunStore("ignored", objects=objects)
-    writer = store.writer()
-    began = time.perf_counter()
-    manifest = writer.commit(data, step=1, kind="base", parent=None, state_digest="", meta={})
-    saved = time.perf_counter() - began
-    fresh = RunStore("ignored", objects=slow[0] if stores == 1 else StripedObjects(slow, parity=1))
-    began = time.perf_counter()
-    assert fresh.fetch(manifest) == [data]
-    return saved, time.perf_counter() - began
 
 
 def main() -> None:
