@@ -25,40 +25,47 @@ import numpy as np
 import torch
 
 from shrinkpoint.errors import ShrinkpointWarning
+from shrinkpoint.store.local import LocalObjects
 from shrinkpoint.store.run import RunStore
+from shrinkpoint.store.striped import StripedObjects
 from shrinkpoint.store.striped.parity import p_of, q_of
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from stores_links import timed
+from stores_links import Distant, timed
 
 
 def latency(folder: Path, rounds: int) -> Iterator[str]:
-    """Commits on three folders and on one, in turns: on a disk, in memory, and where every sync takes 5 ms longer."""
-    yield "| container | folders | one | three, `parity=1` | ratio | ratio of the fastest |"
+    """Commits on three stores and on one, in turns: folders on a disk and in memory, where every sync takes 5 ms longer, and where
+    every request takes 20 ms.
+    """
+    yield "| container | stores | one | three, `parity=1` | ratio | ratio of the fastest |"
     yield "|---|---|---:|---:|---:|---:|"
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as root:
+        quick = Path(root)
         kinds = (
-            ("disk", folder, 0.0),
-            ("memory", Path(root), 0.0),
-            ("memory, syncs of 5 ms", Path(root), 5e-3),
+            ("folders, one disk", folder, 0.0, 0.0),
+            ("folders, memory", quick, 0.0, 0.0),
+            ("folders, syncs of 5 ms", quick, 5e-3, 0.0),
+            ("requests of 20 ms", quick, 0.0, 20e-3),
         )
         for size in (4_000, 400_000, 4_000_000):
-            for number, (name, where, sync_s) in enumerate(kinds):
+            for number, (name, where, sync_s, request_s) in enumerate(kinds):
                 with _slow_syncs(sync_s):
-                    one, three = _commits(where / f"latency-{size}-{number}", size, rounds)
+                    one, three = _commits(where / f"latency-{size}-{number}", size, rounds, request_s)
                 medians, fastest = [statistics.median(each) for each in (one, three)], [min(one), min(three)]
                 times = [f"{median * 1e3:.1f} ms" for median in medians]
                 ratios = [f"{three / one:.2f}" for one, three in (medians, fastest)]
                 yield f"| {' | '.join([f'{size // 1000:,} kB', name, *times, *ratios])} |"
 
 
-def _commits(base: Path, size: int, rounds: int) -> tuple[list[float], list[float]]:
-    """Seconds of commits on one folder and on three; who is first, and pays for what the disk still has to do, changes."""
+def _commits(base: Path, size: int, rounds: int, request_s: float) -> tuple[list[float], list[float]]:
+    """Seconds of commits on one store and on three; who is first, and pays for what the disk still has to do, changes."""
     data = np.random.default_rng(0).integers(0, 256, size, np.uint8).tobytes()
-    urls: tuple[Any, Any] = str(base / "one"), [str(base / name) for name in "abc"]
-    writers = [RunStore(url).writer() for url in urls]
+    writers = [
+        run.writer() for run in (_run([base / "one"], request_s), _run([base / n for n in "abc"], request_s))
+    ]
     times: tuple[list[float], list[float]] = [], []
     for step in range(rounds + 2):
         for which in (0, 1) if step % 2 else (1, 0):
@@ -68,6 +75,13 @@ def _commits(base: Path, size: int, rounds: int) -> tuple[list[float], list[floa
             if step > 1:  # the first commits make folders, and threads
                 times[which].append(taken)
     return times
+
+
+def _run(folders: list[Path], request_s: float) -> RunStore:
+    if not request_s:
+        return RunStore(folders)
+    distant: Any = [Distant(LocalObjects(str(folder)), request_s) for folder in folders]
+    return RunStore("ignored", objects=StripedObjects(distant, parity=1) if len(distant) > 1 else distant[0])
 
 
 @contextmanager

@@ -9,7 +9,25 @@ from shrinkpoint.store.objects import ObjectStore
 from shrinkpoint.store.run import RunStore
 from shrinkpoint.store.striped import StripedObjects
 
-__all__ = ["Slow", "timed"]
+__all__ = ["Distant", "Slow", "timed"]
+
+
+class Distant:
+    """A store of which every answer takes so many seconds."""
+
+    def __init__(self, inner: ObjectStore, seconds: float) -> None:
+        self._inner, self._seconds = inner, seconds
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._inner, name)
+        if name not in ("put", "put_if_absent", "get", "list", "delete"):
+            return found
+
+        def answer(*arguments: Any, **options: Any) -> Any:
+            time.sleep(self._seconds)
+            return found(*arguments, **options)
+
+        return answer
 
 
 class Slow:
