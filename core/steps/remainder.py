@@ -35,7 +35,8 @@ class Remainder:
     Args:
         model: the module.
         optimizers: all of them.
-        stateful: further objects with a state, by name.
+        stateful: further objects with a state, by name; ``log_allowance`` of one is how many bytes of it may be logged even
+            where that is much for a small model.
         after_step: called once for each step; recomputes what neither the optimizers nor the log restore.
     """
 
@@ -74,7 +75,7 @@ class Remainder:
     def _too_large(self, name: str, state: object) -> str | None:
         tensors = TrainingState.capture(state).tensors
         size = sum(tensor.nbytes for tensor in tensors.values())
-        if size <= self._limit:
+        if size <= max(self._limit, getattr(self._stateful.get(name), "log_allowance", 0)):
             return None
         largest = max(tensors, key=lambda key: tensors[key].nbytes)
         return (

@@ -26,6 +26,7 @@ __all__ = ["FrameworkState", "SessionLog"]
 _SEGMENT = 256 * 2**20
 _STEPS = 2, 8  # least and most of a segment
 _NEVER = 10_000
+_ALLOWANCE = 256 * 1024  # for each process
 
 
 class FrameworkState:
@@ -36,6 +37,8 @@ class FrameworkState:
         """The present state, set before each segment ends."""
         self.replayed: dict[str, Any] | None = None
         """The state at the end of a replay; None where nothing was replayed."""
+        self.log_allowance = world_size() * _ALLOWANCE
+        """Bytes of this state that may be logged: the generators of each process take most of them."""
 
     def state_dict(self) -> Mapping[str, Any]:
         """The present state."""
@@ -86,7 +89,7 @@ class SessionLog:
             raise ConfigError(
                 "resume_weights=True is for Checkpointer: leave it out, and resume from checkpoints"
             )
-        self._steps = _segment_steps(options, optimizers)
+        self._steps, self._state = _segment_steps(options, optimizers), FrameworkState()
         on_first(lambda: self._open(options, model, optimizers, saver))
 
     def _open(
