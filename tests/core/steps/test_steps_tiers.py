@@ -159,13 +159,16 @@ def test_a_run_s_store_that_fails_ends_the_copies_and_not_the_log(tmp_path, trut
         crash_point.set()
         raise StoreError("the store is gone")
 
-    tiers(training).flush()
-    monkeypatch.setattr(tiers(training).far, "put", broken)
-    with pytest.warns(ShrinkpointWarning, match="no longer copied to the run: the store is gone"):
+    def go_on():
         training.run(6, 9)
         training.checkpointer.step_log.flush()
         assert crash_point.wait(20)
         tiers(training).flush()
+
+    tiers(training).flush()
+    monkeypatch.setattr(tiers(training).far, "put", broken)
+    with pytest.warns(ShrinkpointWarning, match="no longer copied to the run: the store is gone"):
+        go_on()
     assert training.checkpointer.step_log.off is None
     training.crash()
     again = start(tmp_path)
