@@ -201,9 +201,11 @@ def _logged(
         return None
     segments = run_segments(address.url, storage_options)
     if step_log_url is not None:
-        segments = near_segments(parse_url(step_log_url), None, store.run_id())
+        location = parse_url(step_log_url)
+        options = None if location.kind == "local" else _of_one(storage_options)
+        segments = near_segments(location, options, store.run_id())
     log = LoggedWeights(LogReader([segments], store.run_id(), "small"))
-    if not log.steps():
+    if log.is_empty:
         return None
     with waiting_for(f"reading step {address.step} from the step log of {address.url}"):
         found = log.at(address.step, lambda base: weights_of_step(address.url, base, storage_options))

@@ -46,6 +46,11 @@ class LoggedWeights:
         self.problems = survey.problems
         """Descriptions of the segments that are not used, with the reasons."""
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is logged."""
+        return not self._references
+
     def steps(self) -> list[int]:
         """All logged steps of sound segments, in order.
 

@@ -193,12 +193,15 @@ class SmallLog(Supervised):
         self._pace()
 
     def _log(self, step: int) -> None:
+        assert self._writer is not None
+        due = self._sampled and self._cadence.is_due(step, self._last)
+        if not (due or not self._sampled or self._cadence.is_due(step + 1, step)):
+            return
         tensors = _tensors(self._model)
         sizes = self._fitted(tensors)
-        assert self._writer is not None
-        if self._sampled and self._cadence.is_due(step, self._last):
+        if due:
             self._submit(step, tensors)
-        elif not self._sampled or self._cadence.is_due(step + 1, step):
+        else:
             copied = self._buffers.take("sample", sizes.sample(tensors))
             self._sampled = self._writer.sample(sizes, step, copied)
 

@@ -9,7 +9,9 @@ BENCH = Path(__file__).resolve().parents[2] / "examples" / "benchmarks" / "steps
 
 def test_every_experiment_has_its_table(tmp_path: Path) -> None:
     arguments = ("--small", "--blocks", "1", "--seeds", "1", "--before", "30", "--log", str(tmp_path))
-    done = subprocess.run([sys.executable, str(BENCH), *arguments], check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, str(BENCH), *arguments], check=True, capture_output=True, text=True
+    )
     found = done.stdout
     for title in ("Experiment 1", "Experiment 4", "Experiment 7, table III", "Experiment 3", "Table I"):
         assert title in found
