@@ -9,7 +9,7 @@ from shrinkpoint.steps.record import TensorTable
 from shrinkpoint.steps.segment import Head, Key, Kind, Place, Reference, pack
 from shrinkpoint.store.objects import ObjectStore
 
-__all__ = ["SegmentWriter"]
+__all__ = ["SegmentWriter", "chain_ends"]
 
 
 class SegmentWriter:
@@ -177,6 +177,22 @@ class SegmentWriter:
             return
         if len(self._bases) < self._keep:
             return
-        gone = [reference for reference in self._references if reference.end.step <= self._bases[0]]
+        whole = chain_ends(self._references) if self._kind == "small" else {}
+        gone = [r for r in self._references if whole.get(r.end, r.end.step) <= self._bases[0]]
         self._objects.delete([str(reference.key) for reference in gone])
         self._references = [reference for reference in self._references if reference not in gone]
+
+
+def chain_ends(references: Sequence[Reference]) -> dict[Place, int]:
+    """The last step of the chain that each segment belongs to, by its end: a chain is read from its beginning.
+
+    Args:
+        references: in the order of their writing.
+    """
+    last: dict[Place, int] = {}
+    found: dict[Place, int] = {}
+    for reference in reversed(references):
+        end = max(reference.end.step, last.get(reference.end, 0))
+        found[reference.end] = end
+        last[reference.begin] = max(end, last.get(reference.begin, 0))
+    return found

@@ -21,6 +21,8 @@ from shrinkpoint.errors import (
     ShrinkpointWarning,
 )
 from shrinkpoint.steps.cadence import Cadence
+from shrinkpoint.steps.segment import Key, Place, Reference
+from shrinkpoint.steps.writer import chain_ends
 
 
 @pytest.fixture(scope="module")
@@ -197,6 +199,35 @@ def test_only_the_last_intervals_are_kept(tmp_path):
     two = len(segments(tmp_path / "more"))
     assert one < two
     shrinkpoint.load_weights(f"{tmp_path}/more#step=19")
+
+
+def test_a_checkpoint_that_is_committed_late_leaves_no_hole(tmp_path, monkeypatch):
+    """The steps until its commit belong to the checkpoint before, whose chain is kept as long as they are."""
+    training = SmallLogTraining(tmp_path / "run").run(0, 15)
+    committed, late = training.log.committed, []
+    monkeypatch.setattr(training.log, "committed", late.append)
+    training.run(15, 25)  # the checkpoint of step 20 is stored, and the log does not know
+    monkeypatch.undo()
+    for step in late:
+        committed(step)
+    training.log.flush()
+    training.run(25, 35)
+    training.checkpointer.close()
+    for step in range(21, 35):
+        if step not in (25, 26, 30, 31, 32):  # a new chain begins with a step that is not logged
+            shrinkpoint.load_weights(f"{tmp_path}/run#step={step}")
+
+
+def test_a_chain_is_collected_as_a_whole():
+    place = [Place(step, f"{step:032x}") for step in range(40)]
+    key = [Key(1, "0" * 16, number) for number in range(1, 6)]
+    spans = [(10, 14), (14, 18), (18, 23), (20, 25), (25, 28)]
+    references = [
+        Reference(k, "0" * 32, place[begin], place[end]) for k, (begin, end) in zip(key, spans, strict=True)
+    ]
+    assert {at.step: last for at, last in chain_ends(references).items()} == {
+        14: 23, 18: 23, 23: 23, 25: 28, 28: 28,
+    }  # fmt: skip
 
 
 # ---- resuming
