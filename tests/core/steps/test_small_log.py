@@ -2,7 +2,9 @@
 
 import itertools
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
 from uuid import uuid4
 
@@ -273,6 +275,25 @@ def test_a_log_of_another_training_is_removed(tmp_path):
     fresh.log.flush()
     assert [path.name[:8] for path in segments(tmp_path / "run")] == ["00000002"]
     fresh.checkpointer.close()
+
+
+def test_kill_9_leaves_every_whole_segment(tmp_path):
+    child = os.fork()
+    if child == 0:
+        training = SmallLogTraining(tmp_path / "run").run(0, 18)
+        (tmp_path / "written").write_text(str(training.log.written))
+        training.step()
+        training.checkpointer.step(19)
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
+    written = int((tmp_path / "written").read_text())
+    assert written > 14
+    truth = SmallLogTraining(tmp_path / "truth").run(0, 18)
+    for step in range(14, written + 1):
+        found = shrinkpoint.load_weights(f"{tmp_path}/run#step={step}")
+        assert truth.miss(step, found, 10) < 0.9
+        assert torch.equal(found["1.running_var"], truth.truth[step]["1.running_var"])
+    truth.checkpointer.close()
 
 
 # ---- damage
