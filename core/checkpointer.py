@@ -14,6 +14,7 @@ from torch import nn
 
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError
+from shrinkpoint.loading import weights_of_step
 from shrinkpoint.loop.measuring import LoopMeasurements
 from shrinkpoint.loop.objects import LoopObjects, Stateful
 from shrinkpoint.quality.evaluation import Loss
@@ -25,11 +26,11 @@ from shrinkpoint.saving.resume import (
     check_policy,
     resume_from,
 )
-from shrinkpoint.steps.opening import log_of_training
+from shrinkpoint.steps.opening import LogRequest, log_of_training
 from shrinkpoint.steps.options import StepLog
 from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.manifest import Manifest
-from shrinkpoint.store.urls import RunUrl, split_urls
+from shrinkpoint.store.urls import RunUrl
 from shrinkpoint.warn import brief, warn
 
 __all__ = ["Checkpointer", "Stateful"]
@@ -81,8 +82,9 @@ class Checkpointer:
         storage_options: passed to fsspec; of several URLs for all but folders, or a list of as many.
         parity: how many of several URLs may be lost: 0, 1 or 2. None takes the run's own value, or 1.
         step_log: ``"exact"`` logs the inputs of every `optimizer.step()` between two checkpoints, and `resume` replays these
-            steps bit for bit; a `StepLog` sets options. Needs ``scheme="lossless"``. Mostly not worth its bytes: docs/steps.md.
-        step_log_url: the log's folder, near the training, such as ``/dev/shm/steps``.
+            steps bit for bit; needs ``scheme="lossless"``. ``"small"`` logs the weights of every step in under one bit per
+            element, for `load_weights`. A `StepLog` sets options. Mostly not worth its bytes: docs/steps.md.
+        step_log_url: the log's folder, near the training, such as ``/dev/shm/steps``; ``"small"`` may go to the run itself.
         after_step: with a step log, what the training does to large tensors after each step and before it calls `step`:
             ``lambda: ema.update_parameters(model)``. Called when steps are replayed, and only then.
         stateful: further objects by name: ``scheduler=scheduler, sampler=sampler``. Averages of the weights among them, such
@@ -108,7 +110,7 @@ class Checkpointer:
         config: SaverConfig | None = None,
         storage_options: StorageOptions = None,
         parity: int | None = None,
-        step_log: Literal["exact"] | StepLog | None = None,
+        step_log: Literal["exact", "small"] | StepLog | None = None,
         step_log_url: str | None = None,
         after_step: Callable[[], object] | None = None,
         **stateful: Any,
@@ -172,13 +174,14 @@ class Checkpointer:
             model,
             self._objects.optimizers,
             stateful,
-            step_log=step_log,
-            step_log_url=step_log_url,
-            after_step=after_step,
-            run_urls=split_urls(url),
+            LogRequest(step_log=step_log, url=step_log_url, after_step=after_step),
+            run_url=url,
+            storage_options=storage_options,
+            parity=parity,
             config=config,
             every=every,
             alone=not _is_distributed(),
+            read_base=lambda step: weights_of_step(url, step, storage_options),
         )
         """The step log; None without one."""
         self._committed = 0

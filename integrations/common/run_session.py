@@ -16,6 +16,7 @@ from shrinkpoint.errors import ShrinkpointError, ShrinkpointWarning
 from shrinkpoint.integrations.common.ranks import broadcast, is_first, on_first
 from shrinkpoint.integrations.common.reports import BestCheckpoints, metrics_of
 from shrinkpoint.integrations.common.settings import RunSettings
+from shrinkpoint.integrations.common.step_log import SessionLog
 from shrinkpoint.quality.evaluation import Evaluate, Loss, ResumedSteps
 from shrinkpoint.quality.resumed_steps import UntilFailure
 from shrinkpoint.reports import SaveReport
@@ -51,6 +52,10 @@ class RunSession:
         """The last and the best checkpoint: on the first rank at any time, on the others after `finish`."""
         self.saved_step = 0
         """The step of this run's last checkpoint; the framework's session keeps it up to date on every rank."""
+        self.log = SessionLog(settings)
+        """The step log."""
+        self.continued: int | None = None
+        """The step of the checkpoint that was chosen to continue from; on the first rank."""
         self._saver: Saver | None = None
         self._taken = 0
         self._unreported: list[SaveReport] = []
@@ -100,7 +105,9 @@ class RunSession:
         if policy == "never":
             self.saver.forget()  # the saves of this process so far belong to another training
         newest = self.saver.newest() if policy != "never" else None
-        return resume_from(policy, newest, self.settings.url)
+        chosen = resume_from(policy, newest, self.settings.url)
+        self.continued = None if chosen is None else chosen.step
+        return chosen
 
     def outline(self, keys: Collection[str]) -> dict[str, Any] | None:
         """The newest stored state with meta tensors (shapes without elements); for the first rank.
@@ -262,6 +269,7 @@ class RunSession:
     def _take_reports(self) -> None:
         new = self.saver.reports()[self._taken :]
         self._taken += len(new)
+        self.log.committed(new)
         self._unreported += new
         for report in new:
             self.best.add(report.step, report.metrics, finite=report.not_finite is None)
@@ -293,6 +301,7 @@ class RunSession:
             timeout_s: how long to wait for a running save.
             save: called first; its failure is only a warning, since the original error is the one to show.
         """
+        self.log.close()
         if self._saver is None:
             return
         try:
@@ -313,6 +322,7 @@ class RunSession:
 
     def close(self) -> None:
         """Release the store when a running save is finished; does not communicate with other ranks."""
+        self.log.close()
         if self._saver is not None:
             self._saver.close()
 

@@ -19,6 +19,7 @@ from shrinkpoint.integrations.composer.state import (
     require_own_run,
     require_same_optimizers,
 )
+from shrinkpoint.integrations.composer.step_log import replayed, start_log
 from shrinkpoint.saving.resume import overridden_rates
 from shrinkpoint.saving.retention import is_weights_only
 from shrinkpoint.store.manifest import Manifest
@@ -74,11 +75,14 @@ def continue_run(run: RunSession, data: DataPlace, state: State, logger: Logger)
     manifest = run.choose() if loaded is None else None
     if manifest is None:
         _require_own_run(run, state)
+        start_log(run, state)
+        run.log.restart(int(state.timestamp.batch))
         if loaded is not None:
             run.saved_step = int(state.timestamp.batch)
             _warn_newer(run, state, str(loaded))
         return []
     url = run.settings.url
+    start_log(run, state)
     stored = on_every(lambda: _read(run, manifest))
     live = state.get_model_state_dict()
 
@@ -91,8 +95,9 @@ def continue_run(run: RunSession, data: DataPlace, state: State, logger: Logger)
     if stores_optimizers:
         _warn_overridden(stored["state"]["optimizers"], state)
     load_state(stored, state, logger, url, optimizers=stores_optimizers)
+    stored = replayed(run.log, stored, state, logger, url)
     _take_place(stored["ranks"], data)
-    run.saved_step = int(state.timestamp.batch)
+    run.saved_step = manifest.step
     run.remember()
     if not is_first():  # only the first process saves deltas to the checkpoint that it has read
         run.saver.forget()

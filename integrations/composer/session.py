@@ -44,6 +44,7 @@ from shrinkpoint.integrations.composer.state import (
     trained_module,
     unloadable_optimizer,
 )
+from shrinkpoint.integrations.composer.step_log import rest_of
 from shrinkpoint.runtime.termination import TerminationRequest
 
 __all__ = ["Session"]
@@ -184,6 +185,8 @@ class Session:
         if failed:
             on_every(asked.get)
         self._attend(state, logger, wanted=wanted)
+        if event is Event.BATCH_CHECKPOINT:
+            self.run.log.end_step(int(state.timestamp.batch), lambda: rest_of(self._stored(state)))
         if due or terminated:
             ended = (state.get_elapsed_duration() or 0.0) >= 1.0
             self._save(state, last=terminated or ended, exact=terminated)
@@ -232,6 +235,7 @@ class Session:
             return
         self._drain(state)
         stored = self._stored(state)
+        self.run.log.boundary(batch, rest_of(stored))
         accepted = on_first(
             lambda: self.run.hand_over(
                 stored,

@@ -21,6 +21,7 @@ from shrinkpoint.integrations.lightning.reports import finite_metrics, log_repor
 from shrinkpoint.integrations.lightning.resume import continue_run, is_tuning, require_module
 from shrinkpoint.integrations.lightning.settings import Settings
 from shrinkpoint.integrations.lightning.state import describe_checkpoint, followed_state
+from shrinkpoint.integrations.lightning.step_log import capture_rest, replay, rest_of
 from shrinkpoint.runtime.termination import TerminationRequest
 from shrinkpoint.saver import Saver
 from shrinkpoint.saving.address import Address
@@ -95,11 +96,12 @@ class Session:
             self._stored_optimizers = checkpoint.get("optimizer_states", [])
             Position.of(trainer).load(trainer, checkpoint)
 
-    def fit_starts(self, trainer: Trainer) -> None:
+    def fit_starts(self, trainer: Trainer, module: LightningModule) -> None:
         """The model is built; no batch has been fetched.
 
         Raises:
             StateMismatchError: the checkpoint that is being restored has other optimizers.
+            ConfigError: there can be no step log of this training.
         """
         if self._stored_optimizers:
             require_optimizers(self._stored_optimizers, trainer.optimizers, str(trainer.ckpt_path))
@@ -108,7 +110,20 @@ class Session:
             if overridden is not None and trainer.is_global_zero:
                 warn(overridden)
             self._stored_optimizers = []
+        if self._active and self.run.log.is_wanted:
+            self._start_log(trainer, module)
         Position.of(trainer).fit_starts()
+
+    def _start_log(self, trainer: Trainer, module: LightningModule) -> None:
+        step = trainer.global_step
+        self.run.log.begin(module, trainer.optimizers, self._saver)
+        loaded = Address.parse(str(trainer.ckpt_path))
+        continues = loaded is not None and loaded.url == self.settings.run.url
+        if continues and broadcast(self.run.continued is not None):
+            step = replay(self.run.log, trainer, module)
+        elif trainer._checkpoint_connector._loaded_checkpoint:
+            step = int(trainer._checkpoint_connector._loaded_checkpoint["global_step"])
+        self.run.log.restart(step)
 
     def train_starts(self, trainer: Trainer, module: LightningModule) -> None:
         """The iterators exist; no batch has been fetched."""
@@ -192,7 +207,10 @@ class Session:
         wait = (self._validation_pending and not terminated) or (
             self._last_batch and not self._validation_pending
         )
-        if not wait and (terminated or position.is_known(trainer)):
+        known = not wait and (terminated or position.is_known(trainer))
+        if self._stepped:
+            self.run.log.end_step(step, lambda: capture_rest(trainer), allowed=known)
+        if known:
             self._save_if_due(trainer, module, terminated=terminated)
             if interrupted:
                 self._interruption.end()
@@ -280,6 +298,10 @@ class Session:
             return
         with RunCheckpointIO.install(trainer.strategy).capturing() as captured:
             trainer.save_checkpoint(captured.path, weights_only=False)
+
+        step = trainer.global_step
+        rest = rest_of(storable(captured.checkpoint())) if is_first() and self.run.log.is_wanted else {}
+        self.run.log.boundary(step, rest)
 
         def hand_over() -> bool:
             checkpoint = captured.checkpoint()
