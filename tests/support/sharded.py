@@ -1,0 +1,226 @@
+"""Trainings of sharded toy models by several gloo processes, for the tests; every launch has a time limit."""
+
+import faulthandler
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from shrinkpoint.runtime.memory import give_back  # noqa: F401
+
+__all__ = ["Toy", "batch", "build", "full_state", "launch", "train"]
+
+LIMIT_S = 120.0
+
+
+def _entry(
+    rank: int,
+    world: int,
+    meeting: str,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    answers: Any,
+) -> None:
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(LIMIT_S - 20, exit=False)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
+    try:
+        answers.put((rank, function(rank, world, *arguments)))
+        answers.close()
+        answers.join_thread()
+    except BaseException:  # noqa: BLE001 - shown by the process that failed
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(3)
+    sys.stdout.flush()
+    dist.destroy_process_group()
+
+
+def launch(
+    function: Callable[..., Any],
+    world: int,
+    folder: Path,
+    *arguments: Any,
+    limit_s: float = LIMIT_S,
+    ends: Sequence[int] | None = None,
+) -> list[Any]:
+    """The results of ``function(rank, world, *arguments)`` in as many processes, by rank.
+
+    Args:
+        function: of a module.
+        world: how many.
+        folder: for the file by which they meet.
+        arguments: of the function.
+        limit_s: after which all are killed, and the test fails.
+        ends: the exit codes to expect; None: all 0. Results of processes that were killed are None.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["support.sharded_programs"])
+    meeting = folder / f"meeting-{os.getpid()}-{time.monotonic_ns()}"
+    answers = context.Queue()
+    processes = [
+        context.Process(target=_entry, args=(rank, world, str(meeting), function, arguments, answers))
+        for rank in range(world)
+    ]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + limit_s
+    found: dict[int, Any] = {}
+    try:
+        while time.monotonic() < deadline:
+            while not answers.empty():
+                rank, value = answers.get()
+                found[rank] = value
+            if all(not process.is_alive() for process in processes):
+                break
+            time.sleep(0.01)
+        while not answers.empty():
+            rank, value = answers.get()
+            found[rank] = value
+        hung = [rank for rank, process in enumerate(processes) if process.is_alive()]
+        assert not hung, f"ranks {hung} of {world} hang"
+        codes = [process.exitcode for process in processes]
+        assert codes == list(ends if ends is not None else [0] * world), codes
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+    return [found.get(rank) for rank in range(world)]
+
+
+def die() -> None:
+    """As by kill -9."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Block(nn.Module):
+    def __init__(self, d: int) -> None:
+        super().__init__()
+        self.n, self.a, self.b = nn.LayerNorm(d), nn.Linear(d, 2 * d), nn.Linear(2 * d, d)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.b(torch.nn.functional.gelu(self.a(self.n(x))))
+
+
+class Toy(nn.Module):
+    """Embedding, blocks, a head whose rows do not divide, a scale of three elements, a counter."""
+
+    def __init__(
+        self, d: int = 16, vocab: int = 21, rows: int = 7, *, frozen: bool = False, tied: bool = False
+    ) -> None:
+        super().__init__()
+        rows = vocab if tied else rows
+        self.emb = nn.Embedding(vocab, d)
+        self.blocks = nn.ModuleList(Block(d) for _ in range(2))
+        self.head = nn.Linear(d, rows, bias=not tied)
+        self.scale = nn.Parameter(torch.ones(3))
+        self.one = nn.Parameter(torch.ones(1, 4))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        if tied:
+            self.head.weight = self.emb.weight
+        if frozen:
+            self.blocks[0].a.weight.requires_grad_(False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.emb(tokens)
+        for block in self.blocks:
+            x = block(x)
+        self.count += 1
+        return self.head(x) * self.scale.sum() * self.one.sum()
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, 3e-3),
+    "amsgrad": lambda parameters: torch.optim.Adam(parameters, 3e-3, amsgrad=True),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, 1e-2, momentum=0.9),
+}
+
+
+def build(
+    kind: str, world: int, rank: int, optimizer: str = "adamw", seed: int = 0, **options: Any
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model, sharded in one of several ways, and its optimizer.
+
+    Args:
+        kind: ``plain``, ``fsdp``, ``bf16`` (the same with a policy), ``hsdp``, ``tp`` (with FSDP on top) or ``meta``.
+        world: ranks.
+        rank: this one.
+        optimizer: one of `OPTIMIZERS`.
+        seed: of the weights.
+        options: of `Toy`.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    torch.manual_seed(seed)
+    with torch.device("meta" if kind == "meta" else "cpu"):
+        model = Toy(**options)
+    more: dict[str, Any] = {}
+    if kind == "hsdp":
+        more["mesh"] = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    elif kind == "tp":
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
+        for block in model.blocks:
+            parallelize_module(block, mesh["tp"], {"a": ColwiseParallel(), "b": RowwiseParallel()})
+        more["mesh"] = mesh["dp"]
+    elif kind != "plain":
+        more["mesh"] = init_device_mesh("cpu", (world,))
+    if kind == "bf16":
+        more["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    if kind != "plain":
+        for block in model.blocks:
+            fully_shard(block, **more)
+        fully_shard(model, **more)
+    if kind == "meta":
+        model.to_empty(device="cpu")
+        for parameter in model.parameters():
+            nn.init.zeros_(parameter)
+        model.count.zero_()
+    return model, OPTIMIZERS[optimizer]([p for p in model.parameters() if p.requires_grad])
+
+
+def batch(step: int, vocab: int = 21, rows: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same on every rank: a step is then the same for any number of them, but for rounding."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    tokens = torch.randint(0, vocab, (4, 5), generator=generator)
+    return tokens, torch.randint(0, rows, (4, 5), generator=generator)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """One step."""
+    tokens, labels = batch(step)
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(tokens).flatten(0, 1).float(), labels.flatten()).backward()
+    optimizer.step()
+
+
+def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """All weights and moments in whole, on every rank: a collective."""
+
+    def whole(tensor: torch.Tensor) -> torch.Tensor:
+        full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        return full.detach().clone()
+
+    found = {f"model.{name}": whole(tensor) for name, tensor in model.state_dict().items()}
+    names = {id(p): name for name, p in model.named_parameters()}
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if torch.is_tensor(value):
+                found[f"{names[id(parameter)]}.{key}"] = whole(value)
+    return found
