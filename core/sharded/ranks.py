@@ -166,7 +166,7 @@ class Mailbox:
 
 
 def _store(host: str, port: int, *, serves: bool = False) -> "TCPStore":
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, and not in __all__
 
     try:
         return TCPStore(

@@ -3,6 +3,7 @@
 import faulthandler
 import multiprocessing
 import os
+import random
 import signal
 import sys
 import time
@@ -16,12 +17,32 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from shrinkpoint.runtime.memory import give_back  # noqa: F401
 
-__all__ = ["Toy", "batch", "build", "full_state", "launch", "train"]
+__all__ = ["Toy", "batch", "build", "full_state", "launch", "train", "warm"]
 
 LIMIT_S = 120.0
+
+
+def warm() -> None:
+    """Load the coders' kernels, so that forked processes have them."""
+    from shrinkpoint.coding.decode import decode_chain
+    from shrinkpoint.coding.encode import encode_state
+    from shrinkpoint.schemes.lossless.scheme import Lossless
+    from shrinkpoint.state.training import TrainingState
+
+    reference, parent, chain = None, None, []
+    for step in range(2):
+        weights = torch.linspace(0, 1 + step, 600).reshape(30, 20)
+        state = TrainingState.capture({"w": weights, "n": torch.tensor(step)})
+        encoded = encode_state(state, Lossless(), step=step, reference=reference, parent=parent)
+        reference, parent = dict(encoded.reference), encoded.checkpoint.state_digest
+        chain.append(encoded.checkpoint)
+    decode_chain(chain)
 
 
 def _entry(
@@ -57,6 +78,8 @@ def launch(
     *arguments: Any,
     limit_s: float = LIMIT_S,
     ends: Sequence[int] | None = None,
+    killed: bool = False,
+    kill_after_s: float | None = None,
 ) -> list[Any]:
     """The results of ``function(rank, world, *arguments)`` in as many processes, by rank.
 
@@ -67,6 +90,8 @@ def launch(
         arguments: of the function.
         limit_s: after which all are killed, and the test fails.
         ends: the exit codes to expect; None: all 0. Results of processes that were killed are None.
+        killed: one of them kills itself: the others end by an error, soon.
+        kill_after_s: kill a random one after so many seconds, as `killed`.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["support.sharded_programs"])
@@ -78,7 +103,8 @@ def launch(
     ]
     for process in processes:
         process.start()
-    deadline = time.monotonic() + limit_s
+    started = time.monotonic()
+    deadline = started + limit_s
     found: dict[int, Any] = {}
     try:
         while time.monotonic() < deadline:
@@ -87,6 +113,10 @@ def launch(
                 found[rank] = value
             if all(not process.is_alive() for process in processes):
                 break
+            if kill_after_s is not None and time.monotonic() > started + kill_after_s:
+                victim, kill_after_s = random.choice(processes), None
+                if victim.is_alive():
+                    victim.kill()
             time.sleep(0.01)
         while not answers.empty():
             rank, value = answers.get()
@@ -94,7 +124,7 @@ def launch(
         hung = [rank for rank, process in enumerate(processes) if process.is_alive()]
         assert not hung, f"ranks {hung} of {world} hang"
         codes = [process.exitcode for process in processes]
-        assert codes == list(ends if ends is not None else [0] * world), codes
+        assert killed or codes == list(ends if ends is not None else [0] * world), codes
     finally:
         for process in processes:
             if process.is_alive():
@@ -164,7 +194,6 @@ def build(
         seed: of the weights.
         options: of `Toy`.
     """
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     torch.manual_seed(seed)
     with torch.device("meta" if kind == "meta" else "cpu"):
@@ -173,8 +202,6 @@ def build(
     if kind == "hsdp":
         more["mesh"] = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
     elif kind == "tp":
-        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
         mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
         for block in model.blocks:
             parallelize_module(block, mesh["tp"], {"a": ColwiseParallel(), "b": RowwiseParallel()})
@@ -204,10 +231,22 @@ def batch(step: int, vocab: int = 21, rows: int = 7) -> tuple[torch.Tensor, torc
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
     """One step."""
-    tokens, labels = batch(step)
     optimizer.zero_grad()
-    nn.functional.cross_entropy(model(tokens).flatten(0, 1).float(), labels.flatten()).backward()
+    if any(
+        len(getattr(p, "placements", ())) == 2 and p.placements[0].is_replicate() for p in model.parameters()
+    ):
+        _made_up_gradients(model, step)  # the backward pass of HSDP needs a GPU before torch 2.8
+    else:
+        tokens, labels = batch(step)
+        nn.functional.cross_entropy(model(tokens).flatten(0, 1).float(), labels.flatten()).backward()
     optimizer.step()
+
+
+def _made_up_gradients(model: nn.Module, step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for parameter in model.parameters():
+        whole = torch.randn(parameter.shape, generator=generator)
+        parameter.grad = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
 
 
 def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
