@@ -3,6 +3,7 @@
 import faulthandler
 import multiprocessing
 import os
+import pickle
 import random
 import signal
 import sys
@@ -46,12 +47,7 @@ def warm() -> None:
 
 
 def _entry(
-    rank: int,
-    world: int,
-    meeting: str,
-    function: Callable[..., Any],
-    arguments: tuple[Any, ...],
-    answers: Any,
+    rank: int, world: int, meeting: str, function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
     faulthandler.enable()
     faulthandler.dump_traceback_later(LIMIT_S - 20, exit=False)
@@ -60,15 +56,15 @@ def _entry(
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
     try:
-        answers.put((rank, function(rank, world, *arguments)))
-        answers.close()
-        answers.join_thread()
+        answer = function(rank, world, *arguments)
+        Path(f"{meeting}-{rank}").write_bytes(pickle.dumps(answer))
+        dist.barrier()  # gloo may leave a process waiting for one that is gone
     except BaseException:  # noqa: BLE001 - shown by the process that failed
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(3)
     sys.stdout.flush()
-    dist.destroy_process_group()
+    os._exit(0)  # a process group that is destroyed while others still use theirs may wait for them
 
 
 def launch(
@@ -96,31 +92,21 @@ def launch(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["support.sharded_programs"])
     meeting = folder / f"meeting-{os.getpid()}-{time.monotonic_ns()}"
-    answers = context.Queue()
     processes = [
-        context.Process(target=_entry, args=(rank, world, str(meeting), function, arguments, answers))
+        context.Process(target=_entry, args=(rank, world, str(meeting), function, arguments))
         for rank in range(world)
     ]
     for process in processes:
         process.start()
     started = time.monotonic()
     deadline = started + limit_s
-    found: dict[int, Any] = {}
     try:
-        while time.monotonic() < deadline:
-            while not answers.empty():
-                rank, value = answers.get()
-                found[rank] = value
-            if all(not process.is_alive() for process in processes):
-                break
+        while time.monotonic() < deadline and any(process.is_alive() for process in processes):
             if kill_after_s is not None and time.monotonic() > started + kill_after_s:
                 victim, kill_after_s = random.choice(processes), None
                 if victim.is_alive():
                     victim.kill()
             time.sleep(0.01)
-        while not answers.empty():
-            rank, value = answers.get()
-            found[rank] = value
         hung = [rank for rank, process in enumerate(processes) if process.is_alive()]
         assert not hung, f"ranks {hung} of {world} hang"
         codes = [process.exitcode for process in processes]
@@ -130,7 +116,8 @@ def launch(
             if process.is_alive():
                 process.kill()
             process.join()
-    return [found.get(rank) for rank in range(world)]
+    answers = [Path(f"{meeting}-{rank}") for rank in range(world)]
+    return [pickle.loads(answer.read_bytes()) if answer.exists() else None for answer in answers]
 
 
 def die() -> None:
@@ -163,8 +150,7 @@ class Toy(nn.Module):
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
         if tied:
             self.head.weight = self.emb.weight
-        if frozen:
-            self.blocks[0].a.weight.requires_grad_(False)
+        self.frozen = frozen
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.emb(tokens)
@@ -219,6 +205,8 @@ def build(
         for parameter in model.parameters():
             nn.init.zeros_(parameter)
         model.count.zero_()
+    if model.frozen:  # last, since parallelize_module makes new parameters
+        model.blocks[0].a.weight.requires_grad_(False)
     return model, OPTIMIZERS[optimizer]([p for p in model.parameters() if p.requires_grad])
 
 

@@ -29,7 +29,7 @@ def hop(
     """Continue the run, compare with the true state, make two saves."""
     model, opt = build(kind, world, rank, optimizer, seed=world, **options)
     checkpointer = shrinkpoint.Checkpointer(
-        url, model, opt, every=1, scheme="lossless", busy="wait", threads=1
+        url, model, opt, every=1, scheme="lossless", busy="wait", threads=1, key_every=99
     )
     start = checkpointer.resume()
     if start:

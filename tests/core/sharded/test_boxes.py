@@ -172,7 +172,9 @@ def test_owners_are_balanced_and_keep_a_parameters_tensors_together(sizes: list[
     loads = [0] * world
     for number in range(len(sizes)):
         mine = {
-            owner for name, (_, owner) in owners.items() if f"/p{number}" == name[5:] or f"/{number}/" in name
+            owner
+            for name, (_, owner) in owners.items()
+            if f"/p{number}" == name[5:] or f"/state/{number}/" in name
         }
         assert len(mine) == 1
         loads[mine.pop()] += 8 * sizes[number] + 4
