@@ -113,6 +113,8 @@ def _metrics(metrics: Mapping[str, Any]) -> str:
 def _remarks(checkpoint: Mapping[str, Any]) -> str:
     pins = ", ".join(checkpoint["pins"])
     parts = [f"DAMAGED: {checkpoint['damage']}"] if checkpoint["damage"] else []
+    if checkpoint["parts"]:
+        parts.append(f"{checkpoint['parts']} parts")
     parts += exact_texts(checkpoint["exact"])
     if checkpoint["not_finite"]:
         parts.append(f"NOT FINITE: {checkpoint['not_finite']}")

@@ -1,7 +1,7 @@
 """One rank's saves, in its background thread: code and store a part, tell the first rank, learn whether it was committed."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from shrinkpoint.config import SaverConfig
@@ -13,8 +13,10 @@ from shrinkpoint.quality.planner import Plan, Planner
 from shrinkpoint.quantize.movement import MovementTracker
 from shrinkpoint.reports import SaveReport
 from shrinkpoint.saving.warmup import Warmup
+from shrinkpoint.schemes.auto.scheme import Auto
 from shrinkpoint.schemes.base import SaveContext
 from shrinkpoint.schemes.exactness import ExactPart
+from shrinkpoint.schemes.sums import WeightSums
 from shrinkpoint.sharded.capture import without_tensors
 from shrinkpoint.sharded.encoding import Link, PartJob, StoredPart, store_part
 from shrinkpoint.sharded.publishing import Publisher, posted
@@ -111,6 +113,7 @@ class Background:
             post = posted(stored.part, stored.report)
         except Exception as error:  # noqa: BLE001 - the first rank is told, and reports it
             post = {"error": f"{type(error).__name__}: {error}"}
+            self._mailbox.post(f"{job.number}/sums/{job.rank}", post)  # for whom waits for it
         self._mailbox.post(f"{job.number}/part/{job.rank}", post)
         return stored
 
@@ -135,7 +138,33 @@ class Background:
             movement=movement,
             directions=moments_of_direction(state, save.optimizers),
         )
+        if self._config.scheme == "auto" and not job.exact:
+            context = replace(
+                context,
+                sums=self._summed(
+                    job, Auto(options=self._config.scheme_options, save_context=context).sums(state)
+                ),
+            )
         return self._planner.plan(context, None, exact=job.exact)
+
+    def _summed(self, job: PartJob, own: WeightSums) -> WeightSums:
+        """The sums over all ranks' weights, on which step sizes depend.
+
+        Raises:
+            StoreError: a rank has failed, or has not sent its own.
+        """
+        key, timeout_s = f"{job.number}/sums", float(self._config.commit_timeout_s)
+        self._mailbox.post(f"{key}/{job.rank}", own.to_json())
+        if job.rank:
+            return WeightSums.from_json(_sound(self._mailbox.wait(key, timeout_s + _OWN_S)))
+        try:
+            found = [_sound(message) for message in self._mailbox.collect(key, timeout_s)]
+        except StoreError as error:
+            self._mailbox.post(key, {"error": str(error)})
+            raise
+        total = sum(map(WeightSums.from_json, found), WeightSums())
+        self._mailbox.post(key, total.to_json())
+        return total
 
     def _publish(self, publisher: Publisher, save: Save) -> dict[str, Any]:
         """On the first rank: wait for all parts, and commit; never raises."""
@@ -187,8 +216,21 @@ class Background:
     def _forget_messages(self, number: int) -> None:
         """Of the save before, which all ranks know the outcome of: they have agreed to begin this one."""
         if self._publisher is not None and number > 0:
-            parts = [f"{number}/part/{rank}" for rank in range(self._mailbox.world)]
+            several = [
+                f"{number}/{what}/{r}" for what in ("part", "sums") for r in range(self._mailbox.world)
+            ]
             try:
-                self._mailbox.drop([*parts, f"{number}/own", f"{number}/outcome"])
+                self._mailbox.drop([*several, f"{number}/own", f"{number}/sums", f"{number}/outcome"])
             except StoreError as error:
                 warn(str(error))
+
+
+def _sound(message: dict[str, Any]) -> dict[str, Any]:
+    """A message that tells of no error.
+
+    Raises:
+        StoreError: it does.
+    """
+    if "error" in message:
+        raise StoreError(f"another rank has failed: {message['error']}")
+    return message

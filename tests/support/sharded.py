@@ -226,6 +226,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None
         _made_up_gradients(model, step)  # the backward pass of HSDP needs a GPU before torch 2.8
     else:
         tokens, labels = batch(step)
+        labels %= model.head.weight.shape[0]
         nn.functional.cross_entropy(model(tokens).flatten(0, 1).float(), labels.flatten()).backward()
     optimizer.step()
 

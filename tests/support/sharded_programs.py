@@ -80,8 +80,8 @@ def told(action: Callable[[], Any]) -> str:
 class Filled:
     """A sharded model whose every element is the number of the step, and so are its moments."""
 
-    def __init__(self, rank: int, world: int) -> None:
-        self.model, self.optimizer = build("fsdp", world, rank)
+    def __init__(self, rank: int, world: int, **options: Any) -> None:
+        self.model, self.optimizer = build("fsdp", world, rank, **options)
         train(self.model, self.optimizer, 0)
 
     def fill(self, step: int) -> None:
@@ -261,3 +261,34 @@ def own_data(rank: int, world: int, url: str) -> Any:
         first = (odd.value, torch.rand(1).item(), random.random(), float(np.random.rand()))
     checkpointer.close()
     return first
+
+
+def hop_lossy(rank: int, world: int, url: str, kind: str) -> Any:
+    """Continue a run of ``auto``; what is restored is what a single process decodes."""
+    model, opt = build(kind, world, rank, seed=world, d=64)
+    checkpointer = shrinkpoint.Checkpointer(url, model, opt, every=2, busy="wait", threads=1)
+    start = checkpointer.resume()
+    if start:
+        wanted = shrinkpoint.load(url)
+        found = full_state(model, opt)
+        assert all(torch.equal(tensor, found[f"model.{name}"]) for name, tensor in wanted["model"].items())
+        names = [name for name, _ in model.named_parameters()]
+        for index, state in wanted["optimizers"][0]["state"].items():
+            assert all(torch.equal(value, found[f"{names[index]}.{key}"]) for key, value in state.items())
+    for step in range(start, start + 4):
+        train(model, opt, step)
+        checkpointer.step(step + 1)
+    checkpointer.close()
+    return [
+        (report.step, report.kind, report.scheme, report.measured, report.sections, report.ratio)
+        for report in checkpointer.reports()
+    ]
+
+
+def sums_of_ranks(rank: int, world: int, url: str) -> Any:
+    """The step sizes of one save by ``auto``, by tensor, of this rank."""
+    filled = Filled(rank, world, d=64)
+    checkpointer = filled.checkpointer(url, scheme="auto")
+    checkpointer.save(1, wait=True)
+    checkpointer.close()
+    return full_state(filled.model, filled.optimizer)
