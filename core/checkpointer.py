@@ -17,6 +17,7 @@ from shrinkpoint.errors import ConfigError
 from shrinkpoint.loading import weights_of_step
 from shrinkpoint.loop.measuring import LoopMeasurements
 from shrinkpoint.loop.objects import LoopObjects, Stateful
+from shrinkpoint.loop.sharded import ShardedObjects, has_shards, sharded_saver
 from shrinkpoint.quality.evaluation import Loss
 from shrinkpoint.reports import Accepted, SaveReport
 from shrinkpoint.runtime.termination import Pace, TerminationRequest
@@ -26,6 +27,7 @@ from shrinkpoint.saving.resume import (
     check_policy,
     resume_from,
 )
+from shrinkpoint.sharded.saver import ShardedSaver
 from shrinkpoint.steps.opening import LogRequest, log_of_training
 from shrinkpoint.steps.options import StepLog
 from shrinkpoint.store.connect import StorageOptions
@@ -156,7 +158,8 @@ class Checkpointer:
                     f"{name}={brief(value)} is neither an option of Checkpointer nor an object with state_dict and"
                     f" load_state_dict; the options are: {', '.join(sorted(SaverConfig.names()))}"
                 )
-        self._objects = LoopObjects(model, optimizer, stateful)
+        sharded = has_shards(model)
+        self._objects = (ShardedObjects if sharded else LoopObjects)(model, optimizer, stateful)
         self._measurements = LoopMeasurements(self._objects, evaluate, train_loss, clip_grad_norm)
         self._every = every
         self._policy = resume
@@ -186,8 +189,19 @@ class Checkpointer:
         """The step log; None without one."""
         self._committed = 0
         self._overdue = False
-        self.saver = Saver(url, config, storage_options=storage_options, parity=parity)
+        self.saver: Saver | ShardedSaver
         """The saver, which has the reports of the saves."""
+        if isinstance(self._objects, ShardedObjects):
+            self.saver = sharded_saver(
+                url,
+                config,
+                self._objects,
+                storage_options=storage_options,
+                parity=parity,
+                evaluated=evaluate is not None,
+            )
+        else:
+            self.saver = Saver(url, config, storage_options=storage_options, parity=parity)
         self.saver.check()
         if self.step_log is not None:
             self.step_log.open(self.saver.store.run_id())

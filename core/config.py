@@ -11,7 +11,7 @@ from shrinkpoint.store.manifest import MAX_CHAIN
 
 __all__ = ["SaverConfig"]
 
-_POSITIVE = ("key_every", "max_failures", "restore_budget", "near_keep")
+_POSITIVE = ("commit_timeout_s", "key_every", "max_failures", "restore_budget", "near_keep")
 _POSITIVE_OR_NONE = ("keep_last", "keep_every", "keep_best", "keep_optimizer", "threads", "longest_chain")
 _LONGER = 4
 _CHOICES = {"scheme": SCHEMES, "busy": ("skip", "wait"), "mode": ("min", "max")}
@@ -80,6 +80,8 @@ class SaverConfig:
     """Seconds for which data that no manifest names is kept, for active readers and writers."""
     max_failures: int = 3
     """Number of consecutive failed saves that ends training with an error."""
+    commit_timeout_s: int = 300
+    """Of a sharded training: seconds for which the first rank waits for the parts of the others, before a save has failed."""
     threads: int | None = None
     """Threads that encode and decode; None takes half of the processors."""
     compile_ahead: bool = True

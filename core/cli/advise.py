@@ -151,7 +151,7 @@ def _noted(run: OpenRun) -> _Noted:
         encode_s=_median([_number(save, "encode_s") for _, save in saves]),
         write_s=_write_seconds(run, [manifest for manifest, _ in saves]),
         seconds_per_step=_step_seconds([manifest for manifest, _ in saves]),
-        checkpoint_bytes=_median([manifest.chain[-1].size for manifest, _ in saves]),
+        checkpoint_bytes=_median([manifest.chain[-1].total for manifest, _ in saves]),
         gradient_bytes=float(weights) if isinstance(weights, int | float) else 0.0,
         scheme=str(newest.get("scheme")),
     )

@@ -32,7 +32,7 @@ def stores(
 ) -> None:
     """Show the stores of a run: the newest checkpoint and what is missing on each, and how many may still be lost."""
     run, objects = _open(_flat(urls), storage_options, option)
-    found = survey(objects, run.store.manifests())
+    found = survey(objects, run.store.manifests(), run.keys(run.store.manifests()))
     if as_json:
         print_json({"url": run.store.display} | asdict(found))
     else:
@@ -61,7 +61,7 @@ def heal(
     """
     given = _replaced(_flat(urls), replace or ())
     run, objects = _open(given, storage_options, option)
-    needed = {ref.key for manifest in run.store.manifests() for ref in manifest.chain}
+    needed = run.keys(run.store.manifests())
     columns = TextColumn("healing"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=None)

@@ -34,7 +34,7 @@ from shrinkpoint.store.run import RunStore, RunWriter
 from shrinkpoint.version import __version__
 from shrinkpoint.warn import warn
 
-__all__ = ["Committer", "Job", "record_of"]
+__all__ = ["Committer", "Job", "provenance", "record_of"]
 
 _PAID_OFF = 2.0  # times its bytes, that a base's deltas take together before another base is made
 
@@ -253,7 +253,7 @@ class Committer:
             reference=link.reference if link else None,
             parent=link.parent.state_digest if link else None,
             release=link.reference.pop if link else None,
-            provenance=_provenance(),
+            provenance=provenance(),
             threads=self._config.encoder_threads,
             lasting=job.snapshot.lasting,
             exactly=plan.reason if plan.is_exact and self._config.scheme != "lossless" else None,
@@ -417,7 +417,8 @@ def _by_role(sizes: Sequence[tuple[TensorSpec, int]]) -> dict[str, int]:
     return totals
 
 
-def _provenance() -> JSON:
+def provenance() -> JSON:
+    """What wrote a checkpoint: for its header."""
     return {
         "shrinkpoint": __version__,
         "torch": str(torch.__version__),

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 
 from shrinkpoint.quantize.movement import Movement
+from shrinkpoint.schemes.sums import WeightSums
 from shrinkpoint.state.training import TensorSpec, TrainingState
 from shrinkpoint.state.tree import JSON
 
@@ -200,6 +201,8 @@ class SaveContext:
     """Whether the evaluation depends on averaged weights alone and does not measure the network's own."""
     gradients: Mapping[str, torch.Tensor] | None = None
     """EMA of the gradients by parameter name, where they were collected."""
+    sums: WeightSums | None = None
+    """Of all weights of the model, where `state` has only some of them; None takes those of `state`."""
 
 
 class Makers(dict[str, Callable[[], TensorCodec]]):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from shrinkpoint.container.reader import ContainerReader
+from shrinkpoint.coding.selective import header_of
 from shrinkpoint.errors import ShrinkpointError, ShrinkpointWarning
 from shrinkpoint.integrations.common.ranks import broadcast, is_first, on_first
 from shrinkpoint.integrations.common.reports import BestCheckpoints, metrics_of
@@ -24,6 +24,7 @@ from shrinkpoint.saver import Saver
 from shrinkpoint.saving.finite import is_finite
 from shrinkpoint.saving.resume import resume_from
 from shrinkpoint.saving.retention import lineage_of
+from shrinkpoint.state.blocks import whole_specs
 from shrinkpoint.state.training import Describe, TrainingState
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.warn import warn
@@ -328,12 +329,8 @@ class RunSession:
 
 
 def _outline(saver: Saver, manifest: Manifest, keys: Collection[str]) -> dict[str, Any]:
-    ref = manifest.chain[-1]
-    reader = ContainerReader(
-        lambda start, length: saver.store.fetch_range(ref, start, start + length), ref.size
-    )
-    header = reader.header
-    specs = {name: record.spec for name, record in header.tensors.items()}
+    header = header_of(saver.store, manifest.chain[-1])
+    specs = whole_specs(record.spec for record in header.tensors.values())
     shapes = {name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in specs.items()}
     tree = {key: header.tree[key] for key in keys if key in header.tree}
     outline: dict[str, Any] = TrainingState(tree, shapes, specs).to_object()
