@@ -333,6 +333,21 @@ class Planner:
         self._recovery.load_state_dict(recovery)
         self._strategy.load_state_dict(strategy)
 
+    def as_restored(self, state: Mapping[str, object]) -> None:
+        """Go on as a process does that has restored the checkpoint which holds this state: that counts as a restore.
+
+        What is known of the evaluation, and which warnings were given, is kept.
+
+        Raises:
+            ConfigError: as `load_state_dict`.
+        """
+        config = self._config
+        self._recovery = RecoveryEstimate(
+            config.probe_steps, config.search_overhead, self._spent_s, self._clock
+        )
+        self._strategy = _strategy(config, self._spent_s)
+        self.load_state_dict(state)
+
     def _load_restores(self, stored: object) -> None:
         """Add this restore to the budget spent before; a restore counts even where its checkpoint stores no cost."""
         self._budget = _budget(self._config)
@@ -378,7 +393,7 @@ def _strategy(config: SaverConfig, spent_s: Callable[[], float]) -> Strategy | N
     options = config.scheme_options
     make: Mapping[Choice, Callable[[], Strategy | None]] = {
         "nothing": lambda: None,
-        "scale": lambda: ScaleStrategy(options),
+        "scale": lambda: ScaleStrategy(options, whole=config.adopt),
         "configurations": lambda: ConfigurationStrategy(
             options, config.max_degradation, config.search_overhead, spent_s
         ),
