@@ -408,9 +408,11 @@ class Checkpointer:
         """A planned save is made as such where the training adopts: the undisturbed run would go on from it."""
         step = self._last_step
         assert step is not None
-        planned = planned and self.saver.config.adopt
         try:
-            self._save(step, self._last_metrics, exact=not planned, wait=True, planned=planned)
+            if planned and self.saver.config.adopt:
+                self._save(step, self._last_metrics, wait=True, planned=True)
+            else:
+                self.save(step, metrics=self._last_metrics, exact=True, wait=True)
         except Exception as error:  # noqa: BLE001 - after any error the process ends as requested
             warn(f"step {step} could not be saved: {type(error).__name__}: {error}")
         finally:
