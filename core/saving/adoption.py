@@ -11,6 +11,7 @@ planned one, before and after a resume.
 """
 
 import json
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -40,7 +41,7 @@ from shrinkpoint.saving.fingerprint import changed_settings, settings_of
 from shrinkpoint.saving.finite import not_finite
 from shrinkpoint.saving.takeover import NotAdoptedError, Takeover
 from shrinkpoint.schemes.auto.trellis_weights import TrellisLatticeCodec
-from shrinkpoint.schemes.base import ReferenceState, SaveContext
+from shrinkpoint.schemes.base import ReferenceState, SaveContext, Scheme
 from shrinkpoint.state.averages import confirmed
 from shrinkpoint.state.training import TrainingState
 from shrinkpoint.store.manifest import Manifest
@@ -78,6 +79,32 @@ class _StepClock:
             return resume(state, marks)
 
         return resumed
+
+
+class _Staging:
+    """Quantizes a state by the schemes that are considered; the guard's last one is mostly the one that is stored."""
+
+    def __init__(
+        self,
+        state: TrainingState,
+        reference: Mapping[str, ReferenceState] | None,
+        exactly: Mapping[str, str],
+    ) -> None:
+        self._state, self._reference, self._exactly = state, reference, exactly
+        self._last: tuple[Scheme, StagedState] | None = None
+
+    def by(self, scheme: Scheme) -> StagedState:
+        if self._last is None or self._last[0] is not scheme:
+            self._last = None  # only one is in memory
+            staged = stage_state(
+                self._state,
+                scheme,
+                self._reference,
+                exactly=self._exactly,
+                threads=os.cpu_count() or 1,  # training waits, and leaves them all free
+            )
+            self._last = scheme, staged
+        return self._last[1]
 
 
 @dataclass
@@ -214,14 +241,9 @@ class AdoptingCommitter(Committer):
     ) -> SaveReport:
         try:
             reference = self._reference()
-            plan, guard = self._plan_here(job, state, reference)
-            staged = stage_state(
-                state,
-                plan.scheme,
-                reference,
-                exactly=takeover.exactly,
-                threads=self._config.encoder_threads,
-            )
+            staging = _Staging(state, reference, takeover.exactly)
+            plan, guard = self._plan_here(job, state, reference, staging)
+            staged = staging.by(plan.scheme)
             takeover.offer(_changed(state, staged.state))
         except Exception as error:
             raise NotAdoptedError(
@@ -260,7 +282,11 @@ class AdoptingCommitter(Committer):
         return report
 
     def _plan_here(
-        self, job: Job, state: TrainingState, reference: Mapping[str, ReferenceState] | None
+        self,
+        job: Job,
+        state: TrainingState,
+        reference: Mapping[str, ReferenceState] | None,
+        staging: "_Staging",
     ) -> tuple[Plan, Guard]:
         self._clock.step = job.step
         save_context = SaveContext(
@@ -273,7 +299,7 @@ class AdoptingCommitter(Committer):
             directions=moments_of_direction(state, job.optimizers),
             gradients=job.gradients,
         )
-        guard = Guard(job.optimizers, self._config.encoder_threads)
+        guard = Guard(job.optimizers, restored=lambda scheme: staging.by(scheme).state)
         self.planner.guard = guard if self._config.guards else None
         resume = self._clock.charged(job.resume)
         return self.planner.plan(save_context, job.measure, resume, exact=job.exact), guard
