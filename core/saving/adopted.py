@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from shrinkpoint.state.tree import JSON
-from shrinkpoint.store.manifest import Manifest
+if TYPE_CHECKING:
+    from shrinkpoint.store.manifest import Manifest
 
 __all__ = ["KEY", "Adopted", "adopted_of"]
 
@@ -30,7 +30,7 @@ class Adopted:
     stand_ins: frozenset[str] = frozenset()
     """Tensors that were quantized then, but that its container holds exactly, or that are in no container."""
 
-    def to_json(self) -> JSON:
+    def to_json(self) -> dict[str, Any]:
         """The entry of a manifest's ``meta``."""
         return {
             "planned": self.planned,
@@ -41,7 +41,7 @@ class Adopted:
         }
 
 
-def adopted_of(manifest: Manifest) -> Adopted | None:
+def adopted_of(manifest: "Manifest") -> Adopted | None:
     """What a checkpoint's manifest says; None where its training did not adopt, or the entry is malformed."""
     entry, search = manifest.meta.get(KEY), manifest.meta.get("search")
     if not isinstance(entry, dict):
