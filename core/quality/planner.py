@@ -47,6 +47,9 @@ _MEASURED = 0.5
 """Share of `max_degradation` that the measured costs of all restores may use. Over 23 trainings that used it up, the
 mean harm was as measured; the rest of a run's path, which no measurement at a save covers, carried one run in thirty
 beyond the bound."""
+_MEASURED_OF_ADOPTIONS = 0.25
+"""The same where all of them are certain, since training adopts every checkpoint: what no measurement covers then adds up with
+each of them (docs/adopt.md: the recommender, whose rare rows hardly recover, ended beyond the bound with half of it)."""
 _AVERAGES_ONLY = "averaged weights alone are measured, so that the network's own have mild steps"
 _MILDER = 3  # how many milder settings are tried where a guard refuses
 
@@ -365,7 +368,8 @@ class Planner:
 
 
 def _budget(config: SaverConfig) -> RestoreBudget:
-    return RestoreBudget(_MEASURED * config.max_degradation, config.restore_budget)
+    share = _MEASURED_OF_ADOPTIONS if config.adopt else _MEASURED
+    return RestoreBudget(share * config.max_degradation, config.restore_budget)
 
 
 def _cost(plan: Plan) -> Rise:
