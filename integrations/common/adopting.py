@@ -14,7 +14,7 @@ from shrinkpoint.reports import SaveReport
 from shrinkpoint.state.tree import encode_tree
 from shrinkpoint.warn import warn
 
-__all__ = ["PathBatches", "with_adoptions"]
+__all__ = ["PathBatches", "saves_of", "with_adoptions"]
 
 
 class PathBatches(KeptBatches):
@@ -72,23 +72,39 @@ class PathBatches(KeptBatches):
         self._recent.extend(batches)
 
 
-def with_adoptions(settings: RunSettings, schedule: Schedule, *, steps: int, epochs: int) -> RunSettings:
-    """The settings with the number of planned saves, where it follows from the trainer's limits.
+def saves_of(schedule: Schedule, *, steps: int, epochs: int) -> int | None:
+    """The number of saves that a schedule plans; None where it does not follow from the trainer's limits.
 
     Args:
-        settings: with ``adopt=True``.
         schedule: when saves are planned.
         steps: of the whole training; 0 or less for no limit.
         epochs: the same.
 
     Raises:
-        ConfigError: the training cannot adopt.
+        ConfigError: a clock decides.
     """
     if schedule.train_time_interval is not None:
         raise ConfigError(
             "adopt=True with train_time_interval: a clock would decide which states are adopted; give every_n_train_steps or"
             " every_n_epochs"
         )
+    by_steps = schedule.every_n_train_steps is not None
+    every, limit = (
+        (schedule.every_n_train_steps or 1, steps) if by_steps else (schedule.every_n_epochs or 1, epochs)
+    )
+    return None if limit <= 0 else max(1, limit // every)
+
+
+def with_adoptions(settings: RunSettings, planned: int | None) -> RunSettings:
+    """The settings with the number of planned saves.
+
+    Args:
+        settings: with ``adopt=True``.
+        planned: what follows from the trainer's limits, if anything does.
+
+    Raises:
+        ConfigError: the training cannot adopt, or the number is not known.
+    """
     if world_size() > 1:
         raise ConfigError(
             f"adopt=True is for a single process as yet, and this training has {world_size()}: leave it out, or give"
@@ -96,14 +112,9 @@ def with_adoptions(settings: RunSettings, schedule: Schedule, *, steps: int, epo
         )
     if settings.saver.adoptions is not None:
         return settings
-    every, limit = (
-        (schedule.every_n_train_steps, steps)
-        if schedule.every_n_train_steps is not None
-        else (schedule.every_n_epochs or 1, epochs)
-    )
-    if limit <= 0:
+    if planned is None:
         raise ConfigError(
             "adopt=True needs adoptions=, the number of planned saves of the whole run, since it does not follow from the trainer's"
             " limits: max_degradation is divided among them"
         )
-    return replace(settings, saver=replace(settings.saver, adoptions=max(1, limit // every)))
+    return replace(settings, saver=replace(settings.saver, adoptions=planned))

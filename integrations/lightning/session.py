@@ -7,7 +7,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.integrations.common.adopting import PathBatches, with_adoptions
+from shrinkpoint.integrations.common.adopting import PathBatches, saves_of, with_adoptions
 from shrinkpoint.integrations.common.gradient_buckets import stateful_hook
 from shrinkpoint.integrations.common.gradients import GradientCollector
 from shrinkpoint.integrations.common.ranks import broadcast, is_first, on_first, world_size
@@ -83,8 +83,9 @@ class Session:
         self._require_own_run(trainer)
         self._active = stage == "fit" and not trainer.fast_dev_run and not is_tuning(trainer)
         if self._active and self._path is not None:
-            limits = {"steps": trainer.max_steps, "epochs": trainer.max_epochs or 0}
-            self.run.use(with_adoptions(self.settings.run, self.settings.schedule, **limits))
+            epochs = trainer.max_epochs or 0
+            planned = saves_of(self.settings.schedule, steps=trainer.max_steps, epochs=epochs)
+            self.run.use(with_adoptions(self.settings.run, planned))
         io = RunCheckpointIO.install(trainer.strategy)
         url = self.settings.run.url
         io.add_run(
