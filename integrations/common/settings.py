@@ -44,7 +44,10 @@ _WEIGHTS = (
 _RESUMES = (
     "give resume: 'auto' (the default) continues by itself, 'must' requires a checkpoint, 'never' starts anew"
 )
-_ADOPT = "not offered by this callback yet: Lightning's and Checkpointer have it; scheme='lossless' is exact, too, and larger"
+_ADOPT = (
+    "not offered by this callback yet: Checkpointer and the callbacks for Lightning and Composer have it; scheme='lossless' is"
+    " exact, too, and larger"
+)
 _BY_INTERVAL = "give save_interval, for example save_interval="
 
 # Options that users know from the frameworks. A callback that has such an option does not look it up here.

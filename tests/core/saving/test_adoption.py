@@ -237,3 +237,69 @@ def test_saves_too_close_together_are_said():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         share.add(9.5, 13.0)
+
+
+def test_references_from_outside_see_what_is_adopted(tmp_path):
+    """As those of an average that holds the optimizer's tensors, and not copies of them."""
+    training = Training().save_to(tmp_path / "run").run(EVERY - 1)
+    moments = [state["exp_avg"] for state in training.optimizers[0].state.values()]
+    training.run(EVERY)
+    now = [state["exp_avg"] for state in training.optimizers[0].state.values()]
+    assert all(one is other for one, other in zip(moments, now, strict=True))
+    training.end()
+    reader = Training().save_to(tmp_path / "run")
+    restored = [state["exp_avg"] for state in reader.optimizers[0].state.values()]
+    assert all(torch.equal(one, other) for one, other in zip(moments, restored, strict=True))
+
+
+class _Copied:
+    """An object that returns copies of its tensors."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.values = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def state_dict(self):
+        return {name: value.clone() for name, value in self.values.items()}
+
+    def load_state_dict(self, state):
+        self.values = {name: value.clone() for name, value in state.items()}
+
+
+def test_copies_are_stored_exactly_with_the_reason(tmp_path):
+    training = Training(average=False)
+    copied = _Copied(training.model)
+    training.save_to(tmp_path / "run", shadow=copied)
+    for step in range(2 * EVERY):
+        with torch.no_grad():
+            for name, value in copied.values.items():
+                value.lerp_(dict(training.model.named_parameters())[name], 0.1)
+        training.run(step + 1)
+    before = {name: value.clone() for name, value in copied.values.items()}
+    training.end()
+    kept = shrinkpoint.Saver(tmp_path / "run").store.manifests()[0].meta["save"]["kept_exactly"]
+    assert any("returns a copy" in why for name, why in kept.items() if "shadow" in name)
+    reader = Training(average=False)
+    shadow = _Copied(reader.model)
+    reader.save_to(tmp_path / "run", shadow=shadow)
+    assert all(torch.equal(shadow.values[name], value) for name, value in before.items())
+
+
+def test_store_that_stays_away_takes_no_memory(tmp_path, monkeypatch, undisturbed):
+    true, _ = undisturbed
+
+    def away(self, *args, **kwargs):
+        raise StoreError("the store is away")
+
+    training = Training().save_to(tmp_path / "run")
+    monkeypatch.setattr(RunWriter, "commit", away)
+    with pytest.warns(ShrinkpointWarning, match="the store is away"):
+        training.run(STEPS - EVERY - 1)
+        training.checkpointer.flush()
+    committer = training.checkpointer.saver._committer
+    assert committer._link is None
+    assert (
+        not committer._chain.known
+    )  # one copy of the weights, in the movement's tracker, is all that is kept
+    monkeypatch.undo()
+    assert_same(training.run(STEPS).end(), true)
+    assert [m.step for m in shrinkpoint.Saver(tmp_path / "run").store.manifests()] == [STEPS, STEPS - EVERY]
