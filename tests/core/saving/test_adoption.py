@@ -293,8 +293,7 @@ def test_store_that_stays_away_takes_no_memory(tmp_path, monkeypatch, undisturbe
     training = Training().save_to(tmp_path / "run")
     monkeypatch.setattr(RunWriter, "commit", away)
     with pytest.warns(ShrinkpointWarning, match="the store is away"):
-        training.run(STEPS - EVERY - 1)
-        training.checkpointer.flush()
+        training.run(STEPS - EVERY - 1).checkpointer.flush()
     committer = training.checkpointer.saver._committer
     assert committer._link is None
     assert (
