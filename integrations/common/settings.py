@@ -44,10 +44,6 @@ _WEIGHTS = (
 _RESUMES = (
     "give resume: 'auto' (the default) continues by itself, 'must' requires a checkpoint, 'never' starts anew"
 )
-_ADOPT = (
-    "not offered by this callback yet: Checkpointer and the callbacks for Lightning and Composer have it; scheme='lossless' is"
-    " exact, too, and larger"
-)
 _BY_INTERVAL = "give save_interval, for example save_interval="
 
 # Options that users know from the frameworks. A callback that has such an option does not look it up here.
@@ -88,8 +84,6 @@ _HABITS = {
     "save_total_limit": _KEEP_LAST,
     "metric_for_best_model": "give it to TrainingArguments, or monitor here",
     "greater_is_better": "give it to TrainingArguments, or mode here",
-    "adopt": _ADOPT,
-    "adoptions": _ADOPT,
     "every_n_batches": "give every_n_train_steps (Lightning) or save_interval='1000ba' (Composer)",
 }
 
