@@ -5,6 +5,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from types import TracebackType
 from typing import Any, Literal
 
@@ -27,6 +28,7 @@ from shrinkpoint.saving.resume import (
     check_policy,
     resume_from,
 )
+from shrinkpoint.saving.takeover import Adoption
 from shrinkpoint.sharded.saver import ShardedSaver
 from shrinkpoint.steps.opening import LogRequest, log_of_training
 from shrinkpoint.steps.options import StepLog
@@ -173,6 +175,8 @@ class Checkpointer:
         weakref.finalize(self, self._termination.unwatch)
         self._began = False
         config = config or SaverConfig(**fields)
+        if config.adopt:
+            _check_adoption(config, every, step_log)
         self.step_log = log_of_training(
             model,
             self._objects.optimizers,
@@ -302,8 +306,8 @@ class Checkpointer:
             self._versions = self._objects.changes
             self._watch()
             if self._termination.received:
-                self._save_and_end()
-            return self.save(step, metrics=metrics) if due else None
+                self._save_and_end(planned=due)
+            return self._save(step, metrics, planned=True) if due else None
 
     def _warn_log(self) -> None:
         """Report committed checkpoints to the step log, which removes steps before the last but one."""
@@ -333,20 +337,36 @@ class Checkpointer:
         exact: bool = False,
         wait: bool = False,
     ) -> Accepted | None:
-        """Save now; see `Saver.save`."""
+        """Save now; see `Saver.save`. With ``adopt=True`` such a save is stored exactly, since it was not planned."""
+        return self._save(step, metrics, exact=exact, wait=wait)
+
+    def _save(
+        self,
+        step: int,
+        metrics: Mapping[str, float] | None,
+        *,
+        exact: bool = False,
+        wait: bool = False,
+        planned: bool = False,
+    ) -> Accepted | None:
+        adopts = planned and self.saver.config.adopt
         if self.step_log is not None:
             self.step_log.boundary(step)
-        accepted = self.saver.save(
-            self._objects.state(step),
-            step=step,
-            describe=self._objects.describe(),
-            metrics=metrics,
-            evaluate=self._measurements.evaluation(),
-            resumed=self._measurements.resumed(self.saver.config),
-            optimizers=self._objects.inner,
-            exact=exact,
-            wait=wait,
-        )
+        with self._objects.undone() if adopts else nullcontext():
+            accepted = self.saver.save(
+                self._objects.state(step),
+                step=step,
+                describe=self._objects.describe(),
+                metrics=metrics,
+                evaluate=self._measurements.evaluation(),
+                resumed=self._measurements.resumed(self.saver.config),
+                optimizers=self._objects.inner,
+                exact=exact,
+                wait=wait,
+                adoption=Adoption(live=self._objects.live, settings={"every": self._every})
+                if adopts
+                else None,
+            )
         if accepted is not None:
             self._saved_step, self._overdue = step, False
         return accepted
@@ -401,11 +421,15 @@ class Checkpointer:
         )
         warn(f"the last step, {step}, is not saved, for {why}", stacklevel=4)
 
-    def _save_and_end(self) -> None:
+    def _save_and_end(self, *, planned: bool) -> None:
+        """A planned save is made as such where the training adopts: the undisturbed run would go on from it."""
         step = self._last_step
         assert step is not None
         try:
-            self.save(step, metrics=self._last_metrics, exact=True, wait=True)
+            if planned and self.saver.config.adopt:
+                self._save(step, self._last_metrics, wait=True, planned=True)
+            else:
+                self.save(step, metrics=self._last_metrics, exact=True, wait=True)
         except Exception as error:  # noqa: BLE001 - after any error the process ends as requested
             warn(f"step {step} could not be saved: {type(error).__name__}: {error}")
         finally:
@@ -424,6 +448,22 @@ class Checkpointer:
             self._close_log(whole=False)
             self.saver.close()
         return False
+
+
+def _check_adoption(config: SaverConfig, every: int | None, step_log: object) -> None:
+    if every is None:
+        raise ConfigError("adopt=True needs every=: only planned saves are adopted, and without it none is")
+    if config.adoptions is None:
+        raise ConfigError(
+            "adopt=True needs adoptions=, the number of planned saves of the whole run (total steps / every):"
+            " max_degradation is divided among them"
+        )
+    if step_log is not None:
+        raise ConfigError("adopt=True and step_log= exclude each other: a logged step knows no adoption")
+    if _is_distributed():
+        raise ConfigError(
+            "adopt=True is for a single process as yet: leave it out with DDP, or give scheme='lossless', which is exact"
+        )
 
 
 def _is_distributed() -> bool:

@@ -161,6 +161,7 @@ class ShardedSaver:
         optimizers: Sequence[torch.optim.Optimizer] = (),
         exact: bool = False,
         wait: bool = False,
+        adoption: None = None,
     ) -> Accepted | None:
         """Save a state; returns when each rank has a copy of the tensors that it codes.
 
@@ -172,6 +173,7 @@ class ShardedSaver:
             evaluate: not used yet.
             resumed: not used yet.
             optimizers: whose states are in `state`, in the same order.
+            adoption: None, as ``adopt=True`` is refused.
             exact: store this one bit-exactly.
             wait: return when it is committed.
 
@@ -405,7 +407,7 @@ class ShardedSaver:
 
 
 def _refuse_options(config: SaverConfig) -> None:
-    for name, default in (("near", None), ("keep_optimizer", None), ("weights_only", False)):
+    for name, default in (("near", None), ("keep_optimizer", None), ("weights_only", False), ("adopt", False)):
         value = getattr(config, name)
         if value != default:
             raise ConfigError(f"{name}={value!r} is not supported for sharded models yet: leave it out")

@@ -24,6 +24,7 @@ from shrinkpoint.saver import Saver
 from shrinkpoint.saving.finite import is_finite
 from shrinkpoint.saving.resume import resume_from
 from shrinkpoint.saving.retention import lineage_of
+from shrinkpoint.saving.takeover import Adoption
 from shrinkpoint.state.blocks import whole_specs
 from shrinkpoint.state.training import Describe, TrainingState
 from shrinkpoint.store.manifest import Manifest
@@ -62,6 +63,10 @@ class RunSession:
         self._unreported: list[SaveReport] = []
         self._warned: set[str] = set()
         self._until_failure = UntilFailure(self.warn_once)
+
+    def use(self, settings: RunSettings) -> None:
+        """Replace the options by those that the trainer completes, before the saver is asked for."""
+        self.settings = settings
 
     @property
     def saver(self) -> Saver:
@@ -190,6 +195,7 @@ class RunSession:
         optimizers: Sequence[Optimizer],
         exact: bool,
         last: bool,
+        adoption: Adoption | None = None,
     ) -> bool:
         """Save a state; the first rank's, inside `on_first` or an `Outcome`, whose result goes to all ranks.
 
@@ -204,6 +210,7 @@ class RunSession:
             optimizers: whose states are in `state`, in the same order.
             exact: store bit-exactly, without a search.
             last: it is the last save: wait for a running one to be committed.
+            adoption: of a planned save, with ``adopt=True``.
 
         Returns:
             Whether it was accepted.
@@ -223,6 +230,7 @@ class RunSession:
             optimizers=optimizers,
             exact=exact,
             wait=last and self.saver.busy,
+            adoption=adoption,
         )
         return accepted is not None
 
@@ -241,7 +249,8 @@ class RunSession:
             )
 
     def _has_room(self, last: bool) -> bool:
-        room = last or self.settings.saver.busy == "wait" or not self.saver.busy
+        saver = self.settings.saver
+        room = last or saver.adopt or saver.busy == "wait" or not self.saver.busy
         if not room:
             self.saver.skip()
         return room
