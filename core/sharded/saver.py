@@ -161,7 +161,7 @@ class ShardedSaver:
         optimizers: Sequence[torch.optim.Optimizer] = (),
         exact: bool = False,
         wait: bool = False,
-        adoption: None = None,
+        adoption: Adoption | None = None,
     ) -> Accepted | None:
         """Save a state; returns when each rank has a copy of the tensors that it codes.
 
@@ -407,7 +407,12 @@ class ShardedSaver:
 
 
 def _refuse_options(config: SaverConfig) -> None:
-    for name, default in (("near", None), ("keep_optimizer", None), ("weights_only", False), ("adopt", False)):
+    for name, default in (
+        ("near", None),
+        ("keep_optimizer", None),
+        ("weights_only", False),
+        ("adopt", False),
+    ):
         value = getattr(config, name)
         if value != default:
             raise ConfigError(f"{name}={value!r} is not supported for sharded models yet: leave it out")
