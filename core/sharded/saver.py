@@ -18,6 +18,7 @@ from shrinkpoint.runtime.worker import Worker
 from shrinkpoint.saver import Restored
 from shrinkpoint.saving.address import Address
 from shrinkpoint.saving.finite import not_finite_text
+from shrinkpoint.saving.takeover import Adoption
 from shrinkpoint.saving.warmup import Warmup
 from shrinkpoint.sharded.agreement import Agreed, Status, agree
 from shrinkpoint.sharded.background import Background, Save
