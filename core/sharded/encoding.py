@@ -92,7 +92,8 @@ def store_part(
     ref = store.put_part(data_key(job.step, job.session), container)
     seconds = {"encode_s": encoded_at - started, "write_s": time.perf_counter() - encoded_at}
     part = Part(ref=ref, state_digest=checkpoint.state_digest)
-    return StoredPart(part, dict(encoded.reference), _report(encoded, state, ref, plan) | seconds)
+    report = _report(encoded, state, ref, plan) | seconds | {"redundancy": store.redundancy}
+    return StoredPart(part, dict(encoded.reference), report)
 
 
 def _encode(config: SaverConfig, job: PartJob, state: TrainingState, plan: Plan) -> EncodedState:

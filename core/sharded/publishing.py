@@ -110,7 +110,15 @@ class Publisher:
         )
         self.parent = manifest
         self._collect()
-        return replace(report, seq=manifest.seq, redundancy=self._store.redundancy, parity=self._store.parity)
+        return replace(
+            report, seq=manifest.seq, redundancy=self._redundancy(posts), parity=self._store.parity
+        )
+
+    def _redundancy(self, posts: Sequence[Mapping[str, Any]]) -> int | None:
+        """By the rank to which the most of several stores fail: its part has the fewest shards to spare."""
+        told = [post["report"]["redundancy"] for post in posts]
+        own = self._store.redundancy
+        return None if own is None else min([own, *(number for number in told if number is not None)])
 
     def _lineage(self) -> str:
         if self.lineage is None:

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import shrinkpoint
 from shrinkpoint.errors import StoreError
 from shrinkpoint.sharded.background import Background
+from shrinkpoint.store.local import LocalObjects
 from shrinkpoint.store.run import RunStore
 from shrinkpoint.store.writer import RunWriter
 
@@ -103,7 +104,7 @@ class Filled:
             for number in tensor.flatten().tolist()
         }
 
-    def checkpointer(self, url: str, **options: Any) -> Any:
+    def checkpointer(self, url: str | list[str], **options: Any) -> Any:
         given = {"scheme": "lossless", "busy": "wait", "threads": 1, "save_last": False} | options
         return shrinkpoint.Checkpointer(url, self.model, self.optimizer, every=1, **given)
 
@@ -188,6 +189,26 @@ def failures(rank: int, world: int, url: str) -> Any:
 
 def fails(error: Exception) -> None:
     raise error
+
+
+def in_three_stores(rank: int, world: int, urls: list[str]) -> list[tuple[int, int | None]]:
+    """Three saves, and what they say of the stores; from the second one on, the last store fails for rank 1 alone."""
+    state = Filled(rank, world)
+    checkpointer = state.checkpointer(urls, parity=1)
+    stage = LocalObjects.stage
+
+    def fails_below(self: LocalObjects, key: str, parts: Any) -> Any:
+        if self.display == urls[2]:
+            raise StoreError("no permission")
+        return stage(self, key, parts)
+
+    for step in (1, 2, 3):
+        state.fill(step)
+        checkpointer.save(step, wait=True)
+        if rank == 1:
+            LocalObjects.stage = fails_below  # type: ignore[method-assign]
+    checkpointer.close()
+    return [(report.step, report.redundancy) for report in checkpointer.reports()]
 
 
 def refusals(rank: int, world: int, url: str) -> dict[str, str]:

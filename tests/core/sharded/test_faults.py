@@ -1,11 +1,13 @@
 """Ranks that die, fail, are late, or were given other things: never a mixed or lost checkpoint, and never a hang."""
 
 import random
+import shutil
+import warnings
 from pathlib import Path
 
 import pytest
 from support.sharded import launch
-from support.sharded_programs import POINTS, failures, newest_of_damaged, refusals, saves
+from support.sharded_programs import POINTS, failures, in_three_stores, newest_of_damaged, refusals, saves
 
 import shrinkpoint
 from shrinkpoint.store.run import RunStore
@@ -16,6 +18,19 @@ EVERYWHERE = [(rank, point) for point in POINTS for rank in (0, 1) if rank == 0 
 
 def acknowledged(log: Path) -> int:
     return int(log.read_text().split()[-1]) if log.exists() else 0
+
+
+def test_a_store_that_fails_for_one_rank_is_told_of_all(tmp_path: Path) -> None:
+    """Each rank has its own opinion of several stores; the report has the worst, and the checkpoint outlives one loss."""
+    urls = [str(tmp_path / name) for name in "abc"]
+    told = launch(in_three_stores, 2, tmp_path, urls)
+    assert told == [[(1, 1), (2, 0), (3, 0)]] * 2
+    shutil.rmtree(urls[2])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        state = shrinkpoint.load(urls)
+    assert state["step"] == 3
+    assert {number for tensor in state["model"].values() for number in tensor.flatten().tolist()} == {3.0}
 
 
 def check(url: str, log: Path) -> int:
