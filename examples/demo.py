@@ -192,6 +192,7 @@ def _collect_saves(urls: list[str], torch_bytes: dict[int, int]) -> list[Save]:
             search_s=manifest.meta["save"]["search_s"],
         )
         for manifest in manifests
+        if manifest.step in torch_bytes  # the last one may not be, where `every` does not divide the steps
     ]
 
 
