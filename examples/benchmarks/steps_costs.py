@@ -186,10 +186,13 @@ def measure_costs(text: Tensor, config: GPTConfig, log: str, *, blocks: int) -> 
         }
         stall = _begin(runners, ours)
         marks = {name: (c.step_log.bytes, c.step_log.blocked_s) for name, (_, c) in ours.items()}
+        before = {runner.method.name: runner.method.bytes for runner in runners}
         for _ in range(blocks):
             for runner in (*runners, *(runner for runner, _ in ours.values())):
                 for _ in range(_BLOCK):
                     runner.step()
+        for runner in runners:
+            runner.method.bytes -= before[runner.method.name]
         for name, (runner, checkpointer) in ours.items():
             written, blocked = marks[name]
             checkpointer.step_log.flush()
