@@ -102,6 +102,10 @@ class CompressedCheckpoint(Checkpoint):
             all keep it.
         weights_only: never store the optimizer's state. A resume begins with a fresh one, and says so.
         busy: what to do with a save that is due while one is being written: ``"skip"`` it, or ``"wait"``.
+        adopt: at every planned save, training goes on from exactly what a reader of it restores, so that a resumed run is the
+            undisturbed one bit for bit (docs/adopt.md); single process only. The loss is measured on the last `probe_batches`
+            training batches before the save, since a resumed process sees these again.
+        adoptions: with `adopt`, the number of planned saves of the whole run; None takes it from the trainer's limits.
         grace_s: seconds that removed checkpoints' data is kept, for readers and writers that are under way.
         max_failures: so many failed saves in a row end training with an error.
         threads: threads that encode and decode; None takes half of the processors.
@@ -148,6 +152,8 @@ class CompressedCheckpoint(Checkpoint):
         keep_optimizer: int | None = None,
         weights_only: bool = False,
         busy: Literal["skip", "wait"] = "skip",
+        adopt: bool = False,
+        adoptions: int | None = None,
         grace_s: float = 86400.0,
         max_failures: int = 3,
         threads: int | None = None,
@@ -188,6 +194,8 @@ class CompressedCheckpoint(Checkpoint):
                 "keep_optimizer": keep_optimizer,
                 "weights_only": weights_only,
                 "busy": busy,
+                "adopt": adopt,
+                "adoptions": adoptions,
                 "grace_s": grace_s,
                 "max_failures": max_failures,
                 "threads": threads,

@@ -5,6 +5,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from types import TracebackType
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from shrinkpoint.errors import ConfigError
 from shrinkpoint.loading import weights_of_step
 from shrinkpoint.loop.measuring import LoopMeasurements
 from shrinkpoint.loop.objects import LoopObjects, Stateful
+from shrinkpoint.loop.sharded import ShardedObjects, has_shards, sharded_saver
 from shrinkpoint.quality.evaluation import Loss
 from shrinkpoint.reports import Accepted, SaveReport
 from shrinkpoint.runtime.termination import Pace, TerminationRequest
@@ -26,6 +28,8 @@ from shrinkpoint.saving.resume import (
     check_policy,
     resume_from,
 )
+from shrinkpoint.saving.takeover import Adoption
+from shrinkpoint.sharded.saver import ShardedSaver
 from shrinkpoint.steps.opening import LogRequest, log_of_training
 from shrinkpoint.steps.options import StepLog
 from shrinkpoint.store.connect import StorageOptions
@@ -156,7 +160,8 @@ class Checkpointer:
                     f"{name}={brief(value)} is neither an option of Checkpointer nor an object with state_dict and"
                     f" load_state_dict; the options are: {', '.join(sorted(SaverConfig.names()))}"
                 )
-        self._objects = LoopObjects(model, optimizer, stateful)
+        sharded = has_shards(model)
+        self._objects = (ShardedObjects if sharded else LoopObjects)(model, optimizer, stateful)
         self._measurements = LoopMeasurements(self._objects, evaluate, train_loss, clip_grad_norm)
         self._every = every
         self._policy = resume
@@ -170,6 +175,8 @@ class Checkpointer:
         weakref.finalize(self, self._termination.unwatch)
         self._began = False
         config = config or SaverConfig(**fields)
+        if config.adopt:
+            _check_adoption(config, every, step_log)
         self.step_log = log_of_training(
             model,
             self._objects.optimizers,
@@ -186,8 +193,19 @@ class Checkpointer:
         """The step log; None without one."""
         self._committed = 0
         self._overdue = False
-        self.saver = Saver(url, config, storage_options=storage_options, parity=parity)
+        self.saver: Saver | ShardedSaver
         """The saver, which has the reports of the saves."""
+        if isinstance(self._objects, ShardedObjects):
+            self.saver = sharded_saver(
+                url,
+                config,
+                self._objects,
+                storage_options=storage_options,
+                parity=parity,
+                evaluated=evaluate is not None,
+            )
+        else:
+            self.saver = Saver(url, config, storage_options=storage_options, parity=parity)
         self.saver.check()
         if self.step_log is not None:
             self.step_log.open(self.saver.store.run_id())
@@ -288,8 +306,8 @@ class Checkpointer:
             self._versions = self._objects.changes
             self._watch()
             if self._termination.received:
-                self._save_and_end()
-            return self.save(step, metrics=metrics) if due else None
+                self._save_and_end(planned=due)
+            return self._save(step, metrics, planned=True) if due else None
 
     def _warn_log(self) -> None:
         """Report committed checkpoints to the step log, which removes steps before the last but one."""
@@ -319,20 +337,36 @@ class Checkpointer:
         exact: bool = False,
         wait: bool = False,
     ) -> Accepted | None:
-        """Save now; see `Saver.save`."""
+        """Save now; see `Saver.save`. With ``adopt=True`` such a save is stored exactly, since it was not planned."""
+        return self._save(step, metrics, exact=exact, wait=wait)
+
+    def _save(
+        self,
+        step: int,
+        metrics: Mapping[str, float] | None,
+        *,
+        exact: bool = False,
+        wait: bool = False,
+        planned: bool = False,
+    ) -> Accepted | None:
+        adopts = planned and self.saver.config.adopt
         if self.step_log is not None:
             self.step_log.boundary(step)
-        accepted = self.saver.save(
-            self._objects.state(step),
-            step=step,
-            describe=self._objects.describe(),
-            metrics=metrics,
-            evaluate=self._measurements.evaluation(),
-            resumed=self._measurements.resumed(self.saver.config),
-            optimizers=self._objects.inner,
-            exact=exact,
-            wait=wait,
-        )
+        with self._objects.undone() if adopts else nullcontext():
+            accepted = self.saver.save(
+                self._objects.state(step),
+                step=step,
+                describe=self._objects.describe(),
+                metrics=metrics,
+                evaluate=self._measurements.evaluation(),
+                resumed=self._measurements.resumed(self.saver.config),
+                optimizers=self._objects.inner,
+                exact=exact,
+                wait=wait,
+                adoption=Adoption(live=self._objects.live, settings={"every": self._every})
+                if adopts
+                else None,
+            )
         if accepted is not None:
             self._saved_step, self._overdue = step, False
         return accepted
@@ -387,11 +421,15 @@ class Checkpointer:
         )
         warn(f"the last step, {step}, is not saved, for {why}", stacklevel=4)
 
-    def _save_and_end(self) -> None:
+    def _save_and_end(self, *, planned: bool) -> None:
+        """A planned save is made as such where the training adopts: the undisturbed run would go on from it."""
         step = self._last_step
         assert step is not None
         try:
-            self.save(step, metrics=self._last_metrics, exact=True, wait=True)
+            if planned and self.saver.config.adopt:
+                self._save(step, self._last_metrics, wait=True, planned=True)
+            else:
+                self.save(step, metrics=self._last_metrics, exact=True, wait=True)
         except Exception as error:  # noqa: BLE001 - after any error the process ends as requested
             warn(f"step {step} could not be saved: {type(error).__name__}: {error}")
         finally:
@@ -410,6 +448,22 @@ class Checkpointer:
             self._close_log(whole=False)
             self.saver.close()
         return False
+
+
+def _check_adoption(config: SaverConfig, every: int | None, step_log: object) -> None:
+    if every is None:
+        raise ConfigError("adopt=True needs every=: only planned saves are adopted, and without it none is")
+    if config.adoptions is None:
+        raise ConfigError(
+            "adopt=True needs adoptions=, the number of planned saves of the whole run (total steps / every):"
+            " max_degradation is divided among them"
+        )
+    if step_log is not None:
+        raise ConfigError("adopt=True and step_log= exclude each other: a logged step knows no adoption")
+    if _is_distributed():
+        raise ConfigError(
+            "adopt=True is for a single process as yet: leave it out with DDP, or give scheme='lossless', which is exact"
+        )
 
 
 def _is_distributed() -> bool:

@@ -53,6 +53,8 @@ class Rebased:
     source: Manifest
     """The delta."""
     container: bytes
+    state_digest: str
+    """The delta's, unless several ranks wrote that: then it is over their parts."""
     sections: Mapping[str, int]
     """Bytes of the coded tensors by role."""
     stored_exactly: tuple[str, ...]
@@ -92,7 +94,7 @@ def rebase(store: RunStore, manifest: Manifest, *, threads: int = 1) -> Rebased:
     checkpoint, exactly = rebase_checkpoint(decoded, threads=threads)
     container = write_container(checkpoint)
     again = decode_chain([read_container(container)], threads=threads)
-    if again.checkpoint.state_digest != manifest.state_digest:
+    if _digests(again.checkpoint) != _digests(decoded.checkpoint):
         raise CorruptionError(
             f"the base made of {manifest.chain[-1].key} contains another state; nothing was written"
         )
@@ -104,6 +106,7 @@ def rebase(store: RunStore, manifest: Manifest, *, threads: int = 1) -> Rebased:
     return Rebased(
         source=manifest,
         container=container,
+        state_digest=again.checkpoint.state_digest,
         sections=sections,
         stored_exactly=exactly,
         exact=exact_parts(((entry.spec, entry.encoded.nbytes) for entry in checkpoint.entries), reasons),
@@ -133,13 +136,17 @@ def compact(store: RunStore, rebased: Rebased, *, grace_s: float = DEFAULT_GRACE
             step=source.step,
             kind="base",
             parent=None,
-            state_digest=source.state_digest,
+            state_digest=rebased.state_digest,
             meta=_meta(rebased),
             replaces=source,
         )
         pins = _move_pins(store, writer, source, manifest)
         writer.collect((), seen=[source], grace_s=grace_s)
     return Compacted(manifest=manifest, source=source, pins=pins)
+
+
+def _digests(checkpoint: Checkpoint) -> dict[str, str]:
+    return {entry.spec.name: entry.digest for entry in checkpoint.entries}
 
 
 def _check_source(store: RunStore, manifest: Manifest) -> None:

@@ -79,7 +79,7 @@ def export(state: TrainingState, path: str | os.PathLike[str], *, force: bool = 
         >>> torch.load("step-2000.ckpt", weights_only=True)["step"]
         2000
     """
-    target = check_target(path, force=force)
+    target, state = check_target(path, force=force), state.whole()
     if target.suffix == ".safetensors":
         tensors, aliases = model_tensors(state)
         notes = tuple(

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from shrinkpoint.coding.selective import Source, decode_selected, sources_of_run
+from shrinkpoint.coding.selective import AnySource, Source, decode_selected, sources_of_run
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.container.reader import Header
 from shrinkpoint.errors import (
@@ -22,6 +22,7 @@ from shrinkpoint.export import model_places
 from shrinkpoint.runtime.progress import waiting_for
 from shrinkpoint.saving.address import Address
 from shrinkpoint.saving.finite import not_finite_text
+from shrinkpoint.state.blocks import whole_specs
 from shrinkpoint.state.training import TrainingState
 from shrinkpoint.state.tree import JSON, dense_only, tensor_names
 from shrinkpoint.steps.folder import near_segments, run_segments
@@ -38,7 +39,7 @@ __all__ = ["load", "load_state", "load_weights", "weights_of_step"]
 
 T = TypeVar("T")
 Device = str | int | torch.device | None
-Chain = Sequence[Callable[[], Source]]
+Chain = Sequence[Callable[[], AnySource]]
 
 _NEAR = 5
 
@@ -303,11 +304,8 @@ def _read_run(
 def _model_names(header: Header) -> dict[str, str]:
     """The path of each of the model's tensors in the state, by its name in the model."""
     dense, parts = dense_only(header.tree)
-    empty = {
-        name: torch.empty(record.spec.shape, dtype=record.spec.dtype, device="meta")
-        for name, record in header.tensors.items()
-    }
-    specs = {name: record.spec for name, record in header.tensors.items()}
+    specs = whole_specs(record.spec for record in header.tensors.values())
+    empty = {name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in specs.items()}
     tensors, aliases = model_places(TrainingState(dense, empty, specs))
     places = {id(tensor): name for name, tensor in empty.items()}
     found = {name: places[id(tensor)] for name, tensor in tensors.items()}

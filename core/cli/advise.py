@@ -147,11 +147,16 @@ def _noted(run: OpenRun) -> _Noted:
     weights = raw.get("weight", 0) if isinstance(raw, dict) else 0
     return _Noted(
         saves=len(saves),
-        stall_s=_median([_number(save, "blocked_s") + _number(save, "search_s") for _, save in saves]),
+        stall_s=_median(
+            [
+                _number(save, "blocked_s") + _number(save, "search_s") + _number(save, "adopt_s")
+                for _, save in saves
+            ]
+        ),
         encode_s=_median([_number(save, "encode_s") for _, save in saves]),
         write_s=_write_seconds(run, [manifest for manifest, _ in saves]),
         seconds_per_step=_step_seconds([manifest for manifest, _ in saves]),
-        checkpoint_bytes=_median([manifest.chain[-1].size for manifest, _ in saves]),
+        checkpoint_bytes=_median([manifest.chain[-1].total for manifest, _ in saves]),
         gradient_bytes=float(weights) if isinstance(weights, int | float) else 0.0,
         scheme=str(newest.get("scheme")),
     )

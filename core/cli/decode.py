@@ -64,4 +64,4 @@ def load(url: str, options: StorageOptions, step: int | None = None, seq: int | 
             manifest = pick(run, step=step, seq=seq)
             waiting.say(f"reading step {manifest.step} of {run.store.display}")
             decoded = decode_checkpoint(manifest, run.store.fetch(manifest), threads=threads)
-        return Loaded(run.store.display, decoded, manifest.chain[-1].size, manifest)
+        return Loaded(run.store.display, decoded, manifest.chain[-1].total, manifest)

@@ -6,6 +6,7 @@ from typing import Any
 
 from shrinkpoint.cli.options import AsJson, Pairs, StorageOptions, Url, parse_storage_options
 from shrinkpoint.cli.output import (
+    adopted_text,
     age,
     bytes_text,
     console,
@@ -33,7 +34,7 @@ def ls(
         warnings.simplefilter("ignore", ShrinkpointWarning)  # the table shows what it would warn of
         manifests = run.store.manifests()
     sizes = run.sizes()
-    named = {ref.key for manifest in manifests for ref in manifest.chain}
+    named = run.keys(manifests)
     live, others = (
         [size for key, size in sizes.items() if (key in named) is wanted] for wanted in (True, False)
     )
@@ -42,7 +43,7 @@ def ls(
         describe_manifest(manifest)
         | {
             "pins": sorted(name for name, seq in pins.items() if seq == manifest.seq),
-            "damage": find_damage(manifest, sizes),
+            "damage": find_damage(run, manifest, sizes),
         }
         for manifest in manifests
     ]
@@ -113,9 +114,13 @@ def _metrics(metrics: Mapping[str, Any]) -> str:
 def _remarks(checkpoint: Mapping[str, Any]) -> str:
     pins = ", ".join(checkpoint["pins"])
     parts = [f"DAMAGED: {checkpoint['damage']}"] if checkpoint["damage"] else []
+    if checkpoint["parts"]:
+        parts.append(f"{checkpoint['parts']} parts")
     parts += exact_texts(checkpoint["exact"])
     if checkpoint["not_finite"]:
         parts.append(f"NOT FINITE: {checkpoint['not_finite']}")
+    if (adopted := adopted_text(checkpoint)) is not None:
+        parts.append(adopted)
     if checkpoint["weights_only"]:
         parts.append("weights only")
     return "; ".join([*parts, *([f"pinned: {pins}"] if pins else [])])

@@ -45,9 +45,9 @@ class _Plan:
 
     @property
     def chains(self) -> dict[str, int]:
-        """Bytes, by key, of the containers that are needed by kept deltas only."""
+        """Bytes, by the container's or head's key, of checkpoints that are needed by kept deltas only."""
         own = {m.chain[-1].key for m in self.keep}
-        return {ref.key: ref.size for m in self.keep for ref in m.chain[:-1] if ref.key not in own}
+        return {ref.key: ref.total for m in self.keep for ref in m.chain[:-1] if ref.key not in own}
 
     @property
     def deltas(self) -> list[Manifest]:
@@ -133,10 +133,8 @@ def _plan(run: OpenRun, policy: RetentionPolicy, metric: str | None) -> _Plan:
     sizes = run.sizes()
     keep = [m for m in manifests if m.seq in wanted]
     remove = [m for m in manifests if m not in keep]
-    needed = {ref.key for m in keep for ref in m.chain}
-    freed = {
-        ref.key: ref.size for m in remove for ref in m.chain if ref.key in sizes and ref.key not in needed
-    }
+    needed = run.keys(keep)
+    freed = {key: sizes[key] for key in run.keys(remove) if key in sizes and key not in needed}
     return _Plan(keep, remove, freed)
 
 

@@ -1,12 +1,13 @@
 """Opens runs for the commands: a clear error where there is none, selection of checkpoints, detection of damage."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from shrinkpoint.errors import ConfigError, NoCheckpointError
+from shrinkpoint.errors import ChainError, ConfigError, FormatError, NoCheckpointError
 from shrinkpoint.saving.address import Address
+from shrinkpoint.saving.adopted import adopted_of
 from shrinkpoint.saving.retention import is_weights_only, lineage_of
 from shrinkpoint.schemes.exactness import explained
 from shrinkpoint.store.connect import StorageOptions, open_objects
@@ -38,6 +39,16 @@ class OpenRun:
     def sizes(self) -> dict[str, int]:
         """Bytes of every container, by key; one listing."""
         return {info.key: info.size for info in self.objects.list("data/")}
+
+    def keys(self, manifests: Iterable[Manifest]) -> set[str]:
+        """Keys of all that these checkpoints need; of a head that cannot be read, its own."""
+        found: set[str] = set()
+        for manifest in manifests:
+            try:
+                found.update(ref.key for ref in self.store.refs(manifest))
+            except (ChainError, FormatError):  # `find_damage` says so
+                found.update(ref.key for ref in manifest.chain)
+        return found
 
 
 def open_run(url: str, options: StorageOptions) -> OpenRun:
@@ -88,10 +99,14 @@ def pick(run: OpenRun, *, step: int | None = None, seq: int | None = None) -> Ma
     )
 
 
-def find_damage(manifest: Manifest, sizes: Mapping[str, int]) -> str | None:
+def find_damage(run: OpenRun, manifest: Manifest, sizes: Mapping[str, int]) -> str | None:
     """Damage of a checkpoint's chain that a listing shows (missing or truncated files); None does not verify the
     bytes."""
-    for ref in manifest.chain:
+    try:
+        needed = run.store.refs(manifest)
+    except (ChainError, FormatError) as error:
+        return str(error)
+    for ref in needed:
         size = sizes.get(ref.key)
         if size is None:
             return f"{ref.key} is missing"
@@ -128,17 +143,24 @@ _MEASURED = (
 )
 
 
+def _adopted(manifest: Manifest) -> bool | None:
+    """Whether training went on from what is restored of a checkpoint; None in runs that do not adopt."""
+    adopted = adopted_of(manifest)
+    return None if adopted is None else adopted.planned
+
+
 def describe_manifest(manifest: Manifest) -> dict[str, Any]:
     """A manifest's information about its checkpoint as JSON; missing values are null."""
     noted = manifest.meta.get("save")
     save: Mapping[str, Any] = noted if isinstance(noted, dict) else {}
-    raw, size = save.get("raw_bytes"), manifest.chain[-1].size
+    raw, size = save.get("raw_bytes"), manifest.chain[-1].total
     metrics, resumed, highs = (save.get(name) for name in ("metrics", "resumed", "resumed_high"))
     return {
         "seq": manifest.seq,
         "step": manifest.step,
         "kind": manifest.kind,
         "chain_length": len(manifest.chain),
+        "parts": manifest.chain[-1].parts,
         "bytes": size,
         "chain_bytes": manifest.stored_bytes,
         "raw_bytes": raw,
@@ -152,6 +174,9 @@ def describe_manifest(manifest: Manifest) -> dict[str, Any]:
         "scheme": save.get("scheme"),
         "configuration": save.get("configuration"),
         "reason": save.get("reason"),
+        "adopted": _adopted(manifest),
+        "adopt_s": save.get("adopt_s"),
+        "waited_s": save.get("waited_s"),
         "lineage": lineage_of(manifest.meta),
         "weights_only": is_weights_only(manifest.meta),
         "epoch": manifest.epoch,

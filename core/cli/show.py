@@ -16,6 +16,7 @@ from shrinkpoint.cli.options import (
     split_address,
 )
 from shrinkpoint.cli.output import (
+    adopted_text,
     bytes_text,
     console,
     degradation_text,
@@ -45,6 +46,7 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Show the tensors of one checkpoint: codec, bytes, bits per element; reads its header, not its tensors."""
+    from shrinkpoint.coding.selective import header_of
     from shrinkpoint.container.reader import ContainerReader
 
     url, step, seq = split_address(url, step, seq)
@@ -58,12 +60,8 @@ def show(
     else:
         run = open_run(url, options)
         manifest = pick(run, step=step, seq=seq)
-        ref = manifest.chain[-1]
-
-        def read(offset: int, length: int) -> bytes:
-            return run.store.fetch_range(ref, offset, offset + length)
-
-        header, size, shown = ContainerReader(read, ref.size).header, ref.size, run.store.display
+        header = header_of(run.store, manifest.chain[-1])
+        size, shown = manifest.chain[-1].total, run.store.display
         noted = describe_manifest(manifest)
     report = _report(header, size) | {"url": shown, "checkpoint": noted}
     if as_json:
@@ -172,6 +170,7 @@ def _facts(report: Mapping[str, Any]) -> list[tuple[str, str]]:
             ("configuration", noted["configuration"] or "-"),
             ("reason", noted["reason"] or "-"),
             ("degradation", degradation_text(noted)),
+            *([("adoption", text)] if (text := adopted_text(noted)) is not None else []),
             *([("not finite", noted["not_finite"])] if noted["not_finite"] else []),
             *(
                 (f"loss after {steps} resumed steps", interval_text(rise, noted["resumed_high"].get(steps)))

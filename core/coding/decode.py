@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 import torch
 
 from shrinkpoint.coding.grouping import for_codec, groups_of, mapped, matching, sibling_planes_of, siblings_of
+from shrinkpoint.coding.parts import checkpoints_of
 from shrinkpoint.container.layout import Checkpoint, Entry
-from shrinkpoint.container.reader import Record, read_container
+from shrinkpoint.container.reader import Record
 from shrinkpoint.errors import ChainError, CorruptionError, FormatError
 from shrinkpoint.schemes.auto.copied import CopiedCodec
 from shrinkpoint.schemes.auto.rounded import RoundedCodec
@@ -84,7 +85,7 @@ def decode_checkpoint(manifest: Manifest, containers: Iterable[bytes], *, thread
     Raises:
         FormatError, ChainError, CorruptionError: the chain is not sound.
     """
-    decoded = decode_chain((read_container(data) for data in containers), threads=threads)
+    decoded = decode_chain(checkpoints_of(manifest.chain, containers), threads=threads)
     if decoded.checkpoint.state_digest != manifest.state_digest or decoded.checkpoint.step != manifest.step:
         raise CorruptionError(
             f"{manifest.chain[-1].key} holds another state than its manifest (commit {manifest.seq}) says"

@@ -7,18 +7,31 @@ is compared as in a whole restore: checksums of sections, the parents' digests w
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TypeAlias
 
 import torch
 
 from shrinkpoint.coding.decode import check_sizes, decode_planes, decode_values, required, stands_alone
+from shrinkpoint.coding.parts import merged_headers
 from shrinkpoint.container.layout import Entry
 from shrinkpoint.container.reader import ContainerReader, Header
 from shrinkpoint.errors import ChainError, CorruptionError
 from shrinkpoint.schemes.base import ReferenceState
-from shrinkpoint.store.manifest import Manifest
+from shrinkpoint.state.blocks import joined
+from shrinkpoint.store.manifest import BlobRef, Manifest
+from shrinkpoint.store.parts import Head
 from shrinkpoint.store.run import RunStore
 
-__all__ = ["Source", "decode_selected", "sources_of_run"]
+__all__ = [
+    "AnySource",
+    "PartsSource",
+    "Source",
+    "decode_rows",
+    "decode_selected",
+    "header_of",
+    "sources_of_run",
+]
 
 _WHOLE_BYTES = 2**20
 """Containers up to this size are fetched whole: one request costs more than their bytes."""
@@ -86,22 +99,94 @@ class Source:
         return self._fetch_range(offset, offset + length)
 
 
-def sources_of_run(store: RunStore, manifest: Manifest) -> list[Callable[[], Source]]:
-    """What opens each container of a checkpoint's chain, base first."""
+class PartsSource:
+    """The containers of one checkpoint that several ranks wrote, or some of them.
 
-    def opening(at: int) -> Callable[[], Source]:
-        ref = manifest.chain[at]
-        return lambda: Source(
+    Args:
+        head: of the checkpoint.
+        parts: the containers by their numbers.
+
+    Raises:
+        FormatError: they do not belong together.
+    """
+
+    def __init__(self, head: Head, parts: Mapping[int, Source]) -> None:
+        self._parts = parts
+        self._header = merged_headers(head, {number: part.header for number, part in parts.items()})
+
+    @property
+    def header(self) -> Header:
+        """Everything but the sections, of these containers."""
+        return self._header
+
+    def entries(self, names: Collection[str]) -> list[Entry]:
+        """As `Source.entries`."""
+        wanted = set(names)
+        return [
+            entry
+            for part in self._parts.values()
+            if not wanted.isdisjoint(part.header.tensors)
+            for entry in part.entries(wanted)
+        ]
+
+
+AnySource: TypeAlias = Source | PartsSource
+
+
+def sources_of_run(
+    store: RunStore, manifest: Manifest, parts: Callable[[int], Collection[int]] | None = None
+) -> list[Callable[[], AnySource]]:
+    """What opens each checkpoint of a checkpoint's chain, base first.
+
+    Args:
+        store: the run.
+        manifest: of the checkpoint.
+        parts: gives the numbers of the parts that are needed of the checkpoint at an index of the chain; None: all.
+    """
+
+    def open_blob(ref: BlobRef) -> Source:
+        return Source(
             ref.size,
             lambda: store.fetch_blob(ref, manifest),
             lambda start, end: store.fetch_range(ref, start, end),
         )
 
-    return [opening(at) for at in range(len(manifest.chain))]
+    def open_at(at: int) -> AnySource:
+        ref = manifest.chain[at]
+        if not ref.parts:
+            return open_blob(ref)
+        head = store.head(ref)
+        numbers = range(len(head.parts)) if parts is None else sorted(parts(at)) or range(len(head.parts))
+        with ThreadPoolExecutor(_READERS, thread_name_prefix="shrinkpoint-read") as pool:
+            opened = pool.map(lambda number: open_blob(head.parts[number].ref), numbers)
+            return PartsSource(head, dict(zip(numbers, opened, strict=True)))
+
+    return [partial(open_at, at) for at in range(len(manifest.chain))]
+
+
+def header_of(store: RunStore, ref: BlobRef) -> Header:
+    """What the header of one checkpoint of a chain says, or the headers of all its parts; nothing else is read.
+
+    Raises:
+        FormatError, ChainError, StoreError: it is damaged, missing, or cannot be read.
+    """
+    if not ref.parts:
+        return _header_alone(store, ref)
+    head = store.head(ref)
+    with ThreadPoolExecutor(_READERS, thread_name_prefix="shrinkpoint-read") as pool:
+        headers = list(pool.map(lambda part: _header_alone(store, part.ref), head.parts))
+    return merged_headers(head, dict(enumerate(headers)))
+
+
+def _header_alone(store: RunStore, ref: BlobRef) -> Header:
+    def read(offset: int, length: int) -> bytes:
+        return store.fetch_range(ref, offset, offset + length)
+
+    return ContainerReader(read, ref.size).header
 
 
 def decode_selected(
-    chain: Sequence[Callable[[], Source]],
+    chain: Sequence[Callable[[], AnySource]],
     choose: Callable[[Header], Collection[str]],
     *,
     threads: int = 1,
@@ -110,31 +195,63 @@ def decode_selected(
 
     Args:
         chain: what opens each container, base first; those that nothing is needed of are not opened.
-        choose: gives the names of the wanted tensors, from the last checkpoint's header.
+        choose: gives the names of the wanted tensors, from the last checkpoint's header; where it has blocks of a longer
+            tensor, that one's name or theirs.
         threads: parameters decoded side by side.
 
     Returns:
-        The last checkpoint's header, and the wanted tensors by name, on the host.
+        The last checkpoint's header, and the wanted tensors by name, on the host; blocks are joined.
 
     Raises:
         ChainError: the chain does not start with a base, or its members do not belong together.
         CorruptionError: a checksum or digest does not match.
         FormatError: a container is malformed.
     """
+    header, wanted, rows = decode_rows(chain, choose, threads=threads)
+    tensors = {entry.spec.name: value for entry, _, value in rows if entry.spec.name in wanted}
+    return header, dict(joined(tensors, {name: header.tensors[name].spec for name in wanted})[0])
+
+
+def decode_rows(
+    chain: Sequence[Callable[[], AnySource]],
+    choose: Callable[[Header], Collection[str]],
+    *,
+    threads: int = 1,
+) -> tuple[Header, set[str], list[tuple[Entry, ReferenceState, torch.Tensor]]]:
+    """As `decode_selected`, with all that a reader has of them afterwards, and of what they need.
+
+    Returns:
+        The header; the names of the wanted tensors or blocks; entry, reference for the next delta and value of each.
+
+    Raises:
+        ShrinkpointError: as `decode_selected`.
+    """
     newest = chain[-1]()
-    header, wanted = newest.header, set(choose(newest.header))
+    header = newest.header
+    wanted = _stored(set(choose(header)), header)
     steps = _plan(chain, newest, wanted)
     reference: Mapping[str, ReferenceState] = {}
     for source, names in steps[:-1]:
         reference = decode_planes(source.entries(names), reference, threads)
     source, names = steps[-1]
-    rows = decode_values(source.entries(names), header.step, reference, threads)
-    return header, {entry.spec.name: value for entry, _, value in rows if entry.spec.name in wanted}
+    return header, wanted, decode_values(source.entries(names), header.step, reference, threads)
+
+
+def _stored(wanted: set[str], header: Header) -> set[str]:
+    """Names as they are stored: of the blocks, in the place of the tensors that these make up."""
+    if wanted <= header.tensors.keys():
+        return wanted
+    blocks = {
+        name
+        for name, record in header.tensors.items()
+        if record.spec.block is not None and record.spec.block.of in wanted
+    }
+    return (wanted & header.tensors.keys()) | blocks
 
 
 def _plan(
-    chain: Sequence[Callable[[], Source]], newest: Source, wanted: Collection[str]
-) -> list[tuple[Source, set[str]]]:
+    chain: Sequence[Callable[[], AnySource]], newest: AnySource, wanted: Collection[str]
+) -> list[tuple[AnySource, set[str]]]:
     """What is needed of each container, oldest first."""
     steps = [(newest, required(wanted, newest.header.tensors.values(), values=True))]
     _check_sizes(newest.header, steps[0][1])

@@ -31,6 +31,7 @@ __all__ = [
     "Checkpoint",
     "Entry",
     "Kind",
+    "PartOf",
     "Prefix",
     "check_features",
     "check_fields",
@@ -52,8 +53,9 @@ translation of line ends the last four."""
 FORMAT_VERSION = 1
 """The one version of the layout that this code writes and reads."""
 
-FEATURES: frozenset[str] = frozenset()
-"""Additions to this version of the format that this code can read, by their names in a header."""
+PARTS, BLOCKS = "parts", "blocks"
+FEATURES: Mapping[str, str] = {PARTS: "0.1.0", BLOCKS: "0.1.0"}
+"""Additions to this version of the format that this code can read: names in a header, and the first release that reads each."""
 
 PREFIX = struct.Struct("<8sIIQQQQ16s")
 """Magic, version, reserved, stored header, plain header, index, file (all sizes in bytes), seal."""
@@ -90,6 +92,38 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class PartOf:
+    """Place of a container among those of one checkpoint, which as many ranks have written (`shrinkpoint.store.parts`).
+
+    The first part has the tree of the state. `Checkpoint.parent` is the digest of the whole previous checkpoint.
+    """
+
+    number: int
+    of: int
+    own: JSON = None
+    """Plain data of this rank alone, such as its generators; its tensors are in this container."""
+
+    def __post_init__(self) -> None:
+        if type(self.number) is not int or type(self.of) is not int or not 0 <= self.number < self.of < 2**31:
+            raise FormatError(f"a container cannot be part {self.number!r:.40} of {self.of!r:.40}")
+
+    def to_json(self) -> JSON:
+        """As in a container's header."""
+        return {"number": self.number, "of": self.of, "own": self.own}
+
+    @classmethod
+    def from_json(cls, node: JSON) -> "PartOf":
+        """Read what `to_json` gave.
+
+        Raises:
+            FormatError: it is something else.
+        """
+        if type(node) is not dict or not {"number", "of", "own"} <= node.keys():
+            raise FormatError("the header's part is not an object with number, of and own")
+        return cls(number=node["number"], of=node["of"], own=node["own"])
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """One checkpoint, encoded: what a container holds."""
 
@@ -108,6 +142,15 @@ class Checkpoint:
     """Where the checkpoint comes from (library versions, wall time); never needed to decode."""
     exact: JSON = None
     """Why tensors are stored exactly (`shrinkpoint.schemes.exactness`); never needed to decode. None where there is nothing to say."""
+    part: "PartOf | None" = None
+    """Where other ranks' containers belong to the same checkpoint: which this is."""
+
+    @property
+    def features(self) -> dict[str, str]:
+        """What a reader must know beyond `FORMAT_VERSION`."""
+        blocks = any(entry.spec.block is not None for entry in self.entries)
+        named = [name for name, used in ((PARTS, self.part is not None), (BLOCKS, blocks)) if used]
+        return {name: FEATURES[name] for name in named}
 
     def __post_init__(self) -> None:
         specs = [entry.spec for entry in self.entries]

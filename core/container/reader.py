@@ -13,6 +13,7 @@ from shrinkpoint.container.layout import (
     Checkpoint,
     Entry,
     Kind,
+    PartOf,
     check_features,
     check_fields,
     check_seal,
@@ -69,6 +70,7 @@ class Header:
     tensors: Mapping[str, Record]
     """By name, in decoding order."""
     exact: JSON = None
+    part: PartOf | None = None
 
     @property
     def state_digest(self) -> str:
@@ -172,6 +174,7 @@ def read_container(data: bytes | memoryview, *, verify: bool = True) -> Checkpoi
         parent=header.parent,
         provenance=header.provenance,
         exact=header.exact,
+        part=header.part,
     )
 
 
@@ -200,7 +203,8 @@ def parse_header(plain: bytes, index: bytes) -> Header:
         offset += sum(sections.values())
     check_fields(kind, step, parent, specs, any(record.uses_reference for record in records.values()))
     scheme, provenance, tree = (_get(top, field) for field in ("scheme", "provenance", "tree"))
-    return Header(kind, step, tree, scheme, parent, provenance, records, top.get("exact"))
+    part = PartOf.from_json(top["part"]) if top.get("part") is not None else None
+    return Header(kind, step, tree, scheme, parent, provenance, records, top.get("exact"), part)
 
 
 def _record(

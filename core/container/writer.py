@@ -51,13 +51,14 @@ def write_container(checkpoint: Checkpoint) -> bytes:
 
 def _header(checkpoint: Checkpoint) -> JSON:
     return {
-        "features": {},
+        "features": checkpoint.features,
         "kind": checkpoint.kind,
         "step": checkpoint.step,
         "parent": checkpoint.parent,
         "scheme": checkpoint.scheme,
         "provenance": checkpoint.provenance,
         **({} if checkpoint.exact is None else {"exact": checkpoint.exact}),
+        **({} if checkpoint.part is None else {"part": checkpoint.part.to_json()}),
         "tensors": [_tensor(entry) for entry in checkpoint.entries],
         "tree": checkpoint.tree,
     }

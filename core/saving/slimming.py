@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from shrinkpoint.coding.decode import decode_checkpoint, required
-from shrinkpoint.coding.selective import Source, decode_selected, sources_of_run
+from shrinkpoint.coding.selective import AnySource, Source, decode_selected, sources_of_run
 from shrinkpoint.compaction import rebase_checkpoint
 from shrinkpoint.container.layout import Checkpoint, Entry
 from shrinkpoint.container.reader import Header
@@ -156,11 +156,12 @@ def _reasons_of(entries: Sequence[Entry], exact: JSON, names: Iterable[str]) -> 
     return pack_reasons(kept, {name: reasons[name] for name in kept if name in reasons})
 
 
-def _is_sound(made: Slimmed, old: Header, before: Sequence[Callable[[], Source]], threads: int) -> bool:
+def _is_sound(made: Slimmed, old: Header, before: Sequence[Callable[[], AnySource]], threads: int) -> bool:
     """Whether it restores to the very weights that the old checkpoint has, by its digests."""
     if any(entry.digest != old.tensors[entry.spec.name].digest for entry in made.checkpoint.entries):
         return False
-    chain = [*before, lambda: Source(len(made.container), lambda: made.container)]
+    own: Callable[[], AnySource] = lambda: Source(len(made.container), lambda: made.container)  # noqa: E731
+    chain = [*before, own]
     try:
         decode_selected(chain, lambda header: header.tensors.keys(), threads=threads)
     except ShrinkpointError:
@@ -215,6 +216,12 @@ class Slimmer:
         made: list[Manifest] = []
         for manifest in reversed(own):
             if stays(manifest) or is_weights_only(manifest.meta) or manifest.digest in self._without:
+                continue
+            if manifest.has_parts:
+                self._without.add(manifest.digest)
+                warn(
+                    f"checkpoint {manifest.seq} (step {manifest.step}), which several ranks wrote, keeps its optimizer state"
+                )
                 continue
             if manifest.position in weights:  # a collection was interrupted here
                 writer.collect((), seen=[manifest], grace_s=self._grace_s)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from shrinkpoint.errors import CannotRepresentError, FormatError
+from shrinkpoint.state.blocks import RowBlock, joined
 from shrinkpoint.state.dtypes import dtype_from_name, dtype_name
 from shrinkpoint.state.tree import JSON, Path, decode_tree, encode_tree, join_path
 
@@ -65,6 +66,8 @@ class TensorSpec:
     dtype: torch.dtype
     shape: tuple[int, ...]
     tag: Tag = field(default_factory=Tag)
+    block: RowBlock | None = None
+    """Where it is only a part of a tensor: which."""
 
     @property
     def numel(self) -> int:
@@ -85,6 +88,7 @@ class TensorSpec:
             "role": self.tag.role.value,
             "layer_type": self.tag.layer_type.value,
             "parameter": self.tag.parameter,
+            **({} if self.block is None else {"block": self.block.to_json()}),
         }
 
     @classmethod
@@ -111,7 +115,12 @@ class TensorSpec:
             tag = Tag(role=Role(node["role"]), layer_type=LayerType(node["layer_type"]), parameter=parameter)
             if math.prod(n or 1 for n in shape) >= 2**59:  # torch counts bytes in signed 64-bit integers
                 raise FormatError(f"tensor {name!r}: the shape {shape!r} has too many elements")
-            return cls(name=name, dtype=dtype_from_name(node["dtype"]), shape=tuple(shape), tag=tag)
+            block = RowBlock.from_json(node["block"]) if "block" in node else None
+            if block is not None and not block.holds(shape):
+                raise FormatError(f"tensor {name!r}: {shape!r} is no block of {block.shape!r}")
+            return cls(
+                name=name, dtype=dtype_from_name(node["dtype"]), shape=tuple(shape), tag=tag, block=block
+            )
         except (KeyError, TypeError, ValueError) as error:
             raise FormatError(f"a tensor's entry in the header is malformed: {error!r}") from error
 
@@ -163,6 +172,11 @@ class TrainingState:
         names: dict[tuple[object, ...], str] = {}
 
         def put(path: Path, tensor: torch.Tensor) -> str:
+            if type(tensor).__name__ == "DTensor":
+                raise CannotRepresentError(
+                    f"{join_path(path)} is a DTensor, of which each rank has a shard: give the model to a Checkpointer on every"
+                    " rank, which saves shards (docs/sharded.md), or gather a full state dict first"
+                )
             view = (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
             place = (tensor.device, tensor.data_ptr(), *view)
             if tensor.numel() and place in names:  # tied: the same memory read the same way is stored once
@@ -185,15 +199,22 @@ class TrainingState:
     def to_object(self) -> Any:
         """The nested state again, with this state's own tensors in their places."""
 
+        tensors, _ = joined(self.tensors, self.specs)
+
         def get(name: str) -> torch.Tensor:
             try:
-                return self.tensors[name]
+                return tensors[name]
             except KeyError:
                 raise FormatError(
                     f"the tree refers to the tensor {name!r}, which is not in the checkpoint"
                 ) from None
 
         return decode_tree(self.tree, get)
+
+    def whole(self) -> "TrainingState":
+        """The same with long tensors in one piece that are stored as blocks of rows."""
+        tensors, specs = joined(self.tensors, self.specs)
+        return self if specs is self.specs else TrainingState(self.tree, tensors, specs)
 
     @property
     def nbytes(self) -> int:

@@ -76,10 +76,6 @@ def encode_tree(value: object, put: Callable[[Path, torch.Tensor], str], path: P
 
 
 def _encode_tensor(value: torch.Tensor, put: Callable[[Path, torch.Tensor], str], path: Path) -> JSON:
-    if type(value).__name__ == "DTensor":
-        raise CannotRepresentError(
-            f"{join_path(path)} is a DTensor: sharded states are not supported yet; gather a full state dict first"
-        )
     if value.is_meta or value.is_quantized or value.is_nested:
         raise CannotRepresentError(f"{join_path(path)}: meta, quantized and nested tensors cannot be stored")
     value = value.detach()

@@ -1,14 +1,15 @@
 """Which checkpoints a run has: one listing, every manifest read and checked, newest first."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
-from shrinkpoint.errors import CorruptionError, FormatError, StoreError, UnsupportedFormatError
+from shrinkpoint.errors import ChainError, CorruptionError, FormatError, StoreError, UnsupportedFormatError
 from shrinkpoint.store.keys import COMMITTED_KEY, pin_name, seq_of_commit
-from shrinkpoint.store.manifest import MAX_MANIFEST_BYTES, Manifest, unseal
+from shrinkpoint.store.manifest import MAX_MANIFEST_BYTES, BlobRef, Manifest, unseal
 from shrinkpoint.store.objects import MissingKeyError, ObjectInfo, ObjectStore
+from shrinkpoint.store.parts import Head
 
 __all__ = ["Catalog", "DamagedCheckpoint", "Listing", "is_listed", "read_checked"]
 
@@ -72,6 +73,7 @@ class Catalog:
         self._objects = objects
         self._sound: dict[ObjectInfo, Manifest] = {}
         self._keys: dict[str, str] = {}
+        self._heads: dict[BlobRef, Head] = {}
 
     def scan(self) -> Listing:
         """List ``commits/`` now.
@@ -131,6 +133,57 @@ class Catalog:
     def key_of(self, manifest: Manifest) -> str | None:
         """Under which key ``manifest`` was seen; None when it never was."""
         return self._keys.get(manifest.digest)
+
+    def head(self, ref: BlobRef) -> Head:
+        """The table of parts that ``ref`` is the head of; read once.
+
+        Raises:
+            ChainError: It is missing.
+            FormatError: It is damaged.
+            StoreError: The store could not be read.
+        """
+        known = self._heads.get(ref)
+        if known is not None:
+            return known
+
+        def parse(data: bytes, shown: str) -> Head:
+            ref.verify(data, shown)
+            return Head.from_bytes(data, shown)
+
+        try:
+            head = read_checked(self._objects, ref.key, parse)
+        except MissingKeyError as error:
+            raise ChainError(
+                f"{self._objects.show(ref.key)}, the head of {ref.parts} parts, is missing"
+            ) from error
+        if (len(head.parts), head.parts_bytes) != (ref.parts, ref.parts_bytes):
+            raise FormatError(
+                f"{self._objects.show(ref.key)} does not name the parts that its manifest counts"
+            )
+        self._heads[ref] = head
+        return head
+
+    def refs(self, manifest: Manifest) -> tuple[BlobRef, ...]:
+        """Every object that a restore of ``manifest`` needs: its chain, and the parts of the heads in it.
+
+        Raises:
+            ChainError, FormatError, StoreError: As :meth:`head`.
+        """
+        found: list[BlobRef] = []
+        for ref in manifest.chain:
+            found.append(ref)
+            if ref.parts:
+                found += [part.ref for part in self.head(ref).parts]
+        return tuple(found)
+
+    def is_whole(self, manifest: Manifest, sizes: Mapping[str, int]) -> bool:
+        """Whether all that ``manifest`` needs is there in its size, by a listing of ``data/``."""
+        if any(sizes.get(ref.key) != ref.size for ref in manifest.chain):
+            return False
+        try:
+            return all(sizes.get(ref.key) == ref.size for ref in self.refs(manifest))
+        except (ChainError, FormatError):
+            return False
 
     def is_published(self, manifest: Manifest) -> bool:
         """Whether ``manifest`` is still stored, asked now."""

@@ -5,10 +5,10 @@ names. A reader in the middle of a restore, or a writer that resumed from the ch
 Every step can be repeated: a collection that was interrupted anywhere is completed by the next one.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-from shrinkpoint.errors import FormatError, StoreError
+from shrinkpoint.errors import ChainError, FormatError, StoreError
 from shrinkpoint.store.catalog import Catalog, Listing, is_listed, read_checked
 from shrinkpoint.store.keys import check_data_key, is_probe_key, is_trash_key, trash_key
 from shrinkpoint.store.manifest import Manifest
@@ -94,7 +94,7 @@ def collect(
             )
     sizes = {info.key: info.size for info in objects.list("data/")}
     wanted = set(keep) | set(catalog.pins().values())
-    newest = next((m for m in listing.manifests if _is_whole(m, sizes)), None)
+    newest = next((m for m in listing.manifests if catalog.is_whole(m, sizes)), None)
     spared = {*protect, *([newest.digest] if newest else [])}
     judged = [m for m in listing.manifests if seen is None or m.digest in seen]
     doomed = [m for m in judged if m.seq not in wanted and m.digest not in spared]
@@ -119,10 +119,6 @@ def collect(
     )
 
 
-def _is_whole(manifest: Manifest, sizes: dict[str, int]) -> bool:
-    return all(sizes.get(ref.key) == ref.size for ref in manifest.chain)
-
-
 def _unpublish(objects: ObjectStore, catalog: Catalog, doomed: list[Manifest]) -> None:
     """Let go of manifests, oldest first and a few at a time, so that a collection that is cut short has achieved some."""
     oldest_first = sorted(doomed, key=lambda manifest: (manifest.epoch, manifest.seq))
@@ -145,14 +141,18 @@ def _dead_blobs(
     """Blobs to delete, how many more wait for the end of their grace, and trash entries to delete after them."""
     # The order matters: a blob that this listing shows was named, if ever, by a manifest that the later one shows.
     infos = objects.list("data/")
-    trash = _read_trash(objects, before)
+    modified = {info.key: info.modified for info in infos}
+    trash = _read_trash(objects, catalog, modified, before)
     listing = catalog.scan()
     check_fence(listing)
-    live = {ref.key for m in listing.manifests if m.digest not in gone for ref in m.chain}
-    recent = trash.recent | {ref.key for m in listing.manifests if m.digest in gone for ref in m.chain}
+    kept = _named(catalog, [m for m in listing.manifests if m.digest not in gone], modified)
+    leaving = _named(catalog, [m for m in listing.manifests if m.digest in gone], modified)
+    live, recent = kept.keys, trash.recent | leaving.keys
     unknown_until = max(
         [
             trash.damaged_until,
+            kept.unknown_until,
+            leaving.unknown_until,
             *(d.modified if d.modified is not None else float("inf") for d in listing.damaged),
         ]
     )
@@ -169,7 +169,33 @@ def _dead_blobs(
     return dead, waiting, list(trash.expired)
 
 
-def _read_trash(objects: ObjectStore, before: float) -> _Trash:
+@dataclass(frozen=True, kw_only=True)
+class _Named:
+    """What manifests need, and how far those reach whose heads cannot be read."""
+
+    keys: frozenset[str]
+    unknown_until: float
+
+
+def _named(catalog: Catalog, manifests: Collection[Manifest], modified: Mapping[str, float | None]) -> _Named:
+    """Every object that these manifests need. The parts of a head that cannot be read are unknown, but older than it."""
+    keys: set[str] = set()
+    until = float("-inf")
+    for ref in {ref for manifest in manifests for ref in manifest.chain}:
+        keys.add(ref.key)
+        if not ref.parts:
+            continue
+        try:
+            keys.update(part.ref.key for part in catalog.head(ref).parts)
+        except (ChainError, FormatError):
+            at = modified.get(ref.key)
+            until = max(until, float("inf") if at is None else at)
+    return _Named(keys=frozenset(keys), unknown_until=until)
+
+
+def _read_trash(
+    objects: ObjectStore, catalog: Catalog, modified: Mapping[str, float | None], before: float
+) -> _Trash:
     recent: set[str] = set()
     expired: list[str] = []
     damaged_until = float("-inf")
@@ -180,7 +206,9 @@ def _read_trash(objects: ObjectStore, before: float) -> _Trash:
             expired.append(info.key)
             continue
         try:
-            recent.update(ref.key for ref in read_checked(objects, info.key, Manifest.from_bytes).chain)
+            named = _named(catalog, [read_checked(objects, info.key, Manifest.from_bytes)], modified)
+            recent.update(named.keys)
+            damaged_until = max(damaged_until, named.unknown_until)
         except (MissingKeyError, FormatError) as error:
             if isinstance(error, MissingKeyError) and not is_listed(objects, info.key):
                 continue  # another collection has finished with it

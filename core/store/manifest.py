@@ -14,6 +14,7 @@ __all__ = [
     "FORMAT",
     "MAX_CHAIN",
     "MAX_MANIFEST_BYTES",
+    "PARTS",
     "READER_FEATURES",
     "BlobRef",
     "Manifest",
@@ -22,7 +23,10 @@ __all__ = [
 ]
 
 FORMAT = 1
-READER_FEATURES: tuple[str, ...] = ()
+PARTS = "parts"
+"""The feature of a run whose checkpoints have several containers each (`shrinkpoint.store.parts`)."""
+READER_FEATURES: tuple[str, ...] = (PARTS,)
+"""Additions to `FORMAT` that this version reads; a manifest lists those that it needs."""
 MAX_MANIFEST_BYTES = 2**20
 MAX_CHAIN = 1024
 _MAX_INT = 2**63 - 1
@@ -89,17 +93,45 @@ def _finite_float(text: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class BlobRef:
-    """One container: its key below the run's prefix, its length in bytes and the SHA-256 of its bytes."""
+    """One stored object: its key below the run's prefix, its length in bytes and the SHA-256 of its bytes.
+
+    It is a container; or, where `parts` is not 0, the head of so many containers (`shrinkpoint.store.parts`).
+    """
 
     key: str
     size: int
     sha256: str
+    parts: int = 0
+    parts_bytes: int = 0
+    """Size of these containers together."""
 
     def __post_init__(self) -> None:
         _check(isinstance(self.key, str), "key", self.key, "text")
         check_data_key(self.key)
         _check_int("size", self.size, 0, _MAX_INT)
         _check_hex("sha256", self.sha256)
+        _check_int("parts", self.parts, 0, _MAX_INT)
+        _check_int("parts_bytes", self.parts_bytes, 0, _MAX_INT)
+
+    @property
+    def total(self) -> int:
+        """Bytes of the checkpoint's own containers, and of their head if they have one."""
+        return self.size + self.parts_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        """As it stands in a manifest or head."""
+        own: dict[str, Any] = {name: getattr(self, name) for name in _REF_FIELDS}
+        return own | ({name: getattr(self, name) for name in _PARTS_FIELDS} if self.parts else {})
+
+    @classmethod
+    def from_json(cls, node: Mapping[str, Any]) -> "BlobRef":
+        """Read what `to_json` gave.
+
+        Raises:
+            KeyError, TypeError: a field is missing, or it is no object. FormatError: a field is out of its range.
+        """
+        more = {name: node[name] for name in _PARTS_FIELDS} if "parts" in node else {}
+        return cls(**{name: node[name] for name in _REF_FIELDS}, **more)
 
     def verify(self, data: bytes, shown: str) -> None:
         """Raise CorruptionError unless ``data`` is what was written; ``shown`` names it in the message."""
@@ -151,7 +183,7 @@ class Manifest:
     parent_digest: str | None
     state_digest: str
     format: int = FORMAT
-    reader_features: tuple[str, ...] = READER_FEATURES
+    reader_features: tuple[str, ...] = ()
     wall_time: float
     library: str
     meta: dict[str, Any] = field(default_factory=dict, hash=False)
@@ -195,6 +227,13 @@ class Manifest:
 
     def _check_chain(self) -> None:
         _check(1 <= len(self.chain) <= MAX_CHAIN, "chain length", len(self.chain), f"1 to {MAX_CHAIN}")
+        parts_known = PARTS in self.reader_features or not self.has_parts
+        _check(
+            parts_known,
+            "reader_features",
+            self.reader_features,
+            f"{PARTS!r} among them, as the chain has heads",
+        )
         keys = [ref.key for ref in self.chain]
         _check(len(set(keys)) == len(keys), "chain", keys, "different keys")
         own = f"data/{self.step:012d}-{self.session}-"
@@ -219,7 +258,12 @@ class Manifest:
     @property
     def stored_bytes(self) -> int:
         """Bytes to read for a restore: the whole chain."""
-        return sum(ref.size for ref in self.chain)
+        return sum(ref.total for ref in self.chain)
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether reading it takes heads (`shrinkpoint.store.parts`)."""
+        return any(ref.parts for ref in self.chain)
 
     def to_bytes(self) -> bytes:
         """The stored form: the bytes it was read from, or canonical JSON with its checksum line.
@@ -232,7 +276,7 @@ class Manifest:
         record = {name: getattr(self, name) for name in _FIELDS}
         if self.replaces is not None:
             record["replaces"] = self.replaces
-        record["chain"] = [{"key": ref.key, "size": ref.size, "sha256": ref.sha256} for ref in self.chain]
+        record["chain"] = [ref.to_json() for ref in self.chain]
         try:
             data = seal({**record, "type": _MAGIC})
         except FormatError as error:
@@ -261,9 +305,7 @@ class Manifest:
             _check_version(record["format"], features, record.get("library"))
             values: dict[str, Any] = {name: record[name] for name in _FIELDS}
             values["reader_features"] = features
-            values["chain"] = tuple(
-                BlobRef(**{name: ref[name] for name in _REF_FIELDS}) for ref in _list(record["chain"])
-            )
+            values["chain"] = tuple(BlobRef.from_json(ref) for ref in _list(record["chain"]))
             if record.get("replaces") is not None:
                 values["replaces"] = tuple(_list(record["replaces"]))
             manifest = cls(**values)
@@ -276,6 +318,7 @@ class Manifest:
 
 
 _REF_FIELDS = ("key", "size", "sha256")
+_PARTS_FIELDS = ("parts", "parts_bytes")
 _FIELDS = (
     "seq",
     "epoch",

@@ -1,5 +1,6 @@
 """One run in a store: which checkpoints it has, their bytes, the newest sound one, and the way to a writer."""
 
+import hashlib
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from shrinkpoint.store.keys import FORMAT_KEY, is_own_key, new_nonce
 from shrinkpoint.store.manifest import FORMAT, READER_FEATURES, BlobRef, Manifest, seal, unseal
 from shrinkpoint.store.near import NEAR_KEY, NearCopies, is_near
 from shrinkpoint.store.objects import MissingKeyError, ObjectStore
+from shrinkpoint.store.parts import Head
 from shrinkpoint.store.probe import honours_put_if_absent
 from shrinkpoint.store.retry import RetryingObjects, RetryPolicy
 from shrinkpoint.store.striped import StripedObjects
@@ -179,15 +181,47 @@ class RunStore:
         return removed(self._objects, self._catalog)
 
     def fetch(self, manifest: Manifest) -> list[bytes]:
-        """The containers of the whole chain, base first, each checked for size and SHA-256.
+        """The containers of the whole chain, base first, each checked for size and SHA-256; in place of a head, its parts.
 
         Raises:
             ChainError: A container is missing.
             CorruptionError: A container's bytes are not those that were written.
             StoreError: The store could not be read.
         """
-        with ThreadPoolExecutor(min(_READERS, len(manifest.chain))) as pool:
-            return list(pool.map(lambda ref: self.fetch_blob(ref, manifest), manifest.chain))
+        containers = [ref for ref in self.refs(manifest) if not ref.parts]
+        with ThreadPoolExecutor(min(_READERS, len(containers))) as pool:
+            return list(pool.map(lambda ref: self.fetch_blob(ref, manifest), containers))
+
+    def refs(self, manifest: Manifest) -> tuple[BlobRef, ...]:
+        """Every object that a restore of ``manifest`` reads: its chain, base first, each head followed by its parts.
+
+        Raises:
+            ChainError: A head is missing.
+            CorruptionError: A head's bytes are not those that were written.
+            StoreError: The store could not be read.
+        """
+        return self._catalog.refs(manifest)
+
+    def head(self, ref: BlobRef) -> Head:
+        """The parts of a checkpoint, whose head `ref` is.
+
+        Raises:
+            ChainError, CorruptionError, StoreError: As `refs`.
+        """
+        return self._catalog.head(ref)
+
+    def put_part(self, key: str, container: bytes) -> BlobRef:
+        """Store one rank's container of a checkpoint, which `RunWriter.commit_parts` commits.
+
+        Args:
+            key: A new key of `shrinkpoint.store.keys.data_key`.
+            container: Its bytes.
+
+        Raises:
+            StoreError: The store failed.
+        """
+        self._objects.put(key, container)
+        return BlobRef(key=key, size=len(container), sha256=hashlib.sha256(container).hexdigest())
 
     def fetch_blob(self, ref: BlobRef, manifest: Manifest) -> bytes:
         """One container of the chain of ``manifest``, checked for size and SHA-256.
@@ -227,6 +261,18 @@ class RunStore:
             return self._objects.get(ref.key, start, end, max_size=end - start)
         except MissingKeyError as error:
             raise ChainError(f"{self._objects.show(ref.key)} is missing") from error
+
+    def try_to_write(self, key: str) -> None:
+        """Write and remove a small object, to see whether this process may.
+
+        Args:
+            key: of `shrinkpoint.store.keys.probe_key`.
+
+        Raises:
+            StoreError: It may not, or the store cannot be reached.
+        """
+        self._objects.put(key, b"")
+        self._objects.delete([key])
 
     def newest_sound(self, accept: Callable[[Manifest, list[bytes]], T]) -> tuple[Manifest, T] | None:
         """The newest checkpoint whose whole chain is sound and that ``accept`` takes, with what ``accept`` returned.
@@ -333,6 +379,7 @@ class RunStore:
             self._catalog,
             mode="conditional" if conditional else "single-writer",
             protect=[self._restored] if self._restored else [],
+            make_ready=None if self.stores is None else self.stores.make_ready,
         )
 
     def _warn_of_containers_alone(self) -> None:
@@ -372,7 +419,12 @@ class RunStore:
             manifest: What was committed.
             container: Its own container.
         """
-        if self._near is not None:
+        if self._near is not None and manifest.has_parts:
+            self._warn(
+                "near parts",
+                f"near= copies no checkpoint whose chain several ranks wrote, as step {manifest.step} of {self.display}",
+            )
+        elif self._near is not None:
             self._near.keep(manifest, container, lambda ref: self.fetch_blob(ref, manifest))
 
     def _nearer(self, listing: Listing, read: Callable[[Manifest], T]) -> tuple[Manifest, T] | None:
@@ -457,7 +509,7 @@ class RunStore:
             "type": _MAGIC,
             "run": new_nonce() + new_nonce(),
             "format": FORMAT,
-            "reader_features": READER_FEATURES,
+            "reader_features": [],
         }
         # Who loses this race uses the winner's.
         self._objects.put_if_absent(FORMAT_KEY, seal(record))

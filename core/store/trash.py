@@ -39,7 +39,7 @@ def removed(objects: ObjectStore, catalog: Catalog) -> list[Manifest]:
         for manifest in found.values()
         if manifest.digest not in published
         and manifest.position not in replaced
-        and _is_whole(manifest, sizes)
+        and catalog.is_whole(manifest, sizes)
     ]
     return sorted(back, key=lambda manifest: manifest.position, reverse=True)
 
@@ -68,7 +68,7 @@ def publish_again(objects: ObjectStore, catalog: Catalog, manifest: Manifest, *,
         objects.put_if_absent(key, data)
     catalog.note(key, manifest)
     # Only now: a collection that began before the manifest was there may have gone on.
-    if not _is_whole(manifest, _sizes(objects)):
+    if not catalog.is_whole(manifest, _sizes(objects)):
         objects.delete([key])
         raise NoCheckpointError(
             f"checkpoint {manifest.seq} (step {manifest.step}) of {objects.display} has just been deleted for good by a collection"
@@ -77,7 +77,3 @@ def publish_again(objects: ObjectStore, catalog: Catalog, manifest: Manifest, *,
 
 def _sizes(objects: ObjectStore) -> dict[str, int]:
     return {info.key: info.size for info in objects.list("data/")}
-
-
-def _is_whole(manifest: Manifest, sizes: dict[str, int]) -> bool:
-    return all(sizes.get(ref.key) == ref.size for ref in manifest.chain)

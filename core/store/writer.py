@@ -4,7 +4,7 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any, Literal, final
 
@@ -20,8 +20,9 @@ from shrinkpoint.errors import (
 from shrinkpoint.store import gc
 from shrinkpoint.store.catalog import Catalog, Listing, read_checked
 from shrinkpoint.store.keys import COMMITTED_KEY, MAX_STEP, commit_key, data_key, new_nonce, pin_key
-from shrinkpoint.store.manifest import MAX_MANIFEST_BYTES, BlobRef, Manifest, seal
+from shrinkpoint.store.manifest import MAX_MANIFEST_BYTES, PARTS, BlobRef, Manifest, seal
 from shrinkpoint.store.objects import MissingKeyError, ObjectStore
+from shrinkpoint.store.parts import Head, Part
 from shrinkpoint.store.trash import publish_again
 from shrinkpoint.warn import warn
 
@@ -57,6 +58,7 @@ class RunWriter:
         *,
         mode: Literal["conditional", "single-writer"],
         protect: Collection[str] = (),
+        make_ready: Callable[[str, bytes], None] | None = None,
         clock: Callable[[], float] = _uptime,
     ) -> None:
         listing = catalog.scan()
@@ -67,6 +69,7 @@ class RunWriter:
         self._objects = objects
         self._catalog = catalog
         self._protect = protect
+        self._make_ready = make_ready
         self._clock = clock
         self._next_seq = listing.max_seq + 1
         self._known: dict[str, float] = {}
@@ -117,28 +120,82 @@ class RunWriter:
             StoreError: The store failed; committing again is safe and makes another checkpoint.
         """
         with self._lock:
-            self._check_usable()
-            self._check_arguments(step, kind, parent, state_digest, meta)
-            if parent is not None:
-                self._check_parent(parent)
-            began = self._clock()
-            data = bytes(container)
-            ref = BlobRef(
-                key=data_key(step, self.session), size=len(data), sha256=hashlib.sha256(data).hexdigest()
+            return self._commit(
+                bytes(container), None, step, kind, parent, state_digest, meta, replaces, self._clock()
             )
-            chain = (*(parent.chain if parent else ()), ref)
-            place = replaces.position if replaces else None
-            draft = self._draft(step, kind, chain, parent, state_digest, meta, place)
-            draft(self._next_seq).to_bytes()  # refuse what cannot be written before anything is
-            self._objects.put(ref.key, data)
-            publish = self._publish_exclusively if self.mode == "conditional" else self._publish_alone
-            manifest = publish(draft, began)
-            self._check_late(began, manifest)
-            self._known[manifest.digest] = self._clock()
-            if replaces is None:
-                self.last = manifest
-            self._mark_committed()
-            return manifest
+
+    def commit_parts(
+        self,
+        parts: Sequence[Part],
+        *,
+        step: int,
+        kind: Literal["base", "delta"],
+        parent: Manifest | None,
+        meta: Mapping[str, Any],
+        began: float,
+    ) -> Manifest:
+        """Store a checkpoint of which the containers are stored already, by several ranks: its head, then its manifest.
+
+        Args:
+            parts: The containers, in the order of the ranks.
+            step: As of `commit`, like `kind`, `parent` and `meta`.
+            kind: See there.
+            parent: See there.
+            meta: See there.
+            began: `now` of before the first of the containers was put.
+
+        Raises:
+            ShrinkpointError: As `commit`.
+        """
+        with self._lock:
+            head = Head(step=step, parts=tuple(parts))
+            return self._commit(
+                head.to_bytes(), head, step, kind, parent, head.state_digest, meta, None, began
+            )
+
+    def now(self) -> float:
+        """This writer's clock, in seconds: for `commit_parts`."""
+        return self._clock()
+
+    def _commit(
+        self,
+        data: bytes,
+        head: Head | None,
+        step: int,
+        kind: Literal["base", "delta"],
+        parent: Manifest | None,
+        state_digest: str,
+        meta: Mapping[str, Any],
+        replaces: Manifest | None,
+        began: float,
+    ) -> Manifest:
+        """Put one container, or the head of several, and publish it."""
+        self._check_usable()
+        self._check_arguments(step, kind, parent, state_digest, meta)
+        if parent is not None:
+            self._check_parent(parent)
+        ref = BlobRef(
+            key=data_key(step, self.session),
+            size=len(data),
+            sha256=hashlib.sha256(data).hexdigest(),
+            parts=len(head.parts) if head else 0,
+            parts_bytes=head.parts_bytes if head else 0,
+        )
+        chain = (*(parent.chain if parent else ()), ref)
+        place = replaces.position if replaces else None
+        draft = self._draft(step, kind, chain, parent, state_digest, meta, place)
+        first = draft(self._next_seq).to_bytes()  # refuse what cannot be written before anything is
+        if self._make_ready is not None and self.mode == "conditional":
+            self._make_ready(commit_key(self._next_seq), first)
+        self._objects.put(ref.key, data)
+        publish = self._publish_exclusively if self.mode == "conditional" else self._publish_alone
+        manifest = publish(draft, began)
+        self._check_late(began, manifest)
+        self._known[manifest.digest] = self._clock()
+        if replaces is None:
+            self.last = manifest
+        self._mark_committed()
+        return manifest
 
     def pin(self, name: str, manifest: Manifest) -> None:
         """Keep ``manifest`` through every collection until :meth:`unpin`.
@@ -247,7 +304,7 @@ class RunWriter:
     def _check_parent(self, parent: Manifest) -> None:
         """Make sure that the parent's chain is there, and that it was published a short while ago: then it stays for a grace."""
         present = {info.key: info.size for info in self._objects.list("data/")}
-        for ref in parent.chain:
+        for ref in self._refs(parent):
             if present.get(ref.key) != ref.size:
                 self._marked = False  # it may be another folder or bucket by now
                 raise ChainError(
@@ -266,6 +323,14 @@ class RunWriter:
                 " against it could not be restored: save a base"
             )
         self._known[parent.digest] = now
+
+    def _refs(self, parent: Manifest) -> Sequence[BlobRef]:
+        try:
+            return self._catalog.refs(parent)
+        except FormatError as error:
+            raise ChainError(
+                f"{error}, so that a delta against it could not be restored: save a base"
+            ) from error
 
     def _mark_committed(self) -> None:
         """Leave word, beside ``commits/``, that there is a checkpoint: an empty listing is not believed from now on."""
@@ -300,6 +365,7 @@ class RunWriter:
                     seq=seq,
                     epoch=self.epoch,
                     session=self.session,
+                    reader_features=(PARTS,) if any(ref.parts for ref in chain) else (),
                     step=step,
                     kind=kind,
                     chain=chain,
@@ -378,7 +444,7 @@ class RunWriter:
         if self._clock() - began <= COMMIT_LIMIT_S:
             return
         present = {info.key: info.size for info in self._objects.list("data/")}
-        if any(present.get(ref.key) != ref.size for ref in manifest.chain):
+        if not self._catalog.is_whole(manifest, present):
             raise StoreError(
                 f"checkpoint {manifest.seq} was held up and its blobs have been collected: save again"
             )

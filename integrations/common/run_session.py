@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from shrinkpoint.container.reader import ContainerReader
+from shrinkpoint.coding.selective import header_of
 from shrinkpoint.errors import ShrinkpointError, ShrinkpointWarning
 from shrinkpoint.integrations.common.ranks import broadcast, is_first, on_first
 from shrinkpoint.integrations.common.reports import BestCheckpoints, metrics_of
@@ -24,6 +24,8 @@ from shrinkpoint.saver import Saver
 from shrinkpoint.saving.finite import is_finite
 from shrinkpoint.saving.resume import resume_from
 from shrinkpoint.saving.retention import lineage_of
+from shrinkpoint.saving.takeover import Adoption
+from shrinkpoint.state.blocks import whole_specs
 from shrinkpoint.state.training import Describe, TrainingState
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.warn import warn
@@ -61,6 +63,10 @@ class RunSession:
         self._unreported: list[SaveReport] = []
         self._warned: set[str] = set()
         self._until_failure = UntilFailure(self.warn_once)
+
+    def use(self, settings: RunSettings) -> None:
+        """Replace the options by those that the trainer completes, before the saver is asked for."""
+        self.settings = settings
 
     @property
     def saver(self) -> Saver:
@@ -189,6 +195,7 @@ class RunSession:
         optimizers: Sequence[Optimizer],
         exact: bool,
         last: bool,
+        adoption: Adoption | None = None,
     ) -> bool:
         """Save a state; the first rank's, inside `on_first` or an `Outcome`, whose result goes to all ranks.
 
@@ -203,6 +210,7 @@ class RunSession:
             optimizers: whose states are in `state`, in the same order.
             exact: store bit-exactly, without a search.
             last: it is the last save: wait for a running one to be committed.
+            adoption: of a planned save, with ``adopt=True``.
 
         Returns:
             Whether it was accepted.
@@ -222,6 +230,7 @@ class RunSession:
             optimizers=optimizers,
             exact=exact,
             wait=last and self.saver.busy,
+            adoption=adoption,
         )
         return accepted is not None
 
@@ -240,7 +249,8 @@ class RunSession:
             )
 
     def _has_room(self, last: bool) -> bool:
-        room = last or self.settings.saver.busy == "wait" or not self.saver.busy
+        saver = self.settings.saver
+        room = last or saver.adopt or saver.busy == "wait" or not self.saver.busy
         if not room:
             self.saver.skip()
         return room
@@ -328,12 +338,8 @@ class RunSession:
 
 
 def _outline(saver: Saver, manifest: Manifest, keys: Collection[str]) -> dict[str, Any]:
-    ref = manifest.chain[-1]
-    reader = ContainerReader(
-        lambda start, length: saver.store.fetch_range(ref, start, start + length), ref.size
-    )
-    header = reader.header
-    specs = {name: record.spec for name, record in header.tensors.items()}
+    header = header_of(saver.store, manifest.chain[-1])
+    specs = whole_specs(record.spec for record in header.tensors.values())
     shapes = {name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in specs.items()}
     tree = {key: header.tree[key] for key in keys if key in header.tree}
     outline: dict[str, Any] = TrainingState(tree, shapes, specs).to_object()

@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from composer.core import State
@@ -54,7 +54,14 @@ def require_supported(state: State) -> None:
         )
 
 
-def continue_run(run: RunSession, data: DataPlace, state: State, logger: Logger) -> Buckets:
+def continue_run(
+    run: RunSession,
+    data: DataPlace,
+    state: State,
+    logger: Logger,
+    *,
+    take: Callable[[Mapping[str, Any]], None] | None = None,
+) -> Buckets:
     """Continue a run from its newest sound checkpoint, unless it was loaded from a load_path already.
 
     Args:
@@ -62,6 +69,7 @@ def continue_run(run: RunSession, data: DataPlace, state: State, logger: Logger)
         data: gets the position in the training data.
         state: at Composer's event ``AFTER_LOAD``.
         logger: for Composer.
+        take: gets the whole stored state, if there is one.
 
     Returns:
         The buckets to sum gradients in, when DDP exists.
@@ -97,6 +105,8 @@ def continue_run(run: RunSession, data: DataPlace, state: State, logger: Logger)
     load_state(stored, state, logger, url, optimizers=stores_optimizers)
     stored = replayed(run.log, stored, state, logger, url)
     _take_place(stored["ranks"], data)
+    if take is not None:
+        take(stored)
     run.saved_step = manifest.step
     run.remember()
     if not is_first():  # only the first process saves deltas to the checkpoint that it has read

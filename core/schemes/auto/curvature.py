@@ -1,13 +1,15 @@
 """What the step sizes of weights follow: how the gradients' squares differ between tensors, and how large weights are."""
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from shrinkpoint.arrays import widened
+from shrinkpoint.schemes.sums import WeightSums
 
-__all__ = ["Curvature", "curvature_of", "mean_levels", "size_of", "square"]
+__all__ = ["Curvature", "curvature_of", "size_of", "square", "sums_of"]
 
 _LEAST = 1e-30
 
@@ -48,18 +50,20 @@ def square(tensor: torch.Tensor) -> torch.Tensor:
 
 def size_of(tensors: list[torch.Tensor]) -> float:
     """Root of the mean square of all elements that are finite in sum."""
+    return sums_of([(tensor, None) for tensor in tensors]).size
+
+
+def sums_of(found: Sequence[tuple[torch.Tensor, Curvature | None]]) -> WeightSums:
+    """Of weights with their curvatures, those alone whose squares are finite in sum."""
     from shrinkpoint.quantize import matrix_kernels  # numba
 
-    squares = [(float(matrix_kernels.square_sum(widened(tensor))), tensor.numel()) for tensor in tensors]
-    finite = [(total, count) for total, count in squares if math.isfinite(total)]
-    return math.sqrt(sum(s for s, _ in finite) / max(1, sum(n for _, n in finite)))
-
-
-def mean_levels(found: list[tuple[Curvature | None, int]]) -> dict[str, float]:
-    """The mean level over all elements, for each kind: kinds are not measured in the same unit."""
-    totals: dict[str, tuple[float, int]] = {}
-    for curvature, count in found:
+    squares, elements = 0.0, 0
+    levels: dict[str, tuple[float, int]] = {}
+    for tensor, curvature in found:
+        own = float(matrix_kernels.square_sum(widened(tensor)))
+        if math.isfinite(own):
+            squares, elements = squares + own, elements + tensor.numel()
         if curvature is not None:
-            total, before = totals.get(curvature.kind, (0.0, 0))
-            totals[curvature.kind] = total + count * curvature.level, before + count
-    return {kind: total / count for kind, (total, count) in totals.items()}
+            total, before = levels.get(curvature.kind, (0.0, 0))
+            levels[curvature.kind] = total + tensor.numel() * curvature.level, before + tensor.numel()
+    return WeightSums(squares=squares, count=elements, levels=levels)

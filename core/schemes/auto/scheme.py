@@ -39,6 +39,7 @@ from shrinkpoint.schemes.auto.trellis_weights import TrellisLatticeCodec
 from shrinkpoint.schemes.auto.weight_steps import WeightStep, WeightSteps, known_movement
 from shrinkpoint.schemes.base import Makers, SaveContext, TensorCodec
 from shrinkpoint.schemes.recipe import described
+from shrinkpoint.schemes.sums import WeightSums
 from shrinkpoint.state.training import Role, TensorSpec, TrainingState
 from shrinkpoint.state.tree import JSON
 
@@ -136,13 +137,7 @@ class Auto:
     # ---- weights, masters and averages
 
     def _weights(self, state: TrainingState, names: _Names, left: dict[str, str]) -> dict[str, Maker]:
-        specs = []
-        for spec in filter(self.options.takes, state.specs.values()):
-            weight = names.weights.get(spec.tag.parameter)
-            if spec.tag.role is Role.AVERAGE and not self._is_averaged(state, spec, weight):
-                left[spec.name] = "copy"
-            else:
-                specs.append(spec)
+        specs = self._quantized(state, names, left)
         steps = WeightSteps(self.options, self.save_context, self._scale).of(specs, state, left)
         makers: dict[str, Maker] = {
             name: partial(self._weight, state.specs[name], step) for name, step in steps.items()
@@ -155,6 +150,22 @@ class Auto:
             elif weight is not None and self._is_copy(state, spec, weight):
                 makers[name] = partial(CopiedCodec, weight=state.tensors[weight])
         return makers
+
+    def _quantized(self, state: TrainingState, names: _Names, left: dict[str, str]) -> list[TensorSpec]:
+        """The weights, masters and averages that are coded with step sizes."""
+        specs = []
+        for spec in filter(self.options.takes, state.specs.values()):
+            weight = names.weights.get(spec.tag.parameter)
+            if spec.tag.role is Role.AVERAGE and not self._is_averaged(state, spec, weight):
+                left[spec.name] = "copy"
+            else:
+                specs.append(spec)
+        return specs
+
+    def sums(self, state: TrainingState) -> WeightSums:
+        """What step sizes depend on of all weights together: to be added where each rank has some of them (`SaveContext.sums`)."""
+        specs = self._quantized(state, _Names.of(state), {})
+        return WeightSteps(self.options, self.save_context, self._scale).sums(specs, state)
 
     def _weight(self, spec: TensorSpec, step: WeightStep) -> TensorCodec:
         size, exponents = step.sizes(spec)
@@ -224,6 +235,7 @@ class Auto:
             step=_FADING_STEP if _key(spec) in _FADING else _LASTING_STEP,
             seed=None if self._continues(spec, LogLevelsCodec.id) else self._seed(_folder(spec)),
             divides=spec.tag.role is not Role.STATE,
+            alone=self.save_context.adopts,
         )
 
     def _continues(self, spec: TensorSpec, codec: str) -> bool:

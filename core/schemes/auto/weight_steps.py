@@ -22,13 +22,14 @@ import numpy.typing as npt
 import torch
 
 from shrinkpoint.arrays import Bools, Float64s, Int8s
-from shrinkpoint.schemes.auto.curvature import Curvature, curvature_of, mean_levels, size_of, square
+from shrinkpoint.schemes.auto.curvature import Curvature, curvature_of, size_of, square, sums_of
 from shrinkpoint.schemes.auto.factors import matrix_shape
 from shrinkpoint.schemes.auto.lattice_steps import curvature_exponents
 from shrinkpoint.schemes.auto.options import MILD_SCALE, AutoOptions
 from shrinkpoint.schemes.auto.row_steps import narrowed
 from shrinkpoint.schemes.auto.trellis_weights import TrellisLatticeCodec
 from shrinkpoint.schemes.base import SaveContext
+from shrinkpoint.schemes.sums import WeightSums
 from shrinkpoint.state.training import LayerType, Role, TensorSpec, TrainingState
 
 __all__ = ["WeightStep", "WeightSteps", "known_movement"]
@@ -92,10 +93,8 @@ class WeightSteps:
             left: receives why the others are stored exactly: they are all zeros, hardly moved, or of no ordinary size.
         """
         curvatures = self._curvatures(state, specs)
-        own = [spec for spec in specs if spec.tag.role is not Role.AVERAGE] or specs
-        many = [spec for spec in own if _finer(spec) == 1] or own
-        size = size_of([state.tensors[spec.name] for spec in many])
-        means = mean_levels([(curvatures[spec.name], spec.numel) for spec in many])
+        sums = self._save_context.sums or self._sums(specs, state, curvatures)
+        size, means = sums.size, sums.means
         steps: dict[str, WeightStep] = {}
         for spec in specs:
             step = self._step(spec, state.tensors[spec.name], curvatures[spec.name], means, size)
@@ -104,6 +103,25 @@ class WeightSteps:
             else:
                 left[spec.name] = step
         return steps
+
+    def sums(self, specs: Sequence[TensorSpec], state: TrainingState) -> WeightSums:
+        """What `of` takes sizes and means from; those of several ranks can be added.
+
+        Args:
+            specs: the tensors that are coded as weights.
+            state: the snapshot.
+        """
+        return self._sums(specs, state, self._curvatures(state, specs))
+
+    def _sums(
+        self,
+        specs: Sequence[TensorSpec],
+        state: TrainingState,
+        curvatures: Mapping[str, Curvature | None],
+    ) -> WeightSums:
+        own = [spec for spec in specs if spec.tag.role is not Role.AVERAGE] or specs
+        many = [spec for spec in own if _finer(spec) == 1] or own
+        return sums_of([(state.tensors[spec.name], curvatures[spec.name]) for spec in many])
 
     def _step(
         self,

@@ -1,6 +1,6 @@
 """What a set holds and lacks, store by store: the numbers of `shrinkpoint stores`."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from shrinkpoint.errors import FormatError
@@ -82,12 +82,15 @@ def list_all(group: Group) -> dict[int, list[ObjectInfo]]:
     return group.read(look)
 
 
-def survey(objects: StripedObjects, manifests: list[Manifest]) -> Survey:
+def survey(
+    objects: StripedObjects, manifests: list[Manifest], needed: Collection[str] | None = None
+) -> Survey:
     """Look at all stores; nothing is read but their listings, so that damage is not seen (`shrinkpoint verify`, `heal`).
 
     Args:
         objects: The set.
         manifests: The run's checkpoints.
+        needed: Keys of all containers that they need; None where no chain has heads.
 
     Raises:
         StoreError: Fewer stores answer than it takes to be sure.
@@ -95,7 +98,8 @@ def survey(objects: StripedObjects, manifests: list[Manifest]) -> Survey:
     group = objects.group
     listed = list_all(group)
     layouts = layouts_of(listed)
-    needed = {ref.key for manifest in manifests for ref in manifest.chain}
+    if needed is None:
+        needed = {ref.key for manifest in manifests for ref in manifest.chain}
     present = {
         store: {info.key for info in infos if is_mirrored(info.key)} for store, infos in listed.items()
     }

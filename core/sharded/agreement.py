@@ -1,0 +1,75 @@
+"""What all ranks decide together when a save is due: one collective of a few bytes, after which all do the same."""
+
+from dataclasses import dataclass
+
+from shrinkpoint.errors import ConfigError, ShrinkpointError
+from shrinkpoint.sharded.ranks import Ranks, rebuilt
+
+__all__ = ["Agreed", "Status", "agree"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """What one rank knows."""
+
+    step: int
+    busy: bool = False
+    link: int = -1
+    """Number of the save that its next delta would build on; -1 for none."""
+    base: bool = False
+    """Whether it wants a base."""
+    new_layout: bool = False
+    """Whether it holds other shards than at the save before."""
+    exact: bool = False
+    failed: bool = False
+    """Whether the save before was not committed, as far as it knows."""
+    fatal: ShrinkpointError | None = None
+    """Why training must not go on."""
+    error: Exception | None = None
+    """Why it cannot save."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreed:
+    """What all ranks do."""
+
+    busy: bool
+    base: bool
+    new_layout: bool
+    exact: bool
+    failed: bool
+
+
+def agree(ranks: Ranks, status: Status) -> Agreed:
+    """A collective: each rank says what it knows, and all learn the same.
+
+    Args:
+        ranks: all of them.
+        status: of this rank.
+
+    Raises:
+        ShrinkpointError: one rank has a reason not to go on, or they are at different steps; on every rank.
+    """
+    trouble = status.fatal or status.error
+    flags = (status.busy, status.base, status.new_layout, status.exact, status.failed)
+    numbers = [status.step, -status.step, status.link, -status.link, *map(int, flags)]
+    most = ranks.most([int(trouble is not None), *numbers])
+    if most[0]:
+        _raise_together(ranks, trouble)
+    if most[1] != -most[2]:
+        raise ConfigError(
+            f"the ranks are at different steps, {-most[2]} to {most[1]}: every rank must save in the same batch"
+        )
+    busy, base, new_layout, exact, failed = map(bool, most[5:])
+    lost = most[3] < 0 or most[3] != -most[4]
+    return Agreed(busy=busy, base=base or lost, new_layout=new_layout, exact=exact, failed=failed)
+
+
+def _raise_together(ranks: Ranks, trouble: Exception | None) -> None:
+    """Raise on every rank: its own trouble, or the lowest rank's."""
+    told = ranks.gather(None if trouble is None else (type(trouble).__name__, str(trouble)))
+    if trouble is not None:
+        raise trouble
+    for rank, named in enumerate(told):
+        if named is not None:
+            raise rebuilt(*named, rank=rank)

@@ -1,0 +1,236 @@
+"""One rank's saves, in its background thread: code and store a part, tell the first rank, learn whether it was committed."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from shrinkpoint.config import SaverConfig
+from shrinkpoint.errors import FencedError, SaveFailedError, ShrinkpointError, StoreError
+from shrinkpoint.optimizers.recognition import recognised
+from shrinkpoint.optimizers.updates import OptimizerKind, moments_of_direction
+from shrinkpoint.quality.guards import Guard
+from shrinkpoint.quality.planner import Plan, Planner
+from shrinkpoint.quantize.movement import MovementTracker
+from shrinkpoint.reports import SaveReport
+from shrinkpoint.saving.warmup import Warmup
+from shrinkpoint.schemes.auto.scheme import Auto
+from shrinkpoint.schemes.base import SaveContext
+from shrinkpoint.schemes.exactness import ExactPart
+from shrinkpoint.schemes.sums import WeightSums
+from shrinkpoint.sharded.capture import without_tensors
+from shrinkpoint.sharded.encoding import Link, PartJob, StoredPart, store_part
+from shrinkpoint.sharded.publishing import Publisher, posted
+from shrinkpoint.sharded.ranks import Mailbox
+from shrinkpoint.state.averages import confirmed
+from shrinkpoint.state.training import TrainingState
+from shrinkpoint.store.run import RunStore
+from shrinkpoint.warn import warn
+
+__all__ = ["Background", "Save"]
+
+_OWN_S = 60.0
+_PATIENCE_S = 600.0
+"""Seconds in addition to twice `commit_timeout_s`, after which a rank no longer waits for the first one's answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Save:
+    """One save, as the training thread of a rank hands it over."""
+
+    job: PartJob
+    metrics: Mapping[str, float]
+    optimizers: Sequence[OptimizerKind]
+    blocked_s: float
+    began: float
+    """The first rank's writer's clock."""
+
+
+class Background:
+    """What one rank's background thread does and remembers.
+
+    Args:
+        store: the run.
+        config: how to save.
+        mailbox: to the other ranks.
+        publisher: on the first rank; None on the others.
+        url: of the run, for messages.
+    """
+
+    def __init__(
+        self,
+        store: RunStore,
+        config: SaverConfig,
+        mailbox: Mailbox,
+        publisher: Publisher | None,
+        warmup: Warmup,
+        url: str,
+    ) -> None:
+        self._store, self._config, self._mailbox = store, config, mailbox
+        self._publisher, self._warmup, self._url = publisher, warmup, url
+        self._planner = Planner(config, lambda: 0.0)
+        self.movement = MovementTracker()
+        self.link: Link | None = None
+        self.failed = False
+        """Whether the last save was not committed, as far as this rank knows."""
+        self.fatal: ShrinkpointError | None = None
+        """On the first rank: why training must not go on."""
+        self.reports: list[SaveReport] = []
+        self._failures = 0
+
+    def run(self, handed_over: list[Save]) -> None:
+        """Make a save; raises nothing."""
+        save = handed_over.pop()
+        try:
+            self._make(save)
+        except Exception as error:  # noqa: BLE001 - whatever it was, training goes on and the next save starts afresh
+            self.link, self.failed = None, True
+            warn(f"saving step {save.job.step} to {self._url} failed on rank {save.job.rank}: {error}")
+
+    def _make(self, save: Save) -> None:
+        job = save.job
+        self._forget_messages(job.number - 1)
+        stored = self._store_part(save)
+        if self._publisher is not None:
+            outcome = self._publish(self._publisher, save)
+            self._mailbox.post(f"{job.number}/outcome", outcome)
+        else:
+            patience = 2 * self._config.commit_timeout_s + _PATIENCE_S
+            outcome = self._mailbox.wait(f"{job.number}/outcome", patience)
+        self._learn(job, stored, outcome)
+
+    def _store_part(self, save: Save) -> StoredPart | None:
+        """Code and put this rank's part, and say so, or why not."""
+        job, key = save.job, f"{save.job.number}/own"
+        stored = None
+        try:
+            known: dict[str, Any] = {}
+            if job.rank == 0:
+                self._mailbox.post(key, job.own.digests())
+            else:
+                known = self._mailbox.wait(key, _OWN_S)
+            self._warmup.wait()
+            stored = store_part(self._store, self._config, job, self._plan(save), known)
+            post = posted(stored.part, stored.report)
+        except Exception as error:  # noqa: BLE001 - the first rank is told, and reports it
+            post = {"error": f"{type(error).__name__}: {error}"}
+            self._mailbox.post(f"{job.number}/sums/{job.rank}", post)  # for whom waits for it
+        self._mailbox.post(f"{job.number}/part/{job.rank}", post)
+        return stored
+
+    def _plan(self, save: Save) -> Plan:
+        job, link = save.job, save.job.link
+        if self._config.scheme == "lossless":
+            return self._planner.plan(SaveContext(state=job.state, step=job.step), None, exact=job.exact)
+        # as if the model had these tensors alone
+        tree = without_tensors(job.state.tree, job.state.tensors)
+        state = recognised(
+            confirmed(TrainingState(tree, job.state.tensors, job.state.specs)), save.optimizers
+        )
+        movement = self.movement.since(state, job.step)
+        self.movement.note(state, job.step, lasting=True)
+        guard = Guard(save.optimizers, self._config.encoder_threads)
+        self._planner.guard = guard if self._config.guards else None
+        context = SaveContext(
+            state=state,
+            step=job.step,
+            reference=link.reference if link else None,
+            restored=link is not None and link.restored,
+            movement=movement,
+            directions=moments_of_direction(state, save.optimizers),
+        )
+        if self._config.scheme == "auto" and not job.exact:
+            context = replace(
+                context,
+                sums=self._summed(
+                    job, Auto(options=self._config.scheme_options, save_context=context).sums(state)
+                ),
+            )
+        return self._planner.plan(context, None, exact=job.exact)
+
+    def _summed(self, job: PartJob, own: WeightSums) -> WeightSums:
+        """The sums over all ranks' weights, on which step sizes depend.
+
+        Raises:
+            StoreError: a rank has failed, or has not sent its own.
+        """
+        key, timeout_s = f"{job.number}/sums", float(self._config.commit_timeout_s)
+        self._mailbox.post(f"{key}/{job.rank}", own.to_json())
+        if job.rank:
+            return WeightSums.from_json(_sound(self._mailbox.wait(key, timeout_s + _OWN_S)))
+        try:
+            found = [_sound(message) for message in self._mailbox.collect(key, timeout_s)]
+        except StoreError as error:
+            self._mailbox.post(key, {"error": str(error)})
+            raise
+        total = sum(map(WeightSums.from_json, found), WeightSums())
+        self._mailbox.post(key, total.to_json())
+        return total
+
+    def _publish(self, publisher: Publisher, save: Save) -> dict[str, Any]:
+        """On the first rank: wait for all parts, and commit; never raises."""
+        job = save.job
+        try:
+            posts = self._mailbox.collect(f"{job.number}/part", self._config.commit_timeout_s)
+            report = publisher.publish(
+                posts,
+                step=job.step,
+                delta=job.link is not None,
+                metrics=save.metrics,
+                blocked_s=save.blocked_s,
+                began=save.began,
+            )
+            assert publisher.parent is not None
+            return {"digest": publisher.parent.state_digest, "report": asdict(report)}
+        except FencedError as error:
+            self.fatal = error
+            return {"error": str(error)}
+        except Exception as error:  # noqa: BLE001 - told to all
+            self._note_failure(job, error)
+            return {"error": str(error)}
+
+    def _note_failure(self, job: PartJob, error: Exception) -> None:
+        self._failures += 1
+        message = f"saving step {job.step} to {self._url} failed ({self._failures} in a row): {error}"
+        if self._failures < self._config.max_failures:
+            warn(f"{message}. The next save tries again")
+            return
+        self.fatal = SaveFailedError(
+            f"{message}. Nothing that was saved before is harmed; max_failures={self._config.max_failures} ends training here"
+            " rather than letting it go on unprotected"
+        )
+        self._failures = 0
+
+    def _learn(self, job: PartJob, stored: StoredPart | None, outcome: Mapping[str, Any]) -> None:
+        if stored is None or "digest" not in outcome:
+            self.link, self.failed = None, True
+            return
+        self.link, self.failed, self._failures = (
+            Link(job.number, outcome["digest"], stored.reference),
+            False,
+            0,
+        )
+        report = dict(outcome["report"])
+        exact = tuple(ExactPart(**part) for part in report.pop("exact"))
+        self.reports.append(SaveReport(**report, exact=exact))
+
+    def _forget_messages(self, number: int) -> None:
+        """Of the save before, which all ranks know the outcome of: they have agreed to begin this one."""
+        if self._publisher is not None and number > 0:
+            several = [
+                f"{number}/{what}/{r}" for what in ("part", "sums") for r in range(self._mailbox.world)
+            ]
+            try:
+                self._mailbox.drop([*several, f"{number}/own", f"{number}/sums", f"{number}/outcome"])
+            except StoreError as error:
+                warn(str(error))
+
+
+def _sound(message: dict[str, Any]) -> dict[str, Any]:
+    """A message that tells of no error.
+
+    Raises:
+        StoreError: it does.
+    """
+    if "error" in message:
+        raise StoreError(f"another rank has failed: {message['error']}")
+    return message

@@ -1,0 +1,176 @@
+"""Which part of a whole tensor a rank holds, as a box; everything that asks torch about shards is here."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from shrinkpoint.errors import CannotRepresentError
+
+__all__ = ["Box", "Piece", "check_tiling", "intersection", "is_sharded", "pieces_of"]
+
+
+@dataclass(frozen=True)
+class Box:
+    """A range of indices in every dimension of a tensor."""
+
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.size)
+
+    def cut(self, tensor: torch.Tensor, inner: "Box") -> torch.Tensor:
+        """A view of `inner`, which lies in this box.
+
+        Args:
+            tensor: what this box holds.
+            inner: in indices of the whole tensor.
+        """
+        if not self.offset:
+            return tensor
+        starts = [at - own for at, own in zip(inner.offset, self.offset, strict=True)]
+        return tensor[tuple(slice(at, at + n) for at, n in zip(starts, inner.size, strict=True))]
+
+
+def intersection(one: Box, other: Box) -> Box | None:
+    """What two boxes of one tensor have in common; None if that has no elements."""
+    low = tuple(map(max, one.offset, other.offset))
+    ends = (
+        min(a + n, b + m) for a, n, b, m in zip(one.offset, one.size, other.offset, other.size, strict=True)
+    )
+    size = tuple(end - start for end, start in zip(ends, low, strict=True))
+    return Box(low, size) if all(n > 0 for n in size) else None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What this rank holds of a tensor."""
+
+    box: Box
+    local: torch.Tensor
+    """Its elements: memory of the training's own."""
+
+
+def is_sharded(tensor: object) -> bool:
+    """Whether a tensor is one whose ranks hold parts, or copies, of a whole one that they all know."""
+    return type(tensor).__name__ in ("DTensor", "ShardedTensor")
+
+
+def pieces_of(name: str, tensor: Any) -> list[Piece]:
+    """What this rank holds of a tensor; pieces without elements are left out.
+
+    Args:
+        name: for messages.
+        tensor: a DTensor, a ShardedTensor, or a plain tensor, which every rank holds in whole.
+
+    Raises:
+        CannotRepresentError: what it holds is no box, or torch cannot say which.
+    """
+    if type(tensor).__name__ == "ShardedTensor":
+        found = [
+            Piece(Box(tuple(s.metadata.shard_offsets), tuple(s.metadata.shard_sizes)), s.tensor.detach())
+            for s in tensor.local_shards()
+        ]
+    elif type(tensor).__name__ == "DTensor":
+        found = _of_dtensor(name, tensor)
+    else:
+        if is_traceable_wrapper_subclass(tensor):
+            raise CannotRepresentError(
+                f"{name} is a {type(tensor).__module__}.{type(tensor).__qualname__}, of which it is not known which box of a"
+                " tensor each rank holds: convert it to a plain tensor or DTensor in its state_dict()"
+            )
+        found = [Piece(Box((0,) * tensor.dim(), tuple(tensor.shape)), tensor.detach())]
+    return [piece for piece in found if piece.box.numel]
+
+
+def _of_dtensor(name: str, tensor: Any) -> list[Piece]:
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise CannotRepresentError(
+            f"{name} has the placements {tensor.placements}: a partial sum is no state; redistribute it first"
+        )
+    if tensor.device_mesh.get_coordinate() is None:
+        return []
+    local = tensor.to_local().detach()
+    if hasattr(local, "wait"):  # the result of a collective that has not arrived
+        local = local.wait()
+    box = _box_of(name, tensor)
+    if box.size != tuple(local.shape):
+        raise CannotRepresentError(
+            f"{name}: this rank holds a shard of shape {tuple(local.shape)}, and its layout says {box.size}: such a layout must"
+            " implement __create_chunk_list__"
+        )
+    return [Piece(box, local)]
+
+
+def _box_of(name: str, tensor: Any) -> Box:
+    own = getattr(tensor._local_tensor, "__create_chunk_list__", None)
+    if own is not None:  # the protocol by which uneven layouts tell the truth about themselves
+        [chunk] = own()
+        return Box(tuple(chunk.offsets), tuple(chunk.sizes))
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    try:
+        size, offset = compute_local_shape_and_global_offset(
+            tensor.shape, tensor.device_mesh, tensor.placements
+        )
+    except NotImplementedError as error:
+        raise CannotRepresentError(
+            f"{name} is sharded unevenly by FSDP and tensor parallelism together, and torch {torch.__version__} does not say"
+            f" which rows each rank has ({error}): upgrade torch, or make its size divisible"
+        ) from error
+    return Box(tuple(offset), tuple(size))
+
+
+_PAIRS = 4096
+"""Boxes that are compared each with each at once."""
+
+
+def check_tiling(name: str, whole: tuple[int, ...], boxes: Sequence[Box]) -> None:
+    """Make sure that the different ones of these boxes make up a tensor exactly.
+
+    Args:
+        name: the tensor's, for messages.
+        whole: its shape.
+        boxes: what all ranks hold of it; copies are allowed.
+
+    Raises:
+        CannotRepresentError: they leave gaps, overlap, or lie outside.
+    """
+    different = sorted(set(boxes), key=lambda box: box.offset)
+    for box in different:
+        ends = (a + n for a, n in zip(box.offset, box.size, strict=True))
+        if len(box.offset) != len(whole) or any(end > n for end, n in zip(ends, whole, strict=True)):
+            raise _refused(name, whole, f"one is {box.size} at {box.offset}")
+    held, total = sum(box.numel for box in different), math.prod(whole)
+    if held != total:
+        raise _refused(name, whole, f"they hold {held} of its {total} elements")
+    if whole and _overlap(different):
+        raise _refused(name, whole, "some overlap")
+
+
+def _overlap(boxes: Sequence[Box]) -> bool:
+    low = np.array([box.offset for box in boxes]).reshape(len(boxes), -1)
+    high = low + np.array([box.size for box in boxes]).reshape(len(boxes), -1)
+    for start in range(0, len(boxes), _PAIRS):
+        some = slice(start, start + _PAIRS)
+        meet = np.ones((len(low[some]), len(boxes)), bool)
+        for axis in range(low.shape[1]):
+            meet &= low[some, None, axis] < high[None, :, axis]
+            meet &= low[None, :, axis] < high[some, None, axis]
+        if meet.sum() != len(low[some]):  # each meets itself
+            return True
+    return False
+
+
+def _refused(name: str, whole: tuple[int, ...], why: str) -> CannotRepresentError:
+    return CannotRepresentError(
+        f"the ranks' shards of {name} do not make up a tensor of shape {tuple(whole)}: {why}. Pipeline stages that use one"
+        " name for different tensors, and layouts that do not describe themselves, cannot be saved"
+    )

@@ -1,0 +1,220 @@
+"""Which rank holds what of a state, the same table on every rank; and which stored blocks each rank owns."""
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shrinkpoint.errors import CannotRepresentError
+from shrinkpoint.sharded.boxes import Box, Piece, check_tiling, is_sharded, pieces_of
+from shrinkpoint.sharded.ranks import Ranks
+from shrinkpoint.state.blocks import BLOCK_ELEMENTS, blocks_of
+from shrinkpoint.state.training import TensorSpec
+
+__all__ = ["Held", "Layout", "agreed_layout", "block_box", "held_by", "owners_of"]
+
+_IMBALANCE = 1.02
+"""Times the mean that a rank may own before blocks are moved to others."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """What one rank holds of a state."""
+
+    specs: Mapping[str, TensorSpec]
+    """Of the whole tensors, by name."""
+    boxes: Mapping[str, tuple[Box, ...]]
+    sharded: frozenset[str]
+    """The tensors that are known to be parts or copies of whole ones; of the others the first rank's are stored."""
+    ties: Mapping[str, str]
+    """The first name of each tensor's memory, for those that have some here."""
+
+
+def held_by(
+    tensors: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec]
+) -> tuple[Held, dict[str, list[Piece]]]:
+    """What this rank holds.
+
+    Args:
+        tensors: DTensors, ShardedTensors and plain ones, by name.
+        specs: with the shapes of the whole tensors.
+
+    Raises:
+        CannotRepresentError: see `pieces_of`.
+    """
+    pieces = {name: pieces_of(name, tensor) for name, tensor in tensors.items()}
+    first: dict[tuple[object, ...], str] = {}
+    ties: dict[str, str] = {}
+    for name, own in pieces.items():
+        for piece in own[:1]:
+            local = piece.local
+            view = (local.dtype, local.shape, local.stride(), local.is_conj(), local.is_neg())
+            place = (local.device, local.data_ptr(), *view, tuple(tensors[name].shape))
+            ties[name] = first.setdefault(place, name)
+    sharded = frozenset(name for name, tensor in tensors.items() if is_sharded(tensor))
+    boxes = {name: tuple(piece.box for piece in own) for name, own in pieces.items()}
+    return Held(dict(specs), boxes, sharded, ties), pieces
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What all ranks hold of a state."""
+
+    specs: Mapping[str, TensorSpec]
+    """Of the whole tensors, tied ones once."""
+    holders: Mapping[str, Mapping[Box, tuple[int, ...]]]
+    """For each box, the ranks that hold it."""
+    aliases: Mapping[str, str]
+    """Tied tensors: the name under which each is stored."""
+    sharded: frozenset[str]
+
+    @property
+    def sources(self) -> dict[str, dict[Box, tuple[int, ...]]]:
+        """Of `holders`, those from whom a save takes a tensor: of what is no shard, the first rank alone."""
+        return {
+            name: dict(boxes)
+            if name in self.sharded
+            else {box: (min(ranks),) for box, ranks in boxes.items()}
+            for name, boxes in self.holders.items()
+        }
+
+
+def agreed_layout(held: Held, ranks: Ranks) -> Layout:
+    """The table of all ranks; every one of them calls this.
+
+    Args:
+        held: by this rank.
+        ranks: all of them.
+
+    Raises:
+        CannotRepresentError: the shards of a tensor do not make it up; on every rank.
+    """
+    everyone: list[Held] = ranks.gather(held)
+    specs: dict[str, TensorSpec] = {}
+    sharded: set[str] = set()
+    for one in everyone:
+        sharded |= one.sharded
+        for name, spec in one.specs.items():
+            if name not in specs:
+                specs[name] = spec
+            elif name in sharded and _differ(specs[name], spec):
+                raise CannotRepresentError(
+                    f"{name} is {specs[name].dtype} {specs[name].shape} on one rank and {spec.dtype} {spec.shape} on another:"
+                    " pipeline stages that use one name for different tensors cannot be saved"
+                )
+    aliases = _aliases(everyone, specs)
+    holders: dict[str, dict[Box, tuple[int, ...]]] = {}
+    for name in specs:
+        if name in aliases:
+            continue
+        found: dict[Box, list[int]] = {}
+        for rank, one in enumerate(everyone):
+            if name in sharded or _has_shape(one, name, specs[name]):
+                for box in one.boxes.get(name, ()):
+                    found.setdefault(box, []).append(rank)
+        check_tiling(name, specs[name].shape, list(found))
+        holders[name] = {box: tuple(numbers) for box, numbers in found.items()}
+    kept = {name: spec for name, spec in specs.items() if name not in aliases}
+    return Layout(kept, holders, aliases, frozenset(sharded))
+
+
+def _differ(one: TensorSpec, other: TensorSpec) -> bool:
+    return (one.dtype, one.shape) != (other.dtype, other.shape)
+
+
+def _has_shape(held: Held, name: str, spec: TensorSpec) -> bool:
+    """Whether a rank's own tensor of this name, which is no shard, is like the first rank's."""
+    return name in held.specs and not _differ(held.specs[name], spec)
+
+
+def _aliases(everyone: Sequence[Held], specs: Mapping[str, TensorSpec]) -> dict[str, str]:
+    """Tensors that are the same memory as an earlier one on every rank that has elements of them."""
+    first: dict[tuple[object, ...], str] = {}
+    aliases: dict[str, str] = {}
+    for name, spec in specs.items():
+        place = tuple(one.ties.get(name) for one in everyone)
+        if all(seen is None for seen in place):
+            continue
+        kept = first.setdefault((place, spec.dtype, spec.shape), name)
+        if kept != name:
+            aliases[name] = kept
+    return aliases
+
+
+# ---- owners
+
+
+def owners_of(
+    specs: Mapping[str, TensorSpec], world: int, limit: int = BLOCK_ELEMENTS
+) -> dict[str, tuple[TensorSpec, int]]:
+    """What is stored of whole tensors, and which rank codes each; the same on every rank and for every layout.
+
+    The tensors of one parameter have one owner, since they are coded together. It is chosen by a hash of the parameter's
+    name, so that it stays from save to save; then some are moved until all ranks own about as many bytes.
+
+    Args:
+        specs: of the whole tensors.
+        world: number of ranks.
+        limit: elements of a block at most.
+
+    Returns:
+        By the name of each stored tensor, its spec and its owner.
+    """
+    stored = [block for spec in specs.values() for block in _own_blocks(spec, limit)]
+    folders = {_folder(spec): _group(spec) for spec in reversed(stored) if spec.tag.parameter is not None}
+    groups = {
+        spec.name: _group(spec)
+        if spec.tag.parameter is not None
+        else folders.get(_folder(spec), _group(spec))
+        for spec in stored
+    }
+    sizes: dict[str, int] = {}
+    for spec in stored:
+        sizes[groups[spec.name]] = sizes.get(groups[spec.name], 0) + spec.nbytes
+    owner = _balanced(sizes, world)
+    return {spec.name: (spec, owner[groups[spec.name]]) for spec in stored}
+
+
+def _own_blocks(spec: TensorSpec, limit: int) -> list[TensorSpec]:
+    return [spec] if spec.block is not None else blocks_of(spec, limit)
+
+
+def _folder(spec: TensorSpec) -> str:
+    """Where a tensor stands in the state: an optimizer's tensors of one parameter, its count of steps too, share it."""
+    return spec.name.rpartition("/")[0]
+
+
+def _group(spec: TensorSpec) -> str:
+    return spec.tag.parameter or f"/{spec.name}"
+
+
+def _balanced(sizes: Mapping[str, int], world: int) -> dict[str, int]:
+    owner = {group: zlib.crc32(group.encode()) % world for group in sorted(sizes)}
+    loads = [0] * world
+    for group, rank in owner.items():
+        loads[rank] += sizes[group]
+    allowed = _IMBALANCE * sum(loads) / world
+    owned: list[list[str]] = [[] for _ in range(world)]
+    for group, rank in owner.items():
+        owned[rank].append(group)
+    for _ in sizes:
+        most, least = loads.index(max(loads)), loads.index(min(loads))
+        gap = loads[most] - loads[least]
+        movable = [group for group in owned[most] if 0 < sizes[group] < gap]
+        if loads[most] <= allowed or not movable:
+            break
+        group = min(movable, key=lambda name: (abs(2 * sizes[name] - gap), name))
+        owned[most].remove(group)
+        owned[least].append(group)
+        loads[most] -= sizes[group]
+        loads[least] += sizes[group]
+        owner[group] = least
+    return owner
+
+
+def block_box(spec: TensorSpec) -> tuple[str, Box]:
+    """Of which whole tensor a stored one is which box."""
+    if spec.block is None:
+        return spec.name, Box((0,) * len(spec.shape), spec.shape)
+    return spec.block.of, Box((spec.block.start, *(0 for _ in spec.shape[1:])), spec.shape)

@@ -1,0 +1,205 @@
+"""The background half of the first rank: commits a checkpoint when all parts are stored, and applies retention."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from shrinkpoint.config import SaverConfig
+from shrinkpoint.errors import FencedError, ShrinkpointError, StoreError
+from shrinkpoint.reports import Measured, SaveReport
+from shrinkpoint.saving.committer import record_of
+from shrinkpoint.saving.retention import RetentionPolicy, lineage_of
+from shrinkpoint.schemes.exactness import ExactPart
+from shrinkpoint.store.keys import new_nonce
+from shrinkpoint.store.manifest import BlobRef, Manifest
+from shrinkpoint.store.parts import Part
+from shrinkpoint.store.run import RunStore, RunWriter
+from shrinkpoint.warn import warn
+
+__all__ = ["Publisher", "posted"]
+
+_PAID_OFF = 2.0  # as in `shrinkpoint.saving.committer`
+
+
+class Publisher:
+    """Commits to one run, and keeps the chain of the checkpoints that it committed.
+
+    Args:
+        store: the run.
+        config: how to save.
+    """
+
+    def __init__(self, store: RunStore, config: SaverConfig) -> None:
+        self._store = store
+        self._config = config
+        self._writer: RunWriter | None = None
+        self.parent: Manifest | None = None
+        """What the next delta builds on."""
+        self.lineage: str | None = None
+        """The training that the next checkpoint belongs to."""
+
+    def open(self) -> RunWriter:
+        """The run's writer; taking it makes this training the run's only one.
+
+        Raises:
+            StoreError: the store cannot be written, or holds something foreign.
+        """
+        if self._writer is None:
+            self._writer = self._store.writer()
+        return self._writer
+
+    def close(self) -> None:
+        """Let go of the store."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    @property
+    def base_is_due(self) -> bool:
+        """Whether the next checkpoint is to be a base: as of `Committer`."""
+        chain = self.parent.chain if self.parent is not None else ()
+        if len(chain) < self._config.key_every:
+            return not chain
+        deltas = sum(ref.total for ref in chain[1:])
+        return len(chain) >= self._config.chain_limit or deltas >= _PAID_OFF * chain[0].total
+
+    def adopt(self, manifest: Manifest) -> None:
+        """Continue the training of a restored checkpoint, and its chain."""
+        self.parent, self.lineage = manifest, lineage_of(manifest.meta) or new_nonce()
+
+    def publish(
+        self,
+        posts: Sequence[Mapping[str, Any]],
+        *,
+        step: int,
+        delta: bool,
+        metrics: Mapping[str, float],
+        blocked_s: float,
+        began: float,
+    ) -> SaveReport:
+        """Commit the parts that the ranks have stored.
+
+        Args:
+            posts: of each rank, as `posted`.
+            step: the training step.
+            delta: whether they build on `parent`.
+            metrics: stored with the checkpoint.
+            blocked_s: seconds that training waited.
+            began: the writer's clock before any part was put.
+
+        Raises:
+            ShrinkpointError: see `RunWriter.commit_parts`; or a rank has failed.
+        """
+        failed = [f"rank {rank}: {post['error']}" for rank, post in enumerate(posts) if "error" in post]
+        if failed:
+            raise StoreError(
+                "; ".join(failed[:4]) + (f" and {len(failed) - 4} more" if len(failed) > 4 else "")
+            )
+        report = _report([post["report"] for post in posts], step, metrics, blocked_s)
+        kind: Literal["base", "delta"] = "delta" if delta else "base"
+        parts = [
+            Part(ref=BlobRef.from_json(post["ref"]), state_digest=post["state_digest"]) for post in posts
+        ]
+        manifest = self.open().commit_parts(
+            parts,
+            step=step,
+            kind=kind,
+            parent=self.parent if delta else None,
+            meta={"save": report.to_json(), "lineage": self._lineage(), "ranks": len(parts)},
+            began=began,
+        )
+        self.parent = manifest
+        self._collect()
+        return replace(report, seq=manifest.seq, redundancy=self._store.redundancy, parity=self._store.parity)
+
+    def _lineage(self) -> str:
+        if self.lineage is None:
+            others = self._store.manifests()
+            if others:
+                warn(
+                    f"{self._store.display} holds {len(others)} checkpoints, the newest of step {others[0].step}, that this"
+                    " training does not continue. They stay, and a resume goes on from the newest one, which is this"
+                    " training's from now on. To go on from them, call resume() on every rank; to keep the two apart, give"
+                    " another URL"
+                )
+            self.lineage = new_nonce()
+        return self.lineage
+
+    def _collect(self) -> None:
+        config = self._config
+        if config.keep_last is None and config.keep_every is None and config.keep_best is None:
+            return
+        policy = RetentionPolicy(
+            keep_last=config.keep_last,
+            keep_every=config.keep_every,
+            keep_best=config.keep_best,
+            mode=config.mode,
+        )
+        try:
+            seen = [m for m in self._store.manifests() if lineage_of(m.meta) == self.lineage]
+            records = [record_of(manifest, config.monitor) for manifest in seen]
+            self.open().collect(policy.select(records), seen=seen, grace_s=config.grace_s)
+        except FencedError:
+            raise
+        except ShrinkpointError as error:
+            warn(
+                f"the checkpoint is stored, but older ones could not be removed: {error}. The next save tries again"
+            )
+
+
+def posted(part: Part, report: Mapping[str, Any]) -> dict[str, Any]:
+    """The message of a rank that has stored its part."""
+    return {"ref": part.ref.to_json(), "state_digest": part.state_digest, "report": dict(report)}
+
+
+def _report(
+    parts: Sequence[Mapping[str, Any]], step: int, metrics: Mapping[str, float], blocked_s: float
+) -> SaveReport:
+    lossy = [part for part in parts if not part["is_exact"]] or list(parts)
+    measured: Measured = "exact" if all(part["is_exact"] for part in parts) else "unmeasured"
+    bad = [f"rank {rank}: {part['not_finite']}" for rank, part in enumerate(parts) if part["not_finite"]]
+    return SaveReport(
+        step=step,
+        seq=-1,
+        kind=str(parts[0]["kind"]),
+        scheme=str(lossy[0]["scheme"]),
+        configuration=str(lossy[0]["configuration"]),
+        reason=str(lossy[0]["reason"]),
+        bytes=sum(part["bytes"] for part in parts),
+        raw_bytes=sum(part["raw_bytes"] for part in parts),
+        sections=_added([part["sections"] for part in parts]),
+        raw_sections=_added([part["raw_sections"] for part in parts]),
+        degradation=0.0 if measured == "exact" else None,
+        measured=measured,
+        resumed={},
+        baseline=None,
+        evaluations=0,
+        blocked_s=blocked_s,
+        search_s=0.0,
+        encode_s=max(part["encode_s"] for part in parts),
+        write_s=max(part["write_s"] for part in parts),
+        metrics=dict(metrics),
+        not_finite="; ".join(bad) or None,
+        kept_exactly={name: why for part in parts for name, why in part["kept_exactly"].items()},
+        exact=_exact([tuple(row) for part in parts for row in part["exact"]]),
+    )
+
+
+def _added(sizes: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    totals: dict[str, int] = {}
+    for own in sizes:
+        for role, size in own.items():
+            totals[role] = totals.get(role, 0) + size
+    return totals
+
+
+def _exact(rows: Sequence[Sequence[Any]]) -> tuple[ExactPart, ...]:
+    totals: dict[tuple[str, str], list[int]] = {}
+    for role, code, *numbers in rows:
+        known = totals.setdefault((role, code), [0, 0, 0])
+        totals[role, code] = [a + b for a, b in zip(known, numbers, strict=True)]
+    parts = (
+        ExactPart(role=role, code=code, tensors=count, bytes=size, raw_bytes=raw)
+        for (role, code), (count, size, raw) in totals.items()
+    )
+    return tuple(sorted(parts, key=lambda part: -part.bytes))

@@ -1,0 +1,268 @@
+"""Reads a checkpoint on all ranks: each decodes the tensors that it will own, then all fill their shards from these."""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shrinkpoint.coding.parts import PartsHeader
+from shrinkpoint.coding.selective import decode_rows, header_of, sources_of_run
+from shrinkpoint.container.reader import Header
+from shrinkpoint.errors import ChainError, CorruptionError, FormatError, ShrinkpointError, StoreError
+from shrinkpoint.schemes.base import ReferenceState
+from shrinkpoint.sharded.boxes import Box
+from shrinkpoint.sharded.exchange import Target, exchange
+from shrinkpoint.sharded.layout import Layout, agreed_layout, block_box, held_by, owners_of
+from shrinkpoint.sharded.own import merged_tree, own_name
+from shrinkpoint.sharded.ranks import Ranks, rebuilt
+from shrinkpoint.state.blocks import whole_specs
+from shrinkpoint.state.training import TensorSpec, TrainingState
+from shrinkpoint.state.tree import JSON
+from shrinkpoint.store.manifest import Manifest
+from shrinkpoint.store.run import RunStore
+
+__all__ = ["Decoded", "fill", "read_newest", "read_one"]
+
+
+_NOTHING: tuple[str, Any] = ("", None)
+
+
+@dataclass(frozen=True)
+class ReadPlan:
+    """What the first rank has found out of a checkpoint's headers, for all."""
+
+    manifest: Manifest
+    tree: JSON
+    specs: Mapping[str, TensorSpec]
+    """Of the tensors as they are stored, blocks among them."""
+    places: tuple[Mapping[str, int], ...]
+    """For each checkpoint of the chain, the part that has each tensor."""
+    own: tuple[JSON, ...]
+    """Each writing rank's own data."""
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """What one rank has decoded of a checkpoint."""
+
+    plan: ReadPlan
+    values: Mapping[str, torch.Tensor]
+    reference: Mapping[str, ReferenceState]
+    owners: Mapping[str, tuple[TensorSpec, int]]
+
+
+def read_newest(store: RunStore, ranks: Ranks, threads: int, limit: int) -> Decoded | None:
+    """The newest checkpoint that is sound on every rank; a collective. None in an empty run.
+
+    Raises:
+        ChainError: there are checkpoints, and none is sound. StoreError: the store cannot be read. On every rank.
+    """
+
+    def lead() -> Decoded | None:
+        found = store.newest_readable(lambda manifest: _lead(store, ranks, manifest, threads, limit))
+        return None if found is None else found[1]
+
+    return _led(store, ranks, lead, threads, limit)
+
+
+def read_one(
+    store: RunStore, ranks: Ranks, choose: Callable[[], Manifest], threads: int, limit: int
+) -> Decoded:
+    """One checkpoint; a collective.
+
+    Args:
+        store: the run.
+        ranks: all of them.
+        choose: gives it, on the first rank.
+        threads: that decode.
+        limit: elements of a block.
+
+    Raises:
+        ShrinkpointError: it is damaged, or what `choose` raised; on every rank.
+    """
+    decoded = _led(store, ranks, lambda: _lead(store, ranks, choose(), threads, limit), threads, limit)
+    assert decoded is not None
+    return decoded
+
+
+def _led(
+    store: RunStore, ranks: Ranks, lead: Callable[[], Decoded | None], threads: int, limit: int
+) -> Decoded | None:
+    """The first rank leads through candidates; the others decode what it says, until it is done."""
+    if ranks.rank == 0:
+        try:
+            found = lead()
+        except Exception as error:
+            ranks.broadcast(("error", (type(error).__name__, str(error))))
+            raise
+        ranks.broadcast(("done", found is not None))
+        return found
+    last: Decoded | None = None
+    while True:
+        word, value = ranks.broadcast(_NOTHING)
+        if word == "done":
+            return last if value else None
+        if word == "error":
+            raise rebuilt(*value, rank=0)
+        last, _ = _decode_together(store, ranks, value, threads, limit)
+
+
+def _lead(store: RunStore, ranks: Ranks, manifest: Manifest, threads: int, limit: int) -> Decoded:
+    plan = _plan(store, manifest)
+    ranks.broadcast(("try", plan))
+    decoded, failures = _decode_together(store, ranks, plan, threads, limit)
+    for rank, failure in enumerate(failures):
+        if failure is not None:
+            error = rebuilt(*failure, rank=rank)
+            # damaged on one rank is damaged for all: the next older one is tried
+            raise error if isinstance(error, ShrinkpointError) else StoreError(str(error))
+    assert decoded is not None
+    return decoded
+
+
+def _decode_together(
+    store: RunStore, ranks: Ranks, plan: ReadPlan, threads: int, limit: int
+) -> tuple[Decoded | None, list[tuple[str, str] | None]]:
+    decoded, failure = None, None
+    try:
+        decoded = _decode(store, ranks, plan, threads, limit)
+    except Exception as error:  # noqa: BLE001 - told to all
+        failure = (type(error).__name__, str(error))
+    return decoded, ranks.gather(failure)
+
+
+def _plan(store: RunStore, manifest: Manifest) -> ReadPlan:
+    headers = [header_of(store, ref) for ref in manifest.chain]
+    newest = headers[-1]
+    if (newest.state_digest, newest.step) != (manifest.state_digest, manifest.step):
+        raise CorruptionError(
+            f"{manifest.chain[-1].key} contains another state than its manifest (commit {manifest.seq}) states"
+        )
+    specs = {name: record.spec for name, record in newest.tensors.items()}
+    places = tuple(_places(header) for header in headers)
+    return ReadPlan(manifest, newest.tree, specs, places, _own_of(newest))
+
+
+def _places(header: Header) -> Mapping[str, int]:
+    return header.places if isinstance(header, PartsHeader) else dict.fromkeys(header.tensors, 0)
+
+
+def _own_of(header: Header) -> tuple[JSON, ...]:
+    return tuple(own for _, own in sorted(header.own.items())) if isinstance(header, PartsHeader) else ()
+
+
+def _decode(store: RunStore, ranks: Ranks, plan: ReadPlan, threads: int, limit: int) -> Decoded:
+    common = {name: spec for name, spec in plan.specs.items() if not name.startswith("ranks/")}
+    owners = _owners(common, ranks.world, limit)
+    wanted = {name for name, (_, owner) in owners.items() if owner == ranks.rank}
+    if len(plan.own) > ranks.rank:
+        below = own_name(ranks.rank) + "/"
+        wanted |= {name for name in plan.specs if name.startswith(below)}
+
+    def parts(at: int) -> Collection[int]:
+        return {plan.places[at][name] for name in wanted if name in plan.places[at]}
+
+    if not wanted:
+        return Decoded(plan, {}, {}, owners)
+    chain = sources_of_run(store, plan.manifest, parts)
+    header, _, rows = decode_rows(chain, lambda header: wanted & header.tensors.keys(), threads=threads)
+    if header.state_digest != plan.manifest.state_digest:
+        raise CorruptionError(f"{plan.manifest.chain[-1].key} is not what its manifest says")
+    values = {entry.spec.name: value for entry, _, value in rows if entry.spec.name in wanted}
+    if values.keys() != wanted:
+        raise FormatError(f"the checkpoint of step {header.step} lacks {min(wanted - values.keys())!r}")
+    return Decoded(plan, values, {entry.spec.name: now for entry, now, _ in rows}, owners)
+
+
+def _owners(specs: Mapping[str, TensorSpec], world: int, limit: int) -> dict[str, tuple[TensorSpec, int]]:
+    """Who decodes what is stored: the rank that will code it next."""
+    coming = owners_of(whole_specs(specs.values()), world, limit)
+    first = {spec.block.of: rank for spec, rank in reversed(list(coming.values())) if spec.block is not None}
+    found: dict[str, tuple[TensorSpec, int]] = {}
+    for name, spec in specs.items():
+        known = coming.get(name)
+        if known is not None:
+            found[name] = (spec, known[1])
+        else:  # stored in one piece by a single process, or in other blocks
+            of = spec.block.of if spec.block is not None else name
+            found[name] = (spec, first.get(of, coming[of][1] if of in coming else 0))
+    return found
+
+
+def fill(
+    ranks: Ranks, decoded: Decoded, targets: Callable[[Mapping[str, TensorSpec]], Mapping[str, torch.Tensor]]
+) -> TrainingState:
+    """Put a decoded checkpoint into the training's own tensors; a collective.
+
+    Args:
+        ranks: all of them.
+        decoded: by each of them.
+        targets: gives the tensors to be filled, with shards or whole, by name, for the specs of whole tensors.
+
+    Returns:
+        The state, in these tensors; plain data of this rank in the place of the first rank's where it is known.
+
+    Raises:
+        ShrinkpointError: a target does not fit; on every rank, and nothing is changed then.
+    """
+    plan = decoded.plan
+    common = {name: spec for name, (spec, _) in decoded.owners.items()}
+    whole = whole_specs(common.values())
+    into, held, pieces = ranks.on_every(lambda: _targets(whole, targets))
+    layout = agreed_layout(held, ranks)
+    sources: dict[str, dict[Box, tuple[int, ...]]] = {}
+    stored: dict[tuple[str, Box], torch.Tensor] = {}
+    for name, (spec, owner) in decoded.owners.items():
+        of, box = block_box(spec)
+        sources.setdefault(of, {})[box] = (owner,)
+        if owner == ranks.rank:
+            stored[of, box] = decoded.values[name]
+    locals_ = {(name, piece.box): piece.local for name, own in pieces.items() for piece in own}
+    exchange(
+        ranks,
+        whole,
+        sources,
+        _all_targets(layout),
+        lambda name, box: stored[name, box],
+        lambda name, box: locals_[name, box],
+    )
+    tree, own = _own_tree(plan, decoded, ranks)
+    return TrainingState(tree, {**into, **own}, whole)
+
+
+def _targets(
+    whole: Mapping[str, TensorSpec],
+    targets: Callable[[Mapping[str, TensorSpec]], Mapping[str, torch.Tensor]],
+) -> tuple[dict[str, torch.Tensor], Any, Any]:
+    into = dict(targets(whole))
+    for name, spec in whole.items():
+        found = into[name]
+        if (found.dtype, tuple(found.shape)) != (spec.dtype, spec.shape):
+            raise ChainError(
+                f"{name} is {found.dtype} {tuple(found.shape)} here, and {spec.dtype} {spec.shape} there"
+            )
+    held, pieces = held_by(into, whole)
+    return into, held, pieces
+
+
+def _all_targets(layout: Layout) -> dict[str, list[Target]]:
+    return {
+        name: [Target(box, rank) for box, holders in boxes.items() for rank in holders]
+        for name, boxes in layout.holders.items()
+    }
+
+
+def _own_tree(plan: ReadPlan, decoded: Decoded, ranks: Ranks) -> tuple[JSON, dict[str, torch.Tensor]]:
+    """The tree for this rank, with its own values where as many ranks wrote; its generators where it is one of them."""
+    world = max(len(plan.own), 1)
+    tree: JSON = dict(plan.tree) if isinstance(plan.tree, dict) else plan.tree
+    own = plan.own[ranks.rank] if ranks.rank < len(plan.own) else None
+    if isinstance(own, dict) and world != ranks.world:
+        own = {group: values for group, values in own.items() if group == "rng"}
+    below = own_name(ranks.rank) + "/"
+    tensors = {name: value for name, value in decoded.values.items() if name.startswith(below)}
+    tree = merged_tree(tree, own)
+    if isinstance(tree, dict):
+        tree["ranks"] = {"stored": world, "here": ranks.world, "rank": ranks.rank}
+    return tree, tensors

@@ -1,0 +1,419 @@
+"""Saves a sharded training from all its ranks in the background, and restores it on any number of them."""
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shrinkpoint.config import SaverConfig
+from shrinkpoint.errors import ConfigError, StoreError
+from shrinkpoint.optimizers.updates import OptimizerKind
+from shrinkpoint.quality.evaluation import Evaluate, ResumedSteps
+from shrinkpoint.reports import Accepted, SaveReport
+from shrinkpoint.runtime.progress import waiting_for
+from shrinkpoint.runtime.worker import Worker
+from shrinkpoint.saver import Restored
+from shrinkpoint.saving.address import Address
+from shrinkpoint.saving.finite import not_finite_text
+from shrinkpoint.saving.takeover import Adoption
+from shrinkpoint.saving.warmup import Warmup
+from shrinkpoint.sharded.agreement import Agreed, Status, agree
+from shrinkpoint.sharded.background import Background, Save
+from shrinkpoint.sharded.boxes import Box, Piece
+from shrinkpoint.sharded.capture import captured, renamed_tensors
+from shrinkpoint.sharded.encoding import Link, PartJob
+from shrinkpoint.sharded.exchange import Target, exchange
+from shrinkpoint.sharded.layout import Held, Layout, agreed_layout, block_box, held_by, owners_of
+from shrinkpoint.sharded.own import OwnState
+from shrinkpoint.sharded.publishing import Publisher
+from shrinkpoint.sharded.ranks import Mailbox, Ranks
+from shrinkpoint.sharded.restoring import Decoded, fill, read_newest, read_one
+from shrinkpoint.state.blocks import BLOCK_ELEMENTS
+from shrinkpoint.state.training import Describe, TensorSpec, TrainingState, plain
+from shrinkpoint.state.tree import JSON
+from shrinkpoint.store.connect import StorageOptions
+from shrinkpoint.store.keys import probe_key
+from shrinkpoint.store.manifest import Manifest
+from shrinkpoint.store.run import RunStore
+from shrinkpoint.store.urls import RunUrl, url_text
+from shrinkpoint.warn import warn
+
+__all__ = ["ShardedSaver"]
+
+Targets = Callable[[Mapping[str, TensorSpec]], Mapping[str, torch.Tensor]]
+
+
+class ShardedSaver:
+    """As `shrinkpoint.saver.Saver`, for a training whose ranks hold shards of its state.
+
+    Every method but `poll`, `reports` and `close` is a collective: all ranks call it, with the same arguments. An error on
+    one rank is raised on all.
+
+    Args:
+        url: the run's prefix, the same for all ranks: a folder that all of them see, or a URL.
+        config: how to save.
+        targets: gives the tensors that a restore fills, by name, for the specs of the stored ones.
+        own: what each rank stores for itself, values by group and name.
+        storage_options: passed to fsspec.
+        parity: as of `Saver`.
+        ranks: all of them; None takes the default process group.
+        block_elements: elements from which on a tensor is stored as several blocks of rows.
+    """
+
+    def __init__(
+        self,
+        url: RunUrl,
+        config: SaverConfig | None = None,
+        *,
+        targets: Targets,
+        own: Callable[[], Mapping[str, Mapping[str, Any]]],
+        storage_options: StorageOptions = None,
+        parity: int | None = None,
+        ranks: Ranks | None = None,
+        block_elements: int = BLOCK_ELEMENTS,
+    ) -> None:
+        self.url = url_text(url)
+        self.config = config or SaverConfig()
+        self.store = RunStore(url, storage_options=storage_options, parity=parity)
+        self.skipped = 0
+        """Saves that were skipped because one was still being written."""
+        self.blocked_s = 0.0
+        """Seconds that training has waited for snapshots so far."""
+        self.moved = 0
+        """Bytes that this rank has sent to others for the last save."""
+        self.failed = False
+        """Whether the last save that all ranks have agreed about could not be stored."""
+        self._targets, self._own = targets, own
+        self._ranks = ranks or Ranks()
+        self._limit = block_elements
+        self._worker = Worker("shrinkpoint-save")
+        self._warmup = Warmup(self.config.scheme, self.config.scheme_options)
+        self._number = 0
+        self._held: Held | None = None
+        self._layout: Layout | None = None
+        self._owners: Mapping[str, tuple[TensorSpec, int]] = {}
+        self._newest: Decoded | None = None
+        self._publisher: Publisher | None = None
+        self._background: Background | None = None
+        self._session = ""
+
+    # ---- beginning
+
+    def check(self) -> None:
+        """Make sure, before training starts, that all ranks were given the same, and that each can write.
+
+        Raises:
+            ConfigError: they were not, or an option is not for sharded trainings.
+            StoreError: the store cannot be reached or written.
+        """
+        ranks = self._ranks
+        ranks.on_every(lambda: _refuse_options(self.config))
+        given = ranks.gather({"url": self.url} | dataclasses.asdict(self.config))
+        for rank, other in enumerate(given):
+            differ = [name for name, value in other.items() if value != given[0][name]]
+            if differ:
+                name = differ[0]
+                raise ConfigError(
+                    f"rank 0 was given {name}={given[0][name]!r}, and rank {rank} {name}={other[name]!r}: every rank must give"
+                    " the same"
+                )
+        if ranks.rank == 0:
+            self._publisher = Publisher(self.store, self.config)
+        ranks.on_every(self._open)
+        self._session = ranks.broadcast(self._publisher.open().session if self._publisher else None)
+        self._background = Background(
+            self.store, self.config, Mailbox(ranks), self._publisher, self._warmup, self.url
+        )
+        if self.config.compile_ahead and os.environ.get("LOCAL_RANK", str(ranks.rank)) == "0":
+            self._warmup.start()
+
+    def _open(self) -> None:
+        if self._publisher is not None:
+            self._publisher.open()
+        else:
+            self.store.try_to_write(probe_key())
+
+    def begin(self, state: object, *, step: int = 0, describe: Describe = plain) -> None:
+        """Nothing: how far the weights have moved is known from the second checkpoint on."""
+
+    # ---- saving
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is being encoded or written on this rank."""
+        return self._worker.busy
+
+    def poll(self) -> float:
+        """Nothing is measured on shards yet."""
+        return 0.0
+
+    def save(
+        self,
+        state: object,
+        *,
+        step: int,
+        describe: Describe = plain,
+        metrics: Mapping[str, float] | None = None,
+        evaluate: Evaluate | None = None,
+        resumed: ResumedSteps | None = None,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+        exact: bool = False,
+        wait: bool = False,
+        adoption: Adoption | None = None,
+    ) -> Accepted | None:
+        """Save a state; returns when each rank has a copy of the tensors that it codes.
+
+        Args:
+            state: this rank's, with DTensors.
+            step: the training step it belongs to.
+            describe: gives each tensor's role.
+            metrics: numbers, stored with the checkpoint; the first rank's count.
+            evaluate: not used yet.
+            resumed: not used yet.
+            optimizers: whose states are in `state`, in the same order.
+            adoption: None, as ``adopt=True`` is refused.
+            exact: store this one bit-exactly.
+            wait: return when it is committed.
+
+        Returns:
+            What was accepted; None when a save was still being written and `busy` is ``skip``, or when it was to be
+            waited for and has failed.
+
+        Raises:
+            SaveFailedError, FencedError, ConfigError, CannotRepresentError: as `Saver.save`; on every rank.
+        """
+        started = time.perf_counter()
+        if wait or self.config.busy == "wait":
+            self._worker.join()
+        found, error = self._captured(state, describe)
+        agreed = self._agree(
+            step, error, new_layout=found is not None and found[1] != self._held, exact=exact
+        )
+        assert found is not None
+        if agreed.busy:
+            self.skipped += 1
+            if self.skipped == 1 and self._ranks.rank == 0:
+                warn(
+                    f"the save of step {step} is skipped: that before is still being written. Training does not wait for it;"
+                    " busy='wait' would. This warning comes once",
+                    stacklevel=3,
+                )
+            return None
+        job = self._job(*found, step=step, agreed=agreed)
+        save = Save(
+            job=job,
+            metrics={name: float(value) for name, value in (metrics or {}).items()},
+            optimizers=tuple(OptimizerKind.of(optimizer) for optimizer in optimizers),
+            blocked_s=time.perf_counter() - started,
+            began=self._publisher.open().now() if self._publisher else 0.0,
+        )
+        self.blocked_s += save.blocked_s
+        handed_over, background = [save], self._background
+        assert background is not None
+        self._worker.submit(lambda: background.run(handed_over))
+        accepted = Accepted(step=step, blocked_s=save.blocked_s)
+        del save, job
+        if wait:
+            self.flush()
+            return None if self.failed else accepted
+        return accepted
+
+    def _captured(
+        self, state: object, describe: Describe
+    ) -> tuple[tuple[TrainingState, Held, dict[str, list[Piece]]] | None, Exception | None]:
+        try:
+            live = captured(state, describe)
+            return (live, *held_by(live.tensors, live.specs)), None
+        except Exception as error:  # noqa: BLE001 - all ranks raise it together
+            return None, error
+
+    def _agree(
+        self, step: int, error: Exception | None = None, *, new_layout: bool = False, exact: bool = False
+    ) -> Agreed:
+        if self._background is None:
+            raise ConfigError("call check() first, on every rank")
+        background, publisher = self._background, self._publisher
+        # while a save is under way its thread changes these, and nothing is decided by them
+        busy = self._worker.busy
+        link = background.link if not busy else None
+        fatal = background.fatal if not busy else None
+        status = Status(
+            step=step,
+            busy=busy,
+            link=-1 if link is None else link.number,
+            base=publisher is not None and not busy and publisher.base_is_due,
+            new_layout=new_layout,
+            exact=exact,
+            failed=not busy and background.failed,
+            fatal=fatal,
+            error=error,
+        )
+        if fatal is not None:
+            background.fatal = None
+        agreed = agree(self._ranks, status)
+        self.failed = agreed.failed
+        return agreed
+
+    def _job(
+        self,
+        live: TrainingState,
+        held: Held,
+        pieces: Mapping[str, Sequence[Piece]],
+        *,
+        step: int,
+        agreed: Agreed,
+    ) -> PartJob:
+        """Move the tensors to their owners, on the training thread."""
+        ranks, background = self._ranks, self._background
+        assert background is not None
+        if agreed.new_layout or self._layout is None:
+            self._held, self._layout = held, agreed_layout(held, ranks)
+            self._owners = owners_of(self._layout.specs, ranks.world, self._limit)
+        state = self._gathered(self._layout, live.tree, pieces)
+        self._number += 1
+        link = None if agreed.base else background.link
+        background.link = None  # coding uses it up
+        return PartJob(
+            number=self._number,
+            step=step,
+            rank=ranks.rank,
+            world=ranks.world,
+            session=self._session,
+            state=state,
+            own=OwnState.take(self._own(), ranks.rank),
+            link=link,
+            exact=agreed.exact,
+        )
+
+    def _gathered(self, layout: Layout, tree: JSON, pieces: Mapping[str, Sequence[Piece]]) -> TrainingState:
+        """What this rank codes: whole tensors, in host memory of their own."""
+        rank = self._ranks.rank
+        blocks = {name: spec for name, (spec, owner) in self._owners.items() if owner == rank}
+        tensors = {name: torch.empty(spec.shape, dtype=spec.dtype) for name, spec in blocks.items()}
+        places: dict[tuple[str, Box], torch.Tensor] = {
+            block_box(blocks[name]): t for name, t in tensors.items()
+        }
+        targets: dict[str, list[Target]] = {}
+        for spec, owner in self._owners.values():
+            name, box = block_box(spec)
+            targets.setdefault(name, []).append(Target(box, owner))
+        locals_ = {(name, piece.box): piece.local for name, own in pieces.items() for piece in own}
+        self.moved = exchange(
+            self._ranks,
+            layout.specs,
+            layout.sources,
+            targets,
+            lambda name, box: locals_[name, box],
+            lambda name, box: places[name, box],
+        )
+        return TrainingState(renamed_tensors(tree, layout.aliases), tensors, blocks)
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait for the save that is under way, on every rank.
+
+        Returns:
+            False if it is still under way on some rank after `timeout_s` seconds.
+
+        Raises:
+            SaveFailedError, FencedError: as `save`.
+        """
+        if self._background is None:
+            return True
+        if self._worker.busy:
+            with waiting_for(f"waiting for the last save to {self.store.display}"):
+                self._worker.join(timeout_s)
+        return not self._agree(0).busy
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Finish this rank's save and let go of the store; no collective, so that it may be called after an error."""
+        if not self._worker.join(timeout_s):
+            return False
+        if self._publisher is not None:
+            self._publisher.close()
+        self._warmup.stop()
+        return True
+
+    def reports(self) -> list[SaveReport]:
+        """Every save of this process that was committed, oldest first, the same on every rank."""
+        return [] if self._background is None else list(self._background.reports)
+
+    # ---- restoring
+
+    def newest(self) -> Manifest | None:
+        """The newest checkpoint that is sound on every rank; None in an empty run.
+
+        Raises:
+            ChainError: there are checkpoints, and none of them is sound. StoreError: the store cannot be read.
+        """
+        with waiting_for(f"reading the newest checkpoint of {self.store.display}"):
+            self._newest = read_newest(self.store, self._ranks, self.config.encoder_threads, self._limit)
+        return None if self._newest is None else self._newest.plan.manifest
+
+    def restore(self, which: Manifest | int | None = None, *, adopt: bool = True) -> Restored | None:
+        """Read a checkpoint into the training's own tensors, and let the next save continue it.
+
+        Args:
+            which: a manifest, or a step; None is the newest sound checkpoint.
+            adopt: False only reads: saves go on from what they went on from.
+
+        Returns:
+            The state, in the tensors of `targets`; None if the run is empty and `which` is None.
+
+        Raises:
+            NoCheckpointError, FormatError, ChainError, StoreError: as `Saver.restore`; on every rank.
+            StateMismatchError: it is another model's; nothing is changed then.
+        """
+        decoded = self._chosen(which)
+        if decoded is None:
+            return None
+        manifest = decoded.plan.manifest
+        state = fill(self._ranks, decoded, self._targets)
+        found = not_finite_text(manifest)
+        if found is not None and self._ranks.rank == 0:
+            warn(f"the checkpoint of step {manifest.step} in {self.store.display} is not finite: {found}")
+        if adopt:
+            self._adopt(decoded)
+        return Restored(manifest, state)
+
+    def _chosen(self, which: Manifest | int | None) -> Decoded | None:
+        known, self._newest = self._newest, None
+        if which is None or (known is not None and which in (known.plan.manifest, known.plan.manifest.step)):
+            if known is None:
+                self.newest()
+                known, self._newest = self._newest, None
+            return known
+
+        def choose() -> Manifest:
+            if isinstance(which, Manifest):
+                return which
+            return Address(url=self.url, step=which).find(self.store.manifests())
+
+        return read_one(self.store, self._ranks, choose, self.config.encoder_threads, self._limit)
+
+    def _adopt(self, decoded: Decoded) -> None:
+        background, manifest = self._background, decoded.plan.manifest
+        if background is None:
+            raise StoreError("call check() first, on every rank")
+        self._worker.join()
+        background.link = Link(0, manifest.state_digest, dict(decoded.reference), restored=True)
+        if self._publisher is not None:
+            self._publisher.adopt(manifest)
+        if self.config.scheme != "lossless":
+            specs = {name: spec for name, (spec, _) in decoded.owners.items() if name in decoded.values}
+            tensors = {name: decoded.values[name] for name in specs}
+            background.movement.note(TrainingState(None, tensors, specs), manifest.step, lasting=True)
+
+
+def _refuse_options(config: SaverConfig) -> None:
+    for name, default in (
+        ("near", None),
+        ("keep_optimizer", None),
+        ("weights_only", False),
+        ("adopt", False),
+    ):
+        value = getattr(config, name)
+        if value != default:
+            raise ConfigError(f"{name}={value!r} is not supported for sharded models yet: leave it out")

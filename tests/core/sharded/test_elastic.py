@@ -1,0 +1,69 @@
+"""One run, continued on other numbers of ranks and other meshes: exact values, and the chain of deltas goes on."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.sharded import launch
+from support.sharded_programs import hop
+
+import shrinkpoint
+from shrinkpoint.store.run import RunStore
+
+
+def journey(
+    tmp_path: Path, hops: list[tuple[str, int]], optimizer: str = "adamw", **options: Any
+) -> RunStore:
+    """Each hop restores bit-exactly what the one before left, and makes two deltas."""
+    url, true = str(tmp_path / "run"), str(tmp_path / "true.pt")
+    for number, (kind, world) in enumerate(hops):
+        told = launch(hop, world, tmp_path, url, true, kind, optimizer, options)
+        assert told[0] == [(2 * number + 1, "delta" if number else "base"), (2 * number + 2, "delta")]
+        assert all(other == told[0] for other in told)
+    return RunStore(url)
+
+
+def test_a_run_goes_on_with_deltas_on_other_numbers_of_ranks(tmp_path: Path) -> None:
+    store = journey(tmp_path, [("fsdp", 4), ("fsdp", 3), ("plain", 1), ("fsdp", 2)])
+    newest = store.manifests()[0]
+    assert [ref.parts for ref in newest.chain] == [4, 4, 3, 3, 0, 0, 2, 2]
+    assert newest.reader_features == ("parts",)
+
+
+def test_one_process_reads_what_ranks_wrote(tmp_path: Path) -> None:
+    journey(tmp_path, [("hsdp", 4)])
+    true = torch.load(tmp_path / "true.pt", weights_only=True)
+    weights = shrinkpoint.load_weights(tmp_path / "run")
+    assert all(torch.equal(weights[name], true[f"model.{name}"]) for name in weights)
+    assert len(weights) == 18
+    state = shrinkpoint.load(tmp_path / "run#step=2")
+    assert state["step"] == 2
+    assert torch.equal(state["optimizers"][0]["state"][0]["exp_avg"], true["scale.exp_avg"])
+
+
+HOPS = [("fsdp", 4), ("fsdp", 2), ("fsdp", 3), ("hsdp", 4), ("tp", 4), ("plain", 1), ("fsdp", 4)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [
+        ("adamw", {}),
+        ("adamw", {"rows": 3}),
+        ("adamw", {"rows": 2}),
+        ("adamw", {"rows": 1}),
+        ("amsgrad", {}),
+        ("sgd", {}),
+        ("adamw", {"frozen": True}),
+        ("adamw", {"tied": True}),
+    ],
+    ids=lambda value: "-".join(value) or "plain" if isinstance(value, dict) else value,
+)
+def test_the_elastic_matrix(tmp_path: Path, optimizer: str, options: dict[str, Any]) -> None:
+    journey(tmp_path, HOPS, optimizer, **options)
+
+
+@pytest.mark.slow
+def test_policies_and_meta_initialised_models(tmp_path: Path) -> None:
+    journey(tmp_path, [("bf16", 2), ("meta", 3), ("bf16", 4), ("plain", 1)])

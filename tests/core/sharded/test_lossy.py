@@ -1,0 +1,71 @@
+"""Schemes with loss on shards: what is restored is what any reader decodes, and steps are those of one process."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.sharded import launch
+from support.sharded_programs import hop_lossy, sums_of_ranks
+
+from shrinkpoint.coding.selective import header_of
+from shrinkpoint.schemes.auto.scheme import Auto
+from shrinkpoint.schemes.base import SaveContext
+from shrinkpoint.schemes.sums import WeightSums
+from shrinkpoint.state.roles import describe_training
+from shrinkpoint.state.training import TrainingState
+from shrinkpoint.store.run import RunStore
+
+
+def test_auto_goes_on_with_deltas_on_other_numbers_of_ranks(tmp_path: Path) -> None:
+    url = str(tmp_path / "run")
+    for number, (kind, world) in enumerate((("fsdp", 3), ("fsdp", 2), ("plain", 1))):
+        told = launch(hop_lossy, world, tmp_path, url, kind)
+        kinds = ["delta" if number else "base", "delta"]
+        assert [(step, kind) for step, kind, *_ in told[0]] == list(
+            zip((4 * number + 2, 4 * number + 4), kinds, strict=True)
+        )
+        assert {(scheme, measured) for _, _, scheme, measured, *_ in told[0]} == {("auto", "unmeasured")}
+        assert all(ratio > 4 for *_, ratio in told[0])
+
+
+def test_step_sizes_are_those_of_one_process(tmp_path: Path) -> None:
+    url = str(tmp_path / "run")
+    launch(sums_of_ranks, 3, tmp_path, url)
+    [alone] = launch(sums_of_ranks, 1, tmp_path, url + "-alone")
+    assert alone
+
+    def steps(url: str) -> dict[str, object]:
+        store = RunStore(url)
+        header = header_of(store, store.manifests()[0].chain[-1])
+        return {
+            name: (record.codec, record.params)
+            for name, record in header.tensors.items()
+            if name.startswith("model/")
+        }
+
+    whole = steps(url + "-alone")
+    parts = steps(url)
+    assert parts == whole
+    assert sum(codec == "trellis-weight" for codec, _ in whole.values()) > 4
+
+
+def test_sums_of_parts_add_up_to_those_of_all() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(8, 64)).square().sum().backward()
+    optimizer.step()
+    describe = describe_training(model, [optimizer], model_path=("model",), optimizers_path=("optimizers",))
+    live = {"model": model.state_dict(), "optimizers": [optimizer.state_dict()]}
+    state = TrainingState.capture(live, describe)
+
+    def sums(parameters: set[str]) -> WeightSums:
+        names = [name for name, spec in state.specs.items() if spec.tag.parameter in parameters]
+        own = TrainingState(None, {n: state.tensors[n] for n in names}, {n: state.specs[n] for n in names})
+        return Auto(save_context=SaveContext(state=own)).sums(own)
+
+    every = {name for name, _ in model.named_parameters()}
+    split = sums({"0.weight", "3.weight"}) + sums({"1.weight", "2.weight"})
+    assert split.size == pytest.approx(sums(every).size, rel=1e-12)
+    assert split.means == pytest.approx(sums(every).means)
+    assert WeightSums.from_json(split.to_json()) == split

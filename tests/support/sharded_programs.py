@@ -1,0 +1,294 @@
+"""What ranks do in the tests of sharded trainings."""
+
+import itertools
+import math
+import os
+import random
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from support.sharded import build, die, full_state, train, warm
+from torch.distributed.device_mesh import init_device_mesh
+
+import shrinkpoint
+from shrinkpoint.errors import StoreError
+from shrinkpoint.sharded.background import Background
+from shrinkpoint.store.run import RunStore
+from shrinkpoint.store.writer import RunWriter
+
+warm()
+
+
+def hop(
+    rank: int, world: int, url: str, true: str, kind: str, optimizer: str, options: dict[str, Any]
+) -> Any:
+    """Continue the run, compare with the true state, make two saves."""
+    model, opt = build(kind, world, rank, optimizer, seed=world, **options)
+    checkpointer = shrinkpoint.Checkpointer(
+        url, model, opt, every=1, scheme="lossless", busy="wait", threads=1, key_every=99
+    )
+    start = checkpointer.resume()
+    if start:
+        wanted, found = torch.load(true, weights_only=True), full_state(model, opt)
+        differ = [name for name in wanted if not torch.equal(wanted[name], found[name])]
+        assert wanted.keys() == found.keys(), wanted.keys() ^ found.keys()
+        assert not differ, differ
+    for step in range(start, start + 2):
+        train(model, opt, step)
+        checkpointer.step(step + 1)
+    checkpointer.close()
+    state = full_state(model, opt)
+    if rank == 0:
+        torch.save(state, true)
+    return [(report.step, report.kind) for report in checkpointer.reports()]
+
+
+def placements(rank: int, world: int) -> list[str]:
+    """Placements whose box is not that of the slice that this rank has."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    from shrinkpoint.sharded.boxes import Box, pieces_of
+
+    wrong = []
+    flat = init_device_mesh("cpu", (4,))
+    square = init_device_mesh("cpu", (2, 2))
+    for shape in ((8, 6), (7, 3), (5, 1), (3, 4), (1, 2), (9,), (2,), (4, 3, 2)):
+        whole = torch.arange(math.prod(shape)).reshape(shape)
+        cases = [(flat, [Shard(0)]), (flat, [Replicate()]), (square, [Replicate(), Shard(0)])]
+        cases += [(flat, [Shard(1)]), (square, [Shard(0), Shard(1)])] if len(shape) > 1 else []
+        for mesh, placed in cases:
+            pieces = pieces_of("w", distribute_tensor(whole, mesh, placed))
+            full = Box((0,) * len(shape), shape)
+            if not all(torch.equal(full.cut(whole, piece.box), piece.local) for piece in pieces):
+                wrong.append(f"{shape} {placed}")
+    return wrong
+
+
+def told(action: Callable[[], Any]) -> str:
+    """What it raised, by its class and message."""
+    try:
+        action()
+    except Exception as error:  # noqa: BLE001 - compared
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+class Filled:
+    """A sharded model whose every element is the number of the step, and so are its moments."""
+
+    def __init__(self, rank: int, world: int, **options: Any) -> None:
+        self.model, self.optimizer = build("fsdp", world, rank, **options)
+        train(self.model, self.optimizer, 0)
+
+    def fill(self, step: int) -> None:
+        moments = [
+            value
+            for state in self.optimizer.state.values()
+            for value in state.values()
+            if torch.is_tensor(value)
+        ]
+        with torch.no_grad():
+            for tensor in (*self.model.parameters(), *self.model.buffers(), *moments):
+                (tensor.to_local() if hasattr(tensor, "to_local") else tensor).fill_(step)
+
+    def found(self) -> set[float]:
+        """All numbers in it, by a collective."""
+        return {
+            number
+            for name, tensor in full_state(self.model, self.optimizer).items()
+            for number in tensor.flatten().tolist()
+        }
+
+    def checkpointer(self, url: str, **options: Any) -> Any:
+        given = {"scheme": "lossless", "busy": "wait", "threads": 1, "save_last": False} | options
+        return shrinkpoint.Checkpointer(url, self.model, self.optimizer, every=1, **given)
+
+
+POINTS: dict[str, tuple[type, str, bool]] = {
+    "before-put": (RunStore, "put_part", False),
+    "after-put": (RunStore, "put_part", True),
+    "after-post": (Background, "_store_part", True),
+    "before-head": (RunWriter, "commit_parts", False),
+    "before-manifest": (RunWriter, "_publish_exclusively", False),
+    "after-manifest": (RunWriter, "_publish_exclusively", True),
+    "after-commit": (RunWriter, "commit_parts", True),
+}
+"""Where a rank may be killed: a method, and whether after or before it."""
+
+
+def _at(point: str, call: int, action: Callable[[], None]) -> None:
+    """Do something at the given call of a method, counted from 1."""
+    kind, name, after = POINTS[point]
+    original, calls = getattr(kind, name), itertools.count(1)
+
+    def method(self: Any, *arguments: Any, **options: Any) -> Any:
+        now = next(calls) == call
+        if now and not after:
+            action()
+        result = original(self, *arguments, **options)
+        if now and after:
+            action()
+        return result
+
+    setattr(kind, name, method)
+
+
+def saves(
+    rank: int, world: int, url: str, log: str, kill: tuple[int, str, int] | float | None, steps: int
+) -> Any:
+    """Continue a run of `Filled` states, and note in a file each save that was acknowledged.
+
+    Args:
+        kill: which rank is killed where, at which of its saves; or after how many seconds a random one is.
+    """
+    filled = Filled(rank, world)
+    checkpointer = filled.checkpointer(url, commit_timeout_s=5, key_every=3)
+    start = checkpointer.resume()
+    if start:
+        assert filled.found() == {float(start)}
+    if isinstance(kill, tuple) and kill[0] == rank:
+        _at(kill[1], kill[2], die)
+    for step in range(start + 1, start + steps + 1):
+        filled.fill(step)
+        checkpointer.step(step)
+        checkpointer.flush()
+        reports = checkpointer.reports()
+        if rank == 0 and reports and reports[-1].step == step:
+            with open(log, "a") as file:
+                file.write(f"{step}\n")
+                file.flush()
+                os.fsync(file.fileno())
+    checkpointer.close()
+    return [report.step for report in checkpointer.reports()]
+
+
+def failures(rank: int, world: int, url: str) -> Any:
+    """One rank fails at the second save, another is late at the fourth."""
+    shown: list[str] = []
+    warnings.showwarning = lambda message, *rest, **more: shown.append(str(message))
+    warnings.simplefilter("always")
+    filled = Filled(rank, world)
+    checkpointer = filled.checkpointer(url, commit_timeout_s=1)
+    if rank == world - 1:
+        _at("before-put", 2, lambda: fails(StoreError("disk full")))
+    if rank == 1:
+        _at("before-put", 4, lambda: time.sleep(4))
+    for step in range(1, 8):
+        filled.fill(step)
+        checkpointer.step(step)
+        if step == 4:
+            checkpointer.flush()  # waits for the late rank on that rank alone; then all know
+    checkpointer.close()
+    return [(report.step, report.kind) for report in checkpointer.reports()], shown
+
+
+def fails(error: Exception) -> None:
+    raise error
+
+
+def refusals(rank: int, world: int, url: str) -> dict[str, str]:
+    """What is refused, on this rank."""
+    filled = Filled(rank, world)
+    seen: dict[str, str] = {}
+    seen["url"] = told(lambda: filled.checkpointer(url + str(rank)))
+    seen["scheme"] = told(lambda: filled.checkpointer(url, key_every=3 + rank))
+    seen["near"] = told(lambda: filled.checkpointer(url, near="/tmp/near"))
+    write = RunStore.try_to_write
+    RunStore.try_to_write = lambda self, key: fails(StoreError("read-only"))  # type: ignore[method-assign]
+    seen["rights"] = told(lambda: filled.checkpointer(url))
+    RunStore.try_to_write = write  # type: ignore[method-assign]
+
+    checkpointer = filled.checkpointer(url)
+    filled.fill(1)
+    checkpointer.save(1, wait=True)
+    seen["step"] = told(lambda: checkpointer.save(2 + rank))
+    odd = Odd(rank)
+    other = filled.checkpointer(url, odd=odd)  # fences the first one off
+    other.resume()
+    odd.value = (lambda: None) if rank == 1 else 0
+    seen["object"] = told(lambda: other.save(3))
+    odd.value = 0
+    other.save(4, wait=True)
+    checkpointer.save(5)
+    seen["fenced"] = told(checkpointer.flush)
+    checkpointer.saver.close()
+
+    model, optimizer = build("fsdp", world, rank, rows=5)
+    stranger = shrinkpoint.Checkpointer(url, model, optimizer, scheme="lossless")
+    before = full_state(model, optimizer)
+    seen["model"] = told(stranger.resume)
+    after = full_state(model, optimizer)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    seen["step that is not there"] = told(lambda: stranger.resume(step=77))
+    other.close()
+    return seen
+
+
+class Odd:
+    """An object whose state one rank cannot store."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> Any:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.value = state["value"]
+
+
+def newest_of_damaged(rank: int, world: int, url: str) -> Any:
+    """The step that all ranks resume from."""
+    filled = Filled(rank, world)
+    step = filled.checkpointer(url).resume()
+    return step, filled.found()
+
+
+def own_data(rank: int, world: int, url: str) -> Any:
+    """Random numbers and positions of each rank, before a save and after a restore."""
+    filled, odd = Filled(rank, world), Odd(0)
+    checkpointer = filled.checkpointer(url, odd=odd)
+    start = checkpointer.resume()
+    first = (odd.value, torch.rand(1).item(), random.random(), float(np.random.rand()))
+    if not start:
+        torch.manual_seed(rank)
+        odd.value = 10 + rank
+        checkpointer.save(1, wait=True)
+        first = (odd.value, torch.rand(1).item(), random.random(), float(np.random.rand()))
+    checkpointer.close()
+    return first
+
+
+def hop_lossy(rank: int, world: int, url: str, kind: str) -> Any:
+    """Continue a run of ``auto``; what is restored is what a single process decodes."""
+    model, opt = build(kind, world, rank, seed=world, d=64)
+    checkpointer = shrinkpoint.Checkpointer(url, model, opt, every=2, busy="wait", threads=1)
+    start = checkpointer.resume()
+    if start:
+        wanted = shrinkpoint.load(url)
+        found = full_state(model, opt)
+        assert all(torch.equal(tensor, found[f"model.{name}"]) for name, tensor in wanted["model"].items())
+        names = [name for name, _ in model.named_parameters()]
+        for index, state in wanted["optimizers"][0]["state"].items():
+            assert all(torch.equal(value, found[f"{names[index]}.{key}"]) for key, value in state.items())
+    for step in range(start, start + 4):
+        train(model, opt, step)
+        checkpointer.step(step + 1)
+    checkpointer.close()
+    return [
+        (report.step, report.kind, report.scheme, report.measured, report.sections, report.ratio)
+        for report in checkpointer.reports()
+    ]
+
+
+def sums_of_ranks(rank: int, world: int, url: str) -> Any:
+    """The step sizes of one save by ``auto``, by tensor, of this rank."""
+    filled = Filled(rank, world, d=64)
+    checkpointer = filled.checkpointer(url, scheme="auto")
+    checkpointer.save(1, wait=True)
+    checkpointer.close()
+    return full_state(filled.model, filled.optimizer)
