@@ -88,6 +88,8 @@ def log_of_training(
         raise ConfigError(
             f"step_log={options.kind!r} is for one process so far: leave it out where there are several"
         )
+    if config.adopt:
+        raise ConfigError("adopt=True and step_log= exclude each other: a logged step knows no adoption")
     if options.copy and request.url is None:
         raise ConfigError(
             "copy=True copies the log of step_log_url= to the run: give a folder near the training too"

@@ -59,8 +59,14 @@ class Measured:
         return statistics.median(self.methods["nothing"].seconds)
 
     def overhead(self, name: str) -> float:
-        """The training time that a method adds, relative; of medians."""
-        return statistics.median(self.methods[name].seconds) / self.step - 1
+        """The time that training waits for a method, relative to the rest of its time: of one thread, so that other work on the
+        machine affects both alike."""
+        method = self.methods[name]
+        return method.waited / (sum(method.seconds) - method.waited)
+
+    def background(self, name: str) -> float:
+        """CPU time of the whole process that a method adds, relative."""
+        return self.methods[name].cpu / self.methods["nothing"].cpu - 1
 
 
 class _Runner:
@@ -180,10 +186,13 @@ def measure_costs(text: Tensor, config: GPTConfig, log: str, *, blocks: int) -> 
         }
         stall = _begin(runners, ours)
         marks = {name: (c.step_log.bytes, c.step_log.blocked_s) for name, (_, c) in ours.items()}
+        before = {runner.method.name: runner.method.bytes for runner in runners}
         for _ in range(blocks):
             for runner in (*runners, *(runner for runner, _ in ours.values())):
                 for _ in range(_BLOCK):
                     runner.step()
+        for runner in runners:
+            runner.method.bytes -= before[runner.method.name]
         for name, (runner, checkpointer) in ours.items():
             written, blocked = marks[name]
             checkpointer.step_log.flush()
@@ -256,7 +265,8 @@ def print_costs(found: Measured) -> None:
         "\nExperiment 1: training time when every step is kept. Experiment 4: how often, if that may add 3.5 %\n"
     )
     print(
-        "| every step | training time | of it, training's thread waits | CPU time | kept at most every | bytes per parameter and step |"
+        "| every step | training waits | CPU time, background included | medians of the steps | at most every |"
+        " bytes per parameter and step |"
     )
     print("|---|---:|---:|---:|---:|---:|")
     plain = found.methods["nothing"]
@@ -264,8 +274,9 @@ def print_costs(found: Measured) -> None:
         if method is plain:
             continue
         added = found.overhead(name)
+        median = statistics.median(method.seconds) / found.step - 1
         print(
-            f"| {name} | {added:+.1%} | {method.waited / sum(method.seconds):.2%} | {method.cpu / plain.cpu - 1:+.1%} |"
+            f"| {name} | {added:+.2%} | {found.background(name):+.1%} | {median:+.1%} |"
             f" {max(1, math.ceil(added / _TOLERATED))} steps | {method.bytes / found.steps / found.parameters:.3f} |"
         )
     share = "not measured" if found.small_share is None else f"{found.small_share:.1%}"

@@ -190,6 +190,10 @@ def test_a_small_log(tmp_path: Path) -> None:
         ({"step_log_url": None}, "GB per hour"),
         ({"scheme": "auto"}, "needs scheme='lossless'"),
         ({"step_log": StepLog(kind="small", resume_weights=True)}, "is for Checkpointer"),
+        (
+            {"step_log": "small", "scheme": "auto", "adopt": True, "adoptions": 4},
+            "exclude each other|adopt",
+        ),
     ],
 )
 def test_wrong_options(options: dict[str, Any], message: str, tmp_path: Path) -> None:
