@@ -55,6 +55,8 @@ _LOST_STEPS = 0.01
 _OF_DIRECTION = 8  # times less where an optimizer uses the direction of a moment alone
 _MOST_LOST = 0.45  # of a first moment; from a half on, it would be farther from the truth than zeros are
 _LEAST_LOST = 0.005
+# Where direction is all, weak directions weigh as much as strong ones, and an orthogonalised update (Muon's) is mostly made of them.
+_LEAST_LOST_OF_DIRECTION = 0.002
 _USUAL_INTERVAL = 50  # steps between checkpoints, where nothing is known of the last one
 _LEAST = 1e-30
 _STATES: Mapping[Effort, States | None] = {"fast": None, "default": 4, "max": 8}
@@ -219,7 +221,7 @@ class Auto:
             elif folder not in names.squares:  # where amsgrad keeps a maximum, it divides by that
                 second = names.seconds[folder]
                 make = partial(make, second_moment=state.tensors[second], epsilon=added.get(second, EPSILON))
-            loss = min(max(lost, _LEAST_LOST), _MOST_LOST)
+            loss = min(max(lost, _LEAST_LOST_OF_DIRECTION if directed else _LEAST_LOST), _MOST_LOST)
             makers[name] = partial(make, step=self.options.first_moment_step, loss=loss)
         return makers
 

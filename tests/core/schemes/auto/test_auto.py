@@ -301,6 +301,9 @@ def test_less_is_lost_where_an_optimizer_uses_the_direction_alone():
     less = losses_of(state, movement=movement, directions={name})
     assert less.pop(name) < losses.pop(name)
     assert less == losses
+    at_once = Movement(rows={}, steps=1)
+    assert losses_of(state, movement=at_once, directions={name})[name] == 0.002
+    assert losses_of(state, movement=at_once)[name] == 0.005
 
 
 def test_of_an_unknown_optimizer_moments_live_for_long():
