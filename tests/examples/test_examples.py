@@ -309,3 +309,22 @@ def test_stores_goes_on_without_one_and_heals(tmp_path):
     assert "no further store may be lost now" in lost
     assert "store 2 was blank and belongs to the run now" in healed
     assert "1 store may be lost now; parity 1" in healed
+
+
+# --- sharded ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_sharded_example_continues_on_more_ranks(tmp_path):
+    shown = []
+    for ranks, steps in ((2, 40), (3, 60)):
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)),
+            *(str(EXAMPLES / "sharded_fsdp2.py"), str(tmp_path / "run"), "--steps", str(steps)),
+        ]
+        done = subprocess.run(command, capture_output=True, check=False, text=True, timeout=240)
+        assert done.returncode == 0, done.stdout + done.stderr
+        shown.append(done.stdout)
+    assert "2 ranks, from step 0 to 40" in shown[0]
+    assert "3 ranks, from step 40 to 60" in shown[1]
+    assert "step 60: delta" in shown[1]
