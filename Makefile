@@ -14,13 +14,16 @@ NOT_ON_NEWEST = $(addprefix --ignore=tests/, campaigns test_documents.py $(addpr
   saving/test_slimming.py $(addprefix quality/, inshrinkerator_search test_planner.py test_planner_bounds.py test_scale_search.py \
   test_search_measure.py test_restore_budget.py test_bound_controls.py))) --ignore-glob='tests/examples/test_*_bench.py'
 
-.PHONY: demo demo-composer bench bench-bound test test-newest test-llmfoundry test-slow lint docs format clean help
+.PHONY: demo demo-stores demo-composer bench bench-bound bench-steps test test-newest test-llmfoundry test-slow lint docs format clean help
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
 demo: .venv-demo/ready  ## train, kill -9, resume, and print what it cost (5 minutes)
 	.venv-demo/bin/python examples/demo.py
+
+demo-stores: .venv-demo/ready  ## the same in three stores, one of which is lost in the middle, and healed
+	.venv-demo/bin/python examples/demo.py --stores
 
 demo-composer: .venv/ready  ## the same with Composer, beside Lightning's numbers where there are some
 	.venv/bin/python examples/demo.py --framework composer
@@ -31,6 +34,9 @@ bench: .venv/ready  ## every scheme on real trainings: docs/schemes.md (hours; m
 bench-bound: .venv/ready  ## ten restores of 23 trainings beside their undisturbed runs: docs/bound.md (hours; continues)
 	.venv/bin/shrinkpoint compile
 	.venv/bin/python examples/benchmarks/bound.py --workers 2
+
+bench-steps: .venv/ready  ## step logs beside LowDiff's experiments: docs/steps.md (20 minutes)
+	OMP_NUM_THREADS=1 .venv/bin/python examples/benchmarks/steps.py
 
 test: .venv/ready  ## the fast suite (under 10 minutes on 2 cores)
 	.venv/bin/shrinkpoint compile

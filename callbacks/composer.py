@@ -9,6 +9,7 @@ from shrinkpoint.errors import MissingDependencyError
 from shrinkpoint.integrations.common.settings import refusing_unknown
 from shrinkpoint.saving.resume import ResumePolicy
 from shrinkpoint.schemes.catalogue import SchemeName
+from shrinkpoint.steps.options import StepLog
 
 _missing: ModuleNotFoundError | None = None
 try:
@@ -75,6 +76,10 @@ class CompressedCheckpoint(Callback):
             these say too little and ``search_overhead`` pays for more.
         storage_options: passed to fsspec; of several URLs for all but folders, or a list of as many.
         parity: how many of several URLs may be lost: 0, 1 or 2. None takes what the run began with, or 1.
+        step_log: ``"exact"`` logs the inputs of every optimizer step between two checkpoints, and a resume replays them bit for
+            bit; needs ``scheme="lossless"``. ``"small"`` logs the weights of every step in under one bit per element, for
+            `shrinkpoint.load_weights`. A `StepLog` sets options. Mostly not worth its bytes: docs/steps.md.
+        step_log_url: the log's folder, near the training, such as ``/dev/shm/steps``; ``"small"`` may go to the run itself.
         scheme: how states are coded: ``"auto"``, our own; a published scheme by its name (`shrinkpoint.schemes.catalogue`); or
             ``"lossless"``, bit by bit.
         options: the scheme's own settings: an object of its class, or a mapping of them, as it stands in YAML
@@ -97,6 +102,10 @@ class CompressedCheckpoint(Callback):
             all keep it.
         weights_only: never store the optimizer's state. A resume begins with a fresh one, and says so.
         busy: what to do with a save that is due while one is being written: ``"skip"`` it, or ``"wait"``.
+        adopt: at every planned save, training goes on from exactly what a reader of it restores, so that a resumed run is the
+            undisturbed one bit for bit (docs/adopt.md); single process only. The loss is measured on the last `probe_batches`
+            training batches before the save, since a resumed process sees these again.
+        adoptions: with `adopt`, the number of planned saves of the whole run; None takes it from ``max_duration``.
         grace_s: seconds that removed checkpoints' data is kept, for readers and writers that are under way.
         max_failures: so many failed saves in a row end training with an error.
         threads: threads that encode and decode; None takes half of the processors.
@@ -125,6 +134,8 @@ class CompressedCheckpoint(Callback):
         probe_batches: int = 2,
         storage_options: Mapping[str, Any] | list[Mapping[str, Any] | None] | None = None,
         parity: int | None = None,
+        step_log: Literal["exact", "small"] | StepLog | None = None,
+        step_log_url: str | None = None,
         scheme: SchemeName = "auto",
         options: Any = None,
         max_degradation: float = 0.01,
@@ -139,6 +150,8 @@ class CompressedCheckpoint(Callback):
         keep_optimizer: int | None = None,
         weights_only: bool = False,
         busy: Literal["skip", "wait"] = "skip",
+        adopt: bool = False,
+        adoptions: int | None = None,
         grace_s: float = 86400.0,
         max_failures: int = 3,
         threads: int | None = None,
@@ -163,6 +176,8 @@ class CompressedCheckpoint(Callback):
             probe_batches=probe_batches,
             storage_options=storage_options,
             parity=parity,
+            step_log=step_log,
+            step_log_url=step_log_url,
             options={
                 "scheme": scheme,
                 "options": options,
@@ -178,6 +193,8 @@ class CompressedCheckpoint(Callback):
                 "keep_optimizer": keep_optimizer,
                 "weights_only": weights_only,
                 "busy": busy,
+                "adopt": adopt,
+                "adoptions": adoptions,
                 "grace_s": grace_s,
                 "max_failures": max_failures,
                 "threads": threads,

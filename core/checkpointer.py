@@ -5,6 +5,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from types import TracebackType
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ from torch import nn
 
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError
+from shrinkpoint.loading import weights_of_step
 from shrinkpoint.loop.measuring import LoopMeasurements
 from shrinkpoint.loop.objects import LoopObjects, Stateful
 from shrinkpoint.loop.sharded import ShardedObjects, has_shards, sharded_saver
@@ -26,12 +28,13 @@ from shrinkpoint.saving.resume import (
     check_policy,
     resume_from,
 )
+from shrinkpoint.saving.takeover import Adoption
 from shrinkpoint.sharded.saver import ShardedSaver
-from shrinkpoint.steps.opening import log_of_training
+from shrinkpoint.steps.opening import LogRequest, log_of_training
 from shrinkpoint.steps.options import StepLog
 from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.manifest import Manifest
-from shrinkpoint.store.urls import RunUrl, split_urls
+from shrinkpoint.store.urls import RunUrl
 from shrinkpoint.warn import brief, warn
 
 __all__ = ["Checkpointer", "Stateful"]
@@ -83,8 +86,9 @@ class Checkpointer:
         storage_options: passed to fsspec; of several URLs for all but folders, or a list of as many.
         parity: how many of several URLs may be lost: 0, 1 or 2. None takes the run's own value, or 1.
         step_log: ``"exact"`` logs the inputs of every `optimizer.step()` between two checkpoints, and `resume` replays these
-            steps bit for bit; a `StepLog` sets options. Needs ``scheme="lossless"``. Mostly not worth its bytes: docs/steps.md.
-        step_log_url: the log's folder, near the training, such as ``/dev/shm/steps``.
+            steps bit for bit; needs ``scheme="lossless"``. ``"small"`` logs the weights of every step in under one bit per
+            element, for `load_weights`. A `StepLog` sets options. Mostly not worth its bytes: docs/steps.md.
+        step_log_url: the log's folder, near the training, such as ``/dev/shm/steps``; ``"small"`` may go to the run itself.
         after_step: with a step log, what the training does to large tensors after each step and before it calls `step`:
             ``lambda: ema.update_parameters(model)``. Called when steps are replayed, and only then.
         stateful: further objects by name: ``scheduler=scheduler, sampler=sampler``. Averages of the weights among them, such
@@ -110,7 +114,7 @@ class Checkpointer:
         config: SaverConfig | None = None,
         storage_options: StorageOptions = None,
         parity: int | None = None,
-        step_log: Literal["exact"] | StepLog | None = None,
+        step_log: Literal["exact", "small"] | StepLog | None = None,
         step_log_url: str | None = None,
         after_step: Callable[[], object] | None = None,
         **stateful: Any,
@@ -171,17 +175,20 @@ class Checkpointer:
         weakref.finalize(self, self._termination.unwatch)
         self._began = False
         config = config or SaverConfig(**fields)
+        if config.adopt:
+            _check_adoption(config, every, step_log)
         self.step_log = log_of_training(
             model,
             self._objects.optimizers,
             stateful,
-            step_log=step_log,
-            step_log_url=step_log_url,
-            after_step=after_step,
-            run_urls=split_urls(url),
+            LogRequest(step_log=step_log, url=step_log_url, after_step=after_step),
+            run_url=url,
+            storage_options=storage_options,
+            parity=parity,
             config=config,
             every=every,
             alone=not _is_distributed(),
+            read_base=lambda step: weights_of_step(url, step, storage_options),
         )
         """The step log; None without one."""
         self._committed = 0
@@ -299,8 +306,8 @@ class Checkpointer:
             self._versions = self._objects.changes
             self._watch()
             if self._termination.received:
-                self._save_and_end()
-            return self.save(step, metrics=metrics) if due else None
+                self._save_and_end(planned=due)
+            return self._save(step, metrics, planned=True) if due else None
 
     def _warn_log(self) -> None:
         """Report committed checkpoints to the step log, which removes steps before the last but one."""
@@ -330,20 +337,36 @@ class Checkpointer:
         exact: bool = False,
         wait: bool = False,
     ) -> Accepted | None:
-        """Save now; see `Saver.save`."""
+        """Save now; see `Saver.save`. With ``adopt=True`` such a save is stored exactly, since it was not planned."""
+        return self._save(step, metrics, exact=exact, wait=wait)
+
+    def _save(
+        self,
+        step: int,
+        metrics: Mapping[str, float] | None,
+        *,
+        exact: bool = False,
+        wait: bool = False,
+        planned: bool = False,
+    ) -> Accepted | None:
+        adopts = planned and self.saver.config.adopt
         if self.step_log is not None:
             self.step_log.boundary(step)
-        accepted = self.saver.save(
-            self._objects.state(step),
-            step=step,
-            describe=self._objects.describe(),
-            metrics=metrics,
-            evaluate=self._measurements.evaluation(),
-            resumed=self._measurements.resumed(self.saver.config),
-            optimizers=self._objects.inner,
-            exact=exact,
-            wait=wait,
-        )
+        with self._objects.undone() if adopts else nullcontext():
+            accepted = self.saver.save(
+                self._objects.state(step),
+                step=step,
+                describe=self._objects.describe(),
+                metrics=metrics,
+                evaluate=self._measurements.evaluation(),
+                resumed=self._measurements.resumed(self.saver.config),
+                optimizers=self._objects.inner,
+                exact=exact,
+                wait=wait,
+                adoption=Adoption(live=self._objects.live, settings={"every": self._every})
+                if adopts
+                else None,
+            )
         if accepted is not None:
             self._saved_step, self._overdue = step, False
         return accepted
@@ -404,11 +427,15 @@ class Checkpointer:
         )
         warn(f"the last step, {step}, is not saved, for {why}", stacklevel=4)
 
-    def _save_and_end(self) -> None:
+    def _save_and_end(self, *, planned: bool) -> None:
+        """A planned save is made as such where the training adopts: the undisturbed run would go on from it."""
         step = self._last_step
         assert step is not None
         try:
-            self.save(step, metrics=self._last_metrics, exact=True, wait=True)
+            if planned and self.saver.config.adopt:
+                self._save(step, self._last_metrics, wait=True, planned=True)
+            else:
+                self.save(step, metrics=self._last_metrics, exact=True, wait=True)
         except Exception as error:  # noqa: BLE001 - after any error the process ends as requested
             warn(f"step {step} could not be saved: {type(error).__name__}: {error}")
         finally:
@@ -427,6 +454,22 @@ class Checkpointer:
             self._close_log(whole=False)
             self.saver.close()
         return False
+
+
+def _check_adoption(config: SaverConfig, every: int | None, step_log: object) -> None:
+    if every is None:
+        raise ConfigError("adopt=True needs every=: only planned saves are adopted, and without it none is")
+    if config.adoptions is None:
+        raise ConfigError(
+            "adopt=True needs adoptions=, the number of planned saves of the whole run (total steps / every):"
+            " max_degradation is divided among them"
+        )
+    if step_log is not None:
+        raise ConfigError("adopt=True and step_log= exclude each other: a logged step knows no adoption")
+    if _is_distributed():
+        raise ConfigError(
+            "adopt=True is for a single process as yet: leave it out with DDP, or give scheme='lossless', which is exact"
+        )
 
 
 def _is_distributed() -> bool:

@@ -12,7 +12,15 @@ from shrinkpoint.store.manifest import MAX_CHAIN
 __all__ = ["SaverConfig"]
 
 _POSITIVE = ("commit_timeout_s", "key_every", "max_failures", "restore_budget", "near_keep")
-_POSITIVE_OR_NONE = ("keep_last", "keep_every", "keep_best", "keep_optimizer", "threads", "longest_chain")
+_POSITIVE_OR_NONE = (
+    "adoptions",
+    "keep_last",
+    "keep_every",
+    "keep_best",
+    "keep_optimizer",
+    "threads",
+    "longest_chain",
+)
 _LONGER = 4
 _CHOICES = {"scheme": SCHEMES, "busy": ("skip", "wait"), "mode": ("min", "max")}
 
@@ -59,7 +67,13 @@ class SaverConfig:
     longest_chain: int | None = None
     """Checkpoints that a restore reads at most; None takes four times `key_every`, or 1 where that is 1."""
     busy: Literal["skip", "wait"] = "skip"
-    """Action if a save is due while another is being written."""
+    """Action if a save is due while another is being written. With `adopt`, planned saves always wait."""
+    adopt: bool = False
+    """At every planned save, training continues from exactly what a reader of that checkpoint restores, so that a killed and
+    resumed run equals an undisturbed one bit for bit (docs/adopt.md). Needs ``scheme="auto"`` and `adoptions`."""
+    adoptions: int | None = None
+    """With `adopt`, the number of planned saves of the whole run, which together stay within `max_degradation`; restores cost
+    nothing more then, and `restore_budget` is not used. Callbacks take it from the trainer's limits where it follows from them."""
     keep_last: int | None = None
     """Number of newest checkpoints to keep. Without any ``keep_*``, all are kept. A training never removes checkpoints
     that it does not continue, such as those of an earlier training in the same run."""
@@ -127,12 +141,13 @@ class SaverConfig:
             raise ConfigError(f"monitor must be the name of a metric, not {self.monitor!r}")
         if type(self.probe_steps) is not int or self.probe_steps < 0:
             raise ConfigError(f"probe_steps must be a number of steps, 0 or more, not {self.probe_steps!r}")
-        for name in ("compile_ahead", "guards", "weights_only"):
+        for name in ("adopt", "compile_ahead", "guards", "weights_only"):
             if type(getattr(self, name)) is not bool:
                 raise ConfigError(f"{name} must be True or False, not {getattr(self, name)!r}")
         if self.options is not None:
             object.__setattr__(self, "options", made_options(self.scheme, self.options))
             check_options(self.scheme, self.options)
+        self._check_adoption()
         if self.keep_best is not None and self.monitor is None:
             raise ConfigError("keep_best needs a metric: give monitor too, for example monitor='val_loss'")
         if self.weights_only and self.keep_optimizer is not None:
@@ -153,6 +168,27 @@ class SaverConfig:
                 raise ConfigError(
                     f"{name} must be a number, {low} or more{f', {high} at most' if high else ''}, not {value!r}"
                 )
+
+    def _check_adoption(self) -> None:
+        if not self.adopt:
+            if self.adoptions is not None:
+                raise ConfigError(f"adoptions={self.adoptions} is of use with adopt=True only")
+            return
+        if self.scheme == "lossless":
+            raise ConfigError(
+                "adopt=True with scheme='lossless': its checkpoints are exact already, so that a resumed run is the undisturbed"
+                " one; leave adopt out"
+            )
+        if self.scheme != "auto":
+            raise ConfigError(
+                f"adopt=True with scheme={self.scheme!r}: only 'auto' is quantized such that a replay gets the same values"
+                " (others search by time); give scheme='auto', or leave adopt out"
+            )
+        if self.weights_only:
+            raise ConfigError(
+                "adopt=True with weights_only=True: a resumed run has another optimizer state than the undisturbed one; leave one"
+                " of them out"
+            )
 
     @property
     def scheme_options(self) -> Any:

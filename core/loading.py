@@ -25,14 +25,17 @@ from shrinkpoint.saving.finite import not_finite_text
 from shrinkpoint.state.blocks import whole_specs
 from shrinkpoint.state.training import TrainingState
 from shrinkpoint.state.tree import JSON, dense_only, tensor_names
+from shrinkpoint.steps.folder import near_segments, run_segments
+from shrinkpoint.steps.logged import LoggedWeights
+from shrinkpoint.steps.reader import LogReader
 from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.run import RunStore
 from shrinkpoint.store.single import looks_like_file, naming, read_file
-from shrinkpoint.store.urls import RunUrl, split_urls, url_text
+from shrinkpoint.store.urls import RunUrl, parse_url, split_urls, url_text
 from shrinkpoint.warn import brief, warn
 
-__all__ = ["load", "load_state", "load_weights"]
+__all__ = ["load", "load_state", "load_weights", "weights_of_step"]
 
 T = TypeVar("T")
 Device = str | int | torch.device | None
@@ -118,6 +121,7 @@ def load_weights(
     prefix: str = "",
     device: Device = None,
     storage_options: StorageOptions = None,
+    step_log_url: str | None = None,
 ) -> dict[str, torch.Tensor]:
     """The model's weights and buffers, for ``model.load_state_dict``; the optimizer's state is neither read nor decoded.
 
@@ -130,6 +134,8 @@ def load_weights(
             is ``self.model`` of a LightningModule.
         device: where they go; None leaves them on the host.
         storage_options: passed to fsspec; of several URLs for all but folders, or a list of as many.
+        step_log_url: the folder of the run's small step log, if it is not in the run itself. ``<run>#step=1234`` is also a
+            step that was logged and not saved (docs/steps.md).
 
     Returns:
         The tensors by their names in the model; tied ones share their memory.
@@ -150,6 +156,26 @@ def load_weights(
     if isinstance(names, str):
         raise ConfigError(f"names={names!r} must be several names, as in names=[{names!r}]")
     wanted = None if names is None else list(names)
+    try:
+        tensors = _weights(lambda read: _read(url, storage_options, read), wanted, prefix)
+    except NoCheckpointError:
+        logged = _logged(url, storage_options, step_log_url)
+        if logged is None:
+            raise
+        chosen = _chosen({name: name for name in logged}, wanted, prefix)
+        tensors = {name: logged[place] for name, place in chosen.items()}
+    if device is None:
+        return tensors
+    moved: dict[int, torch.Tensor] = {}  # tied ones stay tied
+    return {name: moved.setdefault(id(tensor), tensor.to(device)) for name, tensor in tensors.items()}
+
+
+def _weights(
+    read_chain: Callable[[Callable[[Chain], tuple[Header, dict[str, torch.Tensor]]]], Any],
+    wanted: Collection[str] | None,
+    prefix: str,
+) -> dict[str, torch.Tensor]:
+    """The model's tensors in one checkpoint, which `read_chain` finds."""
     stored: dict[str, str] = {}
 
     def choose(header: Header) -> Collection[str]:
@@ -160,9 +186,50 @@ def load_weights(
     def read(chain: Chain) -> tuple[Header, dict[str, torch.Tensor]]:
         return decode_selected(chain, choose, threads=_threads())
 
-    _, tensors = _read(url, storage_options, read)
-    moved = {name: tensor if device is None else tensor.to(device) for name, tensor in tensors.items()}
-    return {name: moved[place] for name, place in stored.items()}
+    _, tensors = read_chain(read)
+    return {name: tensors[place] for name, place in stored.items()}
+
+
+def _logged(
+    url: RunUrl, storage_options: StorageOptions, step_log_url: str | None
+) -> dict[str, torch.Tensor] | None:
+    """The weights of a step that was logged and not saved; None where the run has no log."""
+    address = Address.parse(url_text(url))
+    if address is None or address.step is None:
+        return None
+    store = RunStore(address.url, storage_options=storage_options)
+    if not store.exists():
+        return None
+    segments = run_segments(address.url, storage_options)
+    if step_log_url is not None:
+        location = parse_url(step_log_url)
+        options = None if location.kind == "local" else _of_one(storage_options)
+        segments = near_segments(location, options, store.run_id())
+    log = LoggedWeights(LogReader([segments], store.run_id(), "small"))
+    if log.is_empty:
+        return None
+    with waiting_for(f"reading step {address.step} from the step log of {address.url}"):
+        found = log.at(address.step, lambda base: weights_of_step(address.url, base, storage_options))
+    return dict(found.tensors)
+
+
+def weights_of_step(
+    url: RunUrl, step: int, storage_options: StorageOptions = None
+) -> dict[str, torch.Tensor]:
+    """The model's tensors in the checkpoint of a step.
+
+    Args:
+        url: the run.
+        step: of the checkpoint; where it was saved more than once, the one committed last.
+        storage_options: as of `load`.
+
+    Raises:
+        NoCheckpointError: there is none.
+        ShrinkpointError: as `load_weights`.
+    """
+    store = RunStore(url, storage_options=storage_options)
+    address = Address(url=url_text(url), step=step)
+    return _weights(lambda read: _read_run(address, store, read), None, "")
 
 
 def _threads() -> int:

@@ -103,6 +103,11 @@ class SaveReport:
     """Evaluations made for this save."""
     blocked_s: float
     """Seconds that training waited for the snapshot."""
+    adopt_s: float | None = None
+    """Seconds that training then waited until it had taken over what is restored of this save, without evaluations; None where it
+    went on from its own state."""
+    waited_s: float | None = None
+    """With ``adopt=True``, seconds that training waited before for the last save to be written."""
     search_s: float
     """Seconds that training spent in evaluations for this save."""
     encode_s: float
@@ -135,6 +140,9 @@ class SaveReport:
         more = {"...": f"and {len(kept) - _NAMED} more tensors"} if len(kept) > _NAMED else {}
         report = asdict(self) | {"kept_exactly": dict(kept[:_NAMED]) | more, "ratio": self.ratio}
         report["exact"] = parts_json(self.exact, self.bytes)
+        for name in ("adopt_s", "waited_s"):  # of trainings that adopt only
+            if report[name] is None:
+                del report[name]
         for name in (
             "seq",
             "write_s",

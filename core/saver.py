@@ -29,10 +29,13 @@ from shrinkpoint.runtime.memory import LARGE, give_back
 from shrinkpoint.runtime.progress import waiting_for
 from shrinkpoint.runtime.worker import Worker
 from shrinkpoint.saving.address import Address
+from shrinkpoint.saving.adopted import adopted_of
+from shrinkpoint.saving.adoption import AdoptingCommitter
 from shrinkpoint.saving.committer import Committer, Job
 from shrinkpoint.saving.finite import is_finite, not_finite_text
 from shrinkpoint.saving.retention import is_weights_only
 from shrinkpoint.saving.slimming import without_optimizer
+from shrinkpoint.saving.takeover import Adoption, Takeover, WaitingShare, unsuitable
 from shrinkpoint.saving.warmup import Warmup
 from shrinkpoint.state.snapshot import Snapshotter
 from shrinkpoint.state.training import Describe, TrainingState, plain
@@ -109,7 +112,9 @@ class Saver:
         self._under_way = (0, 0.0)
         self._compiling = False
         self._desk = EvaluationDesk()
-        self._committer = Committer(self.store, self.config, lambda: self._desk.seconds)
+        make = AdoptingCommitter if self.config.adopt else Committer
+        self._committer = make(self.store, self.config, lambda: self._desk.seconds)
+        self._waits = WaitingShare()
         self._snapshotter = Snapshotter()
         self._worker = Worker("shrinkpoint-save", before_exit=self._desk.close)
         self._warmup = Warmup(self.config.scheme, self.config.scheme_options)
@@ -193,6 +198,7 @@ class Saver:
         optimizers: Sequence[torch.optim.Optimizer] = (),
         exact: bool = False,
         wait: bool = False,
+        adoption: Adoption | None = None,
     ) -> Accepted | None:
         """Save a state; returns as soon as it is copied.
 
@@ -209,6 +215,8 @@ class Saver:
                 copies. None are needed for anything else.
             exact: store this one bit-exactly.
             wait: return when it is committed.
+            adoption: with ``adopt=True``, for a planned save: the training's tensors get the values that are stored before this
+                returns. None for a save that an undisturbed run would not make: it is stored exactly.
 
         Returns:
             What was accepted; None when a save was still being written and `busy` is ``skip``, or when it was to be
@@ -223,12 +231,15 @@ class Saver:
         self._raise_if_fatal()
         started = time.perf_counter()
         step, numbers = _check_step(step), _check_metrics(metrics or {})
+        if adoption is not None and not self.config.adopt:
+            raise ConfigError("adoption needs a saver with adopt=True")
         if self.busy:
             self.poll()
-            if self.config.busy == "skip" and not wait:
+            if self.config.busy == "skip" and not wait and not self.config.adopt:
                 self.skip()
                 return None
             self.flush()
+        waited_s = time.perf_counter() - started
         self._go_on()
         captured = TrainingState.capture(state, describe)
         if (
@@ -236,6 +247,7 @@ class Saver:
         ):  # steps from a restore, and what it does to updates, are those of a fresh optimizer
             captured, resumed, optimizers = without_optimizer(captured), None, ()
         self._evaluate, self._resumed = evaluate, resumed
+        takeover = self._takeover(captured, describe, adoption, waited_s)
         job = Job(
             snapshot=self._snapshotter.take(captured),
             step=step,
@@ -247,7 +259,8 @@ class Saver:
             },
             optimizers=tuple(OptimizerKind.of(optimizer) for optimizer in optimizers),
             exact=exact,
-            blocked_s=time.perf_counter() - started,
+            blocked_s=time.perf_counter() - started - (waited_s if takeover is not None else 0.0),
+            takeover=takeover,
         )
         accepted = Accepted(step=step, blocked_s=job.blocked_s)
         self.blocked_s += job.blocked_s
@@ -255,11 +268,28 @@ class Saver:
         handed_over = [job]
         del job  # the snapshot is the background's alone: as soon as that is done with it, its memory is free
         self._worker.submit(lambda: self._run(handed_over))
+        if takeover is not None:
+            self._take_over(takeover, started)
         if wait:
             self.flush()
             if self._failed:
                 return None
         return accepted
+
+    def _takeover(
+        self, captured: TrainingState, describe: Describe, adoption: Adoption | None, waited_s: float
+    ) -> Takeover | None:
+        if adoption is None:
+            return None
+        exactly = unsuitable(captured, adoption.live, describe)
+        return Takeover(captured.tensors, exactly, adoption.settings, waited_s)
+
+    def _take_over(self, takeover: Takeover, started: float) -> None:
+        """Wait for the quantized values, and let the training go on from them."""
+        with self._waiting() if self._compiling else nullcontext():
+            takeover.wait(self.poll, started=time.perf_counter())
+        self.blocked_s += takeover.seconds
+        self._waits.add(started, time.perf_counter())
 
     def skip(self) -> None:
         """Count a save that is not made because one is under way; the first, the tenth, the hundredth ... gives a warning with the reason."""
@@ -419,6 +449,12 @@ class Saver:
         else:
             manifest, decoded = self._chosen(which)
         self._newest, self._restored = None, (manifest, decoded)
+        if adopted_of(manifest) is not None and not self.config.adopt:
+            warn(
+                f"the training up to step {manifest.step} adopted its checkpoints (adopt=True), and goes on without that: from now on"
+                " a resumed run differs from an undisturbed one",
+                stacklevel=3,
+            )
         self._go_on()
         self._warn_if_diverged(manifest)
         if is_weights_only(manifest.meta):
@@ -508,6 +544,8 @@ class Saver:
             self._resume_search(manifest)
 
     def _resume_search(self, manifest: Manifest) -> None:
+        if self.config.adopt:
+            return  # the committer has done it
         search = manifest.meta.get("search")
         try:
             self._committer.planner.load_state_dict(search if isinstance(search, dict) else {})

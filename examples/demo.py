@@ -1,11 +1,13 @@
 """`make demo`: train, kill -9, start again, and measure what the compressed checkpoints cost.
 
-    python examples/demo.py [--framework lightning] [--steps 600] [--seed 1] [--out demo-out] [--quick]
+    python examples/demo.py [--framework lightning] [--steps 600] [--seed 1] [--out demo-out] [--quick] [--stores]
 
 1. A small GPT learns the Python standard library's source text, undisturbed, with ordinary checkpoints.
 2. The same training with CompressedCheckpoint gets SIGKILL at a random moment, is started again by the same
    command, resumes by itself and finishes.
 3. The last checkpoint is restored in a fresh process and compared with the true weights.
+
+With ``--stores`` (`make demo-stores`) the run is in three stores, one of which is lost before the kill; see demo_stores.py.
 
 Every number shown at the end was measured in this run. Each run gets a new numbered folder under ``--out``;
 nothing older is touched, but ``demo.svg`` and ``table.md`` directly under ``--out`` show the newest one. Where the
@@ -21,6 +23,7 @@ import shutil
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,7 @@ from demo_comparison import comparison_markdown, comparison_table, same_training
 from demo_picture import picture
 from demo_process import DemoError, TrainingProcess, wait
 from demo_report import DemoResult, Save, findings, grid, markdown, rich_table
+from demo_stores import Stores
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -52,7 +56,9 @@ class Demo:
         self.steps = options.steps or (60 if options.quick else 600)
         self.every = max(2, self.steps // (6 if options.quick else 8))
         self.folder = _new_folder(options.out)
-        self.run_url = str(self.folder / "run")
+        # After the first save, and before the kill.
+        self.stores = Stores(self.folder / "run", self.every * 3 // 2) if options.stores else None
+        self.urls = self.stores.urls if self.stores else [str(self.folder / "run")]
         self._common: dict[str, Any] = {
             "framework": options.framework,
             "every": self.every,
@@ -77,6 +83,10 @@ class Demo:
                 reference = self._train(progress, "undisturbed, torch.save", "reference", "reference")
                 first = self._train(progress, "compressed, until kill -9", "compressed", "run-1", kill=True)
                 second = self._train(progress, "started again, resumes", "compressed", "run-2")
+                if self.stores:
+                    healing = progress.add_task("shrinkpoint stores, heal, stores", total=1)
+                    self.stores.heal()
+                    progress.update(healing, completed=1)
                 check = self._start("remeasure", "remeasure")
                 waiting = progress.add_task("restore in a fresh process", total=1)
                 wait(check, lambda: None)
@@ -87,7 +97,7 @@ class Demo:
         return self._result(reference, first, second, check, time.monotonic() - started)
 
     def _start(self, mode: str, name: str) -> TrainingProcess:
-        url = str(self.folder / "reference") if mode == "reference" else self.run_url
+        url = str(self.folder / "reference") if mode == "reference" else self.urls
         settings = self.folder / f"{name}.settings.json"
         settings.write_text(
             json.dumps({"mode": mode, "url": url, **self._common}, indent=1), encoding="utf-8"
@@ -104,7 +114,9 @@ class Demo:
 
         def watch() -> None:
             progress.update(task, completed=child.step)
-            if kill and child.step >= self.kill_step and _has_commit(self.run_url):
+            if kill and self.stores:
+                self.stores.watch(child.step)
+            if kill and child.step >= self.kill_step and self._may_be_killed():
                 time.sleep(self.kill_delay)
                 child.kill()
                 progress.stop_task(task)
@@ -115,9 +127,13 @@ class Demo:
         wait(child, watch, killed_on_purpose=kill)
         if kill and child.step >= self.steps:
             raise DemoError(
-                f"{name} finished before it could be killed: {self.run_url} had no checkpoint by then"
+                f"{name} finished before it could be killed: {self.urls[0]} had no checkpoint by then"
             )
         return child
+
+    def _may_be_killed(self) -> bool:
+        """Whether there is something to resume from, and of several stores, whether saving went on without one."""
+        return self.stores.went_on if self.stores else any(Path(self.urls[0], "commits").glob("*.json"))
 
     def _result(
         self,
@@ -138,7 +154,7 @@ class Demo:
             versions=check.of("process")[0]["versions"],
             training={name: self._common[name] for name in ("every", "seed", "config")},
             steps=self.steps,
-            saves=_collect_saves(self.run_url, {step: int(e["bytes"]) for step, e in torch_saves.items()}),
+            saves=_collect_saves(self.urls, {step: int(e["bytes"]) for step, e in torch_saves.items()}),
             reference=reference.curve("train"),
             before=first.curve("train"),
             after=second.curve("train"),
@@ -157,16 +173,14 @@ class Demo:
         )
 
 
-def _has_commit(url: str) -> bool:
-    return any(Path(url, "commits").glob("*.json"))
-
-
-def _collect_saves(url: str, torch_bytes: dict[int, int]) -> list[Save]:
+def _collect_saves(urls: list[str], torch_bytes: dict[int, int]) -> list[Save]:
     """What the run's own manifests say, so that saves of the killed process count as well."""
     # Imported late: torch takes seconds, and the progress bar should not wait for it.
     from shrinkpoint.store.run import RunStore
 
-    manifests = sorted(RunStore(url).manifests(), key=lambda m: (m.epoch, m.seq))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the store that was deleted last
+        manifests = sorted(RunStore(urls).manifests(), key=lambda m: (m.epoch, m.seq))
     return [
         Save(
             step=manifest.step,
@@ -211,8 +225,8 @@ def _progress(console: Console) -> Progress:
     )
 
 
-def _show(console: Console, result: DemoResult, folder: Path, framework: str) -> None:
-    out = folder.parent
+def _show(console: Console, result: DemoResult, demo: Demo, framework: str) -> None:
+    folder, out = demo.folder, demo.folder.parent
     for name, text in (("demo.svg", picture(result)), ("table.md", markdown(result))):
         (folder / name).write_text(text, encoding="utf-8")
         shutil.copyfile(folder / name, out / name)
@@ -222,7 +236,17 @@ def _show(console: Console, result: DemoResult, folder: Path, framework: str) ->
     console.print(grid(findings(result)))
     _show_beside(console, out)
     console.print(f"\npicture      {out / 'demo.svg'}\ntable        {out / 'table.md'}")
-    console.print(f"checkpoints  {folder / 'run'}  (shrinkpoint ls {folder / 'run'})")
+    console.print(f"checkpoints  {folder / 'run'}  (shrinkpoint ls {','.join(demo.urls)})")
+    if demo.stores:
+        _tell(console, demo.stores, folder)
+
+
+def _tell(console: Console, stores: Stores, folder: Path) -> None:
+    """What became of the stores, on the terminal and in a file."""
+    lines = ["", *stores.story(folder / "run-1.log", folder / "run-2.log")]
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    (folder / "stores.txt").write_text("\n".join(lines[1:]) + "\n", encoding="utf-8")
 
 
 def _show_beside(console: Console, out: Path) -> None:
@@ -249,6 +273,9 @@ def main() -> int:
         "--out", type=Path, default=Path("demo-out"), help="folder for everything that is written"
     )
     parser.add_argument("--threads", type=int, default=2, help="torch threads of each training process")
+    parser.add_argument(
+        "--stores", action="store_true", help="three stores, one of which is lost in the middle"
+    )
     parser.add_argument("--quick", action="store_true", help="a tiny model, done in under a minute")
     options = parser.parse_args()
     if options.steps is not None and options.steps < 24:
@@ -269,7 +296,7 @@ def main() -> int:
     except DemoError as error:
         console.print(f"\n{error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return 1
-    _show(console, result, demo.folder, options.framework)
+    _show(console, result, demo, options.framework)
     return 0
 
 

@@ -90,5 +90,5 @@ def restored(task: Task) -> GPT:
     trainer = Trainer(accelerator="cpu", logger=False, callbacks=[CompressedCheckpoint(task.url)], **QUIET)
     module = GPTModule(task.config)
     batches = DataLoader(task.held_out, batch_size=None)
-    trainer.validate(module, batches, ckpt_path=f"{task.url}#newest", verbose=False)
+    trainer.validate(module, batches, ckpt_path=f"{','.join(task.url)}#newest", verbose=False)
     return module.model

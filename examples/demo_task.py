@@ -42,8 +42,8 @@ class Task:
     """``reference``, ``compressed`` or ``remeasure``; see demo_train.py."""
     framework: str
     """``lightning`` or ``composer``."""
-    url: str
-    """Where the checkpoints are."""
+    url: Any
+    """Where the checkpoints are: one URL for ``reference``, for the others a list with one, or with several stores."""
     every: int
     """Steps between two checkpoints, and between two validations."""
     seed: int

@@ -1,4 +1,4 @@
-"""Train with checkpoints in three stores, lose one of them in the middle, get killed, start again, and heal.
+"""Train with checkpoints in three stores, lose one of them in the middle, get killed, start again, heal, and lose another one.
 
     python examples/stores.py                        # three folders in stores-run/; takes one of them away itself
     python examples/stores.py --train URL URL URL    # your own stores: train alone, and start it again whenever you like
@@ -87,6 +87,10 @@ def act_out(folder: Path) -> None:
     for words in ("stores", "heal", "stores"):
         print(f"--- shrinkpoint {words} {shown}", flush=True)
         subprocess.run([Path(sys.executable).with_name("shrinkpoint"), words, *urls], check=False)
+
+    print(f"--- {urls[0]} is lost too; the same command finds everything in the others", flush=True)
+    shutil.rmtree(urls[0])
+    subprocess.run(command, check=True)
 
 
 def main() -> None:

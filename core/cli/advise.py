@@ -147,7 +147,12 @@ def _noted(run: OpenRun) -> _Noted:
     weights = raw.get("weight", 0) if isinstance(raw, dict) else 0
     return _Noted(
         saves=len(saves),
-        stall_s=_median([_number(save, "blocked_s") + _number(save, "search_s") for _, save in saves]),
+        stall_s=_median(
+            [
+                _number(save, "blocked_s") + _number(save, "search_s") + _number(save, "adopt_s")
+                for _, save in saves
+            ]
+        ),
         encode_s=_median([_number(save, "encode_s") for _, save in saves]),
         write_s=_write_seconds(run, [manifest for manifest, _ in saves]),
         seconds_per_step=_step_seconds([manifest for manifest, _ in saves]),

@@ -6,6 +6,7 @@ from typing import Any
 
 from shrinkpoint.cli.options import AsJson, Pairs, StorageOptions, Url, parse_storage_options
 from shrinkpoint.cli.output import (
+    adopted_text,
     age,
     bytes_text,
     console,
@@ -118,6 +119,8 @@ def _remarks(checkpoint: Mapping[str, Any]) -> str:
     parts += exact_texts(checkpoint["exact"])
     if checkpoint["not_finite"]:
         parts.append(f"NOT FINITE: {checkpoint['not_finite']}")
+    if (adopted := adopted_text(checkpoint)) is not None:
+        parts.append(adopted)
     if checkpoint["weights_only"]:
         parts.append("weights only")
     return "; ".join([*parts, *([f"pinned: {pins}"] if pins else [])])

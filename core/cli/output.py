@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 __all__ = [
+    "adopted_text",
     "age",
     "bytes_text",
     "console",
@@ -95,11 +96,31 @@ def degradation_text(noted: Mapping[str, Any]) -> str:
     known = noted["measured"]
     if noted.get("not_finite"):
         return "-"  # nothing more can be lost
+    if noted.get("adopted"):
+        return "exact"  # the training itself went on from what is restored
     return (
         known
         if known in ("unmeasured", "blind")
         else interval_text(noted["degradation"], noted["degradation_high"])
     )
+
+
+def adopted_text(noted: Mapping[str, Any]) -> str | None:
+    """Whether training went on from a checkpoint's restored values, and what that cost it; None in runs that do not adopt."""
+    if noted.get("adopted") is None:
+        return None
+    if not noted["adopted"]:
+        return "not planned: exact"
+    cost = (
+        "nothing"
+        if noted["measured"] == "exact"
+        else "an unknown part of the loss"
+        if noted["degradation"] is None
+        else interval_text(noted["degradation"], noted["degradation_high"])
+    )
+    seconds = noted.get("adopt_s")
+    took = f" in {seconds:.2g} s" if isinstance(seconds, int | float) else ""
+    return f"adopted{took}, for {cost}"
 
 
 def exact_texts(parts: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from shrinkpoint.errors import ChainError, ConfigError, FormatError, NoCheckpointError
 from shrinkpoint.saving.address import Address
+from shrinkpoint.saving.adopted import adopted_of
 from shrinkpoint.saving.retention import is_weights_only, lineage_of
 from shrinkpoint.schemes.exactness import explained
 from shrinkpoint.store.connect import StorageOptions, open_objects
@@ -142,6 +143,12 @@ _MEASURED = (
 )
 
 
+def _adopted(manifest: Manifest) -> bool | None:
+    """Whether training went on from what is restored of a checkpoint; None in runs that do not adopt."""
+    adopted = adopted_of(manifest)
+    return None if adopted is None else adopted.planned
+
+
 def describe_manifest(manifest: Manifest) -> dict[str, Any]:
     """A manifest's information about its checkpoint as JSON; missing values are null."""
     noted = manifest.meta.get("save")
@@ -167,6 +174,9 @@ def describe_manifest(manifest: Manifest) -> dict[str, Any]:
         "scheme": save.get("scheme"),
         "configuration": save.get("configuration"),
         "reason": save.get("reason"),
+        "adopted": _adopted(manifest),
+        "adopt_s": save.get("adopt_s"),
+        "waited_s": save.get("waited_s"),
         "lineage": lineage_of(manifest.meta),
         "weights_only": is_weights_only(manifest.meta),
         "epoch": manifest.epoch,

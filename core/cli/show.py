@@ -16,6 +16,7 @@ from shrinkpoint.cli.options import (
     split_address,
 )
 from shrinkpoint.cli.output import (
+    adopted_text,
     bytes_text,
     console,
     degradation_text,
@@ -169,6 +170,7 @@ def _facts(report: Mapping[str, Any]) -> list[tuple[str, str]]:
             ("configuration", noted["configuration"] or "-"),
             ("reason", noted["reason"] or "-"),
             ("degradation", degradation_text(noted)),
+            *([("adoption", text)] if (text := adopted_text(noted)) is not None else []),
             *([("not finite", noted["not_finite"])] if noted["not_finite"] else []),
             *(
                 (f"loss after {steps} resumed steps", interval_text(rise, noted["resumed_high"].get(steps)))

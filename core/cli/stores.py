@@ -131,7 +131,11 @@ def _print_survey(found: Survey) -> None:
 def _may_be_lost(count: int) -> str:
     if count == 0:
         return "no further store may be lost now"
-    return f"{count} store may be lost now" if count == 1 else f"{count} stores may be lost now"
+    return f"{_count(count, 'store')} may be lost now"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _print_healed(healed: Healed, shown: str, *, replaced: bool) -> None:
@@ -140,8 +144,8 @@ def _print_healed(healed: Healed, shown: str, *, replaced: bool) -> None:
         out.print(f"store {number} was blank and belongs to the run now")
     leftovers = f"; {healed.orphans} leftovers of interrupted saves are left alone" if healed.orphans else ""
     out.print(
-        f"wrote {healed.records} records and {healed.shards} shards that were missing, repaired {healed.repaired} that were"
-        f" damaged{leftovers}"
+        f"wrote what was missing: {_count(healed.records, 'record')} and {_count(healed.shards, 'shard')}; repaired"
+        f" {healed.repaired} that were damaged{leftovers}"
     )
     if healed.outdated:
         steps = ", ".join(map(str, healed.outdated))

@@ -15,6 +15,7 @@ from shrinkpoint.coding.grouping import (
     sibling_planes_of,
     siblings_of,
 )
+from shrinkpoint.coding.staging import StagedState
 from shrinkpoint.container.layout import Checkpoint, Entry
 from shrinkpoint.errors import CannotRepresentError
 from shrinkpoint.schemes.base import Coded, Context, Quantizer, ReferenceState, Scheme, TensorCodec
@@ -52,6 +53,7 @@ def encode_state(
     threads: int = 1,
     exactly: str | None = None,
     lasting: bool = False,
+    staged: StagedState | None = None,
 ) -> EncodedState:
     """Code a snapshot.
 
@@ -66,9 +68,10 @@ def encode_state(
         provenance: free JSON for the header: versions, configuration.
         threads: parameters coded side by side; the bytes do not depend on it.
         lasting: nobody will write to the state's tensors any more, so that what a reader holds may share their memory.
+        staged: the tensors that are quantized already; `state` then has their restored values.
         exactly: why a checkpoint is stored exactly that was to be lossy; None where `scheme` is what was asked for.
     """
-    makers = scheme.codecs(state)
+    makers = scheme.codecs(state) if staged is None else staged.makers
     groups = groups_of(state.specs.values())
     before = reference or {}
 
@@ -82,7 +85,8 @@ def encode_state(
                 sibling_planes_of(spec, ((entry.spec, state) for entry, state, _ in coded)),
                 lasting=lasting,
             )
-            result, why = _encode_one(state.tensors[spec.name], spec, context, makers.get(spec.name))
+            done = None if staged is None else staged.coded(spec, context, threads=1)
+            result, why = done or _encode_one(state.tensors[spec.name], spec, context, makers.get(spec.name))
             values[spec.name] = result.value
             entry = Entry(spec, result.encoded, tensor_digest(result.value))
             state_after = ReferenceState(

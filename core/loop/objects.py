@@ -96,6 +96,11 @@ class LoopObjects:
             "stateful": {name: value.state_dict() for name, value in others.items()},
         }
 
+    def live(self) -> dict[str, Any]:
+        """The part of `state` whose tensors training may be given other values in."""
+        # a tensor of a loader's or sampler's state is a copy: reading it may start their workers
+        return {**self.weights(), "optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
+
     def describe(self) -> Describe:
         """The roles of the tensors of `state`."""
         return describe_training(

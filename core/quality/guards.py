@@ -6,7 +6,7 @@ moments relative to that of zeros, and the error of the next optimizer updates (
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -35,11 +35,20 @@ class Guard:
     Args:
         kinds: of the optimizers, in the order of their states in the snapshot; empty where they are not known.
         threads: parameters handled side by side.
+        restored: gives the tensors that a scheme restores, all of them, where they are computed anyway; None computes those that
+            are looked at.
     """
 
-    def __init__(self, kinds: Sequence[OptimizerKind] = (), threads: int = 1) -> None:
+    def __init__(
+        self,
+        kinds: Sequence[OptimizerKind] = (),
+        threads: int = 1,
+        *,
+        restored: Callable[[Scheme], TrainingState] | None = None,
+    ) -> None:
         self._kinds = tuple(kinds)
         self._threads = threads
+        self._restored = restored
         self.updates: Updates | None = None
         """Error of the next updates under the last scheme checked; None where they could not be computed."""
         self.untried: str | None = None
@@ -66,14 +75,27 @@ class Guard:
         if not chosen:
             return None
         state = save_context.state
-        values = restored_values(
-            state, scheme, save_context.reference, parameters=chosen, threads=self._threads
-        )
+        values = self._values(save_context, scheme, chosen)
         return (
             self._too_noisy(save_context, values)
             or self._worse_than_none(state, values)
             or self._updates_differ(state, TrainingState(state.tree, values, state.specs), chosen)
         )
+
+    def _values(
+        self, save_context: SaveContext, scheme: Scheme, chosen: frozenset[str]
+    ) -> dict[str, torch.Tensor]:
+        """Restored tensors of the chosen parameters, and true ones of the others."""
+        state = save_context.state
+        if self._restored is None:
+            return restored_values(
+                state, scheme, save_context.reference, parameters=chosen, threads=self._threads
+            )
+        found = self._restored(scheme).tensors
+        return {
+            name: found[name] if spec.tag.parameter in chosen else state.tensors[name]
+            for name, spec in state.specs.items()
+        }
 
     def _too_noisy(self, save_context: SaveContext, values: dict[str, torch.Tensor]) -> str | None:
         if save_context.movement is None:

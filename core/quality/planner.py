@@ -47,6 +47,9 @@ _MEASURED = 0.5
 """Share of `max_degradation` that the measured costs of all restores may use. Over 23 trainings that used it up, the
 mean harm was as measured; the rest of a run's path, which no measurement at a save covers, carried one run in thirty
 beyond the bound."""
+_MEASURED_OF_ADOPTIONS = 0.25
+"""The same where all of them are certain, since training adopts every checkpoint: what no measurement covers then adds up with
+each of them (docs/adopt.md: the recommender, whose rare rows hardly recover, ended beyond the bound with half of it)."""
 _AVERAGES_ONLY = "averaged weights alone are measured, so that the network's own have mild steps"
 _MILDER = 3  # how many milder settings are tried where a guard refuses
 
@@ -337,6 +340,21 @@ class Planner:
         self._recovery.load_state_dict(recovery)
         self._strategy.load_state_dict(strategy)
 
+    def as_restored(self, state: Mapping[str, object]) -> None:
+        """Go on as a process does that has restored the checkpoint which holds this state: that counts as a restore.
+
+        What is known of the evaluation, and which warnings were given, is kept.
+
+        Raises:
+            ConfigError: as `load_state_dict`.
+        """
+        config = self._config
+        self._recovery = RecoveryEstimate(
+            config.probe_steps, config.search_overhead, self._spent_s, self._clock
+        )
+        self._strategy = _strategy(config, self._spent_s)
+        self.load_state_dict(state)
+
     def _load_restores(self, stored: object) -> None:
         """Add this restore to the budget spent before; a restore counts even where its checkpoint stores no cost."""
         self._budget = _budget(self._config)
@@ -354,7 +372,8 @@ class Planner:
 
 
 def _budget(config: SaverConfig) -> RestoreBudget:
-    return RestoreBudget(_MEASURED * config.max_degradation, config.restore_budget)
+    share = _MEASURED_OF_ADOPTIONS if config.adopt else _MEASURED
+    return RestoreBudget(share * config.max_degradation, config.restore_budget)
 
 
 def _cost(plan: Plan) -> Rise:
@@ -382,7 +401,7 @@ def _strategy(config: SaverConfig, spent_s: Callable[[], float]) -> Strategy | N
     options = config.scheme_options
     make: Mapping[Choice, Callable[[], Strategy | None]] = {
         "nothing": lambda: None,
-        "scale": lambda: ScaleStrategy(options),
+        "scale": lambda: ScaleStrategy(options, whole=config.adopt),
         "configurations": lambda: ConfigurationStrategy(
             options, config.max_degradation, config.search_overhead, spent_s
         ),

@@ -43,9 +43,15 @@ class ScaleChoice:
 
 
 class ScaleSearch:
-    """Chooses the scale of every save, and keeps its measurements between saves."""
+    """Chooses the scale of every save, and keeps its measurements between saves.
 
-    def __init__(self) -> None:
+    Args:
+        whole: whether the stored state holds the chain's limits too, so that a resumed search makes the very choices
+            that an undisturbed one would have made.
+    """
+
+    def __init__(self, *, whole: bool = False) -> None:
+        self._whole = whole
         self._rung = _START
         self._history: History | None = None
         self._out_of_reach = False  # whether the narrowest steps broke the bound at the last save
@@ -172,7 +178,10 @@ class ScaleSearch:
     def state_dict(self) -> dict[str, object]:
         """The search's state in JSON primitives, for a resumed training."""
         history = self._history.to_json() if self._history is not None else None
-        return {"version": STATE_VERSION, "rung": self._rung, "history": history}
+        state: dict[str, object] = {"version": STATE_VERSION, "rung": self._rung, "history": history}
+        if self._whole:
+            state["chain"] = [self._limit, self._may_widen, self._out_of_reach]
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned.
@@ -189,6 +198,14 @@ class ScaleSearch:
             raise ConfigError(f"the search state {dict(state)!r} is malformed: start a new search")
         self._rung, self._limit = rung, rung + _PER_OCTAVE
         self._history = History.load(state)
+        if self._whole and "chain" in state:
+            self._load_chain(state["chain"])
+
+    def _load_chain(self, stored: Any) -> None:
+        kinds = [type(value) for value in stored] if isinstance(stored, list) else []
+        if kinds != [int, bool, bool]:
+            raise ConfigError(f"the search state's chain {stored!r} is malformed: start a new search")
+        self._limit, self._may_widen, self._out_of_reach = stored
 
 
 class _Save:

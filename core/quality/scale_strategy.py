@@ -20,11 +20,12 @@ class ScaleStrategy:
 
     Args:
         options: the scheme's settings; a ``weight_scale`` among them is the only one to be considered.
+        whole: see `ScaleSearch`.
     """
 
-    def __init__(self, options: AutoOptions) -> None:
+    def __init__(self, options: AutoOptions, *, whole: bool = False) -> None:
         self._options = options
-        self._search = ScaleSearch()
+        self._search = ScaleSearch(whole=whole)
         self._comparison: weakref.ref[Comparison] | None = None  # which holds the whole snapshot
 
     def takes(self, spec: TensorSpec) -> bool:

@@ -59,6 +59,11 @@ class MovementTracker:
         """Whether a snapshot was noted."""
         return bool(self._before)
 
+    @property
+    def noted(self) -> Mapping[str, torch.Tensor]:
+        """The weights of the last snapshot, by name; not to be changed."""
+        return self._before
+
     def note(self, state: TrainingState, step: int, *, lasting: bool = False) -> None:
         """Copy the weights: the next movement is measured from here.
 

@@ -22,6 +22,7 @@ from shrinkpoint.runtime.memory import give_back
 from shrinkpoint.saving.finite import LOSS_ALONE, is_finite, not_finite
 from shrinkpoint.saving.retention import WEIGHTS_ONLY, Record, RetentionPolicy, lineage_of
 from shrinkpoint.saving.slimming import Slimmer
+from shrinkpoint.saving.takeover import Takeover
 from shrinkpoint.schemes.base import ReferenceState, SaveContext
 from shrinkpoint.schemes.exactness import exact_parts, large_share
 from shrinkpoint.state.averages import confirmed
@@ -34,7 +35,7 @@ from shrinkpoint.store.run import RunStore, RunWriter
 from shrinkpoint.version import __version__
 from shrinkpoint.warn import warn
 
-__all__ = ["Committer", "Job", "provenance", "record_of"]
+__all__ = ["Committer", "Job", "Link", "provenance", "record_of", "report_of", "with_updates"]
 
 _PAID_OFF = 2.0  # times its bytes, that a base's deltas take together before another base is made
 
@@ -52,10 +53,12 @@ class Job:
     optimizers: Sequence[OptimizerKind] = ()
     exact: bool
     blocked_s: float
+    takeover: Takeover | None = None
+    """Of a planned save that training goes on from."""
 
 
 @dataclass(frozen=True)
-class _Link:
+class Link:
     """What the next delta builds on."""
 
     parent: Manifest
@@ -80,7 +83,7 @@ class Committer:
         self._config = config
         self._spent_s = spent_s
         self._writer: RunWriter | None = None
-        self._link: _Link | None = None
+        self._link: Link | None = None
         self._movement = MovementTracker()
         self._warned_of_loss = False
         self._warned_exact: set[str] = set()
@@ -127,7 +130,7 @@ class Committer:
     def adopt(self, parent: Manifest, reference: Mapping[str, ReferenceState], state: TrainingState) -> None:
         """Continue the chain of a restored checkpoint, from the state that a reader has got of it."""
         self.follow(parent)
-        self._link = _Link(parent, dict(reference), restored=True)
+        self._link = Link(parent, dict(reference), restored=True)
         self._note(state, parent.step)
 
     def follow(self, manifest: Manifest) -> None:
@@ -197,7 +200,7 @@ class Committer:
         self,
         job: Job,
         state: TrainingState,
-        link: "_Link | None",
+        link: "Link | None",
         movement: Movement | None,
         started: float,
         spent: float,
@@ -209,13 +212,13 @@ class Committer:
         container = write_container(encoded.checkpoint)
         encoded_at = time.perf_counter()
         report = replace(
-            _with_updates(_report(job, plan, encoded, len(container)), job, plan, guard),
+            with_updates(report_of(job, plan, encoded, len(container)), job, plan, guard),
             not_finite=not_finite(state, baseline=plan.baseline),
             search_s=self._spent_s() - spent,
             encode_s=encoded_at - started,
         )
         manifest = self._commit(job, link, encoded, container, report)
-        self._link = _Link(manifest, dict(encoded.reference), exact=plan.is_exact)
+        self._link = Link(manifest, dict(encoded.reference), exact=plan.is_exact)
         if not plan.is_explained:
             self._warn_exact(report)
         written_s = time.perf_counter() - encoded_at
@@ -229,7 +232,7 @@ class Committer:
         )
 
     def _plan(
-        self, job: Job, state: TrainingState, link: "_Link | None", movement: Movement | None
+        self, job: Job, state: TrainingState, link: "Link | None", movement: Movement | None
     ) -> tuple[Plan, Guard]:
         """What to store the snapshot with; and the guard, which has seen the next updates of what was chosen."""
         save_context = SaveContext(
@@ -245,7 +248,7 @@ class Committer:
         self.planner.guard = guard if self._config.guards else None
         return self.planner.plan(save_context, job.measure, job.resume, exact=job.exact), guard
 
-    def _encode(self, job: Job, state: TrainingState, link: "_Link | None", plan: Plan) -> EncodedState:
+    def _encode(self, job: Job, state: TrainingState, link: "Link | None", plan: Plan) -> EncodedState:
         return encode_state(
             state,
             plan.scheme,
@@ -260,7 +263,7 @@ class Committer:
         )
 
     def _commit(
-        self, job: Job, link: "_Link | None", encoded: EncodedState, container: bytes, report: SaveReport
+        self, job: Job, link: "Link | None", encoded: EncodedState, container: bytes, report: SaveReport
     ) -> Manifest:
         return self.open().commit(
             container,
@@ -276,7 +279,7 @@ class Committer:
             },
         )
 
-    def _take_link(self) -> _Link | None:
+    def _take_link(self) -> Link | None:
         """The chain to extend, if any. It is forgotten here: coding uses up the reference, so that only one is in memory."""
         link, self._link = self._link, None
         return None if link is None or self._is_complete(link.parent.chain) else link
@@ -355,7 +358,7 @@ def record_of(manifest: Manifest, monitor: str | None) -> Record:
     )
 
 
-def _with_updates(report: SaveReport, job: Job, plan: Plan, guard: Guard) -> SaveReport:
+def with_updates(report: SaveReport, job: Job, plan: Plan, guard: Guard) -> SaveReport:
     """With what a restore does to the optimizer's next updates, or why that is not known."""
     if plan.is_exact:
         return report
@@ -373,7 +376,8 @@ def _with_updates(report: SaveReport, job: Job, plan: Plan, guard: Guard) -> Sav
     )
 
 
-def _report(job: Job, plan: Plan, encoded: EncodedState, size: int) -> SaveReport:
+def report_of(job: Job, plan: Plan, encoded: EncodedState, size: int) -> SaveReport:
+    """The report of a save before it is committed, in a container of `size` bytes; times but `blocked_s` are not known yet."""
     entries = encoded.checkpoint.entries
     return SaveReport(
         step=job.step,
@@ -418,7 +422,7 @@ def _by_role(sizes: Sequence[tuple[TensorSpec, int]]) -> dict[str, int]:
 
 
 def provenance() -> JSON:
-    """What wrote a checkpoint: for its header."""
+    """What a container's header says of the software that wrote it."""
     return {
         "shrinkpoint": __version__,
         "torch": str(torch.__version__),

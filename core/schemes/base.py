@@ -25,6 +25,8 @@ __all__ = [
     "ReferenceState",
     "SaveContext",
     "Scheme",
+    "Staged",
+    "Stages",
     "TensorCodec",
 ]
 
@@ -72,6 +74,16 @@ class Coded:
     """The reconstruction that a reader will get, by the decoder's own arithmetic (closed loop)."""
     encoder_only: Planes = field(default_factory=dict)
     """See `ReferenceState.encoder_only`."""
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A tensor that is quantized and not entropy-coded yet."""
+
+    value: torch.Tensor
+    """What a reader will get."""
+    coded: Callable[[int], Coded]
+    """Codes it in so many threads; its `Coded.value` is `value`, bit for bit."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +159,19 @@ class Quantizer(Protocol):
 
 
 @runtime_checkable
+class Stages(Protocol):
+    """A codec that quantizes first and codes later: ``encode`` is ``stage(...).coded(context.threads)``."""
+
+    def stage(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Staged:
+        """Quantize a host tensor, which nobody changes until it is coded.
+
+        Raises:
+            CannotRepresentError: as ``encode``.
+        """
+        ...
+
+
+@runtime_checkable
 class Rebasable(Protocol):
     """A delta codec that can re-encode the reader's reference as a base; tensors of other codecs are stored exactly
     then."""
@@ -193,6 +218,9 @@ class SaveContext:
     base."""
     restored: bool = False
     """Whether the training continued from a restore of `reference`, so that its weights started from its values."""
+    adopts: bool = False
+    """Whether training continues from what is restored of this save: that may then depend on nothing but the state, the
+    values of `reference` and the settings."""
     movement: Movement | None = None
     """Root-mean-square movement of each weight since the previous checkpoint; None where unknown."""
     directions: Collection[str] = ()

@@ -18,6 +18,7 @@ from shrinkpoint.runtime.worker import Worker
 from shrinkpoint.saver import Restored
 from shrinkpoint.saving.address import Address
 from shrinkpoint.saving.finite import not_finite_text
+from shrinkpoint.saving.takeover import Adoption
 from shrinkpoint.saving.warmup import Warmup
 from shrinkpoint.sharded.agreement import Agreed, Status, agree
 from shrinkpoint.sharded.background import Background, Save
@@ -161,6 +162,7 @@ class ShardedSaver:
         optimizers: Sequence[torch.optim.Optimizer] = (),
         exact: bool = False,
         wait: bool = False,
+        adoption: Adoption | None = None,
     ) -> Accepted | None:
         """Save a state; returns when each rank has a copy of the tensors that it codes.
 
@@ -172,6 +174,7 @@ class ShardedSaver:
             evaluate: not used yet.
             resumed: not used yet.
             optimizers: whose states are in `state`, in the same order.
+            adoption: None, as ``adopt=True`` is refused.
             exact: store this one bit-exactly.
             wait: return when it is committed.
 
@@ -405,7 +408,12 @@ class ShardedSaver:
 
 
 def _refuse_options(config: SaverConfig) -> None:
-    for name, default in (("near", None), ("keep_optimizer", None), ("weights_only", False)):
+    for name, default in (
+        ("near", None),
+        ("keep_optimizer", None),
+        ("weights_only", False),
+        ("adopt", False),
+    ):
         value = getattr(config, name)
         if value != default:
             raise ConfigError(f"{name}={value!r} is not supported for sharded models yet: leave it out")

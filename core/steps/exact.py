@@ -1,9 +1,6 @@
 """The exact step log of a training: recording every step, handling checkpoints, replaying when a run is resumed."""
 
-import platform
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,9 +10,10 @@ from torch import nn
 from shrinkpoint.errors import ConfigError, StoreError
 from shrinkpoint.steps.buffers import Buffers, CopiedState
 from shrinkpoint.steps.fingerprint import fingerprint
+from shrinkpoint.steps.folder import LogFolder
 from shrinkpoint.steps.options import StepLog, refuse_optimizers
+from shrinkpoint.steps.pending import Pending
 from shrinkpoint.steps.progress import ReplayBar
-from shrinkpoint.steps.reader import LogReader
 from shrinkpoint.steps.record import Record
 from shrinkpoint.steps.recorder import CannotLogError, Recorder
 from shrinkpoint.steps.rehearsal import Rehearsal
@@ -23,13 +21,9 @@ from shrinkpoint.steps.remainder import Remainder
 from shrinkpoint.steps.replay import Replay
 from shrinkpoint.steps.room import lack_of_room
 from shrinkpoint.steps.segment import Place, Reference
-from shrinkpoint.steps.writer import Pending, SegmentWriter
-from shrinkpoint.store.connect import open_location
-from shrinkpoint.store.keys import new_nonce
-from shrinkpoint.store.objects import ObjectStore
-from shrinkpoint.store.retry import RetryingObjects, RetryPolicy
+from shrinkpoint.steps.supervision import Supervised
+from shrinkpoint.steps.writer import SegmentWriter
 from shrinkpoint.store.urls import Location
-from shrinkpoint.version import __version__
 from shrinkpoint.warn import warn
 
 __all__ = ["ExactLog"]
@@ -37,11 +31,9 @@ __all__ = ["ExactLog"]
 _SEGMENT = 256 * 2**20
 _STEPS = 2, 8  # least and most steps of a segment: its digest reads three times as much as a step's gradients
 _WARNED = 3
-_MAX_TURN = 10**8 - 1
-_PATIENCE = RetryPolicy(attempts=4, max_delay_s=2.0, deadline_s=20.0)
 
 
-class ExactLog:
+class ExactLog(Supervised):
     """Logs every optimizer step between two checkpoints, and replays them after a crash.
 
     The log only saves time: if it fails, it warns and the training continues without it. All methods are for the
@@ -52,7 +44,8 @@ class ExactLog:
         optimizers: all optimizers of the module.
         stateful: further objects with a state, by name.
         options: of the log.
-        location: the folder of the log.
+        folder: of its segments.
+        location: near the training; its free space is checked.
         after_step: repeats what the training does to large tensors after each step (averages of the weights).
         every: steps between two checkpoints, if known.
 
@@ -67,16 +60,19 @@ class ExactLog:
         stateful: Mapping[str, Any],
         *,
         options: StepLog,
+        folder: LogFolder,
         location: Location,
         after_step: Callable[[], object] | None = None,
         every: int | None = None,
     ) -> None:
+        super().__init__()
         refuse_optimizers(optimizers)
         if after_step is not None and not callable(after_step):
             raise ConfigError(f"after_step must be a function, not {type(after_step).__name__}")
         self._model = model
         self._optimizers = list(optimizers)
         self._options = options
+        self._folder = folder
         self._location = location
         self._after_step = after_step
         self._every = every
@@ -84,8 +80,6 @@ class ExactLog:
         self._remainder.refuse()
         self._buffers = Buffers()
         self._recorder = Recorder(self._optimizers, failed=self._turn_off, before=self._before_first)
-        self._objects: ObjectStore | None = None
-        self._run = ""
         self._writer: SegmentWriter | None = None
         self._inherits: list[Reference] = []
         self._rehearsal: Rehearsal | None = None
@@ -95,10 +89,6 @@ class ExactLog:
         self._records: list[Record] = []
         self._copied: list[CopiedState] = []
         self._gap = self._warned_gap = self._checked_room = False
-        self.off: str | None = None
-        """Why the log is off; None while it is on."""
-        self.blocked_s = 0.0
-        """Seconds that training has waited for the log so far."""
 
     @property
     def bytes(self) -> int:
@@ -119,17 +109,7 @@ class ExactLog:
         Raises:
             StoreError: it cannot.
         """
-        self._run = run
-        path = f"{self._location.path.rstrip('/')}/{run}"
-        below = replace(self._location, path=path, display=self._location.show(run))
-        self._objects = RetryingObjects(open_location(below, self._options.storage_options), _PATIENCE)
-        try:
-            # Files left half-written by a killed writer would occupy space forever.
-            self._objects.sweep(self._objects.server_time())
-        except StoreError as error:
-            raise StoreError(
-                f"step_log_url={self._location.display!r} cannot be used for a log: {error}"
-            ) from error
+        self._folder.open(run)
         self._recorder.start()
 
     # ---- resuming
@@ -144,9 +124,8 @@ class ExactLog:
         Returns:
             The step of the state afterwards: `step`, or later.
         """
-        assert self._objects is not None
         self._recorder.stop()
-        reader = LogReader(self._objects, self._run)
+        reader = self._folder.reader()
         try:
             survey = reader.survey()
         except StoreError as error:
@@ -175,22 +154,9 @@ class ExactLog:
                 self._take_turn(step)
 
     def _take_turn(self, step: int) -> None:
-        assert self._objects is not None
-        turn = LogReader(self._objects, self._run).survey().next_turn
-        if turn > _MAX_TURN:
-            raise CannotLogError(
-                f"{self._objects.display} contains a segment with the last number that there is: remove it"
-            )
         if self._writer is not None:
             self._writer.close()
-        self._writer = SegmentWriter(
-            self._objects,
-            run=self._run,
-            turn=turn,
-            session=new_nonce(),
-            inherits=self._inherits,
-            provenance=_provenance(),
-        )
+        self._writer = self._folder.writer(self._inherits)
         self._last = step
 
     def restart(self, step: int) -> None:
@@ -317,7 +283,14 @@ class ExactLog:
         if self._rehearsal is not None:
             self._rehearsed(pending)
         self._check_room(pending)
-        if not self._writer.submit(pending, wait=self._options.busy == "wait"):
+        writer = self._writer
+        accepted = writer.submit(
+            lambda: pending.write(writer),
+            pending.nbytes,
+            wait=self._options.busy == "wait",
+            release=pending.release,
+        )
+        if not accepted:
             self._leave_gap("it cannot be written as fast as the training makes steps")
             return
         self._begin, self._records, self._copied = end, [], []
@@ -375,36 +348,6 @@ class ExactLog:
             copied.release()
         self._records, self._copied = [], []
 
-    def _turn_off(self, reason: str) -> None:
-        if self.off is not None:
-            return
-        self.off = reason
+    def _stop(self) -> None:
         self._recorder.stop()
         self._forget_records()
-        warn(
-            f"the step log is off: {reason}. Training continues, and its checkpoints are saved as before",
-            stacklevel=6,
-        )
-
-    @contextmanager
-    def _guarded(self) -> Iterator[None]:
-        """Count the time, and let no error of the log end the training."""
-        started = time.perf_counter()
-        try:
-            yield
-        except Warning:
-            raise
-        except Exception as error:  # noqa: BLE001 - any error of the log
-            reason = str(error) if isinstance(error, CannotLogError) else f"{type(error).__name__}: {error}"
-            self._turn_off(reason)
-        finally:
-            self.blocked_s += time.perf_counter() - started
-
-
-def _provenance() -> dict[str, str]:
-    return {
-        "shrinkpoint": __version__,
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-    }

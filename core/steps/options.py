@@ -2,16 +2,19 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, get_args
 
 import torch
 
 from shrinkpoint.errors import ConfigError
+from shrinkpoint.steps.segment import Kind
 from shrinkpoint.store.urls import Location, parse_url
 from shrinkpoint.warn import brief
 
 __all__ = ["StepLog", "chosen_log", "log_location", "refuse_optimizers"]
+
+_SMALL_ONLY = ("every", "overhead", "quantization_step", "resume_weights")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,22 +36,42 @@ class StepLog:
         ... )
     """
 
-    kind: Literal["exact"] = "exact"
-    """``exact``: the inputs of each `optimizer.step()`, bit for bit."""
+    kind: Kind = "exact"
+    """``exact``: the inputs of each `optimizer.step()`, bit for bit. ``small``: the weights, in under one bit per element."""
     segment_steps: int | None = None
-    """Steps that are written together, with one digest of the state after them; at most this many are lost in a crash.
-    None takes as many as make 256 MiB, but from 2 to 8."""
+    """Steps (with ``small``, records) that are written together; at most this many are lost in a crash. None takes as many
+    as make 256 MiB before they are coded, but from 2 to 8."""
     busy: Literal["skip", "wait"] = "skip"
-    """When steps are faster than the log can write: log none until the next checkpoint (skip), or let training wait."""
+    """When steps are faster than the log can write: log none until the next checkpoint (``small``: until there is space
+    again), or let training wait."""
+    keep: int = 2
+    """Intervals between checkpoints whose steps are kept."""
+    copy: bool = False
+    """With ``step_log_url``: also copy the segments to the run's own store, in the background."""
     rehearse: bool = True
-    """Replay the first segment at once on a copy of the state, and warn if this training's steps cannot be replayed.
-    During that segment it needs as much memory again as the weights and the optimizers' states."""
+    """``exact``: replay the first segment at once on a copy of the state, and warn if this training's steps cannot be
+    replayed. During that segment it needs as much memory again as the weights and the optimizers' states."""
+    every: int = 1
+    """``small``: steps between two records."""
+    overhead: float | None = 0.02
+    """``small``: the share of the training's time that the log may take; `every` is raised until it is met. None: any."""
+    quantization_step: float = 8.0
+    """``small``: in root mean squares of one step's update, by tensor. Every logged weight is within half of it, unless it
+    moves by more than 127 of them from one record to the next."""
+    resume_weights: bool = False
+    """``small``: let a resume continue from the newest logged weights, with the optimizers' state of the checkpoint."""
     storage_options: Mapping[str, Any] | None = None
     """For fsspec, where the log is not on a local file system."""
 
     def __post_init__(self) -> None:
-        if self.kind != "exact":
-            raise ConfigError(f"step_log={brief(self.kind)} must be 'exact', or None for no log")
+        if self.kind not in get_args(Kind):
+            raise ConfigError(f"step_log={brief(self.kind)} must be 'exact' or 'small', or None for no log")
+        self._check_small()
+        for name in ("rehearse", "copy", "resume_weights"):
+            if type(getattr(self, name)) is not bool:
+                raise ConfigError(f"{name} must be True or False, not {brief(getattr(self, name))}")
+        if type(self.keep) is not int or not 1 <= self.keep <= 1000:
+            raise ConfigError(f"keep must be an integer from 1 to 1000, not {brief(self.keep)}")
         steps = self.segment_steps
         if steps is not None and (type(steps) is not int or not 1 <= steps <= 10_000):
             raise ConfigError(
@@ -56,15 +79,32 @@ class StepLog:
             )
         if self.busy not in ("skip", "wait"):
             raise ConfigError(f"busy must be 'skip' or 'wait', not {brief(self.busy)}")
-        if type(self.rehearse) is not bool:
-            raise ConfigError(f"rehearse must be True or False, not {brief(self.rehearse)}")
+
+    def _check_small(self) -> None:
+        if type(self.every) is not int or not 1 <= self.every <= 10_000:
+            raise ConfigError(f"every must be an integer from 1 to 10000, not {brief(self.every)}")
+        if self.overhead is not None and not _is_number(self.overhead, 1e-6, 1.0):
+            raise ConfigError(
+                f"overhead must be a share of the training's time, such as 0.02, or None, not {brief(self.overhead)}"
+            )
+        if not _is_number(self.quantization_step, 1e-3, 1e3):
+            raise ConfigError(
+                f"quantization_step must be a number from 0.001 to 1000, such as 8, not {brief(self.quantization_step)}"
+            )
+        given = [f.name for f in fields(self) if f.name in _SMALL_ONLY and getattr(self, f.name) != f.default]
+        if self.kind == "exact" and given:
+            raise ConfigError(f"{given[0]} is of use with kind='small' only: leave it out")
+
+
+def _is_number(value: object, least: float, most: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
 
 
 def chosen_log(step_log: object, *, given: Sequence[str]) -> StepLog | None:
     """The `StepLog` requested by ``step_log=``.
 
     Args:
-        step_log: None, ``"exact"`` or a `StepLog`.
+        step_log: None, ``"exact"``, ``"small"`` or a `StepLog`.
         given: names of the options that are of use with a log alone, and were given.
 
     Raises:

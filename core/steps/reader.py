@@ -1,6 +1,8 @@
 """Finds the segments of a run's newest writer, and reports what is wrong with the others."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from shrinkpoint.errors import CorruptionError, FormatError, StoreError
 from shrinkpoint.steps.segment import (
@@ -8,7 +10,7 @@ from shrinkpoint.steps.segment import (
     ForeignSegmentError,
     Head,
     Key,
-    Prefix,
+    Kind,
     Reference,
     check_payload,
     read_head,
@@ -17,6 +19,8 @@ from shrinkpoint.steps.segment import (
 from shrinkpoint.store.objects import ObjectStore
 
 __all__ = ["LogReader", "Survey"]
+
+T = TypeVar("T")
 
 _FIRST_READ = 1 << 16
 _MAX_SEGMENT = 1 << 46
@@ -39,44 +43,59 @@ class LogReader:
     """Reads the segments of one run.
 
     Args:
-        objects: the log's folder.
+        stores: the log's folders; a segment is read from the first one where it is sound.
         run: the nonce of the run.
+        kind: of the log.
     """
 
-    def __init__(self, objects: ObjectStore, run: str) -> None:
-        self._objects = objects
+    def __init__(self, stores: Sequence[ObjectStore], run: str, kind: Kind) -> None:
+        self._stores = list(stores)
         self._run = run
-        self._sizes: dict[Key, int] = {}
+        self._kind = kind
+        self._places: dict[Key, list[_Stored]] = {}
 
     def survey(self) -> Survey:
-        """List the folder and read the head of each segment.
+        """List the folders and read the head of each segment.
 
         Raises:
-            StoreError: the folder cannot be listed.
+            StoreError: no folder can be listed.
         """
         survey = Survey()
-        self._sizes = {}
-        for info in self._objects.list(""):
-            key = Key.parse(info.key)
-            if key is None:
-                survey.problems.append(
-                    f"{self._objects.show(info.key)} is not a segment of a step log, and is ignored"
-                )
-            else:
-                self._sizes[key] = info.size
-        survey.next_turn = 1 + max((key.turn for key in self._sizes), default=0)
+        self._places = {}
+        failures = []
+        for objects in self._stores:
+            try:
+                self._list(objects, survey)
+            except StoreError as error:
+                failures.append(error)
+        if len(failures) == len(self._stores):
+            raise failures[0]
+        survey.problems += map(str, failures)
+        survey.next_turn = 1 + max((key.turn for key in self._places), default=0)
         first = self._newest_writer(survey)
         if first is not None:
             survey.references = [*first.inherits, *self._own(first, survey)]
         return survey
 
+    def _list(self, objects: ObjectStore, survey: Survey) -> None:
+        for info in objects.list(""):
+            key = Key.parse(info.key)
+            if key is None:
+                survey.problems.append(
+                    f"{objects.show(info.key)} is not a segment of a step log, and is ignored"
+                )
+            else:
+                self._places.setdefault(key, []).append(_Stored(objects, info.size))
+
     def _newest_writer(self, survey: Survey) -> Head | None:
         """The first segment of the newest writer. Of several with one turn, the smallest nonce wins, as in a run."""
-        writers = sorted({(-key.turn, key.session) for key in self._sizes})
+        writers = sorted({(-key.turn, key.session) for key in self._places})
         for turn, session in writers:
             key = Key(-turn, session, 0)
-            if key not in self._sizes:
-                some = min(other for other in self._sizes if other.session == session and other.turn == -turn)
+            if key not in self._places:
+                some = min(
+                    other for other in self._places if other.session == session and other.turn == -turn
+                )
                 survey.problems.append(
                     f"{self._show(some)} lacks its writer's first segment, and is passed over"
                 )
@@ -98,7 +117,7 @@ class LogReader:
         seals = {0: first.seal}
         numbers = sorted(
             key.number
-            for key in self._sizes
+            for key in self._places
             if key.turn == first.key.turn and key.session == first.key.session and key.number > 0
         )
         for number in numbers:
@@ -121,16 +140,21 @@ class LogReader:
             FormatError: it is damaged, or another segment.
             StoreError: it cannot be read.
         """
-        return self._head(key)[0]
+        return self._from_any(key, lambda stored: self._head(key, stored))
 
-    def _head(self, key: Key) -> tuple[Head, Prefix]:
-        name, size = str(key), self._sizes[key]
-        data = self._objects.get(name, 0, min(size, _FIRST_READ), max_size=_FIRST_READ)
+    def _head(self, key: Key, stored: "_Stored") -> Head:
+        name, size = str(key), stored.size
+        data = stored.objects.get(name, 0, min(size, _FIRST_READ), max_size=_FIRST_READ)
         prefix = read_prefix(data, size)
         end = PREFIX.size + prefix.header
         if end > len(data):
-            data += self._objects.get(name, len(data), end, max_size=end - len(data))
-        return read_head(data, prefix, key, self._run), prefix
+            data += stored.objects.get(name, len(data), end, max_size=end - len(data))
+        head = read_head(data, prefix, key, self._run)
+        if head.kind != self._kind:
+            raise ForeignSegmentError(
+                f"it is of a log with step_log={head.kind!r}, and this one is {self._kind!r}"
+            )
+        return head
 
     def load(self, reference: Reference) -> tuple[Head, memoryview]:
         """A whole segment.
@@ -145,13 +169,13 @@ class LogReader:
             FormatError: it is damaged, or not the one that is referred to.
             StoreError: it cannot be read.
         """
-        key = reference.key
-        if key not in self._sizes:
-            raise CorruptionError("it is missing")
-        size = self._sizes[key]
+        return self._from_any(reference.key, lambda stored: self._load(reference, stored))
+
+    def _load(self, reference: Reference, stored: "_Stored") -> tuple[Head, memoryview]:
+        key, size = reference.key, stored.size
         if size > _MAX_SEGMENT:
             raise CorruptionError(f"{size} bytes are more than a segment may have")
-        data = self._objects.get(str(key), max_size=size)
+        data = stored.objects.get(str(key), max_size=size)
         if len(data) != size:
             raise CorruptionError(f"{len(data)} of {size} bytes could be read")
         prefix = read_prefix(data, size)
@@ -163,9 +187,27 @@ class LogReader:
         check_payload(payload, prefix)
         return head, payload
 
+    def _from_any(self, key: Key, read: Callable[["_Stored"], T]) -> T:
+        """The result from the first folder where the segment is sound; else the first folder's error."""
+        problem: FormatError | StoreError = CorruptionError("it is missing")
+        for number, stored in enumerate(self._places.get(key, ())):
+            try:
+                return read(stored)
+            except (FormatError, StoreError) as error:
+                problem = problem if number else error
+        raise problem
+
     def show(self, reference: Reference) -> str:
         """The location of a segment, for messages."""
         return self._show(reference.key)
 
     def _show(self, key: Key) -> str:
-        return self._objects.show(str(key))
+        return self._stores[0].show(str(key))
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A segment in one folder."""
+
+    objects: ObjectStore
+    size: int

@@ -19,6 +19,7 @@ from shrinkpoint.state.training import TrainingState
 from shrinkpoint.steps.fingerprint import device_sums
 from shrinkpoint.steps.hyperparameters import frozen_groups, parameters_of, set_groups
 from shrinkpoint.steps.recorder import KEPT, ZERO, CannotLogError, Recorder
+from shrinkpoint.steps.segment import Kind
 
 __all__ = ["Remainder"]
 
@@ -34,7 +35,8 @@ class Remainder:
     Args:
         model: the module.
         optimizers: all of them.
-        stateful: further objects with a state, by name.
+        stateful: further objects with a state, by name; ``log_allowance`` of one is how many bytes of it may be logged even
+            where that is much for a small model.
         after_step: called once for each step; recomputes what neither the optimizers nor the log restore.
     """
 
@@ -55,8 +57,11 @@ class Remainder:
     def _limit(self) -> float:
         return max(_SMALL, _SHARE * sum(p.nbytes for one in self._optimizers for p in parameters_of(one)))
 
-    def refuse(self) -> None:
+    def refuse(self, kind: Kind = "exact") -> None:
         """Refuse, before training starts, objects whose states a replay cannot reproduce.
+
+        Args:
+            kind: of the log.
 
         Raises:
             ConfigError: names the object and its largest tensor.
@@ -65,12 +70,12 @@ class Remainder:
             if _warns_at_once(value) and self._after_step is None:
                 reason = self._too_large(name, value.state_dict())
                 if reason is not None:
-                    raise ConfigError(f"step_log='exact' cannot replay this training: {reason}")
+                    raise ConfigError(f"step_log={kind!r} cannot replay this training: {reason}")
 
     def _too_large(self, name: str, state: object) -> str | None:
         tensors = TrainingState.capture(state).tensors
         size = sum(tensor.nbytes for tensor in tensors.values())
-        if size <= self._limit:
+        if size <= max(self._limit, getattr(self._stateful.get(name), "log_allowance", 0)):
             return None
         largest = max(tensors, key=lambda key: tensors[key].nbytes)
         return (
@@ -133,8 +138,11 @@ class Remainder:
                 " a function that does it, or leave step_log out"
             )
 
-    def capture(self, recorder: Recorder) -> TrainingState:
+    def capture(self, recorder: Recorder | None) -> TrainingState:
         """The state logged at the end of a segment; live tensors, to be copied at once.
+
+        Args:
+            recorder: knows the gradients; None leaves them out.
 
         Raises:
             CannotLogError: an object's state is too large.
@@ -155,7 +163,8 @@ class Remainder:
                 "rng": capture_rng(),
                 "groups": [frozen_groups(one) for one in self._optimizers],
                 "gradients": [
-                    [recorder.fate(parameter) for parameter in parameters_of(one)] for one in self._optimizers
+                    [recorder.fate(parameter) if recorder else None for parameter in parameters_of(one)]
+                    for one in self._optimizers
                 ],
             }
         )

@@ -8,6 +8,7 @@ import re
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
 
 import xxhash
 
@@ -29,6 +30,7 @@ __all__ = [
     "ForeignSegmentError",
     "Head",
     "Key",
+    "Kind",
     "Place",
     "Reference",
     "check_payload",
@@ -47,6 +49,10 @@ _SEAL_AT = PREFIX.size - 16
 _HEX = frozenset("0123456789abcdef")
 _MAX_TURN = 10**8 - 1
 _KEY = re.compile(r"([0-9]{8})-([0-9a-f]{16})-([0-9]{10})\.steps")
+
+
+Kind: TypeAlias = Literal["exact", "small"]
+"""``exact``: inputs of optimizer steps; ``small``: quantized weight updates."""
 
 
 class ForeignSegmentError(FormatError):
@@ -145,6 +151,7 @@ class Head:
 
     run: str
     """The run that it belongs to: the nonce in its ``format.json``."""
+    kind: Kind
     key: Key
     begin: Place | None
     """The state that its records begin with; None in the first segment of a writer, which has none."""
@@ -154,6 +161,8 @@ class Head:
     """In the first segment of a writer: the segments of earlier writers whose replay it continues from."""
     records: Sequence[JSON] = ()
     tensors: JSON = ()
+    layout: JSON = None
+    """Of a log of updates: the model's tensors, in the order of the records."""
     provenance: JSON = None
     previous: str = "0" * 32
     """The seal of the segment before, of the same writer."""
@@ -197,10 +206,12 @@ def pack(head: Head, parts: Sequence[memoryview]) -> tuple[bytes, str]:
             {
                 "features": {},
                 "run": head.run,
+                "kind": head.kind,
                 "key": str(head.key),
                 "begin": head.begin.to_json() if head.begin else None,
                 "end": head.end.to_json() if head.end else None,
                 "inherits": [reference.to_json() for reference in head.inherits],
+                "layout": head.layout,
                 "provenance": head.provenance,
                 "records": list(head.records),
                 "tensors": list(head.tensors),
@@ -283,10 +294,13 @@ def read_head(data: bytes, prefix: Prefix, key: Key, run: str) -> Head:
             None if node[name] is None else Place.from_json(node[name]) for name in ("begin", "end")
         )
         inherits, records, tensors = node["inherits"], node["records"], node["tensors"]
-        provenance = node["provenance"]
+        layout, provenance = node["layout"], node["provenance"]
+        kind: Kind = node["kind"]
     except KeyError as error:
         raise FormatError(f"its header lacks {error}") from error
-    if not all(isinstance(value, list) for value in (inherits, records, tensors)):
+    if kind not in get_args(Kind) or not all(
+        isinstance(value, list) for value in (inherits, records, tensors)
+    ):
         raise FormatError("its header is malformed")
     if (begin is None or end is None) != (key.number == 0) or (key.number == 0 and records):
         raise FormatError("a writer's first segment has no steps, and every other has a beginning and an end")
@@ -294,12 +308,14 @@ def read_head(data: bytes, prefix: Prefix, key: Key, run: str) -> Head:
         raise FormatError(f"it goes from step {begin.step} back to {end.step}")
     return Head(
         run=run,
+        kind=kind,
         key=key,
         begin=begin,
         end=end,
         inherits=tuple(Reference.from_json(item) for item in inherits),
         records=records,
         tensors=tensors,
+        layout=layout,
         provenance=provenance,
         previous=prefix.previous.hex(),
         seal=prefix.seal.hex(),

@@ -8,6 +8,7 @@ __all__ = [
     "FORMAT_KEY",
     "MAX_SEQ",
     "MAX_STEP",
+    "STEPS_PREFIX",
     "check_data_key",
     "check_pin_name",
     "commit_key",
@@ -30,6 +31,8 @@ FORMAT_KEY = "format.json"
 COMMITTED_KEY = "committed.json"
 MAX_SEQ = 10**10 - 1
 MAX_STEP = 10**12 - 1
+STEPS_PREFIX = "steps/"
+"""Of the keys of a step log in the run's own store (docs/steps.md)."""
 
 _NONCE = "[0-9a-f]{16}"
 _NONCE_RE = re.compile(_NONCE)
@@ -37,6 +40,7 @@ _DATA_RE = re.compile(rf"data/[0-9]{{12}}-{_NONCE}-({_NONCE})\.shrink")
 _COMMIT_RE = re.compile(rf"commits/([0-9]{{10}})(?:-{_NONCE}-{_NONCE})?\.json")
 _TRASH_RE = re.compile(rf"trash/[0-9]{{10}}-{_NONCE}\.json")
 _PROBE_RE = re.compile(rf"probe/{_NONCE}")
+_STEPS_RE = re.compile(rf"{STEPS_PREFIX}[0-9]{{8}}-{_NONCE}-[0-9]{{10}}\.steps")
 _PIN_NAME = "[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 _PIN_NAME_RE = re.compile(_PIN_NAME)
 _PIN_RE = re.compile(rf"pins/({_PIN_NAME})\.json")
@@ -120,5 +124,5 @@ def pin_name(key: str) -> str | None:
 def is_own_key(key: str) -> bool:
     """Whether a run may contain ``key``; anything else means that the prefix belongs to something else."""
     return key in (FORMAT_KEY, COMMITTED_KEY) or any(
-        pattern.fullmatch(key) for pattern in (_DATA_RE, _COMMIT_RE, _TRASH_RE, _PROBE_RE, _PIN_RE)
+        pattern.fullmatch(key) for pattern in (_DATA_RE, _COMMIT_RE, _TRASH_RE, _PROBE_RE, _PIN_RE, _STEPS_RE)
     )

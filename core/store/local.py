@@ -5,15 +5,15 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from shrinkpoint.errors import CorruptionError, StoreError
 from shrinkpoint.store.keys import is_own_key, new_nonce
 from shrinkpoint.store.objects import MissingKeyError, ObjectInfo, TransientStoreError
 
-__all__ = ["LocalObjects"]
+__all__ = ["LocalObjects", "StagedFile"]
 
 _SUFFIXES = {".json", ".shrink"}
 _TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{16}")
@@ -76,11 +76,33 @@ class LocalObjects:
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
         """See :class:`~shrinkpoint.store.objects.ObjectStore`."""
-        return self._write(key, data, _publish_exclusive)
+        return self.stage(key, [data]).publish(exclusive=True)
 
     def put(self, key: str, data: bytes) -> None:
         """See :class:`~shrinkpoint.store.objects.ObjectStore`."""
-        self._write(key, data, _publish)
+        self.stage(key, [data]).publish(exclusive=False)
+
+    def stage(self, key: str, parts: Sequence[bytes | memoryview]) -> "StagedFile":
+        """The slow half of a put: the bytes are on the disk, and nobody sees them under ``key`` yet.
+
+        Args:
+            key: As of :meth:`put`.
+            parts: The bytes, in pieces.
+
+        Raises:
+            StoreError: As of :meth:`put`.
+        """
+        final = self._root / key
+        with self._written(key):
+            self._prepare(final.parent)
+            # Every attempt has its own file: after a failed fsync, the kernel may have dropped the pages of the old one.
+            temporary = final.parent / f".tmp-{new_nonce()}"
+            try:
+                _write_synced(temporary, parts)
+            except BaseException:
+                _remove(temporary)
+                raise
+        return StagedFile(temporary, final, parts, self._written(key))
 
     def get(self, key: str, start: int | None = None, end: int | None = None, *, max_size: int) -> bytes:
         """See :class:`~shrinkpoint.store.objects.ObjectStore`."""
@@ -94,13 +116,15 @@ class LocalObjects:
                 )
             if not stat.S_ISREG(mode):
                 raise CorruptionError(f"{path} is not a regular file")
-            with path.open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                size = os.fstat(descriptor).st_size
                 first, last = start or 0, size if end is None else end
                 if last > size or last - first > max_size:
                     raise CorruptionError(f"{path} has {size} bytes, which is not what its manifest says")
-                file.seek(first)
-                return file.read(last - first)
+                return _read(descriptor, first, last)
+            finally:
+                os.close(descriptor)
 
     def list(self, prefix: str, *, limit: int | None = None) -> list[ObjectInfo]:
         """See :class:`~shrinkpoint.store.objects.ObjectStore`."""
@@ -152,26 +176,6 @@ class LocalObjects:
                             removed += 1
         return removed
 
-    def _write(self, key: str, data: bytes, publish: Callable[[Path, Path, bytes], bool]) -> bool:
-        final = self._root / key
-        with self._translated("write", key):
-            self._prepare(final.parent)
-            # Every attempt has its own file: after a failed fsync, the kernel may have dropped the pages of the old one.
-            temporary = final.parent / f".tmp-{new_nonce()}"
-            try:
-                try:
-                    _write_synced(temporary, data)
-                    created = publish(temporary, final, data)
-                finally:
-                    with suppress(FileNotFoundError):
-                        os.unlink(temporary)
-            except FileNotFoundError:
-                self._synced.clear()  # the folder was removed under us; the next attempt makes it again
-                raise TransientStoreError(f"cannot write {final}: its folder vanished") from None
-            # Also when it existed: it may be ours, from an attempt whose own sync of the folder failed.
-            _sync_folder(final.parent)
-            return created
-
     def _prepare(self, folder: Path) -> None:
         """Make ``folder`` and its parents, each one durable in its own parent."""
         if folder in self._synced:
@@ -201,11 +205,74 @@ class LocalObjects:
         self._synced.add(folder)
 
     @contextmanager
+    def _written(self, key: str) -> Iterator[None]:
+        with self._translated("write", key):
+            try:
+                yield
+            except FileNotFoundError:
+                self._synced.clear()  # the folder was removed under us; the next attempt makes it again
+                raise TransientStoreError(f"cannot write {self._root / key}: its folder vanished") from None
+
+    @contextmanager
     def _translated(self, verb: str, key: str) -> Iterator[None]:
         try:
             yield
         except OSError as error:
             raise _translate(error, f"cannot {verb} {self._root / key}") from error
+
+
+class StagedFile:
+    """An object that is on the disk under a temporary name; if nobody ends that, :meth:`LocalObjects.sweep` does.
+
+    Args:
+        temporary: Where it is.
+        final: Where it is to be, in the same folder.
+        parts: Its bytes.
+        errors: What explains the errors of the operating system.
+    """
+
+    def __init__(
+        self,
+        temporary: Path,
+        final: Path,
+        parts: Sequence[bytes | memoryview],
+        errors: AbstractContextManager[None],
+    ) -> None:
+        self._temporary, self._final, self._parts, self._errors = temporary, final, parts, errors
+
+    def publish(self, *, exclusive: bool) -> bool:
+        """The quick half of a put, once: give the object its name, durably.
+
+        Args:
+            exclusive: Unless the name is taken.
+
+        Returns:
+            Whether it has the name now.
+
+        Raises:
+            StoreError: As of :meth:`LocalObjects.put`.
+        """
+        with self._errors:
+            try:
+                if exclusive:
+                    created = _publish_exclusive(self._temporary, self._final, self._parts)
+                else:
+                    os.replace(self._temporary, self._final)
+                    created = True
+            finally:
+                self.discard()
+            # Also when it existed: it may be ours, from an attempt whose own sync of the folder failed.
+            _sync_folder(self._final.parent)
+            return created
+
+    def discard(self) -> None:
+        """Remove it, if it still has its temporary name."""
+        _remove(self._temporary)
+
+
+def _remove(temporary: Path) -> None:
+    with suppress(FileNotFoundError):
+        os.unlink(temporary)
 
 
 def _translate(error: OSError, what: str) -> StoreError:
@@ -218,23 +285,29 @@ def _translate(error: OSError, what: str) -> StoreError:
     return StoreError(f"{reason}; {advice}" if advice else reason)
 
 
-def _write_synced(path: Path, data: bytes) -> None:
+def _read(descriptor: int, first: int, last: int) -> bytes:
+    """These bytes; fewer where the file has become shorter."""
+    data = os.pread(descriptor, last - first, first)
+    while len(data) < last - first and (
+        more := os.pread(descriptor, last - first - len(data), first + len(data))
+    ):
+        data += more
+    return data
+
+
+def _write_synced(path: Path, parts: Sequence[bytes | memoryview]) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(descriptor, view) :]
+        for part in parts:
+            view = memoryview(part)
+            while view:
+                view = view[os.write(descriptor, view) :]
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
-def _publish(temporary: Path, final: Path, data: bytes) -> bool:
-    os.replace(temporary, final)
-    return True
-
-
-def _publish_exclusive(temporary: Path, final: Path, data: bytes) -> bool:
+def _publish_exclusive(temporary: Path, final: Path, parts: Sequence[bytes | memoryview]) -> bool:
     """Give ``temporary`` its final name unless that is taken; link, else renameat2, else an exclusive create."""
     try:
         os.link(temporary, final)
@@ -254,7 +327,7 @@ def _publish_exclusive(temporary: Path, final: Path, data: bytes) -> bool:
             raise
     try:
         # Exclusive, but visible before it is whole: a crash leaves a manifest that its checksum gives away.
-        _write_synced(final, data)
+        _write_synced(final, parts)
     except FileExistsError:
         return False
     except OSError:

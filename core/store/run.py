@@ -379,6 +379,7 @@ class RunStore:
             self._catalog,
             mode="conditional" if conditional else "single-writer",
             protect=[self._restored] if self._restored else [],
+            make_ready=None if self.stores is None else self.stores.make_ready,
         )
 
     def _warn_of_containers_alone(self) -> None:

@@ -58,6 +58,7 @@ class RunWriter:
         *,
         mode: Literal["conditional", "single-writer"],
         protect: Collection[str] = (),
+        make_ready: Callable[[str, bytes], None] | None = None,
         clock: Callable[[], float] = _uptime,
     ) -> None:
         listing = catalog.scan()
@@ -68,6 +69,7 @@ class RunWriter:
         self._objects = objects
         self._catalog = catalog
         self._protect = protect
+        self._make_ready = make_ready
         self._clock = clock
         self._next_seq = listing.max_seq + 1
         self._known: dict[str, float] = {}
@@ -182,7 +184,9 @@ class RunWriter:
         chain = (*(parent.chain if parent else ()), ref)
         place = replaces.position if replaces else None
         draft = self._draft(step, kind, chain, parent, state_digest, meta, place)
-        draft(self._next_seq).to_bytes()  # refuse what cannot be written before anything is
+        first = draft(self._next_seq).to_bytes()  # refuse what cannot be written before anything is
+        if self._make_ready is not None and self.mode == "conditional":
+            self._make_ready(commit_key(self._next_seq), first)
         self._objects.put(ref.key, data)
         publish = self._publish_exclusively if self.mode == "conditional" else self._publish_alone
         manifest = publish(draft, began)

@@ -10,12 +10,14 @@ happens before and is told beside.
 
 import argparse
 import io
+import os
 import statistics
 import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,59 +26,78 @@ import torch
 
 from shrinkpoint.errors import ShrinkpointWarning
 from shrinkpoint.store.local import LocalObjects
-from shrinkpoint.store.objects import ObjectStore
 from shrinkpoint.store.run import RunStore
 from shrinkpoint.store.striped import StripedObjects
 from shrinkpoint.store.striped.parity import p_of, q_of
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-
-class Slow:
-    """A store behind a link of so many bytes a second."""
-
-    def __init__(self, inner: ObjectStore, rate: float) -> None:
-        self._inner, self._rate = inner, rate
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def put(self, key: str, data: bytes) -> None:
-        time.sleep(len(data) / self._rate)
-        self._inner.put(key, data)
-
-    def put_if_absent(self, key: str, data: bytes) -> bool:
-        time.sleep(len(data) / self._rate)
-        return self._inner.put_if_absent(key, data)
-
-    def get(self, key: str, start: int | None = None, end: int | None = None, *, max_size: int) -> bytes:
-        data = self._inner.get(key, start, end, max_size=max_size)
-        time.sleep(len(data) / self._rate)
-        return data
+from stores_links import Distant, timed
 
 
 def latency(folder: Path, rounds: int) -> Iterator[str]:
-    """Commits on three folders beside one, in turns: medians, and the fastest, which other processes disturb least."""
-    yield "| container | one folder | three, `parity=1` | ratio | fastest | fastest of three | ratio |"
-    yield "|---|---:|---:|---:|---:|---:|---:|"
-    for number, size in enumerate((4_000, 400_000, 4_000_000)):
-        data = np.random.default_rng(0).integers(0, 256, size, np.uint8).tobytes()
-        base = folder / f"latency{number}"
-        writers = (
-            RunStore(str(base / "one")).writer(),
-            RunStore([str(base / name) for name in "abc"], parity=1).writer(),
+    """Commits on three stores and on one, in turns: folders on a disk and in memory, where every sync takes 5 ms longer, and where
+    every request takes 20 ms.
+    """
+    yield "| container | stores | one | three, `parity=1` | ratio | ratio of the fastest |"
+    yield "|---|---|---:|---:|---:|---:|"
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as root:
+        quick = Path(root)
+        kinds = (
+            ("folders, one disk", folder, 0.0, 0.0),
+            ("folders, memory", quick, 0.0, 0.0),
+            ("folders, syncs of 5 ms", quick, 5e-3, 0.0),
+            ("requests of 20 ms", quick, 0.0, 20e-3),
         )
-        times: tuple[list[float], list[float]] = [], []
-        for step in range(rounds):
-            for writer, taken in zip(writers, times, strict=True):
-                began = time.perf_counter()
-                writer.commit(data, step=step, kind="base", parent=None, state_digest="", meta={})
-                taken.append(time.perf_counter() - began)
-        cells = [f"{size // 1000:,} kB"]
-        for measure in (statistics.median, min):
-            one, three = (measure(taken) * 1e3 for taken in times)
-            cells += [f"{one:.1f} ms", f"{three:.1f} ms", f"{three / one:.2f}"]
-        yield f"| {' | '.join(cells)} |"
+        for size in (4_000, 400_000, 4_000_000):
+            for number, (name, where, sync_s, request_s) in enumerate(kinds):
+                with _slow_syncs(sync_s):
+                    one, three = _commits(where / f"latency-{size}-{number}", size, rounds, request_s)
+                medians, fastest = [statistics.median(each) for each in (one, three)], [min(one), min(three)]
+                times = [f"{median * 1e3:.1f} ms" for median in medians]
+                ratios = [f"{three / one:.2f}" for one, three in (medians, fastest)]
+                yield f"| {' | '.join([f'{size // 1000:,} kB', name, *times, *ratios])} |"
+
+
+def _commits(base: Path, size: int, rounds: int, request_s: float) -> tuple[list[float], list[float]]:
+    """Seconds of commits on one store and on three; who is first, and pays for what the disk still has to do, changes."""
+    data = np.random.default_rng(0).integers(0, 256, size, np.uint8).tobytes()
+    writers = [
+        run.writer() for run in (_run([base / "one"], request_s), _run([base / n for n in "abc"], request_s))
+    ]
+    times: tuple[list[float], list[float]] = [], []
+    for step in range(rounds + 2):
+        for which in (0, 1) if step % 2 else (1, 0):
+            began = time.perf_counter()
+            writers[which].commit(data, step=step, kind="base", parent=None, state_digest="", meta={})
+            taken = time.perf_counter() - began
+            if step > 1:  # the first commits make folders, and threads
+                times[which].append(taken)
+    return times
+
+
+def _run(folders: list[Path], request_s: float) -> RunStore:
+    if not request_s:
+        return RunStore(folders)
+    distant: Any = [Distant(LocalObjects(str(folder)), request_s) for folder in folders]
+    return RunStore("ignored", objects=StripedObjects(distant, parity=1) if len(distant) > 1 else distant[0])
+
+
+@contextmanager
+def _slow_syncs(seconds: float) -> Iterator[None]:
+    """Let every ``os.fsync`` take so much longer, as on a disk of its own for each folder."""
+    real = os.fsync
+
+    def slow(descriptor: int) -> None:
+        real(descriptor)
+        time.sleep(seconds)
+
+    os.fsync = slow if seconds else real
+    try:
+        yield
+    finally:
+        os.fsync = real
 
 
 def parity() -> Iterator[str]:
@@ -151,25 +172,11 @@ def bandwidth(folder: Path, rate: float, every: int, steps: int) -> Iterator[str
     rows += [(f"torch.save's bytes, {n - 1}+1", raw, n) for n in (3, 4, 5)]
     rows += [(f"lossless delta, {n - 1}+1", lossless, n) for n in (3, 4, 5)]
     for number, (name, data, stores) in enumerate(rows):
-        times = [_once(folder / f"{number}-{again}", data, stores, rate) for again in range(3)]
+        times = [timed(folder / f"{number}-{again}", data, stores, rate) for again in range(3)]
         save, load = (min(column) for column in zip(*times, strict=True))
         base = base or (save, load)
         less = f"{1 - save / base[0]:.1%}", f"{1 - load / base[1]:.1%}"
         yield f"| {name} | {save:.2f} s | {less[0]} | {load:.2f} s | {less[1]} |"
-
-
-def _once(folder: Path, data: bytes, stores: int, rate: float) -> tuple[float, float]:
-    slow = [Slow(LocalObjects(str(folder / str(i))), rate) for i in range(stores)]
-    objects: Any = slow[0] if stores == 1 else StripedObjects(slow, parity=1)
-    store = RunStore("ignored", objects=objects)
-    writer = store.writer()
-    began = time.perf_counter()
-    manifest = writer.commit(data, step=1, kind="base", parent=None, state_digest="", meta={})
-    saved = time.perf_counter() - began
-    fresh = RunStore("ignored", objects=slow[0] if stores == 1 else StripedObjects(slow, parity=1))
-    began = time.perf_counter()
-    assert fresh.fetch(manifest) == [data]
-    return saved, time.perf_counter() - began
 
 
 def main() -> None:

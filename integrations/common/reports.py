@@ -80,6 +80,8 @@ def numbers(report: SaveReport) -> dict[str, float]:
         "ratio": report.ratio,
         "bytes": float(report.bytes),
         "blocked_s": report.blocked_s,
+        "adopt_s": report.adopt_s,
+        "waited_s": report.waited_s,
         "search_s": report.search_s,
         "write_s": report.write_s,
         "degradation": report.degradation,

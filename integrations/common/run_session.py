@@ -16,6 +16,7 @@ from shrinkpoint.errors import ShrinkpointError, ShrinkpointWarning
 from shrinkpoint.integrations.common.ranks import broadcast, is_first, on_first
 from shrinkpoint.integrations.common.reports import BestCheckpoints, metrics_of
 from shrinkpoint.integrations.common.settings import RunSettings
+from shrinkpoint.integrations.common.step_log import SessionLog
 from shrinkpoint.quality.evaluation import Evaluate, Loss, ResumedSteps
 from shrinkpoint.quality.resumed_steps import UntilFailure
 from shrinkpoint.reports import SaveReport
@@ -23,6 +24,7 @@ from shrinkpoint.saver import Saver
 from shrinkpoint.saving.finite import is_finite
 from shrinkpoint.saving.resume import resume_from
 from shrinkpoint.saving.retention import lineage_of
+from shrinkpoint.saving.takeover import Adoption
 from shrinkpoint.state.blocks import whole_specs
 from shrinkpoint.state.training import Describe, TrainingState
 from shrinkpoint.store.manifest import Manifest
@@ -52,11 +54,19 @@ class RunSession:
         """The last and the best checkpoint: on the first rank at any time, on the others after `finish`."""
         self.saved_step = 0
         """The step of this run's last checkpoint; the framework's session keeps it up to date on every rank."""
+        self.log = SessionLog(settings)
+        """The step log."""
+        self.continued: int | None = None
+        """The step of the checkpoint that was chosen to continue from; on the first rank."""
         self._saver: Saver | None = None
         self._taken = 0
         self._unreported: list[SaveReport] = []
         self._warned: set[str] = set()
         self._until_failure = UntilFailure(self.warn_once)
+
+    def use(self, settings: RunSettings) -> None:
+        """Replace the options by those that the trainer completes, before the saver is asked for."""
+        self.settings = settings
 
     @property
     def saver(self) -> Saver:
@@ -101,7 +111,9 @@ class RunSession:
         if policy == "never":
             self.saver.forget()  # the saves of this process so far belong to another training
         newest = self.saver.newest() if policy != "never" else None
-        return resume_from(policy, newest, self.settings.url)
+        chosen = resume_from(policy, newest, self.settings.url)
+        self.continued = None if chosen is None else chosen.step
+        return chosen
 
     def outline(self, keys: Collection[str]) -> dict[str, Any] | None:
         """The newest stored state with meta tensors (shapes without elements); for the first rank.
@@ -183,6 +195,7 @@ class RunSession:
         optimizers: Sequence[Optimizer],
         exact: bool,
         last: bool,
+        adoption: Adoption | None = None,
     ) -> bool:
         """Save a state; the first rank's, inside `on_first` or an `Outcome`, whose result goes to all ranks.
 
@@ -197,6 +210,7 @@ class RunSession:
             optimizers: whose states are in `state`, in the same order.
             exact: store bit-exactly, without a search.
             last: it is the last save: wait for a running one to be committed.
+            adoption: of a planned save, with ``adopt=True``.
 
         Returns:
             Whether it was accepted.
@@ -216,6 +230,7 @@ class RunSession:
             optimizers=optimizers,
             exact=exact,
             wait=last and self.saver.busy,
+            adoption=adoption,
         )
         return accepted is not None
 
@@ -234,7 +249,8 @@ class RunSession:
             )
 
     def _has_room(self, last: bool) -> bool:
-        room = last or self.settings.saver.busy == "wait" or not self.saver.busy
+        saver = self.settings.saver
+        room = last or saver.adopt or saver.busy == "wait" or not self.saver.busy
         if not room:
             self.saver.skip()
         return room
@@ -263,6 +279,7 @@ class RunSession:
     def _take_reports(self) -> None:
         new = self.saver.reports()[self._taken :]
         self._taken += len(new)
+        self.log.committed(new)
         self._unreported += new
         for report in new:
             self.best.add(report.step, report.metrics, finite=report.not_finite is None)
@@ -294,6 +311,7 @@ class RunSession:
             timeout_s: how long to wait for a running save.
             save: called first; its failure is only a warning, since the original error is the one to show.
         """
+        self.log.close()
         if self._saver is None:
             return
         try:
@@ -314,6 +332,7 @@ class RunSession:
 
     def close(self) -> None:
         """Release the store when a running save is finished; does not communicate with other ranks."""
+        self.log.close()
         if self._saver is not None:
             self._saver.close()
 

@@ -4,13 +4,14 @@ import difflib
 import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, Literal, ParamSpec, cast
 
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.saver import SaverConfig
 from shrinkpoint.saving.resume import ResumePolicy, check_policy
+from shrinkpoint.steps.opening import LogRequest
 from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.urls import RunUrl, split_urls, url_text
 from shrinkpoint.warn import brief
@@ -29,6 +30,8 @@ _OWN = (
     "probe_batches",
     "storage_options",
     "parity",
+    "step_log",
+    "step_log_url",
 )
 
 _NEVER_OVERWRITTEN = (
@@ -122,6 +125,7 @@ class RunSettings:
     probe_batches: int = 2
     storage_options: StorageOptions = None
     parity: int | None = None
+    step_log: LogRequest = field(default_factory=LogRequest)
 
     def __post_init__(self) -> None:
         if not isinstance(self.url, str) or not self.url.rstrip("/"):
@@ -176,6 +180,8 @@ class RunSettings:
         probe_batches: int = 2,
         storage_options: StorageOptions = None,
         parity: int | None = None,
+        step_log: Any = None,
+        step_log_url: str | None = None,
         known: Iterable[str] = (),
     ) -> "RunSettings":
         """Check and divide a callback's arguments.
@@ -192,6 +198,8 @@ class RunSettings:
             probe_batches: batches to measure the quality on.
             storage_options: for fsspec; of several URLs for all but folders, or a list of as many.
             parity: how many of several URLs may be lost.
+            step_log: the log of steps between two checkpoints.
+            step_log_url: its folder.
             known: the callback's own parameters, for suggestions on mistyped ones in addition to those above.
 
         Raises:
@@ -217,6 +225,7 @@ class RunSettings:
             probe_batches=probe_batches,
             storage_options=storage_options,
             parity=parity,
+            step_log=LogRequest(step_log=step_log, url=step_log_url),
         )
 
 

@@ -57,11 +57,13 @@ class Trigger:
         self._saved_at = clock()
         self.due = False
         """Whether a checkpoint is to be saved at the next moment at which the run can be continued exactly."""
+        self.planned = False
+        """Whether it is due by the schedule, and not only because it was requested."""
 
     def start(self, *, step: int, epochs: int) -> None:
         """Start counting: training starts or continues with these counters."""
         self._step, self._epochs, self._saved_at = step, epochs, self._clock()
-        self.due = False
+        self.due = self.planned = False
 
     def after_step(self, step: int, *, agree: Callable[[bool], bool] = bool) -> None:
         """An optimizer step has been made.
@@ -70,11 +72,11 @@ class Trigger:
             step: optimizer steps so far.
             agree: makes all processes take the same decision where clocks decide; called on every one of them.
         """
-        self.due |= _crossed(self._step, step, self._schedule.every_n_train_steps)
+        self._plan(_crossed(self._step, step, self._schedule.every_n_train_steps))
         self._step = step
         interval = self._schedule.train_time_interval
         if interval is not None and not self.due:
-            self.due = agree(self._clock() - self._saved_at >= interval.total_seconds())
+            self._plan(agree(self._clock() - self._saved_at >= interval.total_seconds()))
 
     def after_epoch(self, epochs: int) -> None:
         """An epoch's last step has been made.
@@ -82,8 +84,12 @@ class Trigger:
         Args:
             epochs: epochs done so far, this one included.
         """
-        self.due |= _crossed(self._epochs, epochs, self._schedule.every_n_epochs)
+        self._plan(_crossed(self._epochs, epochs, self._schedule.every_n_epochs))
         self._epochs = epochs
+
+    def _plan(self, due: bool) -> None:
+        self.due |= due
+        self.planned |= due
 
     def steps_until_due(self, step: int) -> int | None:
         """How many steps after `step` the next checkpoint is due; None where the schedule does not count steps."""
@@ -96,7 +102,7 @@ class Trigger:
 
     def saved(self) -> None:
         """The due checkpoint has been taken, or skipped."""
-        self.due = False
+        self.due = self.planned = False
         self._saved_at = self._clock()
 
 

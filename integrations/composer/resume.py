@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from composer.core import State
@@ -19,6 +19,7 @@ from shrinkpoint.integrations.composer.state import (
     require_own_run,
     require_same_optimizers,
 )
+from shrinkpoint.integrations.composer.step_log import replayed, start_log
 from shrinkpoint.saving.resume import overridden_rates
 from shrinkpoint.saving.retention import is_weights_only
 from shrinkpoint.store.manifest import Manifest
@@ -53,7 +54,14 @@ def require_supported(state: State) -> None:
         )
 
 
-def continue_run(run: RunSession, data: DataPlace, state: State, logger: Logger) -> Buckets:
+def continue_run(
+    run: RunSession,
+    data: DataPlace,
+    state: State,
+    logger: Logger,
+    *,
+    take: Callable[[Mapping[str, Any]], None] | None = None,
+) -> Buckets:
     """Continue a run from its newest sound checkpoint, unless it was loaded from a load_path already.
 
     Args:
@@ -61,6 +69,7 @@ def continue_run(run: RunSession, data: DataPlace, state: State, logger: Logger)
         data: gets the position in the training data.
         state: at Composer's event ``AFTER_LOAD``.
         logger: for Composer.
+        take: gets the whole stored state, if there is one.
 
     Returns:
         The buckets to sum gradients in, when DDP exists.
@@ -74,11 +83,14 @@ def continue_run(run: RunSession, data: DataPlace, state: State, logger: Logger)
     manifest = run.choose() if loaded is None else None
     if manifest is None:
         _require_own_run(run, state)
+        start_log(run, state)
+        run.log.restart(int(state.timestamp.batch))
         if loaded is not None:
             run.saved_step = int(state.timestamp.batch)
             _warn_newer(run, state, str(loaded))
         return []
     url = run.settings.url
+    start_log(run, state)
     stored = on_every(lambda: _read(run, manifest))
     live = state.get_model_state_dict()
 
@@ -91,8 +103,11 @@ def continue_run(run: RunSession, data: DataPlace, state: State, logger: Logger)
     if stores_optimizers:
         _warn_overridden(stored["state"]["optimizers"], state)
     load_state(stored, state, logger, url, optimizers=stores_optimizers)
+    stored = replayed(run.log, stored, state, logger, url)
     _take_place(stored["ranks"], data)
-    run.saved_step = int(state.timestamp.batch)
+    if take is not None:
+        take(stored)
+    run.saved_step = manifest.step
     run.remember()
     if not is_first():  # only the first process saves deltas to the checkpoint that it has read
         run.saver.forget()

@@ -9,7 +9,7 @@ from composer.utils import create_interval_scheduler
 
 from shrinkpoint.errors import ConfigError
 
-__all__ = ["SaveInterval", "Scheduler", "batches_between", "save_scheduler"]
+__all__ = ["SaveInterval", "Scheduler", "batches_between", "save_scheduler", "saves_until"]
 
 Scheduler: TypeAlias = Callable[[State, Event], bool]
 """Whether a checkpoint is due at one of Composer's checkpoint events."""
@@ -28,6 +28,25 @@ def batches_between(interval: SaveInterval) -> int | None:
         return None
     time = Time.from_input(_without_multiplier(interval) if isinstance(interval, str) else interval, "ep")
     return int(time) if time.unit == TimeUnit.BATCH else None
+
+
+def saves_until(interval: SaveInterval, end: Time | None) -> int | None:
+    """The number of saves until the end of training; None where the two have different units, or a function decides.
+
+    Raises:
+        ConfigError: a clock decides.
+    """
+    if callable(interval) and not isinstance(interval, Time):
+        return None
+    every = Time.from_input(_without_multiplier(interval) if isinstance(interval, str) else interval, "ep")
+    if every.unit == TimeUnit.SECOND:
+        raise ConfigError(
+            f"adopt=True with save_interval={interval!r}: a clock would decide which states are adopted; give batches, samples,"
+            " tokens or epochs"
+        )
+    if every.unit == TimeUnit.DURATION:
+        return max(1, int(1 / every.value))
+    return None if end is None or end.unit != every.unit else max(1, int(end.value) // int(every.value))
 
 
 def save_scheduler(interval: SaveInterval, *, at_end: bool) -> Scheduler:

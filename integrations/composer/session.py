@@ -13,6 +13,7 @@ from composer.loggers import Logger
 from composer.utils import dist
 
 from shrinkpoint.errors import ConfigError, ShrinkpointWarning
+from shrinkpoint.integrations.common.adopting import PathBatches, with_adoptions
 from shrinkpoint.integrations.common.gradient_buckets import (
     Buckets,
     bucket_order,
@@ -35,6 +36,7 @@ from shrinkpoint.integrations.composer.probe import LossProbe
 from shrinkpoint.integrations.composer.probe_steps import StepProbe
 from shrinkpoint.integrations.composer.reports import current_metrics, log_reports
 from shrinkpoint.integrations.composer.resume import continue_run, require_supported
+from shrinkpoint.integrations.composer.schedule import saves_until
 from shrinkpoint.integrations.composer.settings import Settings
 from shrinkpoint.integrations.composer.state import (
     describe_state,
@@ -44,9 +46,13 @@ from shrinkpoint.integrations.composer.state import (
     trained_module,
     unloadable_optimizer,
 )
+from shrinkpoint.integrations.composer.step_log import rest_of
 from shrinkpoint.runtime.termination import TerminationRequest
+from shrinkpoint.saving.takeover import Adoption
 
 __all__ = ["Session"]
+
+_BATCHES = "batches"  # of an exact checkpoint of a training that adopts: the last ones
 
 _LOOK_EVERY_S = 0.01
 
@@ -62,11 +68,18 @@ class Session:
         self.settings = settings
         self.run = RunSession(settings.run)
         self._probe = LossProbe(batches=settings.run.probe_batches)
+        self._path = self._adopt() if settings.run.saver.adopt else None
         self._steps = StepProbe(self._probe, steps=self.run.probe_steps)
         self._data = DataPlace()
         self._buckets: Buckets = []
         self._gradients = GradientCollector()
         self._termination = TerminationRequest()
+
+    def _adopt(self) -> PathBatches:
+        """Measure on batches that a resumed run sees again."""
+        path = PathBatches(self.settings.run.probe_batches)
+        self._probe.kept = path
+        return path
 
     # ---- before training
 
@@ -91,6 +104,13 @@ class Session:
                 ShrinkpointWarning,
                 stacklevel=2,
             )
+        if self._path is not None:
+            if state.fsdp_enabled:
+                raise ConfigError(
+                    "adopt=True with FSDP is not supported yet: leave it out, or give scheme='lossless'"
+                )
+            planned = saves_until(self.settings.interval, state.max_duration)
+            self.run.use(with_adoptions(self.settings.run, planned))
         self.run.open()
 
     def after_load(self, state: State, logger: Logger) -> None:
@@ -99,7 +119,11 @@ class Session:
         Raises:
             ShrinkpointError: as `continue_run`.
         """
-        self._buckets = continue_run(self.run, self._data, state, logger)
+        self._buckets = continue_run(self.run, self._data, state, logger, take=self._take)
+
+    def _take(self, stored: Mapping[str, Any]) -> None:
+        if self._path is not None:
+            self._path.load(stored.get(_BATCHES, []))
 
     def fit_starts(self, state: State) -> None:
         """Training starts or continues."""
@@ -154,7 +178,8 @@ class Session:
     def batch_ends(self, state: State) -> None:
         """A step has been made; its gradients are still available; called once even if the optimizer needed several
         passes."""
-        if is_first() and self.settings.run.saver.scheme != "lossless":
+        saver = self.settings.run.saver
+        if is_first() and saver.scheme != "lossless" and not saver.adopt:
             every, batch = self.settings.every_batches, int(state.timestamp.batch)
             remaining = None if every is None else -batch % every
             module = trained_module(state)
@@ -184,9 +209,12 @@ class Session:
         if failed:
             on_every(asked.get)
         self._attend(state, logger, wanted=wanted)
+        if event is Event.BATCH_CHECKPOINT:
+            self.run.log.end_step(int(state.timestamp.batch), lambda: rest_of(self._stored(state)))
         if due or terminated:
             ended = (state.get_elapsed_duration() or 0.0) >= 1.0
-            self._save(state, last=terminated or ended, exact=terminated)
+            planned = self._path is not None and due and bool(self.settings.planned(state, event))
+            self._save(state, last=terminated or ended, exact=terminated and not planned, planned=planned)
         if terminated:
             self._finish(state, exact=True)
             self._termination.end()
@@ -218,7 +246,15 @@ class Session:
             elif is_first():
                 time.sleep(_LOOK_EVERY_S)
 
-    def _save(self, state: State, *, last: bool = False, exact: bool = False, again: bool = False) -> None:
+    def _save(
+        self,
+        state: State,
+        *,
+        last: bool = False,
+        exact: bool = False,
+        again: bool = False,
+        planned: bool = False,
+    ) -> None:
         """Take a checkpoint; all ranks take part.
 
         Args:
@@ -226,12 +262,16 @@ class Session:
             last: it is the last save: wait for a running one instead of skipping this one.
             exact: store bit-exactly, without a search.
             again: even if this batch has been saved.
+            planned: with ``adopt=True``: training goes on from what is stored.
         """
         batch = int(state.timestamp.batch)
         if (batch == self.run.saved_step and not again) or not self.run.wants(last=last):
             return
         self._drain(state)
         stored = self._stored(state)
+        self.run.log.boundary(batch, rest_of(stored))
+        if self._path is not None and not planned and (batches := self._path.state()):
+            stored[_BATCHES] = batches
         accepted = on_first(
             lambda: self.run.hand_over(
                 stored,
@@ -239,17 +279,27 @@ class Session:
                 describe=describe_state(state),
                 metrics=current_metrics(state),
                 evaluate=self._evaluation(state),
-                resumed=self._steps.resumed(state),
-                gradients=self._gradients.take(state.optimizers),
+                resumed=None if planned else self._steps.resumed(state),
+                gradients=None if planned else self._gradients.take(state.optimizers),
                 optimizers=state.optimizers,
                 exact=exact,
                 last=last,
+                adoption=self._adoption(state) if planned else None,
             )
         )
         if accepted:
             self.run.saved_step = batch
+        if planned and self._path is not None:
+            self._path.start_over()
         if last:
             self._drain(state)
+
+    def _adoption(self, state: State) -> Adoption:
+        def live() -> dict[str, Any]:
+            followed = followed_state(state)["state"]
+            return {"state": {**followed, "optimizers": state.state_dict()["optimizers"]}}
+
+        return Adoption(live=live, settings={"save_interval": str(self.settings.interval)})
 
     def _stored(self, state: State) -> dict[str, Any]:
         places, buckets = gather(self._data.state(state)), bucket_order(state.model)
@@ -292,6 +342,7 @@ class Session:
         self.run.fail()
         self.run.release()
         self._probe = LossProbe(batches=self.settings.run.probe_batches)
+        self._path = self._adopt() if self._path is not None else None
         self._steps = StepProbe(self._probe, steps=self.run.probe_steps)
         self._gradients = GradientCollector()
 

@@ -21,6 +21,10 @@ class Settings:
 
     run: RunSettings
     due: Scheduler
+    planned: Scheduler
+    """As `due`, without the save at the end of training."""
+    interval: SaveInterval
+    """As given."""
     every_batches: int | None
     """Batches between two saves; None where saves are not due by batches."""
 
@@ -35,4 +39,11 @@ class Settings:
         """
         due = save_scheduler(save_interval, at_end=save_last)
         run = RunSettings.build(save_last=save_last, options=options, known=("save_interval",), **more)
-        return cls(run=run, due=due, every_batches=batches_between(save_interval))
+        planned = save_scheduler(save_interval, at_end=False)
+        return cls(
+            run=run,
+            due=due,
+            planned=planned,
+            interval=save_interval,
+            every_batches=batches_between(save_interval),
+        )

@@ -7,6 +7,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from shrinkpoint.errors import ConfigError
+from shrinkpoint.integrations.common.adopting import PathBatches, saves_of, with_adoptions
 from shrinkpoint.integrations.common.gradient_buckets import stateful_hook
 from shrinkpoint.integrations.common.gradients import GradientCollector
 from shrinkpoint.integrations.common.ranks import broadcast, is_first, on_first, world_size
@@ -21,13 +22,17 @@ from shrinkpoint.integrations.lightning.reports import finite_metrics, log_repor
 from shrinkpoint.integrations.lightning.resume import continue_run, is_tuning, require_module
 from shrinkpoint.integrations.lightning.settings import Settings
 from shrinkpoint.integrations.lightning.state import describe_checkpoint, followed_state
+from shrinkpoint.integrations.lightning.step_log import capture_rest, replay, rest_of
 from shrinkpoint.runtime.termination import TerminationRequest
 from shrinkpoint.saver import Saver
 from shrinkpoint.saving.address import Address
 from shrinkpoint.saving.resume import overridden_rates, require_optimizers
+from shrinkpoint.saving.takeover import Adoption
 from shrinkpoint.warn import warn
 
 __all__ = ["Session"]
+
+_BATCHES = "batches"  # of an exact checkpoint of a training that adopts: the last ones, in its position
 
 
 class Session:
@@ -42,6 +47,10 @@ class Session:
         self.run = RunSession(settings.run)
         metric = settings.run.monitor if settings.run.mode == "min" else None
         self.probe = LossProbe(metric=metric, batches=settings.run.probe_batches)
+        self._path: PathBatches | None = None
+        if settings.run.saver.adopt:
+            self._path = self.probe.kept = PathBatches(settings.run.probe_batches)
+        self._planned = False
         self._steps = StepProbe(self.probe, steps=self.run.probe_steps)
         self._trigger = Trigger(settings.schedule)
         self._gradients = GradientCollector()
@@ -74,6 +83,10 @@ class Session:
         self._require_torch_distributed(trainer)
         self._require_own_run(trainer)
         self._active = stage == "fit" and not trainer.fast_dev_run and not is_tuning(trainer)
+        if self._active and self._path is not None:
+            epochs = trainer.max_epochs or 0
+            planned = saves_of(self.settings.schedule, steps=trainer.max_steps, epochs=epochs)
+            self.run.use(with_adoptions(self.settings.run, planned))
         io = RunCheckpointIO.install(trainer.strategy)
         url = self.settings.run.url
         io.add_run(
@@ -93,13 +106,16 @@ class Session:
         """A checkpoint of any kind is being loaded."""
         if trainer.state.fn == TrainerFn.FITTING:
             self._stored_optimizers = checkpoint.get("optimizer_states", [])
+            if self._path is not None:
+                self._path.load(checkpoint.get(POSITION_KEY, {}).get(_BATCHES, []))
             Position.of(trainer).load(trainer, checkpoint)
 
-    def fit_starts(self, trainer: Trainer) -> None:
+    def fit_starts(self, trainer: Trainer, module: LightningModule) -> None:
         """The model is built; no batch has been fetched.
 
         Raises:
             StateMismatchError: the checkpoint that is being restored has other optimizers.
+            ConfigError: there can be no step log of this training.
         """
         if self._stored_optimizers:
             require_optimizers(self._stored_optimizers, trainer.optimizers, str(trainer.ckpt_path))
@@ -108,7 +124,20 @@ class Session:
             if overridden is not None and trainer.is_global_zero:
                 warn(overridden)
             self._stored_optimizers = []
+        if self._active and self.run.log.is_wanted:
+            self._start_log(trainer, module)
         Position.of(trainer).fit_starts()
+
+    def _start_log(self, trainer: Trainer, module: LightningModule) -> None:
+        step = trainer.global_step
+        self.run.log.begin(module, trainer.optimizers, self._saver)
+        loaded = Address.parse(str(trainer.ckpt_path))
+        continues = loaded is not None and loaded.url == self.settings.run.url
+        if continues and broadcast(self.run.continued is not None):
+            step = replay(self.run.log, trainer, module)
+        elif trainer._checkpoint_connector._loaded_checkpoint:
+            step = int(trainer._checkpoint_connector._loaded_checkpoint["global_step"])
+        self.run.log.restart(step)
 
     def train_starts(self, trainer: Trainer, module: LightningModule) -> None:
         """The iterators exist; no batch has been fetched."""
@@ -164,7 +193,8 @@ class Session:
 
     def before_step(self, trainer: Trainer, module: LightningModule) -> None:
         """The gradients of an optimizer step are complete."""
-        if self._active and is_first() and self.settings.run.saver.scheme != "lossless":
+        saver = self.settings.run.saver
+        if self._active and is_first() and saver.scheme != "lossless" and not saver.adopt:
             remaining = self._trigger.steps_until_due(trainer.global_step)
             after = None if remaining is None else remaining - 1
             self._gradients.update(module, trainer.optimizers, after)
@@ -192,7 +222,10 @@ class Session:
         wait = (self._validation_pending and not terminated) or (
             self._last_batch and not self._validation_pending
         )
-        if not wait and (terminated or position.is_known(trainer)):
+        known = not wait and (terminated or position.is_known(trainer))
+        if self._stepped:
+            self.run.log.end_step(step, lambda: capture_rest(trainer), allowed=known)
+        if known:
             self._save_if_due(trainer, module, terminated=terminated)
             if interrupted:
                 self._interruption.end()
@@ -246,6 +279,8 @@ class Session:
                 mid_accumulation=not self._stepped,
                 validation_pending=self._validation_pending,
             )
+            if self._path is not None and not self._planned and (batches := self._path.state()):
+                checkpoint[POSITION_KEY][_BATCHES] = batches
 
     def _attend(self, trainer: Trainer) -> None:
         """Serve the background worker, and log finished saves."""
@@ -262,10 +297,23 @@ class Session:
 
     def _save_if_due(self, trainer: Trainer, module: LightningModule, *, terminated: bool = False) -> None:
         if self._trigger.due and (self._stepped or self._ending or terminated):
-            self._save(trainer, module, last=terminated or self._ending, exact=terminated)
+            planned = self._path is not None and self._trigger.planned and self._stepped
+            self._save(
+                trainer,
+                module,
+                last=terminated or self._ending,
+                exact=terminated and not planned,
+                planned=planned,
+            )
 
     def _save(
-        self, trainer: Trainer, module: LightningModule, *, last: bool = False, exact: bool = False
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        *,
+        last: bool = False,
+        exact: bool = False,
+        planned: bool = False,
     ) -> None:
         """Let Lightning collect its whole state on every rank, and save it from the first one.
 
@@ -274,12 +322,18 @@ class Session:
             module: the model.
             last: it is the last save: wait for a running one instead of skipping this one.
             exact: store bit-exactly, without a search.
+            planned: with ``adopt=True``: training goes on from what is stored.
         """
         self._trigger.saved()
+        self._planned = planned
         if not self.run.wants(last=last):
             return
         with RunCheckpointIO.install(trainer.strategy).capturing() as captured:
             trainer.save_checkpoint(captured.path, weights_only=False)
+
+        step = trainer.global_step
+        rest = rest_of(storable(captured.checkpoint())) if is_first() and self.run.log.is_wanted else {}
+        self.run.log.boundary(step, rest)
 
         def hand_over() -> bool:
             checkpoint = captured.checkpoint()
@@ -289,15 +343,30 @@ class Session:
                 describe=describe_checkpoint(trainer, module, checkpoint),
                 metrics=finite_metrics(trainer),
                 evaluate=self.probe.evaluation(trainer, module),
-                resumed=self._steps.resumed(trainer, module),
-                gradients=self._gradients.take(trainer.optimizers),
+                resumed=None if planned else self._steps.resumed(trainer, module),
+                gradients=None if planned else self._gradients.take(trainer.optimizers),
                 optimizers=trainer.optimizers,
                 exact=exact,
                 last=last,
+                adoption=self._adoption(trainer, module) if planned else None,
             )
 
         if on_first(hand_over):
             self.run.saved_step = trainer.global_step
+        if planned and self._path is not None:
+            self._path.start_over()
+
+    def _adoption(self, trainer: Trainer, module: LightningModule) -> Adoption:
+        def live() -> dict[str, Any]:
+            states = [optimizer.state_dict() for optimizer in trainer.optimizers]
+            return {**followed_state(trainer, module), "optimizer_states": states}
+
+        schedule = self.settings.schedule
+        settings = {
+            "every_n_train_steps": schedule.every_n_train_steps,
+            "every_n_epochs": schedule.every_n_epochs,
+        }
+        return Adoption(live=live, settings=settings)
 
     # ---- after training
 

@@ -4,6 +4,7 @@ methods."""
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 from shrinkpoint.errors import ConfigError
+from shrinkpoint.integrations.common.adopting import PathBatches, with_adoptions
 from shrinkpoint.integrations.common.gradient_buckets import (
     Buckets,
     bucket_order,
@@ -55,9 +57,12 @@ from shrinkpoint.integrations.transformers.state import (
 )
 from shrinkpoint.runtime.termination import TerminationRequest
 from shrinkpoint.saving.address import Address
+from shrinkpoint.saving.takeover import Adoption
 from shrinkpoint.warn import warn
 
 __all__ = ["Session"]
+
+_BATCHES = "batches"  # of an exact checkpoint of a training that adopts: the last ones
 
 _log = logging.getLogger(__name__)
 
@@ -76,6 +81,9 @@ class Session:
 
     def _set_up(self) -> None:
         self._probe = LossProbe(batches=self.settings.run.probe_batches)
+        self._path: PathBatches | None = None
+        if self.settings.run.saver.adopt:
+            self._path = self._probe.kept = PathBatches(self.settings.run.probe_batches)
         self._steps = StepProbe(self._probe, steps=self.run.probe_steps)
         self._data = DataPlace(self._sees)
         self._trigger = Trigger(Schedule())
@@ -120,6 +128,9 @@ class Session:
         """
         require_supported(trainer)
         self.settings = self._given.for_trainer(trainer.args)
+        if self.settings.run.saver.adopt:
+            run = with_adoptions(self.settings.run, self.settings.planned_for(trainer.args))
+            self.settings = replace(self.settings, run=run)
         self.run = RunSession(self.settings.run)
         self._set_up()
         self._trainer = trainer
@@ -138,6 +149,8 @@ class Session:
     def _prepare(self, stored: Mapping[str, Any], folder: Path) -> str:
         if len(stored["ranks"]) == world_size():
             self._data.load(stored["ranks"][rank()]["place"])
+        if self._path is not None:
+            self._path.load(stored.get(_BATCHES, []))
         return write_thin(stored, folder, complete=is_complete(stored, self._trainer.args))
 
     def _required(self) -> dict[str, Override]:
@@ -248,7 +261,8 @@ class Session:
 
     def before_step(self, state: Any) -> None:
         """The gradients of an optimizer step are complete."""
-        if self._trainer is not None and is_first() and self.settings.run.saver.scheme != "lossless":
+        saver = self.settings.run.saver
+        if self._trainer is not None and is_first() and saver.scheme != "lossless" and not saver.adopt:
             remaining = self._trigger.steps_until_due(state.global_step)
             after = None if remaining is None else remaining - 1
             self._gradients.update(self._trainer.model, optimizers_of(self._trainer), after)
@@ -307,7 +321,14 @@ class Session:
             return
         last = ending and (self.settings.run.save_last or terminated)
         if self._trigger.due or self._requested or self._new_best or last:
-            self._save(tr_loss, last=last or self._new_best, exact=terminated)
+            # what the trainer itself asks for follows from its arguments and from what it has measured
+            planned = self._path is not None and (self._trigger.planned or self._requested or self._new_best)
+            self._save(
+                tr_loss,
+                last=last or self._new_best,
+                exact=terminated and not planned,
+                planned=planned,
+            )
         if terminated:
             self._finish(tr_loss, exact=True)
             self._termination.end()
@@ -319,7 +340,13 @@ class Session:
         log_reports(self._trainer, reports)
 
     def _save(
-        self, tr_loss: torch.Tensor | None, *, last: bool = False, exact: bool = False, again: bool = False
+        self,
+        tr_loss: torch.Tensor | None,
+        *,
+        last: bool = False,
+        exact: bool = False,
+        again: bool = False,
+        planned: bool = False,
     ) -> None:
         """Take a checkpoint; all ranks take part.
 
@@ -328,6 +355,7 @@ class Session:
             last: it is the last save of its kind: wait for a running one instead of skipping this one.
             exact: store bit-exactly, without a search.
             again: even if this step has been saved.
+            planned: with ``adopt=True``: training goes on from what is stored.
         """
         trainer, step = self._trainer, self._trainer.state.global_step
         best, self._new_best = self._new_best, False
@@ -337,6 +365,8 @@ class Session:
             if not self.run.wants(last=last):
                 return
             stored = self._gathered(tr_loss)
+            if self._path is not None and not planned and (batches := self._path.state()):
+                stored[_BATCHES] = batches
             accepted = on_first(
                 lambda: self.run.hand_over(
                     stored,
@@ -344,18 +374,35 @@ class Session:
                     describe=describe_state(trainer),
                     metrics=current_metrics(trainer.state),
                     evaluate=self._probe.evaluation(trainer),
-                    resumed=self._steps.resumed(trainer),
-                    gradients=self._gradients.take(optimizers_of(trainer)),
+                    resumed=None if planned else self._steps.resumed(trainer),
+                    gradients=None if planned else self._gradients.take(optimizers_of(trainer)),
                     optimizers=optimizers_of(trainer),
                     exact=exact,
                     last=last,
+                    adoption=self._adoption() if planned else None,
                 )
             )
+            if planned and self._path is not None:
+                self._path.start_over()
             if not accepted:
                 return
             self.run.saved_step = step
         if best:
             trainer.state.best_model_checkpoint = str(Address(url=self.run.settings.url, step=step))
+
+    def _adoption(self) -> Adoption:
+        trainer = self._trainer
+
+        def live() -> dict[str, Any]:
+            states = [optimizer.state_dict() for optimizer in optimizers_of(trainer)]
+            return {**followed_state(trainer), "optimizers": states}
+
+        schedule = self.settings.schedule_for(trainer.args, trainer.state.save_steps)
+        settings = {
+            "every_n_train_steps": schedule.every_n_train_steps,
+            "every_n_epochs": schedule.every_n_epochs,
+        }
+        return Adoption(live=live, settings=settings)
 
     def _gathered(self, tr_loss: torch.Tensor | None) -> dict[str, Any]:
         trainer = self._trainer

@@ -6,6 +6,7 @@ from datetime import timedelta
 from typing import Any, Literal
 
 from shrinkpoint.errors import ConfigError
+from shrinkpoint.integrations.common.adopting import saves_of
 from shrinkpoint.integrations.common.settings import RunSettings
 from shrinkpoint.integrations.common.triggers import Schedule
 
@@ -100,6 +101,21 @@ class Settings:
         if strategy == "best":
             return Schedule(every_n_train_steps=sys.maxsize)  # the trainer requests each save
         return Schedule(every_n_epochs=1)
+
+    def planned_for(self, args: Any) -> int | None:
+        """The number of saves that are planned; None where it does not follow from the trainer's arguments.
+
+        Args:
+            args: the trainer's ``TrainingArguments``.
+
+        Raises:
+            ConfigError: a clock decides.
+        """
+        strategy = str(getattr(args.save_strategy, "value", args.save_strategy))
+        if self.schedule is None and (strategy == "best" or 0 < args.save_steps < 1):
+            return None
+        schedule = self.schedule_for(args, int(args.save_steps))
+        return saves_of(schedule, steps=args.max_steps, epochs=int(args.num_train_epochs))
 
 
 def evaluation_metric(name: str) -> str:

@@ -57,3 +57,15 @@ def test_three_processes_continue_bit_by_bit(tmp_path: Path) -> None:
         assert [row[:4] for row in control["trace"]] == [row[:4] for row in rest["trace"]]
         with pytest.raises(AssertionError):
             assert_same(whole["final"]["weights"], control["final"]["weights"])
+
+
+def test_three_processes_continue_bit_by_bit_from_a_step_log(tmp_path: Path) -> None:
+    """The first process logs the gradients, and each one's remainder; all continue from the newest segment."""
+    run(tmp_path, "plain", "log", "3")
+    step = result(tmp_path, "rest", 0)["trace"][0][2]
+    assert step in (7, 8)  # the checkpoints are of steps 3 and 6; the launcher may kill the writer
+    for rank in range(3):
+        whole, rest = result(tmp_path, "whole", rank), result(tmp_path, "rest", rank)
+        assert whole["trace"][step:] == rest["trace"]
+        assert_same(whole["final"], rest["final"])
+    assert len({str(result(tmp_path, "whole", rank)["trace"]) for rank in range(3)}) == 3

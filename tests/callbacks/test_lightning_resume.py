@@ -6,6 +6,7 @@ The continuing run has another seed and no ckpt_path; the uninterrupted one neve
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import cache
 from typing import Any
 
@@ -17,6 +18,8 @@ from lightning.pytorch.callbacks import Callback
 from support.lightning_models import Crash, Outcome, Setup, Tiny, assert_continues, fit
 
 from shrinkpoint.callbacks.lightning import CompressedCheckpoint
+from shrinkpoint.errors import ConfigError
+from shrinkpoint.saver import Saver
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
@@ -133,6 +136,83 @@ def test_continues_bit_by_bit(name: str, stateful: bool) -> None:
     rest = train(case, stateful, saving(), seed=999)
     assert rest.trace[0][2] == case.resumes_at
     assert_continues(uninterrupted(name, stateful), rest)
+
+
+ADOPTING = ("mid epoch", "validation in mid epoch", "accumulation mid epoch", "plateau")
+"""Cases that the fast suite tries with adoption."""
+
+
+@pytest.mark.parametrize(
+    ("name", "stateful"),
+    [
+        pytest.param(name, stateful, marks=() if name in ADOPTING and not stateful else (pytest.mark.slow,))
+        for stateful in (False, True)
+        for name in CASES
+    ],
+)
+def test_adopting_training_continues_bit_by_bit(name: str, stateful: bool) -> None:
+    """With the default scheme, lossy as it is: the undisturbed run has gone on from its checkpoints, too."""
+    case = CASES[name]
+    url = f"memory://adopt/{name}/{stateful}".replace(" ", "-").replace("'", "")
+
+    def saving(where: str) -> CompressedCheckpoint:
+        return CompressedCheckpoint(
+            f"{url}/{where}",
+            every_n_train_steps=case.every,
+            adopt=True,
+            adoptions=8,
+            max_degradation=0.5,
+            **case.saving,
+        )
+
+    whole = train(case, stateful, saving("whole"))
+    train(case, stateful, saving("run"), Crash(case.crash, sigterm=case.sigterm, batch=case.in_batch))
+    rest = train(case, stateful, saving("run"), seed=999)
+    assert rest.trace[0][2] == case.resumes_at
+    assert_continues(whole, rest)
+    manifests = Saver(f"{url}/whole").store.manifests()
+    assert any(m.meta["save"]["measured"] == "measured" for m in manifests) or case.every == FOREVER
+
+
+def adopting(url: str, **options: Any) -> CompressedCheckpoint:
+    return CompressedCheckpoint(url, every_n_train_steps=5, adopt=True, max_degradation=0.5, **options)
+
+
+@pytest.mark.parametrize("stop", [7, pytest.param(13, marks=pytest.mark.slow), 15])
+def test_adopting_training_continues_after_a_signal(stop: int) -> None:
+    """Between two planned saves the checkpoint is exact; at one it is the planned save."""
+    case, url = Case(every=5, crash=stop, resumes_at=stop, trainer=STEPS), f"memory://adopt-signal/{stop}"
+    whole = train(case, False, adopting(f"{url}/whole"))
+    train(case, False, adopting(f"{url}/run"), Crash(stop, sigterm=True))
+    newest = Saver(f"{url}/run").store.manifests()[0]
+    assert newest.meta["adoption"]["planned"] == (stop == 15)
+    rest = train(case, False, adopting(f"{url}/run"), seed=999)
+    assert rest.trace[0][2] == stop
+    assert_continues(whole, rest)
+
+
+def test_training_that_does_not_adopt_differs() -> None:
+    url = "memory://adopt-not"
+
+    def weights(where: str, steps: int) -> dict[str, torch.Tensor]:
+        saving = CompressedCheckpoint(f"{url}/{where}", every_n_train_steps=5, max_degradation=0.5)
+        return fit(saving, max_steps=steps, max_epochs=-1).final()["weights"]  # type: ignore[no-any-return]
+
+    whole = weights("whole", 30)
+    weights("run", 20)
+    assert Saver(f"{url}/run").store.manifests()[0].meta["save"]["measured"] == "measured"
+    rest = weights("run", 30)
+    assert any(not torch.equal(value, rest[name]) for name, value in whole.items())
+
+
+def test_adoption_is_refused_where_it_is_no_replay() -> None:
+    by_time = CompressedCheckpoint(
+        "memory://refused/time", train_time_interval=timedelta(minutes=1), adopt=True
+    )
+    with pytest.raises(ConfigError, match="a clock would decide"):
+        fit(by_time)
+    with pytest.raises(ConfigError, match="needs adoptions="):
+        fit(CompressedCheckpoint("memory://refused/steps", every_n_train_steps=5, adopt=True))
 
 
 class SignalInValidation(Callback):

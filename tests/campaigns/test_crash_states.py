@@ -29,23 +29,31 @@ from support.crash_states import (
 from shrinkpoint.errors import ShrinkpointError
 from shrinkpoint.store import local
 from shrinkpoint.store.run import RunStore
+from shrinkpoint.store.striped.blobs import MIRROR_BELOW
 
 RUN = "outer/inner/run"  # two folders above it that the writer has to make as well
+SEVERAL = ("a/run", "b/run", "c/run")  # on one machine, whose power is cut
 
 
-def _record(base: Path, monkeypatch: pytest.MonkeyPatch, saves: int) -> list[Operation]:
+def _store(base: Path, runs: Sequence[str]) -> RunStore:
+    return RunStore([str(base / run) for run in runs])
+
+
+def _record(
+    base: Path, monkeypatch: pytest.MonkeyPatch, saves: int, runs: Sequence[str] = (RUN,)
+) -> list[Operation]:
     """Chains of up to four checkpoints; every eighth save is followed by a collection that keeps the newest three."""
     base.mkdir()
     recorder = Recorder(base)
     rng = random.Random(7)
     with monkeypatch.context() as patch:
         patch.setattr(local, "os", recorder)
-        store = RunStore(str(base / RUN))
+        store = _store(base, runs)
         writer = store.writer()
         parent = None
         for step in range(saves):
             parent = None if step % 4 == 0 else parent
-            container = rng.randbytes(200 + step)
+            container = rng.randbytes(200 + step if step % 2 or len(runs) == 1 else MIRROR_BELOW + step)
             digest = hashlib.sha256((parent.state_digest if parent else "").encode() + container).hexdigest()
             kind: Literal["base", "delta"] = "delta" if parent else "base"
             parent = writer.commit(
@@ -61,21 +69,18 @@ def _record(base: Path, monkeypatch: pytest.MonkeyPatch, saves: int) -> list[Ope
     return recorder.operations
 
 
-def _lost(state: CrashState, folder: Path) -> list[str]:
+def _lost(state: CrashState, folder: Path, runs: Sequence[str]) -> list[str]:
     """What was acknowledged and cannot be restored from ``state``."""
     if not state.acked:
         return []
     state.write_to(folder)
-    store = RunStore(str(folder / RUN))
-    files = {name.removeprefix(f"{RUN}/"): data for name, data in state.files}
+    store = _store(folder, runs)
     try:
         manifests = {manifest.state_digest: manifest for manifest in store.manifests()}
         missing = []
         for digest in state.acked:
             try:
-                chain = manifests[digest].chain
-                for ref in chain:
-                    ref.verify(files[ref.key], ref.key)
+                store.fetch(manifests[digest])
             except (KeyError, ShrinkpointError) as error:
                 missing.append(f"{digest[:8]}: {error!r}")
         found = store.newest_sound(verified_digest)
@@ -91,12 +96,18 @@ def _later(state: CrashState, digest: str) -> list[str]:
     return [] if digest in state.acked else [digest]
 
 
-def _losing(operations: Sequence[Operation], folder: Path, most: int = 48) -> tuple[list[str], int]:
-    """One example for each crash state that loses something, and how many states there are."""
+def _losing(
+    operations: Sequence[Operation],
+    folder: Path,
+    most: int = 48,
+    runs: Sequence[str] = (RUN,),
+    every: int = 1,
+) -> tuple[list[str], int]:
+    """One example for each crash state that loses something, and how many states were tried: each, or a sample."""
     examples, total = [], 0
-    for state in crash_states(operations, most=most):
+    for state in itertools.islice(crash_states(operations, most=most), 0, None, every):
         total += 1
-        examples += _lost(state, folder / "state")[:1]
+        examples += _lost(state, folder / "state", runs)[:1]
         shutil.rmtree(folder / "state", ignore_errors=True)
     return examples, total
 
@@ -108,6 +119,21 @@ def test_no_state_loses_an_acknowledged_save(
 ) -> None:
     examples, total = _losing(_record(tmp_path / "recorded", monkeypatch, saves), tmp_path)
     print(f"{len(examples)} of {total} crash states lose an acknowledged save")
+    assert not examples
+    assert total >= least
+
+
+@pytest.mark.filterwarnings("ignore::shrinkpoint.errors.ShrinkpointWarning")
+@pytest.mark.parametrize(
+    ("saves", "every", "least"), [(4, 8, 50), pytest.param(12, 3, 1000, marks=pytest.mark.slow)]
+)
+def test_no_state_of_several_stores_loses_an_acknowledged_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saves: int, every: int, least: int
+) -> None:
+    """Each of the three may be in whatever state it likes, after one and the same cut."""
+    operations = _record(tmp_path / "recorded", monkeypatch, saves, SEVERAL)
+    examples, total = _losing(operations, tmp_path, most=12, runs=SEVERAL, every=every)
+    print(f"{len(examples)} of {total} crash states of several stores lose an acknowledged save")
     assert not examples
     assert total >= least
 
@@ -133,6 +159,7 @@ def _early(operations: Sequence[Operation]) -> list[Operation]:
 
 
 @pytest.mark.filterwarnings("ignore::shrinkpoint.errors.ShrinkpointWarning")
+@pytest.mark.parametrize("runs", [(RUN,), SEVERAL], ids=["one", "several"])
 @pytest.mark.parametrize(
     "sabotage", [without_file_syncs, without_folder_syncs, without_parent_syncs, in_place, _early]
 )
@@ -140,8 +167,10 @@ def test_without_one_safeguard_saves_are_lost(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     sabotage: Callable[[Sequence[Operation]], list[Operation]],
+    runs: Sequence[str],
 ) -> None:
-    operations = sabotage(_record(tmp_path / "recorded", monkeypatch, saves=3))
-    examples, total = _losing(operations, tmp_path, most=6)
+    operations = sabotage(_record(tmp_path / "recorded", monkeypatch, 3, runs))
+    every = 1 if len(runs) == 1 else 5
+    examples, total = _losing(operations, tmp_path, most=6, runs=runs, every=every)
     print(f"{sabotage.__name__}: {len(examples)} of {total} crash states lose an acknowledged save")
     assert examples

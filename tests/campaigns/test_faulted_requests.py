@@ -4,6 +4,7 @@ import hashlib
 import uuid
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import pytest
 from support.chaos_worker import verified_digest
@@ -15,7 +16,9 @@ from shrinkpoint.errors import StoreError
 from shrinkpoint.store import RetryPolicy
 from shrinkpoint.store.connect import open_objects
 from shrinkpoint.store.objects import ObjectInfo, ObjectStore
+from shrinkpoint.store.retry import RetryingObjects
 from shrinkpoint.store.run import RunStore
+from shrinkpoint.store.striped import StripedObjects
 
 FAULTS: list[Fault] = [
     DropResponse(),
@@ -64,26 +67,51 @@ class _Below:
         return self._objects.sweep(before)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Bench:
-    """One bucket, reached directly and through the proxy."""
+    """One bucket or several, reached directly and through the proxy."""
 
     proxy: FaultProxy
-    direct: ObjectStore
-    faulty: ObjectStore
+    direct: list[ObjectStore]
+    faulty: list[ObjectStore]
 
-    def run(self) -> tuple[_Below, _Below]:
+    def run(self) -> tuple[ObjectStore, ObjectStore]:
         """A new run: without and with faults."""
         folder = uuid.uuid4().hex
-        return _Below(self.direct, folder), _Below(self.faulty, folder)
+        return self._below(self.direct, folder), self._below(self.faulty, folder)
+
+    def _below(self, buckets: list[ObjectStore], folder: str) -> ObjectStore:
+        below: list[ObjectStore] = [_Below(bucket, folder) for bucket in buckets]
+        if len(below) == 1:
+            return below[0]
+        return StripedObjects([RetryingObjects(each, QUICK) for each in below])
+
+    def positions(self, number: int) -> range:
+        """Of the requests that the quick form breaks with the fault of this number: of several stores two of some 170."""
+        total = self.requests
+        return (
+            range(1 + number, total, 9)
+            if len(self.direct) == 1
+            else range(1 + 13 * number, total, total // 2)
+        )
+
+    @cached_property
+    def requests(self) -> int:
+        """One more than a save and a resume make at least; several stores are probed at once, which takes a few more or less."""
+        most = [_requests(self) for _ in range(1 if len(self.direct) == 1 else 3)]
+        return min(most) + 1 - (0 if len(self.direct) == 1 else 9)
 
 
-@pytest.fixture(scope="module")
-def bench(moto: S3Server) -> Iterator[_Bench]:
-    url = f"s3://{new_bucket(moto)}/runs"
+@pytest.fixture(scope="module", params=[1, 3], ids=["one", "several"])
+def bench(request: pytest.FixtureRequest, moto: S3Server) -> Iterator[_Bench]:
+    urls = [f"s3://{new_bucket(moto)}/runs" for _ in range(request.param)]
     with FaultProxy((moto.host, moto.port)) as proxy:
-        direct, faulty = (open_objects(url, storage_options(moto, end)) for end in (moto.endpoint, proxy.url))
-        faulty.list("")  # the client asks for its own set-up now and not in the middle of a count
+        direct, faulty = (
+            [open_objects(url, storage_options(moto, end)) for url in urls]
+            for end in (moto.endpoint, proxy.url)
+        )
+        for objects in faulty:
+            objects.list("")  # the client asks for its own set-up now and not in the middle of a count
         yield _Bench(proxy, direct, faulty)
 
 
@@ -147,14 +175,14 @@ def _run(bench: _Bench, position: int, fault: Fault) -> None:
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: type(fault).__name__)
 def test_fault_at_sampled_requests(bench: _Bench, fault: Fault) -> None:
-    for position in range(1 + FAULTS.index(fault), _requests(bench) + 1, 9):
+    for position in bench.positions(FAULTS.index(fault)):
         _run(bench, position, fault)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: type(fault).__name__)
 def test_fault_at_every_request(bench: _Bench, fault: Fault) -> None:
-    total = _requests(bench)
+    total = bench.requests - 1
     for position in range(1, total + 1):
         _run(bench, position, fault)
     print(f"{type(fault).__name__} at each of {total} requests: nothing lost")

@@ -121,21 +121,29 @@ def _campaign(nursery: _Nursery, config: TrainingConfig, kills: int) -> None:
     assert step > 0
 
 
-def _config(folder: Path, scheme: Scheme) -> TrainingConfig:
-    return TrainingConfig(url=str(folder / "run"), journal=str(folder / "journal"), scheme=scheme)
+def _config(folder: Path, scheme: Scheme, stores: int) -> TrainingConfig:
+    urls = [str(folder / f"run{number}") for number in range(stores)]
+    url = urls if stores > 1 else urls[0]
+    return TrainingConfig(url=url, journal=str(folder / "journal"), scheme=scheme)
 
 
-def test_killed_while_saving(nursery: _Nursery, tmp_path: Path, pytestconfig: pytest.Config) -> None:
-    _campaign(nursery, _config(tmp_path, "lossless"), pytestconfig.getoption("--kills") or QUICK)
+@pytest.mark.filterwarnings("ignore:.*lost together:shrinkpoint.errors.ShrinkpointWarning")
+@pytest.mark.parametrize(("stores", "kills"), [(1, QUICK), (3, QUICK // 2)])
+def test_killed_while_saving(
+    nursery: _Nursery, tmp_path: Path, pytestconfig: pytest.Config, stores: int, kills: int
+) -> None:
+    _campaign(nursery, _config(tmp_path, "lossless", stores), pytestconfig.getoption("--kills") or kills)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
+@pytest.mark.parametrize("stores", [1, 3])
 @pytest.mark.parametrize("scheme", get_args(Scheme))
 def test_killed_while_saving_many_times(
     nursery: _Nursery,
     tmp_path: Path,
     pytestconfig: pytest.Config,
     scheme: Scheme,
+    stores: int,
 ) -> None:
-    _campaign(nursery, _config(tmp_path, scheme), pytestconfig.getoption("--kills") or THOROUGH)
+    _campaign(nursery, _config(tmp_path, scheme, stores), pytestconfig.getoption("--kills") or THOROUGH)

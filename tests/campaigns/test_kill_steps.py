@@ -6,6 +6,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -41,7 +42,16 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.split("\n")[:-1]]
 
 
-def _campaign(folder: Path, kills: int) -> None:
+def _campaign(folder: Path, kills: int, *, machines: float = 0.0) -> None:
+    """Kill a training again and again.
+
+    Args:
+        folder: for everything.
+        kills: how often.
+        machines: the share of the failures that take the folder of the log with them; it is then copied to the run.
+    """
+    if machines:
+        (folder / "copy").touch()
     tests = str(Path(stepped.__file__).parents[1])
     places = [tests, *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(places)}
@@ -67,7 +77,7 @@ def _campaign(folder: Path, kills: int) -> None:
 
     rng, truth, journal = random.Random(0), _Truth(), folder / "journal"
     lost: list[int] = []
-    kept = done = replayed = 0
+    kept = done = replayed = gone = 0
     for _ in range(kills):
         known = len(_lines(journal))
         child = ask(str(folder))
@@ -87,18 +97,32 @@ def _campaign(folder: Path, kills: int) -> None:
         replayed += resumed["resumed"] % EVERY != 0
         done = steps[-1]["step"] if steps else resumed["resumed"]
         kept = max([resumed["resumed"], *(line["written"] or 0 for line in steps)])
+        if rng.random() < machines:
+            shutil.rmtree(folder / "log")
+            gone, kept = gone + 1, 0  # what was copied by then is there
     assert nursery.stdin is not None
     nursery.stdin.close()
     nursery.wait()
     print(
-        f"{kills} kills in {done} steps, {replayed} resumes from the log; steps to compute again:"
+        f"{kills} kills in {done} steps, {gone} lost machines, {replayed} resumes from the log; steps to compute again:"
         f" {sum(lost) / len(lost):.1f} on average, {max(lost)} at most"
     )
     assert replayed
+    assert bool(gone) == bool(machines)
 
 
 def test_a_few_kills(tmp_path):
     _campaign(tmp_path, QUICK)
+
+
+def test_a_few_lost_machines(tmp_path):
+    _campaign(tmp_path, QUICK, machines=0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+def test_many_lost_machines(tmp_path, pytestconfig):
+    _campaign(tmp_path, pytestconfig.getoption("--kills") or THOROUGH, machines=0.3)
 
 
 @pytest.mark.slow

@@ -1,10 +1,11 @@
 """S3 chaos: a quarter of all requests faulted, writers killed and overlapping; no acknowledged save is lost.
 
-The quick campaign runs on moto. The real one runs on Ceph's gateway, and the control on ``rclone serve s3``, which
+With several stores it is a tenth. The quick campaign runs on moto. The real one runs on Ceph's gateway, and the control on ``rclone serve s3``, which
 ignores If-None-Match: with the store's probe bypassed it must lose saves, or this campaign would prove nothing.
 """
 
 import hashlib
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -18,10 +19,12 @@ from support.faults import Rule
 from support.journal import Journal
 from support.s3 import S3Server, new_bucket, rclone_program, rclone_server, storage_options
 
+from shrinkpoint.errors import ShrinkpointWarning
 from shrinkpoint.store.local import LocalObjects
 from shrinkpoint.store.run import RunStore
 
 FAULTED = 0.25
+FAULTED_OF_SEVERAL = 0.1
 KILLS_REAL = 20
 
 
@@ -33,10 +36,12 @@ def _campaign(
     checks_uploads: bool,
     faulted: float = FAULTED,
     worker: WorkerConfig | None = None,
+    stores: int = 1,
 ) -> Account:
-    """Run a campaign through a faulty proxy and account for it without the proxy."""
+    """Run a campaign through a faulty proxy and account for it without the proxy; the last of several stores is a folder."""
     template = worker or WorkerConfig(url="", journal="")
-    url = f"s3://{new_bucket(server)}/run"
+    buckets = [f"s3://{new_bucket(server)}/run" for _ in range(max(1, stores - 1))]
+    url: str | list[str] = [*buckets, str(folder / "run")] if stores > 1 else buckets[0]
     fault = partial(draw_fault, corrupt_uploads=checks_uploads)
     with FaultProxy((server.host, server.port), seed=campaign.seed) as proxy:
         proxy.add(Rule("", fault, times=None, probability=faulted))
@@ -49,7 +54,9 @@ def _campaign(
         account, journals = run_campaign(campaign, configure)
         proxy.settle()
         requests = len(proxy.log)
-    account = audit(RunStore(url, storage_options=storage_options(server)), account, journals)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ShrinkpointWarning)
+        account = audit(RunStore(url, storage_options=storage_options(server)), account, journals)
     print(f"{requests} requests; {replace(account, lost=account.lost[:3])}; {len(account.lost)} lost")
     return account
 
@@ -58,7 +65,7 @@ def _check(account: Account, campaign: Campaign) -> None:
     assert account.lost == []
     assert account.stale_resumes == []
     assert account.kills >= campaign.kills
-    assert account.verified > 0
+    assert account.verified > 0, account
 
 
 def test_quick_chaos_on_moto(moto: S3Server, tmp_path: Path) -> None:
@@ -66,16 +73,28 @@ def test_quick_chaos_on_moto(moto: S3Server, tmp_path: Path) -> None:
     _check(_campaign(moto, tmp_path, campaign, checks_uploads=False), campaign)
 
 
+def test_quick_chaos_on_several_stores(moto: S3Server, tmp_path: Path) -> None:
+    """Two buckets and a folder. Each store has a shorter patience than one alone, and a start asks several times as much."""
+    campaign = Campaign(kills=3, lifetime=(3.0, 5.0), limit_seconds=90)
+    account = _campaign(moto, tmp_path, campaign, checks_uploads=False, stores=3, faulted=FAULTED_OF_SEVERAL)
+    _check(account, campaign)
+
+
 @pytest.mark.slow
 @pytest.mark.real_s3
 @pytest.mark.timeout(0)  # bounded by the campaign itself
-def test_chaos_on_a_real_server(real_s3: S3Server, tmp_path: Path, pytestconfig: pytest.Config) -> None:
+@pytest.mark.parametrize(("stores", "faulted"), [(1, FAULTED), (3, FAULTED_OF_SEVERAL)])
+def test_chaos_on_a_real_server(
+    real_s3: S3Server, tmp_path: Path, pytestconfig: pytest.Config, stores: int, faulted: float
+) -> None:
     kills = pytestconfig.getoption("--kills") or KILLS_REAL
     campaign = Campaign(
         kills=kills, lifetime=(1.5, 5.0), overlap_seconds=(1.0, 5.0), limit_seconds=kills * 14
     )
     worker = WorkerConfig(url="", journal="", retire_every=12, keep=60, grace_s=45.0)
-    account = _campaign(real_s3, tmp_path, campaign, checks_uploads=True, worker=worker)
+    account = _campaign(
+        real_s3, tmp_path, campaign, checks_uploads=True, worker=worker, stores=stores, faulted=faulted
+    )
     _check(account, campaign)
     assert account.overlaps > 0
 

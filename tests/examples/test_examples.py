@@ -298,6 +298,7 @@ def test_hugging_face_is_short_and_continues_by_itself(
 def test_stores_goes_on_without_one_and_heals(tmp_path):
     shown = run("stores.py", "--folder", tmp_path / "stores")
     before, after = shown.split("--- the same command again\n")
+    after, last = re.split("--- .*bucket-a is lost too.*\n", after)
     assert "bucket-b is lost" in before
     saved = re.findall(r"saved step (\d+); stores that may be lost now: (\d)", before)
     assert saved[0][1] == "1"  # all were well
@@ -309,6 +310,26 @@ def test_stores_goes_on_without_one_and_heals(tmp_path):
     assert "no further store may be lost now" in lost
     assert "store 2 was blank and belongs to the run now" in healed
     assert "1 store may be lost now; parity 1" in healed
+    [loss] = re.findall("done; validation loss .*", after)
+    restored = float(re.search("start 60\ndone; validation loss (.*)", last)[1])
+    assert abs(restored - float(loss.split()[-1])) < 0.05  # within what the last save costs
+
+
+@pytest.mark.slow
+def test_demo_in_several_stores_loses_two_of_them(tmp_path):
+    shown = run("demo.py", "--quick", "--stores", "--threads", 1, "--out", tmp_path)
+    told = (tmp_path / "001" / "stores.txt").read_text()
+    assert told in shown
+    assert "resumed by itself from step" in shown
+    assert re.search(
+        r"bucket-b was deleted after step \d+\. The training went on, and said:\n    store 2 ", told
+    )
+    assert told.count("write it again with `shrinkpoint heal`") == 2  # before the kill and after it
+    assert "store 2 was blank and belongs to the run now" in told
+    assert "1 store may be lost now; parity 1" in told
+    assert told.endswith("bucket-a was deleted: the last checkpoint was restored from the other two.\n")
+    assert not (tmp_path / "001" / "run" / "bucket-a").exists()
+    assert re.search(r"last checkpoint +[+-][0-9.]+ %", shown)
 
 
 # --- sharded ------------------------------------------------------------------------------------------------

@@ -161,7 +161,8 @@ def audit(store: RunStore, account: Account, journals: list[Path]) -> Account:
     acks = [event for event in events if event["event"] == "ack"]
     retired = {seq for event in events if event["event"] == "retire" for seq in event["seqs"]}
     try:
-        manifests = {manifest.seq: manifest for manifest in store.manifests()}
+        # Of several stores, one number may hold what was acknowledged and what was not.
+        manifests = {(manifest.seq, manifest.state_digest): manifest for manifest in store.manifests()}
     except ShrinkpointError as error:  # a manifest that two writers have torn, on a server that lets them
         account.lost.append(f"the run cannot be read: {type(error).__name__}: {error}")
         return account
@@ -171,13 +172,12 @@ def audit(store: RunStore, account: Account, journals: list[Path]) -> Account:
     account.errors = len(failures)
     account.kinds_of_error = Counter(text[:90] for text in failures)
     for ack in acks:
-        manifest = manifests.get(ack["seq"])
-        if manifest is None and ack["seq"] in retired:
-            continue  # one that is still listed must be sound all the same: manifests go before blobs
-        if manifest is None or manifest.state_digest != ack["digest"]:
-            account.lost.append(
-                f"{ack['seq']}: {'not listed' if manifest is None else 'replaced by another'}"
-            )
+        manifest = manifests.get((ack["seq"], ack["digest"]))
+        if manifest is None:
+            # One that is still listed must be sound all the same: manifests go before blobs.
+            if ack["seq"] not in retired:
+                taken = any(seq == ack["seq"] for seq, _ in manifests)
+                account.lost.append(f"{ack['seq']}: {'replaced by another' if taken else 'not listed'}")
             continue
         try:
             verified_digest(manifest, store.fetch(manifest))

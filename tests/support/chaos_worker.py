@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from support.injected_calls import inject
 from support.journal import Journal
 
 from shrinkpoint.errors import CorruptionError, FencedError, ShrinkpointError
@@ -44,12 +45,13 @@ class WorkerConfig:
     """What one worker does.
 
     ``saves`` None means without end. ``believe_conditions`` skips the probe and takes it that the store honours
-    put-if-absent, whether it does or not: for negative controls.
+    put-if-absent, whether it does or not: for negative controls. ``inject`` is what `support.injected_calls` is to do, and the
+    calls that were made are told at the end.
     """
 
-    url: str
+    url: str | list[str]
     journal: str
-    storage_options: dict[str, Any] | None = None
+    storage_options: dict[str, Any] | list[dict[str, Any] | None] | None = None
     believe_conditions: bool = False
     seed: int = 0
     saves: int | None = None
@@ -59,6 +61,7 @@ class WorkerConfig:
     retire_every: int | None = None
     keep: int = 10
     grace_s: float = 60.0
+    inject: dict[str, Any] | None = None
 
 
 def command(config: WorkerConfig) -> list[str]:
@@ -150,6 +153,7 @@ def work(config: WorkerConfig) -> int:
     """Run one worker to its end; returns the exit status."""
     journal = Journal(config.journal)
     journal.write("start", pid=os.getpid())
+    injected, end_injection = inject(**config.inject) if config.inject is not None else (None, lambda: None)
     try:
         store = RunStore(config.url, storage_options=config.storage_options)
         found = store.newest_sound(verified_digest)
@@ -167,6 +171,10 @@ def work(config: WorkerConfig) -> int:
     except ShrinkpointError as error:
         journal.write("failed", error=f"{type(error).__name__}: {error}")
         return FAILED
+    finally:
+        end_injection()
+    if injected is not None:
+        journal.write("calls", calls=injected.calls)
     journal.write("end")
     return 0
 

@@ -10,8 +10,10 @@ import itertools
 import math
 import os
 import random
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -86,10 +88,20 @@ class Retire(Operation):
     what: str
 
 
+def _one_after_the_other(method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def locked(self: "Recorder", *arguments: Any) -> Any:
+        with self._lock:
+            return method(self, *arguments)
+
+    return locked
+
+
 class Recorder:
     """Stands in for the module ``os`` in the module under test, and notes what happens below ``base``.
 
-    Nodes are numbered in the order in which they were made; folder :data:`BASE` is ``base`` itself.
+    Nodes are numbered in the order in which they were made; folder :data:`BASE` is ``base`` itself. What several threads do,
+    each for a store of its own, is done and noted one after the other.
     """
 
     def __init__(self, base: Path) -> None:
@@ -98,6 +110,7 @@ class Recorder:
         self._nodes: dict[Path, int] = {base: BASE}
         self._open: dict[int, tuple[int, bool]] = {}
         self._next = itertools.count(1)
+        self._lock = threading.RLock()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(os, name)
@@ -120,11 +133,13 @@ class Recorder:
             else:
                 self._nodes[path] = node
 
+    @_one_after_the_other
     def mkdir(self, path: Path, mode: int = 0o777) -> None:
         """``os.mkdir``."""
         os.mkdir(path, mode)
         self._edit((path, next(self._next)), makes_folder=True)
 
+    @_one_after_the_other
     def open(self, path: Path, flags: int, mode: int = 0o777) -> int:
         """``os.open``."""
         descriptor = os.open(path, flags, mode)
@@ -137,12 +152,14 @@ class Recorder:
             self._open.pop(descriptor, None)  # above the base: always durable
         return descriptor
 
+    @_one_after_the_other
     def write(self, descriptor: int, data: bytes | memoryview) -> int:
         """``os.write``."""
         count = os.write(descriptor, data)
         self.operations.append(Write(self._open[descriptor][0], bytes(data[:count])))
         return count
 
+    @_one_after_the_other
     def fsync(self, descriptor: int) -> None:
         """``os.fsync``."""
         os.fsync(descriptor)
@@ -150,16 +167,19 @@ class Recorder:
             node, is_folder = self._open[descriptor]
             self.operations.append(SyncFolder(node) if is_folder else SyncFile(node))
 
+    @_one_after_the_other
     def link(self, source: Path, target: Path) -> None:
         """``os.link``."""
         os.link(source, target)
         self._edit((target, self._nodes[source]))
 
+    @_one_after_the_other
     def replace(self, source: Path, target: Path) -> None:
         """``os.replace``."""
         os.replace(source, target)
         self._edit((target, self._nodes[source]), (source, None))
 
+    @_one_after_the_other
     def unlink(self, path: Path) -> None:
         """``os.unlink``."""
         os.unlink(path)
@@ -335,15 +355,22 @@ def in_place(operations: Sequence[Operation]) -> list[Operation]:
 
 
 def acknowledged_early(operations: Sequence[Operation], is_commit: Callable[[str], bool]) -> list[Operation]:
-    """The same program had it acknowledged each save before publishing its commit record (``is_commit`` of its name)."""
+    """The same program had it acknowledged each save before publishing its commit record (``is_commit`` of its name).
+
+    Of several stores, before any of them has it.
+    """
     result: list[Operation] = []
     for operation in operations:
         if not isinstance(operation, Ack):
             result.append(operation)
             continue
-        published = (
-            isinstance(op, Edit) and any(node is not None and is_commit(name) for name, node in op.entries)
-            for op in reversed(result)
-        )
-        result.insert(len(result) - 1 - list(published).index(True), operation)
+        published = [
+            (at, name)
+            for at, op in enumerate(result)
+            if isinstance(op, Edit)
+            for name, node in op.entries
+            if node is not None and is_commit(name)
+        ]
+        last = published[-1][1]
+        result.insert(next(at for at, name in published if name == last), operation)
     return result

@@ -1,6 +1,6 @@
 """A program for the tests: trains with some processes, whole, then interrupted, then continued.
 
-Usage: lightning_ddp.py <folder> <plain|stateful> [error|sigterm] [processes]
+Usage: lightning_ddp.py <folder> <plain|stateful> [error|sigterm|log] [processes]
 
 Each process of each run leaves ``<folder>/<run>-<rank>.pt``. With more than two processes the interrupted run is continued
 once more, as ``control``, with DDP's buckets left as they are at first.
@@ -27,6 +27,7 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from shrinkpoint.callbacks.lightning import CompressedCheckpoint
 from shrinkpoint.integrations.lightning import position
+from shrinkpoint.steps.options import StepLog
 
 
 class Distributed(Tiny):
@@ -92,7 +93,12 @@ def interrupt(folder: str, loader: str) -> None:
 
 def saving(folder: str, how: str, run: str = "run") -> CompressedCheckpoint:
     every = 10**6 if how == "sigterm" else 3
-    return CompressedCheckpoint(f"{folder}/{run}", every_n_train_steps=every, scheme="lossless", busy="wait")
+    log = {}
+    if how == "log":
+        log = {"step_log": StepLog(segment_steps=1, busy="wait"), "step_log_url": f"{folder}/log"}
+    return CompressedCheckpoint(
+        f"{folder}/{run}", every_n_train_steps=every, scheme="lossless", busy="wait", **log
+    )
 
 
 def main(folder: str, loader: str, how: str = "error", processes: str = "2") -> None:
@@ -106,7 +112,7 @@ def main(folder: str, loader: str, how: str = "error", processes: str = "2") -> 
             first(folder, loader, how, count)
     shutil.copytree(f"{folder}/run", f"{folder}/copy")
     train(folder, loader, "rest", saving(folder, how), processes=count)
-    if count > 2:
+    if count > 2 and how != "log":
         position.restore_buckets = lambda model, buckets: None
         train(folder, loader, "control", saving(folder, how, "copy"), processes=count)
 

@@ -199,8 +199,9 @@ class Training:
 
 
 def main(folder: str) -> None:
-    """Train until killed, and note every step before the next one begins."""
-    training = Training().log(f"{folder}/run", f"{folder}/log", every=20, steps=3)
+    """Train until killed, and note every step before the next one begins; with a file ``copy``, the log is copied to the run."""
+    log = shrinkpoint.StepLog(segment_steps=3, copy=Path(folder, "copy").exists())
+    training = Training().log(f"{folder}/run", f"{folder}/log", every=20, step_log=log)
     begin = training.checkpointer.resume()
     with (Path(folder) / "journal").open("a", buffering=1) as journal:
         journal.write(json.dumps({"resumed": begin, "digest": training.digest}) + "\n")

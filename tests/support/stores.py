@@ -12,7 +12,7 @@ from shrinkpoint.store.run import RunStore
 from shrinkpoint.store.striped import Patience, StripedObjects
 from shrinkpoint.store.striped.shards import ShardName
 
-__all__ = ["QUICK", "FakeSet", "NamedFake", "Stores", "take"]
+__all__ = ["QUICK", "FakeSet", "NamedFake", "Stores", "forget", "take"]
 
 QUICK = Patience(late_floor_s=0.15, late_factor=2.0, alone_s=0.3, limit_s=2.0)
 
@@ -92,41 +92,48 @@ class Stores:
         self.each[store].blobs[key] = bytes(changed), modified
 
 
-class FakeSet:
-    """Three fake stores where a test has one: its clock, its failures, and its objects as a run sees them."""
+class FakeSet(StripedObjects):
+    """Three fake stores where a test has one: its clock, its failures, and its objects as a run sees them.
 
-    create_is_atomic = True
+    ``calls`` are those of the run; what ``before`` is asked about are those of each store.
+    """
 
-    def __init__(self) -> None:
-        self.each = [NamedFake(name) for name in "abc"]
-        self.objects = StripedObjects(self.each, patience=QUICK)
-
-    display = "fakes"
-
-    def show(self, key: str) -> str:
-        return self.objects.show(key)
+    def __init__(self, *, honours_condition: bool = True, known_atomic: bool | None = True) -> None:
+        self.each = [
+            NamedFake(name, honours_condition=honours_condition, known_atomic=known_atomic) for name in "abc"
+        ]
+        self.calls: list[tuple[str, str]] = []
+        self.gone: set[int] = set()
+        super().__init__(self.each, patience=QUICK)
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
-        return self.objects.put_if_absent(key, data)
+        self.calls.append(("put_if_absent", key))
+        return super().put_if_absent(key, data)
 
     def put(self, key: str, data: bytes) -> None:
-        """As a test writes, over what is there too."""
-        self.objects.put(key, data)
+        self.calls.append(("put", key))
+        super().put(key, data)
 
     def get(self, key: str, start: int | None = None, end: int | None = None, *, max_size: int) -> bytes:
-        return self.objects.get(key, start, end, max_size=max_size)
+        self.calls.append(("get", key))
+        return super().get(key, start, end, max_size=max_size)
 
     def list(self, prefix: str, *, limit: int | None = None) -> "list[ObjectInfo]":
-        return self.objects.list(prefix, limit=limit)
+        self.calls.append(("list", prefix))
+        return super().list(prefix, limit=limit)
 
     def delete(self, keys: Collection[str]) -> None:
-        self.objects.delete(keys)
+        self.calls.extend(("delete", key) for key in keys)
+        super().delete(keys)
 
-    def server_time(self) -> float:
-        return self.objects.server_time()
+    @property
+    def lose_response_of(self) -> str | None:
+        return self.each[0].lose_response_of
 
-    def sweep(self, before: float) -> int:
-        return self.objects.sweep(before)
+    @lose_response_of.setter
+    def lose_response_of(self, prefix: str | None) -> None:
+        for each in self.each:
+            each.lose_response_of = prefix
 
     @property
     def now(self) -> float:
@@ -147,7 +154,7 @@ class FakeSet:
             each.before = value
 
     def fail_at(self, call: int) -> None:
-        """Let all operations of all stores fail, from the ``call``-th one of the first."""
+        """Let all operations of all stores fail, from the ``call``-th one of the first that is there."""
         failing = [False]
         remaining = [call]
 
@@ -160,18 +167,37 @@ class FakeSet:
             failing[0] |= remaining[0] < 0
             before(operation, key)
 
-        for each in self.each:
+        there = [each for store, each in enumerate(self.each) if store not in self.gone]
+        for each in there:
             each.before = before
-        self.each[0].before = first
+        there[0].before = first
+
+    def lose(self, store: int) -> None:
+        """Let a store refuse everything until it comes back."""
+        self.gone.add(store)
+        self.each[store].lose()
+
+    def come_back(self, store: int) -> None:
+        """As it was when it went."""
+        self.gone.discard(store)
+        self.heal()
 
     def heal(self) -> None:
         for store, each in enumerate(self.each):
-            each.heal()
-            self.objects.group.health.answered(store, 0.0)
+            if store not in self.gone:
+                each.heal()
+                self.group.health.answered(store, 0.0)
 
     @property
     def blobs(self) -> "MutableMapping[str, tuple[bytes, float]]":
         return _Seen(self)
+
+
+def forget(fake: FakeObjects | FakeSet, *prefixes: str) -> None:
+    """Delete below what is being asked now, as another process does."""
+    for each in fake.each if isinstance(fake, FakeSet) else [fake]:
+        for name in [name for name in each.blobs if name.startswith(prefixes)]:
+            each.blobs.pop(name, None)
 
 
 class _Seen(MutableMapping[str, tuple[bytes, float]]):
@@ -182,10 +208,10 @@ class _Seen(MutableMapping[str, tuple[bytes, float]]):
 
     def __getitem__(self, key: str) -> tuple[bytes, float]:
         try:
-            data = self._owner.objects.get(key, max_size=2**30)
+            data = self._owner.get(key, max_size=2**30)
         except MissingKeyError:
             raise KeyError(key) from None
-        [info] = [info for info in self._owner.objects.list(key) if info.key == key]
+        [info] = [info for info in self._owner.list(key) if info.key == key]
         assert info.modified is not None
         return data, info.modified
 
@@ -194,7 +220,7 @@ class _Seen(MutableMapping[str, tuple[bytes, float]]):
         if key.startswith("data/"):
             del self[key]
             now, self._owner.now = self._owner.now, modified
-            self._owner.objects.put(key, data)
+            self._owner.put(key, data)
             self._owner.now = now
             return
         for each in self._owner.each:
@@ -206,7 +232,7 @@ class _Seen(MutableMapping[str, tuple[bytes, float]]):
                 del each.blobs[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter([info.key for info in self._owner.objects.list("")])
+        return iter([info.key for info in self._owner.list("")])
 
     def __len__(self) -> int:
         return len(list(iter(self)))

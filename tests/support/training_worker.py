@@ -33,7 +33,7 @@ Scheme = Literal["inshrinkerator", "lossless"]
 class TrainingConfig:
     """One child's training."""
 
-    url: str
+    url: str | list[str]
     journal: str
     scheme: Scheme = "lossless"
     steps: int = 1_000_000

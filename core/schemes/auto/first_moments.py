@@ -33,7 +33,7 @@ from shrinkpoint.schemes.auto.moment_units import (
     check_dtype,
     fp32_values,
 )
-from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes
+from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes, Staged
 from shrinkpoint.schemes.codec_io import emit, finite, integer, number, section
 from shrinkpoint.schemes.recipe import check_choice
 from shrinkpoint.state.training import TensorSpec
@@ -78,18 +78,27 @@ class _CentroidCodec(MomentCodec):
 
     def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
         """See `TensorCodec.encode`; what has no unit, or is not finite, is refused."""
+        return self.stage(tensor, spec, context).coded(context.threads)
+
+    def stage(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Staged:
+        """See `Stages.stage`; refuses what `encode` refuses."""
         quantized = self._quantize(tensor, spec, context)
-        payload = encode_plane(
-            quantized.plane,
-            2 * quantized.radius + 1,
-            columns=matrix_shape(spec.shape)[1],
-            effort=self.effort,
-            threads=context.threads,
-        )
-        params: dict[str, JSON] = {"step": float(quantized.step), "radius": quantized.radius}
-        params["centroids"] = list(quantized.centroids)
-        encoded = EncodedTensor(self.id, params, {self.PLANE: payload, **quantized.sections})
-        return Coded(encoded, {}, _in_range(quantized.value(spec), spec))
+        value = _in_range(quantized.value(spec), spec)
+
+        def coded(threads: int) -> Coded:
+            payload = encode_plane(
+                quantized.plane,
+                2 * quantized.radius + 1,
+                columns=matrix_shape(spec.shape)[1],
+                effort=self.effort,
+                threads=threads,
+            )
+            params: dict[str, JSON] = {"step": float(quantized.step), "radius": quantized.radius}
+            params["centroids"] = list(quantized.centroids)
+            encoded = EncodedTensor(self.id, params, {self.PLANE: payload, **quantized.sections})
+            return Coded(encoded, {}, value)
+
+        return Staged(value, coded)
 
     def restored(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> torch.Tensor:
         """See `Quantizer.restored`."""

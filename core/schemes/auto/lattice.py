@@ -36,7 +36,7 @@ from shrinkpoint.schemes.auto.lattice_points import (
     split_exponents,
 )
 from shrinkpoint.schemes.auto.lattice_steps import Steps, read_step, read_steps, write_exponents
-from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes, ReferenceState
+from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes, ReferenceState, Staged
 from shrinkpoint.schemes.codec_io import CODED_DTYPES, as_float32, finite, integer, section
 from shrinkpoint.schemes.recipe import check_choice
 from shrinkpoint.state.training import TensorSpec
@@ -83,18 +83,26 @@ class LatticeCodec:
 
     def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
         """See `TensorCodec.encode`; refuses NaN, infinity, other dtypes than floats, and steps too small by far."""
+        return self.stage(tensor, spec, context).coded(context.threads)
+
+    def stage(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Staged:
+        """See `Stages.stage`; refuses what `encode` refuses."""
         values = as_float32(tensor, spec, CODED_DTYPES)
         reference = LatticeReference.of(context.reference, spec)
         lattice = self._lattice(reference, spec)
         index = lattice.nearest(values, spec)
         value = _value(lattice, index, spec)
-        prediction = lattice.prediction(reference)
-        sections, radius = self._code(index, prediction, spec, context.threads)
-        if reference is None or not lattice.has_steps_of(reference):
-            rows, columns = split_exponents(lattice.exponents, matrix_shape(spec.shape))
-            sections["exponents"] = write_exponents(rows, columns, context.threads)
-        encoded = EncodedTensor(self.id, _params(lattice, radius), sections, reference is not None)
-        return Coded(encoded, _planes(lattice, index, prediction), value)
+
+        def coded(threads: int) -> Coded:
+            prediction = lattice.prediction(reference)
+            sections, radius = self._code(index, prediction, spec, threads)
+            if reference is None or not lattice.has_steps_of(reference):
+                rows, columns = split_exponents(lattice.exponents, matrix_shape(spec.shape))
+                sections["exponents"] = write_exponents(rows, columns, threads)
+            encoded = EncodedTensor(self.id, _params(lattice, radius), sections, reference is not None)
+            return Coded(encoded, _planes(lattice, index, prediction), value)
+
+        return Staged(value, coded)
 
     def restored(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> torch.Tensor:
         """See `Quantizer.restored`."""

@@ -28,7 +28,7 @@ from shrinkpoint.errors import ConfigError, FormatError
 from shrinkpoint.quantize.dither import SEEDS, dither
 from shrinkpoint.schemes.auto.factors import EMPTY, Factors, matrix_shape
 from shrinkpoint.schemes.auto.moment_units import check_dtype, emitted, fp32_values
-from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes, ReferenceState
+from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes, ReferenceState, Staged
 from shrinkpoint.schemes.codec_io import check_sections, emit, integer, section
 from shrinkpoint.state.training import TensorSpec
 from shrinkpoint.state.tree import JSON
@@ -73,6 +73,8 @@ class LogLevelsCodec:
     divides: bool = False
     """Whether updates are divided by its root. Then the mean of ``1 / v`` is right, and updates are as long as they would have been;
     else that of ``log v`` is."""
+    alone: bool = False
+    """Whether what is restored may not depend on the checkpoint before, which then only makes it smaller."""
 
     def __post_init__(self) -> None:
         if type(self.step) is not int or not 1 <= self.step <= _WIDEST:
@@ -82,6 +84,10 @@ class LogLevelsCodec:
 
     def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
         """See `TensorCodec.encode`; what is not finite is refused."""
+        return self.stage(tensor, spec, context).coded(context.threads)
+
+    def stage(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Staged:
+        """See `Stages.stage`; refuses what `encode` refuses."""
         values = fp32_values(tensor, spec)
         levels, negative = self._levels(values, context), _negative(values)
         before = _exponents_before(context.reference, spec)
@@ -90,21 +96,27 @@ class LogLevelsCodec:
         choices = [(alone, levels.residuals(alone.exponents, spec))]
         if before is not None:
             moved = _Prediction(_moved(before, shift), None)
-            choices.append((moved, levels.residuals(moved.exponents, spec)))
+            by_moved = levels.residuals(moved.exponents, spec)
+            if not self.alone or (not _clips(choices[0][1], levels) and not _clips(by_moved, levels)):
+                choices.append((moved, by_moved))
         chosen, residuals = min(choices, key=lambda choice: choice[1].cost)
         params: dict[str, JSON] = {"step": self.step, "seed": levels.seed, "lowest": residuals.lowest}
         params |= {"count": residuals.count, "signed": negative is not None}
-        sections = {"levels": residuals.encode(spec, context.threads)}
         if chosen.factors is None:
             params["shift"] = shift
-        else:
-            sections["factors"] = chosen.factors.encode(context.threads)
-        if negative is not None:
-            sections["signs"] = encode_bytes(np.packbits(negative), 1, threads=context.threads)
         exponents = residuals.exponents(levels)
         value = emitted(_sized(exponents, negative), spec, nonzero=values)
-        encoded = EncodedTensor(self.id, params, sections, chosen.factors is None)
-        return Coded(encoded, {"exponent": exponents}, value)
+
+        def coded(threads: int) -> Coded:
+            sections = {"levels": residuals.encode(spec, threads)}
+            if chosen.factors is not None:
+                sections["factors"] = chosen.factors.encode(threads)
+            if negative is not None:
+                sections["signs"] = encode_bytes(np.packbits(negative), 1, threads=threads)
+            encoded = EncodedTensor(self.id, params, sections, chosen.factors is None)
+            return Coded(encoded, {"exponent": exponents}, value)
+
+        return Staged(value, coded)
 
     def _levels(self, values: Float32s, context: Context) -> "_Levels":
         seed = self.seed
@@ -260,6 +272,11 @@ class _Prediction:
     def by_factors(cls, values: Float32s, spec: TensorSpec) -> "_Prediction":
         factors = Factors.of_second_moment(np.abs(values).reshape(matrix_shape(spec.shape)))
         return cls(_predicted(factors), factors)
+
+
+def _clips(residuals: _Residuals, levels: _Levels) -> bool:
+    """Whether some elements were too far from their predictions to be restored as they are."""
+    return not np.array_equal(residuals.exponents(levels), levels.exponents)
 
 
 def _predicted(factors: Factors) -> Int32s:

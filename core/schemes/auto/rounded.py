@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 
 from shrinkpoint.errors import CannotRepresentError, FormatError
-from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes
+from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes, Staged
 from shrinkpoint.schemes.codec_io import check_sections
 from shrinkpoint.state.training import Role, TensorSpec
 
@@ -36,7 +36,12 @@ class RoundedCodec:
 
     def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
         """See `TensorCodec.encode`; refuses a weight of which one bit is not that of its master, rounded."""
-        return Coded(EncodedTensor(self.id, {}, {}), {}, self.restored(tensor, spec, context))
+        return self.stage(tensor, spec, context).coded(context.threads)
+
+    def stage(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Staged:
+        """See `Stages.stage`; refuses what `encode` refuses."""
+        value = self.restored(tensor, spec, context)
+        return Staged(value, lambda _: Coded(EncodedTensor(self.id, {}, {}), {}, value))
 
     def restored(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> torch.Tensor:
         """See `Quantizer.restored`."""

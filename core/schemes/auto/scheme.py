@@ -235,6 +235,7 @@ class Auto:
             step=_FADING_STEP if _key(spec) in _FADING else _LASTING_STEP,
             seed=None if self._continues(spec, LogLevelsCodec.id) else self._seed(_folder(spec)),
             divides=spec.tag.role is not Role.STATE,
+            alone=self.save_context.adopts,
         )
 
     def _continues(self, spec: TensorSpec, codec: str) -> bool:

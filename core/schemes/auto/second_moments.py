@@ -18,7 +18,7 @@ from shrinkpoint.arrays import Float32s
 from shrinkpoint.errors import CannotRepresentError
 from shrinkpoint.schemes.auto.factors import Factors, matrix_shape
 from shrinkpoint.schemes.auto.moment_units import check_dtype, emitted, fp32_values
-from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes
+from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes, Staged
 from shrinkpoint.schemes.codec_io import check_sections, emit, finite
 from shrinkpoint.state.training import TensorSpec
 
@@ -41,9 +41,16 @@ class FactoredSecondMomentCodec:
 
     def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
         """See `TensorCodec.encode`; second moments that are negative or not finite are refused."""
+        return self.stage(tensor, spec, context).coded(context.threads)
+
+    def stage(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Staged:
+        """See `Stages.stage`; refuses what `encode` refuses."""
         factors, value = self._factored(tensor, spec)
-        encoded = EncodedTensor(self.id, {}, {"factors": factors.encode(context.threads)})
-        return Coded(encoded, {}, value)
+
+        def coded(threads: int) -> Coded:
+            return Coded(EncodedTensor(self.id, {}, {"factors": factors.encode(threads)}), {}, value)
+
+        return Staged(value, coded)
 
     def restored(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> torch.Tensor:
         """See `Quantizer.restored`."""

@@ -52,7 +52,7 @@ from shrinkpoint.schemes.auto.trellis_prediction import (
     rows_of,
     with_noise,
 )
-from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes, ReferenceState
+from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes, ReferenceState, Staged
 from shrinkpoint.schemes.codec_io import CODED_DTYPES, as_float32, finite, integer, section
 from shrinkpoint.state.training import TensorSpec
 from shrinkpoint.state.tree import JSON
@@ -103,7 +103,15 @@ class TrellisLatticeCodec:
 
     def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
         """See `TensorCodec.encode`; refuses NaN, infinity, other dtypes than floats, and steps too small by far."""
+        return self.stage(tensor, spec, context).coded(context.threads)
+
+    def stage(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Staged:
+        """See `Stages.stage`; refuses what `encode` refuses."""
         found = self._quantize(tensor, spec, context)
+        value = found.value(spec)
+        return Staged(value, lambda threads: self._coded(found, value, spec, threads))
+
+    def _coded(self, found: "_Quantized", value: torch.Tensor, spec: TensorSpec, threads: int) -> Coded:
         reference, grid, prediction = found.reference, found.grid, found.prediction
         params: dict[str, JSON] = {"step": float(grid.step), "seed": grid.seed, "states": self.states}
         params |= {
@@ -113,15 +121,15 @@ class TrellisLatticeCodec:
         }
         if reference is not None and self.after_restore:
             params["after_restore"] = True
-        coded, sections = _code(found.points, prediction, context.threads)
+        coded, sections = _code(found.points, prediction, threads)
         if (
             reference is None
             or reference.step != grid.step
             or not np.array_equal(reference.exponents, grid.exponents)
         ):
-            sections["exponents"] = _stored(grid, spec, context.threads)
+            sections["exponents"] = _stored(grid, spec, threads)
         if found.rows is not None and self.kept is not None:
-            sections["kept"] = encode_bytes(np.packbits(self.kept), 1, threads=context.threads)
+            sections["kept"] = encode_bytes(np.packbits(self.kept), 1, threads=threads)
         encoded = EncodedTensor(self.id, params, sections, reference is not None)
         planes = _planes(
             found.restored, grid, coded, reference, found.carried, found.expectation, found.rows, spec
@@ -129,7 +137,7 @@ class TrellisLatticeCodec:
         errors = grid.errors(found.values, found.restored)
         if found.rows is not None and self.kept is not None:
             errors.reshape(matrix_shape(spec.shape))[self.kept] = 0
-        return Coded(encoded, planes, found.value(spec), {ERRORS: errors})
+        return Coded(encoded, planes, value, {ERRORS: errors})
 
     def restored(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> torch.Tensor:
         """See `Quantizer.restored`."""

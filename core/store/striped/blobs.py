@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from shrinkpoint.errors import CorruptionError, FormatError
 from shrinkpoint.store.objects import MissingKeyError, ObjectInfo
 from shrinkpoint.store.striped.group import Group
+from shrinkpoint.store.striped.parity import Shard
 from shrinkpoint.store.striped.reading import Insufficient, Layout, RangeReader
 from shrinkpoint.store.striped.records import youngest
-from shrinkpoint.store.striped.shards import Geometry, ShardName, encode_shards
+from shrinkpoint.store.striped.shards import Geometry, ShardName, cut_data, encode_shard
+from shrinkpoint.store.striped.staging import put_parts
 
 __all__ = ["MIRROR_BELOW", "Blobs", "layouts_of"]
 
@@ -56,16 +58,17 @@ class Blobs:
             # Not always the same store for the parity, which nobody reads as long as all is well.
             turn = zlib.crc32(key.encode()) % len(stores)
             order = stores[turn:] + stores[:turn]
-            files = encode_shards(key, geometry, data)
+            cut = cut_data(geometry, data)
 
             def write(
                 store: int,
                 order: list[int] = order,
-                files: list[bytes] = files,
+                cut: list[Shard] = cut,
                 geometry: Geometry = geometry,
             ) -> None:
                 place = order.index(store)
-                group.stores[store].put(str(ShardName(key, geometry, place)), files[place])
+                name, parts = ShardName(key, geometry, place), encode_shard(key, geometry, cut, place)
+                put_parts(group.stores[store], str(name), parts)
 
             enough = max(group.quorum.write, len(stores) - group.parity)
             answers = group.ask_to_write(stores, write, enough=enough)

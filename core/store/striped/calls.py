@@ -5,7 +5,9 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from shrinkpoint.errors import StoreError
@@ -121,6 +123,18 @@ class Calls:
             raise unexpected
         return answers
 
+    def begin(self, stores: Sequence[int], work: Callable[[int], T]) -> dict[int, "Future[T]"]:
+        """``work(store)`` of each, without waiting; not of those where earlier requests hang.
+
+        Whoever takes the result, within an `ask`, hears what went wrong.
+        """
+        begun: dict[int, Future[T]] = {}
+        for store in stores:
+            if not self._is_stuck(store):
+                begun[store] = Future()
+                _in_background(partial(_fulfil, begun[store], work, store))
+        return begun
+
     def _leave(self, pending: "dict[int, _Request[T]]", seconds: float) -> None:
         for store, request in pending.items():
             self._abandoned.setdefault(store, []).append(request)
@@ -155,6 +169,13 @@ class _Request(Generic[T]):
             error = raised
         self.is_alive = False
         self._outgoing.put((self._store, time.monotonic() - self._began, value, error))
+
+
+def _fulfil(future: "Future[T]", work: Callable[[int], T], store: int) -> None:
+    try:
+        future.set_result(work(store))
+    except BaseException as error:  # noqa: BLE001 - raised again by whoever takes the result
+        future.set_exception(error)
 
 
 class _Worker(threading.Thread):

@@ -6,7 +6,7 @@ from typing import TypeVar
 from shrinkpoint.errors import RunMismatchError, StoreError
 from shrinkpoint.store.objects import ObjectStore, TransientStoreError
 from shrinkpoint.store.probe import honours_put_if_absent
-from shrinkpoint.store.striped.calls import Answers, Calls, Patience, is_transient
+from shrinkpoint.store.striped.calls import Answers, Calls, Patience
 from shrinkpoint.store.striped.health import Health
 from shrinkpoint.store.striped.members import (
     MEMBER_KEY,
@@ -174,13 +174,9 @@ class Group:
 
     def all_exclusive(self) -> bool:
         """Whether every store that answers honours put-if-absent, so that a majority of them has one winner."""
-        for store in self.everyone:
-            if not self.health.is_ill(store):
-                try:
-                    self._is_exclusive(store)
-                except StoreError as error:
-                    self.health.failed(store, str(error), transient=is_transient(error))
-        self._is_conditional = all(self._honours.values())
+        well = [store for store in self.everyone if not self.health.is_ill(store)]
+        self.calls.ask(well, self._is_exclusive, enough=self.quorum.write)
+        self._is_conditional = all(list(self._honours.values()))
         return self._is_conditional
 
     def check_exclusive(self, store: int) -> None:

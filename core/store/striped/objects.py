@@ -82,11 +82,20 @@ class StripedObjects:
         self.group.warn_of_changes()
         return created
 
+    def make_ready(self, key: str, data: bytes) -> None:
+        """Say that this record will be put if absent soon, so that folders write it to a temporary file meanwhile."""
+        if self.group.member is not None:
+            self._records.make_ready(key, data)
+
     def put(self, key: str, data: bytes) -> None:
         """See :class:`~shrinkpoint.store.objects.ObjectStore`; the first call founds the set."""
         self.group.found()
         if key.startswith("data/"):
-            self._blobs.put(key, data)
+            try:
+                self._blobs.put(key, data)
+            except BaseException:
+                self._records.forget_ready()
+                raise
         else:
             self._records.put(key, data)
         self.group.warn_of_changes()

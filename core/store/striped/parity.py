@@ -25,18 +25,18 @@ _CHUNK = 1 << 18
 """Bytes that Q is computed of at a time: with its scratch space they stay in the second cache, and Python's share is small."""
 
 
-def parity_of(data: Sequence[Shard], spare: int) -> list[Shard]:
-    """The `spare` shards that go beside `data`.
+def parity_of(data: Sequence[Shard], number: int) -> Shard:
+    """One of the spare shards that go beside `data`.
 
     Args:
         data: equal lengths; a multiple of 8 bytes where there are several.
-        spare: 0, 1 (P), 2 (P and Q); any number of a single data shard, which are mirrors.
+        number: 0 (P), 1 (Q); any number where there is a single data shard, which is mirrored.
     """
     if len(data) == 1:
-        return [data[0]] * spare
-    if spare > MAX_PARITY:
-        raise ValueError(f"{spare} parity shards of {len(data)} data shards: {MAX_PARITY} at most")
-    return [p_of(data), q_of(data)][:spare] if spare == 2 else [p_of(data)][:spare] if spare else []
+        return data[0]
+    if number >= MAX_PARITY:
+        raise ValueError(f"spare shard {number} of {len(data)} data shards: there are {MAX_PARITY} at most")
+    return q_of(data) if number else p_of(data)
 
 
 def p_of(shards: Sequence[Shard]) -> Shard:

@@ -11,7 +11,17 @@ from shrinkpoint.errors import CorruptionError, FormatError
 from shrinkpoint.store.keys import check_data_key
 from shrinkpoint.store.striped.parity import MAX_PARITY, Shard, parity_of
 
-__all__ = ["BLOCK", "MAX_STORES", "Geometry", "ShardName", "block_sums", "encode_shards", "sound_blocks"]
+__all__ = [
+    "BLOCK",
+    "MAX_STORES",
+    "Geometry",
+    "ShardName",
+    "block_sums",
+    "cut_data",
+    "encode_shard",
+    "encode_shards",
+    "sound_blocks",
+]
 
 BLOCK = 2**20
 """Bytes of a shard that one checksum stands for, and that are rebuilt at a time."""
@@ -115,8 +125,7 @@ def encode_shards(key: str, geometry: Geometry, data: bytes) -> list[bytes]:
         data: The blob.
     """
     cut = cut_data(geometry, data)
-    everything = [*cut, *parity_of(cut, geometry.spare)]
-    return [encode_shard(ShardName(key, geometry, place), shard) for place, shard in enumerate(everything)]
+    return [b"".join(encode_shard(key, geometry, cut, place)) for place in range(geometry.shards)]
 
 
 def cut_data(geometry: Geometry, data: bytes) -> list[Shard]:
@@ -133,10 +142,20 @@ def cut_data(geometry: Geometry, data: bytes) -> list[Shard]:
     return shards
 
 
-def encode_shard(name: ShardName, shard: Shard) -> bytes:
-    """The file of one shard."""
+def encode_shard(
+    key: str, geometry: Geometry, cut: Sequence[Shard], place: int
+) -> tuple[bytes, bytes, memoryview]:
+    """The file of one shard, in pieces: the blocks' checksums, the seal on them, the bytes.
+
+    Args:
+        key: The blob's.
+        geometry: How it was cut.
+        cut: Its data shards.
+        place: Which shard; data from 0, then parity.
+    """
+    shard = cut[place] if place < len(cut) else parity_of(cut, place - len(cut))
     sums = b"".join(xxhash.xxh3_128_digest(shard[i : i + BLOCK].data) for i in range(0, len(shard), BLOCK))
-    return b"".join([sums, _seal(name, sums), shard.data])
+    return sums, _seal(ShardName(key, geometry, place), sums), shard.data
 
 
 def block_sums(name: ShardName, header: bytes) -> list[bytes]:

@@ -108,7 +108,9 @@ def test_a_segment_is_read_back_bit_for_bit(made, begin, more):
     record = Record(begin=begin, end=begin + more, events=made, remainder=remainder)
     table = TensorTable()
     nodes = [encode_record(record, table)]
-    head = Head(run=RUN, key=KEY, begin=PLACES[0], end=PLACES[1], records=nodes, tensors=table.specs)
+    head = Head(
+        run=RUN, kind="exact", key=KEY, begin=PLACES[0], end=PLACES[1], records=nodes, tensors=table.specs
+    )
     data, seal = pack(head, table.parts)
     prefix = read_prefix(data, len(data))
     cut = PREFIX.size + prefix.header
@@ -188,7 +190,9 @@ def packed() -> bytes:
     )
     nodes = [encode_record(record, table)]
     return pack(
-        Head(run=RUN, key=KEY, begin=PLACES[0], end=PLACES[1], records=nodes, tensors=table.specs),
+        Head(
+            run=RUN, kind="exact", key=KEY, begin=PLACES[0], end=PLACES[1], records=nodes, tensors=table.specs
+        ),
         table.parts,
     )[0]
 

@@ -26,8 +26,8 @@ def refused(match: str, **options) -> None:
 
 
 def test_the_word():
-    refused("step_log='exakt' must be 'exact', or None", step_log="exakt")
-    refused("step_log=True must be 'exact'", step_log=True)
+    refused("step_log='exakt' must be 'exact' or 'small', or None", step_log="exakt")
+    refused("step_log=True must be 'exact' or 'small'", step_log=True)
 
 
 def test_a_folder_is_asked_for_with_the_bytes_per_hour():
@@ -76,11 +76,42 @@ def test_lbfgs():
 
 @pytest.mark.parametrize(
     "fields",
-    [{"segment_steps": 0}, {"segment_steps": True}, {"busy": "stop"}, {"rehearse": 1}, {"kind": "small"}],
+    [
+        {"segment_steps": 0},
+        {"segment_steps": True},
+        {"busy": "stop"},
+        {"rehearse": 1},
+        {"copy": 1},
+        {"keep": 0},
+        {"every": 0},
+        {"every": 2.0},
+        {"overhead": -1},
+        {"overhead": True},
+        {"quantization_step": float("nan")},
+        {"resume_weights": "yes"},
+    ],
 )
 def test_fields(fields):
-    with pytest.raises(ConfigError, match=next(iter(fields)) if "kind" not in fields else "step_log"):
+    with pytest.raises(ConfigError, match=next(iter(fields))):
+        StepLog(kind="small", **fields)
+
+
+@pytest.mark.parametrize("fields", [{"every": 2}, {"overhead": None}, {"resume_weights": True}])
+def test_fields_of_the_other_kind(fields):
+    with pytest.raises(ConfigError, match="is of use with kind='small' only"):
         StepLog(**fields)
+
+
+def test_a_copy_of_nothing():
+    refused(
+        "copy=True copies the log of step_log_url",
+        step_log=StepLog(kind="small", copy=True),
+        step_log_url=None,
+    )
+
+
+def test_after_step_with_a_log_that_replays_nothing():
+    refused("step_log='exact' only", step_log="small", after_step=lambda: None, step_log_url=None)
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):
@@ -131,7 +162,7 @@ def slow_down(monkeypatch, seconds: float) -> None:
         return put(*arguments)
 
     monkeypatch.setattr(SegmentWriter, "_put", late)
-    monkeypatch.setattr("shrinkpoint.steps.writer._ALWAYS", 0)
+    monkeypatch.setattr("shrinkpoint.steps.jobs._ALWAYS", 0)
 
 
 def test_steps_that_come_too_fast_leave_a_gap_until_the_next_checkpoint(monkeypatch):

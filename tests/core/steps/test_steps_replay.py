@@ -191,6 +191,38 @@ def test_a_gradient_scaler_that_skips_steps(places):
     assert again.scaler.get_scale() > 1
 
 
+class Compiled(Training):
+    """The model is compiled, by a backend that needs no C compiler."""
+
+    def __init__(self) -> None:
+        super().__init__("AdamW", "foreach")
+        self.model.forward = torch.compile(self.model.forward, backend="aot_eager")
+
+
+def test_a_compiled_training(places):
+    torch.compiler.reset()
+    compare(places, Compiled)
+
+
+class Clipped(Training):
+    """Gradients are limited by value."""
+
+    def step(self, step):
+        self.optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(
+            self.model(tokens := self.batches.next(), spare=True).flatten(0, 1), tokens.flatten()
+        )
+        loss.backward()
+        nn.utils.clip_grad_value_(self.model.parameters(), 1e-3)
+        self.optimizer.step()
+        self.scheduler.step()
+        return loss.item()
+
+
+def test_gradients_that_are_limited_by_value(places):
+    compare(places, Clipped)
+
+
 @pytest.mark.parametrize("found_inf", [0.0, 1.0])
 def test_a_fused_optimizer_that_unscales_by_itself(places, found_inf):
     class Fused(Training):

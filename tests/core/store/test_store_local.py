@@ -27,6 +27,12 @@ def failing(code: int, times: int = 10**9) -> Callable[..., Any]:
     return fail
 
 
+@pytest.fixture(params=[1, 3], ids=["one", "several"])
+def places(request: pytest.FixtureRequest, tmp_path: Path) -> list[Path]:
+    """Where a run is, in one folder or in three."""
+    return [tmp_path / f"run{number}" for number in range(request.param)]
+
+
 def temporaries(folder: Path) -> list[Path]:
     return list(folder.rglob(".tmp-*"))
 
@@ -109,8 +115,8 @@ def test_failing_disk(
     assert objects.put_if_absent(KEY, b"data")
 
 
-def test_full_disk_leaves_the_run_restorable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = RunStore(tmp_path / "run")
+def test_full_disk_leaves_the_run_restorable(places: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    store = RunStore(places)
     writer = store.writer()
     base = writer.commit(b"base", step=1, kind="base", parent=None, state_digest="", meta={})
     with monkeypatch.context() as patch:
@@ -119,6 +125,7 @@ def test_full_disk_leaves_the_run_restorable(tmp_path: Path, monkeypatch: pytest
             writer.commit(b"more", step=2, kind="delta", parent=base, state_digest="", meta={})
     assert store.newest_sound(lambda manifest, blobs: blobs) == (base, [b"base"])
     assert writer.commit(b"more", step=3, kind="delta", parent=base, state_digest="", meta={}).seq == 1
+    assert [path for place in places for path in temporaries(place)] == []
 
 
 def test_short_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,6 +151,29 @@ def test_without_hard_links(
     assert temporaries(tmp_path) == []
 
 
+def test_staged_is_on_the_disk_and_not_there(tmp_path: Path) -> None:
+    objects = LocalObjects(str(tmp_path))
+    staged = objects.stage(KEY, [b"in ", memoryview(b"pieces")])
+    [temporary] = temporaries(tmp_path)
+    assert temporary.read_bytes() == b"in pieces"
+    assert objects.list("") == []
+    assert staged.publish(exclusive=True)
+    assert objects.get(KEY, max_size=9) == b"in pieces"
+    assert not objects.stage(KEY, [b"other"]).publish(exclusive=True)
+    assert objects.get(KEY, max_size=9) == b"in pieces"
+    assert temporaries(tmp_path) == []
+
+
+def test_staged_and_not_wanted(tmp_path: Path) -> None:
+    objects = LocalObjects(str(tmp_path))
+    staged = objects.stage(KEY, [b"x"])
+    staged.discard()
+    assert temporaries(tmp_path) == []
+    with pytest.raises(TransientStoreError, match="vanished"):  # as one that a sweep has taken
+        staged.publish(exclusive=True)
+    assert objects.list("") == []
+
+
 def test_last_fallback_takes_back_half_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     objects = LocalObjects(str(tmp_path))
     real, calls = os.fsync, [0]
@@ -163,9 +193,9 @@ def test_last_fallback_takes_back_half_a_file(tmp_path: Path, monkeypatch: pytes
     assert objects.list(KEY) == []
 
 
-def test_folder_below_a_file(tmp_path: Path) -> None:
+def test_folder_below_a_file(tmp_path: Path, places: list[Path]) -> None:
     (tmp_path / "file").write_text("not a folder")
-    store = RunStore(tmp_path / "file" / "run")
+    store = RunStore([*places[1:], tmp_path / "file" / "run"])
     for attempt in (store.writer, store.exists, store.manifests):
         with pytest.raises(StoreError, match="not a folder") as caught:
             attempt()
@@ -173,9 +203,9 @@ def test_folder_below_a_file(tmp_path: Path) -> None:
 
 
 def test_unlistable_folder_is_an_error_and_no_empty_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    places: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = RunStore(tmp_path)
+    store = RunStore(places)
     with store.writer() as writer:
         writer.commit(b"base", step=1, kind="base", parent=None, state_digest="", meta={})
     monkeypatch.setattr(os, "scandir", failing(errno.EACCES))

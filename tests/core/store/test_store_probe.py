@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from support.fake_objects import FakeObjects
 from support.s3 import S3Server, new_bucket, rclone_program, rclone_server, storage_options
+from support.stores import FakeSet
 
 from shrinkpoint.errors import ShrinkpointWarning, StoreError
 from shrinkpoint.store.probe import honours_put_if_absent
@@ -71,8 +72,9 @@ def test_lost_response_is_no_verdict() -> None:
     assert honours_put_if_absent(RetryingObjects(fake, RetryPolicy(first_delay_s=0)))
 
 
-def test_without_the_right_to_delete() -> None:
-    fake = FakeObjects(known_atomic=None)
+@pytest.mark.parametrize("kind", [FakeObjects, FakeSet], ids=["one", "several"])
+def test_without_the_right_to_delete(kind: type[FakeObjects | FakeSet]) -> None:
+    fake = kind(known_atomic=None)
 
     def before(operation: str, key: str) -> None:
         if operation == "delete":
@@ -81,6 +83,40 @@ def test_without_the_right_to_delete() -> None:
     fake.before = before
     with pytest.warns(ShrinkpointWarning, match="cannot be removed"):
         assert honours_put_if_absent(fake)
+
+
+def test_honoured_by_each_of_several() -> None:
+    fakes = FakeSet(known_atomic=None)
+    assert honours_put_if_absent(fakes)
+    assert honours_put_if_absent(fakes)
+    for fake in fakes.each:
+        assert not fake.list("probe/")
+        # Each was tried out once; the eleventh is `member.json`.
+        assert sum(operation == "put_if_absent" for operation, _ in fake.calls) == 11
+
+
+@pytest.mark.parametrize("which", [0, 2])
+def test_ignored_by_one_of_several(which: int) -> None:
+    """Two writers might both win there: the set is for one writer at a time."""
+    fakes = FakeSet(known_atomic=None)
+    fakes.each[which].honours_condition = False
+    assert not honours_put_if_absent(fakes)
+    with pytest.warns(ShrinkpointWarning, match="does not honour"):
+        assert RunStore("", objects=fakes).writer().mode == "single-writer"
+
+
+def test_several_of_which_too_few_can_be_written_to_are_refused() -> None:
+    fakes = FakeSet()
+    fakes.put("probe/x", b"")
+
+    def before(operation: str, key: str) -> None:
+        if operation.startswith("put"):
+            raise StoreError("read-only")
+
+    for fake in fakes.each[:2]:
+        fake.before = before
+    with pytest.raises(StoreError, match=r"1 of 3 stores could be written to.*read-only"):
+        honours_put_if_absent(fakes)
 
 
 @pytest.fixture

@@ -1,12 +1,16 @@
+"""What fails for a passing reason is repeated, for as long as was said."""
+
 import random
 import warnings
+from collections.abc import Callable
 
 import pytest
 from support.fake_objects import FakeObjects
 
 from shrinkpoint.errors import ConfigError, ShrinkpointWarning, StoreError
-from shrinkpoint.store.objects import TransientStoreError
+from shrinkpoint.store.objects import ObjectStore, TransientStoreError
 from shrinkpoint.store.retry import RetryingObjects, RetryPolicy
+from shrinkpoint.store.striped import StripedObjects
 
 
 class Clock:
@@ -82,19 +86,25 @@ def test_values_that_cannot_work(changes: dict[str, float]) -> None:
         RetryPolicy(**changes)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("stores", [1, 3])
 @pytest.mark.parametrize("operation", ["put", "put_if_absent", "get", "list", "delete"])
-def test_every_operation_is_repeated(operation: str) -> None:
-    fake = FakeObjects()
-    fake.put("probe/x", b"1")
-    failures = [2]
+def test_every_operation_is_repeated(operation: str, stores: int) -> None:
+    fakes = [FakeObjects() for _ in range(stores)]
+    each: list[ObjectStore] = [RetryingObjects(fake, RetryPolicy(first_delay_s=0)) for fake in fakes]
+    objects: ObjectStore = StripedObjects(each) if stores > 1 else each[0]
+    objects.put("probe/x", b"1")
+    failures = [2] * stores
 
-    def before(name: str, key: str) -> None:
-        if failures[0]:
-            failures[0] -= 1
-            raise TransientStoreError("again")
+    def failing(number: int) -> Callable[[str, str], None]:
+        def before(name: str, key: str) -> None:
+            if failures[number]:
+                failures[number] -= 1
+                raise TransientStoreError("again")
 
-    fake.before = before
-    objects = RetryingObjects(fake, RetryPolicy(first_delay_s=0))
+        return before
+
+    for number, fake in enumerate(fakes):
+        fake.before = failing(number)
     calls = {
         "put": lambda: objects.put("probe/y", b""),
         "put_if_absent": lambda: objects.put_if_absent("probe/y", b""),
@@ -103,7 +113,8 @@ def test_every_operation_is_repeated(operation: str) -> None:
         "delete": lambda: objects.delete(["probe/x"]),
     }
     calls[operation]()
-    assert failures == [0]
+    assert failures == [0] * stores
+    assert isinstance(objects, RetryingObjects) or objects.redundancy == 1  # nobody counts as ill
 
 
 def test_a_long_wait_is_told_once() -> None:

@@ -9,6 +9,7 @@ from typing import Literal
 import pytest
 from support.fake_objects import FakeObjects
 from support.s3 import S3Server, moto_server, new_bucket, storage_options
+from support.stores import FakeSet, forget
 
 from shrinkpoint.errors import ChainError, FormatError, ShrinkpointWarning, StoreError
 from shrinkpoint.store.local import LocalObjects
@@ -30,30 +31,31 @@ def step_of(manifest: Manifest, blobs: list[bytes]) -> int:
     return manifest.step
 
 
-def opened(fake: FakeObjects) -> RunStore:
+def opened(fake: FakeObjects | FakeSet) -> RunStore:
     return RunStore("ignored", objects=fake, retry=RetryPolicy(attempts=1))
 
 
-@pytest.fixture
-def fake() -> FakeObjects:
+@pytest.fixture(params=[FakeObjects, FakeSet], ids=["one", "several"])
+def fake(request: pytest.FixtureRequest) -> FakeObjects | FakeSet:
     """A run of three bases: steps 1 to 3."""
-    objects = FakeObjects()
+    objects: FakeObjects | FakeSet = request.param()
     with opened(objects).writer() as writer:
         for step in (1, 2, 3):
             save(writer, step)
     return objects
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """The same on a disk."""
-    with RunStore(tmp_path / "run").writer() as writer:
+@pytest.fixture(params=[1, 3], ids=["one", "several"])
+def folders(request: pytest.FixtureRequest, tmp_path: Path) -> list[Path]:
+    """The same on a disk, or on three."""
+    folders = [tmp_path / f"run{number}" for number in range(request.param)]
+    with RunStore(folders).writer() as writer:
         for step in (1, 2, 3):
             save(writer, step)
-    return tmp_path / "run"
+    return folders
 
 
-def answer_404(fake: FakeObjects, *keys: str) -> None:
+def answer_404(fake: FakeObjects | FakeSet, *keys: str) -> None:
     """The listing shows them, and nobody can read them."""
 
     def before(operation: str, key: str) -> None:
@@ -66,7 +68,7 @@ def answer_404(fake: FakeObjects, *keys: str) -> None:
 # ---- manifests, pins and trash that are listed
 
 
-def test_all_manifests_listed_but_404(fake: FakeObjects) -> None:
+def test_all_manifests_listed_but_404(fake: FakeObjects | FakeSet) -> None:
     answer_404(fake, "commits/")
     store = opened(fake)
     with pytest.warns(ShrinkpointWarning, match="listed, but cannot be read"), pytest.raises(ChainError):
@@ -76,7 +78,7 @@ def test_all_manifests_listed_but_404(fake: FakeObjects) -> None:
     assert opened(fake).newest_sound(step_of) is not None
 
 
-def test_newest_manifest_listed_but_404(fake: FakeObjects) -> None:
+def test_newest_manifest_listed_but_404(fake: FakeObjects | FakeSet) -> None:
     answer_404(fake, "commits/0000000002")
     with pytest.warns(ShrinkpointWarning, match=r"commits/0000000002\.json is listed, but cannot be read"):
         found = opened(fake).newest_sound(step_of)
@@ -84,7 +86,7 @@ def test_newest_manifest_listed_but_404(fake: FakeObjects) -> None:
     assert found[1] == 2
 
 
-def test_nothing_is_collected_while_a_listed_manifest_is_404(fake: FakeObjects) -> None:
+def test_nothing_is_collected_while_a_listed_manifest_is_404(fake: FakeObjects | FakeSet) -> None:
     answer_404(fake, "commits/0000000002")
     fake.now += 10 * DAY
     before = set(fake.blobs)
@@ -95,10 +97,10 @@ def test_nothing_is_collected_while_a_listed_manifest_is_404(fake: FakeObjects) 
     assert before <= set(fake.blobs)
 
 
-def test_collected_between_listing_and_reading_is_no_damage(fake: FakeObjects) -> None:
+def test_collected_between_listing_and_reading_is_no_damage(fake: FakeObjects | FakeSet) -> None:
     def before(operation: str, key: str) -> None:
         if operation == "get" and key == "commits/0000000000.json":
-            fake.blobs.pop(key, None)
+            forget(fake, key)
 
     fake.before = before
     store = opened(fake)
@@ -106,7 +108,7 @@ def test_collected_between_listing_and_reading_is_no_damage(fake: FakeObjects) -
     assert store.damaged == ()
 
 
-def test_older_one_when_container_and_manifest_are_404(fake: FakeObjects) -> None:
+def test_older_one_when_container_and_manifest_are_404(fake: FakeObjects | FakeSet) -> None:
     """Both are listed, so that the checkpoint was not collected: an older one is tried instead of listing for ever."""
     store = opened(fake)
     newest = store.manifests()[0]
@@ -117,7 +119,7 @@ def test_older_one_when_container_and_manifest_are_404(fake: FakeObjects) -> Non
     assert found[1] == 2
 
 
-def test_pin_listed_but_404(fake: FakeObjects) -> None:
+def test_pin_listed_but_404(fake: FakeObjects | FakeSet) -> None:
     store = opened(fake)
     writer = store.writer()
     writer.pin("release", store.manifests()[-1])
@@ -130,7 +132,7 @@ def test_pin_listed_but_404(fake: FakeObjects) -> None:
     assert len(store.manifests()) == 3
 
 
-def test_trash_listed_but_404_keeps_its_containers(fake: FakeObjects) -> None:
+def test_trash_listed_but_404_keeps_its_containers(fake: FakeObjects | FakeSet) -> None:
     fake.now += 2 * DAY
     writer = opened(fake).writer()
     last = save(writer, 4)
@@ -139,9 +141,9 @@ def test_trash_listed_but_404_keeps_its_containers(fake: FakeObjects) -> None:
     assert writer.collect([last.seq]).blobs_removed == ()
 
 
-def test_run_nested_in_the_trash_keeps_its_manifests(fake: FakeObjects) -> None:
+def test_run_nested_in_the_trash_keeps_its_manifests(fake: FakeObjects | FakeSet) -> None:
     nested = "trash/other-run/commits/0000000000.json"
-    fake.blobs[nested] = (b"another run's", fake.now)
+    fake.put(nested, b"another run's")
     fake.now += 10 * DAY
     writer = opened(fake).writer()
     writer.collect([2], grace_s=0)
@@ -151,7 +153,7 @@ def test_run_nested_in_the_trash_keeps_its_manifests(fake: FakeObjects) -> None:
 # ---- listings that show nothing
 
 
-def test_empty_listing_is_not_believed(fake: FakeObjects, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_listing_is_not_believed(fake: FakeObjects | FakeSet, monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing(prefix: str, *, limit: int | None = None) -> list[ObjectInfo]:
         return []
 
@@ -162,8 +164,11 @@ def test_empty_listing_is_not_believed(fake: FakeObjects, monkeypatch: pytest.Mo
             use()
 
 
-def test_listing_that_came_just_before_the_first_commit(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = FakeObjects()
+@pytest.mark.parametrize("kind", [FakeObjects, FakeSet], ids=["one", "several"])
+def test_listing_that_came_just_before_the_first_commit(
+    kind: type[FakeObjects | FakeSet], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = kind()
     writer, real = opened(fake).writer(), fake.list
     reader = opened(fake)
 
@@ -178,27 +183,41 @@ def test_listing_that_came_just_before_the_first_commit(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("how", ["removed", "unmounted", "link"])
-def test_folder_without_its_commits(folder: Path, how: str) -> None:
-    away = folder.parent / "away"
-    (folder / "commits").rename(away)
-    if how == "unmounted":
-        (folder / "commits").mkdir()
-    if how == "link":
-        (folder / "commits").symlink_to(folder.parent / "nowhere")
+def test_folder_without_its_commits(folders: list[Path], how: str) -> None:
+    for folder in folders:
+        (folder / "commits").rename(folder.with_suffix(".away"))
+        if how == "unmounted":
+            (folder / "commits").mkdir()
+        if how == "link":
+            (folder / "commits").symlink_to(folder.parent / "nowhere")
     with pytest.raises(StoreError, match="not mounted"):
-        RunStore(folder).newest_sound(step_of)
+        RunStore(folders).newest_sound(step_of)
     with pytest.raises(StoreError, match="not mounted"):
-        RunStore(folder).writer()
-    if how != "removed":
-        (folder / "commits").unlink() if how == "link" else (folder / "commits").rmdir()
-    away.rename(folder / "commits")
-    assert [manifest.step for manifest in RunStore(folder).manifests()] == [3, 2, 1]
+        RunStore(folders).writer()
+    for folder in folders:
+        if how != "removed":
+            (folder / "commits").unlink() if how == "link" else (folder / "commits").rmdir()
+        folder.with_suffix(".away").rename(folder / "commits")
+    assert [manifest.step for manifest in RunStore(folders).manifests()] == [3, 2, 1]
 
 
-def test_first_save_that_was_interrupted_is_no_obstacle() -> None:
-    fake = FakeObjects()
+@pytest.mark.parametrize("folders", [3], indirect=True)
+@pytest.mark.parametrize("which", [0, 2])
+def test_one_of_several_without_its_commits(folders: list[Path], which: int) -> None:
+    """Its listing counts, and shows less than the others: theirs are enough."""
+    shutil.rmtree(folders[which] / "commits")
+    store = RunStore(folders)
+    assert [manifest.step for manifest in store.manifests()] == [3, 2, 1]
+    save(store.writer(), 4)
+    assert [manifest.step for manifest in RunStore(folders).manifests()] == [4, 3, 2, 1]
+
+
+@pytest.mark.parametrize("kind", [FakeObjects, FakeSet], ids=["one", "several"])
+def test_first_save_that_was_interrupted_is_no_obstacle(kind: type[FakeObjects | FakeSet]) -> None:
+    fake = kind()
     writer = opened(fake).writer()
-    fake.fail_at(1)  # the container is there, the manifest is not
+    # The container is there, the manifest is not; several stores are asked first which ones they are.
+    fake.fail_at(2 if isinstance(fake, FakeSet) else 1)
     with pytest.raises(StoreError):
         save(writer, 1)
     fake.heal()
@@ -213,48 +232,54 @@ def test_first_save_that_was_interrupted_is_no_obstacle() -> None:
 # ---- names on a disk that lead nowhere
 
 
-def test_dangling_link_is_a_damaged_checkpoint(folder: Path) -> None:
-    newest = folder / "commits" / "0000000002.json"
-    newest.unlink()
-    newest.symlink_to(folder.parent / "nowhere")
-    store = RunStore(folder)
+def test_dangling_link_is_a_damaged_checkpoint(folders: list[Path]) -> None:
+    for folder in folders:
+        newest = folder / "commits" / "0000000002.json"
+        newest.unlink()
+        newest.symlink_to(folder.parent / "nowhere")
+    store = RunStore(folders)
     with pytest.warns(ShrinkpointWarning, match=r"0000000002\.json is listed"):
         assert [manifest.step for manifest in store.manifests()] == [2, 1]
     assert [damaged.key for damaged in store.damaged] == ["commits/0000000002.json"]
 
 
-def test_folder_in_a_manifests_place_is_a_damaged_checkpoint(folder: Path) -> None:
-    newest = folder / "commits" / "0000000002.json"
-    newest.unlink()
-    newest.mkdir()
-    store = RunStore(folder)
-    with pytest.warns(ShrinkpointWarning, match="is a folder"):
+def test_folder_in_a_manifests_place_is_a_damaged_checkpoint(folders: list[Path]) -> None:
+    kept = []
+    for folder in folders:
+        newest = folder / "commits" / "0000000002.json"
+        newest.unlink()
+        newest.mkdir()
+        kept += sorted((folder / "data").iterdir())
+    store = RunStore(folders)
+    with pytest.warns(ShrinkpointWarning, match="is a folder|or no file"):
         assert [manifest.step for manifest in store.manifests()] == [2, 1]
-    kept = sorted((folder / "data").iterdir())
     with store.writer() as writer:
         last = save(writer, 4)
-        os.utime(folder / "data", (0, 0))
         for path in kept:
+            os.utime(path.parent, (0, 0))
             os.utime(path, (0, 0))
         writer.collect([last.seq], grace_s=0)
     assert all(path.exists() for path in kept)
 
 
-def test_other_folders_are_not_listed(folder: Path) -> None:
-    (folder / "commits" / "notes.json").mkdir()
-    assert len(LocalObjects(str(folder)).list("commits/")) == 3
+def test_other_folders_are_not_listed(folders: list[Path]) -> None:
+    for folder in folders:
+        (folder / "commits" / "notes.json").mkdir()
+        assert len(LocalObjects(str(folder)).list("commits/")) == 3
+    assert len(RunStore(folders).manifests()) == 3
 
 
-def test_run_whose_folder_is_a_link_that_leads_nowhere(tmp_path: Path) -> None:
+@pytest.mark.parametrize("others", [[], ["a", "b"]], ids=["one", "several"])
+def test_run_whose_folder_is_a_link_that_leads_nowhere(tmp_path: Path, others: list[str]) -> None:
     (tmp_path / "run").symlink_to(tmp_path / "nowhere")
     with pytest.raises(StoreError, match=r"is a link to .*nowhere, which does not exist"):
-        RunStore(tmp_path / "run").writer()
+        RunStore([*(tmp_path / name for name in others), tmp_path / "run"]).writer()
 
 
 # ---- a chain that is gone while a run goes on
 
 
-def test_delta_needs_every_container_of_its_chain(fake: FakeObjects) -> None:
+def test_delta_needs_every_container_of_its_chain(fake: FakeObjects | FakeSet) -> None:
     store = opened(fake)
     writer = store.writer()
     first = save(writer, 4)
@@ -301,8 +326,9 @@ def server() -> Iterator[S3Server]:
         yield running
 
 
-def test_objects_that_were_deleted_from_a_bucket(server: S3Server) -> None:
-    url, options = f"s3://{new_bucket(server)}/run", storage_options(server)
+@pytest.mark.parametrize("stores", [1, 3])
+def test_objects_that_were_deleted_from_a_bucket(server: S3Server, stores: int) -> None:
+    url, options = [f"s3://{new_bucket(server)}/run" for _ in range(stores)], storage_options(server)
     store = RunStore(url, storage_options=options)
     writer = store.writer()
     first = save(writer, 1)
@@ -323,8 +349,10 @@ def test_objects_that_were_deleted_from_a_bucket(server: S3Server) -> None:
 
 @pytest.mark.parametrize("mode", ["auto", "single-writer"])
 @pytest.mark.parametrize("junk", ["9999999999", "9999999998", "0005000000"])
-def test_junk_with_a_high_number_bricks_nothing(fake: FakeObjects, junk: str, mode: Literal["auto"]) -> None:
-    fake.blobs[f"commits/{junk}.json"] = (b"", fake.now)
+def test_junk_with_a_high_number_bricks_nothing(
+    fake: FakeObjects | FakeSet, junk: str, mode: Literal["auto"]
+) -> None:
+    fake.put(f"commits/{junk}.json", b"")
     store = opened(fake)
     writer = store.writer(mode=mode)
     for step in (4, 5):
@@ -333,6 +361,6 @@ def test_junk_with_a_high_number_bricks_nothing(fake: FakeObjects, junk: str, mo
         assert [(m.step, m.seq) for m in store.manifests()] == [(5, 4), (4, 3), (3, 2), (2, 1), (1, 0)]
 
 
-def test_junk_beside_the_newest_keeps_its_number(fake: FakeObjects) -> None:
-    fake.blobs["commits/0000000005.json"] = (b"", fake.now)
+def test_junk_beside_the_newest_keeps_its_number(fake: FakeObjects | FakeSet) -> None:
+    fake.put("commits/0000000005.json", b"")
     assert save(opened(fake).writer(), 4).seq == 6

@@ -1,0 +1,441 @@
+"""Saves from which the training itself goes on: what is stored is decided so that a replay decides the same.
+
+A planned save is quantized while the training waits, and the training takes the restored values over. From then on this
+committer is in the state of one that has just restored that checkpoint: so is the search (`Planner.as_restored`), movement
+is counted from the restored values, and the reference of the next save has these values. What is quantized next depends on
+the training's state, on the values adopted last, on the number of adoptions and on the settings: neither on whether the save
+before was committed, nor on time, nor on the container in which a reader finds the values.
+
+Saves that were not planned are stored exactly, as side branches of the chain: the next planned save builds on the last
+planned one, before and after a resume.
+"""
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from shrinkpoint.arrays import widened
+from shrinkpoint.coding.decode import Decoded, decode_chain
+from shrinkpoint.coding.encode import EncodedState, encode_state
+from shrinkpoint.coding.staging import StagedState, stage_state
+from shrinkpoint.config import SaverConfig
+from shrinkpoint.container.reader import read_container
+from shrinkpoint.container.writer import write_container
+from shrinkpoint.errors import ChainError, ConfigError
+from shrinkpoint.optimizers.recognition import recognised
+from shrinkpoint.optimizers.updates import moments_of_direction
+from shrinkpoint.quality.evaluation import Loss, ResumedSteps
+from shrinkpoint.quality.guards import Guard
+from shrinkpoint.quality.planner import Plan, Planner
+from shrinkpoint.quality.strategy import exactly
+from shrinkpoint.reports import SaveReport
+from shrinkpoint.saving.adopted import Adopted, adopted_of
+from shrinkpoint.saving.committer import Committer, Job, Link, provenance, report_of, with_updates
+from shrinkpoint.saving.fingerprint import changed_settings, settings_of
+from shrinkpoint.saving.finite import not_finite
+from shrinkpoint.saving.takeover import NotAdoptedError, Takeover
+from shrinkpoint.schemes.auto.trellis_weights import TrellisLatticeCodec
+from shrinkpoint.schemes.base import ReferenceState, SaveContext, Scheme
+from shrinkpoint.state.averages import confirmed
+from shrinkpoint.state.training import TrainingState
+from shrinkpoint.store.manifest import Manifest
+from shrinkpoint.store.run import RunStore
+from shrinkpoint.warn import warn
+
+__all__ = ["AdoptingCommitter"]
+
+_STEPS_EACH = (
+    1.2  # what a resumed step of a probe is counted as: evaluations and copies of the state included
+)
+_UNPLANNED = "not planned, so that the undisturbed run would not have adopted it: stored exactly"
+
+
+@dataclass
+class _StepClock:
+    """The search's time: training steps, which a replay counts alike."""
+
+    step: int = 0
+    spent: float = 0.0
+
+    def now(self) -> float:
+        return float(self.step)
+
+    def paid(self) -> float:
+        return self.spent
+
+    def charged(self, resume: ResumedSteps | None) -> ResumedSteps | None:
+        """The same, counting the steps."""
+        if resume is None:
+            return None
+
+        def resumed(state: object, marks: Sequence[int]) -> Sequence[Loss]:
+            self.spent += _STEPS_EACH * marks[-1]
+            return resume(state, marks)
+
+        return resumed
+
+
+class _Staging:
+    """Quantizes a state by the schemes that are considered; the guard's last one is mostly the one that is stored."""
+
+    def __init__(
+        self,
+        state: TrainingState,
+        reference: Mapping[str, ReferenceState] | None,
+        exactly: Mapping[str, str],
+    ) -> None:
+        self._state, self._reference, self._exactly = state, reference, exactly
+        self._last: tuple[Scheme, StagedState] | None = None
+
+    def by(self, scheme: Scheme) -> StagedState:
+        if self._last is None or self._last[0] is not scheme:
+            self._last = None  # only one is in memory
+            staged = stage_state(
+                self._state,
+                scheme,
+                self._reference,
+                exactly=self._exactly,
+                threads=os.cpu_count() or 1,  # training waits, and leaves them all free
+            )
+            self._last = scheme, staged
+        return self._last[1]
+
+
+@dataclass
+class _Chain:
+    """The last planned save, as the next one continues it."""
+
+    last: Adopted | None = None
+    known: Mapping[str, ReferenceState] = field(default_factory=dict)
+    """What a reader holds of its container; nothing while it is not stored."""
+
+
+class AdoptingCommitter(Committer):
+    """Encodes and commits the saves of a training that adopts them.
+
+    Args:
+        store, config, spent_s: see `Committer`.
+
+    Raises:
+        ConfigError: `config.adoptions` is not given.
+    """
+
+    def __init__(self, store: RunStore, config: SaverConfig, spent_s: Any) -> None:
+        if config.adoptions is None:
+            raise ConfigError(
+                "adopt=True needs adoptions=, the number of planned saves of the whole run (total steps / every, say):"
+                " max_degradation is divided among them"
+            )
+        super().__init__(store, replace(config, restore_budget=config.adoptions), spent_s)
+        self._began = time.perf_counter()
+        self._chain = _Chain()
+        self._settings: Mapping[str, Any] | None = None
+        self._warned_of_size = False
+        self._anew()
+
+    def _anew(self) -> None:
+        """A search of which nothing is known yet."""
+        self._clock = _StepClock()
+        self.planner = Planner(self._config, self._clock.paid, clock=self._clock.now)
+
+    @property
+    def _period(self) -> int:
+        """Planned saves from base to base; fixed, since a chain that ends by the sizes of its files would depend on failed saves."""
+        return min(self._config.chain_limit, 2 * self._config.key_every)
+
+    # ---- where a training continues
+
+    def adopt(self, parent: Manifest, reference: Mapping[str, ReferenceState], state: TrainingState) -> None:
+        """See `Committer.adopt`: what is continued is the last planned save, and its search."""
+        self._anew()
+        last = adopted_of(parent)
+        self._settings = last.settings if last is not None and last.count else None
+        self._clock.step = parent.step if last is None else last.step
+        if last is not None and not last.planned:
+            self._continue_before(parent, last, state)
+        else:
+            super().adopt(parent, reference, state)
+            self._chain = _Chain(last, reference)
+        if last is None:
+            warn(
+                f"the training adopts its checkpoints from now on (adopt=True), which it did not up to step {parent.step}: only from"
+                " the next save on is a resumed run the undisturbed one"
+            )
+            self._resume_search(parent.meta.get("search"))
+        elif last.count:
+            self._resume_search(last.search)
+
+    def _resume_search(self, search: Any) -> None:
+        try:
+            self.planner.as_restored(search if isinstance(search, dict) else {})
+        except ConfigError as error:
+            warn(f"the search starts over: {error}")
+
+    def _continue_before(self, manifest: Manifest, last: Adopted, state: TrainingState) -> None:
+        """Continue the planned save before an exact one: its values are what the next save's movement is counted from."""
+        self.follow(manifest)
+        self.forget()
+        self._movement.forget()
+        self._chain = _Chain(last if last.count else None)
+        before = self._planned_before(manifest, last)
+        if before is not None:
+            decoded, parent = before
+            self._note(decoded.state, last.step)
+            self._chain = _Chain(last, decoded.reference)
+            self._link = Link(parent, {}, restored=True) if parent is not None else None
+        elif last.count and last.step == manifest.step:
+            self._note(
+                state, manifest.step
+            )  # saved again right after a planned save that could not be stored
+        else:
+            self._note(state, manifest.step)
+            warn(
+                f"where the weights were at the last planned save before step {manifest.step} is not stored"
+                f" ({'it could not be stored' if last.count else 'there was none'}): the next save's bits differ from those of an"
+                " undisturbed run. This run stays reproducible from there on"
+            )
+
+    def _planned_before(self, manifest: Manifest, last: Adopted) -> tuple[Decoded, Manifest | None] | None:
+        if manifest.kind == "base" or not last.count:
+            return None
+        containers = self._store.fetch(manifest)[:-1]
+        decoded = decode_chain(map(read_container, containers), threads=self._config.encoder_threads)
+        if decoded.checkpoint.step != last.step:
+            return None
+        digest = decoded.checkpoint.state_digest
+        parents = (m for m in self._store.manifests() if m.state_digest == digest and m.step == last.step)
+        return decoded, next(parents, None)
+
+    def start_over(self) -> None:
+        """See `Committer.start_over`."""
+        super().start_over()
+        self._chain, self._settings = _Chain(), None
+        self._anew()
+
+    # ---- saves
+
+    def commit(self, job: Job) -> SaveReport:
+        """Store one snapshot; a planned one is handed to the waiting training in between."""
+        started, spent = time.perf_counter(), self._spent_s()
+        state = recognised(confirmed(job.snapshot.wait()), job.optimizers)
+        if job.takeover is None:
+            stored = self._store_exactly(job, state, started)
+        else:
+            try:
+                stored = self._store_planned(job, job.takeover, state, started, spent)
+            finally:
+                job.takeover.withdraw()
+        self._warn_diverged(stored)
+        self._collect()
+        self._slim()
+        return stored
+
+    def _store_planned(
+        self, job: Job, takeover: Takeover, state: TrainingState, started: float, spent: float
+    ) -> SaveReport:
+        try:
+            reference = self._reference()
+            staging = _Staging(state, reference, takeover.exactly)
+            plan, guard = self._plan_here(job, state, reference, staging)
+            staged = staging.by(plan.scheme)
+            takeover.offer(_changed(state, staged.state))
+        except Exception as error:
+            raise NotAdoptedError(
+                f"{error}. Training goes on from its own state, so that a replay will differ from here on"
+            ) from error
+        before = self._chain
+        parent = self._link.parent if self._link is not None and reference is not None else None
+        last = self._have_adopted(job, takeover, staged)
+        quantized_at = time.perf_counter()
+        encoded = self._coded(job, staged, plan, before, parent)
+
+        def report_for(encoded: EncodedState, size: int) -> SaveReport:
+            return replace(
+                with_updates(report_of(job, plan, encoded, size), job, plan, guard),
+                not_finite=not_finite(state, baseline=plan.baseline),
+                search_s=self._spent_s() - spent,
+                adopt_s=takeover.seconds,
+                waited_s=takeover.waited_s,
+                overhead=self._spent_s() / max(time.perf_counter() - self._began, 1e-9),
+                encode_s=time.perf_counter() - quantized_at,
+            )
+
+        last = replace(last, stand_ins=frozenset(staged.stood_in))
+        try:
+            stored = self._commit_with(job, encoded, parent, last, report_for)
+        except ChainError as error:
+            warn(f"{error}. Step {job.step} is stored as a base")
+            encoded = self._coded(job, staged, plan, _Chain(), None)
+            last = replace(last, stand_ins=frozenset(staged.stood_in))
+            stored = self._commit_with(job, encoded, None, last, report_for)
+        manifest, report = stored
+        self._link = Link(manifest, {}, restored=True)
+        self._chain = _Chain(last, encoded.reference)
+        if not plan.is_explained:
+            self._warn_exact(report)
+        return report
+
+    def _plan_here(
+        self,
+        job: Job,
+        state: TrainingState,
+        reference: Mapping[str, ReferenceState] | None,
+        staging: "_Staging",
+    ) -> tuple[Plan, Guard]:
+        self._clock.step = job.step
+        save_context = SaveContext(
+            state=state,
+            step=job.step,
+            reference=reference,
+            restored=reference is not None,
+            adopts=True,
+            movement=self._movement.since(state, job.step),
+            directions=moments_of_direction(state, job.optimizers),
+            gradients=job.gradients,
+        )
+        guard = Guard(job.optimizers, restored=lambda scheme: staging.by(scheme).state)
+        self.planner.guard = guard if self._config.guards else None
+        resume = self._clock.charged(job.resume)
+        return self.planner.plan(save_context, job.measure, resume, exact=job.exact), guard
+
+    def _reference(self) -> dict[str, ReferenceState] | None:
+        """What the next save is quantized after: the values adopted last, whether their container is stored or not."""
+        last = self._chain.last
+        if last is None or last.count % self._period == 0:
+            return None
+        noted = self._movement.noted
+        stand_ins = {name: _as_reference(noted[name]) for name in last.stand_ins if name in noted}
+        return {**self._chain.known, **stand_ins}
+
+    def _have_adopted(self, job: Job, takeover: Takeover, staged: StagedState) -> Adopted:
+        """Become what a process is that has just restored this save; until it is stored, values stand in for its container."""
+        settings = self._settings_now(job, takeover)
+        search = json.loads(json.dumps(self.planner.state_dict()))
+        self.planner.as_restored(search)
+        self._note(staged.state, job.step)
+        trellis = {name for name, row in staged.rows.items() if row.codec.id == TrellisLatticeCodec.id}
+        last = Adopted(
+            planned=True,
+            count=1 if self._chain.last is None else self._chain.last.count + 1,
+            step=job.step,
+            search=search,
+            settings=settings,
+            stand_ins=frozenset(trellis),
+        )
+        self._chain, self._link = _Chain(last), None
+        return last
+
+    def _settings_now(self, job: Job, takeover: Takeover) -> Mapping[str, Any]:
+        more = {"measured": job.measure is not None, "probed": job.resume is not None, **takeover.settings}
+        settings: Mapping[str, Any] = json.loads(json.dumps(settings_of(self._config, more)))
+        changed = changed_settings(self._settings, settings) if self._settings is not None else []
+        if changed:
+            warn(
+                f"settings have changed since the checkpoint that this training continues: {'; '.join(changed)}. From step {job.step}"
+                " on, its bits differ from those of a run that was not stopped"
+            )
+        self._settings = None
+        return settings
+
+    def _coded(
+        self, job: Job, staged: StagedState, plan: Plan, before: _Chain, parent: Manifest | None
+    ) -> EncodedState:
+        staged.stood_in.clear()
+        return encode_state(
+            staged.state,
+            plan.scheme,
+            step=job.step,
+            reference=before.known if parent is not None else None,
+            parent=parent.state_digest if parent is not None else None,
+            provenance=provenance(),
+            threads=self._config.encoder_threads,
+            exactly=plan.reason if plan.is_exact else None,
+            staged=staged,
+        )
+
+    def _store_exactly(self, job: Job, state: TrainingState, started: float) -> SaveReport:
+        """A side branch of the chain, which stays as it is."""
+        plan, parent = (
+            exactly(_UNPLANNED, is_explained=True),
+            self._link.parent if self._link is not None else None,
+        )
+        encoded = encode_state(
+            state,
+            plan.scheme,
+            step=job.step,
+            reference=self._chain.known if parent is not None else None,
+            parent=parent.state_digest if parent is not None else None,
+            provenance=provenance(),
+            threads=self._config.encoder_threads,
+            lasting=job.snapshot.lasting,
+        )
+        last = self._chain.last or Adopted()
+
+        def report_for(encoded: EncodedState, size: int) -> SaveReport:
+            return replace(
+                report_of(job, plan, encoded, size),
+                not_finite=not_finite(state),
+                encode_s=time.perf_counter() - started,
+            )
+
+        _, report = self._commit_with(job, encoded, parent, replace(last, planned=False), report_for)
+        self._warn_size(report)
+        return report
+
+    def _commit_with(
+        self, job: Job, encoded: EncodedState, parent: Manifest | None, last: Adopted, report_for: Any
+    ) -> tuple[Manifest, SaveReport]:
+        container = write_container(encoded.checkpoint)
+        report = report_for(encoded, len(container))
+        encoded_at = time.perf_counter()
+        manifest = self.open().commit(
+            container,
+            step=job.step,
+            kind=encoded.checkpoint.kind,
+            parent=parent,
+            state_digest=encoded.checkpoint.state_digest,
+            meta={
+                "save": report.to_json(),
+                "search": dict(last.search),
+                "lineage": self._lineage_of_this(),
+                "adoption": last.to_json(),
+            },
+        )
+        written_s = time.perf_counter() - encoded_at
+        self._store.copy_near(manifest, container)
+        return manifest, replace(
+            report,
+            seq=manifest.seq,
+            write_s=written_s,
+            redundancy=self._store.redundancy,
+            parity=self._store.parity,
+        )
+
+    def _warn_size(self, report: SaveReport) -> None:
+        if not self._warned_of_size:
+            self._warned_of_size = True
+            warn(
+                f"step {report.step} was not a planned save and is stored exactly, in {report.bytes / 1e6:.3g} MB (of"
+                f" {report.raw_bytes / 1e6:.3g} MB): with adopt=True only planned saves are small. This message comes once"
+            )
+
+
+def _changed(true: TrainingState, adopted: TrainingState) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in adopted.tensors.items() if value is not true.tensors[name]}
+
+
+def _as_reference(value: torch.Tensor) -> ReferenceState:
+    """A trellis reference with these values; its steps are of no use after a restore."""
+    plane, count = widened(value).reshape(-1), value.numel()
+    planes: dict[str, np.ndarray[Any, Any]] = {
+        "value": plane,
+        "exponent": np.zeros(count, np.uint8),
+        "offset": np.zeros(count, np.int8),
+    }
+    return ReferenceState(TrellisLatticeCodec.id, {"step": 1.0, "variance_code": 0}, planes)

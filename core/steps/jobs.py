@@ -1,0 +1,96 @@
+"""A queue of jobs for one background thread, bounded by the memory that they hold."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from shrinkpoint.errors import ShrinkpointError
+
+__all__ = ["JobQueue"]
+
+_ALWAYS = 64 * 2**20  # bytes that may wait however small the jobs are
+
+
+class JobQueue:
+    """Runs jobs one after the other in a thread of its own; after one has failed, `failure` has the reason.
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._jobs: deque[tuple[Callable[[], None], int]] = deque()
+        self._waiting = 0
+        self._changed = threading.Condition()
+        self._stopping = False
+        self.failure: str | None = None
+        """Why a job failed; None where none has. The jobs themselves decide what they do after a failure."""
+        self.cpu_s = 0.0
+        """CPU seconds of all jobs so far."""
+        # A daemon: what is not written when the process ends is lost as in a crash, which only costs time.
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Callable[[], None], size: int = 0, *, wait: bool = True) -> bool:
+        """Append a job.
+
+        Args:
+            job: called in the thread.
+            size: bytes that it holds until it is done.
+            wait: wait for space in the queue if it is full.
+
+        Returns:
+            False if the queue is full; the job is then not run.
+        """
+        with self._changed:
+            while (
+                size and self._waiting and self._waiting + size > max(_ALWAYS, 2 * size) and not self.failure
+            ):
+                if not wait:
+                    return False
+                self._changed.wait()
+            self._waiting += size
+            self._jobs.append((job, size))
+            self._changed.notify_all()
+        return True
+
+    def fail(self, reason: str) -> None:
+        """Note a failure, the first one only."""
+        if self.failure is None:
+            self.failure = reason
+
+    def flush(self) -> None:
+        """Wait until every job is done."""
+        with self._changed:
+            while self._jobs:
+                self._changed.wait()
+
+    def close(self) -> None:
+        """Finish all jobs, and end the thread."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while not self._jobs and not self._stopping:
+                    self._changed.wait()
+                if not self._jobs:
+                    return
+                job, size = self._jobs[0]
+            started = time.thread_time()
+            try:
+                job()
+            except ShrinkpointError as error:
+                self.fail(str(error))
+            except Exception as error:  # noqa: BLE001 - after any error the training continues without a log
+                self.fail(f"{type(error).__name__}: {error}")
+            del job
+            with self._changed:
+                self.cpu_s += time.thread_time() - started
+                self._waiting -= size
+                self._jobs.popleft()
+                self._changed.notify_all()

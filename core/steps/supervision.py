@@ -1,0 +1,48 @@
+"""What all logs share: their time is counted, and no error of theirs ends a training."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from shrinkpoint.steps.recorder import CannotLogError
+from shrinkpoint.warn import warn
+
+__all__ = ["Supervised"]
+
+
+class Supervised:
+    """A log that is turned off, with one warning, when it fails."""
+
+    def __init__(self) -> None:
+        self.off: str | None = None
+        """Why the log is off; None while it is on."""
+        self.blocked_s = 0.0
+        """Seconds that training has waited for the log so far."""
+
+    def _stop(self) -> None:
+        """Release everything that the log needs while it is on."""
+        raise NotImplementedError
+
+    def _turn_off(self, reason: str) -> None:
+        if self.off is not None:
+            return
+        self.off = reason
+        self._stop()
+        warn(
+            f"the step log is off: {reason}. Training continues, and its checkpoints are saved as before",
+            stacklevel=6,
+        )
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Count the time, and let no error of the log end the training."""
+        started = time.perf_counter()
+        try:
+            yield
+        except Warning:
+            raise
+        except Exception as error:  # noqa: BLE001 - any error of the log
+            reason = str(error) if isinstance(error, CannotLogError) else f"{type(error).__name__}: {error}"
+            self._turn_off(reason)
+        finally:
+            self.blocked_s += time.perf_counter() - started

@@ -1,0 +1,290 @@
+"""What it costs to keep every step: our logs, torch.save, a background save, differences of the state, and LowDiff's top-k log."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from steps_published import TopK
+from steps_task import GPTConfig, Training
+from torch import Tensor
+
+from shrinkpoint.checkpointer import Checkpointer
+from shrinkpoint.steps.options import StepLog
+
+__all__ = ["Measured", "Method", "measure_costs", "print_costs", "print_storage"]
+
+_BLOCK = 8
+_TOLERATED = 0.035  # of the training time, in experiment 4
+_FULL_EVERY = 20  # steps, in experiment 7
+_SHARE = 0.01
+
+
+@dataclass
+class Method:
+    """One way to keep every step, with what it took."""
+
+    name: str
+    seconds: list[float] = field(default_factory=list)
+    waited: float = 0.0
+    """Seconds of the training's thread in it."""
+    cpu: float = 0.0
+    """CPU seconds of the process, training included."""
+    bytes: int = 0
+
+
+@dataclass
+class Measured:
+    """Everything that was measured, in seconds and bytes."""
+
+    parameters: int
+    state_bytes: int
+    methods: dict[str, Method]
+    steps: int
+    save_stall: float
+    small_every: int
+    small_share: float | None
+
+    @property
+    def step(self) -> float:
+        """Seconds of a step without anything."""
+        return statistics.median(self.methods["nothing"].seconds)
+
+    def overhead(self, name: str) -> float:
+        """The training time that a method adds, relative; of medians."""
+        return statistics.median(self.methods[name].seconds) / self.step - 1
+
+
+class _Runner:
+    """A training that calls `keep` after each step."""
+
+    def __init__(self, method: Method, training: Training, keep: Callable[[int], None]) -> None:
+        self.method, self.training, self.keep = method, training, keep
+        self.done = 0
+
+    def step(self, *, timed: bool = True) -> None:
+        started, cpu = time.perf_counter(), time.process_time()
+        self.training.step()
+        kept = time.perf_counter()
+        self.done += 1
+        self.keep(self.done)
+        ended = time.perf_counter()
+        if timed:
+            self.method.seconds.append(ended - started)
+            self.method.waited += ended - kept
+            self.method.cpu += time.process_time() - cpu
+
+
+def _nothing(training: Training, method: Method, folder: Path) -> Callable[[int], None]:
+    return lambda step: None
+
+
+def _torch_save(training: Training, method: Method, folder: Path) -> Callable[[int], None]:
+    def keep(step: int) -> None:
+        state = {"model": training.model.state_dict(), "optimizer": training.optimizer.state_dict()}
+        torch.save(state, folder / "full.pt")
+        method.bytes += (folder / "full.pt").stat().st_size
+
+    return keep
+
+
+def _background(training: Training, method: Method, folder: Path) -> Callable[[int], None]:
+    """As CheckFreq: a copy, and its writing while the next step is computed; the step after that waits for it."""
+    thread: list[threading.Thread] = []
+
+    def keep(step: int) -> None:
+        copied = training.state()
+        if thread:
+            thread.pop().join()
+        writer = threading.Thread(target=torch.save, args=(copied, folder / "full.pt"))
+        writer.start()
+        thread.append(writer)
+        method.bytes += 12 * training.count
+
+    return keep
+
+
+def _differences(training: Training, method: Method, folder: Path) -> Callable[[int], None]:
+    """Naive differential checkpoints: the largest 1 % of what the whole state has changed by, closed loop."""
+    read: dict[str, Tensor] = {}
+
+    def flat() -> dict[str, Tensor]:
+        states = [training.optimizer.state[p] for p in training.parameters if p in training.optimizer.state]
+        moments = {f"{i}/{key}": s[key] for i, s in enumerate(states) for key in ("exp_avg", "exp_avg_sq")}
+        return {str(i): p.detach() for i, p in enumerate(training.parameters)} | moments
+
+    def keep(step: int) -> None:
+        parts = []
+        for name, value in flat().items():
+            before = read.setdefault(name, torch.zeros_like(value)).view(-1)
+            change = value.reshape(-1) - before
+            places = change.abs().topk(max(1, int(_SHARE * change.numel()))).indices
+            before[places] += change[places]
+            parts += [places.to(torch.int32), change[places]]
+        torch.save(parts, folder / "difference.pt")
+        method.bytes += sum(part.nbytes for part in parts)
+
+    return keep
+
+
+def _top_k(training: Training, method: Method, folder: Path) -> Callable[[int], None]:
+    log = TopK(_SHARE, feedback=False)
+
+    def keep(step: int) -> None:
+        kept = log.record([p.grad for p in training.parameters if p.grad is not None])
+        places = [torch.nonzero(record.reshape(-1)).to(torch.int32) for record in kept]
+        values = [
+            record.reshape(-1)[where.long().view(-1)] for record, where in zip(kept, places, strict=True)
+        ]
+        torch.save([places, values], folder / "gradient.pt")
+        method.bytes = log.bytes
+
+    return keep
+
+
+_OTHERS: dict[str, Callable[[Training, Method, Path], Callable[[int], None]]] = {
+    "nothing": _nothing,
+    "torch.save": _torch_save,
+    "background save (CheckFreq)": _background,
+    "differences, top 1 % (naive DC)": _differences,
+    "gradients, top 1 % (LowDiff)": _top_k,
+}
+_EXACT, _SMALL, _BOUNDED = (
+    "step_log='exact'",
+    "step_log='small', every step",
+    "step_log='small', overhead=0.02",
+)
+
+
+def measure_costs(text: Tensor, config: GPTConfig, log: str, *, blocks: int) -> Measured:
+    """Train with every method in turn, some steps each."""
+    every, share = _bounded(text, config, log, blocks)
+    options = {
+        _EXACT: StepLog(segment_steps=_BLOCK, rehearse=False),
+        _SMALL: StepLog(kind="small", segment_steps=_BLOCK, overhead=None),
+        _BOUNDED: StepLog(kind="small", segment_steps=_BLOCK, overhead=None, every=every),
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        runners = [_other(name, text, config, Path(folder)) for name in _OTHERS]
+        ours = {
+            name: _ours(name, text, config, f"{folder}/{index}", log, options[name])
+            for index, name in enumerate(options)
+        }
+        stall = _begin(runners, ours)
+        marks = {name: (c.step_log.bytes, c.step_log.blocked_s) for name, (_, c) in ours.items()}
+        for _ in range(blocks):
+            for runner in (*runners, *(runner for runner, _ in ours.values())):
+                for _ in range(_BLOCK):
+                    runner.step()
+        for name, (runner, checkpointer) in ours.items():
+            written, blocked = marks[name]
+            checkpointer.step_log.flush()
+            runner.method.bytes = checkpointer.step_log.bytes - written
+            runner.method.waited = checkpointer.step_log.blocked_s - blocked
+            assert checkpointer.step_log.off is None, checkpointer.step_log.off
+            checkpointer.saver.close()
+    methods = {r.method.name: r.method for r in (*runners, *(runner for runner, _ in ours.values()))}
+    count = runners[0].training.count
+    return Measured(count, 12 * count, methods, blocks * _BLOCK, stall, every, share)
+
+
+def _bounded(text: Tensor, config: GPTConfig, log: str, blocks: int) -> tuple[int, float | None]:
+    """The interval that the overhead bound leads to, and the last measured share, in a training that is alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        options = StepLog(kind="small", segment_steps=_BLOCK)
+        runner, checkpointer = _ours("", text, config, folder, log, options)
+        _begin([], {"": (runner, checkpointer)})
+        for _ in range(max(6, blocks) * _BLOCK):
+            runner.step()
+        checkpointer.saver.close()
+        return checkpointer.step_log.every, checkpointer.step_log.share
+
+
+def _other(name: str, text: Tensor, config: GPTConfig, folder: Path) -> _Runner:
+    method, training = Method(name), Training(text, config)
+    own = folder / str(len(name))
+    own.mkdir()
+    return _Runner(method, training, _OTHERS[name](training, method, own))
+
+
+def _ours(
+    name: str, text: Tensor, config: GPTConfig, run: str, log: str, options: StepLog
+) -> tuple[_Runner, Any]:
+    training = Training(text, config)
+    checkpointer = Checkpointer(
+        run,
+        training.model,
+        training.optimizer,
+        scheme="lossless",
+        save_last=False,
+        step_log=options,
+        step_log_url=log,
+        scheduler=training.scheduler,
+    )
+    assert checkpointer.resume() == 0
+    return _Runner(Method(name), training, lambda step: checkpointer.step(step) and None), checkpointer
+
+
+def _begin(runners: list[_Runner], ours: dict[str, tuple[_Runner, Any]]) -> float:
+    """Steps that are not timed, and the checkpoint that the logs begin with; the seconds that training waited for it."""
+    stall = 0.0
+    for runner in (*runners, *(runner for runner, _ in ours.values())):
+        for _ in range(2 * _BLOCK):
+            runner.step(timed=False)
+    for runner, checkpointer in ours.values():
+        stall = checkpointer.save(runner.done, wait=True).blocked_s
+        for _ in range(2 * _BLOCK):  # the log of the next steps refers to it
+            runner.step(timed=False)
+            checkpointer.step_log.flush()
+    return stall
+
+
+def print_costs(found: Measured) -> None:
+    """Experiments 1 and 4."""
+    print(
+        f"\n{found.parameters / 1e6:.2f} million parameters, {found.steps} steps of {1e3 * found.step:.0f} ms with each method"
+    )
+    print(
+        "\nExperiment 1: training time when every step is kept. Experiment 4: how often, if that may add 3.5 %\n"
+    )
+    print(
+        "| every step | training time | of it, training's thread waits | CPU time | kept at most every | bytes per parameter and step |"
+    )
+    print("|---|---:|---:|---:|---:|---:|")
+    plain = found.methods["nothing"]
+    for name, method in found.methods.items():
+        if method is plain:
+            continue
+        added = found.overhead(name)
+        print(
+            f"| {name} | {added:+.1%} | {method.waited / sum(method.seconds):.2%} | {method.cpu / plain.cpu - 1:+.1%} |"
+            f" {max(1, math.ceil(added / _TOLERATED))} steps | {method.bytes / found.steps / found.parameters:.3f} |"
+        )
+    share = "not measured" if found.small_share is None else f"{found.small_share:.1%}"
+    print(
+        f"\nwith overhead=0.02 the small log ends with every={found.small_every}, and measured its share as {share}"
+    )
+
+
+def print_storage(found: Measured) -> None:
+    """Experiment 7 and table III."""
+    print(f"\nExperiment 7, table III: bytes per step where a full state is kept every {_FULL_EVERY} steps\n")
+    print("| | bytes per parameter and step | less than a full state each step |\n|---|---:|---:|")
+    full = found.state_bytes / found.parameters
+    print(f"| a full state each step | {full:.2f} | 1.0x |")
+    for name in (
+        "differences, top 1 % (naive DC)",
+        "gradients, top 1 % (LowDiff)",
+        "step_log='exact'",
+        "step_log='small', every step",
+    ):
+        each = full / _FULL_EVERY + found.methods[name].bytes / found.steps / found.parameters
+        print(f"| {name} | {each:.3f} | {full / each:.1f}x |")

@@ -1,0 +1,95 @@
+"""Experiment 5: how long a recovery takes, with a step log and by computing the steps again."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from typing import Any
+
+import torch
+from steps_task import GPTConfig, Training
+from torch import Tensor
+
+from shrinkpoint.checkpointer import Checkpointer
+from shrinkpoint.steps.options import StepLog
+
+__all__ = ["print_recovery"]
+
+_LOST = (5, 10, 20, 50)
+_SEGMENT = 5
+
+
+class _Generator:
+    """The generator of the data, as an object with a state."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": self._generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._generator.set_state(state["state"])
+
+
+def _start(text: Tensor, config: GPTConfig, run: str, log: str | None) -> tuple[Training, Any]:
+    training = Training(text, config)
+    more: dict[str, Any] = {}
+    if log is not None:
+        more = {"step_log": StepLog(segment_steps=_SEGMENT, rehearse=False, busy="wait"), "step_log_url": log}
+    checkpointer = Checkpointer(
+        run,
+        training.model,
+        training.optimizer,
+        scheme="lossless",
+        save_last=False,
+        scheduler=training.scheduler,
+        data=_Generator(training.generator),
+        **more,
+    )
+    return training, checkpointer
+
+
+def print_recovery(text: Tensor, config: GPTConfig, log: str) -> None:
+    """Print the table: both ways lead to the same weights, bit by bit."""
+    print(
+        "\nExperiment 5: recovery after so many steps since the last checkpoint (the paper: -83.2 % at 10)\n"
+    )
+    print("| steps | replayed from the log | computed again | less | a replayed step, of a training step |")
+    print("|---:|---:|---:|---:|---:|")
+    with tempfile.TemporaryDirectory() as folder:
+        for lost in _LOST:
+            print(_line(lost, text, config, f"{folder}/{lost}", f"{log}/{lost}"))
+
+
+def _line(lost: int, text: Tensor, config: GPTConfig, run: str, log: str) -> str:
+    base = 2 * _SEGMENT
+    training, checkpointer = _start(text, config, run, log)
+    checkpointer.resume()
+    for step in range(1, base + lost + 1):
+        training.step()
+        checkpointer.step(step)
+        if step == base:
+            checkpointer.save(step, wait=True)
+    checkpointer.step_log.flush()
+    checkpointer.saver.close()
+    again, plain = _start(text, config, run, None)
+    plain.resume()  # reads and compiles what the first of both would otherwise pay for
+    started = time.perf_counter()
+    assert plain.resume() == base
+    restored = time.perf_counter() - started
+    for _ in range(lost):
+        again.step()
+    computed = time.perf_counter() - started
+    replayed, resumed = _start(text, config, run, log)
+    started = time.perf_counter()
+    reached = resumed.resume()
+    taken = time.perf_counter() - started
+    assert reached == base + lost, f"{reached} instead of {base + lost}"
+    for one in (again, replayed):
+        assert all(map(torch.equal, one.weights(), training.weights())), "another state than the training's"
+    plain.saver.close()
+    resumed.step_log.close(whole=False)
+    resumed.saver.close()
+    ratio = max(0.0, taken - restored) / (computed - restored)
+    return f"| {lost} | {taken:.2f} s | {computed:.2f} s | {1 - taken / computed:.1%} | {ratio:.3f} |"

@@ -1,0 +1,120 @@
+"""What a callback needs to adopt its checkpoints: decisions that a resumed run makes again."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from shrinkpoint.errors import CannotRepresentError, ConfigError
+from shrinkpoint.integrations.common.probe import KeptBatches, to_host
+from shrinkpoint.integrations.common.ranks import world_size
+from shrinkpoint.integrations.common.settings import RunSettings
+from shrinkpoint.integrations.common.triggers import Schedule
+from shrinkpoint.reports import SaveReport
+from shrinkpoint.state.tree import encode_tree
+from shrinkpoint.warn import warn
+
+__all__ = ["PathBatches", "saves_of", "with_adoptions"]
+
+
+class PathBatches(KeptBatches):
+    """The last batches that were trained on since the last planned save: the same in every run that comes by the same way.
+
+    Held-out batches are not: a resumed process has not seen a validation yet.
+
+    Args:
+        count: how many to keep at most.
+    """
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self._recent: deque[Any] = deque(maxlen=count)
+
+    @property
+    def batches(self) -> list[Any]:
+        """See `KeptBatches.batches`."""
+        return list(self._recent)
+
+    @property
+    def held_out(self) -> bool:
+        """False: training's own step measures them."""
+        return False
+
+    def adapt(self, report: SaveReport, overhead: float) -> None:
+        """Their number stays, since times must not decide anything."""
+
+    def see_validation(self, batch: Any, index: int | None = None) -> None:
+        """Held-out batches are not used."""
+
+    def see_training(self, batch: Any) -> None:
+        """Keep a training batch, and drop the oldest; the model gets it after this."""
+        self._recent.append(to_host(batch))
+
+    def start_over(self) -> None:
+        """A planned save has been made."""
+        self._recent.clear()
+
+    def state(self) -> list[Any] | None:
+        """For an exact checkpoint between two planned saves; None where they cannot be stored without pickle."""
+        try:
+            encode_tree(self.batches, lambda path, tensor: "")
+        except CannotRepresentError as error:
+            warn(
+                f"the batches since the last planned save cannot be stored ({error}): a run that is resumed from this checkpoint, which"
+                " was not planned, may differ from the undisturbed one from its next save on"
+            )
+            return None
+        return self.batches
+
+    def load(self, batches: Sequence[Any]) -> None:
+        """Continue from what `state` returned."""
+        self._recent.clear()
+        self._recent.extend(batches)
+
+
+def saves_of(schedule: Schedule, *, steps: int, epochs: int) -> int | None:
+    """The number of saves that a schedule plans; None where it does not follow from the trainer's limits.
+
+    Args:
+        schedule: when saves are planned.
+        steps: of the whole training; 0 or less for no limit.
+        epochs: the same.
+
+    Raises:
+        ConfigError: a clock decides.
+    """
+    if schedule.train_time_interval is not None:
+        raise ConfigError(
+            "adopt=True with train_time_interval: a clock would decide which states are adopted; give every_n_train_steps or"
+            " every_n_epochs"
+        )
+    by_steps = schedule.every_n_train_steps is not None
+    every, limit = (
+        (schedule.every_n_train_steps or 1, steps) if by_steps else (schedule.every_n_epochs or 1, epochs)
+    )
+    return None if limit <= 0 else max(1, limit // every)
+
+
+def with_adoptions(settings: RunSettings, planned: int | None) -> RunSettings:
+    """The settings with the number of planned saves.
+
+    Args:
+        settings: with ``adopt=True``.
+        planned: what follows from the trainer's limits, if anything does.
+
+    Raises:
+        ConfigError: the training cannot adopt, or the number is not known.
+    """
+    if world_size() > 1:
+        raise ConfigError(
+            f"adopt=True is for a single process as yet, and this training has {world_size()}: leave it out, or give"
+            " scheme='lossless', which is exact"
+        )
+    if settings.saver.adoptions is not None:
+        return settings
+    if planned is None:
+        raise ConfigError(
+            "adopt=True needs adoptions=, the number of planned saves of the whole run, since it does not follow from the trainer's"
+            " limits: max_degradation is divided among them"
+        )
+    return replace(settings, saver=replace(settings.saver, adoptions=planned))

@@ -1,0 +1,225 @@
+"""The step log of a framework's training, on every process: the first one writes and replays it.
+
+A framework's own state is one object of the log's remainder. It contains the states of all processes, which are gathered once
+for each segment, not for each step.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from shrinkpoint.errors import ConfigError
+from shrinkpoint.integrations.common.ranks import broadcast, is_first, on_first, world_size
+from shrinkpoint.integrations.common.settings import RunSettings
+from shrinkpoint.loading import weights_of_step
+from shrinkpoint.reports import SaveReport
+from shrinkpoint.saver import Saver
+from shrinkpoint.steps.opening import TrainingLog, log_of_training
+from shrinkpoint.steps.options import StepLog
+
+__all__ = ["FrameworkState", "SessionLog"]
+
+_SEGMENT = 256 * 2**20
+_STEPS = 2, 8  # least and most of a segment
+_NEVER = 10_000
+_ALLOWANCE = 256 * 1024  # for each process
+
+
+class FrameworkState:
+    """A framework's state without weights and optimizers, as an object that a log stores and restores."""
+
+    def __init__(self) -> None:
+        self.captured: Mapping[str, Any] = {}
+        """The present state, set before each segment ends."""
+        self.replayed: dict[str, Any] | None = None
+        """The state at the end of a replay; None where nothing was replayed."""
+        self.log_allowance = world_size() * _ALLOWANCE
+        """Bytes of this state that may be logged: the generators of each process take most of them."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """The present state."""
+        return self.captured
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Keep the state for the framework, which restores it."""
+        self.replayed = state
+
+
+class SessionLog:
+    """Drives a training's log from a framework's session; every method is called on every rank.
+
+    Args:
+        settings: the callback's options.
+    """
+
+    def __init__(self, settings: RunSettings) -> None:
+        self._settings = settings
+        self._options = settings.step_log.options
+        self._state = FrameworkState()
+        self._steps = 0
+        self._since = 0
+        self._last = 0
+        self.log: TrainingLog | None = None
+        """The log, on the first rank, once training begins."""
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether there is to be a log."""
+        return self._options is not None
+
+    @property
+    def _is_exact(self) -> bool:
+        return self._options is not None and self._options.kind == "exact"
+
+    def begin(self, model: nn.Module, optimizers: Sequence[Optimizer], saver: Saver) -> None:
+        """Make the log when model and optimizers exist.
+
+        Raises:
+            ConfigError: there can be no such log of this training.
+            StoreError: it cannot be written.
+        """
+        options = self._options
+        if options is None:
+            return
+        if options.resume_weights:
+            raise ConfigError(
+                "resume_weights=True is for Checkpointer: leave it out, and resume from checkpoints"
+            )
+        self._steps, self._state = _segment_steps(options, optimizers), FrameworkState()
+        on_first(lambda: self._open(options, model, optimizers, saver))
+
+    def _open(
+        self, options: StepLog, model: nn.Module, optimizers: Sequence[Optimizer], saver: Saver
+    ) -> None:
+        if self.log is not None:
+            self.log.close(whole=False)
+        settings = self._settings
+        steps = (
+            _NEVER if options.kind == "exact" else options.segment_steps
+        )  # segments end here, on every rank
+        self.log = log_of_training(
+            model,
+            optimizers,
+            {"trainer": self._state},
+            replace(settings.step_log, step_log=replace(options, segment_steps=steps)),
+            run_url=settings.url,
+            storage_options=settings.storage_options,
+            parity=settings.parity,
+            config=settings.saver,
+            every=None,
+            alone=True,
+            read_base=lambda step: weights_of_step(settings.url, step, settings.storage_options),
+        )
+        assert self.log is not None
+        self.log.open(saver.store.run_id())
+
+    def recover(
+        self,
+        base: int,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        reload: Callable[[], None],
+    ) -> dict[str, Any] | None:
+        """Replay what was logged since a checkpoint that has just been restored.
+
+        Args:
+            base: the step of the checkpoint.
+            model: the module, with its weights.
+            optimizers: with their states.
+            reload: restores weights and optimizers of the checkpoint again.
+
+        Returns:
+            The framework's state at the end of the replay, for every rank; None where nothing was replayed.
+        """
+        self._state.replayed = None
+        reached = on_first(lambda: self.log.recover(base, lambda: reload) if self.log is not None else base)
+        replayed: dict[str, Any] | None = broadcast(self._state.replayed if reached > base else None)
+        if replayed is not None and world_size() > 1:
+            _share(model, optimizers)
+        self._state.replayed = None
+        return replayed
+
+    def restart(self, step: int) -> None:
+        """Log from here: the state is that of this step."""
+        self._since, self._last = 0, step
+        if self.log is not None:
+            self.log.restart(step)
+
+    def end_step(self, step: int, capture: Callable[[], Mapping[str, Any]], *, allowed: bool = True) -> None:
+        """A training step is over.
+
+        Args:
+            step: training steps done.
+            capture: the framework's state; called on every rank where a segment ends.
+            allowed: whether training can be continued from this moment, so that a segment may end here.
+        """
+        if self._options is None or step == self._last:
+            return
+        since, self._last = self._last, step
+        self._since += 1
+        due = allowed and self._is_exact and self._since >= self._steps
+        if due:
+            self._state.captured, self._since = capture(), 0
+        if self.log is not None:
+            self.log.end_step(step, since=since, boundary=due)
+        self._state.captured = {}
+
+    def boundary(self, step: int, captured: Mapping[str, Any]) -> None:
+        """A checkpoint of this step is being saved.
+
+        Args:
+            step: training steps done.
+            captured: the framework's state.
+        """
+        if self._options is None:
+            return
+        self._since, self._last = 0, step
+        self._state.captured = captured
+        if self.log is not None:
+            self.log.boundary(step)
+        self._state.captured = {}
+
+    def committed(self, reports: Sequence[SaveReport]) -> None:
+        """Checkpoints are stored."""
+        for report in reports:
+            if self.log is not None:
+                self.log.committed(report.step)
+
+    def close(self) -> None:
+        """Finish the log; does not communicate with other ranks."""
+        log, self.log = self.log, None
+        if log is not None and is_first():
+            log.close(whole=False)
+
+
+def _segment_steps(options: StepLog, optimizers: Sequence[Optimizer]) -> int:
+    """Steps of a segment: the same number on every rank."""
+    if options.segment_steps is not None:
+        return options.segment_steps
+    size = sum(p.nbytes for one in optimizers for group in one.param_groups for p in group["params"])
+    least, most = _STEPS
+    return int(min(most, max(least, _SEGMENT // max(1, size))))
+
+
+def _share(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Give the first rank's weights and optimizer states to the others."""
+    weights = broadcast(_on_host(model.state_dict()) if is_first() else None)
+    states = broadcast([_on_host(one.state_dict()) for one in optimizers] if is_first() else None)
+    if not is_first():
+        assert weights is not None
+        assert states is not None
+        model.load_state_dict(weights)
+        for optimizer, state in zip(optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
+
+
+def _on_host(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    if isinstance(value, Mapping):
+        return {key: _on_host(item) for key, item in value.items()}
+    return [_on_host(item) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,65 @@
+"""The step log of a Lightning run: its state without weights and optimizers, and where a replay takes place.
+
+Lightning loads a checkpoint in two parts: model and callbacks before the optimizers exist, loops and optimizers after
+``on_fit_start``. A replay takes place there, and changes what the second part is restored from.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer import call
+
+from shrinkpoint.integrations.common.step_log import SessionLog
+from shrinkpoint.integrations.lightning.io import RunCheckpointIO, storable
+
+__all__ = ["capture_rest", "replay", "rest_of"]
+
+_NOT_IN_THE_REST = ("state_dict", "optimizer_states")
+
+
+def rest_of(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """A checkpoint without what the log restores by itself."""
+    return {key: value for key, value in checkpoint.items() if key not in _NOT_IN_THE_REST}
+
+
+def capture_rest(trainer: Trainer) -> dict[str, Any]:
+    """Lightning's present state without weights and optimizers; called on every rank, which alone the first gets."""
+    with RunCheckpointIO.install(trainer.strategy).capturing() as captured:
+        trainer.save_checkpoint(captured.path, weights_only=False)
+    return rest_of(storable(captured.checkpoint())) if trainer.is_global_zero else {}
+
+
+def replay(log: SessionLog, trainer: Trainer, module: LightningModule) -> int:
+    """Replay the logged steps after the checkpoint that Lightning is loading; in ``on_fit_start``, on every rank.
+
+    Returns:
+        The step that the training continues from.
+    """
+    connector: Any = trainer._checkpoint_connector
+    loaded: dict[str, Any] = connector._loaded_checkpoint
+    base = int(loaded["global_step"])
+    connector.restore_optimizers()
+    rest = log.recover(base, module, trainer.optimizers, _reloader(connector, module))
+    if rest is None:
+        return base
+    loaded.clear()
+    loaded.update(
+        rest,
+        state_dict=module.state_dict(),
+        optimizer_states=[optimizer.state_dict() for optimizer in trainer.optimizers],
+    )
+    call._call_lightning_module_hook(trainer, "on_load_checkpoint", loaded)
+    connector.restore_datamodule()
+    connector.restore_callbacks()
+    return int(rest["global_step"])
+
+
+def _reloader(connector: Any, module: LightningModule) -> Callable[[], None]:
+    loaded = connector._loaded_checkpoint
+
+    def reload() -> None:
+        module.load_state_dict(loaded["state_dict"])
+        connector.restore_optimizers()
+
+    return reload

@@ -1,0 +1,52 @@
+"""A Composer run that adopts its checkpoints equals, after any interruption, the undisturbed one, bit by bit."""
+
+import pytest
+import torch
+
+pytest.importorskip("composer")
+
+from support.composer_cases import CASES, NEVER
+from support.composer_models import assert_continues, fit
+
+from shrinkpoint.callbacks.composer import CompressedCheckpoint
+from shrinkpoint.errors import ConfigError
+from shrinkpoint.saver import Saver
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning",
+    "ignore::FutureWarning",
+    "ignore::UserWarning",
+)
+
+ADOPTING = ("shuffle - first epoch", "shuffle - later epoch", "shuffle - epoch end")
+"""Cases that the fast suite tries with adoption."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in ADOPTING else pytest.mark.slow) for n in CASES]
+)
+def test_adopting_training_continues_bit_by_bit(name: str) -> None:
+    """With the default scheme, lossy as it is: the undisturbed run has gone on from its checkpoints, too."""
+    torch.set_num_threads(1)
+    case = CASES[name]
+    url = f"memory://composer-adopt/{list(CASES).index(name)}"
+
+    def adopting(where: str) -> CompressedCheckpoint:
+        return CompressedCheckpoint(
+            f"{url}/{where}", save_interval=case.interval, adopt=True, adoptions=10, max_degradation=0.5
+        )
+
+    whole = fit(adopting("whole"), setup=case.setup)
+    for number, crash in enumerate(case.crashes):
+        fit(adopting("run"), crash, setup=case.setup, seed=1 + 100 * number)
+    rest = fit(adopting("run"), setup=case.setup, seed=999)
+    assert rest.trace[0][2] == case.resumes_at
+    assert_continues(whole, rest)
+    manifests = Saver(f"{url}/whole").store.manifests()
+    assert case.interval == NEVER or any(m.meta["adoption"]["planned"] for m in manifests)
+
+
+def test_adoption_is_refused_where_a_clock_decides() -> None:
+    by_time = CompressedCheckpoint("memory://composer-adopt/clock", save_interval="60sec", adopt=True)
+    with pytest.raises(ConfigError, match="a clock would decide"):
+        fit(by_time)

@@ -1,0 +1,83 @@
+"""A Composer run that logs its steps continues, bit by bit, from a later batch than its last checkpoint's."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("composer")
+
+import torch
+from support.composer_models import ALGORITHMS, Crash, Outcome, Setup, assert_continues, fit
+
+import shrinkpoint
+from shrinkpoint.callbacks.composer import CompressedCheckpoint
+from shrinkpoint.errors import ShrinkpointWarning
+from shrinkpoint.steps.options import StepLog
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
+)
+
+CASES = {
+    "plain": Setup(),
+    "decoupled": Setup(optimizer="DecoupledAdamW", scheduler="cosine"),
+    "clipping": Setup(algorithms="LabelSmoothing, GradientClipping"),
+    "microbatches": Setup(microbatch=3),
+    "schedule by epochs": Setup(scheduler="every epoch", optimizer="SGD"),
+}
+
+
+@cache
+def whole(name: str) -> Outcome:
+    torch.set_num_threads(1)
+    return fit(setup=CASES[name])
+
+
+def saving(folder: Path, **options: Any) -> CompressedCheckpoint:
+    return CompressedCheckpoint(
+        f"{folder}/run",
+        **{
+            "save_interval": "10ba",
+            "scheme": "lossless",
+            "busy": "wait",
+            "compile_ahead": False,
+            "step_log": StepLog(segment_steps=2, busy="wait"),
+            "step_log_url": f"{folder}/log",
+            **options,
+        },
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_continues_bit_by_bit_from_the_log(name: str, tmp_path: Path) -> None:
+    fit(saving(tmp_path), Crash(25), setup=CASES[name])
+    rest = fit(saving(tmp_path), setup=CASES[name], seed=999)
+    assert 20 < rest.trace[0][2] <= 25
+    assert_continues(whole(name), rest)
+
+
+def test_two_crashes(tmp_path: Path) -> None:
+    for crash in (15, 19):
+        fit(saving(tmp_path), Crash(crash), setup=CASES["plain"], seed=crash if crash > 15 else 1)
+    rest = fit(saving(tmp_path), setup=CASES["plain"], seed=999)
+    assert 14 <= rest.trace[0][2] <= 19
+    assert_continues(whole("plain"), rest)
+
+
+def test_an_average_ends_the_log_and_not_the_training(tmp_path: Path) -> None:
+    assert "EMA" in ALGORITHMS
+    setup = Setup(algorithms="EMA", width=30000, duration="2ep")
+    with pytest.warns(ShrinkpointWarning, match="the step log is off"):
+        assert fit(saving(tmp_path), setup=setup).finished
+
+
+def test_a_small_log(tmp_path: Path) -> None:
+    log = StepLog(kind="small", segment_steps=1, overhead=None, busy="wait")
+    callback = saving(tmp_path, step_log=log, step_log_url=None, save_last=False)
+    fit(callback, setup=Setup(width=400))
+    found = shrinkpoint.load_weights(f"{tmp_path}/run#step=28")
+    base = shrinkpoint.load_weights(f"{tmp_path}/run#step=20")
+    assert found.keys() == base.keys()
+    assert not torch.equal(found["net.0.weight"], base["net.0.weight"])

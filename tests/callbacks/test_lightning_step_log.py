@@ -1,0 +1,197 @@
+"""A Lightning run that logs its steps continues, bit by bit, from a later step than its last checkpoint's."""
+
+import os
+import signal
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from support.lightning_models import Crash, Outcome, Setup, Tiny, assert_continues, assert_same, fit
+
+import shrinkpoint
+from shrinkpoint.callbacks.lightning import CompressedCheckpoint
+from shrinkpoint.errors import ConfigError, ShrinkpointWarning
+from shrinkpoint.steps.options import StepLog
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
+)
+
+
+class TwoOptimizers(Tiny):
+    """Manual optimization: two optimizers, the second one at every other batch."""
+
+    def __init__(self, setup: Setup | None = None) -> None:
+        super().__init__(setup)
+        self.automatic_optimization = False
+        self.other = torch.nn.Linear(8, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        first, second = self.optimizers()
+        first.zero_grad()
+        self.manual_backward(loss)
+        self.clip_gradients(first, 0.1, "norm")
+        first.step()
+        if batch_idx % 2:
+            second.zero_grad()
+            self.manual_backward((self.other(batch[1]) - self.net(batch[1]).detach()).square().mean())
+            second.step()
+        return loss.detach()
+
+    def configure_optimizers(self) -> Any:
+        return [
+            torch.optim.AdamW(self.net.parameters(), lr=1e-2),
+            torch.optim.SGD(self.other.parameters(), lr=1e-2, momentum=0.9),
+        ]
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "norm": {"gradient_clip_val": 0.1},
+    "value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    "accumulation": {"accumulate_grad_batches": 2, "max_epochs": 8, "gradient_clip_val": 0.1},
+    "validation in mid epoch": {"val_check_interval": 0.5},
+    "no validation": {"limit_val_batches": 0},
+    "bfloat16": {"precision": "bf16-mixed"},
+    "stateful": {"setup": {"stateful": True}},
+    "plateau": {"setup": {"plateau": "val_loss"}},
+    "manual": {"module": TwoOptimizers},
+    "fused": {"setup": {"optimizer": lambda p, lr: torch.optim.AdamW(p, lr=lr, fused=True)}},
+}
+
+
+def train(case: str, *callbacks: Callback, **more: Any) -> Outcome:
+    torch.set_num_threads(1)
+    options = dict(CASES[case])
+    setup = Setup(**options.pop("setup", {}))
+    monitor = None if options.get("limit_val_batches") == 0 else "val_loss"
+    pl.seed_everything(more.get("seed", 1), verbose=False)
+    module = options.pop("module", Tiny)(setup)
+    return fit(*callbacks, module=module, monitor=monitor, **options, **more)
+
+
+@cache
+def whole(case: str) -> Outcome:
+    return train(case)
+
+
+def saving(folder: Path, **options: Any) -> CompressedCheckpoint:
+    return CompressedCheckpoint(
+        f"{folder}/run",
+        **{
+            "every_n_train_steps": 10,
+            "scheme": "lossless",
+            "busy": "wait",
+            "compile_ahead": False,
+            "step_log": StepLog(segment_steps=2, busy="wait"),
+            "step_log_url": f"{folder}/log",
+            **options,
+        },
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_continues_bit_by_bit_from_the_log(case: str, tmp_path: Path) -> None:
+    crash = 24 if case == "manual" else 25
+    train(case, saving(tmp_path), Crash(crash))
+    rest = train(case, saving(tmp_path), seed=999)
+    step = rest.trace[0][2]
+    assert 20 < step <= crash
+    assert_continues(whole(case), rest)
+
+
+def test_a_log_begins_at_every_checkpoint_again(tmp_path: Path) -> None:
+    for crash in (13, 19, 23):
+        train("plain", saving(tmp_path), Crash(crash), seed=1 if crash == 13 else 999)
+    rest = train("plain", saving(tmp_path), seed=999)
+    assert 20 < rest.trace[0][2] <= 23
+    assert_continues(whole("plain"), rest)
+
+
+def test_kill_9(tmp_path: Path) -> None:
+    class Kill(Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == 18:
+                callback._session.run.saver.flush()
+                callback._session.run.log.log.flush()  # what is written does not depend on the machine's speed
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    child = os.fork()
+    if child == 0:
+        callback = saving(tmp_path)
+        train("plain", callback, Kill())
+        os._exit(1)
+    assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
+    rest = train("plain", saving(tmp_path), seed=999)
+    assert 16 <= rest.trace[0][2] <= 18
+    assert_continues(whole("plain"), rest)
+
+
+def test_a_damaged_segment_costs_time_only(tmp_path: Path) -> None:
+    train("plain", saving(tmp_path), Crash(25))
+    last = sorted((tmp_path / "log").rglob("*.steps"))[-1]
+    data = bytearray(last.read_bytes())
+    data[-10] ^= 1
+    last.write_bytes(data)
+    with pytest.warns(ShrinkpointWarning, match="the step log brings step 20 to 2"):
+        rest = train("plain", saving(tmp_path), seed=999)
+    assert 20 <= rest.trace[0][2] < 25
+    assert_continues(whole("plain"), rest)
+
+
+def test_the_checkpoint_of_a_step_is_not_replayed(tmp_path: Path) -> None:
+    train("plain", saving(tmp_path), Crash(25))
+    rest = train("plain", saving(tmp_path), seed=999, ckpt_path=f"{tmp_path}/run#step=10")
+    assert rest.trace[0][2] == 10
+    assert_continues(whole("plain"), rest)
+
+
+def test_an_average_is_refused_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shrinkpoint.integrations.common.step_log._ALLOWANCE", 40 * 1024)
+    if not hasattr(pl.callbacks, "WeightAveraging"):
+        pytest.skip("this Lightning has no WeightAveraging")
+    averaging = pl.callbacks.EMAWeightAveraging()
+    with pytest.warns(ShrinkpointWarning, match="the step log is off: 'trainer' contains"):
+        fit(saving(tmp_path), averaging, setup=Setup(width=2000), max_epochs=1)
+
+
+def test_a_small_log(tmp_path: Path) -> None:
+    class Weights(Callback):
+        def __init__(self) -> None:
+            self.seen: dict[int, dict[str, torch.Tensor]] = {}
+
+        def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
+            callback._session.run.log.log.flush()
+            self.seen[trainer.global_step] = {k: v.clone() for k, v in module.state_dict().items()}
+
+    weights = Weights()
+    log = StepLog(kind="small", segment_steps=1, overhead=None, busy="wait")
+    callback = saving(tmp_path, step_log=log, step_log_url=None)
+    fit(callback, weights, setup=Setup(width=400), max_epochs=3)
+    assert (tmp_path / "run" / "steps").is_dir()
+    found = shrinkpoint.load_weights(f"{tmp_path}/run#step=23")
+    true, base = weights.seen[23], weights.seen[20]
+    assert found.keys() == true.keys()
+    error = (found["net.0.weight"] - true["net.0.weight"]).norm()
+    assert 0 < error < (base["net.0.weight"] - true["net.0.weight"]).norm()
+    assert_same({"b": found["net.1.running_mean"]}, {"b": true["net.1.running_mean"]})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"step_log": "exakt"}, "must be 'exact' or 'small'"),
+        ({"step_log": None}, "step_log_url is of use with a step log only"),
+        ({"step_log_url": None}, "GB per hour"),
+        ({"scheme": "auto"}, "needs scheme='lossless'"),
+        ({"step_log": StepLog(kind="small", resume_weights=True)}, "is for Checkpointer"),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        fit(saving(tmp_path, **options), max_epochs=1)

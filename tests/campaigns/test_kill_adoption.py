@@ -1,0 +1,149 @@
+"""A training that adopts its checkpoints and is killed with -9, at random moments and at named points, is the undisturbed one.
+
+``--kills 200`` asks for more than the default.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import adopting
+from support.adopting import EVERY, POINTS, truth
+
+QUICK = 4
+THOROUGH = 200
+FARTHEST = 12
+"""Steps from kill to kill, at most."""
+
+
+class Nursery:
+    """Forks trainings of `support.adopting`."""
+
+    def __init__(self, process: "subprocess.Popen[str]", errors: Path) -> None:
+        self._process, self._errors = process, errors
+
+    def start(self, folder: Path, end: int, point: str = "", save: int = 0) -> int:
+        """The process id of a new training."""
+        return self._ask([str(folder), point, save, end])
+
+    def reap(self, child: int) -> int:
+        """Its exit status, when it has ended."""
+        return self._ask(child)
+
+    def said(self) -> str:
+        """What it complained of."""
+        return self._errors.read_text()[-4000:]
+
+    def _ask(self, job: Any) -> int:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        assert answer, self.said()
+        return int(answer)
+
+
+@contextmanager
+def nursery(folder: Path) -> Iterator[Nursery]:
+    tests = str(Path(adopting.__file__).parents[1])
+    places = [tests, *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(places)}
+    errors = folder / "errors"
+    with errors.open("wb") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, adopting.__file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            env=environment,
+        )
+    try:
+        yield Nursery(process, errors)
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait()
+
+
+def _noted(folder: Path) -> list[dict[str, Any]]:
+    journal = folder / "journal"
+    return [json.loads(line) for line in journal.read_text().split("\n")[:-1]] if journal.exists() else []
+
+
+def _check(folder: Path, true: dict[int, tuple[str, str]]) -> int:
+    """That every step of every process is the undisturbed one's; how many steps were made again."""
+    steps = [line for line in _noted(folder) if "step" in line]
+    for line in steps:
+        assert tuple(line["noted"]) == true[line["step"]], f"step {line['step']} differs"
+    return len(steps) - len({line["step"] for line in steps})
+
+
+def _at_random(folder: Path, kills: int) -> None:
+    end = 2 * EVERY * kills + 4 * EVERY  # more than that many kills let it come to
+    rng = random.Random(0)
+    with nursery(folder) as trainings:
+        for _ in range(kills):
+            child = trainings.start(folder, end)
+            known, target = len(_noted(folder)), rng.randrange(1, FARTHEST)
+            deadline = time.monotonic() + 120
+            while len(_noted(folder)) < known + target:
+                assert time.monotonic() < deadline, trainings.said()
+                time.sleep(0.002)
+            time.sleep(rng.uniform(0.0, 0.1))
+            os.kill(child, signal.SIGKILL)
+            trainings.reap(child)
+        assert trainings.reap(trainings.start(folder, end)) == 0, trainings.said()
+    again = _check(folder, truth(folder, steps=end, adoptions=end // EVERY))
+    assert _noted(folder)[-1]["step"] == end
+    assert again
+    print(f"{kills} kills in {end} steps; {again} steps were made again, all of them alike")
+
+
+def _at_points(folder: Path, saves: range) -> None:
+    end = EVERY * (saves[-1] + 2)
+    true = truth(folder, steps=end, adoptions=end // EVERY)
+    with nursery(folder) as trainings:
+        for point in POINTS:
+            for save in saves:
+                place = folder / f"{point} {save}".replace(" ", "-")
+                place.mkdir()
+                status = trainings.reap(trainings.start(place, end, point, save))
+                assert os.WIFSIGNALED(status), trainings.said()
+                assert trainings.reap(trainings.start(place, end)) == 0, trainings.said()
+                stored = save if point == "after commit" else save - 1
+                resumed = [line["resumed"] for line in _noted(place) if "resumed" in line]
+                assert resumed == [0, stored * EVERY]
+                again = _check(place, true)
+                assert _noted(place)[-1]["step"] == end
+                print(f"killed {point}, at save {save}: {again} steps were made again, alike")
+
+
+def test_killed_at_each_point(tmp_path):
+    _at_points(tmp_path, range(2, 3))
+
+
+def test_a_few_kills(tmp_path):
+    _at_random(tmp_path, QUICK)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+def test_killed_at_each_point_of_many_saves(tmp_path):
+    _at_points(tmp_path, range(1, 8))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+def test_many_kills(tmp_path, pytestconfig):
+    _at_random(tmp_path, pytestconfig.getoption("--kills") or THOROUGH)

@@ -1,0 +1,304 @@
+"""A training that adopts its checkpoints is the undisturbed one after any crash, bit for bit."""
+
+import shutil
+import warnings
+
+import pytest
+import torch
+from support.adopting import EVERY, OPTIMIZERS, STEPS, Training, truth
+
+import shrinkpoint
+from shrinkpoint.errors import ConfigError, ShrinkpointWarning, StoreError
+from shrinkpoint.saving.takeover import WaitingShare, unsuitable
+from shrinkpoint.state.training import TrainingState, plain
+from shrinkpoint.store.run import RunWriter
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    return truth(folder), folder / "truth-adamw"
+
+
+def assert_same(noted, true):
+    assert noted
+    assert {step: true[step] for step in noted} == noted
+
+
+@pytest.mark.parametrize("case", OPTIMIZERS)
+def test_resumed_training_is_the_undisturbed_one(tmp_path, case):
+    true = truth(tmp_path, case)
+    for stop in (EVERY + 1, 3 * EVERY, 5 * EVERY + 3):
+        url = tmp_path / f"run-{stop}"
+        first = Training(case).save_to(url).run(stop)
+        assert_same(first.end(), true)
+        again = Training(case).save_to(url)
+        assert again.reached == stop // EVERY * EVERY
+        assert_same(again.run(STEPS).end(), true)
+
+
+def test_without_adoption_it_differs(tmp_path):
+    true = truth(tmp_path, adopt=False, busy="wait")
+    Training().save_to(tmp_path / "run", adopt=False, busy="wait").run(3 * EVERY + 1).end()
+    again = Training().save_to(tmp_path / "run", adopt=False, busy="wait").run(STEPS).end()
+    assert again[STEPS] != true[STEPS]
+
+
+def test_training_has_what_a_reader_gets(undisturbed):
+    true, url = undisturbed
+    for manifest in shrinkpoint.Saver(url).store.manifests():
+        reader = Training().save_to(url, adopt=False, every=None)
+        assert reader.checkpointer.resume(manifest.step) == manifest.step
+        assert reader.digest == true[manifest.step][1]
+        assert manifest.meta["adoption"]["planned"]
+
+
+def test_saves_are_small_and_the_bound_counts_adoptions(undisturbed):
+    _, url = undisturbed
+    manifests = shrinkpoint.Saver(url).store.manifests()[::-1]
+    assert [m.meta["adoption"]["count"] for m in manifests] == list(range(1, STEPS // EVERY + 1))
+    assert [m.kind for m in manifests] == ["base", *["delta"] * 3] * 2
+    spent = [m.meta["search"]["restores"] for m in manifests]
+    assert [s["restores"] for s in spent] == list(range(STEPS // EVERY))
+    assert spent[-1]["spent_high"] <= 0.1  # half of max_degradation
+    assert any(
+        "trellis-weight" in str(m.meta["save"]) or m.meta["save"]["degradation"] > 0 for m in manifests
+    )
+    assert all(m.meta["save"]["adopt_s"] > 0 for m in manifests)
+
+
+def test_restore_costs_nothing_more(tmp_path, undisturbed):
+    _, whole = undisturbed
+    url = tmp_path / "run"
+    for stop in (5, 9, 14, 18, STEPS):  # four restores in between
+        Training().save_to(url).run(stop).end()
+    spent, undisturbed_spent = (
+        [m.meta["search"] for m in shrinkpoint.Saver(u).store.manifests()] for u in (url, whole)
+    )
+    assert spent == undisturbed_spent
+
+
+def test_unplanned_save_is_exact_and_changes_nothing(tmp_path, undisturbed):
+    true, _ = undisturbed
+    url, stop = tmp_path / "run", 3 * EVERY + 2
+    first = Training().save_to(url).run(stop)
+    with pytest.warns(ShrinkpointWarning, match="was not a planned save and is stored exactly, in .* MB"):
+        first.checkpointer.save(stop, wait=True)
+    assert first.checkpointer.reports()[-1].measured == "exact"
+    goes_on = first.run(STEPS)
+    assert_same(goes_on.end(), true)
+    shutil.rmtree(tmp_path / "run")
+    first = Training().save_to(url).run(stop)
+    first.checkpointer.save(stop, wait=True)
+    first.end()
+    again = Training().save_to(url)
+    assert again.reached == stop
+    assert again.digest == true[stop][1]
+    assert_same(again.run(STEPS).end(), true)
+
+
+def test_last_save_is_exact(tmp_path, undisturbed):
+    true, _ = undisturbed
+    first = Training().save_to(tmp_path / "run", save_last=True).run(2 * EVERY + 1)
+    first.end()
+    again = Training().save_to(tmp_path / "run")
+    assert again.reached == 2 * EVERY + 1
+    assert_same(again.run(STEPS).end(), true)
+
+
+def test_before_the_first_planned_save_it_is_said(tmp_path):
+    first = Training().save_to(tmp_path / "run").run(2)
+    first.checkpointer.save(2, wait=True)
+    first.end()
+    with pytest.warns(ShrinkpointWarning, match="there was none.*next save's bits differ"):
+        Training().save_to(tmp_path / "run").run(STEPS).end()
+
+
+@pytest.mark.parametrize("failing", [{1}, {2, 3}, {4, 5}])
+def test_failed_saves_change_nothing(tmp_path, monkeypatch, undisturbed, failing):
+    true, _ = undisturbed
+    url, calls, commit = tmp_path / "run", [], RunWriter.commit
+
+    def failing_commit(self, *args, **kwargs):
+        calls.append(1)
+        if len(calls) in failing:
+            raise StoreError("the store is away")
+        return commit(self, *args, **kwargs)
+
+    monkeypatch.setattr(RunWriter, "commit", failing_commit)
+    with pytest.warns(ShrinkpointWarning, match="the store is away"):
+        assert_same(Training().save_to(url).run(STEPS - 1).end(), true)
+    kinds = {m.step: m.kind for m in shrinkpoint.Saver(url).store.manifests()}
+    assert set(kinds) == {EVERY * save for save in range(1, STEPS // EVERY) if save not in failing}
+    assert kinds[EVERY * (max(failing) + 1)] == "base"  # its predecessor is not stored
+    for manifest in shrinkpoint.Saver(url).store.manifests():
+        again = Training().save_to(url, every=EVERY)
+        assert again.checkpointer.resume(manifest.step) == manifest.step
+        assert again.digest == true[manifest.step][1]
+        again.reached = manifest.step
+        assert_same(again.run(STEPS).end(), true)
+
+
+def test_changed_settings_are_said(tmp_path):
+    url = tmp_path / "run"
+    Training().save_to(url).run(2 * EVERY).end()
+    with pytest.warns(
+        ShrinkpointWarning, match=r"max_degradation=0.1 instead of 0.2.*From step 12 on, its bits differ"
+    ):
+        Training().save_to(url, max_degradation=0.1).run(3 * EVERY).end()
+
+
+def test_run_is_not_switched_without_a_word(tmp_path):
+    Training().save_to(tmp_path / "one").run(EVERY).end()
+    with pytest.warns(ShrinkpointWarning, match="adopted its checkpoints .* goes on without that"):
+        Training().save_to(tmp_path / "one", adopt=False).end()
+    Training().save_to(tmp_path / "other", adopt=False, busy="wait").run(EVERY).end()
+    with pytest.warns(ShrinkpointWarning, match="adopts its checkpoints from now on"):
+        Training().save_to(tmp_path / "other").run(2 * EVERY).end()
+
+
+def test_adopted_tensors_keep_their_memory(tmp_path):
+    training = Training().save_to(tmp_path / "run")
+    places = {name: p.data_ptr() for name, p in training.model.named_parameters()}
+    view, table = training.model.table.weight.view(-1), training.model.table.weight
+    training.run(EVERY)
+    assert {name: p.data_ptr() for name, p in training.model.named_parameters()} == places
+    assert training.model.head.weight is table
+    assert torch.equal(view, table.detach().view(-1))
+    assert table.is_leaf
+    assert table.grad_fn is None
+    training.end()
+
+
+def test_nan_is_not_adopted(tmp_path):
+    training = Training(average=False).save_to(tmp_path / "run").run(EVERY)
+    weight = training.model.body.weight
+    with torch.no_grad():
+        weight[0, 0] = torch.nan
+    with pytest.warns(ShrinkpointWarning, match="diverged"):
+        training.run(2 * EVERY).end()
+    newest = shrinkpoint.Saver(tmp_path / "run").store.manifests()[0]
+    assert newest.meta["save"]["measured"] == "exact"
+    assert newest.meta["save"]["not_finite"]
+    again = Training(average=False).save_to(tmp_path / "run")
+    assert again.digest == training.digest
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scheme": "excp"}, "only 'auto' is quantized such that a replay gets the same values"),
+        ({"scheme": "inshrinkerator"}, "search by time"),
+        ({"scheme": "lossless"}, "exact already"),
+        ({"weights_only": True}, "weights_only=True"),
+        ({"every": None}, "needs every="),
+        ({"adoptions": None}, "needs adoptions="),
+        ({"adoptions": 0}, "adoptions must be a positive integer"),
+        ({"adopt": "yes"}, "adopt must be True or False"),
+        ({"step_log": "exact"}, "exclude each other"),
+    ],
+)
+def test_refused(tmp_path, options, message):
+    with pytest.raises(ConfigError, match=message):
+        Training().save_to(tmp_path / "run", **options)
+
+
+def test_adoptions_without_adopt_are_refused():
+    with pytest.raises(ConfigError, match="with adopt=True only"):
+        shrinkpoint.SaverConfig(adoptions=3)
+
+
+def test_unsuitable_tensors():
+    storage = torch.zeros(8)
+    with torch.inference_mode():
+        inference = torch.zeros(3)
+    state = {
+        "fine": torch.zeros(4),
+        "expanded": torch.zeros(1).expand(5),
+        "one": storage[:6],
+        "other": storage[4:],
+        "apart": torch.zeros(9)[5:],
+        "inference": inference,
+        "count": torch.zeros(1, dtype=torch.int64).expand(5),
+    }
+    captured = TrainingState.capture(state, plain)
+    found = unsuitable(captured, lambda: {**state, "apart": state["apart"].clone()}, plain)
+    assert set(found) == {"expanded", "one", "other", "apart", "inference"}
+    assert "copy" in found["apart"]
+    assert "expanded" in found["expanded"]
+    assert "shares memory" in found["one"]
+
+
+def test_saves_too_close_together_are_said():
+    share = WaitingShare()
+    share.add(0.0, 5.0)  # the first compiles
+    with pytest.warns(ShrinkpointWarning, match=r"waits for 75% of its time: 3 s at this save, of 4 s"):
+        share.add(6.0, 9.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        share.add(9.5, 13.0)
+
+
+def test_references_from_outside_see_what_is_adopted(tmp_path):
+    """As those of an average that holds the optimizer's tensors, and not copies of them."""
+    training = Training().save_to(tmp_path / "run").run(EVERY - 1)
+    moments = [state["exp_avg"] for state in training.optimizers[0].state.values()]
+    training.run(EVERY)
+    now = [state["exp_avg"] for state in training.optimizers[0].state.values()]
+    assert all(one is other for one, other in zip(moments, now, strict=True))
+    training.end()
+    reader = Training().save_to(tmp_path / "run")
+    restored = [state["exp_avg"] for state in reader.optimizers[0].state.values()]
+    assert all(torch.equal(one, other) for one, other in zip(moments, restored, strict=True))
+
+
+class _Copied:
+    """An object that returns copies of its tensors."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.values = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def state_dict(self):
+        return {name: value.clone() for name, value in self.values.items()}
+
+    def load_state_dict(self, state):
+        self.values = {name: value.clone() for name, value in state.items()}
+
+
+def test_copies_are_stored_exactly_with_the_reason(tmp_path):
+    training = Training(average=False)
+    copied = _Copied(training.model)
+    training.save_to(tmp_path / "run", shadow=copied)
+    for step in range(2 * EVERY):
+        with torch.no_grad():
+            for name, value in copied.values.items():
+                value.lerp_(dict(training.model.named_parameters())[name], 0.1)
+        training.run(step + 1)
+    before = {name: value.clone() for name, value in copied.values.items()}
+    training.end()
+    kept = shrinkpoint.Saver(tmp_path / "run").store.manifests()[0].meta["save"]["kept_exactly"]
+    assert any("returns a copy" in why for name, why in kept.items() if "shadow" in name)
+    reader = Training(average=False)
+    shadow = _Copied(reader.model)
+    reader.save_to(tmp_path / "run", shadow=shadow)
+    assert all(torch.equal(shadow.values[name], value) for name, value in before.items())
+
+
+def test_store_that_stays_away_takes_no_memory(tmp_path, monkeypatch, undisturbed):
+    true, _ = undisturbed
+
+    def away(self, *args, **kwargs):
+        raise StoreError("the store is away")
+
+    training = Training().save_to(tmp_path / "run")
+    monkeypatch.setattr(RunWriter, "commit", away)
+    with pytest.warns(ShrinkpointWarning, match="the store is away"):
+        training.run(STEPS - EVERY - 1).checkpointer.flush()
+    committer = training.checkpointer.saver._committer
+    assert committer._link is None
+    assert (
+        not committer._chain.known
+    )  # one copy of the weights, in the movement's tracker, is all that is kept
+    monkeypatch.undo()
+    assert_same(training.run(STEPS).end(), true)
+    assert [m.step for m in shrinkpoint.Saver(tmp_path / "run").store.manifests()] == [STEPS, STEPS - EVERY]
