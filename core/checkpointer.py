@@ -389,6 +389,12 @@ class Checkpointer:
             SaveFailedError: the last saves have failed.
         """
         self._termination.unwatch()
+        if isinstance(self.saver, ShardedSaver) and sys.exc_info()[0] is not None:
+            warn(
+                "nothing more is saved: an error is being handled on this rank, and the others cannot be waited for"
+            )
+            self.saver.close()
+            return
         try:
             self._finish()
             self.saver.flush()

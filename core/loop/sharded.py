@@ -133,8 +133,14 @@ class ShardedObjects(LoopObjects):
     def _check(self, specs: Mapping[str, TensorSpec], live: Mapping[str, torch.Tensor]) -> None:
         stored = {name[6:]: spec.shape for name, spec in specs.items() if name.startswith("model/")}
         shapes = {name[6:]: tuple(tensor.shape) for name, tensor in live.items()}
+        named = (
+            *self.model.named_parameters(remove_duplicate=False),
+            *self.model.named_buffers(remove_duplicate=False),
+        )
+        owners = {id(tensor) for name, tensor in named if name in stored}
         # a tensor that is tied is stored once, under the name that came first
-        known = {name: shape for name, shape in shapes.items() if name in stored or not stored}
+        tied = {name for name, tensor in named if id(tensor) in owners}
+        known = {name: shape for name, shape in shapes.items() if name in stored or name not in tied}
         if not stored:
             raise StateMismatchError("the checkpoint was not written by a Checkpointer, or holds no model")
         require_same_model(stored, known, "the run")

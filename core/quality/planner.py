@@ -62,6 +62,7 @@ class Planner:
         spent_s: seconds that evaluations have taken from training so far; charged to the search's budget.
         guard: asked about every lossy plan; None accepts all.
         clock: seconds since any fixed moment.
+        warns: whether to warn; False where another rank does.
     """
 
     def __init__(
@@ -71,8 +72,10 @@ class Planner:
         *,
         guard: Guard | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        warns: bool = True,
     ) -> None:
         self._config = config
+        self._warns = warns
         self._spent_s = spent_s
         self.guard = guard
         self._clock = clock
@@ -302,7 +305,8 @@ class Planner:
     def _warn_once(self, subject: str, message: str) -> None:
         if subject not in self._warned:
             self._warned.add(subject)
-            warn(message)
+            if self._warns:
+                warn(message)
 
     def state_dict(self) -> dict[str, object]:
         """The search's state in JSON primitives, for the manifest."""

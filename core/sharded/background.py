@@ -67,7 +67,7 @@ class Background:
     ) -> None:
         self._store, self._config, self._mailbox = store, config, mailbox
         self._publisher, self._warmup, self._url = publisher, warmup, url
-        self._planner = Planner(config, lambda: 0.0)
+        self._planner = Planner(config, lambda: 0.0, warns=publisher is not None)
         self.movement = MovementTracker()
         self.link: Link | None = None
         self.failed = False
@@ -114,6 +114,8 @@ class Background:
         except Exception as error:  # noqa: BLE001 - the first rank is told, and reports it
             post = {"error": f"{type(error).__name__}: {error}"}
             self._mailbox.post(f"{job.number}/sums/{job.rank}", post)  # for whom waits for it
+            if job.rank == 0:
+                self._mailbox.post(f"{job.number}/sums", post)
         self._mailbox.post(f"{job.number}/part/{job.rank}", post)
         return stored
 

@@ -72,15 +72,19 @@ def without_tensors(node: JSON, known: Collection[str]) -> JSON:
         known: names of tensors.
     """
     if isinstance(node, list):
-        return [without_tensors(item, known) for item in node]
+        return [without_tensors(item, known) for item in node if not _lacks([item], known)]
     if not isinstance(node, dict):
         return node
-    if "$" in node and isinstance(node.get("items"), list):  # a dict whose keys are no text: pairs
-        pairs = [item for item in node["items"] if not (isinstance(item, list) and _lacks(item, known))]
-        return {**node, "items": [without_tensors(item, known) for item in pairs]}
+    if "$" in node and isinstance(node.get("items"), list):
+        # of a dict whose keys are no text, pairs
+        pairs = node["$"] in ("dict", "odict")
+        kept = [item for item in node["items"] if not _lacks(item if pairs else [item], known)]
+        return {**node, "items": [without_tensors(item, known) for item in kept]}
     return {key: without_tensors(item, known) for key, item in node.items() if not _lacks([item], known)}
 
 
-def _lacks(items: list[JSON], known: Collection[str]) -> bool:
+def _lacks(items: JSON, known: Collection[str]) -> bool:
+    if not isinstance(items, list):
+        return False
     nodes = [item for item in items if isinstance(item, dict) and "$" in item]
     return any(isinstance(node.get(key), str) and node[key] not in known for node in nodes for key in _NAMES)

@@ -330,3 +330,22 @@ def test_demo_in_several_stores_loses_two_of_them(tmp_path):
     assert told.endswith("bucket-a was deleted: the last checkpoint was restored from the other two.\n")
     assert not (tmp_path / "001" / "run" / "bucket-a").exists()
     assert re.search(r"last checkpoint +[+-][0-9.]+ %", shown)
+
+
+# --- sharded ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_sharded_example_continues_on_more_ranks(tmp_path):
+    shown = []
+    for ranks, steps in ((2, 40), (3, 60)):
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)),
+            *(str(EXAMPLES / "sharded_fsdp2.py"), str(tmp_path / "run"), "--steps", str(steps)),
+        ]
+        done = subprocess.run(command, capture_output=True, check=False, text=True, timeout=240)
+        assert done.returncode == 0, done.stdout + done.stderr
+        shown.append(done.stdout)
+    assert "2 ranks, from step 0 to 40" in shown[0]
+    assert "3 ranks, from step 40 to 60" in shown[1]
+    assert "step 60: delta" in shown[1]

@@ -25,13 +25,22 @@ warm()
 
 
 def hop(
-    rank: int, world: int, url: str, true: str, kind: str, optimizer: str, options: dict[str, Any]
+    rank: int,
+    world: int,
+    url: str,
+    true: str,
+    kind: str,
+    optimizer: str,
+    options: dict[str, Any],
+    limit: int | None = None,
 ) -> Any:
     """Continue the run, compare with the true state, make two saves."""
     model, opt = build(kind, world, rank, optimizer, seed=world, **options)
     checkpointer = shrinkpoint.Checkpointer(
         url, model, opt, every=1, scheme="lossless", busy="wait", threads=1, key_every=99
     )
+    if limit is not None and kind != "plain":
+        checkpointer.saver._limit = limit  # blocks of so many elements, as large tensors are stored in
     start = checkpointer.resume()
     if start:
         wanted, found = torch.load(true, weights_only=True), full_state(model, opt)
@@ -244,6 +253,9 @@ def refusals(rank: int, world: int, url: str) -> dict[str, str]:
     seen["model"] = told(stranger.resume)
     after = full_state(model, optimizer)
     assert all(torch.equal(before[name], after[name]) for name in before)
+    model, optimizer = build("fsdp", world, rank)
+    model.register_buffer("further", torch.ones(2))
+    seen["a further buffer"] = told(shrinkpoint.Checkpointer(url, model, optimizer, scheme="lossless").resume)
     seen["step that is not there"] = told(lambda: stranger.resume(step=77))
     other.close()
     return seen

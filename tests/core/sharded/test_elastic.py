@@ -5,20 +5,28 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.sharded import launch
 from support.sharded_programs import hop
 
 import shrinkpoint
+from shrinkpoint.coding.selective import header_of
+from shrinkpoint.compaction import rebase
+from shrinkpoint.export import export
 from shrinkpoint.store.run import RunStore
 
 
 def journey(
-    tmp_path: Path, hops: list[tuple[str, int]], optimizer: str = "adamw", **options: Any
+    tmp_path: Path,
+    hops: list[tuple[str, int]],
+    optimizer: str = "adamw",
+    limit: int | None = None,
+    **options: Any,
 ) -> RunStore:
     """Each hop restores bit-exactly what the one before left, and makes two deltas."""
     url, true = str(tmp_path / "run"), str(tmp_path / "true.pt")
     for number, (kind, world) in enumerate(hops):
-        told = launch(hop, world, tmp_path, url, true, kind, optimizer, options)
+        told = launch(hop, world, tmp_path, url, true, kind, optimizer, options, limit)
         assert told[0] == [(2 * number + 1, "delta" if number else "base"), (2 * number + 2, "delta")]
         assert all(other == told[0] for other in told)
     return RunStore(url)
@@ -40,6 +48,24 @@ def test_one_process_reads_what_ranks_wrote(tmp_path: Path) -> None:
     state = shrinkpoint.load(tmp_path / "run#step=2")
     assert state["step"] == 2
     assert torch.equal(state["optimizers"][0]["state"][0]["exp_avg"], true["scale.exp_avg"])
+
+
+def test_long_tensors_go_as_blocks_of_rows(tmp_path: Path) -> None:
+    store = journey(tmp_path, [("fsdp", 3), ("fsdp", 2), ("plain", 1), ("fsdp", 3)], limit=100)
+    first, last = store.manifests()[-1], store.manifests()[0]
+    for manifest in (first, last):
+        names = header_of(store, manifest.chain[-1]).tensors
+        assert {"model/emb.weight@0", "model/emb.weight@3", "optimizers/0/state/2/exp_avg@3"} <= names.keys()
+        assert "model/emb.weight" not in names
+    true = torch.load(tmp_path / "true.pt", weights_only=True)
+    weights = shrinkpoint.load_weights(tmp_path / "run", names=["emb.weight", "scale"])
+    assert torch.equal(weights["emb.weight"], true["model.emb.weight"])
+    state = shrinkpoint.load(tmp_path / "run")
+    assert torch.equal(state["model"]["blocks.0.a.weight"], true["model.blocks.0.a.weight"])
+    export(shrinkpoint.Saver(tmp_path / "run").restore().state, tmp_path / "model.safetensors")
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["emb.weight"], true["model.emb.weight"])
+    compacted = rebase(store, last)
+    assert compacted.source == last
 
 
 HOPS = [("fsdp", 4), ("fsdp", 2), ("fsdp", 3), ("hsdp", 4), ("tp", 4), ("plain", 1), ("fsdp", 4)]

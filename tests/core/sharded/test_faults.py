@@ -109,6 +109,7 @@ def test_what_cannot_work_is_refused_on_every_rank(tmp_path: Path) -> None:
         assert told["fenced"].startswith("FencedError")
         assert told["model"].startswith("StateMismatchError")
         assert "head.weight is (5, 16) here and (7, 16) there" in told["model"]
+        assert "missing in the checkpoint: further" in told["a further buffer"]
         assert told["step that is not there"].startswith("NoCheckpointError")
     assert first["rights"] == "StoreError: on rank 1: read-only"
     assert second["rights"] == "StoreError: read-only"

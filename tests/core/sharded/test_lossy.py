@@ -8,12 +8,19 @@ from support.sharded import launch
 from support.sharded_programs import hop_lossy, sums_of_ranks
 
 from shrinkpoint.coding.selective import header_of
+from shrinkpoint.saving.compilation import compile_coders
 from shrinkpoint.schemes.auto.scheme import Auto
 from shrinkpoint.schemes.base import SaveContext
 from shrinkpoint.schemes.sums import WeightSums
 from shrinkpoint.state.roles import describe_training
 from shrinkpoint.state.training import TrainingState
 from shrinkpoint.store.run import RunStore
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    """Once here, and not by each of the ranks at the same time."""
+    compile_coders("auto", "default")
 
 
 def test_auto_goes_on_with_deltas_on_other_numbers_of_ranks(tmp_path: Path) -> None:

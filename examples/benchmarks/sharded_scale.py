@@ -1,0 +1,210 @@
+"""What sharded saving takes at scale, without GPUs: balance of owners, sizes of records, messages; and bytes against one container.
+
+    python examples/benchmarks/sharded_scale.py [--width 192 --layers 4] [--no-bytes]
+
+First table: fp32 weights and both moments of models like Llama's with 7 and 405 billion parameters, on paper. Second: a GPT after
+some AdamW steps, coded bit-exactly as one container and as the parts of 2 to 16 ranks, in the same run; the time that falls with ranks is
+given as the share of the slowest owner, in bytes.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parent))
+import torch
+from codec import train
+
+from shrinkpoint.coding.encode import encode_state
+from shrinkpoint.container.layout import PartOf
+from shrinkpoint.container.writer import write_container
+from shrinkpoint.schemes.base import ReferenceState
+from shrinkpoint.schemes.lossless.scheme import Lossless
+from shrinkpoint.sharded.layout import block_box, owners_of
+from shrinkpoint.state.training import Role, Tag, TensorSpec, TrainingState
+from shrinkpoint.store.keys import data_key, new_nonce
+from shrinkpoint.store.manifest import BlobRef, Manifest
+from shrinkpoint.store.parts import Head, Part
+
+RANKS = (64, 256, 1024, 4096)
+MODELS = {
+    "7 B": {"width": 4096, "hidden": 11008, "layers": 32, "vocab": 32000, "keys": 4096},
+    "405 B": {"width": 16384, "hidden": 53248, "layers": 126, "vocab": 128256, "keys": 1024},
+}
+CHAIN = 32  # checkpoints in the longest chain, by default
+AGREEMENT = 8 * 10  # bytes of each rank: ten integers
+POST = 700  # bytes of a rank's report, about
+
+
+def llama(width: int, hidden: int, layers: int, vocab: int, keys: int) -> dict[str, TensorSpec]:
+    """The specs of weights, moments and step counts."""
+    shapes = {"embed.weight": (vocab, width), "head.weight": (vocab, width), "norm.weight": (width,)}
+    for layer in range(layers):
+        shapes |= {
+            f"layers.{layer}.{name}.weight": shape
+            for name, shape in {
+                "q": (width, width),
+                "k": (keys, width),
+                "v": (keys, width),
+                "o": (width, width),
+                "gate": (hidden, width),
+                "up": (hidden, width),
+                "down": (width, hidden),
+                "norm1": (width,),
+                "norm2": (width,),
+            }.items()
+        }
+    specs: dict[str, TensorSpec] = {}
+    for index, (name, shape) in enumerate(shapes.items()):
+        below = f"optimizers/0/state/{index}"
+        for full, role in (
+            (f"model/{name}", Role.WEIGHT),
+            (f"{below}/exp_avg", Role.EXP_AVG),
+            (f"{below}/exp_avg_sq", Role.EXP_AVG_SQ),
+        ):
+            specs[full] = TensorSpec(
+                name=full, dtype=torch.float32, shape=shape, tag=Tag(role=role, parameter=name)
+            )
+        specs[f"{below}/step"] = TensorSpec(name=f"{below}/step", dtype=torch.float32, shape=())
+    return specs
+
+
+def record_sizes(world: int) -> tuple[int, int]:
+    """Bytes of a head, and of the manifest of a chain of `CHAIN` heads."""
+    session = new_nonce()
+
+    def ref(parts: int = 0) -> BlobRef:
+        size = 10**9 if not parts else 10**5
+        return BlobRef(
+            key=data_key(10**6, session), size=size, sha256="0" * 64, parts=parts, parts_bytes=parts * 10**9
+        )
+
+    head = Head(step=10**6, parts=tuple(Part(ref=ref(), state_digest="0" * 32) for _ in range(world)))
+    manifest = Manifest(
+        seq=10**4,
+        epoch=3,
+        session=session,
+        step=10**6,
+        kind="delta",
+        chain=tuple(ref(world) for _ in range(CHAIN)),
+        parent_digest="0" * 64,
+        state_digest="0" * 32,
+        wall_time=0.0,
+        library="shrinkpoint",
+        reader_features=("parts",),
+    )
+    return len(head.to_bytes()), len(manifest.to_bytes())
+
+
+def paper() -> Table:
+    """The first table."""
+    table = Table(title="on paper: fp32 weights and both moments")
+    for column in (
+        "model",
+        "ranks",
+        "stored tensors",
+        "fullest owner / mean",
+        "GB of the fullest",
+        "head",
+        "manifest",
+        "puts",
+        "agreement, all ranks",
+        "posts",
+    ):
+        table.add_column(column, justify="right")
+    for name, shape in MODELS.items():
+        specs = llama(**shape)
+        for world in RANKS:
+            owners = owners_of(specs, world)
+            loads = [0] * world
+            for spec, rank in owners.values():
+                loads[rank] += spec.nbytes
+            head, manifest = record_sizes(world)
+            table.add_row(
+                name,
+                str(world),
+                str(len(owners)),
+                f"{max(loads) * world / sum(loads):.3f}",
+                f"{max(loads) / 1e9:.2f}",
+                f"{head / 1e3:.0f} kB",
+                f"{manifest / 1e3:.0f} kB",
+                str(world + 2),
+                f"{AGREEMENT * world / 1e3:.0f} kB",
+                f"{POST * world / 1e3:.0f} kB",
+            )
+    return table
+
+
+def coded(states: list[TrainingState], world: int) -> list[tuple[int, float]]:
+    """Bytes of all parts of each checkpoint of a chain, and the share of the largest part."""
+    owners = owners_of(states[0].specs, world)
+    reference: dict[int, dict[str, ReferenceState]] = {}
+    found = []
+    for step, state in enumerate(states):
+        sizes = []
+        for rank in range(world):
+            specs = {name: spec for name, (spec, owner) in owners.items() if owner == rank}
+            tensors = {}
+            for name, spec in specs.items():
+                of, box = block_box(spec)
+                tensors[name] = (
+                    state.tensors[of][box.offset[0] : box.offset[0] + box.size[0]]
+                    if spec.block
+                    else state.tensors[of]
+                )
+            encoded = encode_state(
+                TrainingState(state.tree if rank == 0 else None, tensors, specs),
+                Lossless(),
+                step=step,
+                reference=reference.get(rank),
+                parent="0" * 32 if step else None,
+            )
+            reference[rank] = dict(encoded.reference)
+            part = PartOf(rank, world) if world > 1 else None
+            sizes.append(
+                len(write_container(type(encoded.checkpoint)(**(vars(encoded.checkpoint) | {"part": part}))))
+            )
+        found.append((sum(sizes), max(sizes) / sum(sizes)))
+    return found
+
+
+def measured(width: int, layers: int) -> Table:
+    """The second table."""
+    states, _ = train(width, layers)
+    table = Table(
+        title=f"lossless, {sum(spec.nbytes for spec in states[0].specs.values()) / 1e6:.1f} MB of state"
+    )
+    for column in ("ranks", "base, bytes", "delta, bytes", "of one container", "slowest owner's share"):
+        table.add_column(column, justify="right")
+    alone: list[tuple[int, float]] = []
+    for world in (1, 2, 4, 16):
+        found = coded(states, world)
+        alone = alone or found
+        ratio = sum(size for size, _ in found) / sum(size for size, _ in alone)
+        table.add_row(
+            str(world),
+            str(found[0][0]),
+            str(found[1][0]),
+            f"{ratio:.4f}",
+            f"1/{1 / max(share for _, share in found):.1f}",
+        )
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--width", type=int, default=192)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--no-bytes", action="store_true", help="print the first table alone")
+    arguments = parser.parse_args()
+    console = Console(width=140)
+    console.print(paper())
+    if not arguments.no_bytes:
+        console.print(measured(arguments.width, arguments.layers))
+
+
+if __name__ == "__main__":
+    main()
