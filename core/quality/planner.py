@@ -49,7 +49,7 @@ mean harm was as measured; the rest of a run's path, which no measurement at a s
 beyond the bound."""
 _MEASURED_OF_ADOPTIONS = 0.25
 """The same where all of them are certain, since training adopts every checkpoint: what no measurement covers then adds up with
-each of them (docs/adopt.md: the recommender, whose rare rows hardly recover, ended beyond the bound with half of it)."""
+each of them (docs/adopt.md): rows that are rarely trained, as a recommender's, hardly recover from it."""
 _AVERAGES_ONLY = "averaged weights alone are measured, so that the network's own have mild steps"
 _MILDER = 3  # how many milder settings are tried where a guard refuses
 
