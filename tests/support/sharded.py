@@ -55,6 +55,7 @@ def _entry(
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
+    Path(f"{meeting}-{rank}-joined").touch()
     try:
         answer = function(rank, world, *arguments)
         Path(f"{meeting}-{rank}").write_bytes(pickle.dumps(answer))
@@ -87,7 +88,7 @@ def launch(
         limit_s: after which all are killed, and the test fails.
         ends: the exit codes to expect; None: all 0. Results of processes that were killed are None.
         killed: one of them kills itself: the others end by an error, soon.
-        kill_after_s: kill a random one after so many seconds, as `killed`.
+        kill_after_s: kill a random one so many seconds after all have joined, as `killed`: before, torch's own rendezvous waits.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["support.sharded_programs"])
@@ -98,11 +99,17 @@ def launch(
     ]
     for process in processes:
         process.start()
-    started = time.monotonic()
-    deadline = started + limit_s
+    deadline = time.monotonic() + limit_s
+    joined_at: float | None = None
     try:
         while time.monotonic() < deadline and any(process.is_alive() for process in processes):
-            if kill_after_s is not None and time.monotonic() > started + kill_after_s:
+            if joined_at is None and all(Path(f"{meeting}-{rank}-joined").exists() for rank in range(world)):
+                joined_at = time.monotonic()
+            if (
+                kill_after_s is not None
+                and joined_at is not None
+                and time.monotonic() > joined_at + kill_after_s
+            ):
                 victim, kill_after_s = random.choice(processes), None
                 if victim.is_alive():
                     victim.kill()
