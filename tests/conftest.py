@@ -66,6 +66,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--run-slow", action="store_true", help="run the campaigns and matrices that take minutes"
     )
     parser.addoption(
+        "--exhaustive",
+        action="store_true",
+        help="with --run-slow: every fault at every request of several stores, not each request once",
+    )
+    parser.addoption(
         "--kills",
         "--trials",
         dest="kills",

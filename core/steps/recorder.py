@@ -52,8 +52,10 @@ class Recorder:
         self._events: list[Event] = []
         self._copied: list[CopiedState] = []
         self._consumed: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        # A compiled step calls its hooks too: they are no part of what torch.compile may trace.
+        before_step, after_step = (torch.compiler.disable(hook) for hook in (self._on_before, self._on_after))
         self._handles = [
-            (one.register_step_pre_hook(self._on_before), one.register_step_post_hook(self._on_after))
+            (one.register_step_pre_hook(before_step), one.register_step_post_hook(after_step))
             for one in self._optimizers
         ]
 

@@ -30,12 +30,14 @@ class Rehearsal:
 
     @staticmethod
     def possible(optimizers: Sequence[torch.optim.Optimizer]) -> bool:
-        """Whether copies can be stepped like the optimizers: hooks after a step may refer to the training's own
-        weights."""
+        """Whether copies can be stepped like the optimizers: not where hooks after a step may refer to the training's own
+        weights, nor where the step is compiled, which would be compiled anew for the copies."""
         if getattr(optimizer_module, "_global_optimizer_post_hooks", None):
             return False
         return all(
-            len(getattr(one, "_optimizer_step_post_hooks", {})) <= 1 and not holds_tensors(type(one).step)
+            len(getattr(one, "_optimizer_step_post_hooks", {})) <= 1
+            and not holds_tensors(type(one).step)
+            and not hasattr(one.step, "_torchdynamo_orig_callable")
             for one in optimizers
         )
 
@@ -65,7 +67,8 @@ class Rehearsal:
             f"steps {records[0].begin} to {records[-1].end}, replayed on a copy, give other values of"
             f" {', '.join(map(repr, shown[:_NAMED]))}{more} than the training: they are changed outside of optimizer.step(), as"
             " by SAM, by clipping weights, by averages put in their place. Give after_step=, a function that does what the"
-            " training does after each step, or leave step_log out"
+            " training does after each step, or leave step_log out. A compiled step gives other values too, and can be replayed"
+            " if it is the optimizer's own: optimizer.step = torch.compile(optimizer.step)"
         )
 
 

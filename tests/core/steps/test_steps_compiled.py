@@ -1,0 +1,108 @@
+"""A compiled optimizer.step is logged and replayed, or the log is off: never an error in the training."""
+
+import warnings
+from uuid import uuid4
+
+import pytest
+import torch
+from torch import nn
+
+import shrinkpoint
+
+
+class Training:
+    """Least squares; `own` says whether the optimizer's step is the compiled one, or the training calls another function."""
+
+    def __init__(self, url: str, log: str | None, *, own: bool) -> None:
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        self.model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, foreach=False)
+        compiled = torch.compile(self.optimizer.step, backend="eager")
+        if own:
+            self.optimizer.step = compiled  # type: ignore[method-assign]
+        self.step = compiled
+        logged = (
+            {} if log is None else {"step_log": shrinkpoint.StepLog(segment_steps=2), "step_log_url": log}
+        )
+        self.checkpointer = shrinkpoint.Checkpointer(
+            url,
+            self.model,
+            self.optimizer,
+            every=4,
+            scheme="lossless",
+            save_last=False,
+            busy="wait",
+            **logged,
+        )
+
+    def run(self, begin: int, end: int) -> list[float]:
+        losses = []
+        for step in range(begin, end):
+            x = torch.randn(16, 8, generator=torch.Generator().manual_seed(step))
+            self.optimizer.zero_grad()
+            loss = (self.model(x) - x.sum(1, keepdim=True)).square().mean()
+            loss.backward()
+            self.step()
+            self.checkpointer.step(step + 1)
+            self.checkpointer.flush()
+            losses.append(loss.item())
+        return losses
+
+    def crash(self) -> None:
+        """What remains after a kill -9: all that was written, and no hooks."""
+        self.checkpointer.step_log.flush()
+        self.checkpointer.step_log._recorder.close()
+        self.checkpointer.saver.close()
+
+
+def test_an_optimizers_own_compiled_step_is_replayed():
+    name = uuid4().hex
+    truth = Training(f"memory://{name}/truth", None, own=True)
+    losses = truth.run(truth.checkpointer.resume(), 10)
+    truth.checkpointer.close()
+
+    killed = Training(f"memory://{name}/run", f"memory://{name}/log", own=True)
+    assert killed.run(killed.checkpointer.resume(), 6) == losses[:6]
+    assert killed.checkpointer.step_log.off is None
+    killed.crash()
+
+    again = Training(f"memory://{name}/run", f"memory://{name}/log", own=True)
+    assert again.checkpointer.resume() == 6  # the checkpoint is of step 4
+    assert again.run(6, 10) == losses[6:]
+    again.checkpointer.close()
+
+
+def test_a_compiled_step_that_the_log_does_not_know_turns_it_off():
+    name = uuid4().hex
+    training = Training(f"memory://{name}/run", f"memory://{name}/log", own=False)
+    begin = training.checkpointer.resume()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        training.run(begin, 8)
+    training.checkpointer.close()
+    assert "optimizer.step = torch.compile(optimizer.step)" in str(training.checkpointer.step_log.off)
+    assert any("the step log is off" in str(one.message) for one in caught)
+
+
+@pytest.mark.parametrize("kind", ["exact", "small"])
+def test_a_training_goes_on_under_a_log_as_without(kind: str):
+    name = uuid4().hex
+    plain = Training(f"memory://{name}/plain", None, own=False)
+    losses = plain.run(plain.checkpointer.resume(), 6)
+    plain.checkpointer.close()
+    logged = Training(f"memory://{name}/run", None, own=False)
+    logged.checkpointer.close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logged.checkpointer = shrinkpoint.Checkpointer(
+            f"memory://{name}/logged",
+            logged.model,
+            logged.optimizer,
+            every=4,
+            scheme="lossless",
+            step_log=kind,
+            step_log_url=f"memory://{name}/log",
+        )
+        assert logged.run(logged.checkpointer.resume(), 6) == losses
+        logged.checkpointer.close()
