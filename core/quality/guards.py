@@ -21,7 +21,7 @@ _MOST_ELEMENTS = 1 << 20  # of the parameters that are looked at
 # Steps of a chain are kept up to a noise of sqrt(1.2) of what is wanted, and rows' exponents are quarters of an octave.
 _MOST_NOISE = 1.5
 _MOST_ERROR = 1.0  # of updates; 1 is that of having none
-_MOST_LENGTH = 1.1
+_MOST_LENGTH = 1.05
 # Of a first moment's error, in its own size: zeros have 1, noise of its own size has 1.41. Codecs that keep to 1 weigh
 # elements by units of their own, in which this is not measured.
 _MOST_LOST = 1.2
