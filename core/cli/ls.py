@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from shrinkpoint.cli.options import AsJson, Pairs, StorageOptions, Url, parse_storage_options
@@ -19,6 +20,9 @@ from shrinkpoint.cli.output import (
 )
 from shrinkpoint.cli.runs import OpenRun, describe_manifest, find_damage, open_run
 from shrinkpoint.errors import FormatError, ShrinkpointWarning
+from shrinkpoint.steps.overview import LogOverview, overview
+from shrinkpoint.store.below import ObjectsBelow
+from shrinkpoint.store.keys import STEPS_PREFIX
 
 __all__ = ["ls"]
 
@@ -51,6 +55,8 @@ def ls(
         {"key": damaged.key, "reason": damaged.reason, "needs_newer_version": damaged.unsupported}
         for damaged in run.store.damaged
     ]
+    segments = ObjectsBelow(run.objects, STEPS_PREFIX)
+    log = overview(segments, run.store.run_id()) if run.store.exists() else None
     if as_json:
         print_json(
             {
@@ -60,6 +66,7 @@ def ls(
                 "unlisted_containers": len(others),
                 "checkpoints": checkpoints,
                 "unreadable": unreadable,
+                "step_log": None if log is None else asdict(log),
             }
         )
         return
@@ -72,6 +79,21 @@ def ls(
             " checkpoints, which wait for the end of their grace (`shrinkpoint undelete` brings them back), or of a save"
             " in progress"
         )
+    if log is not None:
+        out.print(_logged(log, url))
+
+
+def _logged(log: LogOverview, url: str) -> str:
+    size = f"{log.segments} segments, {bytes_text(log.bytes)}"
+    if log.kind is None:
+        return f"and a step log of {size}, whose newest segments are damaged"
+    reached = "" if log.last_step is None else f" up to step {log.last_step}"
+    use = (
+        f"`shrinkpoint export {url} FILE --step N` writes the weights of any logged step"
+        if log.kind == "small"
+        else "a resume replays it"
+    )
+    return f"and a step log ({log.kind!r}){reached}: {size}; {use}"
 
 
 def _pins(run: OpenRun) -> Mapping[str, int]:

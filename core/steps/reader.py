@@ -18,7 +18,7 @@ from shrinkpoint.steps.segment import (
 )
 from shrinkpoint.store.objects import ObjectStore
 
-__all__ = ["LogReader", "Survey"]
+__all__ = ["LogReader", "Survey", "load_head"]
 
 T = TypeVar("T")
 
@@ -143,13 +143,7 @@ class LogReader:
         return self._from_any(key, lambda stored: self._head(key, stored))
 
     def _head(self, key: Key, stored: "_Stored") -> Head:
-        name, size = str(key), stored.size
-        data = stored.objects.get(name, 0, min(size, _FIRST_READ), max_size=_FIRST_READ)
-        prefix = read_prefix(data, size)
-        end = PREFIX.size + prefix.header
-        if end > len(data):
-            data += stored.objects.get(name, len(data), end, max_size=end - len(data))
-        head = read_head(data, prefix, key, self._run)
+        head = load_head(stored.objects, key, stored.size, self._run)
         if head.kind != self._kind:
             raise ForeignSegmentError(
                 f"it is of a log with step_log={head.kind!r}, and this one is {self._kind!r}"
@@ -203,6 +197,27 @@ class LogReader:
 
     def _show(self, key: Key) -> str:
         return self._stores[0].show(str(key))
+
+
+def load_head(objects: ObjectStore, key: Key, size: int, run: str) -> Head:
+    """A segment's file without its tensors, verified by its seal.
+
+    Args:
+        objects: the folder.
+        key: of the segment.
+        size: of the file, as listed.
+        run: the nonce of the run.
+
+    Raises:
+        FormatError: it is damaged, or another segment.
+        StoreError: it cannot be read.
+    """
+    data = objects.get(str(key), 0, min(size, _FIRST_READ), max_size=_FIRST_READ)
+    prefix = read_prefix(data, size)
+    end = PREFIX.size + prefix.header
+    if end > len(data):
+        data += objects.get(str(key), len(data), end, max_size=end - len(data))
+    return read_head(data, prefix, key, run)
 
 
 @dataclass(frozen=True)

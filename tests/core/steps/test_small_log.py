@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -422,3 +423,25 @@ def test_two_writers(tmp_path):
     assert second.miss(17, shrinkpoint.load_weights(f"{tmp_path}/run#step=17"), 11) < 1.5
     for training in (first, second):
         training.checkpointer.saver.close()
+
+
+def listed(run: Path) -> str:
+    result = CliRunner().invoke(app, ["ls", str(run)])
+    assert result.exit_code == 0, result.output
+    return " ".join(result.stdout.split())
+
+
+def test_ls_tells_of_the_log_in_the_run(copy):
+    run, _ = copy
+    names = segments(run)
+    assert f"and a step log ('small') up to step 27: {len(names)} segments," in listed(run)
+    assert "shrinkpoint export" in listed(run)
+    names[-1].write_bytes(b"damaged")
+    assert re.search(r"step log \('small'\) up to step (2[0-6]|1\d): ", listed(run))
+    told = json.loads(CliRunner().invoke(app, ["ls", str(run), "--json"]).stdout)["step_log"]
+    assert (told["segments"], told["kind"]) == (len(names), "small")
+    for name in names:
+        name.write_bytes(b"damaged")
+    assert "whose newest segments are damaged" in listed(run)
+    shutil.rmtree(run / "steps")
+    assert "step log" not in listed(run)
