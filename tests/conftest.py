@@ -68,7 +68,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--exhaustive",
         action="store_true",
-        help="with --run-slow: every fault at every request of several stores, not each request once",
+        help="with --run-slow: campaigns of several stores try every fault at every request, and every system call",
     )
     parser.addoption(
         "--kills",

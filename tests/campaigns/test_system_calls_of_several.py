@@ -97,9 +97,13 @@ def test_killed_at_sampled_calls(tmp_path: Path, calls: list[tuple[str, str]]) -
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-def test_killed_at_every_call(tmp_path: Path, calls: list[tuple[str, str]]) -> None:
-    killed = _kill(tmp_path, range(1, len(calls) + 1))
-    print(f"killed at each of {killed} system calls of several folders: nothing lost")
+def test_killed_at_every_call(
+    tmp_path: Path, calls: list[tuple[str, str]], pytestconfig: pytest.Config
+) -> None:
+    """At every third, and at every one with ``--exhaustive``."""
+    numbers = range(1, len(calls) + 1, 1 if pytestconfig.getoption("exhaustive") else 3)
+    killed = _kill(tmp_path, numbers)
+    print(f"killed at {killed} of {len(calls)} system calls of several folders: nothing lost")
 
 
 def _fail(tmp_path: Path, points: list[tuple[int, str, str]], stores: str) -> None:
@@ -127,7 +131,10 @@ def test_failing_from_sampled_calls(tmp_path: Path, calls: list[tuple[str, str]]
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("stores", ["a", "b", "c", "abc"])
-def test_failing_from_every_fifth_call(tmp_path: Path, calls: list[tuple[str, str]], stores: str) -> None:
-    points = _errors(calls)[::5]
+def test_failing_from_every_tenth_call(
+    tmp_path: Path, calls: list[tuple[str, str]], stores: str, pytestconfig: pytest.Config
+) -> None:
+    """And from every fifth with ``--exhaustive``."""
+    points = _errors(calls)[:: 5 if pytestconfig.getoption("exhaustive") else 10]
     _fail(tmp_path, points, stores)
     print(f"{len(points)} runs with system calls that fail in {stores}: nothing lost")
