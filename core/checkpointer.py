@@ -468,7 +468,8 @@ def _check_adoption(config: SaverConfig, every: int | None, step_log: object) ->
         raise ConfigError("adopt=True and step_log= exclude each other: a logged step knows no adoption")
     if _is_distributed():
         raise ConfigError(
-            "adopt=True is for a single process as yet: leave it out with DDP, or give scheme='lossless', which is exact"
+            "adopt=True is for a single process here: with DDP use the callbacks of Lightning, Composer or Hugging Face's Trainer,"
+            " leave it out, or give scheme='lossless', which is exact"
         )
 
 

@@ -108,6 +108,8 @@ class Saver:
         """Saves that were skipped because one was still being written."""
         self.blocked_s = 0.0
         """Seconds that training has waited for snapshots and unfinished saves so far."""
+        self.adopted: tuple[str, ...] = ()
+        """With ``adopt=True``: the tensors that the last call of `save` has given other values, in the training."""
         self._warn_skipped_at = 1
         self._under_way = (0, 0.0)
         self._compiling = False
@@ -230,6 +232,7 @@ class Saver:
         """
         self._raise_if_fatal()
         started = time.perf_counter()
+        self.adopted = ()
         step, numbers = _check_step(step), _check_metrics(metrics or {})
         if adoption is not None and not self.config.adopt:
             raise ConfigError("adoption needs a saver with adopt=True")
@@ -288,6 +291,7 @@ class Saver:
         """Wait for the quantized values, and let the training go on from them."""
         with self._waiting() if self._compiling else nullcontext():
             takeover.wait(self.poll, started=time.perf_counter())
+        self.adopted = takeover.taken
         self.blocked_s += takeover.seconds
         self._waits.add(started, time.perf_counter())
 

@@ -59,6 +59,8 @@ class Takeover:
         self.waited_s = waited_s
         self.seconds = 0.0
         """How long training has waited, without evaluations; known once `offer` returns."""
+        self.taken: tuple[str, ...] = ()
+        """The tensors that have been given other values; in one order."""
         self._live = live
         self._changed = threading.Condition()
         self._values: Mapping[str, torch.Tensor] | None = None
@@ -112,6 +114,7 @@ class Takeover:
             if self._values is None:
                 return False
             write(self._live, self._values)
+            self.taken = tuple(self._values)
             self.seconds = time.perf_counter() - started - served
             self._finish("taken")
             return True

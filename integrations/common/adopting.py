@@ -1,20 +1,23 @@
 """What a callback needs to adopt its checkpoints: decisions that a resumed run makes again."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from shrinkpoint.errors import CannotRepresentError, ConfigError
+import torch
+
+from shrinkpoint.errors import CannotRepresentError, ConfigError, StateMismatchError
 from shrinkpoint.integrations.common.probe import KeptBatches, to_host
-from shrinkpoint.integrations.common.ranks import world_size
+from shrinkpoint.integrations.common.ranks import broadcast, broadcast_tensors, on_every, world_size
 from shrinkpoint.integrations.common.settings import RunSettings
 from shrinkpoint.integrations.common.triggers import Schedule
 from shrinkpoint.reports import SaveReport
+from shrinkpoint.state.training import TrainingState, plain
 from shrinkpoint.state.tree import encode_tree
 from shrinkpoint.warn import warn
 
-__all__ = ["PathBatches", "saves_of", "with_adoptions"]
+__all__ = ["PathBatches", "saves_of", "share_adopted", "with_adoptions"]
 
 
 class PathBatches(KeptBatches):
@@ -105,11 +108,6 @@ def with_adoptions(settings: RunSettings, planned: int | None) -> RunSettings:
     Raises:
         ConfigError: the training cannot adopt, or the number is not known.
     """
-    if world_size() > 1:
-        raise ConfigError(
-            f"adopt=True is for a single process as yet, and this training has {world_size()}: leave it out, or give"
-            " scheme='lossless', which is exact"
-        )
     if settings.saver.adoptions is not None:
         return settings
     if planned is None:
@@ -118,3 +116,32 @@ def with_adoptions(settings: RunSettings, planned: int | None) -> RunSettings:
             " limits: max_degradation is divided among them"
         )
     return replace(settings, saver=replace(settings.saver, adoptions=planned))
+
+
+def share_adopted(names: Sequence[str], live: Callable[[], object]) -> None:
+    """Give every rank the values that the first one has taken over; all ranks call it after each planned save.
+
+    Args:
+        names: of the tensors, on the first rank; nothing where it has taken nothing over.
+        live: returns the state whose tensors are the training's own, alike on every rank.
+
+    Raises:
+        StateMismatchError: the ranks do not train the same model with the same optimizers.
+    """
+    if world_size() == 1:
+        return
+
+    def find() -> list[torch.Tensor]:
+        if not wanted:
+            return []
+        tensors = TrainingState.capture(live(), plain).tensors
+        missing = [name for name in wanted if name not in tensors]
+        if missing:
+            raise StateMismatchError(
+                f"the first process has adopted {missing[0]!r}, which this one does not have: with adopt=True every process must"
+                " train the same model with the same optimizers"
+            )
+        return [tensors[name] for name in wanted]
+
+    wanted = broadcast(list(names))
+    broadcast_tensors(on_every(find))

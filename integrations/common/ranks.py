@@ -4,7 +4,7 @@ Over ``torch.distributed`` alone: where it is not initialized, a process is alon
 call `any_of`, `broadcast`, `gather`, `on_first`, `on_every`, `raise_together` and `Outcome.share`, in the same order.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 import torch
@@ -16,6 +16,7 @@ __all__ = [
     "Outcome",
     "any_of",
     "broadcast",
+    "broadcast_tensors",
     "gather",
     "is_first",
     "on_every",
@@ -51,6 +52,26 @@ def broadcast(value: T) -> T:
     dist.broadcast_object_list(values, src=0)
     shared: T = values[0]  # type: ignore[assignment]  # the first rank's is never the placeholder None
     return shared
+
+
+def broadcast_tensors(tensors: Sequence[torch.Tensor]) -> None:
+    """Give tensors the first rank's values, in place.
+
+    Args:
+        tensors: of the same shapes and dtypes on every rank, in the same order.
+    """
+    if world_size() == 1:
+        return
+    with torch.no_grad():
+        for tensor in tensors:
+            if not tensor.numel():
+                continue
+            sent = tensor.detach().contiguous()
+            if dist.get_backend() == "nccl":
+                sent = sent.to(torch.device("cuda", torch.cuda.current_device()))
+            dist.broadcast(sent.reshape(-1).view(torch.uint8), src=0)
+            if sent.data_ptr() != tensor.data_ptr() and not is_first():
+                tensor.copy_(sent)
 
 
 def gather(value: T) -> list[T]:

@@ -13,7 +13,7 @@ from composer.loggers import Logger
 from composer.utils import dist
 
 from shrinkpoint.errors import ConfigError, ShrinkpointWarning
-from shrinkpoint.integrations.common.adopting import PathBatches, with_adoptions
+from shrinkpoint.integrations.common.adopting import PathBatches, share_adopted, with_adoptions
 from shrinkpoint.integrations.common.gradient_buckets import (
     Buckets,
     bucket_order,
@@ -290,6 +290,7 @@ class Session:
         if accepted:
             self.run.saved_step = batch
         if planned and self._path is not None:
+            share_adopted(self.run.saver.adopted, self._adoption(state).live)
             self._path.start_over()
         if last:
             self._drain(state)

@@ -7,7 +7,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.integrations.common.adopting import PathBatches, saves_of, with_adoptions
+from shrinkpoint.integrations.common.adopting import PathBatches, saves_of, share_adopted, with_adoptions
 from shrinkpoint.integrations.common.gradient_buckets import stateful_hook
 from shrinkpoint.integrations.common.gradients import GradientCollector
 from shrinkpoint.integrations.common.ranks import broadcast, is_first, on_first, world_size
@@ -354,6 +354,7 @@ class Session:
         if on_first(hand_over):
             self.run.saved_step = trainer.global_step
         if planned and self._path is not None:
+            share_adopted(self.run.saver.adopted, self._adoption(trainer, module).live)
             self._path.start_over()
 
     def _adoption(self, trainer: Trainer, module: LightningModule) -> Adoption:

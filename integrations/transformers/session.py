@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.integrations.common.adopting import PathBatches, with_adoptions
+from shrinkpoint.integrations.common.adopting import PathBatches, share_adopted, with_adoptions
 from shrinkpoint.integrations.common.gradient_buckets import (
     Buckets,
     bucket_order,
@@ -383,6 +383,7 @@ class Session:
                 )
             )
             if planned and self._path is not None:
+                share_adopted(self.run.saver.adopted, self._adoption().live)
                 self._path.start_over()
             if not accepted:
                 return

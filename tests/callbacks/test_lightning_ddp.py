@@ -10,6 +10,8 @@ import pytest
 import torch
 from support.lightning_models import assert_same
 
+from shrinkpoint.store.run import RunStore
+
 PROGRAM = Path(__file__).parents[1] / "support" / "lightning_ddp.py"
 
 
@@ -57,6 +59,30 @@ def test_three_processes_continue_bit_by_bit(tmp_path: Path) -> None:
         assert [row[:4] for row in control["trace"]] == [row[:4] for row in rest["trace"]]
         with pytest.raises(AssertionError):
             assert_same(whole["final"]["weights"], control["final"]["weights"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_three_processes_that_adopt_continue_bit_by_bit(tmp_path: Path) -> None:
+    """All of them take over what the first one has stored; without adoption the continued run is another one."""
+    for how in ("adopt", "no-adopt"):
+        (tmp_path / how).mkdir()
+        run(tmp_path / how, "plain", how, "3")
+        step = result(tmp_path / how, "rest", 0)["trace"][0][2]
+        assert step in (3, 6)
+        weights = [result(tmp_path / how, "whole", rank)["final"]["weights"] for rank in range(3)]
+        for other in weights[1:]:
+            assert_same(weights[0], other)
+        for rank in range(3):
+            whole, rest = (result(tmp_path / how, name, rank) for name in ("whole", "rest"))
+            if how == "adopt":
+                assert whole["trace"][step:] == rest["trace"]
+                assert_same(whole["final"], rest["final"])
+            else:
+                with pytest.raises(AssertionError):
+                    assert_same(whole["final"]["weights"], rest["final"]["weights"])
+    manifests = [manifest.meta["adoption"] for manifest in RunStore(f"{tmp_path}/adopt/run").manifests()]
+    assert any(one["planned"] for one in manifests)
 
 
 def test_three_processes_continue_bit_by_bit_from_a_step_log(tmp_path: Path) -> None:

@@ -46,9 +46,9 @@ def progress(folder: Path) -> list[int]:
     return [int(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
 
 
-def interrupt(folder: Path, *, step: int, number: int, processes: int = 1) -> list[int]:
+def interrupt(folder: Path, *, step: int, number: int, processes: int = 1, name: str = "killed") -> list[int]:
     """Train, and send a signal soon after the given step; gives the exit statuses."""
-    running = start(folder, "killed", processes=processes)
+    running = start(folder, name, processes=processes)
     deadline = time.monotonic() + LONGEST_S
     try:
         while max(progress(folder), default=0) < step:
@@ -96,5 +96,17 @@ def test_two_processes_killed_and_continued_bit_by_bit(tmp_path: Path) -> None:
     assert interrupt(tmp_path, step=11, number=signal.SIGKILL, processes=2) == [-signal.SIGKILL] * 2
     rest = finish(tmp_path, "rest", processes=2)
     assert rest[0].steps[0][0] in (6, 11)  # step 10 has waited for the save of step 5
+    for undisturbed, continued in zip(whole, rest, strict=True):
+        assert_continues(undisturbed, continued)
+
+
+@pytest.mark.slow
+def test_two_processes_that_adopt_are_killed_and_continue_bit_by_bit(tmp_path: Path) -> None:
+    whole = finish(tmp_path, "adopting whole", processes=2)
+    (tmp_path / "progress").unlink()
+    killed = interrupt(tmp_path, step=12, number=signal.SIGKILL, processes=2, name="adopting killed")
+    assert killed == [-signal.SIGKILL] * 2
+    rest = finish(tmp_path, "adopting rest", processes=2)
+    assert rest[0].steps[0][0] in (6, 11)  # the save of step 10 may have been under way
     for undisturbed, continued in zip(whole, rest, strict=True):
         assert_continues(undisturbed, continued)

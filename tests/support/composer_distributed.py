@@ -42,6 +42,7 @@ class Scenario:
     options: dict[str, Any] = field(default_factory=dict)
     signalled: int | None = None
     """The one process that gets a SIGTERM instead."""
+    adopts: bool = False
     control: bool = False
     """Continue once more, with DDP's buckets left as they are at first."""
 
@@ -72,6 +73,9 @@ SCENARIOS = {
     "DDP, SIGTERM of one process": Scenario(
         interval="1000ba", batch=7, resumes_at=7, setup=_ddp(), signalled=1
     ),
+    "DDP, adopting": Scenario(
+        interval="3ba", batch=11, resumes_at=9, setup=_ddp(batch_norm=False), adopts=True
+    ),
     "FSDP2, mid epoch": Scenario(interval="3ba", batch=11, resumes_at=9, setup=_fsdp(), options=FSDP2),
     "FSDP2, epoch end": Scenario(
         interval="1ep", batch=10, resumes_at=8, setup=_fsdp(optimizer="DecoupledAdamW"), options=FSDP2
@@ -90,13 +94,18 @@ def play(scenario: Scenario, url: str) -> dict[str, Outcome]:
     """The whole run and the end of the interrupted one, as this process has seen them."""
 
     def saving(url: str = url) -> CompressedCheckpoint:
+        if scenario.adopts:
+            return CompressedCheckpoint(
+                url, save_interval=scenario.interval, adopt=True, adoptions=8, max_degradation=0.5
+            )
         return CompressedCheckpoint(url, save_interval=scenario.interval, scheme="lossless", busy="wait")
 
     signalled = scenario.signalled == dist.get_global_rank()
     crash = Crash(scenario.batch, sigterm=True) if signalled else Crash(scenario.batch)
     if scenario.signalled is not None and not signalled:
         crash = Crash(-1)
-    whole = fit(setup=scenario.setup, **scenario.options)
+    undisturbed = [saving(f"{url}-whole")] if scenario.adopts else []  # which goes on from what it stores
+    whole = fit(*undisturbed, setup=scenario.setup, **scenario.options)
     first = fit(saving(), crash, setup=scenario.setup, **scenario.options)
     assert whole.finished
     assert not first.finished

@@ -1,6 +1,6 @@
 """A program for the tests: trains with some processes, whole, then interrupted, then continued.
 
-Usage: lightning_ddp.py <folder> <plain|stateful> [error|sigterm|log] [processes]
+Usage: lightning_ddp.py <folder> <plain|stateful> [error|sigterm|log|adopt|no-adopt] [processes]
 
 Each process of each run leaves ``<folder>/<run>-<rank>.pt``. With more than two processes the interrupted run is continued
 once more, as ``control``, with DDP's buckets left as they are at first.
@@ -96,6 +96,11 @@ def saving(folder: str, how: str, run: str = "run") -> CompressedCheckpoint:
     log = {}
     if how == "log":
         log = {"step_log": StepLog(segment_steps=1, busy="wait"), "step_log_url": f"{folder}/log"}
+    if how in ("adopt", "no-adopt"):
+        adopting = {"adopt": True, "adoptions": 8} if how == "adopt" else {}
+        return CompressedCheckpoint(
+            f"{folder}/{run}", every_n_train_steps=every, busy="wait", max_degradation=0.5, **adopting
+        )
     return CompressedCheckpoint(
         f"{folder}/{run}", every_n_train_steps=every, scheme="lossless", busy="wait", **log
     )
@@ -104,7 +109,10 @@ def saving(folder: str, how: str, run: str = "run") -> CompressedCheckpoint:
 def main(folder: str, loader: str, how: str = "error", processes: str = "2") -> None:
     torch.set_num_threads(1)
     count = int(processes)
-    train(folder, loader, "whole", processes=count)
+    if how in ("adopt", "no-adopt"):  # which saves, for it trains from what is stored
+        train(folder, loader, "whole", saving(folder, how, "undisturbed"), processes=count)
+    else:
+        train(folder, loader, "whole", processes=count)
     if how == "sigterm":
         interrupt(folder, loader)
     else:
@@ -112,7 +120,7 @@ def main(folder: str, loader: str, how: str = "error", processes: str = "2") -> 
             first(folder, loader, how, count)
     shutil.copytree(f"{folder}/run", f"{folder}/copy")
     train(folder, loader, "rest", saving(folder, how), processes=count)
-    if count > 2 and how != "log":
+    if count > 2 and how == "error":
         position.restore_buckets = lambda model, buckets: None
         train(folder, loader, "control", saving(folder, how, "copy"), processes=count)
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from shrinkpoint.errors import ConfigError, StoreError
@@ -32,6 +33,23 @@ def own_or_error(failing: int) -> int:
     return ranks.on_every(lambda: fails(StoreError("gone")) if ranks.rank() == failing else 10 + ranks.rank())
 
 
+def given_to_all(rank: int) -> list[list[float]]:
+    """Tensors of several dtypes and orders of memory, one of them a parameter, after the first rank gave its values."""
+    whole = torch.arange(6.0).reshape(2, 3) + 10 * rank
+    tensors = [
+        whole.clone(),
+        whole.T.contiguous().T,
+        whole.to(torch.bfloat16),
+        torch.tensor(float(rank)),
+        torch.nn.Parameter(whole.clone()),
+        torch.empty(0),
+    ]
+    places = [tensor.data_ptr() for tensor in tensors]
+    ranks.broadcast_tensors(tensors)
+    assert places == [tensor.data_ptr() for tensor in tensors]
+    return [tensor.detach().reshape(-1).tolist() for tensor in tensors]
+
+
 def program(rank: int, meeting: str, answers: Any, everybody: Any) -> None:
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
     seen = {
@@ -46,6 +64,7 @@ def program(rank: int, meeting: str, answers: Any, everybody: Any) -> None:
         "outcome": told(outcome_of_first),
         "never run": told(lambda: ranks.Outcome[int]().share()),
         "together": told(lambda: ranks.raise_together(ConfigError("no") if rank == 0 else None)),
+        "tensors": given_to_all(rank),
         "no error": ranks.raise_together(None),
     }
     answers.put((rank, seen))

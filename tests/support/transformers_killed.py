@@ -2,8 +2,9 @@
 
 Usage: transformers_killed.py <folder> <name> [<process>...]
 
-It continues the run in ``<folder>/run``, or saves nothing if `name` is ``whole``; says the number of every step in
-``<folder>/progress`` and leaves its `Outcome` in ``<folder>/<name>-<rank>.pt``.
+It continues the run in ``<folder>/run``, or saves nothing if `name` is ``whole``; with names that begin with ``adopting`` it adopts
+what is saved, and ``adopting whole`` saves to a run of its own. It says the number of every step in ``<folder>/progress`` and
+leaves its `Outcome` in ``<folder>/<name>-<rank>.pt``.
 """
 
 import os
@@ -46,9 +47,13 @@ def main(folder: str, name: str) -> None:
     torch.set_num_threads(1)
     callbacks: list[Any] = []
     if name != "whole":
-        saving = CompressedCheckpoint(f"{folder}/run", every_n_train_steps=5, scheme="lossless", busy="wait")
+        run = "undisturbed" if name == "adopting whole" else "run"
+        options: dict[str, Any] = {"scheme": "lossless", "busy": "wait"}
+        if name.startswith("adopting"):
+            options = {"adopt": True, "adoptions": 8, "max_degradation": 0.5}
+        saving = CompressedCheckpoint(f"{folder}/{run}", every_n_train_steps=5, **options)
         callbacks = [Progress(Path(folder, "progress")), saving]
-    outcome = train(SETUP, f"{folder}/output", *callbacks, seed=3 if name == "whole" else os.getpid())
+    outcome = train(SETUP, f"{folder}/output", *callbacks, seed=3 if name.endswith("whole") else os.getpid())
     torch.save(outcome, f"{folder}/{name}-{os.environ.get('RANK', '0')}.pt")
 
 

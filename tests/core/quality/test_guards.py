@@ -185,7 +185,9 @@ def test_moments_that_are_not_finite_are_refused(trained, value):
     assert why is not None
 
 
-@pytest.mark.parametrize(("factor", "refused"), [(0.25, True), (0.7, True), (0.87, True), (0.95, False), (1.2, False)])
+@pytest.mark.parametrize(
+    ("factor", "refused"), [(0.25, True), (0.7, True), (0.87, True), (0.95, False), (1.2, False)]
+)
 def test_second_moments_that_lengthen_updates_are_refused(trained, factor, refused):
     why, guard = trained.look(ChangingScheme(lambda tensor: factor * tensor, (Role.EXP_AVG_SQ,)))
     assert (why is not None) == refused

@@ -9,6 +9,8 @@ from support.ranks_program import fails, program
 from shrinkpoint.errors import ShrinkpointError
 from shrinkpoint.integrations.common import ranks
 
+FIRSTS = [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]] * 3 + [[0.0], [0.0, 1.0, 2.0, 3.0, 4.0, 5.0], []]
+
 
 def test_two_processes(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
@@ -35,6 +37,7 @@ def test_two_processes(tmp_path: Path) -> None:
         "outcome": ("ConfigError", "no"),
         "never run": never_run,
         "together": ("ConfigError", "no"),
+        "tensors": FIRSTS,
         "no error": None,
     }
     assert second == {
@@ -48,6 +51,7 @@ def test_two_processes(tmp_path: Path) -> None:
         "outcome": ("ConfigError", "on the first process: no"),
         "never run": (never_run[0], f"on the first process: {never_run[1]}"),
         "together": ("ConfigError", "on the first process: no"),
+        "tensors": FIRSTS,
         "no error": None,
     }
 
