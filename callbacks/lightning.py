@@ -23,6 +23,7 @@ from shrinkpoint.integrations.common.settings import refusing_unknown
 from shrinkpoint.integrations.lightning.io import open_as_ckpt
 from shrinkpoint.integrations.lightning.session import Session
 from shrinkpoint.integrations.lightning.settings import Settings
+from shrinkpoint.integrations.lightning.sharded import session_for
 from shrinkpoint.integrations.lightning.words import answer_words
 from shrinkpoint.saving.resume import ResumePolicy
 from shrinkpoint.schemes.catalogue import SchemeName
@@ -258,6 +259,7 @@ class CompressedCheckpoint(Checkpoint):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Checks the store, and arranges that the run continues."""
+        self._session = session_for(trainer, self._session)
         self._session.setup(trainer, stage)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -63,6 +63,7 @@ class TerminationRequest:
     Args:
         signals: which ones.
         answered: whether `received` will be checked soon; where not, the first signal ends the process at once.
+        replaces: do not call the handlers that were there before, since they would wait for other processes.
         clock: seconds; never goes back.
     """
 
@@ -71,8 +72,10 @@ class TerminationRequest:
         signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT),
         *,
         answered: Callable[[], bool] = lambda: True,
+        replaces: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._replaces = replaces
         self._signals = signals
         self._answered = answered
         self._clock = clock
@@ -114,7 +117,7 @@ class TerminationRequest:
         number = self._received[0] if self._received is not None else signal.SIGINT
         previous = self._previous.get(number)
         self.unwatch()
-        if callable(previous):
+        if callable(previous) and not self._replaces:
             previous(number, None)
         if number == signal.SIGINT:
             raise KeyboardInterrupt

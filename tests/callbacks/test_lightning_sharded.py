@@ -1,0 +1,65 @@
+"""Lightning's ModelParallelStrategy on several processes, ended and continued, on as many and on other numbers of ranks."""
+
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from support.lightning_models import assert_same
+from support.sharded import launch
+from support.sharded_lightning import hop, killed, rest, signalled, whole
+
+import shrinkpoint
+from shrinkpoint.store.run import RunStore
+
+
+def test_the_trajectory_is_that_of_lightnings_own_sharded_checkpoints(tmp_path: Path) -> None:
+    steps = 0
+    for world in (2, 3, 2):
+        steps += 3
+        native = launch(hop, world, tmp_path, str(tmp_path), steps, True)
+        ours = launch(hop, world, tmp_path, str(tmp_path), steps, False)
+        for rank in range(world):
+            # (step, loss); the epoch of what is saved after the training differs
+            rows = [[row[2:] for row in trace] for trace, *_ in (ours[rank], native[rank])]
+            assert [step for step, _ in rows[0]] == [steps - 3, steps - 2, steps - 1]
+            assert_same(*rows)
+            assert_same(ours[rank][1], native[rank][1])
+        assert ours[0][2] == [(steps, "delta" if steps > 3 else "base")]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["native", "run"]
+
+
+def test_killed_ranks_continue_bit_by_bit(tmp_path: Path) -> None:
+    """In the middle of an epoch: the same samples, random numbers and counters as without."""
+    url = str(tmp_path / "run")
+    undisturbed = launch(whole, 2, tmp_path)
+    launch(killed, 2, tmp_path, url, 7, killed=True)
+    continued = launch(rest, 2, tmp_path, url)
+    for before, (trace, state, counts, last) in zip(undisturbed, continued, strict=True):
+        step = trace[0][2]
+        assert step in (3, 6)
+        assert_same(trace, before[0][step:])
+        assert_same((state, counts), before[1:])
+        assert last == f"{url}#step=24"
+    assert undisturbed[0][0] != undisturbed[1][0]
+    weights = shrinkpoint.load_weights(url)
+    assert all(torch.equal(value, undisturbed[0][1][f"model.{name}"]) for name, value in weights.items())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "number", "ends"),
+    [([1], signal.SIGTERM, "SIGTERMException"), ([0, 1], signal.SIGINT, "SystemExit")],
+)
+def test_ranks_that_are_asked_to_end_save_the_same_step(
+    tmp_path: Path, ranks: list[int], number: int, ends: str
+) -> None:
+    """A signal to one rank alone, too, ends all of them after the batch at which it came."""
+    url = str(tmp_path / "run")
+    told = launch(signalled, 2, tmp_path, url, ranks, int(number), 4)
+    assert told == [(ends, 4)] * 2
+    newest = RunStore(url).manifests()[0]
+    assert newest.step == 4
+    undisturbed, continued = launch(whole, 2, tmp_path), launch(rest, 2, tmp_path, url)
+    for before, (trace, state, counts, _) in zip(undisturbed, continued, strict=True):
+        assert_same(trace, before[0][4:])
+        assert_same((state, counts), before[1:])

@@ -1,0 +1,185 @@
+"""What ranks do in the tests of Lightning's trainings with shards: a model, and runs of it that are ended and continued."""
+
+import os
+import random
+import signal
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import ModelParallelStrategy
+from support.lightning_models import QUIET, Points
+from support.sharded import Toy, batch, die, full_state, warm
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.data import DataLoader
+
+from shrinkpoint.callbacks.lightning import CompressedCheckpoint
+
+warm()
+for name in [name for name in os.environ if name.startswith(("PL_", "SLURM_", "NODE_", "MASTER_"))]:
+    del os.environ[name]  # as another test may have left them
+
+
+class Sharded(pl.LightningModule):
+    """Shuffled data, dropout and all generators in the loss; with `by_step` nothing but the step's number."""
+
+    def __init__(self, *, by_step: bool = False, accumulates: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net: Any = Toy() if by_step else nn.Sequential(nn.Linear(8, 21), nn.ReLU(), nn.Linear(21, 1))
+        self.by_step = by_step
+        self.trace: list[tuple[Any, ...]] = []
+
+    def configure_model(self) -> None:
+        if any(hasattr(parameter, "placements") for parameter in self.parameters()):
+            return
+        mesh, layers = self.device_mesh, self.net.blocks if self.by_step else [self.net[0]]
+        if mesh["tensor_parallel"].size() > 1:
+            for layer in layers:
+                parallelize_module(
+                    layer, mesh["tensor_parallel"], {"a": ColwiseParallel(), "b": RowwiseParallel()}
+                )
+        for layer in layers:
+            fully_shard(layer, mesh=mesh["data_parallel"])
+        fully_shard(self.net, mesh=mesh["data_parallel"])
+
+    def training_step(self, data: Any, batch_idx: int) -> torch.Tensor:
+        at = (self.trainer.current_epoch, batch_idx, self.trainer.global_step)
+        if self.by_step:
+            tokens, labels = batch(self.trainer.global_step)
+            loss = nn.functional.cross_entropy(self.net(tokens).flatten(0, 1), labels.flatten())
+            self.trace.append((*at, loss.item()))
+        else:
+            index, x, y = data
+            out = nn.functional.dropout(self.net(x), 0.3)
+            loss = (out - y).pow(2).mean() * (1 + 0.01 * random.random())
+            self.trace.append((*at, tuple(index.tolist()), loss.item()))
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, data: Any, batch_idx: int) -> None:
+        _, x, y = data
+        self.log("val_loss", (self.net(x) - y).pow(2).mean(), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), 3e-3)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Points(384 if self.by_step else 64), batch_size=4, shuffle=not self.by_step)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(Points(8), batch_size=4)
+
+
+class At(Callback):
+    """Does something on this rank right after an optimizer step; placed before the callback that saves."""
+
+    def __init__(self, step: int, action: Callable[[], Any]) -> None:
+        self.step, self.action = step, action
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *arguments: Any) -> None:
+        if trainer.global_step == self.step:
+            self.action()
+
+
+def trained(
+    world: int, module: pl.LightningModule, *callbacks: Callback, tensor: int = 1, **options: Any
+) -> tuple[pl.Trainer, dict[str, torch.Tensor]]:
+    """The trainer, and all weights and moments in whole."""
+    ckpt_path = options.pop("ckpt_path", None)
+    saves = any(isinstance(callback, pl.callbacks.Checkpoint) for callback in callbacks)
+    trainer = pl.Trainer(
+        strategy=ModelParallelStrategy(data_parallel_size=world // tensor, tensor_parallel_size=tensor),
+        devices=world,
+        callbacks=list(callbacks),
+        **{
+            "max_epochs": 3,
+            "limit_val_batches": 0,
+            "num_sanity_val_steps": 0,
+            "enable_checkpointing": saves,
+            **QUIET,
+            **options,
+        },
+    )
+    trainer.fit(module, ckpt_path=ckpt_path)
+    return trainer, full_state(module, trainer.optimizers[0])
+
+
+def saving(url: str, every: int = 3, **options: Any) -> CompressedCheckpoint:
+    given = {"scheme": "lossless", "busy": "wait", "threads": 1, "save_top_k": -1} | options
+    return CompressedCheckpoint(url, every_n_train_steps=every, **given)
+
+
+def hop(rank: int, world: int, folder: str, steps: int, own: bool, tensor: int = 1) -> Any:
+    """Train to a step, from what is stored, with Lightning's own checkpoints or with ours."""
+    module = Sharded(by_step=True)
+    if own:
+        native = Path(folder, "native")
+        path = str(native) if native.exists() else None
+        trainer, state = trained(world, module, tensor=tensor, max_steps=steps, ckpt_path=path)
+        trainer.save_checkpoint(native)
+        return module.trace, state, []
+    callback = saving(f"{folder}/run", key_every=99)
+    _, state = trained(world, module, callback, tensor=tensor, max_steps=steps)
+    run = callback._session.run
+    return module.trace, state, [(report.step, report.kind) for report in run.saver.reports()]
+
+
+def whole(rank: int, world: int) -> Any:
+    """A training that nothing interrupts."""
+    pl.seed_everything(1 + rank, verbose=False)
+    module = Sharded()
+    trainer, state = trained(world, module, limit_val_batches=2, val_check_interval=5)
+    return module.trace, state, counters(trainer)
+
+
+def counters(trainer: pl.Trainer) -> Any:
+    rates = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
+    return trainer.global_step, trainer.current_epoch, trainer.fit_loop.total_batch_idx, rates
+
+
+def killed(rank: int, world: int, url: str, step: int) -> None:
+    """Every rank, or what is left of it, ends at a step as by kill -9, some time after a save."""
+    pl.seed_everything(1 + rank, verbose=False)
+    module = Sharded()
+
+    def end() -> None:
+        while not list(Path(url, "commits").glob("*")):
+            time.sleep(0.01)
+        die()
+
+    trained(world, module, At(step, end), saving(url), limit_val_batches=2, val_check_interval=5)
+
+
+def rest(rank: int, world: int, url: str) -> Any:
+    """The training goes on by itself."""
+    pl.seed_everything(100 + rank, verbose=False)
+    module = Sharded()
+    callback = saving(url)
+    trainer, state = trained(world, module, callback, limit_val_batches=2, val_check_interval=5)
+    return module.trace, state, counters(trainer), callback.last_model_path
+
+
+def signalled(rank: int, world: int, url: str, ranks: list[int], number: int, step: int) -> Any:
+    """Some ranks are asked to end at a step; how it ended, and what was trained."""
+    pl.seed_everything(1 + rank, verbose=False)
+    module = Sharded()
+    asked = [At(step, lambda: signal.raise_signal(number))] if rank in ranks else []
+    try:
+        trained(world, module, *asked, saving(url, every=10**6), limit_val_batches=2, val_check_interval=5)
+    except BaseException as error:  # noqa: BLE001 - compared
+        return type(error).__name__, module.trace[-1][2] + 1
+    return "nothing", module.trace[-1][2] + 1
+
+
+def quiet() -> None:
+    warnings.simplefilter("ignore")
