@@ -4,7 +4,6 @@ import os
 import random
 import signal
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -80,6 +79,13 @@ class Sharded(pl.LightningModule):
         return DataLoader(Points(8), batch_size=4)
 
 
+def seed(rank: int, number: int) -> None:
+    """The samplers' seed is one for all, and each rank draws numbers of its own."""
+    pl.seed_everything(number, verbose=False)
+    torch.manual_seed(number + rank)
+    random.seed(number + rank)
+
+
 class At(Callback):
     """Does something on this rank right after an optimizer step; placed before the callback that saves."""
 
@@ -136,7 +142,7 @@ def hop(rank: int, world: int, folder: str, steps: int, own: bool, tensor: int =
 
 def whole(rank: int, world: int) -> Any:
     """A training that nothing interrupts."""
-    pl.seed_everything(1 + rank, verbose=False)
+    seed(rank, 1)
     module = Sharded()
     trainer, state = trained(world, module, limit_val_batches=2, val_check_interval=5)
     return module.trace, state, counters(trainer)
@@ -149,7 +155,7 @@ def counters(trainer: pl.Trainer) -> Any:
 
 def killed(rank: int, world: int, url: str, step: int) -> None:
     """Every rank, or what is left of it, ends at a step as by kill -9, some time after a save."""
-    pl.seed_everything(1 + rank, verbose=False)
+    seed(rank, 1)
     module = Sharded()
 
     def end() -> None:
@@ -162,7 +168,7 @@ def killed(rank: int, world: int, url: str, step: int) -> None:
 
 def rest(rank: int, world: int, url: str) -> Any:
     """The training goes on by itself."""
-    pl.seed_everything(100 + rank, verbose=False)
+    seed(rank, 100)
     module = Sharded()
     callback = saving(url)
     trainer, state = trained(world, module, callback, limit_val_batches=2, val_check_interval=5)
@@ -171,7 +177,7 @@ def rest(rank: int, world: int, url: str) -> Any:
 
 def signalled(rank: int, world: int, url: str, ranks: list[int], number: int, step: int) -> Any:
     """Some ranks are asked to end at a step; how it ended, and what was trained."""
-    pl.seed_everything(1 + rank, verbose=False)
+    seed(rank, 1)
     module = Sharded()
     asked = [At(step, lambda: signal.raise_signal(number))] if rank in ranks else []
     try:
@@ -179,7 +185,3 @@ def signalled(rank: int, world: int, url: str, ranks: list[int], number: int, st
     except BaseException as error:  # noqa: BLE001 - compared
         return type(error).__name__, module.trace[-1][2] + 1
     return "nothing", module.trace[-1][2] + 1
-
-
-def quiet() -> None:
-    warnings.simplefilter("ignore")
