@@ -88,6 +88,11 @@ class TerminationRequest:
         """Whether the process has been asked to end."""
         return self._received is not None
 
+    @property
+    def number(self) -> int | None:
+        """The number of the signal by which it was asked; None if it was not."""
+        return None if self._received is None else self._received[0]
+
     def watch(self) -> None:
         """Install the handlers, except for ignored signals; does nothing outside the main thread, where Python forbids
         it."""
@@ -107,14 +112,18 @@ class TerminationRequest:
                 signal.signal(number, previous if previous is not None else signal.SIG_DFL)
         self._previous = {}
 
-    def end(self) -> None:
+    def end(self, number: int = signal.SIGINT) -> None:
         """End the process as it would have ended without this handler.
 
+        Args:
+            number: of the signal that another process received, where this one received none.
+
         Raises:
-            KeyboardInterrupt: after a Ctrl-C, as Python's own handler does; also where this process received no signal.
+            KeyboardInterrupt: after a Ctrl-C, as Python's own handler does.
             SystemExit: unless the previous handler does something else.
         """
-        number = self._received[0] if self._received is not None else signal.SIGINT
+        if self._received is not None:
+            number = self._received[0]
         previous = self._previous.get(number)
         self.unwatch()
         if callable(previous) and not self._replaces:

@@ -26,6 +26,7 @@ from shrinkpoint.sharded.background import Background, Save
 from shrinkpoint.sharded.boxes import Box, Piece
 from shrinkpoint.sharded.capture import captured, renamed_tensors
 from shrinkpoint.sharded.encoding import Link, PartJob
+from shrinkpoint.sharded.ending import Ending
 from shrinkpoint.sharded.exchange import Target, exchange
 from shrinkpoint.sharded.layout import Held, Layout, agreed_layout, block_box, held_by, owners_of
 from shrinkpoint.sharded.limits import refuse_options
@@ -100,6 +101,7 @@ class ShardedSaver:
         self._newest: Decoded | None = None
         self._publisher: Publisher | None = None
         self._background: Background | None = None
+        self._mailbox: Mailbox | None = None
         self._session = ""
 
     # ---- beginning
@@ -129,8 +131,9 @@ class ShardedSaver:
         ranks.on_every(self._open)
         self._session = ranks.broadcast(self._publisher.open().session if self._publisher else None)
         if self._background is None:
+            self._mailbox = Mailbox(ranks)
             self._background = Background(
-                self.store, self.config, Mailbox(ranks), self._publisher, self._warmup, self.url
+                self.store, self.config, self._mailbox, self._publisher, self._warmup, self.url
             )
         if self.config.compile_ahead and os.environ.get("LOCAL_RANK", str(ranks.rank)) == "0":
             self._warmup.start()
@@ -143,6 +146,17 @@ class ShardedSaver:
 
     def begin(self, state: object, *, step: int = 0, describe: Describe = plain) -> None:
         """Nothing: how far the weights have moved is known from the second checkpoint on."""
+
+    def ending(self) -> Ending:
+        """By which the ranks agree where to end when one of them is asked to; a collective, once, after `check`.
+
+        Raises:
+            StoreError: a rank cannot reach the first one; on every rank.
+        """
+        mailbox = self._mailbox
+        if mailbox is None:
+            raise ConfigError("call check() first, on every rank")
+        return self._ranks.on_every(lambda: Ending(mailbox))
 
     # ---- saving
 

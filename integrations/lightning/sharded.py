@@ -57,9 +57,7 @@ class ShardedSession(Session):
 
     def __init__(self, before: Session) -> None:
         super().__init__(before.settings)
-        self._shards = ShardedRun(
-            before.settings.run, targets=self._targets, own=lambda: self._own
-        )
+        self._shards = ShardedRun(before.settings.run, targets=self._targets, own=lambda: self._own)
         self.run = self._shards
         self.run.best = before.run.best
         self.probe.kept = KeptBatches(0)
