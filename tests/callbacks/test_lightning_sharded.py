@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.lightning_models import assert_same
 from support.sharded import launch
-from support.sharded_lightning import hop, killed, rest, signalled, whole
+from support.sharded_lightning import hop, journey, killed, rest, signalled, uses, whole
 
 import shrinkpoint
 from shrinkpoint.store.run import RunStore
@@ -63,3 +63,35 @@ def test_ranks_that_are_asked_to_end_save_the_same_step(
     for before, (trace, state, counts, _) in zip(undisturbed, continued, strict=True):
         assert_same(trace, before[0][4:])
         assert_same((state, counts), before[1:])
+
+
+def test_fits_evaluations_and_refusals(tmp_path: Path) -> None:
+    """A second fit goes on with the chain; a checkpoint of another run is read; what cannot work is refused by name."""
+    first, second = launch(uses, 2, tmp_path, str(tmp_path / "run"))
+    for told in (first, second):
+        assert told["reports"] == [(3, "base"), (4, "delta"), (6, "delta")]
+        assert told["of another model"].startswith("StateMismatchError")
+        assert told["step_log"].startswith("ConfigError: step_log= is not supported for sharded models")
+        assert told["near"].startswith("ConfigError: near='/tmp/near' is not supported for sharded models")
+        assert told["weights_only"].startswith("ConfigError: weights_only=True is not supported")
+        assert told["model"].startswith("StateMismatchError")
+        assert "net.head.weight is (5, 16) here and (7, 16) there" in told["model"]
+
+
+@pytest.mark.slow
+def test_one_run_on_other_meshes_and_on_a_single_device(tmp_path: Path) -> None:
+    url, true, steps = str(tmp_path / "run"), str(tmp_path / "true.pt"), 0
+    for world, tensor in ((2, 1), (4, 2), (1, None), (3, 1)):
+        steps += 2
+        told = launch(journey, world, tmp_path, url, true, tensor, steps, "lossless")
+        kind = "delta" if steps > 2 else "base"
+        assert told == [([], [(steps, kind, "exact")])] * world
+    assert [ref.parts for ref in RunStore(url).manifests()[0].chain] == [2, 4, 0, 3]
+
+
+@pytest.mark.slow
+def test_auto_goes_on_unmeasured_and_says_so(tmp_path: Path) -> None:
+    url = str(tmp_path / "run")
+    for world, steps in ((2, 3), (3, 6)):
+        told = launch(journey, world, tmp_path, url, str(tmp_path / f"{steps}.pt"), 1, steps, "auto")
+        assert told == [([], [(steps, "base" if steps == 3 else "delta", "unmeasured")])] * world

@@ -39,6 +39,8 @@ class Sharded(pl.LightningModule):
     def configure_model(self) -> None:
         if any(hasattr(parameter, "placements") for parameter in self.parameters()):
             return
+        if self.device_mesh is None:
+            return  # a single device
         mesh, layers = self.device_mesh, self.net.blocks if self.by_step else [self.net[0]]
         if mesh["tensor_parallel"].size() > 1:
             for layer in layers:
@@ -98,13 +100,24 @@ class At(Callback):
 
 
 def trained(
-    world: int, module: pl.LightningModule, *callbacks: Callback, tensor: int = 1, **options: Any
+    world: int, module: pl.LightningModule, *callbacks: Callback, tensor: int | None = 1, **options: Any
 ) -> tuple[pl.Trainer, dict[str, torch.Tensor]]:
-    """The trainer, and all weights and moments in whole."""
+    """The trainer, and all weights and moments in whole.
+
+    Args:
+        world: ranks.
+        module: the model.
+        callbacks: of the trainer.
+        tensor: ranks that share a layer; None for a single device without shards.
+        options: of the trainer and of ``fit``.
+    """
     ckpt_path = options.pop("ckpt_path", None)
     saves = any(isinstance(callback, pl.callbacks.Checkpoint) for callback in callbacks)
+    strategy: Any = "auto"
+    if tensor is not None:
+        strategy = ModelParallelStrategy(data_parallel_size=world // tensor, tensor_parallel_size=tensor)
     trainer = pl.Trainer(
-        strategy=ModelParallelStrategy(data_parallel_size=world // tensor, tensor_parallel_size=tensor),
+        strategy=strategy,
         devices=world,
         callbacks=list(callbacks),
         **{
@@ -185,3 +198,72 @@ def signalled(rank: int, world: int, url: str, ranks: list[int], number: int, st
     except BaseException as error:  # noqa: BLE001 - compared
         return type(error).__name__, module.trace[-1][2] + 1
     return "nothing", module.trace[-1][2] + 1
+
+
+def told(action: Callable[[], Any]) -> str:
+    """What it raised, by its class and message."""
+    try:
+        action()
+    except Exception as error:  # noqa: BLE001 - compared
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def uses(rank: int, world: int, url: str) -> dict[str, Any]:
+    """One run used in several ways by one process after another, and what is refused."""
+    seen: dict[str, Any] = {}
+    callback = saving(url)
+    module = Sharded(by_step=True)
+    trainer, state = trained(world, module, callback, max_steps=4)
+    trainer.fit_loop.epoch_loop.max_steps = 6
+    trainer.fit(module)  # goes on from here, and so does the chain
+    seen["reports"] = [(report.step, report.kind) for report in callback._session.run.saver.reports()]
+
+    fresh, other = Sharded(by_step=True), saving(f"{url}-other")
+    trainer, found = trained(world, fresh, other, ckpt_path=f"{url}#step=4", max_steps=4)
+    assert all(torch.equal(tensor, found[name]) for name, tensor in state.items())
+    fresh = Sharded()
+    seen["of another model"] = told(
+        lambda: trainer.validate(fresh, fresh.val_dataloader(), ckpt_path=f"{url}#newest", verbose=False)
+    )
+    fresh = Sharded(by_step=True)
+    fresh.validation_step = fresh.training_step  # type: ignore[assignment]
+    trainer.validate(fresh, fresh.train_dataloader(), ckpt_path=f"{url}#step=4", verbose=False)
+    weights = full_state(fresh, torch.optim.SGD(fresh.parameters()))
+    assert all(torch.equal(tensor, state[name]) for name, tensor in weights.items() if "count" not in name)
+
+    for name, options in {
+        "step_log": {"step_log": "exact", "step_log_url": "/dev/shm/none"},
+        "near": {"near": "/tmp/near"},
+        "weights_only": {"weights_only": True},
+    }.items():
+        other = saving(f"{url}-{name}", **options)
+        seen[name] = told(lambda other=other: trained(world, Sharded(by_step=True), other, max_steps=1))
+    stranger = Sharded(by_step=True)
+    stranger.net = Toy(rows=5)
+    seen["model"] = told(lambda: trained(world, stranger, saving(url), max_steps=9))
+    return seen
+
+
+class Compare(Callback):
+    """Compares what was restored with what a run before left."""
+
+    def __init__(self, path: str) -> None:
+        self.path, self.differ = path, ["nothing was compared"]
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        found = full_state(pl_module, trainer.optimizers[0])
+        wanted = torch.load(self.path, weights_only=True) if Path(self.path).exists() else found
+        assert wanted.keys() == found.keys(), wanted.keys() ^ found.keys()
+        self.differ = [name for name in wanted if not torch.equal(wanted[name], found[name])]
+
+
+def journey(rank: int, world: int, url: str, true: str, tensor: int | None, steps: int, scheme: str) -> Any:
+    """Train to a step on another mesh; what differs from the true state, and the saves."""
+    compare, module = Compare(true), Sharded(by_step=True)
+    callback = saving(url, every=10**6, key_every=99, scheme=scheme)
+    _, state = trained(world, module, compare, callback, tensor=tensor, max_steps=steps)
+    if rank == 0:
+        torch.save(state, true)
+    reports = callback._session.run.saver.reports()
+    return compare.differ, [(report.step, report.kind, report.measured) for report in reports]
