@@ -114,6 +114,7 @@ class CompressedCheckpoint(Checkpoint):
             all are stored at `url` first. Trouble with it is a warning, and no save fails of it.
         near_keep: how many checkpoints it holds at most.
         compile_ahead: have coders that are not compiled yet compiled in a process of its own as soon as training begins.
+        commit_timeout_s: with ``ModelParallelStrategy``, seconds that the first rank's part waits for the others'.
 
     Raises:
         ConfigError: an option has a value that cannot work. Nothing is read or written before ``Trainer.fit``.
@@ -161,6 +162,7 @@ class CompressedCheckpoint(Checkpoint):
         near: str | None = None,
         near_keep: int = 2,
         compile_ahead: bool = True,
+        commit_timeout_s: int = 300,
     ) -> None:
         super().__init__()
         settings = Settings.build(
@@ -203,6 +205,7 @@ class CompressedCheckpoint(Checkpoint):
                 "near": near,
                 "near_keep": near_keep,
                 "compile_ahead": compile_ahead,
+                "commit_timeout_s": commit_timeout_s,
             },
         )
         # What Lightning and its loggers read off a checkpoint callback.

@@ -13,6 +13,7 @@ import shrinkpoint
 from shrinkpoint.store.run import RunStore
 
 
+@pytest.mark.slow
 def test_the_trajectory_is_that_of_lightnings_own_sharded_checkpoints(tmp_path: Path) -> None:
     steps = 0
     for world in (2, 3, 2):
@@ -46,19 +47,18 @@ def test_killed_ranks_continue_bit_by_bit(tmp_path: Path) -> None:
     assert all(torch.equal(value, undisturbed[0][1][f"model.{name}"]) for name, value in weights.items())
 
 
-@pytest.mark.parametrize(
-    ("ranks", "number", "ends"),
-    [([1], signal.SIGTERM, "SIGTERMException"), ([0, 1], signal.SIGINT, "SystemExit")],
-)
-def test_ranks_that_are_asked_to_end_save_the_same_step(
-    tmp_path: Path, ranks: list[int], number: int, ends: str
-) -> None:
-    """A signal to one rank alone, too, ends all of them after the batch at which it came."""
+def test_a_sigterm_to_one_rank_alone_saves_and_ends_all(tmp_path: Path) -> None:
+    """After the batch at which it came."""
     url = str(tmp_path / "run")
-    told = launch(signalled, 2, tmp_path, url, ranks, int(number), 4)
-    assert told == [(ends, 4)] * 2
-    newest = RunStore(url).manifests()[0]
-    assert newest.step == 4
+    assert launch(signalled, 2, tmp_path, url, [1], int(signal.SIGTERM), 4) == [("SIGTERMException", 4)] * 2
+    assert [manifest.step for manifest in RunStore(url).manifests()] == [4]
+
+
+@pytest.mark.slow
+def test_a_ctrl_c_to_all_ranks_is_continued_bit_by_bit(tmp_path: Path) -> None:
+    url = str(tmp_path / "run")
+    # Lightning exits after a KeyboardInterrupt
+    assert launch(signalled, 2, tmp_path, url, [0, 1], int(signal.SIGINT), 4) == [("SystemExit", 4)] * 2
     undisturbed, continued = launch(whole, 2, tmp_path), launch(rest, 2, tmp_path, url)
     for before, (trace, state, counts, _) in zip(undisturbed, continued, strict=True):
         assert_same(trace, before[0][4:])

@@ -230,6 +230,7 @@ def refusals(rank: int, world: int, url: str) -> dict[str, str]:
     seen["url"] = told(lambda: filled.checkpointer(url + str(rank)))
     seen["scheme"] = told(lambda: filled.checkpointer(url, key_every=3 + rank))
     seen["near"] = told(lambda: filled.checkpointer(url, near="/tmp/near"))
+    seen["step_log"] = told(lambda: filled.checkpointer(url, step_log="small"))
     write = RunStore.try_to_write
     RunStore.try_to_write = lambda self, key: fails(StoreError("read-only"))  # type: ignore[method-assign]
     seen["rights"] = told(lambda: filled.checkpointer(url))

@@ -10,7 +10,11 @@ from support.sharded_programs import asked_to_end, unanswered, unsaved_end
 from shrinkpoint.store.run import RunStore
 
 
-@pytest.mark.parametrize("asked", [{1: 4}, {0: 4, 1: 6, 2: 5}], ids=["one", "all"])
+@pytest.mark.parametrize(
+    "asked",
+    [{1: 4}, pytest.param({0: 4, 1: 6, 2: 5}, marks=pytest.mark.slow)],
+    ids=["one", "all"],
+)
 def test_ranks_that_are_asked_to_end_save_the_same_step(tmp_path: Path, asked: dict[int, int]) -> None:
     url = str(tmp_path / "run")
     ended = launch(asked_to_end, 3, tmp_path, url, asked)
