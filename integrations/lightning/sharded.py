@@ -18,6 +18,7 @@ from shrinkpoint.integrations.lightning.position import OWN_KEYS, OWN_MARK, POSI
 from shrinkpoint.integrations.lightning.probe_steps import StepProbe
 from shrinkpoint.integrations.lightning.reports import finite_metrics
 from shrinkpoint.integrations.lightning.session import Session
+from shrinkpoint.integrations.lightning.settings import Settings
 from shrinkpoint.integrations.lightning.sharded_io import RunReader, capturing_shards, shards_model
 from shrinkpoint.integrations.lightning.state import describe_checkpoint
 from shrinkpoint.runtime.termination import TerminationRequest
@@ -38,16 +39,19 @@ def session_for(trainer: Trainer, session: Session) -> Session:
         trainer: whose strategy is known.
         session: the one that there is, which is returned if it is such a one.
     """
-    if not shards_model(trainer.strategy) or isinstance(session, ShardedSession):
+    shards = shards_model(trainer.strategy)
+    if shards == isinstance(session, ShardedSession):
         return session
-    return ShardedSession(session)
+    other = ShardedSession(session.settings) if shards else Session(session.settings)
+    other.run.best = session.run.best
+    return other
 
 
 class ShardedSession(Session):
     """As `Session`; the first rank does nothing for the others, and no loss is measured.
 
     Args:
-        before: of the same callback, before its trainer was known.
+        settings: the callback's options.
 
     Raises:
         ConfigError: an option is not for sharded models.
@@ -55,11 +59,10 @@ class ShardedSession(Session):
 
     _sharded = True
 
-    def __init__(self, before: Session) -> None:
-        super().__init__(before.settings)
-        self._shards = ShardedRun(before.settings.run, targets=self._targets, own=lambda: self._own)
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self._shards = ShardedRun(settings.run, targets=self._targets, own=lambda: self._own)
         self.run = self._shards
-        self.run.best = before.run.best
         self.probe.kept = KeptBatches(0)
         self._steps = StepProbe(self.probe, steps=0)
         self._own: Mapping[str, Mapping[str, Any]] = {}

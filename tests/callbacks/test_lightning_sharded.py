@@ -55,13 +55,18 @@ def test_a_sigterm_to_one_rank_alone_saves_and_ends_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_ctrl_c_to_all_ranks_is_continued_bit_by_bit(tmp_path: Path) -> None:
-    url = str(tmp_path / "run")
-    # Lightning exits after a KeyboardInterrupt
-    assert launch(signalled, 2, tmp_path, url, [0, 1], int(signal.SIGINT), 4) == [("SystemExit", 4)] * 2
-    undisturbed, continued = launch(whole, 2, tmp_path), launch(rest, 2, tmp_path, url)
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_ctrl_c_to_all_ranks_is_continued_bit_by_bit(tmp_path: Path, accumulate: int) -> None:
+    """After any batch: the gradients that are accumulated are there again."""
+    url, batches = str(tmp_path / "run"), 4 if accumulate == 1 else 5
+    step = batches // accumulate
+    told = launch(signalled, 2, tmp_path, url, [0, 1], int(signal.SIGINT), step, accumulate, batches - 1)
+    assert told == [("SystemExit", batches)] * 2  # by which Lightning answers a KeyboardInterrupt
+    assert [manifest.step for manifest in RunStore(url).manifests()] == [step]
+    undisturbed = launch(whole, 2, tmp_path, accumulate)
+    continued = launch(rest, 2, tmp_path, url, accumulate)
     for before, (trace, state, counts, _) in zip(undisturbed, continued, strict=True):
-        assert_same(trace, before[0][4:])
+        assert_same(trace, before[0][batches:])
         assert_same((state, counts), before[1:])
 
 

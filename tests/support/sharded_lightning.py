@@ -91,11 +91,11 @@ def seed(rank: int, number: int) -> None:
 class At(Callback):
     """Does something on this rank right after an optimizer step; placed before the callback that saves."""
 
-    def __init__(self, step: int, action: Callable[[], Any]) -> None:
-        self.step, self.action = step, action
+    def __init__(self, step: int, action: Callable[[], Any], batch: int | None = None) -> None:
+        self.step, self.action, self.batch = step, action, batch
 
     def on_train_batch_end(self, trainer: pl.Trainer, *arguments: Any) -> None:
-        if trainer.global_step == self.step:
+        if trainer.global_step == self.step and self.batch in (None, arguments[-1]):
             self.action()
 
 
@@ -153,11 +153,12 @@ def hop(rank: int, world: int, folder: str, steps: int, own: bool, tensor: int =
     return module.trace, state, [(report.step, report.kind) for report in run.saver.reports()]
 
 
-def whole(rank: int, world: int) -> Any:
+def whole(rank: int, world: int, accumulate: int = 1) -> Any:
     """A training that nothing interrupts."""
     seed(rank, 1)
     module = Sharded()
-    trainer, state = trained(world, module, limit_val_batches=2, val_check_interval=5)
+    options: Any = {"limit_val_batches": 2, "val_check_interval": 5, "accumulate_grad_batches": accumulate}
+    trainer, state = trained(world, module, **options)
     return module.trace, state, counters(trainer)
 
 
@@ -179,25 +180,36 @@ def killed(rank: int, world: int, url: str, step: int) -> None:
     trained(world, module, At(step, end), saving(url), limit_val_batches=2, val_check_interval=5)
 
 
-def rest(rank: int, world: int, url: str) -> Any:
+def rest(rank: int, world: int, url: str, accumulate: int = 1) -> Any:
     """The training goes on by itself."""
     seed(rank, 100)
     module = Sharded()
     callback = saving(url)
-    trainer, state = trained(world, module, callback, limit_val_batches=2, val_check_interval=5)
+    options: Any = {"limit_val_batches": 2, "val_check_interval": 5, "accumulate_grad_batches": accumulate}
+    trainer, state = trained(world, module, callback, **options)
     return module.trace, state, counters(trainer), callback.last_model_path
 
 
-def signalled(rank: int, world: int, url: str, ranks: list[int], number: int, step: int) -> Any:
-    """Some ranks are asked to end at a step; how it ended, and what was trained."""
+def signalled(
+    rank: int,
+    world: int,
+    url: str,
+    ranks: list[int],
+    number: int,
+    step: int,
+    accumulate: int = 1,
+    batch: int | None = None,
+) -> Any:
+    """Some ranks are asked to end at a step, and at a batch if it is given; how it ended, and the batches before."""
     seed(rank, 1)
     module = Sharded()
-    asked = [At(step, lambda: signal.raise_signal(number))] if rank in ranks else []
+    asked = [At(step, lambda: signal.raise_signal(number), batch)] if rank in ranks else []
+    options: Any = {"limit_val_batches": 2, "val_check_interval": 5, "accumulate_grad_batches": accumulate}
     try:
-        trained(world, module, *asked, saving(url, every=10**6), limit_val_batches=2, val_check_interval=5)
+        trained(world, module, *asked, saving(url, every=10**6), **options)
     except BaseException as error:  # noqa: BLE001 - compared
-        return type(error).__name__, module.trace[-1][2] + 1
-    return "nothing", module.trace[-1][2] + 1
+        return type(error).__name__, len(module.trace)
+    return "nothing", len(module.trace)
 
 
 def told(action: Callable[[], Any]) -> str:
