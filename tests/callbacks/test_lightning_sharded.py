@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.lightning_models import assert_same
 from support.sharded import launch
-from support.sharded_lightning import hop, journey, killed, rest, signalled, uses, whole
+from support.sharded_lightning import hop, journey, killed, native, rest, signalled, uses, whole
 
 import shrinkpoint
 from shrinkpoint.store.run import RunStore
@@ -15,18 +15,24 @@ from shrinkpoint.store.run import RunStore
 
 @pytest.mark.slow
 def test_the_trajectory_is_that_of_lightnings_own_sharded_checkpoints(tmp_path: Path) -> None:
-    steps = 0
-    for world in (2, 3, 2):
-        steps += 3
-        native = launch(hop, world, tmp_path, str(tmp_path), steps, True)
-        ours = launch(hop, world, tmp_path, str(tmp_path), steps, False)
-        for rank in range(world):
-            # (step, loss); the epoch of what is saved after the training differs
-            rows = [[row[2:] for row in trace] for trace, *_ in (ours[rank], native[rank])]
-            assert [step for step, _ in rows[0]] == [steps - 3, steps - 2, steps - 1]
-            assert_same(*rows)
-            assert_same(ours[rank][1], native[rank][1])
-        assert ours[0][2] == [(steps, "delta" if steps > 3 else "base")]
+    """2 -> 3 -> 2 ranks, killed in the middle of an epoch: each loss, and at the end all weights and moments, bit by bit."""
+    for world, steps in ((2, 3), (3, 6), (2, 9)):
+        own = launch(native, world, tmp_path, str(tmp_path / "native"), steps)
+        ours = launch(hop, world, tmp_path, str(tmp_path), steps, steps == 9, killed=steps < 9)
+        for rank, (losses, state) in enumerate(own):
+            assert [step for step, _ in losses] == [steps - 3, steps - 2, steps - 1]
+            if steps < 9:
+                assert torch.load(tmp_path / f"trace-{steps}-{rank}.pt") == losses
+            else:
+                assert ours[rank][0] == losses
+                assert_same(ours[rank][1], state)
+    manifests = RunStore(tmp_path / "run").manifests()
+    assert [(manifest.step, manifest.kind) for manifest in manifests] == [
+        (9, "delta"),
+        (6, "delta"),
+        (3, "base"),
+    ]
+    assert [ref.parts for ref in manifests[0].chain] == [2, 3, 2]
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["native", "run"]
 
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.data import DataLoader
 
 from shrinkpoint.callbacks.lightning import CompressedCheckpoint
+from shrinkpoint.store.run import RunStore
 
 warm()
 for name in [name for name in os.environ if name.startswith(("PL_", "SLURM_", "NODE_", "MASTER_"))]:
@@ -138,19 +139,29 @@ def saving(url: str, every: int = 3, **options: Any) -> CompressedCheckpoint:
     return CompressedCheckpoint(url, every_n_train_steps=every, **given)
 
 
-def hop(rank: int, world: int, folder: str, steps: int, own: bool, tensor: int = 1) -> Any:
-    """Train to a step, from what is stored, with Lightning's own checkpoints or with ours."""
+def native(rank: int, world: int, path: str, steps: int) -> Any:
+    """Train to a step, from Lightning's own sharded checkpoint, and leave one."""
     module = Sharded(by_step=True)
-    if own:
-        native = Path(folder, "native")
-        path = str(native) if native.exists() else None
-        trainer, state = trained(world, module, tensor=tensor, max_steps=steps, ckpt_path=path)
-        trainer.save_checkpoint(native)
-        return module.trace, state, []
-    callback = saving(f"{folder}/run", key_every=99)
-    _, state = trained(world, module, callback, tensor=tensor, max_steps=steps)
-    run = callback._session.run
-    return module.trace, state, [(report.step, report.kind) for report in run.saver.reports()]
+    ckpt_path = path if Path(path).exists() else None
+    trainer, state = trained(world, module, max_steps=steps, ckpt_path=ckpt_path)
+    trainer.save_checkpoint(path)
+    return [row[2:] for row in module.trace], state
+
+
+def hop(rank: int, world: int, folder: str, steps: int, last: bool) -> Any:
+    """The same with ours, from what is stored; but for the last one it is killed a step later, when the save is committed."""
+    url, module = f"{folder}/run", Sharded(by_step=True)
+
+    def end() -> None:
+        while max((manifest.step for manifest in RunStore(url).manifests()), default=0) < steps:
+            time.sleep(0.01)
+        torch.save([row[2:] for row in module.trace][:-1], f"{folder}/trace-{steps}-{rank}.pt")
+        die()
+
+    callback = saving(url, key_every=99)
+    kill = [] if last else [At(steps + 1, end)]
+    _, state = trained(world, module, *kill, callback, max_steps=steps if last else -1)
+    return [row[2:] for row in module.trace], state
 
 
 def whole(rank: int, world: int, accumulate: int = 1) -> Any:
