@@ -23,6 +23,7 @@ from shrinkpoint.integrations.common.settings import refusing_unknown
 from shrinkpoint.integrations.lightning.io import open_as_ckpt
 from shrinkpoint.integrations.lightning.session import Session
 from shrinkpoint.integrations.lightning.settings import Settings
+from shrinkpoint.integrations.lightning.sharded import session_for
 from shrinkpoint.integrations.lightning.words import answer_words
 from shrinkpoint.saving.resume import ResumePolicy
 from shrinkpoint.schemes.catalogue import SchemeName
@@ -113,6 +114,7 @@ class CompressedCheckpoint(Checkpoint):
             all are stored at `url` first. Trouble with it is a warning, and no save fails of it.
         near_keep: how many checkpoints it holds at most.
         compile_ahead: have coders that are not compiled yet compiled in a process of its own as soon as training begins.
+        commit_timeout_s: with ``ModelParallelStrategy``, seconds that the first rank's part waits for the others'.
 
     Raises:
         ConfigError: an option has a value that cannot work. Nothing is read or written before ``Trainer.fit``.
@@ -160,6 +162,7 @@ class CompressedCheckpoint(Checkpoint):
         near: str | None = None,
         near_keep: int = 2,
         compile_ahead: bool = True,
+        commit_timeout_s: int = 300,
     ) -> None:
         super().__init__()
         settings = Settings.build(
@@ -202,6 +205,7 @@ class CompressedCheckpoint(Checkpoint):
                 "near": near,
                 "near_keep": near_keep,
                 "compile_ahead": compile_ahead,
+                "commit_timeout_s": commit_timeout_s,
             },
         )
         # What Lightning and its loggers read off a checkpoint callback.
@@ -258,6 +262,7 @@ class CompressedCheckpoint(Checkpoint):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Checks the store, and arranges that the run continues."""
+        self._session = session_for(trainer, self._session)
         self._session.setup(trainer, stage)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import os
+import signal
 import sys
 import weakref
 from collections.abc import Callable, Mapping
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shrinkpoint.config import SaverConfig
-from shrinkpoint.errors import ConfigError
+from shrinkpoint.errors import ConfigError, StoreError
 from shrinkpoint.loading import weights_of_step
 from shrinkpoint.loop.measuring import LoopMeasurements
 from shrinkpoint.loop.objects import LoopObjects, Stateful
@@ -29,6 +30,7 @@ from shrinkpoint.saving.resume import (
     resume_from,
 )
 from shrinkpoint.saving.takeover import Adoption
+from shrinkpoint.sharded.ending import Ending
 from shrinkpoint.sharded.saver import ShardedSaver
 from shrinkpoint.steps.opening import LogRequest, log_of_training
 from shrinkpoint.steps.options import StepLog
@@ -78,8 +80,9 @@ class Checkpointer:
             between two of the training's own. Called in train mode; it must not read from the training's iterators.
         clip_grad_norm: the greatest norm of all gradients together, if training limits it.
         save_last: with `every`, save once more when training ends: at `close`, and after a Ctrl-C or SIGTERM, which
-            takes effect at the next `step` (in single-process training; a second signal ends the process at once, as
-            does the first if there was no `step` for a minute and for ten times the longest interval before).
+            takes effect at the next `step` (in single-process training, and of sharded models, whose ranks agree on the step
+            even if one alone was asked; not with DDP). A second signal ends the process at once, as does the first if there
+            was no `step` for a minute and for ten times the longest interval before.
         resume: continue from the newest sound checkpoint if there is one (``auto``), never (a new training starts in
             the same run, whose checkpoints are kept), or refuse to start without one (``must``).
         config: how to save; or give its fields as keyword arguments.
@@ -169,6 +172,7 @@ class Checkpointer:
         self._last_step: int | None = None
         self._last_metrics: Mapping[str, float] | None = None
         self._saved_step: int | None = None
+        self._resumed_from: int | None = None
         self._versions = 0
         self._pace = Pace()
         self._termination = TerminationRequest(answered=self._pace.expected)
@@ -187,7 +191,7 @@ class Checkpointer:
             parity=parity,
             config=config,
             every=every,
-            alone=not _is_distributed(),
+            alone=not (sharded or _is_distributed()),
             read_base=lambda step: weights_of_step(url, step, storage_options),
         )
         """The step log; None without one."""
@@ -207,6 +211,10 @@ class Checkpointer:
         else:
             self.saver = Saver(url, config, storage_options=storage_options, parity=parity)
         self.saver.check()
+        self._ending: Ending | None = None
+        if isinstance(self.saver, ShardedSaver):
+            self._ending = self.saver.ending()
+            weakref.finalize(self, self._ending.close)
         if self.step_log is not None:
             self.step_log.open(self.saver.store.run_id())
 
@@ -240,7 +248,7 @@ class Checkpointer:
             self._begin(0)
             return self._replayed(0, None, wanted=step is None)
         self._objects.load(restored.state.to_object(), self.saver.url)
-        self._last_step = self._saved_step = restored.manifest.step
+        self._last_step = self._saved_step = self._resumed_from = restored.manifest.step
         self._began = True
         return self._replayed(restored.manifest.step, restored.manifest, wanted=step is None)
 
@@ -305,8 +313,11 @@ class Checkpointer:
                 self._warn_log()
             self._versions = self._objects.changes
             self._watch()
-            if self._termination.received:
-                self._save_and_end(planned=due)
+            number = (
+                self._termination.number if self._ending is None else self._agreed_end(self._ending, step)
+            )
+            if number is not None:
+                self._save_and_end(number, planned=due)
             return self._save(step, metrics, planned=True) if due else None
 
     def _warn_log(self) -> None:
@@ -318,8 +329,8 @@ class Checkpointer:
         self._committed = len(reports)
 
     def _watch(self) -> None:
-        """Install signal handlers, unless there are several processes, which would have to agree on a step."""
-        if self._save_last and not _is_distributed():
+        """Install signal handlers, unless there are several processes that do not agree on a step: DDP's."""
+        if self._save_last and (self._ending is not None or not _is_distributed()):
             self._termination.watch()
         else:
             self._termination.unwatch()
@@ -393,6 +404,7 @@ class Checkpointer:
             warn(
                 "nothing more is saved: an error is being handled on this rank, and the others cannot be waited for"
             )
+            self._end_watching()
             self.saver.close()
             return
         try:
@@ -400,7 +412,12 @@ class Checkpointer:
             self.saver.flush()
         finally:
             self._close_log(whole=sys.exc_info()[0] is None)
+            self._end_watching()  # not before all have come here, since a rank may still ask for an answer
             self.saver.close()
+
+    def _end_watching(self) -> None:
+        if self._ending is not None:
+            self._ending.close()
 
     def _close_log(self, *, whole: bool) -> None:
         if self.step_log is not None:
@@ -427,19 +444,36 @@ class Checkpointer:
         )
         warn(f"the last step, {step}, is not saved, for {why}", stacklevel=4)
 
-    def _save_and_end(self, *, planned: bool) -> None:
+    def _agreed_end(self, ending: Ending, step: int) -> int | None:
+        """The signal by which a rank was asked to end, if all end at this step; None where training goes on."""
+        try:
+            return ending.is_at(step, signal=self._termination.number)
+        except StoreError as error:
+            self._say_unsaved(step, f"the ranks could not agree on a last step: {error}")
+            self._termination.end(signal.SIGTERM)
+            raise
+
+    def _say_unsaved(self, step: int, why: str) -> None:
+        reports = self.reports()
+        newest = reports[-1].step if reports else self._resumed_from
+        warn(
+            f"step {step} could not be saved: {why}."
+            f" {'There is no checkpoint' if newest is None else f'The newest checkpoint is of step {newest}'}"
+        )
+
+    def _save_and_end(self, number: int, *, planned: bool) -> None:
         """A planned save is made as such where the training adopts: the undisturbed run would go on from it."""
         step = self._last_step
         assert step is not None
         try:
             if planned and self.saver.config.adopt:
                 self._save(step, self._last_metrics, wait=True, planned=True)
-            else:
-                self.save(step, metrics=self._last_metrics, exact=True, wait=True)
+            elif self.save(step, metrics=self._last_metrics, exact=True, wait=True) is None:
+                self._say_unsaved(step, "see the warning before")
         except Exception as error:  # noqa: BLE001 - after any error the process ends as requested
-            warn(f"step {step} could not be saved: {type(error).__name__}: {error}")
+            self._say_unsaved(step, f"{type(error).__name__}: {error}")
         finally:
-            self._termination.end()
+            self._termination.end(number)
 
     def __enter__(self) -> "Checkpointer":
         return self
@@ -451,6 +485,7 @@ class Checkpointer:
         if error is None:
             self.close()
         else:  # a running save is finished, but without waiting for its evaluations
+            self._end_watching()
             self._close_log(whole=False)
             self.saver.close()
         return False

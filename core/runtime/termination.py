@@ -63,6 +63,7 @@ class TerminationRequest:
     Args:
         signals: which ones.
         answered: whether `received` will be checked soon; where not, the first signal ends the process at once.
+        replaces: do not call the handlers that were there before, since they would wait for other processes.
         clock: seconds; never goes back.
     """
 
@@ -71,8 +72,10 @@ class TerminationRequest:
         signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT),
         *,
         answered: Callable[[], bool] = lambda: True,
+        replaces: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._replaces = replaces
         self._signals = signals
         self._answered = answered
         self._clock = clock
@@ -84,6 +87,11 @@ class TerminationRequest:
     def received(self) -> bool:
         """Whether the process has been asked to end."""
         return self._received is not None
+
+    @property
+    def number(self) -> int | None:
+        """The number of the signal by which it was asked; None if it was not."""
+        return None if self._received is None else self._received[0]
 
     def watch(self) -> None:
         """Install the handlers, except for ignored signals; does nothing outside the main thread, where Python forbids
@@ -104,17 +112,21 @@ class TerminationRequest:
                 signal.signal(number, previous if previous is not None else signal.SIG_DFL)
         self._previous = {}
 
-    def end(self) -> None:
+    def end(self, number: int = signal.SIGINT) -> None:
         """End the process as it would have ended without this handler.
 
+        Args:
+            number: of the signal that another process received, where this one received none.
+
         Raises:
-            KeyboardInterrupt: after a Ctrl-C, as Python's own handler does; also where this process received no signal.
+            KeyboardInterrupt: after a Ctrl-C, as Python's own handler does.
             SystemExit: unless the previous handler does something else.
         """
-        number = self._received[0] if self._received is not None else signal.SIGINT
+        if self._received is not None:
+            number = self._received[0]
         previous = self._previous.get(number)
         self.unwatch()
-        if callable(previous):
+        if callable(previous) and not self._replaces:
             previous(number, None)
         if number == signal.SIGINT:
             raise KeyboardInterrupt

@@ -119,7 +119,19 @@ class Mailbox:
             return 0
 
         port = ranks.broadcast(ranks.on_every(serve))
+        self._place = (host, port)
         self._store = ranks.on_every(lambda: _store(host, port))
+
+    def another(self) -> "Mailbox":
+        """A further connection, for another thread; it lasts as long as this one.
+
+        Raises:
+            StoreError: the first rank cannot be reached.
+        """
+        other = Mailbox.__new__(Mailbox)
+        other.rank, other.world, other._place, other._server = self.rank, self.world, self._place, None
+        other._store = _store(*self._place)
+        return other
 
     def post(self, key: str, value: Mapping[str, Any]) -> None:
         """Leave a message for the others.
@@ -141,6 +153,14 @@ class Mailbox:
             return dict(json.loads(self._store.get(key)))
 
         return self._call(get, key)
+
+    def has(self, key: str) -> bool:
+        """Whether there is a message.
+
+        Raises:
+            StoreError: the first rank is gone.
+        """
+        return self._call(lambda: bool(self._store.check([key])), key)  # type: ignore[attr-defined]  # not in torch 2.7's stubs
 
     def drop(self, keys: Sequence[str]) -> None:
         """Remove messages that all have read, in the background."""

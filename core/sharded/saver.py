@@ -18,6 +18,7 @@ from shrinkpoint.runtime.worker import Worker
 from shrinkpoint.saver import Restored
 from shrinkpoint.saving.address import Address
 from shrinkpoint.saving.finite import not_finite_text
+from shrinkpoint.saving.retention import lineage_of
 from shrinkpoint.saving.takeover import Adoption
 from shrinkpoint.saving.warmup import Warmup
 from shrinkpoint.sharded.agreement import Agreed, Status, agree
@@ -25,8 +26,10 @@ from shrinkpoint.sharded.background import Background, Save
 from shrinkpoint.sharded.boxes import Box, Piece
 from shrinkpoint.sharded.capture import captured, renamed_tensors
 from shrinkpoint.sharded.encoding import Link, PartJob
+from shrinkpoint.sharded.ending import Ending
 from shrinkpoint.sharded.exchange import Target, exchange
 from shrinkpoint.sharded.layout import Held, Layout, agreed_layout, block_box, held_by, owners_of
+from shrinkpoint.sharded.limits import refuse_options
 from shrinkpoint.sharded.own import OwnState
 from shrinkpoint.sharded.publishing import Publisher
 from shrinkpoint.sharded.ranks import Mailbox, Ranks
@@ -98,6 +101,7 @@ class ShardedSaver:
         self._newest: Decoded | None = None
         self._publisher: Publisher | None = None
         self._background: Background | None = None
+        self._mailbox: Mailbox | None = None
         self._session = ""
 
     # ---- beginning
@@ -105,12 +109,14 @@ class ShardedSaver:
     def check(self) -> None:
         """Make sure, before training starts, that all ranks were given the same, and that each can write.
 
+        After `close` it opens the run again, and saves go on from what they went on from.
+
         Raises:
             ConfigError: they were not, or an option is not for sharded trainings.
             StoreError: the store cannot be reached or written.
         """
         ranks = self._ranks
-        ranks.on_every(lambda: _refuse_options(self.config))
+        ranks.on_every(lambda: refuse_options(self.config))
         given = ranks.gather({"url": self.url} | dataclasses.asdict(self.config))
         for rank, other in enumerate(given):
             differ = [name for name, value in other.items() if value != given[0][name]]
@@ -120,13 +126,15 @@ class ShardedSaver:
                     f"rank 0 was given {name}={given[0][name]!r}, and rank {rank} {name}={other[name]!r}: every rank must give"
                     " the same"
                 )
-        if ranks.rank == 0:
+        if ranks.rank == 0 and self._publisher is None:
             self._publisher = Publisher(self.store, self.config)
         ranks.on_every(self._open)
         self._session = ranks.broadcast(self._publisher.open().session if self._publisher else None)
-        self._background = Background(
-            self.store, self.config, Mailbox(ranks), self._publisher, self._warmup, self.url
-        )
+        if self._background is None:
+            self._mailbox = Mailbox(ranks)
+            self._background = Background(
+                self.store, self.config, self._mailbox, self._publisher, self._warmup, self.url
+            )
         if self.config.compile_ahead and os.environ.get("LOCAL_RANK", str(ranks.rank)) == "0":
             self._warmup.start()
 
@@ -138,6 +146,17 @@ class ShardedSaver:
 
     def begin(self, state: object, *, step: int = 0, describe: Describe = plain) -> None:
         """Nothing: how far the weights have moved is known from the second checkpoint on."""
+
+    def ending(self) -> Ending:
+        """By which the ranks agree where to end when one of them is asked to; a collective, once, after `check`.
+
+        Raises:
+            StoreError: a rank cannot reach the first one; on every rank.
+        """
+        mailbox = self._mailbox
+        if mailbox is None:
+            raise ConfigError("call check() first, on every rank")
+        return self._ranks.on_every(lambda: Ending(mailbox))
 
     # ---- saving
 
@@ -393,6 +412,25 @@ class ShardedSaver:
 
         return read_one(self.store, self._ranks, choose, self.config.encoder_threads, self._limit)
 
+    def forget(self, *, follows: Manifest | None = None) -> None:
+        """Hold nothing of what was read: the next save makes a base.
+
+        Args:
+            follows: as of `Saver.forget`.
+        """
+        self._newest = None
+        self._worker.join()
+        if self._background is not None:
+            self._background.link = None
+        if self._publisher is not None:
+            self._publisher.parent = None
+            self._publisher.lineage = None if follows is None else lineage_of(follows.meta)
+
+    @property
+    def lineage(self) -> str | None:
+        """The training that the next checkpoint belongs to; None before the first one of a new training, and but on the first rank."""
+        return None if self._publisher is None else self._publisher.lineage
+
     def _adopt(self, decoded: Decoded) -> None:
         background, manifest = self._background, decoded.plan.manifest
         if background is None:
@@ -405,15 +443,3 @@ class ShardedSaver:
             specs = {name: spec for name, (spec, _) in decoded.owners.items() if name in decoded.values}
             tensors = {name: decoded.values[name] for name in specs}
             background.movement.note(TrainingState(None, tensors, specs), manifest.step, lasting=True)
-
-
-def _refuse_options(config: SaverConfig) -> None:
-    for name, default in (
-        ("near", None),
-        ("keep_optimizer", None),
-        ("weights_only", False),
-        ("adopt", False),
-    ):
-        value = getattr(config, name)
-        if value != default:
-            raise ConfigError(f"{name}={value!r} is not supported for sharded models yet: leave it out")

@@ -75,7 +75,7 @@ def log_of_training(
         parity: of `run_url`.
         config: how the checkpoints are saved.
         every: steps between two of them, if known.
-        alone: whether one process trains.
+        alone: whether one process trains a whole model.
         read_base: the weights of the checkpoint of a step, for a small log; called in a thread of its own.
 
     Raises:
@@ -86,7 +86,7 @@ def log_of_training(
         return None
     if not alone:
         raise ConfigError(
-            f"step_log={options.kind!r} is for one process so far: leave it out where there are several"
+            f"step_log={options.kind!r} is for one process so far, and no shards: leave it out where there are several, or FSDP2"
         )
     if config.adopt:
         raise ConfigError("adopt=True and step_log= exclude each other: a logged step knows no adoption")

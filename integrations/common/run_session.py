@@ -6,7 +6,7 @@ the first rank's must be called on every rank.
 
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.optim import Optimizer
@@ -31,6 +31,8 @@ from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.warn import warn
 
 __all__ = ["RunSession"]
+
+T = TypeVar("T")
 
 _FAILED_S = 60.0
 
@@ -94,6 +96,14 @@ class RunSession:
             RunMismatchError: the prefix contains something that is not a shrinkpoint run.
         """
         on_first(self.saver.check)
+
+    def decide(self, action: Callable[[], T]) -> T:
+        """Run `action` on the first rank for all; with shards, on every rank, since it communicates.
+
+        Raises:
+            Exception: what it raised, on every rank.
+        """
+        return on_first(action)
 
     def choose(self) -> Manifest | None:
         """The checkpoint to continue from, by the option ``resume``: the newest sound one, the same on all ranks.

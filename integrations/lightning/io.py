@@ -23,7 +23,7 @@ __all__ = ["RunCheckpointIO", "load_checkpoint", "open_as_ckpt", "require_suppor
 Check = Callable[[dict[str, Any]], None]
 
 _FUNCTIONS = ("anneal_func", "_anneal_func")
-_SHARDED = {"DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStrategy"}
+_SHARDED = {"DeepSpeedStrategy", "FSDPStrategy"}
 
 
 class _Run(NamedTuple):
@@ -187,15 +187,16 @@ def _to_ckpt(checkpoint: dict[str, Any]) -> BytesIO:
 
 
 def require_supported(strategy: Strategy) -> None:
-    """Refuse strategies under which no process has the whole state.
+    """Refuse strategies that keep the state in flat buffers of their own.
 
     Raises:
-        ConfigError: `strategy` shards the model.
+        ConfigError: `strategy` is one of these.
     """
     if _SHARDED & {base.__name__ for base in type(strategy).__mro__}:
         raise ConfigError(
-            f"strategy={type(strategy).__name__} shards the model, which CompressedCheckpoint does not support yet: use"
-            " a single device or 'ddp', or save with Lightning's ModelCheckpoint"
+            f"strategy={type(strategy).__name__} shards the model in flat buffers, which CompressedCheckpoint does not support:"
+            " use ModelParallelStrategy, with fully_shard (FSDP2) in configure_model (docs/sharded.md), or save with"
+            " Lightning's ModelCheckpoint"
         )
 
 

@@ -18,12 +18,19 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from shrinkpoint.integrations.common.gradient_buckets import bucket_order, restore_buckets
 from shrinkpoint.integrations.common.ranks import gather
 from shrinkpoint.integrations.lightning.loaders import DataPlace, missing_internals
+from shrinkpoint.sharded.boxes import is_sharded
 from shrinkpoint.state.rng import capture_rng, restore_rng
 
-__all__ = ["POSITION_KEY", "Position"]
+__all__ = ["OWN_KEYS", "OWN_MARK", "POSITION_KEY", "Position"]
 
 POSITION_KEY = "shrinkpoint"
 """The key of the position in a checkpoint."""
+
+OWN_KEYS = ("rng", "data")
+"""The entries of a position that each rank of a sharded training stores for itself."""
+
+OWN_MARK = "own"
+"""The key of a position's mark that these are this rank's, and not the first one's."""
 
 _SEED = "PL_GLOBAL_SEED"  # Lightning seeds the distributed sampler that it injects from this variable
 _BATCHES = "epoch_loop.batch_progress"
@@ -71,6 +78,7 @@ class Position:
         *,
         mid_accumulation: bool,
         validation_pending: bool,
+        sharded: bool = False,
     ) -> dict[str, Any]:
         """The state that a checkpoint taken now needs in addition to Lightning's own; must be called on every rank.
 
@@ -79,6 +87,7 @@ class Position:
             checkpoint: Lightning's own state on this rank.
             mid_accumulation: keep the gradients, of which some batches have been accumulated.
             validation_pending: the validation after the last batch has not begun, or was interrupted.
+            sharded: give what this rank has for itself, under `OWN_KEYS`, instead of all ranks' together.
         """
         epochs = trainer.fit_loop.epoch_progress
         between = epochs.current.processed == epochs.current.ready
@@ -93,7 +102,7 @@ class Position:
             "between_epochs": between,
             "plateau_pending": between and epochs.total.completed != epochs.total.processed,
             "validation_pending": validation_pending,
-            "ranks": gather(mine),
+            **({"world": trainer.world_size, **mine} if sharded else {"ranks": gather(mine)}),
             "buckets": bucket_order(trainer.strategy.model),
             "callback_metrics": metrics,
             "seed": os.environ.get(_SEED),
@@ -111,11 +120,8 @@ class Position:
         loaded = checkpoint.get(POSITION_KEY)
         if loaded is None:
             return
-        if len(loaded["ranks"]) != trainer.world_size:
-            rank_zero_warn(
-                f"the checkpoint was saved by {len(loaded['ranks'])} processes and is continued by"
-                f" {trainer.world_size}: random numbers and the order of samples will differ"
-            )
+        if (obstacle := _obstacle(loaded, trainer.world_size)) is not None:
+            rank_zero_warn(f"{obstacle}: random numbers and the order of samples will differ")
             return
         self._loaded = loaded
         if not missing_internals(trainer):  # `apply` loads them, from the right generators' states
@@ -161,8 +167,20 @@ class Position:
 
     def _mine(self, trainer: Trainer) -> Mapping[str, Any]:
         assert self._loaded is not None
+        if "ranks" not in self._loaded:
+            return self._loaded
         ranks: list[Mapping[str, Any]] = self._loaded["ranks"]
         return ranks[trainer.global_rank]
+
+
+def _obstacle(loaded: Mapping[str, Any], world: int) -> str | None:
+    """Why a checkpoint's position is not this training's; None where it is."""
+    stored = len(loaded["ranks"]) if "ranks" in loaded else loaded["world"]
+    if stored != world:
+        return f"the checkpoint was saved by {stored} processes and is continued by {world}"
+    if "ranks" not in loaded and world > 1 and not loaded.get(OWN_MARK):
+        return f"the checkpoint was saved by {stored} processes with shards of the model, and is continued without"
+    return None
 
 
 def _fit_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
@@ -171,12 +189,14 @@ def _fit_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
-    # With several processes the gradients are still local; their mean gives the same step when it is put on each.
-    return {
-        name: trainer.strategy.reduce(parameter.grad.detach().clone(), reduce_op="mean")
-        for name, parameter in trainer.lightning_module.named_parameters()
-        if parameter.grad is not None
-    }
+    def of_all(gradient: torch.Tensor) -> torch.Tensor:
+        # With several processes the gradients are still local; their mean gives the same step when it is put on each.
+        # FSDP2 has averaged its shards already.
+        own = gradient.detach()
+        return own if is_sharded(own) else trainer.strategy.reduce(own.clone(), reduce_op="mean")
+
+    named = trainer.lightning_module.named_parameters()
+    return {name: of_all(parameter.grad) for name, parameter in named if parameter.grad is not None}
 
 
 def _leave_epoch(trainer: Trainer) -> None:

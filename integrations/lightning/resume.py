@@ -63,7 +63,7 @@ def _wrapped(trainer: Trainer, connector: Any, runs: Mapping[str, RunSession]) -
     def resume_start(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
         vars(connector).pop(_HOOK, None)
         if not checkpoint_path:
-            checkpoint_path = on_first(lambda: _choose(runs))
+            checkpoint_path = next(iter(runs.values())).decide(lambda: _choose(runs))
         loaded = Address.parse(str(checkpoint_path))
         others = [run for url, run in runs.items() if loaded is None or loaded.url != url]
         on_first(lambda: _require_own_runs(others, trainer.lightning_module))

@@ -42,6 +42,8 @@ class Session:
         settings: the callback's options.
     """
 
+    _sharded = False
+
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.run = RunSession(settings.run)
@@ -87,20 +89,22 @@ class Session:
             epochs = trainer.max_epochs or 0
             planned = saves_of(self.settings.schedule, steps=trainer.max_steps, epochs=epochs)
             self.run.use(with_adoptions(self.settings.run, planned))
-        io = RunCheckpointIO.install(trainer.strategy)
-        url = self.settings.run.url
-        io.add_run(
-            url,
-            self._saver,
-            lambda checkpoint: self._require_model(trainer, checkpoint),
-            adopts=lambda: self._active,
-        )
+        self._read_runs(trainer)
         if self._active:
             self.run.open()
             if trainer.global_step == 0:  # a second fit continues from the trainer's present step
                 continue_run(trainer, self.run)
             self._training = False
             self._interruption.watch()  # before any worker of a loader is forked, which a Ctrl-C would end
+
+    def _read_runs(self, trainer: Trainer) -> None:
+        """Let Lightning read this run's checkpoints."""
+        RunCheckpointIO.install(trainer.strategy).add_run(
+            self.settings.run.url,
+            self._saver,
+            lambda checkpoint: self._require_model(trainer, checkpoint),
+            adopts=lambda: self._active,
+        )
 
     def take_position(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         """A checkpoint of any kind is being loaded."""
@@ -118,15 +122,18 @@ class Session:
             ConfigError: there can be no step log of this training.
         """
         if self._stored_optimizers:
-            require_optimizers(self._stored_optimizers, trainer.optimizers, str(trainer.ckpt_path))
-            scheduled = bool(trainer.lr_scheduler_configs)
-            overridden = overridden_rates(self._stored_optimizers, trainer.optimizers, scheduled=scheduled)
-            if overridden is not None and trainer.is_global_zero:
-                warn(overridden)
+            self._require_optimizers(trainer, self._stored_optimizers, str(trainer.ckpt_path))
             self._stored_optimizers = []
         if self._active and self.run.log.is_wanted:
             self._start_log(trainer, module)
         Position.of(trainer).fit_starts()
+
+    def _require_optimizers(self, trainer: Trainer, stored: list[dict[str, Any]], url: str) -> None:
+        require_optimizers(stored, trainer.optimizers, url)
+        scheduled = bool(trainer.lr_scheduler_configs)
+        overridden = overridden_rates(stored, trainer.optimizers, scheduled=scheduled)
+        if overridden is not None and trainer.is_global_zero:
+            warn(overridden)
 
     def _start_log(self, trainer: Trainer, module: LightningModule) -> None:
         step = trainer.global_step
@@ -150,14 +157,18 @@ class Session:
         if self._active and loaded is not None and loaded.url == self.settings.run.url:
             self.run.saved_step = trainer.global_step
             self.run.remember()
-            if not is_first():  # only the first process saves deltas to the checkpoint that it has read
-                self._saver.forget()
-        if self._active and is_first():
-            self.run.warn_hook(stateful_hook(trainer.strategy.model))
-            weights = followed_state(trainer, module)
-            self._saver.begin(
-                weights, step=trainer.global_step, describe=describe_checkpoint(trainer, module, weights)
-            )
+        if self._active:
+            self._begin_saving(trainer, module)
+
+    def _begin_saving(self, trainer: Trainer, module: LightningModule) -> None:
+        if not is_first():  # only the first process saves deltas to the checkpoint that it has read
+            self._saver.forget()
+            return
+        self.run.warn_hook(stateful_hook(trainer.strategy.model))
+        weights = followed_state(trainer, module)
+        self._saver.begin(
+            weights, step=trainer.global_step, describe=describe_checkpoint(trainer, module, weights)
+        )
 
     def _require_model(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
@@ -228,7 +239,7 @@ class Session:
         if known:
             self._save_if_due(trainer, module, terminated=terminated)
             if interrupted:
-                self._interruption.end()
+                self._end(trainer)
 
     def _is_asked_to_end(self, trainer: Trainer) -> tuple[bool, bool]:
         """Whether by any signal, and whether by a Ctrl-C, which Lightning does not handle.
@@ -267,7 +278,11 @@ class Session:
             self._trigger.request()
         self._save_if_due(trainer, module, terminated=terminated)
         if interrupted:
-            self._interruption.end()
+            self._end(trainer)
+
+    def _end(self, trainer: Trainer) -> None:
+        """End training as it was asked to, on every rank."""
+        self._interruption.end()
 
     def add_position(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         """A checkpoint of any kind is being made; shrinkpoint's get the position in the data, from every rank."""
@@ -278,6 +293,7 @@ class Session:
                 checkpoint,
                 mid_accumulation=not self._stepped,
                 validation_pending=self._validation_pending,
+                sharded=self._sharded,
             )
             if self._path is not None and not self._planned and (batches := self._path.state()):
                 checkpoint[POSITION_KEY][_BATCHES] = batches
@@ -382,7 +398,7 @@ class Session:
         self.run.finish(lambda: self._save(trainer, module, last=True))
         self._attend(trainer)
         if self._is_interrupted(trainer):
-            self._interruption.end()
+            self._end(trainer)
         self._unwatch()
 
     def fails(self, trainer: Trainer, module: LightningModule, *, terminated: bool) -> None:

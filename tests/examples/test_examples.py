@@ -350,3 +350,14 @@ def test_the_sharded_example_continues_on_more_ranks(tmp_path):
     assert "2 ranks, from step 0 to 40" in shown[0]
     assert "3 ranks, from step 40 to 60" in shown[1]
     assert "step 60: delta" in shown[1]
+
+
+@pytest.mark.slow
+def test_lightnings_sharded_example_continues_on_more_ranks(tmp_path):
+    url = tmp_path / "run"
+    shown = [
+        run("sharded_lightning.py", url, "--devices", devices, "--steps", steps)
+        for devices, steps in ((2, 20), (3, 30))
+    ]
+    assert f"2 ranks, to step 20: {url}#step=20" in shown[0]
+    assert f"3 ranks, to step 30: {url}#step=30" in shown[1]

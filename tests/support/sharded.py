@@ -91,7 +91,7 @@ def launch(
         kill_after_s: kill a random one so many seconds after all have joined, as `killed`: before, torch's own rendezvous waits.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["support.sharded_programs"])
+    context.set_forkserver_preload(["support.sharded_programs", function.__module__])
     meeting = folder / f"meeting-{os.getpid()}-{time.monotonic_ns()}"
     processes = [
         context.Process(target=_entry, args=(rank, world, str(meeting), function, arguments))

@@ -4,6 +4,7 @@ import itertools
 import math
 import os
 import random
+import signal
 import time
 import warnings
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import shrinkpoint
 from shrinkpoint.errors import StoreError
 from shrinkpoint.sharded.background import Background
+from shrinkpoint.sharded.ending import Ending
+from shrinkpoint.sharded.ranks import Mailbox, Ranks
 from shrinkpoint.store.local import LocalObjects
 from shrinkpoint.store.run import RunStore
 from shrinkpoint.store.writer import RunWriter
@@ -227,6 +230,7 @@ def refusals(rank: int, world: int, url: str) -> dict[str, str]:
     seen["url"] = told(lambda: filled.checkpointer(url + str(rank)))
     seen["scheme"] = told(lambda: filled.checkpointer(url, key_every=3 + rank))
     seen["near"] = told(lambda: filled.checkpointer(url, near="/tmp/near"))
+    seen["step_log"] = told(lambda: filled.checkpointer(url, step_log="small"))
     write = RunStore.try_to_write
     RunStore.try_to_write = lambda self, key: fails(StoreError("read-only"))  # type: ignore[method-assign]
     seen["rights"] = told(lambda: filled.checkpointer(url))
@@ -325,3 +329,57 @@ def sums_of_ranks(rank: int, world: int, url: str) -> Any:
     checkpointer.save(1, wait=True)
     checkpointer.close()
     return full_state(filled.model, filled.optimizer)
+
+
+def asked_to_end(rank: int, world: int, url: str, asked: dict[int, int], resumes: bool = False) -> Any:
+    """Train until some ranks are asked to end, each at its step; how and where it ended, and the state there."""
+    model, optimizer = build("fsdp", world, rank)
+    checkpointer = shrinkpoint.Checkpointer(
+        url, model, optimizer, every=10**6, scheme="lossless", threads=1, busy="wait"
+    )
+    how, step = "nothing", checkpointer.resume()
+    if not asked:
+        return how, step, full_state(model, optimizer)
+    try:
+        for step in range(1, 30):
+            train(model, optimizer, step)
+            if asked.get(rank) == step:
+                signal.raise_signal(signal.SIGTERM)
+            checkpointer.step(step)
+    except BaseException as error:  # noqa: BLE001 - compared
+        how = f"{type(error).__name__}: {error}"
+    return how, step, full_state(model, optimizer)
+
+
+def unanswered(rank: int, world: int) -> Any:
+    """What the first rank learns where the second does not answer."""
+    if rank == 1:
+        Ending._watch = lambda self, mailbox: None  # type: ignore[method-assign]
+    mailbox = Mailbox(Ranks())
+    ending = Ending(mailbox, patience_s=1.0)
+    assert ending.is_at(1, signal=None) is None
+    return told(lambda: ending.is_at(2, signal=15)) if rank == 0 else ending.is_at(2, signal=None)
+
+
+def unsaved_end(rank: int, world: int, url: str) -> Any:
+    """What is said where the last save fails on one rank."""
+    model, optimizer = build("fsdp", world, rank)
+    options = {"scheme": "lossless", "threads": 1, "busy": "wait"}
+    checkpointer = shrinkpoint.Checkpointer(url, model, optimizer, every=2, **options)
+    checkpointer.resume()
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        how = "nothing"
+        try:
+            for step in range(1, 30):
+                train(model, optimizer, step)
+                if step == 3:
+                    checkpointer.flush()
+                    if rank == 0:
+                        signal.raise_signal(signal.SIGTERM)
+                    else:
+                        LocalObjects.put = lambda *a, **k: fails(StoreError("disk full"))  # type: ignore[method-assign]
+                checkpointer.step(step)
+        except SystemExit as error:
+            how = str(error)
+    return how, [str(warning.message) for warning in shown]

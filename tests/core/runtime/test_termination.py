@@ -174,3 +174,24 @@ def test_a_visit_is_expected_for_a_minute_or_ten_times_the_longest_way() -> None
     assert pace.expected()
     clock.now += 11
     assert not pace.expected()
+
+
+def test_a_handler_that_waits_for_other_processes_is_not_called() -> None:
+    calls: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: calls.append(number))
+    request = TerminationRequest([signal.SIGTERM], replaces=True)
+    request.watch()
+    signal.raise_signal(signal.SIGTERM)
+    assert request.number == signal.SIGTERM
+    with pytest.raises(SystemExit):
+        request.end()
+    assert calls == []
+
+
+def test_a_process_ends_by_the_signal_that_another_one_received() -> None:
+    request = TerminationRequest()
+    request.watch()
+    assert request.number is None
+    with pytest.raises(SystemExit) as ended:
+        request.end(signal.SIGTERM)
+    assert ended.value.code == 128 + signal.SIGTERM

@@ -1,0 +1,36 @@
+"""What sharded trainings cannot do yet, in words."""
+
+from shrinkpoint.config import SaverConfig
+from shrinkpoint.errors import ConfigError
+
+__all__ = ["refuse_options", "unmeasured"]
+
+
+def refuse_options(config: SaverConfig) -> None:
+    """Refuse the options that are not for sharded models.
+
+    Raises:
+        ConfigError: one of them is given.
+    """
+    for name, default in (
+        ("near", None),
+        ("keep_optimizer", None),
+        ("weights_only", False),
+        ("adopt", False),
+    ):
+        value = getattr(config, name)
+        if value != default:
+            raise ConfigError(f"{name}={value!r} is not supported for sharded models yet: leave it out")
+
+
+def unmeasured(scheme: str, why: str) -> str:
+    """That the loss is not measured, and what that means.
+
+    Args:
+        scheme: the one that was chosen.
+        why: the reason, as the beginning of a sentence.
+    """
+    return (
+        f"{why}, so max_degradation cannot be checked: weights are stored with {scheme}'s mildest settings, or those given,"
+        " unmeasured (docs/sharded.md). scheme='lossless' stores them exactly"
+    )

@@ -1,0 +1,142 @@
+"""The tensors of a sharded model and its optimizers that a restore fills; parameters are matched by their names."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from shrinkpoint.errors import StateMismatchError
+from shrinkpoint.saving.resume import require_same_model
+from shrinkpoint.sharded.boxes import is_sharded
+from shrinkpoint.sharded.capture import captured
+from shrinkpoint.state.roles import describe_training, optimizer_parameter_names
+from shrinkpoint.state.training import TensorSpec
+
+__all__ = ["Targets", "reshard"]
+
+
+def reshard(model: nn.Module) -> None:
+    """Let FSDP2's modules hold their shards alone: after a forward pass without a backward one the root does not."""
+    for module in model.modules():
+        if type(module).__name__.startswith("FSDP") and callable(again := getattr(module, "reshard", None)):
+            again()
+
+
+class Targets:
+    """Finds what a checkpoint's tensors belong to in this training.
+
+    Args:
+        model: with shards.
+        optimizers: that train it, without wrappers.
+        model_key: the entry of a state that holds ``model.state_dict()``.
+        optimizers_key: the entry that holds the list of ``optimizer.state_dict()``.
+        writer: who writes such states, for messages.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        model_key: str,
+        optimizers_key: str,
+        writer: str,
+    ) -> None:
+        self._model, self._optimizers = model, optimizers
+        self._model_key, self._optimizers_key, self._writer = model_key, optimizers_key, writer
+        self._numbers: dict[int, dict[int, int]] = {}
+
+    def find(
+        self, specs: Mapping[str, TensorSpec], others: Mapping[str, Any] | None = None
+    ) -> dict[str, torch.Tensor]:
+        """The tensors to be filled: the model's own; new ones for all others, with shards where a parameter has them.
+
+        Args:
+            specs: of the checkpoint's whole tensors, by name.
+            others: further entries of the training's state, whose tensors with shards are filled in place.
+
+        Raises:
+            StateMismatchError: they are another model's.
+        """
+        reshard(self._model)
+        describe = describe_training(
+            self._model,
+            self._optimizers,
+            model_path=(self._model_key,),
+            optimizers_path=(self._optimizers_key,),
+        )
+        live = dict(captured({self._model_key: self._model.state_dict()}, describe).tensors)
+        self._note_order(specs)
+        self._check(specs, live)
+        if others:
+            more = captured(dict(others), describe).tensors
+            live |= {name: tensor for name, tensor in more.items() if is_sharded(tensor)}
+        parameters = dict(self._model.named_parameters(remove_duplicate=False))
+        return {name: _target(spec, live.get(name), parameters) for name, spec in specs.items()}
+
+    def reordered(self, optimizers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The optimizers' states by the numbers that parameters have here, whose names decide.
+
+        Args:
+            optimizers: of the checkpoint that `find` was called for.
+
+        Raises:
+            StateMismatchError: some parameters have no counterpart.
+        """
+        found = []
+        for index, stored in enumerate(optimizers):
+            order = self._numbers.get(index, {})
+            state = {order.get(number, number): value for number, value in stored["state"].items()}
+            if len(state) != len(stored["state"]):
+                raise StateMismatchError(
+                    f"optimizer {index} was built with its parameters in another order, and some have no counterpart here: build"
+                    " it as the run's"
+                )
+            found.append({**stored, "state": state})
+        return found
+
+    def _check(self, specs: Mapping[str, TensorSpec], live: Mapping[str, torch.Tensor]) -> None:
+        start = f"{self._model_key}/"
+        stored = {
+            name.removeprefix(start): spec.shape for name, spec in specs.items() if name.startswith(start)
+        }
+        shapes = {name.removeprefix(start): tuple(tensor.shape) for name, tensor in live.items()}
+        named = (
+            *self._model.named_parameters(remove_duplicate=False),
+            *self._model.named_buffers(remove_duplicate=False),
+        )
+        owners = {id(tensor) for name, tensor in named if name in stored}
+        # a tensor that is tied is stored once, under the name that came first
+        tied = {name for name, tensor in named if id(tensor) in owners}
+        known = {name: shape for name, shape in shapes.items() if name in stored or name not in tied}
+        if not stored:
+            raise StateMismatchError(
+                f"the checkpoint was not written by {self._writer}, or holds no model: give this run a URL of its own, or"
+                " continue the other one with what it was made with"
+            )
+        require_same_model(stored, known, "the run")
+
+    def _note_order(self, specs: Mapping[str, TensorSpec]) -> None:
+        """Under which number each optimizer here knows the parameters that the checkpoint has numbers for."""
+        self._numbers = {}
+        for index, optimizer in enumerate(self._optimizers):
+            names = optimizer_parameter_names(optimizer, self._model)
+            here = {name: number for number, name in names.items() if name is not None}
+            start, order = f"{self._optimizers_key}/{index}/state/", {}
+            for name, spec in specs.items():
+                number = name[len(start) :].partition("/")[0]
+                if name.startswith(start) and number.isdecimal() and spec.tag.parameter in here:
+                    order[int(number)] = here[spec.tag.parameter]
+            self._numbers[index] = order
+
+
+def _target(
+    spec: TensorSpec, live: torch.Tensor | None, parameters: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    if live is not None:
+        return live
+    parameter = parameters.get(spec.tag.parameter or "")
+    if parameter is not None and tuple(parameter.shape) == spec.shape:
+        return torch.zeros_like(parameter.detach(), dtype=spec.dtype)
+    return torch.empty(spec.shape, dtype=spec.dtype)

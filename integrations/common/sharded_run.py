@@ -1,0 +1,134 @@
+"""One run whose model is sharded: every rank saves and restores its part, where of other runs the first one does for all."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch.optim import Optimizer
+
+from shrinkpoint.errors import ConfigError
+from shrinkpoint.integrations.common.ranks import broadcast, is_first
+from shrinkpoint.integrations.common.run_session import RunSession
+from shrinkpoint.integrations.common.settings import RunSettings
+from shrinkpoint.quality.evaluation import Evaluate, ResumedSteps
+from shrinkpoint.saving.takeover import Adoption
+from shrinkpoint.sharded.limits import refuse_options, unmeasured
+from shrinkpoint.sharded.saver import ShardedSaver, Targets
+from shrinkpoint.state.training import Describe
+
+__all__ = ["ShardedRun"]
+
+T = TypeVar("T")
+
+
+class ShardedRun(RunSession):
+    """As `RunSession`; each method is called on every rank, `hand_over` too.
+
+    Args:
+        settings: the callback's options.
+        targets: as of `ShardedSaver`.
+        own: as of `ShardedSaver`.
+
+    Raises:
+        ConfigError: an option is not for sharded models.
+    """
+
+    def __init__(
+        self, settings: RunSettings, *, targets: Targets, own: Callable[[], Mapping[str, Mapping[str, Any]]]
+    ) -> None:
+        super().__init__(settings)
+        if settings.step_log.step_log is not None:
+            raise ConfigError(
+                "step_log= is not supported for sharded models: leave it out, and save more often instead"
+            )
+        refuse_options(settings.saver)
+        self._targets, self._own = targets, own
+        self._shards: ShardedSaver | None = None
+
+    @property
+    def saver(self) -> ShardedSaver:  # type: ignore[override]  # all that the methods here and of the base class call
+        """The run's saver."""
+        if self._shards is None:
+            settings = self.settings
+            self._shards = ShardedSaver(
+                settings.url,
+                settings.saver,
+                targets=self._targets,
+                own=self._own,
+                storage_options=settings.storage_options,
+                parity=settings.parity,
+            )
+            self._saver = self._shards  # type: ignore[assignment]
+        return self._shards
+
+    @property
+    def probe_steps(self) -> int:
+        """None: nothing is measured on shards yet."""
+        return 0
+
+    def decide(self, action: Callable[[], T]) -> T:
+        """See `RunSession.decide`; here every rank takes part."""
+        return action()
+
+    def open(self) -> None:
+        """See `RunSession.open`.
+
+        Raises:
+            ConfigError, StoreError: as `ShardedSaver.check`; on every rank.
+        """
+        self.saver.check()
+        scheme = self.settings.saver.scheme
+        if scheme != "lossless" and is_first():
+            self.warn_once(unmeasured(scheme, "the loss of sharded models is not measured yet"))
+
+    def wants(self, *, last: bool) -> bool:
+        """True: the ranks agree in `hand_over`, before a tensor is moved."""
+        return True
+
+    def hand_over(
+        self,
+        state: object,
+        *,
+        step: int,
+        describe: Describe,
+        metrics: Mapping[str, float],
+        evaluate: Evaluate | None = None,
+        resumed: ResumedSteps | None = None,
+        gradients: Mapping[str, torch.Tensor] | None = None,
+        optimizers: Sequence[Optimizer],
+        exact: bool,
+        last: bool,
+        adoption: Adoption | None = None,
+    ) -> bool:
+        """See `RunSession.hand_over`; a last save is committed, or has failed, when this returns.
+
+        Raises:
+            ShrinkpointError: as `ShardedSaver.save`; on every rank.
+        """
+        if is_first():
+            self._require_monitor(step, metrics)
+        accepted = self.saver.save(
+            state,
+            step=step,
+            describe=describe,
+            metrics=metrics,
+            optimizers=optimizers,
+            exact=exact,
+            wait=last,
+        )
+        return accepted is not None
+
+    def finish(self, save_again: Callable[[], None]) -> None:
+        """See `RunSession.finish`."""
+        self.saver.flush()
+        if self.saver.failed:
+            save_again()
+            self.saver.flush()
+        if is_first():
+            self._take_reports()
+        self.best = broadcast(self.best)
+
+    def release(self) -> None:
+        """See `RunSession.release`."""
+        super().release()
+        self._shards = None

@@ -1,0 +1,194 @@
+"""One Lightning run whose strategy shards the model: every rank saves and restores its part."""
+
+import signal
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from shrinkpoint.errors import NoCheckpointError
+from shrinkpoint.integrations.common.probe import KeptBatches
+from shrinkpoint.integrations.common.ranks import is_first, on_first
+from shrinkpoint.integrations.common.sharded_run import ShardedRun
+from shrinkpoint.integrations.lightning.io import storable
+from shrinkpoint.integrations.lightning.position import OWN_KEYS, OWN_MARK, POSITION_KEY
+from shrinkpoint.integrations.lightning.probe_steps import StepProbe
+from shrinkpoint.integrations.lightning.reports import finite_metrics
+from shrinkpoint.integrations.lightning.session import Session
+from shrinkpoint.integrations.lightning.settings import Settings
+from shrinkpoint.integrations.lightning.sharded_io import RunReader, capturing_shards, shards_model
+from shrinkpoint.integrations.lightning.state import describe_checkpoint
+from shrinkpoint.runtime.termination import TerminationRequest
+from shrinkpoint.saving.address import Address
+from shrinkpoint.sharded.saver import ShardedSaver
+from shrinkpoint.sharded.targets import Targets
+from shrinkpoint.state.training import TensorSpec
+
+__all__ = ["ShardedSession", "session_for"]
+
+_GRADIENTS = "gradients"
+
+
+def session_for(trainer: Trainer, session: Session) -> Session:
+    """The session that a trainer's strategy needs.
+
+    Args:
+        trainer: whose strategy is known.
+        session: the one that there is, which is returned if it is such a one.
+    """
+    shards = shards_model(trainer.strategy)
+    if shards == isinstance(session, ShardedSession):
+        return session
+    other = ShardedSession(session.settings) if shards else Session(session.settings)
+    other.run.best = session.run.best
+    return other
+
+
+class ShardedSession(Session):
+    """As `Session`; the first rank does nothing for the others, and no loss is measured.
+
+    Args:
+        settings: the callback's options.
+
+    Raises:
+        ConfigError: an option is not for sharded models.
+    """
+
+    _sharded = True
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self._shards = ShardedRun(settings.run, targets=self._targets, own=lambda: self._own)
+        self.run = self._shards
+        self.probe.kept = KeptBatches(0)
+        self._steps = StepProbe(self.probe, steps=0)
+        self._own: Mapping[str, Mapping[str, Any]] = {}
+        self._found: Targets | None = None
+        # Lightning's own handler broadcasts, which is another collective than the other ranks are at.
+        self._preemption = TerminationRequest(
+            [signal.SIGTERM], answered=lambda: self._training, replaces=True
+        )
+
+    # ---- restoring
+
+    def _read_runs(self, trainer: Trainer) -> None:
+        RunReader.install(trainer.strategy).add_run(
+            self.settings.run.url, lambda address: self._read(trainer, address)
+        )
+
+    def _read(self, trainer: Trainer, address: Address) -> dict[str, Any]:
+        """Fill the model and the optimizers from a checkpoint; its other entries are returned.
+
+        Raises:
+            NoCheckpointError: the run has no such checkpoint.
+            StateMismatchError: it is another model's.
+        """
+        ours = address.url == self.settings.run.url
+        saver = self._shards.saver if ours else ShardedSaver(address.url, targets=self._targets, own=dict)
+        which = None
+        if address.step is not None or address.seq is not None:
+            which = on_first(lambda: address.find(saver.store.manifests()))
+        self._found = Targets(
+            trainer.lightning_module,
+            trainer.optimizers,
+            model_key="state_dict",
+            optimizers_key="optimizer_states",
+            writer="Lightning's callback",
+        )
+        self._module = trainer.lightning_module
+        restored = saver.restore(which, adopt=ours and self._active)
+        if restored is None:
+            raise NoCheckpointError(f"{address.url} contains no checkpoint")
+        state: dict[str, Any] = restored.state.to_object()
+        state.pop("ranks", None)
+        if POSITION_KEY in state:
+            state[POSITION_KEY][OWN_MARK] = True
+        self._load(trainer, state, address.url)
+        return state
+
+    def _load(self, trainer: Trainer, state: dict[str, Any], url: str) -> None:
+        assert self._found is not None
+        weights, optimizers = state.pop("state_dict"), state.pop("optimizer_states", [])
+        if trainer.state.fn == TrainerFn.FITTING:
+            optimizers = self._found.reordered(optimizers)
+            self._require_optimizers(trainer, optimizers, url)
+            for optimizer, stored in zip(trainer.optimizers, optimizers, strict=True):
+                optimizer.load_state_dict(stored)
+        # its tensors are filled already; this is for what else modules store
+        trainer.lightning_module.load_state_dict(weights, strict=trainer.lightning_module.strict_loading)
+
+    def _targets(self, specs: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
+        assert self._found is not None
+        start = f"{POSITION_KEY}/{_GRADIENTS}/"
+        gradients = {
+            name: torch.zeros_like(parameter.detach())
+            for name, parameter in self._module.named_parameters()
+            if f"{start}{name}" in specs
+        }
+        return self._found.find(specs, {POSITION_KEY: {_GRADIENTS: gradients}})
+
+    # ---- during training
+
+    def _begin_saving(self, trainer: Trainer, module: LightningModule) -> None:
+        self._preemption.watch()
+
+    def before_step(self, trainer: Trainer, module: LightningModule) -> None:
+        """Nothing: no loss is measured."""
+
+    def _save(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        *,
+        last: bool = False,
+        exact: bool = False,
+        planned: bool = False,
+    ) -> None:
+        self._trigger.saved()
+        with capturing_shards(trainer) as captured:
+            trainer.save_checkpoint(captured.path, weights_only=False)
+        checkpoint = storable(captured.checkpoint())
+        self._own = {POSITION_KEY: {key: checkpoint[POSITION_KEY][key] for key in OWN_KEYS}}
+        saved = self._shards.hand_over(
+            checkpoint,
+            step=trainer.global_step,
+            describe=describe_checkpoint(trainer, module, checkpoint),
+            metrics=finite_metrics(trainer),
+            optimizers=trainer.optimizers,
+            exact=exact,
+            last=last,
+        )
+        if saved:
+            self.run.saved_step = trainer.global_step
+
+    # ---- ending
+
+    def _is_asked_to_end(self, trainer: Trainer) -> tuple[bool, bool]:
+        asked = self._preempted(trainer) or self._interruption.received
+        agreed = trainer.strategy.reduce_boolean_decision(asked, all=False)
+        return agreed, agreed
+
+    def _is_interrupted(self, trainer: Trainer) -> bool:
+        return self._is_asked_to_end(trainer)[0]
+
+    def _preempted(self, trainer: Trainer) -> bool:
+        return self._preemption.received or trainer.received_sigterm
+
+    def _end(self, trainer: Trainer) -> None:
+        preempted = trainer.strategy.reduce_boolean_decision(self._preempted(trainer), all=False)
+        if trainer.global_step != self.run.saved_step and is_first():
+            newest = self.run.best.last_path
+            self.run.warn_once(
+                f"training ends at step {trainer.global_step}, which could not be saved:"
+                f" {f'the newest checkpoint is {newest}' if newest else 'there is no checkpoint'}"
+            )
+        if preempted:
+            raise SIGTERMException
+        self._interruption.end()
+
+    def _unwatch(self) -> None:
+        super()._unwatch()
+        self._preemption.unwatch()

@@ -1,0 +1,108 @@
+"""Lightning's ModelParallelStrategy on several processes, ended and continued, on as many and on other numbers of ranks."""
+
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from support.lightning_models import assert_same
+from support.sharded import launch
+from support.sharded_lightning import hop, journey, killed, native, rest, signalled, uses, whole
+
+import shrinkpoint
+from shrinkpoint.store.run import RunStore
+
+
+@pytest.mark.slow
+def test_the_trajectory_is_that_of_lightnings_own_sharded_checkpoints(tmp_path: Path) -> None:
+    """2 -> 3 -> 2 ranks, killed in the middle of an epoch: each loss, and at the end all weights and moments, bit by bit."""
+    for world, steps in ((2, 3), (3, 6), (2, 9)):
+        own = launch(native, world, tmp_path, str(tmp_path / "native"), steps)
+        ours = launch(hop, world, tmp_path, str(tmp_path), steps, steps == 9, killed=steps < 9)
+        for rank, (losses, state) in enumerate(own):
+            assert [step for step, _ in losses] == [steps - 3, steps - 2, steps - 1]
+            if steps < 9:
+                assert torch.load(tmp_path / f"trace-{steps}-{rank}.pt") == losses
+            else:
+                assert ours[rank][0] == losses
+                assert_same(ours[rank][1], state)
+    manifests = RunStore(tmp_path / "run").manifests()
+    assert [(manifest.step, manifest.kind) for manifest in manifests] == [
+        (9, "delta"),
+        (6, "delta"),
+        (3, "base"),
+    ]
+    assert [ref.parts for ref in manifests[0].chain] == [2, 3, 2]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["native", "run"]
+
+
+def test_killed_ranks_continue_bit_by_bit(tmp_path: Path) -> None:
+    """In the middle of an epoch: the same samples, random numbers and counters as without."""
+    url = str(tmp_path / "run")
+    undisturbed = launch(whole, 2, tmp_path)
+    launch(killed, 2, tmp_path, url, 7, killed=True)
+    continued = launch(rest, 2, tmp_path, url)
+    for before, (trace, state, counts, last) in zip(undisturbed, continued, strict=True):
+        step = trace[0][2]
+        assert step in (3, 6)
+        assert_same(trace, before[0][step:])
+        assert_same((state, counts), before[1:])
+        assert last == f"{url}#step=24"
+    assert undisturbed[0][0] != undisturbed[1][0]
+    weights = shrinkpoint.load_weights(url)
+    assert all(torch.equal(value, undisturbed[0][1][f"model.{name}"]) for name, value in weights.items())
+
+
+def test_a_sigterm_to_one_rank_alone_saves_and_ends_all(tmp_path: Path) -> None:
+    """After the batch at which it came."""
+    url = str(tmp_path / "run")
+    assert launch(signalled, 2, tmp_path, url, [1], int(signal.SIGTERM), 4) == [("SIGTERMException", 4)] * 2
+    assert [manifest.step for manifest in RunStore(url).manifests()] == [4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_ctrl_c_to_all_ranks_is_continued_bit_by_bit(tmp_path: Path, accumulate: int) -> None:
+    """After any batch: the gradients that are accumulated are there again."""
+    url, batches = str(tmp_path / "run"), 4 if accumulate == 1 else 5
+    step = batches // accumulate
+    told = launch(signalled, 2, tmp_path, url, [0, 1], int(signal.SIGINT), step, accumulate, batches - 1)
+    assert told == [("SystemExit", batches)] * 2  # by which Lightning answers a KeyboardInterrupt
+    assert [manifest.step for manifest in RunStore(url).manifests()] == [step]
+    undisturbed = launch(whole, 2, tmp_path, accumulate)
+    continued = launch(rest, 2, tmp_path, url, accumulate)
+    for before, (trace, state, counts, _) in zip(undisturbed, continued, strict=True):
+        assert_same(trace, before[0][batches:])
+        assert_same((state, counts), before[1:])
+
+
+def test_fits_evaluations_and_refusals(tmp_path: Path) -> None:
+    """A second fit goes on with the chain; a checkpoint of another run is read; what cannot work is refused by name."""
+    first, second = launch(uses, 2, tmp_path, str(tmp_path / "run"))
+    for told in (first, second):
+        assert told["reports"] == [(3, "base"), (4, "delta"), (6, "delta")]
+        assert told["of another model"].startswith("StateMismatchError")
+        assert told["step_log"].startswith("ConfigError: step_log= is not supported for sharded models")
+        assert told["near"].startswith("ConfigError: near='/tmp/near' is not supported for sharded models")
+        assert told["weights_only"].startswith("ConfigError: weights_only=True is not supported")
+        assert told["model"].startswith("StateMismatchError")
+        assert "net.head.weight is (5, 16) here and (7, 16) there" in told["model"]
+
+
+@pytest.mark.slow
+def test_one_run_on_other_meshes_and_on_a_single_device(tmp_path: Path) -> None:
+    url, true, steps = str(tmp_path / "run"), str(tmp_path / "true.pt"), 0
+    for world, tensor in ((2, 1), (4, 2), (1, None), (3, 1)):
+        steps += 2
+        told = launch(journey, world, tmp_path, url, true, tensor, steps, "lossless")
+        kind = "delta" if steps > 2 else "base"
+        assert told == [([], [(steps, kind, "exact")])] * world
+    assert [ref.parts for ref in RunStore(url).manifests()[0].chain] == [2, 4, 0, 3]
+
+
+@pytest.mark.slow
+def test_auto_goes_on_unmeasured_and_says_so(tmp_path: Path) -> None:
+    url = str(tmp_path / "run")
+    for world, steps in ((2, 3), (3, 6)):
+        told = launch(journey, world, tmp_path, url, str(tmp_path / f"{steps}.pt"), 1, steps, "auto")
+        assert told == [([], [(steps, "base" if steps == 3 else "delta", "unmeasured")])] * world
