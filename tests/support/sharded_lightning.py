@@ -112,12 +112,12 @@ def trained(
         world: ranks.
         module: the model.
         callbacks: of the trainer.
-        tensor: ranks that share a layer; None for a single device without shards.
+        tensor: ranks that share a layer; None for a single device, or DDP.
         options: of the trainer and of ``fit``.
     """
     ckpt_path = options.pop("ckpt_path", None)
     saves = any(isinstance(callback, pl.callbacks.Checkpoint) for callback in callbacks)
-    strategy: Any = "auto"
+    strategy: Any = "auto" if world == 1 else "ddp"
     if tensor is not None:
         strategy = ModelParallelStrategy(data_parallel_size=world // tensor, tensor_parallel_size=tensor)
     trainer = pl.Trainer(
