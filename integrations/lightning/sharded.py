@@ -179,6 +179,7 @@ class ShardedSession(Session):
 
     def _end(self, trainer: Trainer) -> None:
         preempted = trainer.strategy.reduce_boolean_decision(self._preempted(trainer), all=False)
+        self._attend(trainer)
         if trainer.global_step != self.run.saved_step and is_first():
             newest = self.run.best.last_path
             self.run.warn_once(

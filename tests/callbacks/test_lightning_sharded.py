@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.lightning_models import assert_same
 from support.sharded import launch
-from support.sharded_lightning import hop, journey, killed, native, rest, signalled, uses, whole
+from support.sharded_lightning import hop, journey, killed, native, rest, signalled, unsaved, uses, whole
 
 import shrinkpoint
 from shrinkpoint.store.run import RunStore
@@ -61,6 +61,15 @@ def test_a_sigterm_to_one_rank_alone_saves_and_ends_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_last_save_that_fails_names_the_newest_checkpoint(tmp_path: Path) -> None:
+    url = str(tmp_path / "run")
+    first, second = launch(unsaved, 2, tmp_path, url)
+    assert (first[0], second[0]) == ("SIGTERMException: ",) * 2
+    text = f"training ends at step 4, which could not be saved: the newest checkpoint is {url}#step=3"
+    assert text in first[1]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_a_ctrl_c_to_all_ranks_is_continued_bit_by_bit(tmp_path: Path, accumulate: int) -> None:
     """After any batch: the gradients that are accumulated are there again."""
@@ -81,6 +90,9 @@ def test_fits_evaluations_and_refusals(tmp_path: Path) -> None:
     first, second = launch(uses, 2, tmp_path, str(tmp_path / "run"))
     for told in (first, second):
         assert told["reports"] == [(3, "base"), (4, "delta"), (6, "delta")]
+        joined = [[(7, "delta")], [(7, "base")], [(8, "delta"), (9, "delta")], [(9, "base")]]
+        assert told["two"] == joined
+        assert told["never"] == [(2, "base")]
         assert told["of another model"].startswith("StateMismatchError")
         assert told["step_log"].startswith("ConfigError: step_log= is not supported for sharded models")
         assert told["near"].startswith("ConfigError: near='/tmp/near' is not supported for sharded models")
@@ -90,14 +102,15 @@ def test_fits_evaluations_and_refusals(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_one_run_on_other_meshes_and_on_a_single_device(tmp_path: Path) -> None:
+def test_one_run_on_other_meshes_with_ddp_and_on_a_single_device(tmp_path: Path) -> None:
     url, true, steps = str(tmp_path / "run"), str(tmp_path / "true.pt"), 0
-    for world, tensor in ((2, 1), (4, 2), (1, None), (3, 1)):
+    for world, tensor in ((2, 1), (4, 2), (2, None), (3, 1), (1, None)):
         steps += 2
         told = launch(journey, world, tmp_path, url, true, tensor, steps, "lossless")
         kind = "delta" if steps > 2 else "base"
-        assert told == [([], [(steps, kind, "exact")])] * world
-    assert [ref.parts for ref in RunStore(url).manifests()[0].chain] == [2, 4, 0, 3]
+        assert [differ for differ, _ in told] == [[]] * world
+        assert told[0][1] == [(steps, kind, "exact")]
+    assert [ref.parts for ref in RunStore(url).manifests()[0].chain] == [2, 4, 0, 3, 0]
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.data import DataLoader
 
 from shrinkpoint.callbacks.lightning import CompressedCheckpoint
+from shrinkpoint.errors import StoreError
+from shrinkpoint.store.local import LocalObjects
 from shrinkpoint.store.run import RunStore
 
 warm()
@@ -109,12 +112,12 @@ def trained(
         world: ranks.
         module: the model.
         callbacks: of the trainer.
-        tensor: ranks that share a layer; None for a single device without shards.
+        tensor: ranks that share a layer; None for a single device, or DDP.
         options: of the trainer and of ``fit``.
     """
     ckpt_path = options.pop("ckpt_path", None)
     saves = any(isinstance(callback, pl.callbacks.Checkpoint) for callback in callbacks)
-    strategy: Any = "auto"
+    strategy: Any = "auto" if world == 1 else "ddp"
     if tensor is not None:
         strategy = ModelParallelStrategy(data_parallel_size=world // tensor, tensor_parallel_size=tensor)
     trainer = pl.Trainer(
@@ -223,13 +226,36 @@ def signalled(
     return "nothing", len(module.trace)
 
 
+def unsaved(rank: int, world: int, url: str) -> Any:
+    """The last save fails on one rank; how it ended, and what was said."""
+
+    def end() -> None:
+        while not RunStore(url).manifests():
+            time.sleep(0.01)
+        if rank == 1:
+            LocalObjects.put = refuse  # type: ignore[method-assign]
+        signal.raise_signal(signal.SIGTERM)
+
+    def refuse(self: LocalObjects, *arguments: Any) -> Any:
+        raise StoreError("disk full")
+
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        how = told(lambda: trained(world, Sharded(by_step=True), At(4, end), saving(url)))
+    return how, [str(warning.message) for warning in shown]
+
+
 def told(action: Callable[[], Any]) -> str:
     """What it raised, by its class and message."""
     try:
         action()
-    except Exception as error:  # noqa: BLE001 - compared
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - compared
         return f"{type(error).__name__}: {error}"
     return "nothing"
+
+
+def reports_of(callback: CompressedCheckpoint) -> list[tuple[int, str]]:
+    return [(report.step, report.kind) for report in callback._session.run.saver.reports()]
 
 
 def uses(rank: int, world: int, url: str) -> dict[str, Any]:
@@ -240,7 +266,7 @@ def uses(rank: int, world: int, url: str) -> dict[str, Any]:
     trainer, state = trained(world, module, callback, max_steps=4)
     trainer.fit_loop.epoch_loop.max_steps = 6
     trainer.fit(module)  # goes on from here, and so does the chain
-    seen["reports"] = [(report.step, report.kind) for report in callback._session.run.saver.reports()]
+    seen["reports"] = reports_of(callback)
 
     fresh, other = Sharded(by_step=True), saving(f"{url}-other")
     trainer, found = trained(world, fresh, other, ckpt_path=f"{url}#step=4", max_steps=4)
@@ -254,6 +280,15 @@ def uses(rank: int, world: int, url: str) -> dict[str, Any]:
     trainer.validate(fresh, fresh.train_dataloader(), ckpt_path=f"{url}#step=4", verbose=False)
     weights = full_state(fresh, torch.optim.SGD(fresh.parameters()))
     assert all(torch.equal(tensor, state[name]) for name, tensor in weights.items() if "count" not in name)
+
+    both = [saving(url), saving(f"{url}-beside")]
+    trained(world, Sharded(by_step=True), *both, max_steps=7)  # the second run is empty, and joins in
+    again = [saving(url, every=8), saving(f"{url}-beside", every=9)]
+    trained(world, Sharded(by_step=True), *again, max_steps=9)
+    seen["two"] = [reports_of(callback) for callback in (*both, *again)]
+    anew = saving(url, resume="never")
+    trained(world, Sharded(by_step=True), anew, max_steps=2)
+    seen["never"] = reports_of(anew)
 
     for name, options in {
         "step_log": {"step_log": "exact", "step_log_url": "/dev/shm/none"},
