@@ -34,9 +34,7 @@ _ORDER = {Role.EXP_AVG_SQ: 0, Role.EXP_AVG: 1, Role.MASTER: 2, Role.WEIGHT: 3}
 def matching(reference: ReferenceState | None, spec: TensorSpec) -> ReferenceState | None:
     """The reference, unless the tensor changed its size since: symbols of another shape explain nothing."""
     per_element = 2 if spec.dtype.is_complex else 1
-    if reference is None or any(
-        plane.size != spec.numel * per_element for plane in reference.planes.values()
-    ):
+    if reference is None or reference.sizes - {spec.numel * per_element}:
         return None
     return reference
 

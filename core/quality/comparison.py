@@ -1,6 +1,7 @@
 """Paired comparison: the loss with each candidate's restored weights against that with the true ones, same batches."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, MutableMapping
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ from shrinkpoint.errors import ShrinkpointError
 from shrinkpoint.quality.evaluation import Measure, losses_of
 from shrinkpoint.quality.measurement import EXACT, LOSS_FLOOR, Losses, Rise, absolute_error, pair_rise
 from shrinkpoint.quality.trial import mirrored_model, perturbed_model, true_model
+from shrinkpoint.state.candidate import Candidate
 from shrinkpoint.state.training import TrainingState
 
 __all__ = ["BlindEvaluationError", "Comparison"]
@@ -72,15 +74,20 @@ class Comparison:
         changed = self._changed(restored)
         if not changed:
             return EXACT
-        plus = self._losses(restored)
+        plus = self._losses(self._lent(restored))
         if not all(map(math.isfinite, plus)):
             return Rise(math.inf)
         distance = self._distance(restored)
-        minus = self._losses(mirrored_model(self._state, restored))
+        minus = self._losses(self._lent(mirrored_model(self._state, restored)))
         if plus == minus == self.baseline:
             self.look(changed)
         rise = pair_rise(plus, minus, self.baseline, floor=self._floor, absolute=self._absolute)
         return replace(rise, distance=distance)
+
+    def _lent(self, weights: Mapping[str, torch.Tensor]) -> Candidate:
+        """With all that is not the snapshot's own, which goes into the checkpoint."""
+        places = Counter(tensor.data_ptr() for tensor in (*self._state.tensors.values(), *weights.values()))
+        return Candidate(weights, (name for name, value in weights.items() if places[value.data_ptr()] == 1))
 
     def _distance(self, restored: Mapping[str, torch.Tensor]) -> float:
         true = true_model(self._state)
@@ -104,7 +111,8 @@ class Comparison:
         which = None if names is None else frozenset(names)
         if which in self._seen:
             return
-        if self._losses(perturbed_model(self._state, _NOISE, _SEED, names=which)) == self.baseline:
+        noisy = self._lent(perturbed_model(self._state, _NOISE, _SEED, names=which))
+        if self._losses(noisy) == self.baseline:
             which_weights = "all weights" if which is None else "all weights that this checkpoint changes"
             raise BlindEvaluationError(
                 f"noise of {_NOISE:.0%} in {which_weights} leaves the measured loss, {self.loss:.6g}, exactly as it is"
@@ -113,7 +121,8 @@ class Comparison:
 
     def sees_network(self) -> bool:
         """Whether noise in the network's own weights, and not in their averages, changes what is measured."""
-        return self._losses(perturbed_model(self._state, _NOISE, _SEED, averages=False)) != self.baseline
+        noisy = self._lent(perturbed_model(self._state, _NOISE, _SEED, averages=False))
+        return self._losses(noisy) != self.baseline
 
     def _changed(self, restored: Mapping[str, torch.Tensor]) -> list[str]:
         true = true_model(self._state)

@@ -13,6 +13,8 @@ __all__ = ["mirrored_model", "perturbed_model", "restored_model", "restored_stat
 
 _MODEL = (Role.WEIGHT, Role.BUFFER)
 _EVALUATED = (*_MODEL, Role.AVERAGE)
+_CHUNK = 1 << 18
+"""Elements that are handled at a time, so that large tensors take no further memory."""
 
 
 def true_model(state: TrainingState) -> dict[str, torch.Tensor]:
@@ -80,9 +82,14 @@ def mirrored_model(
 
 def _mirrored(true: torch.Tensor, restored: torch.Tensor) -> torch.Tensor:
     wide = torch.promote_types(true.dtype, torch.float32)  # half precision would lose the difference
-    centre = true.to(wide)
-    other = centre + (centre - restored.to(wide))
-    return torch.where(torch.isfinite(centre), other, centre).to(true.dtype)
+    mirrored = torch.empty_like(true, memory_format=torch.contiguous_format)
+    into = mirrored.view(-1)
+    for start in range(0, true.numel(), _CHUNK):
+        part = slice(start, start + _CHUNK)
+        centre = true.reshape(-1)[part].to(wide)
+        other = centre + (centre - restored.reshape(-1)[part].to(wide))
+        into[part] = torch.where(torch.isfinite(centre), other, centre)
+    return mirrored
 
 
 def perturbed_model(

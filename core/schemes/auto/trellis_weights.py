@@ -21,7 +21,7 @@ import torch
 
 from shrinkpoint.arrays import Float32s, Int8s, Int16s, widened
 from shrinkpoint.entropy.static.bytes import decode_bytes, encode_bytes
-from shrinkpoint.entropy.trellis.coder import CodedPoints, decode_points, encode_points
+from shrinkpoint.entropy.trellis.coder import CodedPoints, Path, decode_points, encode_points
 from shrinkpoint.entropy.trellis.states import States
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
 from shrinkpoint.quantize.dither import SEEDS
@@ -35,6 +35,7 @@ from shrinkpoint.schemes.auto.random_walk import (
     best_share,
     measure_walk,
 )
+from shrinkpoint.schemes.auto.trellis_planes import KeptRows, TrellisPlanes
 from shrinkpoint.schemes.auto.trellis_points import (
     Grid,
     check_states,
@@ -61,6 +62,7 @@ __all__ = ["TrellisLatticeCodec"]
 
 
 _FARTHEST = 30_000  # half steps from 0
+_CHUNK = 1 << 18  # elements that are handled at a time where a plane of wide integers would take memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,11 +110,17 @@ class TrellisLatticeCodec:
     def stage(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Staged:
         """See `Stages.stage`; refuses what `encode` refuses."""
         found = self._quantize(tensor, spec, context)
-        value = found.value(spec)
-        return Staged(value, lambda threads: self._coded(found, value, spec, threads))
+        restored = found.restored(spec)
+        errors = found.grid.errors(found.values, restored)
+        if found.rows is not None and self.kept is not None:
+            errors.reshape(matrix_shape(spec.shape))[self.kept] = 0
+        value = _finite(_tensor(restored, spec), spec)
+        return Staged(value, lambda threads: self._coded(found, value, errors, spec, threads))
 
-    def _coded(self, found: "_Quantized", value: torch.Tensor, spec: TensorSpec, threads: int) -> Coded:
-        reference, grid, prediction = found.reference, found.grid, found.prediction
+    def _coded(
+        self, found: "_Quantized", value: torch.Tensor, errors: Int8s, spec: TensorSpec, threads: int
+    ) -> Coded:
+        reference, grid = found.reference, found.grid
         params: dict[str, JSON] = {"step": float(grid.step), "seed": grid.seed, "states": self.states}
         params |= {
             "walk": found.walk,
@@ -121,7 +129,7 @@ class TrellisLatticeCodec:
         }
         if reference is not None and self.after_restore:
             params["after_restore"] = True
-        coded, sections = _code(found.points, prediction, threads)
+        coded, sections = _code(found.points, found.path, threads)
         if (
             reference is None
             or reference.step != grid.step
@@ -132,16 +140,13 @@ class TrellisLatticeCodec:
             sections["kept"] = encode_bytes(np.packbits(self.kept), 1, threads=threads)
         encoded = EncodedTensor(self.id, params, sections, reference is not None)
         planes = _planes(
-            found.restored, grid, coded, reference, found.carried, found.expectation, found.rows, spec
+            found.reached, grid, coded, reference, found.carried, found.expectation, found.rows, spec
         )
-        errors = grid.errors(found.values, found.restored)
-        if found.rows is not None and self.kept is not None:
-            errors.reshape(matrix_shape(spec.shape))[self.kept] = 0
         return Coded(encoded, planes, value, {ERRORS: errors})
 
     def restored(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> torch.Tensor:
         """See `Quantizer.restored`."""
-        return self._quantize(tensor, spec, context).value(spec)
+        return _finite(_tensor(self._quantize(tensor, spec, context).restored(spec), spec), spec)
 
     def _quantize(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> "_Quantized":
         values = as_float32(tensor, spec, CODED_DTYPES)
@@ -174,21 +179,24 @@ class TrellisLatticeCodec:
         spec: TensorSpec,
         threads: int,
     ) -> "_Quantized":
-        wanted, columns = values, matrix_shape(spec.shape)[1]
-        if reference is not None and reference.errors is not None and carried:
-            wanted = with_noise(values, grid, reference, reference.errors, carried)
+        columns = matrix_shape(spec.shape)[1]
         expectation = Expectation(
             None if reference is None else reference.variance_code, walk, carried, self.states
         )
         grid = replace(grid, step_ratio=expectation.step_ratio)
         prediction = TrellisPrediction.of(grid, reference, carried, self.states, spec, rows)
+        wanted = values
+        if reference is not None and reference.errors is not None and carried:
+            wanted = with_noise(values, grid, reference, reference.errors, carried)
         measured = rows_of(grid.measured(wanted, prediction.even, spec), rows, columns)
+        del wanted
         points = nearest_points(measured, columns, self.states, threads)
-        restored = _restored(points, grid, prediction, reference, rows, spec)
-        if restored is None:
+        del measured
+        reached = _reached(points, prediction.even, rows, columns)
+        if reached is None:
             raise CannotRepresentError(f"{spec.name}: its steps are too small for its values")
         return _Quantized(
-            values, reference, grid, prediction, points, restored, walk, carried, expectation, rows
+            values, reference, grid, prediction.path, points, reached, walk, carried, expectation, rows
         )
 
     def rebase(
@@ -212,7 +220,7 @@ class TrellisLatticeCodec:
         points = grid.points(variance_code.values)
         if points is None:
             return None
-        _, sections = _code(points, TrellisPrediction.of(grid, None, 0, states, spec), 1)
+        _, sections = _code(points, TrellisPrediction.of(grid, None, 0, states, spec).path, 1)
         params = {name: encoded.params[name] for name in ("step", "seed", "states", "carried")}
         params |= {"walk": NO_WALK, "variance_code": LAST_WALK}
         return EncodedTensor(self.id, params, {**sections, "exponents": _stored(grid, spec, 1)})
@@ -256,14 +264,14 @@ class TrellisLatticeCodec:
         points = coded.points.astype(np.int32)
         if far.size:
             points[far] += 4 * np.clip(stored.view("<i4"), -_FARTHEST, _FARTHEST)
-        restored = _restored(points, grid, prediction, reference, rows, spec)
-        if restored is None:
+        reached = _reached(points, prediction.even, rows, matrix_shape(spec.shape)[1])
+        if reached is None:
             raise FormatError(f"{spec.name}: a point is beyond {_FARTHEST} half steps")
         walk = integer(encoded.params, spec, "walk", NO_WALK, LAST_WALK)
         expectation = Expectation(
             None if reference is None else reference.variance_code, walk, carried, states
         )
-        return _planes(restored, grid, coded, reference, carried, expectation, rows, spec)
+        return _planes(reached, grid, coded, reference, carried, expectation, rows, spec)
 
     def reconstruct(
         self, encoded: EncodedTensor, planes: Planes, spec: TensorSpec, context: Context
@@ -279,61 +287,63 @@ class _Quantized:
     values: Float32s
     reference: TrellisReference | None
     grid: Grid
-    prediction: TrellisPrediction
+    path: Path
     points: Int16s
     """From the even points where they are expected, of the rows that are coded."""
-    restored: Float32s
-    """Of all rows."""
+    reached: Int16s
+    """From 0, of all rows; of any number in those that are kept."""
     walk: int
     carried: int
     expectation: Expectation
     rows: Rows | None
     """That are coded; None for all."""
 
-    def value(self, spec: TensorSpec) -> torch.Tensor:
-        """What a reader will have."""
-        value = _tensor(self.restored.copy(), spec)
-        if not finite(widened(value)):
-            raise CannotRepresentError(f"{spec.name} reaches the end of {spec.dtype}'s range: stored exactly")
-        return value
+    def restored(self, spec: TensorSpec) -> Float32s:
+        """What a reader will have, before it is rounded to the tensor's dtype."""
+        values, kept = self.grid.values(self.reached), _kept_rows(self.reference, self.rows, spec)
+        if kept is not None:
+            values.reshape(matrix_shape(spec.shape))[kept.rows] = kept.values
+        return values
 
 
-def _code(
-    points: Int16s, prediction: TrellisPrediction, threads: int
-) -> tuple[CodedPoints, dict[str, bytes]]:
-    coded = encode_points(points, prediction.path, threads)
+def _code(points: Int16s, path: Path, threads: int) -> tuple[CodedPoints, dict[str, bytes]]:
+    coded = encode_points(points, path, threads)
     missing = (points[coded.far].astype(np.int32) - coded.points[coded.far]) // 4
     far = encode_bytes(missing.astype("<i4").view(np.uint8), 4, threads=threads)
     return coded, {"points": coded.payload, "far": far}
 
 
-def _restored(
-    points: npt.NDArray[np.signedinteger[Any]],
-    grid: Grid,
-    prediction: TrellisPrediction,
-    reference: TrellisReference | None,
-    rows: Rows | None,
-    spec: TensorSpec,
-) -> Float32s | None:
-    """The values of points, and those of before in rows that are kept; None if a point is too far from 0."""
-    reached, columns = prediction.even.astype(np.int32), matrix_shape(spec.shape)[1]
+def _reached(
+    points: npt.NDArray[np.signedinteger[Any]], even: Int16s, rows: Rows | None, columns: int
+) -> Int16s | None:
+    """Points from 0, of all rows, from those of the coded ones; None if one is too far from 0."""
+    expected = rows_of(even, rows, columns)
+    reached = np.empty(points.size, np.int16)
+    for start in range(0, points.size, _CHUNK):
+        part = slice(start, start + _CHUNK)
+        whole = expected[part].astype(np.int32)
+        whole += points[part]
+        if max(int(whole.max()), -int(whole.min())) > _FARTHEST:
+            return None
+        reached[part] = whole
     if rows is None:
-        reached += points
-    else:
-        reached.reshape(-1, columns)[rows] += points.reshape(-1, columns)
-    coded = rows_of(reached, rows, columns)
-    if coded.size and max(int(coded.max()), -int(coded.min())) > _FARTHEST:
+        return reached
+    of_all = np.zeros(even.size, np.int16)
+    of_all.reshape(-1, columns)[rows] = reached.reshape(-1, columns)
+    return of_all
+
+
+def _kept_rows(reference: TrellisReference | None, rows: Rows | None, spec: TensorSpec) -> KeptRows | None:
+    """The rows that stay as the reference has them; None where all are coded."""
+    if rows is None or reference is None:
         return None
-    values = grid.values(np.clip(reached, -_FARTHEST, _FARTHEST).astype(np.int16))
-    if rows is not None and reference is not None:
-        kept = np.ones(values.size // columns, np.bool_)
-        kept[rows] = False
-        values.reshape(-1, columns)[kept] = reference.values.reshape(-1, columns)[kept]
-    return values
+    shape = matrix_shape(spec.shape)
+    kept = np.setdiff1d(np.arange(shape[0]), rows, assume_unique=True)
+    return KeptRows(kept, reference.values.reshape(shape)[kept])
 
 
 def _planes(
-    restored: Float32s,
+    reached: Int16s,
     grid: Grid,
     coded: CodedPoints,
     reference: TrellisReference | None,
@@ -341,11 +351,11 @@ def _planes(
     expectation: Expectation,
     rows: Rows | None,
     spec: TensorSpec,
-) -> dict[str, npt.NDArray[Any]]:
+) -> TrellisPlanes:
     from shrinkpoint.quantize import trellis_dither_kernels  # numba
 
     columns = matrix_shape(spec.shape)[1]
-    before = reference.offsets if reference is not None else np.zeros(restored.size, np.int8)
+    before = reference.offsets if reference is not None else np.zeros(reached.size, np.int8)
     expected = np.empty(coded.errors.size, np.int8)
     trellis_dither_kernels.remember(
         coded.errors,
@@ -358,9 +368,9 @@ def _planes(
     expected[coded.far] = 0
     offsets = expected
     if rows is not None:  # a row that is kept is expected where it is
-        offsets = np.zeros(restored.size, np.int8)
+        offsets = np.zeros(reached.size, np.int8)
         offsets.reshape(-1, columns)[rows] = expected.reshape(-1, columns)
-    return {"value": restored, "exponent": grid.exponents, "offset": offsets}
+    return TrellisPlanes(grid, reached, offsets, spec.shape, _kept_rows(reference, rows, spec))
 
 
 def _tensor(values: Float32s, spec: TensorSpec) -> torch.Tensor:
@@ -368,6 +378,12 @@ def _tensor(values: Float32s, spec: TensorSpec) -> torch.Tensor:
     if spec.dtype not in CODED_DTYPES or values.size != spec.numel:
         raise FormatError(f"{spec.name}: {values.size} points cannot become {spec.dtype} {spec.shape}")
     return torch.from_numpy(values).to(spec.dtype).reshape(spec.shape)
+
+
+def _finite(value: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    if not finite(widened(value)):
+        raise CannotRepresentError(f"{spec.name} reaches the end of {spec.dtype}'s range: stored exactly")
+    return value
 
 
 def _stored(grid: Grid, spec: TensorSpec, threads: int) -> bytes:
