@@ -14,6 +14,7 @@ from shrinkpoint.coding.grouping import (
     matching,
     sibling_planes_of,
     siblings_of,
+    still_needed,
 )
 from shrinkpoint.coding.staging import StagedState
 from shrinkpoint.container.layout import Checkpoint, Entry
@@ -79,6 +80,7 @@ def encode_state(
         values: dict[str, torch.Tensor] = {}
         coded: list[tuple[Entry, ReferenceState, str | None]] = []
         for spec in group:
+            values = still_needed(values, spec, group)
             context = Context(
                 matching(before.get(spec.name), spec),
                 siblings_of(values, spec, group),
@@ -93,6 +95,7 @@ def encode_state(
                 result.encoded.codec, result.encoded.params, result.planes, result.encoder_only
             )
             coded.append((entry, state_after, why))
+            del result, done, context
             if release is not None and spec.name in before:
                 release(spec.name)
         return coded

@@ -48,6 +48,7 @@ from shrinkpoint.schemes.auto.trellis_prediction import (
     TrellisPrediction,
     TrellisReference,
     deviations,
+    expected_points,
     read_carried,
     read_step_ratio,
     rows_of,
@@ -62,6 +63,7 @@ __all__ = ["TrellisLatticeCodec"]
 
 
 _FARTHEST = 30_000  # half steps from 0
+_NOTHING = np.zeros(0, np.float32)
 _CHUNK = 1 << 18  # elements that are handled at a time where a plane of wide integers would take memory
 
 
@@ -105,50 +107,68 @@ class TrellisLatticeCodec:
 
     def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
         """See `TensorCodec.encode`; refuses NaN, infinity, other dtypes than floats, and steps too small by far."""
-        return self.stage(tensor, spec, context).coded(context.threads)
+        found = self._quantize(tensor, spec, context)
+        errors = self._errors(found, _checked(found.restored(spec), spec), spec)
+        encoded, planes = self._coded(found, spec, context.threads)
+        # made again: while the points are coded, they and their contexts take memory enough
+        return Coded(encoded, planes, _tensor(found.restored(spec), spec), {ERRORS: errors})
 
     def stage(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Staged:
         """See `Stages.stage`; refuses what `encode` refuses."""
         found = self._quantize(tensor, spec, context)
-        restored = found.restored(spec)
+        restored = _checked(found.restored(spec), spec)
+        errors, value = self._errors(found, restored, spec), _tensor(restored, spec)
+
+        def coded(threads: int) -> Coded:
+            return Coded(*self._coded(found, spec, threads), value, {ERRORS: errors})
+
+        return Staged(value, coded)
+
+    def _errors(self, found: "_Quantized", restored: Float32s, spec: TensorSpec) -> Int8s:
         errors = found.grid.errors(found.values, restored)
         if found.rows is not None and self.kept is not None:
             errors.reshape(matrix_shape(spec.shape))[self.kept] = 0
-        value = _finite(_tensor(restored, spec), spec)
-        return Staged(value, lambda threads: self._coded(found, value, errors, spec, threads))
+        return errors
 
     def _coded(
-        self, found: "_Quantized", value: torch.Tensor, errors: Int8s, spec: TensorSpec, threads: int
-    ) -> Coded:
-        reference, grid = found.reference, found.grid
+        self, found: "_Quantized", spec: TensorSpec, threads: int
+    ) -> tuple[EncodedTensor, TrellisPlanes]:
+        assert found.path is not None
+        grid, is_delta = found.grid, found.offsets is not None
         params: dict[str, JSON] = {"step": float(grid.step), "seed": grid.seed, "states": self.states}
         params |= {
             "walk": found.walk,
             "carried": found.carried,
             "variance_code": found.expectation.variance_code,
         }
-        if reference is not None and self.after_restore:
+        if is_delta and self.after_restore:
             params["after_restore"] = True
         coded, sections = _code(found.points, found.path, threads)
-        if (
-            reference is None
-            or reference.step != grid.step
-            or not np.array_equal(reference.exponents, grid.exponents)
-        ):
+        if found.has_new_steps:
             sections["exponents"] = _stored(grid, spec, threads)
         if found.rows is not None and self.kept is not None:
             sections["kept"] = encode_bytes(np.packbits(self.kept), 1, threads=threads)
-        encoded = EncodedTensor(self.id, params, sections, reference is not None)
         planes = _planes(
-            found.reached, grid, coded, reference, found.carried, found.expectation, found.rows, spec
+            found.reached,
+            grid,
+            coded,
+            found.offsets,
+            found.carried,
+            found.expectation,
+            found.rows,
+            found.kept,
+            spec,
         )
-        return Coded(encoded, planes, value, {ERRORS: errors})
+        return EncodedTensor(self.id, params, sections, is_delta), planes
 
     def restored(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> torch.Tensor:
         """See `Quantizer.restored`."""
-        return _finite(_tensor(self._quantize(tensor, spec, context).restored(spec), spec), spec)
+        found = self._quantize(tensor, spec, context, coding=False)
+        return _tensor(_checked(found.restored(spec), spec), spec)
 
-    def _quantize(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> "_Quantized":
+    def _quantize(
+        self, tensor: torch.Tensor, spec: TensorSpec, context: Context, *, coding: bool = True
+    ) -> "_Quantized":
         values = as_float32(tensor, spec, CODED_DTYPES)
         reference = self._reference(context, spec)
         grid = self._grid(reference, spec)
@@ -160,43 +180,66 @@ class TrellisLatticeCodec:
             walk = measure_walk(squares, counts, reference.variance_code, self.states)
             if reference.errors is not None:
                 carried = best_share(walk, counts, self.states)
+        handed_over = [reference]
+        del reference  # its memory is needed again before all is quantized
         try:
-            return self._placed(values, reference, grid, walk, carried, rows, spec, context.threads)
+            return self._placed(values, handed_over, grid, walk, carried, rows, spec, context.threads, coding)
         except CannotRepresentError:
             if carried == 0:
                 raise
         # with finer steps, there are too many of them to the farthest weights
-        return self._placed(values, reference, grid, walk, 0, rows, spec, context.threads)
+        handed_over = [self._reference(context, spec)]
+        return self._placed(values, handed_over, grid, walk, 0, rows, spec, context.threads, coding)
 
     def _placed(
         self,
         values: Float32s,
-        reference: TrellisReference | None,
+        handed_over: list[TrellisReference | None],
         grid: Grid,
         walk: int,
         carried: int,
         rows: Rows | None,
         spec: TensorSpec,
         threads: int,
+        coding: bool,
     ) -> "_Quantized":
-        columns = matrix_shape(spec.shape)[1]
-        expectation = Expectation(
-            None if reference is None else reference.variance_code, walk, carried, self.states
-        )
+        columns, reference = matrix_shape(spec.shape)[1], handed_over.pop()
+        variance_code = None if reference is None else reference.variance_code
+        expectation = Expectation(variance_code, walk, carried, self.states)
         grid = replace(grid, step_ratio=expectation.step_ratio)
-        prediction = TrellisPrediction.of(grid, reference, carried, self.states, spec, rows)
-        wanted = values
+        path, wanted, own = None, values, None
+        if coding or reference is None:
+            prediction = TrellisPrediction.of(grid, reference, carried, self.states, spec, rows)
+            even, path = prediction.even, prediction.path
+            del prediction
+        else:
+            even = expected_points(grid, reference, carried)[0]
+        has_new_steps, kept = not _has_steps_of(grid, reference), _kept_rows(reference, rows, spec)
         if reference is not None and reference.errors is not None and carried:
-            wanted = with_noise(values, grid, reference, reference.errors, carried)
-        measured = rows_of(grid.measured(wanted, prediction.even, spec), rows, columns)
-        del wanted
+            reference = replace(reference, values=_NOTHING)
+            wanted = own = with_noise(values, grid, reference, reference.errors, carried)
+        offsets = None if reference is None else reference.offsets
+        del reference
+        measured = rows_of(grid.measured(wanted, even, spec, own), rows, columns)
+        del wanted, own
         points = nearest_points(measured, columns, self.states, threads)
         del measured
-        reached = _reached(points, prediction.even, rows, columns)
+        reached = _reached(points, even, rows, columns)
         if reached is None:
             raise CannotRepresentError(f"{spec.name}: its steps are too small for its values")
         return _Quantized(
-            values, reference, grid, prediction.path, points, reached, walk, carried, expectation, rows
+            values=values,
+            grid=grid,
+            path=path,
+            points=points,
+            reached=reached,
+            walk=walk,
+            carried=carried,
+            expectation=expectation,
+            rows=rows,
+            kept=kept,
+            offsets=offsets,
+            has_new_steps=has_new_steps,
         )
 
     def rebase(
@@ -268,10 +311,10 @@ class TrellisLatticeCodec:
         if reached is None:
             raise FormatError(f"{spec.name}: a point is beyond {_FARTHEST} half steps")
         walk = integer(encoded.params, spec, "walk", NO_WALK, LAST_WALK)
-        expectation = Expectation(
-            None if reference is None else reference.variance_code, walk, carried, states
-        )
-        return _planes(reached, grid, coded, reference, carried, expectation, rows, spec)
+        variance_code = None if reference is None else reference.variance_code
+        expectation = Expectation(variance_code, walk, carried, states)
+        offsets, kept = None if reference is None else reference.offsets, _kept_rows(reference, rows, spec)
+        return _planes(reached, grid, coded, offsets, carried, expectation, rows, kept, spec)
 
     def reconstruct(
         self, encoded: EncodedTensor, planes: Planes, spec: TensorSpec, context: Context
@@ -280,14 +323,14 @@ class TrellisLatticeCodec:
         return _tensor(np.array(planes["value"], np.float32), spec)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Quantized:
     """A tensor on its trellis, and how it came there."""
 
     values: Float32s
-    reference: TrellisReference | None
     grid: Grid
-    path: Path
+    path: Path | None
+    """None where the points will not be coded."""
     points: Int16s
     """From the even points where they are expected, of the rows that are coded."""
     reached: Int16s
@@ -297,12 +340,18 @@ class _Quantized:
     expectation: Expectation
     rows: Rows | None
     """That are coded; None for all."""
+    kept: KeptRows | None
+    """The others."""
+    offsets: Int8s | None
+    """Of the reference; None in a base."""
+    has_new_steps: bool
+    """Whether they are others than the reference's."""
 
     def restored(self, spec: TensorSpec) -> Float32s:
         """What a reader will have, before it is rounded to the tensor's dtype."""
-        values, kept = self.grid.values(self.reached), _kept_rows(self.reference, self.rows, spec)
-        if kept is not None:
-            values.reshape(matrix_shape(spec.shape))[kept.rows] = kept.values
+        values = self.grid.values(self.reached)
+        if self.kept is not None:
+            values.reshape(matrix_shape(spec.shape))[self.kept.rows] = self.kept.values
         return values
 
 
@@ -333,6 +382,14 @@ def _reached(
     return of_all
 
 
+def _has_steps_of(grid: Grid, reference: TrellisReference | None) -> bool:
+    return (
+        reference is not None
+        and reference.step == grid.step
+        and np.array_equal(reference.exponents, grid.exponents)
+    )
+
+
 def _kept_rows(reference: TrellisReference | None, rows: Rows | None, spec: TensorSpec) -> KeptRows | None:
     """The rows that stay as the reference has them; None where all are coded."""
     if rows is None or reference is None:
@@ -346,16 +403,17 @@ def _planes(
     reached: Int16s,
     grid: Grid,
     coded: CodedPoints,
-    reference: TrellisReference | None,
+    before: Int8s | None,
     carried: int,
     expectation: Expectation,
     rows: Rows | None,
+    kept: KeptRows | None,
     spec: TensorSpec,
 ) -> TrellisPlanes:
     from shrinkpoint.quantize import trellis_dither_kernels  # numba
 
     columns = matrix_shape(spec.shape)[1]
-    before = reference.offsets if reference is not None else np.zeros(reached.size, np.int8)
+    before = np.zeros(reached.size, np.int8) if before is None else before
     expected = np.empty(coded.errors.size, np.int8)
     trellis_dither_kernels.remember(
         coded.errors,
@@ -370,7 +428,7 @@ def _planes(
     if rows is not None:  # a row that is kept is expected where it is
         offsets = np.zeros(reached.size, np.int8)
         offsets.reshape(-1, columns)[rows] = expected.reshape(-1, columns)
-    return TrellisPlanes(grid, reached, offsets, spec.shape, _kept_rows(reference, rows, spec))
+    return TrellisPlanes(grid, reached, offsets, spec.shape, kept)
 
 
 def _tensor(values: Float32s, spec: TensorSpec) -> torch.Tensor:
@@ -380,10 +438,11 @@ def _tensor(values: Float32s, spec: TensorSpec) -> torch.Tensor:
     return torch.from_numpy(values).to(spec.dtype).reshape(spec.shape)
 
 
-def _finite(value: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    if not finite(widened(value)):
+def _checked(values: Float32s, spec: TensorSpec) -> Float32s:
+    """The same, if they are within the range of the tensor's dtype."""
+    if not finite(widened(torch.from_numpy(values).to(spec.dtype))):
         raise CannotRepresentError(f"{spec.name} reaches the end of {spec.dtype}'s range: stored exactly")
-    return value
+    return values
 
 
 def _stored(grid: Grid, spec: TensorSpec, threads: int) -> bytes:
