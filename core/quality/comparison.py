@@ -1,7 +1,6 @@
 """Paired comparison: the loss with each candidate's restored weights against that with the true ones, same batches."""
 
 import math
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, MutableMapping
 from dataclasses import replace
 
@@ -10,7 +9,8 @@ import torch
 from shrinkpoint.errors import ShrinkpointError
 from shrinkpoint.quality.evaluation import Measure, losses_of
 from shrinkpoint.quality.measurement import EXACT, LOSS_FLOOR, Losses, Rise, absolute_error, pair_rise
-from shrinkpoint.quality.trial import mirrored_model, perturbed_model, true_model
+from shrinkpoint.quality.trial import mirrored_model, own_memory, perturbed_model, true_model
+from shrinkpoint.runtime.memory import Returns
 from shrinkpoint.state.candidate import Candidate
 from shrinkpoint.state.training import TrainingState
 
@@ -44,6 +44,7 @@ class Comparison:
         self._measure = measure
         self._floor = floor
         self._absolute = absolute_error(share)
+        self._memory = Returns(state.nbytes)
         self._rises: dict[object, Rise] = {}
         self._seen: set[frozenset[str] | None] = set()
         self.evaluations = 0
@@ -61,7 +62,7 @@ class Comparison:
 
         Args:
             key: names the candidate.
-            restored: makes the model that a reader would get.
+            restored: makes the model that a reader would get; its tensors are overwritten, unless they are the snapshot's.
 
         Raises:
             BlindEvaluationError: the evaluation does not see the weights.
@@ -86,8 +87,7 @@ class Comparison:
 
     def _lent(self, weights: Mapping[str, torch.Tensor]) -> Candidate:
         """With all that is not the snapshot's own, which goes into the checkpoint."""
-        places = Counter(tensor.data_ptr() for tensor in (*self._state.tensors.values(), *weights.values()))
-        return Candidate(weights, (name for name, value in weights.items() if places[value.data_ptr()] == 1))
+        return Candidate(weights, own_memory(self._state, weights))
 
     def _distance(self, restored: Mapping[str, torch.Tensor]) -> float:
         true = true_model(self._state)
@@ -134,4 +134,8 @@ class Comparison:
 
     def _losses(self, weights: Mapping[str, torch.Tensor]) -> Losses:
         self.evaluations += 1
-        return losses_of(self._measure(weights))
+        losses = losses_of(self._measure(weights))
+        self._memory.after(
+            self._state.nbytes
+        )  # what the model's own weights took meanwhile, if they were copied
+        return losses

@@ -128,7 +128,7 @@ class CodedPoints:
         """bool (n,): which elements may lie beyond what their points say."""
         if self.ranks.size == 0 or max(int(self.ranks.max()), -int(self.ranks.min())) < FAR_RADIUS - 1:
             return np.zeros(self.ranks.size, np.bool_)
-        return np.abs(self.ranks.astype(np.int16)) >= FAR_RADIUS - 1
+        return np.abs(self.ranks) >= FAR_RADIUS - 1
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,9 @@ def encode_points(points: Int16s, path: Path, threads: int = 1) -> CodedPoints:
     farthest = max(int(ranks.max()), -int(ranks.min()))
     radius = FAR_RADIUS if farthest >= FAR_RADIUS - 1 else farthest
     model = _with_sides(replace(model, radius=radius), path, ranks)
-    symbols = (ranks.astype(np.int16) + np.int16(radius)).astype(np.uint8)
+    symbols = ranks.view(np.uint8) + np.uint8(
+        radius
+    )  # in eight bits: what wraps there is back in range with the sum
     payload = _write(model, path, symbols, found, threads)
     known = points if radius < FAR_RADIUS else ((errors + path.places) >> 7).astype(np.int16)
     return CodedPoints(payload, known, errors, ranks)
@@ -264,7 +266,7 @@ def _with_sides(model: _Model, path: Path, ranks: Int8s) -> _Model:
     """Those that reduce the entropy by themselves, the best ones first."""
     if not path.sides:
         return model
-    size = np.minimum(np.abs(ranks.astype(np.int16)), 15).astype(np.uint8)
+    size = np.minimum(np.abs(ranks), np.int8(15)).view(np.uint8)
     sample = PlaneSample.of(size, 16, path.sides)
     order = sorted(
         (i for i in range(len(path.sides)) if sample.given[i] < 0.999 * sample.alone),

@@ -53,11 +53,6 @@ class TrellisPlanes(PackedPlanes):
         self._sides = split_exponents(grid.exponents, self._matrix)
         self._points = _narrow(points)
         self._offsets, self._kept = offsets, kept
-        self._make: Mapping[str, Callable[[], npt.NDArray[Any]]] = {
-            "value": self._values,
-            "exponent": self._exponents,
-            "offset": lambda: self._offsets,
-        }
 
     @property
     def size(self) -> int:
@@ -72,25 +67,36 @@ class TrellisPlanes(PackedPlanes):
         return sum(part.nbytes for part in parts)
 
     def __getitem__(self, name: str) -> npt.NDArray[Any]:
-        return self._make[name]()
+        return _MAKE[name](self)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._make)
+        return iter(_MAKE)
 
     def __len__(self) -> int:
-        return len(self._make)
+        return len(_MAKE)
 
-    def _exponents(self) -> UInt8s:
+    def exponents(self) -> UInt8s:
+        """Of each element."""
         return join_exponents(*self._sides)
 
-    def _values(self) -> Float32s:
-        grid = Grid(
-            step=self._step, exponents=self._exponents(), seed=self._seed, step_ratio=self._step_ratio
-        )
+    def values_of_points(self) -> Float32s:
+        """What was restored, before it was rounded to the tensor's dtype."""
+        grid = Grid(step=self._step, exponents=self.exponents(), seed=self._seed, step_ratio=self._step_ratio)
         values = grid.values(self._points.astype(np.int16, copy=False))
         if self._kept is not None:
             values.reshape(self._matrix)[self._kept.rows] = self._kept.values
         return values
+
+    def offsets(self) -> Int8s:
+        """How far from its value each weight is expected, in 1/64 step."""
+        return self._offsets
+
+
+_MAKE: Mapping[str, Callable[[TrellisPlanes], npt.NDArray[Any]]] = {
+    "value": TrellisPlanes.values_of_points,
+    "exponent": TrellisPlanes.exponents,
+    "offset": TrellisPlanes.offsets,
+}
 
 
 def _narrow(points: Int16s) -> Int16s | Int8s:

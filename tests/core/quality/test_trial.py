@@ -28,10 +28,10 @@ def test_the_mirrored_model_is_as_far_on_the_other_side(dtype):
     true = torch.randn(50, 40, generator=generator).to(dtype)
     restored = (true.double() + 0.02 * torch.randn(50, 40, generator=generator)).to(dtype)
     restored[0] = true[0]
+    wanted = 2 * true.double() - restored.double()
     mirrored = mirrored_model(made(w=true), {"w": restored})["w"]
     assert mirrored.dtype == dtype
     assert torch.equal(mirrored[0], true[0])
-    wanted = 2 * true.double() - restored.double()
     least = torch.finfo(dtype).eps * true.double().abs().max()
     assert float((mirrored.double() - wanted).abs().max()) <= least
 
@@ -91,13 +91,14 @@ def test_a_comparison_measures_each_candidate_once_and_exact_ones_never():
     state, loss = made(w=torch.randn(1000)), Quadratic()
     comparison = Comparison(state, loss, share=0.001)
     restored = {"w": state.tensors["w"] * 1.01}
+    distance = float((restored["w"] - state.tensors["w"]).norm())
     rise = comparison.rise("narrow", lambda: restored)
     assert comparison.rise("narrow", dict) is rise
     assert comparison.rise("none", lambda: true_model(state)) == EXACT
     assert loss.calls == comparison.evaluations == 3
     assert rise.mean == pytest.approx(1e-4, rel=1e-3)  # the square of the error
     assert rise.luck == pytest.approx(0.02, rel=1e-3)
-    assert rise.distance == pytest.approx(float((restored["w"] - state.tensors["w"]).norm()))
+    assert rise.distance == pytest.approx(distance)
 
 
 @pytest.mark.parametrize("where", ["restored", "mirrored"])
