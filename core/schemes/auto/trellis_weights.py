@@ -215,9 +215,10 @@ class TrellisLatticeCodec:
         else:
             even = expected_points(grid, reference, carried)[0]
         has_new_steps, kept = not _has_steps_of(grid, reference), _kept_rows(reference, rows, spec)
-        if reference is not None and reference.errors is not None and carried:
+        errors = None if reference is None else reference.errors
+        if reference is not None and errors is not None and carried:
             reference = replace(reference, values=_NOTHING)
-            wanted = own = with_noise(values, grid, reference, reference.errors, carried)
+            wanted = own = with_noise(values, grid, reference, errors, carried)
         offsets = None if reference is None else reference.offsets
         del reference
         measured = rows_of(grid.measured(wanted, even, spec, own), rows, columns)
@@ -414,7 +415,7 @@ def _planes(
 
     columns = matrix_shape(spec.shape)[1]
     before = np.zeros(reached.size, np.int8) if before is None else before
-    expected = np.empty(coded.errors.size, np.int8)
+    expected = np.empty(coded.points.size, np.int8)
     trellis_dither_kernels.remember(
         coded.errors,
         expectation.gains,

@@ -149,7 +149,7 @@ def test_after_a_save_that_failed_less_movement_is_known_never_more(
     checkpointer = saved(tmp_path, "auto", saves=1)
     committer = checkpointer.saver._committer
     with monkeypatch.context() as patched:
-        patched.setattr("shrinkpoint.saving.committer.write_container", lambda checkpoint: 1 / 0)
+        patched.setattr("shrinkpoint.saving.committer.write_container", lambda checkpoint, **_: 1 / 0)
         with pytest.warns(match="division by zero"):
             assert checkpointer.save(2, wait=True) is None
     assert committer._movement._step == 2
