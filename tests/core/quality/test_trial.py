@@ -8,7 +8,7 @@ from support.containers import identical
 
 from shrinkpoint.quality.comparison import BlindEvaluationError, Comparison
 from shrinkpoint.quality.measurement import EXACT
-from shrinkpoint.quality.trial import mirrored_model, perturbed_model, true_model
+from shrinkpoint.quality.trial import mirrored_model, own_memory, perturbed_model, true_model
 from shrinkpoint.state.training import Role, Tag, TrainingState
 
 
@@ -61,6 +61,33 @@ def test_what_is_no_weight_or_was_restored_exactly_stays_true():
     assert mirrored["wild"].tolist()[:2] == [0.75, math.inf]
     assert math.isnan(mirrored["wild"].tolist()[2])
     assert identical(mirrored_model(state, true_model(state)), true_model(state))
+
+
+def test_a_mirror_image_takes_the_memory_of_what_it_mirrors_but_never_the_snapshots():
+    state = made(w=torch.ones(4), twin=torch.ones(2, 4), other=torch.ones(2, 4), part=torch.ones(3))
+    shared = torch.full((2, 4), 2.0)
+    restored = {"w": torch.full((4,), 1.5), "twin": shared, "other": shared, "part": state.tensors["w"][1:]}
+    state.tensors["w"][0] = 3.0
+    assert own_memory(state, restored) == {"w"}
+    place, before = restored["w"].data_ptr(), {name: value.clone() for name, value in state.tensors.items()}
+    mirrored = mirrored_model(state, restored)
+    assert mirrored["w"].data_ptr() == place
+    assert mirrored["w"].tolist() == [4.5, 0.5, 0.5, 0.5]
+    assert bool((mirrored["twin"] == 0).all())
+    assert bool((mirrored["other"] == 0).all())
+    assert identical(dict(state.tensors), before)
+
+
+def test_a_comparison_lends_what_is_not_the_snapshots():
+    state, lent = made(w=torch.randn(1000), same=torch.ones(3)), []
+
+    def measure(weights):
+        lent.append(set(getattr(weights, "lent", ())))
+        return float(weights["w"].square().mean())
+
+    comparison = Comparison(state, measure, share=0.001)
+    comparison.rise("narrow", lambda: {"w": state.tensors["w"] * 1.01, "same": state.tensors["same"]})
+    assert lent == [set(), {"w"}, {"w"}]
 
 
 def test_noise_in_all_weights_is_the_same_each_time_and_of_their_size():
