@@ -37,21 +37,21 @@ def swapped_weights(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> I
     before = {name: tensor.detach().clone() for name, tensor in live.items() if name not in lent}
     modes = {name: child.training for name, child in module.named_modules()}
     rng = capture_rng()
-    exchanged: list[str] = []
+    exchanges: list[_Exchange] = []
     try:
         with torch.no_grad():
             for name, value in weights.items():
                 if name in lent:
-                    _exchange(live[name].data, value)
-                    exchanged.append(name)
+                    exchanges.append(_Exchange(live[name].data, value))
+                    exchanges[-1].forth()
                 else:
                     live[name].data.copy_(value)
             module.eval()
             yield
     finally:
         with torch.no_grad():
-            for name in exchanged:
-                _exchange(live[name].data, lent[name])
+            for exchange in reversed(exchanges):
+                exchange.back()
             for name, value in before.items():
                 live[name].data.copy_(value)
         for name, child in module.named_modules():
@@ -70,13 +70,30 @@ def _fit(live: torch.Tensor, value: torch.Tensor) -> bool:
     )
 
 
-def _exchange(one: torch.Tensor, other: torch.Tensor) -> None:
-    first, second = one.view(-1), other.view(-1)
-    for start in range(0, first.numel(), _CHUNK):
-        part = slice(start, start + _CHUNK)
-        kept = first[part].clone()
-        first[part] = second[part]
-        second[part] = kept
+class _Exchange:
+    """Exchanges the contents of two tensors, and takes that back wherever it was interrupted."""
+
+    def __init__(self, one: torch.Tensor, other: torch.Tensor) -> None:
+        self._one, self._other = one.view(-1), other.view(-1)
+        self._done = 0
+        self._under_way: tuple[slice, torch.Tensor, torch.Tensor] | None = None
+
+    def forth(self) -> None:
+        for start in range(0, self._one.numel(), _CHUNK):
+            part = slice(start, start + _CHUNK)
+            one, other = self._one[part].clone(), self._other[part].clone()
+            self._under_way = part, one, other  # a signal's handler may raise after any of these lines
+            self._one[part], self._other[part] = other, one
+            self._done, self._under_way = part.stop, None
+
+    def back(self) -> None:
+        if self._under_way is not None:
+            part, self._one[part], self._other[part] = self._under_way
+            self._done = part.start
+        for start in range(0, min(self._done, self._one.numel()), _CHUNK):
+            part = slice(start, start + _CHUNK)
+            one, other = self._one[part].clone(), self._other[part].clone()
+            self._one[part], self._other[part] = other, one
 
 
 @contextmanager

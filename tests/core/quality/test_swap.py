@@ -1,3 +1,5 @@
+import sys
+
 import pytest
 import torch
 from support.containers import identical
@@ -116,6 +118,43 @@ def test_what_a_candidate_lends_holds_the_models_own_weights_meanwhile(fails):
         evaluate()
     assert identical(everything(model), before)
     assert identical(given, wanted)
+
+
+def test_an_interrupted_exchange_is_taken_back(monkeypatch):
+    """Ctrl-C raises between any two lines, if nobody defers it."""
+    monkeypatch.setattr("shrinkpoint.quality.swap._CHUNK", 4)
+    model = nn.Linear(3, 3)
+    before = everything(model)
+    count = 0
+    while True:
+        count += 1
+        left = count
+
+        def interrupt(frame, event, _):
+            nonlocal left
+            if frame.f_code.co_name != "forth":
+                return None
+            left -= event == "line"
+            if left == 0:
+                left = -1
+                raise KeyboardInterrupt
+            return interrupt
+
+        given = Candidate({"weight": torch.ones(3, 3), "bias": torch.ones(3)}, ["weight", "bias"])
+        traced = sys.gettrace()
+        sys.settrace(interrupt)
+        try:
+            with swapped_weights(model, given):
+                assert bool((model.weight == 1).all())
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(traced)
+        assert identical(everything(model), before)
+        assert all(bool((value == 1).all()) for value in given.values())
+        if left > 0:
+            break
+    assert count > 15
 
 
 def test_what_does_not_fit_is_not_exchanged():
