@@ -14,10 +14,12 @@ from shrinkpoint.coding.grouping import (
     matching,
     sibling_planes_of,
     siblings_of,
+    still_needed,
 )
 from shrinkpoint.coding.staging import StagedState
 from shrinkpoint.container.layout import Checkpoint, Entry
 from shrinkpoint.errors import CannotRepresentError
+from shrinkpoint.runtime.memory import Returns
 from shrinkpoint.schemes.base import Coded, Context, Quantizer, ReferenceState, Scheme, TensorCodec
 from shrinkpoint.schemes.exact import ExactCodec
 from shrinkpoint.schemes.exactness import pack_reasons
@@ -73,12 +75,13 @@ def encode_state(
     """
     makers = scheme.codecs(state) if staged is None else staged.makers
     groups = groups_of(state.specs.values())
-    before = reference or {}
+    before, memory = reference or {}, Returns(state.nbytes)
 
     def code(group: Sequence[TensorSpec]) -> list[tuple[Entry, ReferenceState, str | None]]:
         values: dict[str, torch.Tensor] = {}
         coded: list[tuple[Entry, ReferenceState, str | None]] = []
         for spec in group:
+            values = still_needed(values, spec, group)
             context = Context(
                 matching(before.get(spec.name), spec),
                 siblings_of(values, spec, group),
@@ -93,8 +96,10 @@ def encode_state(
                 result.encoded.codec, result.encoded.params, result.planes, result.encoder_only
             )
             coded.append((entry, state_after, why))
+            del result, done, context
             if release is not None and spec.name in before:
                 release(spec.name)
+        memory.after(sum(spec.nbytes for spec in group))
         return coded
 
     rows = [row for rows in mapped(code, groups, threads) for row in rows]
@@ -152,7 +157,7 @@ def restored_values(
         threads: parameters handled side by side.
     """
     makers = scheme.codecs(state)
-    before = reference or {}
+    before, memory = reference or {}, Returns(state.nbytes)
 
     def restore(group: Sequence[TensorSpec]) -> dict[str, torch.Tensor]:
         values: dict[str, torch.Tensor] = {}
@@ -162,6 +167,7 @@ def restored_values(
             context = Context(known, siblings_of(values, spec, group), sibling_planes_of(spec, rows))
             values[spec.name], row = _restore_one(tensor, spec, context, makers.get(spec.name))
             rows.extend(row)
+        memory.after(sum(spec.nbytes for spec in group))
         return values
 
     wanted = (

@@ -18,6 +18,7 @@ __all__ = [
     "matching",
     "sibling_planes_of",
     "siblings_of",
+    "still_needed",
 ]
 
 BASES_IN_FULL = frozenset(id for id, codec in CODECS.items() if isinstance(codec(), ClosedLoopCodec))
@@ -34,9 +35,7 @@ _ORDER = {Role.EXP_AVG_SQ: 0, Role.EXP_AVG: 1, Role.MASTER: 2, Role.WEIGHT: 3}
 def matching(reference: ReferenceState | None, spec: TensorSpec) -> ReferenceState | None:
     """The reference, unless the tensor changed its size since: symbols of another shape explain nothing."""
     per_element = 2 if spec.dtype.is_complex else 1
-    if reference is None or any(
-        plane.size != spec.numel * per_element for plane in reference.planes.values()
-    ):
+    if reference is None or reference.sizes - {spec.numel * per_element}:
         return None
     return reference
 
@@ -76,6 +75,17 @@ def siblings_of(values: Mapping[str, V], spec: TensorSpec, group: Sequence[Tenso
             if other.tag.role is followed and other.shape == spec.shape and other.name in values:
                 siblings.setdefault(followed.value, values[other.name])
     return siblings
+
+
+def still_needed(values: Mapping[str, V], spec: TensorSpec, group: Sequence[TensorSpec]) -> dict[str, V]:
+    """Of the values that a group's tensors were restored to, those that `spec` and later ones may need.
+
+    Moments are needed for each other alone.
+    """
+    if spec.tag.role not in (Role.MASTER, Role.WEIGHT, Role.AVERAGE):
+        return dict(values)
+    moments = {other.name for other in group if other.tag.role in (Role.EXP_AVG, Role.EXP_AVG_SQ)}
+    return {name: value for name, value in values.items() if name not in moments}
 
 
 def sibling_planes_of(spec: TensorSpec, earlier: Iterable[tuple[TensorSpec, V]]) -> dict[str, V]:

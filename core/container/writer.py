@@ -1,5 +1,7 @@
 """Checkpoint to bytes."""
 
+from io import BytesIO
+
 import zstandard
 
 from shrinkpoint.container.layout import (
@@ -14,6 +16,7 @@ from shrinkpoint.container.layout import (
 )
 from shrinkpoint.container.reader import parse_header
 from shrinkpoint.errors import CannotRepresentError
+from shrinkpoint.runtime.memory import Returns
 from shrinkpoint.state.tree import JSON
 
 __all__ = ["write_container"]
@@ -22,8 +25,12 @@ _LEVEL = 9
 """zstd level of the header; higher ones save less than a byte per tensor and take many times longer."""
 
 
-def write_container(checkpoint: Checkpoint) -> bytes:
+def write_container(checkpoint: Checkpoint, *, uses_up: bool = False) -> bytes:
     """The file of one checkpoint; the same checkpoint gives the same bytes.
+
+    Args:
+        checkpoint: with its sections.
+        uses_up: whether a tensor's sections are forgotten as soon as they are in the file, so that not all bytes are in memory twice.
 
     Raises:
         CannotRepresentError: the plain data is not JSON, or more of it than a header holds.
@@ -44,9 +51,20 @@ def write_container(checkpoint: Checkpoint) -> bytes:
     index = b"".join(_index_record(entry) for entry in checkpoint.entries)
     parse_header(plain, index)
     stored = zstandard.ZstdCompressor(level=_LEVEL).compress(plain)
-    sections = [section for entry in checkpoint.entries for section in entry.encoded.sections.values()]
-    prefix = pack_prefix(len(plain), stored, index, sum(map(len, sections)))
-    return b"".join([prefix, stored, index, *sections])
+    file, nbytes = BytesIO(), sum(entry.encoded.nbytes for entry in checkpoint.entries)
+    file.write(pack_prefix(len(plain), stored, index, nbytes))
+    file.write(stored)
+    file.write(index)
+    memory = Returns(nbytes)
+    for entry in checkpoint.entries:
+        size = entry.encoded.nbytes
+        for section in entry.encoded.sections.values():
+            file.write(section)
+        if uses_up and isinstance(entry.encoded.sections, dict):
+            section = b""
+            entry.encoded.sections.clear()
+            memory.after(size)
+    return file.getvalue()  # which is not copied
 
 
 def _header(checkpoint: Checkpoint) -> JSON:

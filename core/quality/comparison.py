@@ -9,7 +9,9 @@ import torch
 from shrinkpoint.errors import ShrinkpointError
 from shrinkpoint.quality.evaluation import Measure, losses_of
 from shrinkpoint.quality.measurement import EXACT, LOSS_FLOOR, Losses, Rise, absolute_error, pair_rise
-from shrinkpoint.quality.trial import mirrored_model, perturbed_model, true_model
+from shrinkpoint.quality.trial import mirrored_model, own_memory, perturbed_model, true_model
+from shrinkpoint.runtime.memory import Returns
+from shrinkpoint.state.candidate import Candidate
 from shrinkpoint.state.training import TrainingState
 
 __all__ = ["BlindEvaluationError", "Comparison"]
@@ -42,6 +44,7 @@ class Comparison:
         self._measure = measure
         self._floor = floor
         self._absolute = absolute_error(share)
+        self._memory = Returns(state.nbytes)
         self._rises: dict[object, Rise] = {}
         self._seen: set[frozenset[str] | None] = set()
         self.evaluations = 0
@@ -59,7 +62,7 @@ class Comparison:
 
         Args:
             key: names the candidate.
-            restored: makes the model that a reader would get.
+            restored: makes the model that a reader would get; its tensors are overwritten, unless they are the snapshot's.
 
         Raises:
             BlindEvaluationError: the evaluation does not see the weights.
@@ -72,15 +75,19 @@ class Comparison:
         changed = self._changed(restored)
         if not changed:
             return EXACT
-        plus = self._losses(restored)
+        plus = self._losses(self._lent(restored))
         if not all(map(math.isfinite, plus)):
             return Rise(math.inf)
         distance = self._distance(restored)
-        minus = self._losses(mirrored_model(self._state, restored))
+        minus = self._losses(self._lent(mirrored_model(self._state, restored)))
         if plus == minus == self.baseline:
             self.look(changed)
         rise = pair_rise(plus, minus, self.baseline, floor=self._floor, absolute=self._absolute)
         return replace(rise, distance=distance)
+
+    def _lent(self, weights: Mapping[str, torch.Tensor]) -> Candidate:
+        """With all that is not the snapshot's own, which goes into the checkpoint."""
+        return Candidate(weights, own_memory(self._state, weights))
 
     def _distance(self, restored: Mapping[str, torch.Tensor]) -> float:
         true = true_model(self._state)
@@ -104,7 +111,8 @@ class Comparison:
         which = None if names is None else frozenset(names)
         if which in self._seen:
             return
-        if self._losses(perturbed_model(self._state, _NOISE, _SEED, names=which)) == self.baseline:
+        noisy = self._lent(perturbed_model(self._state, _NOISE, _SEED, names=which))
+        if self._losses(noisy) == self.baseline:
             which_weights = "all weights" if which is None else "all weights that this checkpoint changes"
             raise BlindEvaluationError(
                 f"noise of {_NOISE:.0%} in {which_weights} leaves the measured loss, {self.loss:.6g}, exactly as it is"
@@ -113,7 +121,8 @@ class Comparison:
 
     def sees_network(self) -> bool:
         """Whether noise in the network's own weights, and not in their averages, changes what is measured."""
-        return self._losses(perturbed_model(self._state, _NOISE, _SEED, averages=False)) != self.baseline
+        noisy = self._lent(perturbed_model(self._state, _NOISE, _SEED, averages=False))
+        return self._losses(noisy) != self.baseline
 
     def _changed(self, restored: Mapping[str, torch.Tensor]) -> list[str]:
         true = true_model(self._state)
@@ -125,4 +134,8 @@ class Comparison:
 
     def _losses(self, weights: Mapping[str, torch.Tensor]) -> Losses:
         self.evaluations += 1
-        return losses_of(self._measure(weights))
+        losses = losses_of(self._measure(weights))
+        self._memory.after(
+            self._state.nbytes
+        )  # what the model's own weights took meanwhile, if they were copied
+        return losses

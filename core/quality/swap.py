@@ -6,9 +6,13 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from shrinkpoint.state.candidate import Candidate
 from shrinkpoint.state.rng import capture_rng, restore_rng
 
 __all__ = ["swapped_tensors", "swapped_weights"]
+
+_CHUNK = 1 << 18
+"""Elements that are exchanged at a time."""
 
 
 @contextmanager
@@ -20,25 +24,76 @@ def swapped_weights(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> I
 
     Args:
         module: the live model.
-        weights: parameters and buffers by name, on any device; those that are not named keep their values.
+        weights: parameters and buffers by name, on any device; those that are not named keep their values. Of a `Candidate`, the
+            tensors that it lends hold the model's own parameters meanwhile, where these are on the host.
     """
     live = dict(module.named_parameters()) | dict(module.named_buffers())
-    before = {name: tensor.detach().clone() for name, tensor in live.items()}
+    buffers = {name for name, _ in module.named_buffers()}  # evaluations may change these
+    lent = {
+        name: weights[name]
+        for name in (weights.lent if isinstance(weights, Candidate) else ())
+        if name in live and name not in buffers and _fit(live[name], weights[name])
+    }
+    before = {name: tensor.detach().clone() for name, tensor in live.items() if name not in lent}
     modes = {name: child.training for name, child in module.named_modules()}
     rng = capture_rng()
+    exchanges: list[_Exchange] = []
     try:
         with torch.no_grad():
             for name, value in weights.items():
-                live[name].data.copy_(value)
+                if name in lent:
+                    exchanges.append(_Exchange(live[name].data, value))
+                    exchanges[-1].forth()
+                else:
+                    live[name].data.copy_(value)
             module.eval()
             yield
     finally:
         with torch.no_grad():
+            for exchange in reversed(exchanges):
+                exchange.back()
             for name, value in before.items():
                 live[name].data.copy_(value)
         for name, child in module.named_modules():
             child.training = modes[name]
         restore_rng(rng)
+
+
+def _fit(live: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether two tensors can exchange their contents."""
+    return (
+        (live.dtype, live.shape) == (value.dtype, value.shape)
+        and live.layout is value.layout is torch.strided
+        and live.device.type == value.device.type == "cpu"
+        and live.is_contiguous()
+        and value.is_contiguous()
+    )
+
+
+class _Exchange:
+    """Exchanges the contents of two tensors, and takes that back wherever it was interrupted."""
+
+    def __init__(self, one: torch.Tensor, other: torch.Tensor) -> None:
+        self._one, self._other = one.view(-1), other.view(-1)
+        self._done = 0
+        self._under_way: tuple[slice, torch.Tensor, torch.Tensor] | None = None
+
+    def forth(self) -> None:
+        for start in range(0, self._one.numel(), _CHUNK):
+            part = slice(start, start + _CHUNK)
+            one, other = self._one[part].clone(), self._other[part].clone()
+            self._under_way = part, one, other  # a signal's handler may raise after any of these lines
+            self._one[part], self._other[part] = other, one
+            self._done, self._under_way = part.stop, None
+
+    def back(self) -> None:
+        if self._under_way is not None:
+            part, self._one[part], self._other[part] = self._under_way
+            self._done = part.start
+        for start in range(0, min(self._done, self._one.numel()), _CHUNK):
+            part = slice(start, start + _CHUNK)
+            one, other = self._one[part].clone(), self._other[part].clone()
+            self._one[part], self._other[part] = other, one
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """Encodes and decodes in memory: the restored models and states that the quality of a scheme is measured on."""
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, MutableMapping
 
 import torch
@@ -9,10 +10,19 @@ from shrinkpoint.schemes.base import ReferenceState, Scheme
 from shrinkpoint.state.averages import average_key
 from shrinkpoint.state.training import Role, TensorSpec, TrainingState
 
-__all__ = ["mirrored_model", "perturbed_model", "restored_model", "restored_state", "true_model"]
+__all__ = [
+    "mirrored_model",
+    "own_memory",
+    "perturbed_model",
+    "restored_model",
+    "restored_state",
+    "true_model",
+]
 
 _MODEL = (Role.WEIGHT, Role.BUFFER)
 _EVALUATED = (*_MODEL, Role.AVERAGE)
+_CHUNK = 1 << 18
+"""Elements that are handled at a time, so that large tensors take no further memory."""
 
 
 def true_model(state: TrainingState) -> dict[str, torch.Tensor]:
@@ -67,22 +77,34 @@ def mirrored_model(
 
     Args:
         state: the snapshot.
-        restored: the restored tensors, by their names in the model. Those that are mirrored are removed from it, so that both
-            are not in memory at the same time.
+        restored: the restored tensors, by their names in the model. Those that are mirrored are removed from it, and their memory
+            is used for their mirror images.
     """
-    mirrored = true_model(state)
+    mirrored, free = true_model(state), own_memory(state, restored)
     for name in _floating_weights(state):
         true, value = mirrored[name], restored.pop(name, None)
         if value is not None and value is not true and not torch.equal(value, true):
-            mirrored[name] = _mirrored(true, value)
+            mirrored[name] = _mirror(true, value if name in free else value.clone())
     return mirrored
 
 
-def _mirrored(true: torch.Tensor, restored: torch.Tensor) -> torch.Tensor:
+def own_memory(state: TrainingState, weights: Mapping[str, torch.Tensor]) -> frozenset[str]:
+    """Names of the weights whose memory neither the snapshot uses, nor another of them."""
+    tensors = (*state.tensors.values(), *weights.values())
+    uses = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors)
+    return frozenset(name for name, value in weights.items() if uses[value.untyped_storage().data_ptr()] == 1)
+
+
+def _mirror(true: torch.Tensor, restored: torch.Tensor) -> torch.Tensor:
+    """The mirror image, in the memory of what was restored."""
     wide = torch.promote_types(true.dtype, torch.float32)  # half precision would lose the difference
-    centre = true.to(wide)
-    other = centre + (centre - restored.to(wide))
-    return torch.where(torch.isfinite(centre), other, centre).to(true.dtype)
+    centres, flat = true.reshape(-1), restored.contiguous().view(-1)
+    for start in range(0, flat.numel(), _CHUNK):
+        part = slice(start, start + _CHUNK)
+        centre = centres[part].to(wide)
+        other = centre + (centre - flat[part].to(wide))
+        flat[part] = torch.where(torch.isfinite(centre), other, centre).to(true.dtype)
+    return flat.view(true.shape)
 
 
 def perturbed_model(

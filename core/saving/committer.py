@@ -209,10 +209,12 @@ class Committer:
         if job.snapshot.lasting:
             give_back()  # what candidates took, before coding takes its own
         encoded = self._encode(job, state, link, plan)
-        container = write_container(encoded.checkpoint)
+        report = report_of(job, plan, encoded)
+        container = write_container(encoded.checkpoint, uses_up=True)
         encoded_at = time.perf_counter()
         report = replace(
-            with_updates(report_of(job, plan, encoded, len(container)), job, plan, guard),
+            with_updates(report, job, plan, guard),
+            bytes=len(container),
             not_finite=not_finite(state, baseline=plan.baseline),
             search_s=self._spent_s() - spent,
             encode_s=encoded_at - started,
@@ -376,7 +378,7 @@ def with_updates(report: SaveReport, job: Job, plan: Plan, guard: Guard) -> Save
     )
 
 
-def report_of(job: Job, plan: Plan, encoded: EncodedState, size: int) -> SaveReport:
+def report_of(job: Job, plan: Plan, encoded: EncodedState, size: int = 0) -> SaveReport:
     """The report of a save before it is committed, in a container of `size` bytes; times but `blocked_s` are not known yet."""
     entries = encoded.checkpoint.entries
     return SaveReport(

@@ -1,5 +1,6 @@
 """The interfaces of schemes and tensor codecs."""
 
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol, runtime_checkable
@@ -18,6 +19,7 @@ __all__ = [
     "Context",
     "EncodedTensor",
     "Makers",
+    "PackedPlanes",
     "Planes",
     "Quantizer",
     "ReadsSiblingPlanes",
@@ -32,6 +34,20 @@ __all__ = [
 
 Planes = Mapping[str, npt.NDArray[np.generic]]
 """A tensor's planes (arrays with one integer symbol or value per element) by name, flat in C order."""
+
+
+class PackedPlanes(Mapping[str, npt.NDArray[np.generic]]):
+    """Planes that are in memory in another, smaller form, and made when they are read: each time anew, so that it is read once."""
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """Elements of each plane."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes that they take in memory."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +78,23 @@ class ReferenceState:
     planes: Planes
     encoder_only: Planes = field(default_factory=dict)
     """Further planes that only the encoder has, and may use to make the next checkpoint smaller; empty in a reader."""
+
+    @property
+    def sizes(self) -> set[int]:
+        """Numbers of elements of its planes."""
+        if isinstance(self.planes, PackedPlanes):
+            return {self.planes.size}
+        return {plane.size for plane in self.planes.values()}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes in memory."""
+        own = (
+            self.planes.nbytes
+            if isinstance(self.planes, PackedPlanes)
+            else sum(plane.nbytes for plane in self.planes.values())
+        )
+        return own + sum(plane.nbytes for plane in self.encoder_only.values())
 
 
 @dataclass(frozen=True)

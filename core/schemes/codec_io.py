@@ -38,6 +38,7 @@ CODED_DTYPES = (*WEIGHT_DTYPES, torch.float64)
 refused."""
 
 _EXPONENT = np.uint32(0x7F80_0000)
+_CHUNK = 1 << 18
 
 
 def as_float32(
@@ -68,8 +69,13 @@ def finite(values: Float32s) -> bool:
     return values.size == 0 or bool(np.isfinite(values.min()) and np.isfinite(values.max()))
 
 
-def emit(values: Float32s, spec: TensorSpec) -> torch.Tensor:
-    """A tensor of the spec's dtype and shape from flat fp32, rounded to nearest even; always a copy.
+def emit(values: Float32s, spec: TensorSpec, *, own: bool = False) -> torch.Tensor:
+    """A tensor of the spec's dtype and shape from flat fp32, rounded to nearest even.
+
+    Args:
+        values: of all elements.
+        spec: of the tensor.
+        own: whether nobody else holds the values, so that they need not be copied.
 
     Raises:
         FormatError: the dtype or the number of elements is not one that can hold them.
@@ -77,7 +83,7 @@ def emit(values: Float32s, spec: TensorSpec) -> torch.Tensor:
     if spec.dtype not in CODED_DTYPES or values.size != spec.numel:
         raise FormatError(f"{spec.name}: {values.size} fp32 values cannot become {spec.dtype} {spec.shape}")
     # a copy, so that the caller may change the tensor without changing the reference of the next delta
-    return torch.from_numpy(values.copy()).to(spec.dtype).reshape(spec.shape)
+    return torch.from_numpy(values if own else values.copy()).to(spec.dtype).reshape(spec.shape)
 
 
 def normal(values: Float32s) -> Float32s:
@@ -87,8 +93,12 @@ def normal(values: Float32s) -> Float32s:
     result is the same in both.
     """
     bits = np.ascontiguousarray(values).view(np.uint32)
-    flushed: Float32s = np.where(bits & _EXPONENT, bits, np.uint32(0)).view(np.float32)
-    return flushed
+    flushed = np.empty_like(bits)
+    source, target = bits.reshape(-1), flushed.reshape(-1)
+    for start in range(0, bits.size, _CHUNK):  # so that masks take no memory
+        part = slice(start, start + _CHUNK)
+        target[part] = np.where(source[part] & _EXPONENT, source[part], np.uint32(0))
+    return flushed.view(np.float32)
 
 
 def section(encoded: EncodedTensor, spec: TensorSpec, name: str) -> bytes:

@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from shrinkpoint.state.candidate import Candidate
 from shrinkpoint.state.training import Role, Tag, TrainingState
 from shrinkpoint.state.tree import Path
 
@@ -134,8 +135,9 @@ def averages_in(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def without_averages(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The model's own weights and buffers among what an evaluation gets."""
-    return {name: value for name, value in weights.items() if not name.startswith(_MARK)}
+    """The model's own weights and buffers among what an evaluation gets; a `Candidate` stays one."""
+    own = {name: value for name, value in weights.items() if not name.startswith(_MARK)}
+    return Candidate(own, weights.lent & own.keys()) if isinstance(weights, Candidate) else own
 
 
 def live_tensors(state: Callable[[], object], names: Collection[str]) -> dict[str, torch.Tensor]:

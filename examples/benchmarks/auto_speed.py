@@ -161,7 +161,7 @@ def run(states: list[TrainingState], effort: Effort, threads: int) -> Row:
         write = partial(_write, state, effort, number, encoded, threads)
         (encoded, data), phases[f"encode {'base' if number == 0 else 'delta'}"] = timed(write)
         _, most = memory()
-        planes = sum(plane.nbytes for row in encoded.reference.values() for plane in row.planes.values())
+        planes = sum(row.nbytes for row in encoded.reference.values())
         extra = max(extra, (most - before - planes) / state.nbytes)
         files.append(data)
         assert not encoded.kept_exactly, encoded.kept_exactly

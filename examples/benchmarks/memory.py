@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from gpt import GPT, GPTConfig, build_optimizer, load_corpus, loss_on
+from gpt import GPT, VOCABULARY, GPTConfig, build_optimizer, load_corpus, loss_on
 
 import shrinkpoint
 
@@ -54,12 +54,23 @@ class Peak:
             time.sleep(0.003)
 
 
-def measure(scheme: str, width: int, layers: int, resumed: bool) -> dict[str, object]:
+def built(config: GPTConfig, vocabulary: int) -> GPT:
+    """The model, with rows for tokens that the text does not have."""
+    model = GPT(config)
+    if vocabulary != VOCABULARY:
+        model.token = torch.nn.Embedding(vocabulary, config.width)
+        torch.nn.init.normal_(model.token.weight, std=0.02)
+        model.head = torch.nn.Linear(config.width, vocabulary, bias=False)
+        model.head.weight = model.token.weight
+    return model
+
+
+def measure(scheme: str, width: int, layers: int, vocabulary: int, resumed: bool) -> dict[str, object]:
     """Train and save in this process."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     config = GPTConfig(width=width, layers=layers, heads=8, block=_BLOCK, batch=1)
-    model = GPT(config)
+    model = built(config, vocabulary)
     optimizer = build_optimizer(model, config)[0]
     text, held_out = load_corpus(max_bytes=400_000)
     batches = [text[at : at + _BLOCK + 1].long()[None] for at in range(0, 40 * _BLOCK, _BLOCK)]
@@ -141,17 +152,24 @@ def main() -> None:
     )
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--layers", type=int, default=12, help="12 of width 512 are 38 M parameters")
+    parser.add_argument(
+        "--vocabulary",
+        type=int,
+        default=VOCABULARY,
+        help="GPT-2 has 50257 tokens and a width of 768: one tensor is then a third of the state",
+    )
     parser.add_argument("--schemes", nargs="+", default=list(CASES), choices=CASES)
     parser.add_argument("--resumed", action="store_true", help="try steps from restored states")
     parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case:
-        print(json.dumps(measure(options.case, options.width, options.layers, options.resumed)))
+        sizes = options.width, options.layers, options.vocabulary
+        print(json.dumps(measure(options.case, *sizes, options.resumed)))
         return
     print(f"{'scheme':15} {'save':6} {'ratio':>6} {'peak':>7} {'after':>7} {'blocked':>9}")
     for scheme in options.schemes:
         command = [sys.executable, __file__, "--case", scheme, "--layers", str(options.layers)]
-        command += ["--width", str(options.width)]
+        command += ["--width", str(options.width), "--vocabulary", str(options.vocabulary)]
         command += ["--resumed"] if options.resumed else []
         found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
         for row in found["rows"]:

@@ -13,7 +13,18 @@ def printed(script: str, *arguments: str) -> list[str]:
 
 
 def test_memory_has_a_line_for_each_save_and_one_of_what_is_fixed() -> None:
-    lines = printed("memory.py", "--width", "64", "--layers", "1", "--schemes", "lossless", "--resumed")
+    lines = printed(
+        "memory.py",
+        "--width",
+        "64",
+        "--layers",
+        "1",
+        "--vocabulary",
+        "300",
+        "--schemes",
+        "lossless",
+        "--resumed",
+    )
     assert lines[0].split() == ["scheme", "save", "ratio", "peak", "after", "blocked"]
     assert [line.split()[:2] for line in lines[1:4]] == [
         ["lossless", kind] for kind in ("base", "delta", "delta")

@@ -113,22 +113,30 @@ class CodedPoints:
     Attributes:
         payload: the bytes; empty without elements.
         points: int16 (n,), in half steps.
-        errors: int32 (n,), points less places in 1/256 of a step.
+        places: int16 (n,), as `Path.places`.
         ranks: int8 (n,), how many points each lies beyond the best one; with `FAR_RADIUS`, those of 125 and 126 to either
             side are nearer than the true ones.
     """
 
     payload: bytes
     points: Int16s
-    errors: Int32s
+    places: Int16s
     ranks: Int8s
+
+    @property
+    def errors(self) -> Int32s:
+        """int32 (n,): points less places in 1/256 of a step."""
+        errors = self.points.astype(np.int32)
+        errors *= UNIT // 2
+        errors -= self.places
+        return errors
 
     @cached_property
     def far(self) -> npt.NDArray[np.bool_]:
         """bool (n,): which elements may lie beyond what their points say."""
         if self.ranks.size == 0 or max(int(self.ranks.max()), -int(self.ranks.min())) < FAR_RADIUS - 1:
             return np.zeros(self.ranks.size, np.bool_)
-        return np.abs(self.ranks.astype(np.int16)) >= FAR_RADIUS - 1
+        return np.abs(self.ranks) >= FAR_RADIUS - 1
 
 
 @dataclass(frozen=True)
@@ -196,18 +204,34 @@ def encode_points(points: Int16s, path: Path, threads: int = 1) -> CodedPoints:
     Raises:
         ValueError: the arguments do not fit each other, or the points are no paths.
     """
+    path.check()
+    if points.dtype != np.int16 or points.shape != path.places.shape:
+        raise ValueError("points must be int16, one for each place")
+    if points.size == 0:
+        return CodedPoints(b"", points, path.places, np.zeros(0, np.int8))
+    model = _choose(points, path)
+    ranks, found, known = _features(points, path, model, threads)
+    farthest = max(int(ranks.max()), -int(ranks.min()))
+    radius = FAR_RADIUS if farthest >= FAR_RADIUS - 1 else farthest
+    model = _with_sides(replace(model, radius=radius), path, ranks)
+    # in eight bits: what wraps there is back in range with the sum
+    symbols = ranks.view(np.uint8) + np.uint8(radius)
+    payload = _write(model, path, symbols, found, threads)
+    return CodedPoints(payload, known if radius == FAR_RADIUS else points, path.places, ranks)
+
+
+def _features(points: Int16s, path: Path, model: _Model, threads: int) -> tuple[Int8s, UInt16s, Int16s]:
+    """Of each point its rank and its features, and where a reader will have it that knows the rank alone.
+
+    Raises:
+        ValueError: the points are no paths.
+    """
     from shrinkpoint.entropy.trellis import context_kernels  # numba
     from shrinkpoint.entropy.trellis.chunk_arrays import new_work
     from shrinkpoint.entropy.trellis.margin_kernels import MARGINS
 
-    path.check()
-    if points.dtype != np.int16 or points.shape != path.places.shape:
-        raise ValueError("points must be int16, one for each place")
     size = points.size
     ranks, errors = np.zeros(size, np.int8), np.zeros(size, np.int32)
-    if size == 0:
-        return CodedPoints(b"", points, errors, ranks)
-    model = _choose(points, path)
     found = np.zeros(size, np.uint16)
     strides, classes = np.array([0, MARGINS], np.int64), np.zeros((0, 256), np.int32)
 
@@ -220,13 +244,9 @@ def encode_points(points: Int16s, path: Path, threads: int = 1) -> CodedPoints:
     map_in_threads(find, model.spans(path), threads)
     if not context_kernels.are_given(points, path.places, ranks, errors):
         raise ValueError("the points of each row must be a path of the trellis")
-    farthest = max(int(ranks.max()), -int(ranks.min()))
-    radius = FAR_RADIUS if farthest >= FAR_RADIUS - 1 else farthest
-    model = _with_sides(replace(model, radius=radius), path, ranks)
-    symbols = (ranks.astype(np.int16) + np.int16(radius)).astype(np.uint8)
-    payload = _write(model, path, symbols, found, threads)
-    known = points if radius < FAR_RADIUS else ((errors + path.places) >> 7).astype(np.int16)
-    return CodedPoints(payload, known, errors, ranks)
+    errors += path.places
+    errors >>= 7
+    return ranks, found, errors.astype(np.int16)
 
 
 def _choose(points: Int16s, path: Path) -> _Model:
@@ -264,7 +284,7 @@ def _with_sides(model: _Model, path: Path, ranks: Int8s) -> _Model:
     """Those that reduce the entropy by themselves, the best ones first."""
     if not path.sides:
         return model
-    size = np.minimum(np.abs(ranks.astype(np.int16)), 15).astype(np.uint8)
+    size = np.minimum(np.abs(ranks), np.int8(15)).view(np.uint8)
     sample = PlaneSample.of(size, 16, path.sides)
     order = sorted(
         (i for i in range(len(path.sides)) if sample.given[i] < 0.999 * sample.alone),
@@ -341,7 +361,7 @@ def decode_points(payload: Payload, path: Path, threads: int = 1) -> CodedPoints
     reader = ByteReader(payload, "trellis payload")
     if size == 0:
         reader.finish()
-        return CodedPoints(b"", points, errors, ranks)
+        return CodedPoints(b"", points, path.places, ranks)
     model = _Model.read(reader, path)
     maps, spans = model.maps(path), model.spans(path)
     leaves = read_leaves(reader, _levels(maps), 2 * model.radius + 1)
@@ -359,4 +379,4 @@ def decode_points(payload: Payload, path: Path, threads: int = 1) -> CodedPoints
         check_end(words, cursor)
 
     map_in_threads(decode, zip(spans, chunks, strict=True), threads)
-    return CodedPoints(bytes(payload), points, errors, ranks)
+    return CodedPoints(bytes(payload), points, path.places, ranks)

@@ -15,7 +15,7 @@ comes back too large, the first moment is made as much larger before it is put o
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -48,6 +48,7 @@ _PER_OCTAVE = 4
 _NARROWEST, _WIDEST = -6 * _PER_OCTAVE, 3 * _PER_OCTAVE  # step sizes tried, in quarter octaves of a unit
 _CLIP_STEPS = 126
 _LONGEST = 2.0  # by what levels are lengthened at most: from there on, they would be farther from the truth than zeros
+_NOTHING = np.zeros(0, np.float32)
 _SAMPLE = 1 << 16  # elements by which a step size is chosen
 
 
@@ -84,6 +85,7 @@ class _CentroidCodec(MomentCodec):
         """See `Stages.stage`; refuses what `encode` refuses."""
         quantized = self._quantize(tensor, spec, context)
         value = _in_range(quantized.value(spec), spec)
+        quantized = replace(quantized, units=_NOTHING)  # which coding does not need
 
         def coded(threads: int) -> Coded:
             payload = encode_plane(
@@ -218,7 +220,7 @@ class _Quantized:
         sizes = _sizes(self.centroids, self.radius)
         values = np.empty(self.plane.size, np.float32)
         moment_kernels.unlevel(self.plane, self.units, self.step * sizes, self.radius, values)
-        return emit(values, spec)
+        return emit(values, spec, own=True)
 
 
 def _in_range(value: torch.Tensor, spec: TensorSpec) -> torch.Tensor:

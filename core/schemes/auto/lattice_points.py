@@ -181,8 +181,9 @@ def join_exponents(rows: Int8s, columns: Int8s) -> UInt8s:
 
 def split_exponents(exponents: UInt8s, shape: tuple[int, int]) -> tuple[Int8s, Int8s]:
     """Exponents of rows and columns that `join_exponents` makes these of."""
-    matrix = exponents.reshape(shape).astype(np.int64)
-    rows, columns = matrix[:, 0] - matrix[0, 0], matrix[0] - 2 * MAX_EXPONENT
+    matrix = exponents.reshape(shape)
+    first, columns = matrix[:, 0].astype(np.int64), matrix[0].astype(np.int64) - 2 * MAX_EXPONENT
+    rows = first - first[0]
     # any number may be moved from the columns to the rows, as long as both stay within reach
     moved = max(-MAX_EXPONENT - int(rows.min()), int(columns.max()) - MAX_EXPONENT)
     return (rows + moved).astype(np.int8), (columns - moved).astype(np.int8)

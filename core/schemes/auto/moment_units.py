@@ -120,14 +120,14 @@ def emitted(restored: Float32s, spec: TensorSpec, *, nonzero: Float32s | None = 
     """What a reader will have of restored values, in the spec's dtype.
 
     Args:
-        restored: flat, finite.
+        restored: flat, finite; nobody else holds them.
         spec: the tensor.
         nonzero: the true values, of which none may become zero that is not; None where that does no harm.
 
     Raises:
         CannotRepresentError: the dtype has too small a range for them.
     """
-    value = emit(restored, spec)
+    value = emit(restored, spec, own=True)
     if spec.dtype not in (torch.float16, torch.bfloat16):
         return value
     narrow = widened(value)
@@ -144,5 +144,6 @@ def _roots(spec: TensorSpec, context: Context) -> Float32s | None:
     values = widened(second)
     if values.size and not (values.min() >= 0 and values.max() < np.inf):  # also false for NaN
         return None
-    roots: Float32s = np.sqrt(normal(values))  # IEEE 754 rounds the root correctly: the same everywhere
+    roots = normal(values)
+    np.sqrt(roots, out=roots)  # IEEE 754 rounds the root correctly: the same everywhere
     return roots

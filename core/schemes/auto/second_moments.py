@@ -89,7 +89,7 @@ class FactoredSecondMomentCodec:
         """See `TensorCodec.reconstruct`."""
         check_sections(encoded, spec, "factors")
         check_dtype(spec)
-        return emit(Factors.read(encoded, spec, context.threads).product(), spec)
+        return emit(Factors.read(encoded, spec, context.threads).product(), spec, own=True)
 
 
 def _longer(first: Float32s, second: Float32s, factors: Factors) -> Mapping[int, float]:

@@ -79,15 +79,23 @@ class Grid:
     step_ratio: np.float32 = _WHOLE
     """How many of these steps lie between two points of one state: noise that was carried over is not new."""
 
-    def measured(self, values: Float32s, even: Int16s, spec: TensorSpec) -> Float32s:
+    def measured(
+        self, values: Float32s, even: Int16s, spec: TensorSpec, out: Float32s | None = None
+    ) -> Float32s:
         """Values in steps, dithered, from even points (half steps) on.
+
+        Args:
+            values: of all elements.
+            even: where they are counted from.
+            spec: of the tensor.
+            out: receives them, and may be `values`; None takes new memory.
 
         Raises:
             CannotRepresentError: one is too many steps from 0.
         """
         from shrinkpoint.quantize import trellis_dither_kernels  # numba
 
-        out = np.empty(values.size, np.float32)
+        out = np.empty(values.size, np.float32) if out is None else out
         if not trellis_dither_kernels.scaled(values, self.exponents, self.fine, self.seed, even, out):
             raise CannotRepresentError(f"{spec.name}: the step {self.step} is too small for its values")
         return out

@@ -26,6 +26,7 @@ __all__ = [
     "TrellisPrediction",
     "TrellisReference",
     "deviations",
+    "expected_points",
     "read_carried",
     "read_step_ratio",
     "rows_of",
@@ -118,23 +119,33 @@ class TrellisPrediction:
         if reference is None:
             path = Path(zero_places(grid.seed, size), columns, states, (Side(grid.exponents, EXPONENTS),))
             return TrellisPrediction(np.zeros(size, np.int16), path)
-        even, places, sizes = np.empty(size, np.int16), np.empty(size, np.int16), np.empty(size, np.uint8)
-        trellis_dither_kernels.expect(
-            reference.values,
-            reference.offsets,
-            reference.exponents,
-            reference.quarters,
-            np.float32(1 - carried / CARRIED),
-            grid.exponents,
-            grid.fine,
-            grid.seed,
-            even,
-            places,
-        )
+        even, places = expected_points(grid, reference, carried)
+        sizes = np.empty(size, np.uint8)
         trellis_dither_kernels.halves(even, places, grid.seed, _HALVES, sizes)
         steps = Side(rows_of(grid.exponents, rows, columns), EXPONENTS)
         sides = (steps, Side(rows_of(sizes, rows, columns), _HALVES + 1))
         return TrellisPrediction(even, Path(rows_of(places, rows, columns), columns, states, sides))
+
+
+def expected_points(grid: Grid, reference: TrellisReference, carried: int) -> tuple[Int16s, Int16s]:
+    """The even point nearest to where each weight is expected, int16 (n,) in half steps, and its place from there, as `Path.places`."""
+    from shrinkpoint.quantize import trellis_dither_kernels  # numba
+
+    size = grid.exponents.size
+    even, places = np.empty(size, np.int16), np.empty(size, np.int16)
+    trellis_dither_kernels.expect(
+        reference.values,
+        reference.offsets,
+        reference.exponents,
+        reference.quarters,
+        np.float32(1 - carried / CARRIED),
+        grid.exponents,
+        grid.fine,
+        grid.seed,
+        even,
+        places,
+    )
+    return even, places
 
 
 def rows_of(plane: npt.NDArray[T], rows: Rows | None, columns: int) -> npt.NDArray[T]:

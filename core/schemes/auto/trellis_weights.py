@@ -21,7 +21,7 @@ import torch
 
 from shrinkpoint.arrays import Float32s, Int8s, Int16s, widened
 from shrinkpoint.entropy.static.bytes import decode_bytes, encode_bytes
-from shrinkpoint.entropy.trellis.coder import CodedPoints, decode_points, encode_points
+from shrinkpoint.entropy.trellis.coder import CodedPoints, Path, decode_points, encode_points
 from shrinkpoint.entropy.trellis.states import States
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
 from shrinkpoint.quantize.dither import SEEDS
@@ -35,6 +35,7 @@ from shrinkpoint.schemes.auto.random_walk import (
     best_share,
     measure_walk,
 )
+from shrinkpoint.schemes.auto.trellis_planes import KeptRows, TrellisPlanes
 from shrinkpoint.schemes.auto.trellis_points import (
     Grid,
     check_states,
@@ -47,6 +48,7 @@ from shrinkpoint.schemes.auto.trellis_prediction import (
     TrellisPrediction,
     TrellisReference,
     deviations,
+    expected_points,
     read_carried,
     read_step_ratio,
     rows_of,
@@ -61,6 +63,8 @@ __all__ = ["TrellisLatticeCodec"]
 
 
 _FARTHEST = 30_000  # half steps from 0
+_NOTHING = np.zeros(0, np.float32)
+_CHUNK = 1 << 18  # elements that are handled at a time where a plane of wide integers would take memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,47 +107,68 @@ class TrellisLatticeCodec:
 
     def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
         """See `TensorCodec.encode`; refuses NaN, infinity, other dtypes than floats, and steps too small by far."""
-        return self.stage(tensor, spec, context).coded(context.threads)
+        found = self._quantize(tensor, spec, context)
+        errors = self._errors(found, _checked(found.restored(spec), spec), spec)
+        encoded, planes = self._coded(found, spec, context.threads)
+        # made again: while the points are coded, they and their contexts take memory enough
+        return Coded(encoded, planes, _tensor(found.restored(spec), spec), {ERRORS: errors})
 
     def stage(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Staged:
         """See `Stages.stage`; refuses what `encode` refuses."""
         found = self._quantize(tensor, spec, context)
-        value = found.value(spec)
-        return Staged(value, lambda threads: self._coded(found, value, spec, threads))
+        restored = _checked(found.restored(spec), spec)
+        errors, value = self._errors(found, restored, spec), _tensor(restored, spec)
 
-    def _coded(self, found: "_Quantized", value: torch.Tensor, spec: TensorSpec, threads: int) -> Coded:
-        reference, grid, prediction = found.reference, found.grid, found.prediction
+        def coded(threads: int) -> Coded:
+            return Coded(*self._coded(found, spec, threads), value, {ERRORS: errors})
+
+        return Staged(value, coded)
+
+    def _errors(self, found: "_Quantized", restored: Float32s, spec: TensorSpec) -> Int8s:
+        errors = found.grid.errors(found.values, restored)
+        if found.rows is not None and self.kept is not None:
+            errors.reshape(matrix_shape(spec.shape))[self.kept] = 0
+        return errors
+
+    def _coded(
+        self, found: "_Quantized", spec: TensorSpec, threads: int
+    ) -> tuple[EncodedTensor, TrellisPlanes]:
+        assert found.path is not None
+        grid, is_delta = found.grid, found.offsets is not None
         params: dict[str, JSON] = {"step": float(grid.step), "seed": grid.seed, "states": self.states}
         params |= {
             "walk": found.walk,
             "carried": found.carried,
             "variance_code": found.expectation.variance_code,
         }
-        if reference is not None and self.after_restore:
+        if is_delta and self.after_restore:
             params["after_restore"] = True
-        coded, sections = _code(found.points, prediction, threads)
-        if (
-            reference is None
-            or reference.step != grid.step
-            or not np.array_equal(reference.exponents, grid.exponents)
-        ):
+        coded, sections = _code(found.points, found.path, threads)
+        if found.has_new_steps:
             sections["exponents"] = _stored(grid, spec, threads)
         if found.rows is not None and self.kept is not None:
             sections["kept"] = encode_bytes(np.packbits(self.kept), 1, threads=threads)
-        encoded = EncodedTensor(self.id, params, sections, reference is not None)
         planes = _planes(
-            found.restored, grid, coded, reference, found.carried, found.expectation, found.rows, spec
+            found.reached,
+            grid,
+            coded,
+            found.offsets,
+            found.carried,
+            found.expectation,
+            found.rows,
+            found.kept,
+            spec,
         )
-        errors = grid.errors(found.values, found.restored)
-        if found.rows is not None and self.kept is not None:
-            errors.reshape(matrix_shape(spec.shape))[self.kept] = 0
-        return Coded(encoded, planes, value, {ERRORS: errors})
+        return EncodedTensor(self.id, params, sections, is_delta), planes
 
     def restored(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> torch.Tensor:
         """See `Quantizer.restored`."""
-        return self._quantize(tensor, spec, context).value(spec)
+        found = self._quantize(tensor, spec, context, coding=False)
+        return _tensor(_checked(found.restored(spec), spec), spec)
 
-    def _quantize(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> "_Quantized":
+    def _quantize(
+        self, tensor: torch.Tensor, spec: TensorSpec, context: Context, *, coding: bool = True
+    ) -> "_Quantized":
         values = as_float32(tensor, spec, CODED_DTYPES)
         reference = self._reference(context, spec)
         grid = self._grid(reference, spec)
@@ -155,40 +180,67 @@ class TrellisLatticeCodec:
             walk = measure_walk(squares, counts, reference.variance_code, self.states)
             if reference.errors is not None:
                 carried = best_share(walk, counts, self.states)
+        handed_over = [reference]
+        del reference  # its memory is needed again before all is quantized
         try:
-            return self._placed(values, reference, grid, walk, carried, rows, spec, context.threads)
+            return self._placed(values, handed_over, grid, walk, carried, rows, spec, context.threads, coding)
         except CannotRepresentError:
             if carried == 0:
                 raise
         # with finer steps, there are too many of them to the farthest weights
-        return self._placed(values, reference, grid, walk, 0, rows, spec, context.threads)
+        handed_over = [self._reference(context, spec)]
+        return self._placed(values, handed_over, grid, walk, 0, rows, spec, context.threads, coding)
 
     def _placed(
         self,
         values: Float32s,
-        reference: TrellisReference | None,
+        handed_over: list[TrellisReference | None],
         grid: Grid,
         walk: int,
         carried: int,
         rows: Rows | None,
         spec: TensorSpec,
         threads: int,
+        coding: bool,
     ) -> "_Quantized":
-        wanted, columns = values, matrix_shape(spec.shape)[1]
-        if reference is not None and reference.errors is not None and carried:
-            wanted = with_noise(values, grid, reference, reference.errors, carried)
-        expectation = Expectation(
-            None if reference is None else reference.variance_code, walk, carried, self.states
-        )
+        columns, reference = matrix_shape(spec.shape)[1], handed_over.pop()
+        variance_code = None if reference is None else reference.variance_code
+        expectation = Expectation(variance_code, walk, carried, self.states)
         grid = replace(grid, step_ratio=expectation.step_ratio)
-        prediction = TrellisPrediction.of(grid, reference, carried, self.states, spec, rows)
-        measured = rows_of(grid.measured(wanted, prediction.even, spec), rows, columns)
+        path, wanted, own = None, values, None
+        if coding or reference is None:
+            prediction = TrellisPrediction.of(grid, reference, carried, self.states, spec, rows)
+            even, path = prediction.even, prediction.path
+            del prediction
+        else:
+            even = expected_points(grid, reference, carried)[0]
+        has_new_steps, kept = not _has_steps_of(grid, reference), _kept_rows(reference, rows, spec)
+        errors = None if reference is None else reference.errors
+        if reference is not None and errors is not None and carried:
+            reference = replace(reference, values=_NOTHING)
+            wanted = own = with_noise(values, grid, reference, errors, carried)
+        offsets = None if reference is None else reference.offsets
+        del reference
+        measured = rows_of(grid.measured(wanted, even, spec, own), rows, columns)
+        del wanted, own
         points = nearest_points(measured, columns, self.states, threads)
-        restored = _restored(points, grid, prediction, reference, rows, spec)
-        if restored is None:
+        del measured
+        reached = _reached(points, even, rows, columns)
+        if reached is None:
             raise CannotRepresentError(f"{spec.name}: its steps are too small for its values")
         return _Quantized(
-            values, reference, grid, prediction, points, restored, walk, carried, expectation, rows
+            values=values,
+            grid=grid,
+            path=path,
+            points=points,
+            reached=reached,
+            walk=walk,
+            carried=carried,
+            expectation=expectation,
+            rows=rows,
+            kept=kept,
+            offsets=offsets,
+            has_new_steps=has_new_steps,
         )
 
     def rebase(
@@ -212,7 +264,7 @@ class TrellisLatticeCodec:
         points = grid.points(variance_code.values)
         if points is None:
             return None
-        _, sections = _code(points, TrellisPrediction.of(grid, None, 0, states, spec), 1)
+        _, sections = _code(points, TrellisPrediction.of(grid, None, 0, states, spec).path, 1)
         params = {name: encoded.params[name] for name in ("step", "seed", "states", "carried")}
         params |= {"walk": NO_WALK, "variance_code": LAST_WALK}
         return EncodedTensor(self.id, params, {**sections, "exponents": _stored(grid, spec, 1)})
@@ -256,14 +308,14 @@ class TrellisLatticeCodec:
         points = coded.points.astype(np.int32)
         if far.size:
             points[far] += 4 * np.clip(stored.view("<i4"), -_FARTHEST, _FARTHEST)
-        restored = _restored(points, grid, prediction, reference, rows, spec)
-        if restored is None:
+        reached = _reached(points, prediction.even, rows, matrix_shape(spec.shape)[1])
+        if reached is None:
             raise FormatError(f"{spec.name}: a point is beyond {_FARTHEST} half steps")
         walk = integer(encoded.params, spec, "walk", NO_WALK, LAST_WALK)
-        expectation = Expectation(
-            None if reference is None else reference.variance_code, walk, carried, states
-        )
-        return _planes(restored, grid, coded, reference, carried, expectation, rows, spec)
+        variance_code = None if reference is None else reference.variance_code
+        expectation = Expectation(variance_code, walk, carried, states)
+        offsets, kept = None if reference is None else reference.offsets, _kept_rows(reference, rows, spec)
+        return _planes(reached, grid, coded, offsets, carried, expectation, rows, kept, spec)
 
     def reconstruct(
         self, encoded: EncodedTensor, planes: Planes, spec: TensorSpec, context: Context
@@ -272,81 +324,98 @@ class TrellisLatticeCodec:
         return _tensor(np.array(planes["value"], np.float32), spec)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Quantized:
     """A tensor on its trellis, and how it came there."""
 
     values: Float32s
-    reference: TrellisReference | None
     grid: Grid
-    prediction: TrellisPrediction
+    path: Path | None
+    """None where the points will not be coded."""
     points: Int16s
     """From the even points where they are expected, of the rows that are coded."""
-    restored: Float32s
-    """Of all rows."""
+    reached: Int16s
+    """From 0, of all rows; of any number in those that are kept."""
     walk: int
     carried: int
     expectation: Expectation
     rows: Rows | None
     """That are coded; None for all."""
+    kept: KeptRows | None
+    """The others."""
+    offsets: Int8s | None
+    """Of the reference; None in a base."""
+    has_new_steps: bool
+    """Whether they are others than the reference's."""
 
-    def value(self, spec: TensorSpec) -> torch.Tensor:
-        """What a reader will have."""
-        value = _tensor(self.restored.copy(), spec)
-        if not finite(widened(value)):
-            raise CannotRepresentError(f"{spec.name} reaches the end of {spec.dtype}'s range: stored exactly")
-        return value
+    def restored(self, spec: TensorSpec) -> Float32s:
+        """What a reader will have, before it is rounded to the tensor's dtype."""
+        values = self.grid.values(self.reached)
+        if self.kept is not None:
+            values.reshape(matrix_shape(spec.shape))[self.kept.rows] = self.kept.values
+        return values
 
 
-def _code(
-    points: Int16s, prediction: TrellisPrediction, threads: int
-) -> tuple[CodedPoints, dict[str, bytes]]:
-    coded = encode_points(points, prediction.path, threads)
+def _code(points: Int16s, path: Path, threads: int) -> tuple[CodedPoints, dict[str, bytes]]:
+    coded = encode_points(points, path, threads)
     missing = (points[coded.far].astype(np.int32) - coded.points[coded.far]) // 4
     far = encode_bytes(missing.astype("<i4").view(np.uint8), 4, threads=threads)
     return coded, {"points": coded.payload, "far": far}
 
 
-def _restored(
-    points: npt.NDArray[np.signedinteger[Any]],
-    grid: Grid,
-    prediction: TrellisPrediction,
-    reference: TrellisReference | None,
-    rows: Rows | None,
-    spec: TensorSpec,
-) -> Float32s | None:
-    """The values of points, and those of before in rows that are kept; None if a point is too far from 0."""
-    reached, columns = prediction.even.astype(np.int32), matrix_shape(spec.shape)[1]
+def _reached(
+    points: npt.NDArray[np.signedinteger[Any]], even: Int16s, rows: Rows | None, columns: int
+) -> Int16s | None:
+    """Points from 0, of all rows, from those of the coded ones; None if one is too far from 0."""
+    expected = rows_of(even, rows, columns)
+    reached = np.empty(points.size, np.int16)
+    for start in range(0, points.size, _CHUNK):
+        part = slice(start, start + _CHUNK)
+        whole = expected[part].astype(np.int32)
+        whole += points[part]
+        if max(int(whole.max()), -int(whole.min())) > _FARTHEST:
+            return None
+        reached[part] = whole
     if rows is None:
-        reached += points
-    else:
-        reached.reshape(-1, columns)[rows] += points.reshape(-1, columns)
-    coded = rows_of(reached, rows, columns)
-    if coded.size and max(int(coded.max()), -int(coded.min())) > _FARTHEST:
+        return reached
+    of_all = np.zeros(even.size, np.int16)
+    of_all.reshape(-1, columns)[rows] = reached.reshape(-1, columns)
+    return of_all
+
+
+def _has_steps_of(grid: Grid, reference: TrellisReference | None) -> bool:
+    return (
+        reference is not None
+        and reference.step == grid.step
+        and np.array_equal(reference.exponents, grid.exponents)
+    )
+
+
+def _kept_rows(reference: TrellisReference | None, rows: Rows | None, spec: TensorSpec) -> KeptRows | None:
+    """The rows that stay as the reference has them; None where all are coded."""
+    if rows is None or reference is None:
         return None
-    values = grid.values(np.clip(reached, -_FARTHEST, _FARTHEST).astype(np.int16))
-    if rows is not None and reference is not None:
-        kept = np.ones(values.size // columns, np.bool_)
-        kept[rows] = False
-        values.reshape(-1, columns)[kept] = reference.values.reshape(-1, columns)[kept]
-    return values
+    shape = matrix_shape(spec.shape)
+    kept = np.setdiff1d(np.arange(shape[0]), rows, assume_unique=True)
+    return KeptRows(kept, reference.values.reshape(shape)[kept])
 
 
 def _planes(
-    restored: Float32s,
+    reached: Int16s,
     grid: Grid,
     coded: CodedPoints,
-    reference: TrellisReference | None,
+    before: Int8s | None,
     carried: int,
     expectation: Expectation,
     rows: Rows | None,
+    kept: KeptRows | None,
     spec: TensorSpec,
-) -> dict[str, npt.NDArray[Any]]:
+) -> TrellisPlanes:
     from shrinkpoint.quantize import trellis_dither_kernels  # numba
 
     columns = matrix_shape(spec.shape)[1]
-    before = reference.offsets if reference is not None else np.zeros(restored.size, np.int8)
-    expected = np.empty(coded.errors.size, np.int8)
+    before = np.zeros(reached.size, np.int8) if before is None else before
+    expected = np.empty(coded.points.size, np.int8)
     trellis_dither_kernels.remember(
         coded.errors,
         expectation.gains,
@@ -358,9 +427,9 @@ def _planes(
     expected[coded.far] = 0
     offsets = expected
     if rows is not None:  # a row that is kept is expected where it is
-        offsets = np.zeros(restored.size, np.int8)
+        offsets = np.zeros(reached.size, np.int8)
         offsets.reshape(-1, columns)[rows] = expected.reshape(-1, columns)
-    return {"value": restored, "exponent": grid.exponents, "offset": offsets}
+    return TrellisPlanes(grid, reached, offsets, spec.shape, kept)
 
 
 def _tensor(values: Float32s, spec: TensorSpec) -> torch.Tensor:
@@ -368,6 +437,13 @@ def _tensor(values: Float32s, spec: TensorSpec) -> torch.Tensor:
     if spec.dtype not in CODED_DTYPES or values.size != spec.numel:
         raise FormatError(f"{spec.name}: {values.size} points cannot become {spec.dtype} {spec.shape}")
     return torch.from_numpy(values).to(spec.dtype).reshape(spec.shape)
+
+
+def _checked(values: Float32s, spec: TensorSpec) -> Float32s:
+    """The same, if they are within the range of the tensor's dtype."""
+    if not finite(widened(torch.from_numpy(values).to(spec.dtype))):
+        raise CannotRepresentError(f"{spec.name} reaches the end of {spec.dtype}'s range: stored exactly")
+    return values
 
 
 def _stored(grid: Grid, spec: TensorSpec, threads: int) -> bytes:

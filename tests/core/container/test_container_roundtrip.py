@@ -43,6 +43,15 @@ def test_any_state_comes_back(state, step, parent):
     assert identical(load_raw(back), state)
 
 
+def test_sections_are_forgotten_as_they_are_written_where_that_is_wanted():
+    tensors = {"a": torch.arange(40.0), "b": torch.arange(9.0)}
+    data = write_container(store_raw(tensors))
+    checkpoint = store_raw(tensors)
+    assert write_container(checkpoint) == write_container(checkpoint) == data
+    assert write_container(checkpoint, uses_up=True) == data
+    assert [entry.encoded.sections for entry in checkpoint.entries] == [{}, {}]
+
+
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(max_size=9),

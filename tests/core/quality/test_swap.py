@@ -1,3 +1,5 @@
+import sys
+
 import pytest
 import torch
 from support.containers import identical
@@ -5,6 +7,8 @@ from support.training import OPTIMIZERS, TinyConvNet, TinyGPT, train
 from torch import nn
 
 from shrinkpoint.quality.swap import swapped_weights
+from shrinkpoint.state.averages import average_key, without_averages
+from shrinkpoint.state.candidate import Candidate
 from shrinkpoint.state.rng import capture_rng
 
 
@@ -84,3 +88,90 @@ def test_a_weight_of_another_shape_changes_nothing():
     ):
         pass
     assert identical(everything(model), before)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_a_candidate_lends_holds_the_models_own_weights_meanwhile(fails):
+    model = TinyConvNet()
+    train(model, OPTIMIZERS["AdamW"](model), range(2))
+    live = dict(model.named_parameters()) | dict(model.named_buffers())
+    given = {name: torch.randn_like(value) for name, value in live.items() if value.is_floating_point()}
+    wanted, before = {name: value.clone() for name, value in given.items()}, everything(model)
+    lent = [name for name in given if name != "head.weight"]
+    buffers = {name for name, _ in model.named_buffers()}
+    assert buffers & given.keys()
+
+    def evaluate():
+        with swapped_weights(model, Candidate(given, lent)):
+            assert all(torch.equal(live[name].detach(), value) for name, value in wanted.items())
+            for name, value in given.items():
+                is_lent = name in lent and name not in buffers  # an evaluation may change buffers
+                own = before["state"][name]
+                assert torch.equal(value, own if is_lent else wanted[name]), name
+            if fails:
+                raise ZeroDivisionError
+
+    if fails:
+        with pytest.raises(ZeroDivisionError):
+            evaluate()
+    else:
+        evaluate()
+    assert identical(everything(model), before)
+    assert identical(given, wanted)
+
+
+def test_an_interrupted_exchange_is_taken_back(monkeypatch):
+    """Ctrl-C raises between any two lines, if nobody defers it."""
+    monkeypatch.setattr("shrinkpoint.quality.swap._CHUNK", 4)
+    model = nn.Linear(3, 3)
+    before = everything(model)
+    count = 0
+    while True:
+        count += 1
+        left = count
+
+        def interrupt(frame, event, _):
+            nonlocal left
+            if frame.f_code.co_name != "forth":
+                return None
+            left -= event == "line"
+            if left == 0:
+                left = -1
+                raise KeyboardInterrupt
+            return interrupt
+
+        given = Candidate({"weight": torch.ones(3, 3), "bias": torch.ones(3)}, ["weight", "bias"])
+        traced = sys.gettrace()
+        sys.settrace(interrupt)
+        try:
+            with swapped_weights(model, given):
+                assert bool((model.weight == 1).all())
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(traced)
+        assert identical(everything(model), before)
+        assert all(bool((value == 1).all()) for value in given.values())
+        if left > 0:
+            break
+    assert count > 15
+
+
+def test_what_does_not_fit_is_not_exchanged():
+    model = nn.Linear(3, 3)
+    before = everything(model)
+    given = Candidate({"weight": torch.ones(3, 3).bfloat16(), "bias": torch.ones(6)[::2]}, ["weight", "bias"])
+    with swapped_weights(model, given):
+        assert bool((model.weight == 1).all())
+        assert bool((model.bias == 1).all())
+        assert bool((given["weight"] == 1).all())
+        assert bool((given["bias"] == 1).all())
+    assert identical(everything(model), before)
+
+
+def test_a_candidate_without_its_averages_stays_one():
+    weights = {"w": torch.ones(1), average_key("ema/w"): torch.ones(1)}
+    found = without_averages(Candidate(weights, weights))
+    assert isinstance(found, Candidate)
+    assert found.lent == {"w"} == found.keys()
+    assert not isinstance(without_averages(weights), Candidate)

@@ -8,7 +8,7 @@ from support.containers import identical
 
 from shrinkpoint.quality.comparison import BlindEvaluationError, Comparison
 from shrinkpoint.quality.measurement import EXACT
-from shrinkpoint.quality.trial import mirrored_model, perturbed_model, true_model
+from shrinkpoint.quality.trial import mirrored_model, own_memory, perturbed_model, true_model
 from shrinkpoint.state.training import Role, Tag, TrainingState
 
 
@@ -28,10 +28,10 @@ def test_the_mirrored_model_is_as_far_on_the_other_side(dtype):
     true = torch.randn(50, 40, generator=generator).to(dtype)
     restored = (true.double() + 0.02 * torch.randn(50, 40, generator=generator)).to(dtype)
     restored[0] = true[0]
+    wanted = 2 * true.double() - restored.double()
     mirrored = mirrored_model(made(w=true), {"w": restored})["w"]
     assert mirrored.dtype == dtype
     assert torch.equal(mirrored[0], true[0])
-    wanted = 2 * true.double() - restored.double()
     least = torch.finfo(dtype).eps * true.double().abs().max()
     assert float((mirrored.double() - wanted).abs().max()) <= least
 
@@ -63,6 +63,33 @@ def test_what_is_no_weight_or_was_restored_exactly_stays_true():
     assert identical(mirrored_model(state, true_model(state)), true_model(state))
 
 
+def test_a_mirror_image_takes_the_memory_of_what_it_mirrors_but_never_the_snapshots():
+    state = made(w=torch.ones(4), twin=torch.ones(2, 4), other=torch.ones(2, 4), part=torch.ones(3))
+    shared = torch.full((2, 4), 2.0)
+    restored = {"w": torch.full((4,), 1.5), "twin": shared, "other": shared, "part": state.tensors["w"][1:]}
+    state.tensors["w"][0] = 3.0
+    assert own_memory(state, restored) == {"w"}
+    place, before = restored["w"].data_ptr(), {name: value.clone() for name, value in state.tensors.items()}
+    mirrored = mirrored_model(state, restored)
+    assert mirrored["w"].data_ptr() == place
+    assert mirrored["w"].tolist() == [4.5, 0.5, 0.5, 0.5]
+    assert bool((mirrored["twin"] == 0).all())
+    assert bool((mirrored["other"] == 0).all())
+    assert identical(dict(state.tensors), before)
+
+
+def test_a_comparison_lends_what_is_not_the_snapshots():
+    state, lent = made(w=torch.randn(1000), same=torch.ones(3)), []
+
+    def measure(weights):
+        lent.append(set(getattr(weights, "lent", ())))
+        return float(weights["w"].square().mean())
+
+    comparison = Comparison(state, measure, share=0.001)
+    comparison.rise("narrow", lambda: {"w": state.tensors["w"] * 1.01, "same": state.tensors["same"]})
+    assert lent == [set(), {"w"}, {"w"}]
+
+
 def test_noise_in_all_weights_is_the_same_each_time_and_of_their_size():
     state = made(w=torch.randn(400, 50) * 3, zeros=torch.zeros(1000), half=torch.ones(2000).bfloat16(),
                  buffer_n=torch.ones(3), count=torch.tensor([3]))  # fmt: skip
@@ -91,13 +118,14 @@ def test_a_comparison_measures_each_candidate_once_and_exact_ones_never():
     state, loss = made(w=torch.randn(1000)), Quadratic()
     comparison = Comparison(state, loss, share=0.001)
     restored = {"w": state.tensors["w"] * 1.01}
+    distance = float((restored["w"] - state.tensors["w"]).norm())
     rise = comparison.rise("narrow", lambda: restored)
     assert comparison.rise("narrow", dict) is rise
     assert comparison.rise("none", lambda: true_model(state)) == EXACT
     assert loss.calls == comparison.evaluations == 3
     assert rise.mean == pytest.approx(1e-4, rel=1e-3)  # the square of the error
     assert rise.luck == pytest.approx(0.02, rel=1e-3)
-    assert rise.distance == pytest.approx(float((restored["w"] - state.tensors["w"]).norm()))
+    assert rise.distance == pytest.approx(distance)
 
 
 @pytest.mark.parametrize("where", ["restored", "mirrored"])

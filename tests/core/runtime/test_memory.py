@@ -134,6 +134,20 @@ def test_memory_is_given_back_after_large_saves_alone(
     assert len(given) == 2
 
 
+def test_memory_is_given_back_some_times_while_a_large_state_is_worked_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: list[None] = []
+    monkeypatch.setattr(memory, "give_back", lambda: given.append(None))
+    small, large = memory.Returns(memory.LARGE - 1), memory.Returns(memory.LARGE)
+    for _ in range(1000):
+        small.after(memory.LARGE // 1000)
+    assert not given
+    for _ in range(1000):
+        large.after(memory.LARGE // 1000)
+    assert 12 <= len(given) <= 16
+
+
 def test_where_the_c_library_cannot_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
     memory._trim.cache_clear()
     monkeypatch.setattr(memory.ctypes, "CDLL", lambda name: object())
@@ -149,7 +163,7 @@ def test_after_a_save_that_failed_less_movement_is_known_never_more(
     checkpointer = saved(tmp_path, "auto", saves=1)
     committer = checkpointer.saver._committer
     with monkeypatch.context() as patched:
-        patched.setattr("shrinkpoint.saving.committer.write_container", lambda checkpoint: 1 / 0)
+        patched.setattr("shrinkpoint.saving.committer.write_container", lambda checkpoint, **_: 1 / 0)
         with pytest.warns(match="division by zero"):
             assert checkpointer.save(2, wait=True) is None
     assert committer._movement._step == 2

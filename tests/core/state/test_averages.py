@@ -293,8 +293,9 @@ def test_averages_are_among_what_is_tried_mirrored_and_perturbed():
     assert {"inner.weight", key} <= set(true)
     assert identical(restored[key], restored_values(state, scheme, None)[name])
     assert not torch.equal(restored[key], true[key])
-    mirrored = mirrored_model(state, dict(restored))
-    assert torch.allclose(mirrored[key] - true[key], true[key] - restored[key], atol=1e-7)
+    away = true[key] - restored[key]
+    mirrored = mirrored_model(state, restored)
+    assert torch.allclose(mirrored[key] - true[key], away, atol=1e-7)
     assert not torch.equal(perturbed_model(state, 0.1, 17)[key], true[key])
     network = perturbed_model(state, 0.1, 17, averages=False)
     assert network[key] is true[key]
