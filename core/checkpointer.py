@@ -164,6 +164,8 @@ class Checkpointer:
                     f" load_state_dict; the options are: {', '.join(sorted(SaverConfig.names()))}"
                 )
         sharded = has_shards(model)
+        if not sharded and _is_distributed() and dist.get_rank() > 0:
+            _warn_of_copies()
         self._objects = (ShardedObjects if sharded else LoopObjects)(model, optimizer, stateful)
         self._measurements = LoopMeasurements(self._objects, evaluate, train_loss, clip_grad_norm)
         self._every = every
@@ -510,3 +512,12 @@ def _check_adoption(config: SaverConfig, every: int | None, step_log: object) ->
 
 def _is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _warn_of_copies() -> None:
+    warn(
+        f"this is process {dist.get_rank()} of {dist.get_world_size()}, and the model is not sharded: processes that save to one run"
+        " stop each other. Make the Checkpointer in process 0 alone, and broadcast what it resumes; or use a framework's callback;"
+        " or give each process a run of its own",
+        stacklevel=3,
+    )

@@ -1,5 +1,6 @@
 """The entry point: commands, global options, and errors as one line instead of a traceback."""
 
+import logging
 import sys
 import warnings
 from typing import Annotated, Any, TextIO
@@ -97,4 +98,5 @@ app.command("compile")(compile_now)
 
 def main() -> None:
     """Run the command line; exits with 0, with 1 where a problem was found, or with 2 for a wrong call."""
+    logging.getLogger("shrinkpoint").addHandler(logging.NullHandler())  # no progress but on terminals
     app()

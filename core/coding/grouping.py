@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from shrinkpoint.schemes.base import Context, ReferenceState
 from shrinkpoint.schemes.closed_loop import ClosedLoopCodec, as_reference
+from shrinkpoint.schemes.exact import RESIZABLE
 from shrinkpoint.schemes.registry import CODECS
 from shrinkpoint.state.training import Role, TensorSpec
 
@@ -33,7 +34,9 @@ _ORDER = {Role.EXP_AVG_SQ: 0, Role.EXP_AVG: 1, Role.MASTER: 2, Role.WEIGHT: 3}
 
 
 def matching(reference: ReferenceState | None, spec: TensorSpec) -> ReferenceState | None:
-    """The reference, unless the tensor changed its size since: symbols of another shape explain nothing."""
+    """The reference, unless the tensor changed its size since: most codecs' symbols of another shape explain nothing."""
+    if reference is not None and reference.codec in RESIZABLE:
+        return reference
     per_element = 2 if spec.dtype.is_complex else 1
     if reference is None or reference.sizes - {spec.numel * per_element}:
         return None

@@ -122,7 +122,7 @@ class Planner:
         self, save_context: SaveContext, measure: Measure | None, resume: ResumedSteps | None, exact: bool
     ) -> Plan:
         if exact or self._strategy is None:
-            return exactly("bit-exact storage was asked for", is_explained=True)
+            return exactly("exact storage was asked for, as a signal to end does", is_explained=True)
         finite, not_finite = _weights(save_context.state, self._strategy)
         self._warn_not_finite(not_finite)
         if not finite:

@@ -1,7 +1,7 @@
 """Shows what the caller waits for, once that takes longer than two seconds.
 
-On a terminal it is a line on stderr that is gone afterwards, elsewhere one line in Python's log, of level INFO. There
-is no output if the environment has ``SHRINKPOINT_QUIET``, or the logger ``shrinkpoint`` a level above INFO.
+On a terminal it is a line on stderr that is gone afterwards, elsewhere one line in Python's log, of level INFO, or on stderr if
+the program has set up no log. There is no output if the environment has ``SHRINKPOINT_QUIET``, or the logger ``shrinkpoint`` a level above INFO.
 """
 
 import logging
@@ -48,9 +48,15 @@ class Waiting:
             if self._over or is_quiet():
                 return
             if not sys.stderr.isatty():
-                _log.info("%s ...", self._text)
+                self._note()
                 return
             self._shown = _line(self._text, self._total, self._done, self._since)
+
+    def _note(self) -> None:
+        if _log.hasHandlers():
+            _log.info("%s ...", self._text)
+        else:  # Python would drop it, and a batch job's output stand still without a reason
+            print(f"shrinkpoint: {self._text} ...", file=sys.stderr, flush=True)
 
     def end(self) -> None:
         """Remove the line."""

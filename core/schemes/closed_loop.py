@@ -29,14 +29,13 @@ from shrinkpoint.schemes.codec_io import (
     plane_of,
     section,
 )
-from shrinkpoint.schemes.exact import ExactCodec
+from shrinkpoint.schemes.exact import RESIZABLE
 from shrinkpoint.state.dtypes import tensor_from_bytes, tensor_to_bytes
 from shrinkpoint.state.training import TensorSpec
 from shrinkpoint.state.tree import JSON
 
 __all__ = ["VALUE", "ClosedLoopCodec", "Delta", "add", "as_reference", "previous_value"]
 
-_EXACT = (ExactCodec.id, "bit-planes")  # both provide the plane of bits
 VALUE = "value"
 """The plane that holds the reconstruction, fp32."""
 
@@ -67,7 +66,7 @@ def as_reference(reference: ReferenceState | None, codec: str, spec: TensorSpec)
         return reference
     bits = reference.planes.get("bits")
     if (
-        reference.codec not in _EXACT
+        reference.codec not in RESIZABLE
         or bits is None
         or spec.dtype not in WEIGHT_DTYPES
         or bits.size != spec.numel

@@ -1,7 +1,7 @@
 """The lossless codec for any dtype: byte planes (shuffle), of the tensor or of its difference, through zstd and rANS.
 
 The difference to the previous checkpoint is taken between bit patterns in the order of their values, as FastCheck takes
-its weights' (Engineering ITEE 27(2):250034): close values of any sign and exponent differ by few low bits.
+its weights' (Engineering ITEE 27(2):250034): close values of any sign and exponent differ by few low bits. A tensor that has got more rows, or lost some, is a difference too.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,10 @@ from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes, Refe
 from shrinkpoint.state.dtypes import tensor_from_bytes, tensor_to_bytes
 from shrinkpoint.state.training import TensorSpec
 
-__all__ = ["ExactCodec"]
+__all__ = ["RESIZABLE", "ExactCodec", "fitted"]
+
+RESIZABLE = frozenset({"exact", "bit-planes"})
+"""Ids of codecs whose references serve tensors of other sizes too; what they keep is the plane ``bits``."""
 
 _SAMPLE = 1 << 16  # elements that decide between the tensor and its difference
 # Fewer elements are coded alone unless they are unchanged: trying both costs more time than it could save bytes.
@@ -39,9 +42,11 @@ class ExactCodec:
         item = _item_size(spec.dtype)
         data = tensor_to_bytes(tensor)
         bits = (data if context.lasting else data.copy()).view(f"<u{item}")
-        previous = _previous(context.reference, bits.size, item)
+        previous = fitted(context.reference, bits.size, item)
         delta = previous is not None and (
-            np.array_equal(bits, previous) if bits.size < _LEAST else self._pays(bits, previous, spec.dtype)
+            np.array_equal(bits, previous)
+            if bits.size < _LEAST
+            else self._pays(bits, previous, spec.dtype, _known(context.reference, bits.size))
         )
         stored = delta_bits(bits, previous, _floating(spec.dtype)) if delta and previous is not None else bits
         payload = encode_bytes(stored.view(np.uint8), item, self.level, threads=context.threads)
@@ -49,10 +54,15 @@ class ExactCodec:
         planes = {"bits": bits.reshape(-1)}
         return Coded(encoded, planes, self.reconstruct(encoded, planes, spec, context))
 
-    def _pays(self, bits: npt.NDArray[Any], previous: npt.NDArray[Any], dtype: torch.dtype) -> bool:
-        """Whether the difference codes shorter, estimated on a sample from the middle."""
-        start = max(0, (bits.size - _SAMPLE) // 2)
-        part = slice(start, start + _SAMPLE)
+    def _pays(
+        self, bits: npt.NDArray[Any], previous: npt.NDArray[Any], dtype: torch.dtype, known: int
+    ) -> bool:
+        """Whether the difference codes shorter, estimated on a sample from the middle of the `known` elements.
+
+        New elements take about as much either way.
+        """
+        start = max(0, (known - _SAMPLE) // 2)
+        part = slice(start, min(known, start + _SAMPLE))
         delta = delta_bits(bits[part], previous[part], _floating(dtype))
         sizes = [
             len(encode_bytes(x.view(np.uint8), x.itemsize, 1))
@@ -70,7 +80,7 @@ class ExactCodec:
         data = decode_bytes(encoded.sections["bytes"], spec.nbytes, item, threads=context.threads)
         bits = data.view(f"<u{item}")
         if encoded.uses_reference:
-            previous = _previous(context.reference, bits.size, item)
+            previous = fitted(context.reference, bits.size, item)
             if previous is None:
                 raise FormatError(f"{spec.name}: its predecessor has another dtype or shape")
             bits = undelta_bits(bits, previous, _floating(spec.dtype))
@@ -94,6 +104,27 @@ def _floating(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-def _previous(reference: ReferenceState | None, size: int, item: int) -> npt.NDArray[Any] | None:
+def fitted(reference: ReferenceState | None, size: int, item: int) -> npt.NDArray[Any] | None:
+    """A reference's bit patterns for a tensor of another size: the first ones, then zeros.
+
+    Args:
+        reference: what the tensor has left in the previous checkpoint.
+        size: how many numbers the tensor has.
+        item: their bytes.
+
+    Returns:
+        `size` of them, flat; None where the tensor has more than twice as many as the reference, so that a damaged header
+        takes no memory, or numbers of other bytes.
+    """
     plane = reference.planes.get("bits") if reference is not None else None
-    return plane if plane is not None and plane.size == size and plane.dtype.itemsize == item else None
+    if plane is None or plane.dtype.itemsize != item or size > 2 * plane.size:
+        return None
+    flat = plane.reshape(-1)
+    if flat.size < size:
+        flat = np.concatenate((flat, np.zeros(size - flat.size, flat.dtype)))
+    shortened: npt.NDArray[Any] = flat[:size]
+    return shortened
+
+
+def _known(reference: ReferenceState | None, size: int) -> int:
+    return size if reference is None else min(size, reference.planes["bits"].size)

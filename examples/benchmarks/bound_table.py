@@ -37,6 +37,11 @@ The final losses of two undisturbed runs of different seeds differ with a standa
 ends more than two spreads above the other. A restored run that ends as far from its own undisturbed run as another seed does exceeds
 two spreads as often, without any harm.
 
+Ratios below 8 have two causes. *Late* checkpoints are a few steps apart, and weights hardly move in between: noise stays below that
+movement, and of moments a restore may lose 1 % of those steps. Muon, Lion and SGD keep no second moment, which takes the fewest
+bits of all, and Muon and Lion use the first one's direction alone, of which an eighth as much may be lost
+([auto.md](auto.md#first-moments)).
+
 Constants of the library are chosen on the trainings of the first table. On those of the second they are only reported.
 """
 

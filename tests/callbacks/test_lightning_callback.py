@@ -108,6 +108,31 @@ def test_resume_never_starts_afresh_and_must_refuses(saving: Make) -> None:
     assert fit(saving(resume="never"), Crash(7)).trace[0][2] == 0
 
 
+def test_what_is_not_continued_stays(saving: Make) -> None:
+    fit(saving(keep_last=2), Crash(24))
+    assert steps(saving()) == [15, 20]
+    with pytest.warns(ShrinkpointWarning, match=r"2 checkpoints, the newest of step 20.*resume='must'"):
+        fit(saving(resume="never", keep_last=1), Crash(14))
+    assert steps(saving()) == [10, 15, 20]
+    fit(saving(keep_last=1), Crash(19))
+    assert steps(saving()) == [15, 15, 20]
+
+
+class Diverges(pl.Callback):
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        if trainer.global_step == 12:
+            with torch.no_grad():
+                pl_module.net[0].weight.fill_(float("nan"))
+
+
+def test_a_diverged_training_displaces_no_sound_checkpoint_and_says_where_to_go_on(saving: Make) -> None:
+    with pytest.warns(ShrinkpointWarning, match="step 15 is not finite"):
+        fit(saving(keep_last=2), Diverges())  # EarlyStopping ends it after step 16
+    assert steps(saving()) == [5, 10, 15, 16]
+    with pytest.warns(ShrinkpointWarning, match=r"step 16 .* is not finite.*fit\(ckpt_path='.*#step=10'\)"):
+        fit(saving(), Crash(18))
+
+
 def test_a_learning_rate_that_resuming_replaces_is_told(saving: Make) -> None:
     fit(saving(), Crash(6))
     with warnings.catch_warnings(record=True) as caught:

@@ -721,3 +721,15 @@ def test_a_learning_rate_that_resuming_overrides_is_told(tmp_path):
             checkpointer.resume()
         assert len(caught) == 1
         assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01 if scheduled else 0.1)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_copies_in_several_processes_are_warned_that_they_would_stop_each_other(tmp_path, monkeypatch, rank):
+    for name, value in (("is_initialized", True), ("get_world_size", 2), ("get_rank", rank)):
+        monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        Run(tmp_path / "run")
+    messages = [str(one.message) for one in told if one.category is ShrinkpointWarning]
+    assert ["process 1 of 2" in message for message in messages] == [True] * rank
+    assert all(one.filename == __file__ for one in told)

@@ -66,9 +66,11 @@ def bit_planes(t):
     return np.array(patterns, f"<u{width // 8}").tobytes(), {}
 
 
-def undone(zigzag, before, width):
+def undone(zigzag, before, width, order="floating"):
     """`before` moved by a zigzagged difference, in the order of the values."""
     half = 2 ** (width - 1)
+    if order == "integers":
+        return (before + (zigzag // 2 if zigzag % 2 == 0 else ~(zigzag // 2))) % (2 * half)
 
     def turned(x):
         return x + half if x < half else 2 * half - 1 - x

@@ -6,7 +6,7 @@ from math import prod
 import numpy as np
 import torch
 from support.containers import take_apart
-from support.format_bits import bit_planes
+from support.format_bits import FIELDS, bit_planes, numbers, undone
 from support.format_models import read_model_plane
 from support.format_reader import (
     Cursor,
@@ -91,9 +91,17 @@ class Tensor:
             and entry["codec"] in CLOSED_LOOP
         ):
             before = {"codec": entry["codec"], "count": before["count"], "value": self.widen(before["bytes"])}
+        if before is not None and before["codec"] in ("exact", "bit-planes"):
+            before = self.resized(before)
         same = before is not None and before["codec"] == entry["codec"] and before["count"] == self.count
         self.before = before if same and entry["uses_reference"] else None
         assert self.before is not None or not entry["uses_reference"]
+
+    def resized(self, before):
+        if self.count > 2 * before["count"]:
+            return None
+        size = self.count * self.item
+        return {**before, "count": self.count, "bytes": before["bytes"][:size].ljust(size, b"\0")}
 
     def floats(self, name):
         return flushed(np.frombuffer(self.sections[name], "<f4"))
@@ -388,8 +396,12 @@ def partial(t):
 
 
 def exact(t):
-    assert t.before is None
-    return read_planes(t.sections["bytes"], t.count, t.item), {}
+    data = read_planes(t.sections["bytes"], t.count, t.item)
+    if t.before is None:
+        return data, {}
+    width, order = 8 * t.item, "floating" if t.entry["dtype"] in FIELDS else "integers"
+    pairs = zip(numbers(data, width), numbers(t.before["bytes"], width), strict=True)
+    return np.array([undone(z, x, width, order) for z, x in pairs], f"<u{t.item}").tobytes(), {}
 
 
 def rounded(t):

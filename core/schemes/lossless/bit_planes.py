@@ -23,6 +23,7 @@ from shrinkpoint.entropy.static.residuals import Layout, decode_residuals, encod
 from shrinkpoint.errors import CannotRepresentError, FormatError
 from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes, ReferenceState
 from shrinkpoint.schemes.codec_io import check_sections, integer, section
+from shrinkpoint.schemes.exact import fitted
 from shrinkpoint.schemes.lossless.bit_prediction import (
     SCALES,
     Bits,
@@ -126,7 +127,7 @@ class BitPlanesCodec:
         """See `TensorCodec.decode`."""
         form = _format(spec)
         count = _numbers(spec)
-        previous = _plane(context.reference, count, form) if encoded.uses_reference else None
+        previous = _before(context.reference, count, form) if encoded.uses_reference else None
         if encoded.uses_reference and previous is None:
             raise FormatError(f"{spec.name}: its predecessor has another dtype or shape")
         if "bytes" in encoded.sections:
@@ -156,6 +157,11 @@ def _numbers(spec: TensorSpec) -> int:
     return spec.numel * (2 if spec.dtype.is_complex else 1)
 
 
+def _before(reference: ReferenceState | None, count: int, form: Format) -> Bits | None:
+    found = fitted(reference, count, form.width // 8)
+    return None if found is None else np.ascontiguousarray(found)
+
+
 def _plane(reference: ReferenceState | None, count: int, form: Format) -> Bits | None:
     plane = reference.planes.get("bits") if reference is not None else None
     if plane is None or plane.size != count or plane.dtype != np.dtype(f"<u{form.width // 8}"):
@@ -173,7 +179,7 @@ def _problem(bits: npt.NDArray[Any], form: Format, spec: TensorSpec, context: Co
         format=form,
         bits=bits,
         rows=_rows(spec),
-        previous=_plane(context.reference, bits.size, form),
+        previous=_before(context.reference, bits.size, form),
         sibling=_plane(context.sibling_planes.get(_SIBLING), bits.size, form),
     )
 

@@ -24,6 +24,9 @@ from support.format_reader import (
 )
 from support.format_trellis import read_trellis_plane
 
+from shrinkpoint.coding.encode import decode_chain, encode_state
+from shrinkpoint.container.reader import read_container
+from shrinkpoint.container.writer import write_container
 from shrinkpoint.entropy.contexts import coder as context
 from shrinkpoint.entropy.static.bytes import delta_bits, encode_bytes
 from shrinkpoint.entropy.static.huffman import encode_huffman
@@ -40,7 +43,9 @@ from shrinkpoint.schemes.auto.second_moments import FactoredSecondMomentCodec
 from shrinkpoint.schemes.auto.trellis_points import nearest_points
 from shrinkpoint.schemes.auto.trellis_weights import TrellisLatticeCodec
 from shrinkpoint.schemes.base import Coded, Context, ReferenceState
+from shrinkpoint.schemes.lossless.scheme import Lossless
 from shrinkpoint.schemes.symbol_coders import encode_plane
+from shrinkpoint.state.training import TrainingState
 
 EACH = Path(__file__).parents[2] / "golden" / "each"
 CHAINS = json.loads((EACH / "v1.json").read_text())
@@ -452,6 +457,36 @@ def test_factored_moments(shape):
     check_chain([FactoredSecondMomentCodec(first_moment=first)], [second], [{}])
     second.reshape(second.shape[0], -1)[0] *= 1e-30
     check_chain([FactoredSecondMomentCodec(first_moment=first)], [second], [{}])
+
+
+class _Plain:
+    """Has no codec for any tensor."""
+
+    name = "plain"
+
+    def codecs(self, state):
+        return {}
+
+    def describe(self):
+        return {}
+
+
+@pytest.mark.parametrize("scheme", [_Plain(), Lossless()], ids=["exact", "lossless"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
+def test_tensors_that_grow_and_shrink_by_rows(scheme, dtype):
+    rows = (torch.randn(240, 64) * 100).to(dtype)
+    files, reference, parent = [], None, None
+    for step, count in enumerate((100, 120, 240, 90)):
+        state = TrainingState.capture({"replay": rows[:count]})
+        coded = encode_state(state, scheme, step=step, reference=reference, parent=parent)
+        reference, parent = coded.reference, coded.checkpoint.state_digest
+        (entry,) = coded.checkpoint.entries
+        assert entry.encoded.uses_reference == (step > 0)
+        files.append(write_container(coded.checkpoint))
+        restored = decode_chain([read_container(data) for data in files]).state.to_object()
+        assert torch.equal(restored["replay"], rows[:count])
+        *_, read = read_chain(files)
+        assert read["replay"] == rows[:count].view(torch.uint8).numpy().tobytes()
 
 
 @pytest.mark.parametrize("case", CHAINS)

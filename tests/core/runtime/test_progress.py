@@ -79,6 +79,20 @@ def test_elsewhere_it_is_one_line_in_the_log(caplog: pytest.LogCaptureFixture, c
     assert capsys.readouterr().err == ""
 
 
+def test_without_a_log_it_is_one_line_on_stderr(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(logging.getLogger("shrinkpoint.runtime.progress"), "hasHandlers", lambda: False)
+    said: list[str] = []
+
+    def read() -> bool:
+        said.append(capsys.readouterr().err)
+        return bool(said[-1])
+
+    with waiting_for("reading") as waiting:
+        wait_until(read)
+        waiting.say("reading on")
+    assert "".join([*said, capsys.readouterr().err]) == "shrinkpoint: reading ...\n"
+
+
 def test_the_quiet_hear_nothing(terminal: Callable[[], Terminal], monkeypatch: pytest.MonkeyPatch) -> None:
     stream = terminal()
     with quieted(True), quieted(True), waiting_for("reading"):

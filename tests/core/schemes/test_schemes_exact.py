@@ -9,6 +9,7 @@ from support.states import tensors
 from shrinkpoint.errors import FormatError
 from shrinkpoint.schemes.base import Context, EncodedTensor, ReferenceState
 from shrinkpoint.schemes.exact import ExactCodec
+from shrinkpoint.schemes.lossless.bit_planes import BitPlanesCodec
 from shrinkpoint.state.dtypes import DTYPES, tensor_from_bytes
 from shrinkpoint.state.training import TensorSpec
 
@@ -21,12 +22,12 @@ def spec_of(tensor: torch.Tensor, name: str = "t") -> TensorSpec:
     return TensorSpec(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape))
 
 
-def round_trip(tensor, reference=None):
+def round_trip(tensor, reference=None, codec=CODEC):
     """Encode, decode as a reader does, check the closed loop; what the reader then holds."""
     spec, context = spec_of(tensor), Context(reference)
-    coded = CODEC.encode(tensor, spec, context)
-    planes = CODEC.decode(coded.encoded, spec, context if coded.encoded.uses_reference else Context())
-    restored = CODEC.reconstruct(coded.encoded, planes, spec, context)
+    coded = codec.encode(tensor, spec, context)
+    planes = codec.decode(coded.encoded, spec, context if coded.encoded.uses_reference else Context())
+    restored = codec.reconstruct(coded.encoded, planes, spec, context)
     dense = tensor.detach().resolve_conj().resolve_neg()
     assert identical(restored, dense)
     assert identical(coded.value, dense)
@@ -144,3 +145,33 @@ def test_flipped_bytes_give_wrong_values_or_the_projects_own_error(data):
         assert CODEC.reconstruct(hostile, planes, spec_of(after), Context(reference)).shape == after.shape
     except FormatError:
         return
+
+
+@pytest.mark.parametrize(
+    ("codec", "dtype"),
+    [
+        (ExactCodec(), torch.float32),
+        (ExactCodec(), torch.bfloat16),
+        (ExactCodec(), torch.uint8),
+        (BitPlanesCodec(), torch.float32),
+        (BitPlanesCodec(), torch.bfloat16),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("rows", [500, 900, 1000, 1100, 2000])
+def test_a_tensor_that_grows_or_shrinks_by_rows_is_a_difference(codec, dtype, rows):
+    """A replay buffer, an embedding that gets new words: only the new rows take space."""
+    grown = random_bits(dtype, (max(rows, 1000), 64))
+    reference, base = round_trip(grown[:1000], codec=codec)
+    _, delta = round_trip(grown[:rows], reference, codec=codec)
+    assert delta.uses_reference
+    assert delta.nbytes < base.nbytes * (max(0, rows - 1000) / 1000 + 0.02)
+
+
+def test_a_tensor_of_more_than_twice_the_size_is_none_and_takes_no_memory():
+    reference, _ = round_trip(random_bits(torch.float32, (5000,)))
+    _, stored = round_trip(random_bits(torch.float32, (10_001,)), reference)
+    assert not stored.uses_reference
+    spec = TensorSpec(name="t", dtype=torch.float32, shape=(2**40,))
+    with pytest.raises(FormatError):
+        CODEC.decode(EncodedTensor("exact", {}, stored.sections, True), spec, Context(reference))
