@@ -15,18 +15,26 @@ from shrinkpoint.optimizers.updates import OptimizerKind, Updates, compare_updat
 from shrinkpoint.schemes.base import SaveContext, Scheme
 from shrinkpoint.state.training import Role, TrainingState
 
-__all__ = ["Guard"]
+__all__ = ["LONGEST", "LONGEST_SCALED", "Guard", "longest_of"]
 
 _MOST_ELEMENTS = 1 << 20  # of the parameters that are looked at
 # Steps of a chain are kept up to a noise of sqrt(1.2) of what is wanted, and rows' exponents are quarters of an octave.
 _MOST_NOISE = 1.5
 _MOST_ERROR = 1.0  # of updates; 1 is that of having none
-_MOST_LENGTH = 1.05
+LONGEST = 1.1
+"""How many times as long as the true one the first update after a restore may be."""
+LONGEST_SCALED = 1.05
+"""The same of schemes with a scale, which are tried again with less noise where they are refused."""
 # Of a first moment's error, in its own size: zeros have 1, noise of its own size has 1.41. Codecs that keep to 1 weigh
 # elements by units of their own, in which this is not measured.
 _MOST_LOST = 1.2
 _WEIGHTS = (Role.WEIGHT, Role.MASTER)
 _GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+def longest_of(scheme: str) -> float:
+    """How many times as long as the true one the next update may be under a scheme of this name."""
+    return LONGEST_SCALED if scheme == "auto" else LONGEST
 
 
 class Guard:
@@ -35,6 +43,7 @@ class Guard:
     Args:
         kinds: of the optimizers, in the order of their states in the snapshot; empty where they are not known.
         threads: parameters handled side by side.
+        longest: how many times as long as the true one the next update may be.
         restored: gives the tensors that a scheme restores, all of them, where they are computed anyway; None computes those that
             are looked at.
     """
@@ -44,10 +53,12 @@ class Guard:
         kinds: Sequence[OptimizerKind] = (),
         threads: int = 1,
         *,
+        longest: float = LONGEST,
         restored: Callable[[Scheme], TrainingState] | None = None,
     ) -> None:
         self._kinds = tuple(kinds)
         self._threads = threads
+        self._longest = longest
         self._restored = restored
         self.updates: Updates | None = None
         """Error of the next updates under the last scheme checked; None where they could not be computed."""
@@ -134,7 +145,7 @@ class Guard:
             self.untried = found
             return None
         self.updates = found
-        if not (found.error <= _MOST_ERROR and found.length <= _MOST_LENGTH):  # NaN is neither
+        if not (found.error <= _MOST_ERROR and found.length <= self._longest):  # NaN is neither
             return (
                 f"the first update after a restore would be {found.length:.2f} times as long as it should be, with an error of"
                 f" {found.error:.0%}"

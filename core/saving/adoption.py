@@ -31,7 +31,7 @@ from shrinkpoint.errors import ChainError, ConfigError
 from shrinkpoint.optimizers.recognition import recognised
 from shrinkpoint.optimizers.updates import moments_of_direction
 from shrinkpoint.quality.evaluation import Loss, ResumedSteps
-from shrinkpoint.quality.guards import Guard
+from shrinkpoint.quality.guards import Guard, longest_of
 from shrinkpoint.quality.planner import Plan, Planner
 from shrinkpoint.quality.strategy import exactly
 from shrinkpoint.reports import SaveReport
@@ -299,7 +299,11 @@ class AdoptingCommitter(Committer):
             directions=moments_of_direction(state, job.optimizers),
             gradients=job.gradients,
         )
-        guard = Guard(job.optimizers, restored=lambda scheme: staging.by(scheme).state)
+        guard = Guard(
+            job.optimizers,
+            longest=longest_of(self._config.scheme),
+            restored=lambda scheme: staging.by(scheme).state,
+        )
         self.planner.guard = guard if self._config.guards else None
         resume = self._clock.charged(job.resume)
         return self.planner.plan(save_context, job.measure, resume, exact=job.exact), guard

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
@@ -14,6 +15,7 @@ from demo_report import markdown_table
 __all__ = ["document"]
 
 _NONE = "-"
+_VARIED = re.compile(r"'[^']*'|[-+]?\d[\d.e+-]*%?")
 
 _HEAD = """# The bound, measured on {count} trainings
 
@@ -224,18 +226,18 @@ def _section(rows: Sequence[Row]) -> list[str]:
 
 
 def _warnings(rows: Sequence[Row]) -> list[str]:
-    told: dict[str, list[str]] = {}
+    """The warnings, and where they were given; of those that differ in numbers or names alone, one."""
+    told: dict[str, list[tuple[str, str]]] = {}
     for row in rows:
         for text in dict.fromkeys(text for cell in row.cells.values() for text in cell["warnings"]):
-            told.setdefault(text, []).append(f"{row.training} ({row.part})")
+            told.setdefault(_VARIED.sub("#", text), []).append((text, f"{row.training} ({row.part})"))
     if not told:
         return []
-    return [
-        "## Warnings",
-        "",
-        *(f"- {', '.join(names)}: {' '.join(text.split())}" for text, names in told.items()),
-        "",
-    ]
+    lines = ["## Warnings", ""]
+    for found in told.values():
+        alike = f" ({len(found) - 1} more differ in numbers or names)" if len(found) > 1 else ""
+        lines.append(f"- {', '.join(dict.fromkeys(place for _, place in found))}: {found[0][0]}{alike}")
+    return [*lines, ""]
 
 
 def document(cells: Iterable[tuple[dict, dict]], *, quick: bool = False, file: str = "bound.jsonl") -> str:

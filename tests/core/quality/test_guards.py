@@ -13,7 +13,7 @@ from shrinkpoint.coding.encode import encode_state
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.optimizers.updates import OptimizerKind
-from shrinkpoint.quality.guards import Guard, _sample
+from shrinkpoint.quality.guards import Guard, _sample, longest_of
 from shrinkpoint.quantize.movement import Movement, MovementTracker
 from shrinkpoint.schemes.auto.scheme import Auto, AutoOptions
 from shrinkpoint.schemes.base import Coded, EncodedTensor, SaveContext
@@ -186,10 +186,21 @@ def test_moments_that_are_not_finite_are_refused(trained, value):
 
 
 @pytest.mark.parametrize(
-    ("factor", "refused"), [(0.25, True), (0.7, True), (0.87, True), (0.95, False), (1.2, False)]
+    ("scheme", "factor", "refused"),
+    [
+        ("excp", 0.25, True),
+        ("excp", 0.7, True),
+        ("excp", 0.87, False),
+        ("excp", 1.2, False),
+        ("auto", 0.7, True),
+        ("auto", 0.87, True),
+        ("auto", 0.95, False),
+        ("auto", 1.2, False),
+    ],
 )
-def test_second_moments_that_lengthen_updates_are_refused(trained, factor, refused):
-    why, guard = trained.look(ChangingScheme(lambda tensor: factor * tensor, (Role.EXP_AVG_SQ,)))
+def test_second_moments_that_lengthen_updates_are_refused(trained, scheme, factor, refused):
+    changing = ChangingScheme(lambda tensor: factor * tensor, (Role.EXP_AVG_SQ,))
+    why, guard = trained.look(changing, longest=longest_of(scheme))
     assert (why is not None) == refused
     assert why is None or "times as long as it should be, with an error of" in why
     assert guard.updates.length == pytest.approx(factor**-0.5, rel=0.1)
