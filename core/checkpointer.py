@@ -164,8 +164,6 @@ class Checkpointer:
                     f" load_state_dict; the options are: {', '.join(sorted(SaverConfig.names()))}"
                 )
         sharded = has_shards(model)
-        if not sharded and _is_distributed() and dist.get_rank() > 0:
-            _warn_of_copies()
         self._objects = (ShardedObjects if sharded else LoopObjects)(model, optimizer, stateful)
         self._measurements = LoopMeasurements(self._objects, evaluate, train_loss, clip_grad_norm)
         self._every = every
@@ -213,6 +211,8 @@ class Checkpointer:
         else:
             self.saver = Saver(url, config, storage_options=storage_options, parity=parity)
         self.saver.check()
+        if not sharded and _is_distributed() and dist.get_rank() > 0:
+            _warn_of_copies()
         self._ending: Ending | None = None
         if isinstance(self.saver, ShardedSaver):
             self._ending = self.saver.ending()

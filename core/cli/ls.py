@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shrinkpoint.cli.options import AsJson, Pairs, StorageOptions, Url, parse_storage_options
 from shrinkpoint.cli.output import (
@@ -20,9 +20,11 @@ from shrinkpoint.cli.output import (
 )
 from shrinkpoint.cli.runs import OpenRun, describe_manifest, find_damage, open_run
 from shrinkpoint.errors import FormatError, ShrinkpointWarning
-from shrinkpoint.steps.overview import LogOverview, overview
 from shrinkpoint.store.below import ObjectsBelow
 from shrinkpoint.store.keys import STEPS_PREFIX
+
+if TYPE_CHECKING:
+    from shrinkpoint.steps.overview import LogOverview
 
 __all__ = ["ls"]
 
@@ -55,8 +57,7 @@ def ls(
         {"key": damaged.key, "reason": damaged.reason, "needs_newer_version": damaged.unsupported}
         for damaged in run.store.damaged
     ]
-    segments = ObjectsBelow(run.objects, STEPS_PREFIX)
-    log = overview(segments, run.store.run_id()) if run.store.exists() else None
+    log = _step_log(run)
     if as_json:
         print_json(
             {
@@ -83,7 +84,16 @@ def ls(
         out.print(_logged(log, url))
 
 
-def _logged(log: LogOverview, url: str) -> str:
+def _step_log(run: OpenRun) -> "LogOverview | None":
+    segments = ObjectsBelow(run.objects, STEPS_PREFIX)
+    if not run.store.exists() or not (listed := segments.list("")):
+        return None
+    from shrinkpoint.steps.overview import overview
+
+    return overview(segments, listed, run.store.run_id())
+
+
+def _logged(log: "LogOverview", url: str) -> str:
     size = f"{log.segments} segments, {bytes_text(log.bytes)}"
     if log.kind is None:
         return f"and a step log of {size}, whose newest segments are damaged"

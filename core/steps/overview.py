@@ -1,11 +1,12 @@
-"""What the step log in a run's own store holds, by one listing and the head of its newest segment."""
+"""What the step log in a run's own store holds, by a listing and the head of its newest segment."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shrinkpoint.errors import FormatError
 from shrinkpoint.steps.reader import load_head
 from shrinkpoint.steps.segment import Key, Kind
-from shrinkpoint.store.objects import ObjectStore
+from shrinkpoint.store.objects import ObjectInfo, ObjectStore
 
 __all__ = ["LogOverview", "overview"]
 
@@ -29,17 +30,18 @@ class LogOverview:
     last_step: int | None = None
 
 
-def overview(objects: ObjectStore, run: str) -> LogOverview | None:
-    """What is logged in a folder of segments; None where it is empty.
+def overview(objects: ObjectStore, listed: Iterable[ObjectInfo], run: str) -> LogOverview | None:
+    """What is logged in a folder of segments; None where there is none.
 
     Args:
         objects: the folder.
+        listed: what lies in it.
         run: the nonce of the run.
 
     Raises:
         StoreError: it cannot be read.
     """
-    sizes = {key: info.size for info in objects.list("") if (key := Key.parse(info.key)) is not None}
+    sizes = {key: info.size for info in listed if (key := Key.parse(info.key)) is not None}
     if not sizes:
         return None
     newest = sorted(sizes, key=lambda key: (key.turn, key.number), reverse=True)

@@ -236,7 +236,9 @@ def _warnings(rows: Sequence[Row]) -> list[str]:
     lines = ["## Warnings", ""]
     for found in told.values():
         alike = f" ({len(found) - 1} more differ in numbers or names)" if len(found) > 1 else ""
-        lines.append(f"- {', '.join(dict.fromkeys(place for _, place in found))}: {' '.join(found[0][0].split())}{alike}")
+        lines.append(
+            f"- {', '.join(dict.fromkeys(place for _, place in found))}: {' '.join(found[0][0].split())}{alike}"
+        )
     return [*lines, ""]
 
 

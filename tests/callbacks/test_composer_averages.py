@@ -21,7 +21,9 @@ pytestmark = pytest.mark.filterwarnings(
 @pytest.mark.parametrize("algorithm", ["EMA", "SWA"])
 def test_an_algorithms_average_is_found_and_coded(tmp_path: Path, algorithm: str) -> None:
     torch.set_num_threads(1)
-    saving = CompressedCheckpoint(str(tmp_path / "run"), save_interval="5ba", busy="wait", save_top_k=-1)
+    saving = CompressedCheckpoint(
+        str(tmp_path / "run"), save_interval="5ba", busy="wait", save_top_k=-1, search_overhead=float("inf")
+    )
     fit(saving, setup=Setup(algorithms=algorithm, width=512, duration="8ep"))
     manifests = sorted(Saver(str(tmp_path / "run")).store.manifests(), key=lambda manifest: manifest.step)
     reports = [manifest.meta["save"] for manifest in manifests]

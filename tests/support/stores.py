@@ -104,7 +104,9 @@ class FakeSet(StripedObjects):
         ]
         self.calls: list[tuple[str, str]] = []
         self.gone: set[int] = set()
-        super().__init__(self.each, patience=QUICK)
+        super().__init__(
+            self.each, patience=Patience()
+        )  # none of them hangs: one that is late waits for a processor
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
         self.calls.append(("put_if_absent", key))
