@@ -180,7 +180,7 @@ class Checkpointer:
         self._began = False
         config = config or SaverConfig(**fields)
         if config.adopt:
-            _check_adoption(config, every, step_log)
+            _check_adoption(config, every, step_log, sharded=sharded)
         self.step_log = log_of_training(
             model,
             self._objects.optimizers,
@@ -493,7 +493,7 @@ class Checkpointer:
         return False
 
 
-def _check_adoption(config: SaverConfig, every: int | None, step_log: object) -> None:
+def _check_adoption(config: SaverConfig, every: int | None, step_log: object, *, sharded: bool) -> None:
     if every is None:
         raise ConfigError("adopt=True needs every=: only planned saves are adopted, and without it none is")
     if config.adoptions is None:
@@ -503,7 +503,7 @@ def _check_adoption(config: SaverConfig, every: int | None, step_log: object) ->
         )
     if step_log is not None:
         raise ConfigError("adopt=True and step_log= exclude each other: a logged step knows no adoption")
-    if _is_distributed():
+    if _is_distributed() and not sharded:
         raise ConfigError(
             "adopt=True is for a single process here: with DDP use the callbacks of Lightning, Composer or Hugging Face's Trainer,"
             " leave it out, or give scheme='lossless', which is exact"

@@ -284,7 +284,7 @@ class Saver:
     ) -> Takeover | None:
         if adoption is None:
             return None
-        exactly = unsuitable(captured, adoption.live, describe)
+        exactly = unsuitable(captured, TrainingState.capture(adoption.live(), describe).tensors)
         return Takeover(captured.tensors, exactly, adoption.settings, waited_s)
 
     def _take_over(self, takeover: Takeover, started: float) -> None:

@@ -56,7 +56,7 @@ class StagedState:
                 any.
             threads: that code it.
         """
-        value, why = self.state.tensors[spec.name], self.refused.get(spec.name)
+        why = self.refused.get(spec.name)
         row = self.rows.get(spec.name)
         if row is not None:
             coded = row.staged.coded(threads)
@@ -71,7 +71,8 @@ class StagedState:
             self.stood_in.add(spec.name)
         if why is None:
             return None
-        return ExactCodec().encode(value, spec, for_codec(context, ExactCodec.id, spec)), why
+        exact = ExactCodec()
+        return exact.encode(self.state.tensors[spec.name], spec, for_codec(context, exact.id, spec)), why
 
 
 def stage_state(

@@ -11,19 +11,14 @@ planned one, before and after a resume.
 """
 
 import json
-import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-import torch
-
-from shrinkpoint.arrays import widened
 from shrinkpoint.coding.decode import Decoded, decode_chain
 from shrinkpoint.coding.encode import EncodedState, encode_state
-from shrinkpoint.coding.staging import StagedState, stage_state
+from shrinkpoint.coding.staging import StagedState
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.container.reader import read_container
 from shrinkpoint.container.writer import write_container
@@ -39,9 +34,16 @@ from shrinkpoint.saving.adopted import Adopted, adopted_of
 from shrinkpoint.saving.committer import Committer, Job, Link, provenance, report_of, with_updates
 from shrinkpoint.saving.fingerprint import changed_settings, settings_of
 from shrinkpoint.saving.finite import not_finite
+from shrinkpoint.saving.planned import (
+    UNPLANNED,
+    PlannedChain,
+    Staging,
+    changed_tensors,
+    period_of,
+    unstored,
+)
 from shrinkpoint.saving.takeover import NotAdoptedError, Takeover
-from shrinkpoint.schemes.auto.trellis_weights import TrellisLatticeCodec
-from shrinkpoint.schemes.base import ReferenceState, SaveContext, Scheme
+from shrinkpoint.schemes.base import ReferenceState, SaveContext
 from shrinkpoint.state.averages import confirmed
 from shrinkpoint.state.training import TrainingState
 from shrinkpoint.store.manifest import Manifest
@@ -53,7 +55,6 @@ __all__ = ["AdoptingCommitter"]
 _STEPS_EACH = (
     1.2  # what a resumed step of a probe is counted as: evaluations and copies of the state included
 )
-_UNPLANNED = "not planned, so that the undisturbed run would not have adopted it: stored exactly"
 
 
 @dataclass
@@ -81,41 +82,6 @@ class _StepClock:
         return resumed
 
 
-class _Staging:
-    """Quantizes a state by the schemes that are considered; the guard's last one is mostly the one that is stored."""
-
-    def __init__(
-        self,
-        state: TrainingState,
-        reference: Mapping[str, ReferenceState] | None,
-        exactly: Mapping[str, str],
-    ) -> None:
-        self._state, self._reference, self._exactly = state, reference, exactly
-        self._last: tuple[Scheme, StagedState] | None = None
-
-    def by(self, scheme: Scheme) -> StagedState:
-        if self._last is None or self._last[0] is not scheme:
-            self._last = None  # only one is in memory
-            staged = stage_state(
-                self._state,
-                scheme,
-                self._reference,
-                exactly=self._exactly,
-                threads=os.cpu_count() or 1,  # training waits, and leaves them all free
-            )
-            self._last = scheme, staged
-        return self._last[1]
-
-
-@dataclass
-class _Chain:
-    """The last planned save, as the next one continues it."""
-
-    last: Adopted | None = None
-    known: Mapping[str, ReferenceState] = field(default_factory=dict)
-    """What a reader holds of its container; nothing while it is not stored."""
-
-
 class AdoptingCommitter(Committer):
     """Encodes and commits the saves of a training that adopts them.
 
@@ -134,7 +100,7 @@ class AdoptingCommitter(Committer):
             )
         super().__init__(store, replace(config, restore_budget=config.adoptions), spent_s)
         self._began = time.perf_counter()
-        self._chain = _Chain()
+        self._chain = PlannedChain()
         self._settings: Mapping[str, Any] | None = None
         self._warned_of_size = False
         self._anew()
@@ -143,11 +109,6 @@ class AdoptingCommitter(Committer):
         """A search of which nothing is known yet."""
         self._clock = _StepClock()
         self.planner = Planner(self._config, self._clock.paid, clock=self._clock.now)
-
-    @property
-    def _period(self) -> int:
-        """Planned saves from base to base; fixed, since a chain that ends by the sizes of its files would depend on failed saves."""
-        return min(self._config.chain_limit, 2 * self._config.key_every)
 
     # ---- where a training continues
 
@@ -161,7 +122,7 @@ class AdoptingCommitter(Committer):
             self._continue_before(parent, last, state)
         else:
             super().adopt(parent, reference, state)
-            self._chain = _Chain(last, reference)
+            self._chain = PlannedChain(last, reference)
         if last is None:
             warn(
                 f"the training adopts its checkpoints from now on (adopt=True), which it did not up to step {parent.step}: only from"
@@ -182,12 +143,12 @@ class AdoptingCommitter(Committer):
         self.follow(manifest)
         self.forget()
         self._movement.forget()
-        self._chain = _Chain(last if last.count else None)
+        self._chain = PlannedChain(last if last.count else None)
         before = self._planned_before(manifest, last)
         if before is not None:
             decoded, parent = before
             self._note(decoded.state, last.step)
-            self._chain = _Chain(last, decoded.reference)
+            self._chain = PlannedChain(last, decoded.reference)
             self._link = Link(parent, {}, restored=True) if parent is not None else None
         elif last.count and last.step == manifest.step:
             self._note(
@@ -215,7 +176,7 @@ class AdoptingCommitter(Committer):
     def start_over(self) -> None:
         """See `Committer.start_over`."""
         super().start_over()
-        self._chain, self._settings = _Chain(), None
+        self._chain, self._settings = PlannedChain(), None
         self._anew()
 
     # ---- saves
@@ -240,11 +201,11 @@ class AdoptingCommitter(Committer):
         self, job: Job, takeover: Takeover, state: TrainingState, started: float, spent: float
     ) -> SaveReport:
         try:
-            reference = self._reference()
-            staging = _Staging(state, reference, takeover.exactly)
+            reference = self._chain.reference(self._movement.noted, period_of(self._config))
+            staging = Staging(state, reference, takeover.exactly)
             plan, guard = self._plan_here(job, state, reference, staging)
             staged = staging.by(plan.scheme)
-            takeover.offer(_changed(state, staged.state))
+            takeover.offer(changed_tensors(state, staged.state))
         except Exception as error:
             raise NotAdoptedError(
                 f"{error}. Training goes on from its own state, so that a replay will differ from here on"
@@ -271,12 +232,12 @@ class AdoptingCommitter(Committer):
             stored = self._commit_with(job, encoded, parent, last, report_for)
         except ChainError as error:
             warn(f"{error}. Step {job.step} is stored as a base")
-            encoded = self._coded(job, staged, plan, _Chain(), None)
+            encoded = self._coded(job, staged, plan, PlannedChain(), None)
             last = replace(last, stand_ins=frozenset(staged.stood_in))
             stored = self._commit_with(job, encoded, None, last, report_for)
         manifest, report = stored
         self._link = Link(manifest, {}, restored=True)
-        self._chain = _Chain(last, encoded.reference)
+        self._chain = PlannedChain(last, encoded.reference)
         if not plan.is_explained:
             self._warn_exact(report)
         return report
@@ -286,7 +247,7 @@ class AdoptingCommitter(Committer):
         job: Job,
         state: TrainingState,
         reference: Mapping[str, ReferenceState] | None,
-        staging: "_Staging",
+        staging: Staging,
     ) -> tuple[Plan, Guard]:
         self._clock.step = job.step
         save_context = SaveContext(
@@ -308,31 +269,21 @@ class AdoptingCommitter(Committer):
         resume = self._clock.charged(job.resume)
         return self.planner.plan(save_context, job.measure, resume, exact=job.exact), guard
 
-    def _reference(self) -> dict[str, ReferenceState] | None:
-        """What the next save is quantized after: the values adopted last, whether their container is stored or not."""
-        last = self._chain.last
-        if last is None or last.count % self._period == 0:
-            return None
-        noted = self._movement.noted
-        stand_ins = {name: _as_reference(noted[name]) for name in last.stand_ins if name in noted}
-        return {**self._chain.known, **stand_ins}
-
     def _have_adopted(self, job: Job, takeover: Takeover, staged: StagedState) -> Adopted:
         """Become what a process is that has just restored this save; until it is stored, values stand in for its container."""
         settings = self._settings_now(job, takeover)
         search = json.loads(json.dumps(self.planner.state_dict()))
         self.planner.as_restored(search)
         self._note(staged.state, job.step)
-        trellis = {name for name, row in staged.rows.items() if row.codec.id == TrellisLatticeCodec.id}
         last = Adopted(
             planned=True,
-            count=1 if self._chain.last is None else self._chain.last.count + 1,
+            count=self._chain.next_count,
             step=job.step,
             search=search,
             settings=settings,
-            stand_ins=frozenset(trellis),
+            stand_ins=unstored(staged),
         )
-        self._chain, self._link = _Chain(last), None
+        self._chain, self._link = PlannedChain(last), None
         return last
 
     def _settings_now(self, job: Job, takeover: Takeover) -> Mapping[str, Any]:
@@ -348,7 +299,7 @@ class AdoptingCommitter(Committer):
         return settings
 
     def _coded(
-        self, job: Job, staged: StagedState, plan: Plan, before: _Chain, parent: Manifest | None
+        self, job: Job, staged: StagedState, plan: Plan, before: PlannedChain, parent: Manifest | None
     ) -> EncodedState:
         staged.stood_in.clear()
         return encode_state(
@@ -366,7 +317,7 @@ class AdoptingCommitter(Committer):
     def _store_exactly(self, job: Job, state: TrainingState, started: float) -> SaveReport:
         """A side branch of the chain, which stays as it is."""
         plan, parent = (
-            exactly(_UNPLANNED, is_explained=True),
+            exactly(UNPLANNED, is_explained=True),
             self._link.parent if self._link is not None else None,
         )
         encoded = encode_state(
@@ -428,18 +379,3 @@ class AdoptingCommitter(Committer):
                 f"step {report.step} was not a planned save and is stored exactly, in {report.bytes / 1e6:.3g} MB (of"
                 f" {report.raw_bytes / 1e6:.3g} MB): with adopt=True only planned saves are small. This message comes once"
             )
-
-
-def _changed(true: TrainingState, adopted: TrainingState) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in adopted.tensors.items() if value is not true.tensors[name]}
-
-
-def _as_reference(value: torch.Tensor) -> ReferenceState:
-    """A trellis reference with these values; its steps are of no use after a restore."""
-    plane, count = widened(value).reshape(-1), value.numel()
-    planes: dict[str, np.ndarray[Any, Any]] = {
-        "value": plane,
-        "exponent": np.zeros(count, np.uint8),
-        "offset": np.zeros(count, np.int8),
-    }
-    return ReferenceState(TrellisLatticeCodec.id, {"step": 1.0, "variance_code": 0}, planes)

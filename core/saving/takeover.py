@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from shrinkpoint.errors import ShrinkpointError
-from shrinkpoint.state.training import Describe, TrainingState
+from shrinkpoint.state.training import TrainingState
 from shrinkpoint.state.tree import JSON
 from shrinkpoint.warn import warn
 
@@ -65,6 +65,7 @@ class Takeover:
         self._changed = threading.Condition()
         self._values: Mapping[str, torch.Tensor] | None = None
         self._outcome: str | None = None
+        self._served = 0.0
 
     # ---- the worker's side
 
@@ -101,26 +102,46 @@ class Takeover:
         Returns:
             Whether the training has taken something over.
         """
-        served = 0.0
         try:
-            while True:
-                with self._changed:
-                    ready = self._changed.wait_for(
-                        lambda: self._values is not None or self._outcome is not None, 0.002
-                    )
-                if ready:
-                    break
-                served += serve()
-            if self._values is None:
+            values = self.values(serve)
+            if values is None:
                 return False
-            write(self._live, self._values)
-            self.taken = tuple(self._values)
-            self.seconds = time.perf_counter() - started - served
-            self._finish("taken")
+            write(self._live, values)
+            self.accept(tuple(values), started=started)
             return True
         finally:
-            self._finish("left")
-            self._live = {}
+            self.leave()
+
+    def values(self, serve: Callable[[], float] = lambda: 0.0) -> Mapping[str, torch.Tensor] | None:
+        """Serve evaluations until there are values; None where there are none.
+
+        Args:
+            serve: as of `wait`.
+        """
+        while True:
+            with self._changed:
+                ready = self._changed.wait_for(
+                    lambda: self._values is not None or self._outcome is not None, 0.002
+                )
+                if ready:
+                    return self._values
+            self._served += serve()
+
+    def accept(self, names: tuple[str, ...], *, started: float) -> None:
+        """The training has these tensors' values.
+
+        Args:
+            names: of the tensors.
+            started: as of `wait`.
+        """
+        self.taken = names
+        self.seconds = time.perf_counter() - started - self._served
+        self._finish("taken")
+
+    def leave(self) -> None:
+        """The training goes on, with the values if it has accepted them."""
+        self._finish("left")
+        self._live = {}
 
     def _finish(self, outcome: str) -> None:
         with self._changed:
@@ -173,15 +194,13 @@ def write(live: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) 
         raise interrupted
 
 
-def unsuitable(captured: TrainingState, live: Callable[[], object], describe: Describe) -> dict[str, str]:
+def unsuitable(captured: TrainingState, again: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Floating-point tensors of a state that cannot be written to such that the training has the values, with the reason.
 
     Args:
         captured: the live state.
-        live: returns it once more: copies are at another place each time.
-        describe: as of the first capture.
+        again: its tensors, captured once more: copies are at another place each time.
     """
-    again = TrainingState.capture(live(), describe).tensors
     found: dict[str, str] = {}
     for name, tensor in captured.tensors.items():
         other = again.get(name)

@@ -12,6 +12,7 @@ from shrinkpoint.quality.guards import Guard, longest_of
 from shrinkpoint.quality.planner import Plan, Planner
 from shrinkpoint.quantize.movement import MovementTracker
 from shrinkpoint.reports import SaveReport
+from shrinkpoint.saving.takeover import Takeover
 from shrinkpoint.saving.warmup import Warmup
 from shrinkpoint.schemes.auto.scheme import Auto
 from shrinkpoint.schemes.base import SaveContext
@@ -19,7 +20,7 @@ from shrinkpoint.schemes.exactness import ExactPart
 from shrinkpoint.schemes.sums import WeightSums
 from shrinkpoint.sharded.capture import without_tensors
 from shrinkpoint.sharded.encoding import Link, PartJob, StoredPart, store_part
-from shrinkpoint.sharded.publishing import Publisher, posted
+from shrinkpoint.sharded.publishing import AdoptedPart, Publisher, posted
 from shrinkpoint.sharded.ranks import Mailbox
 from shrinkpoint.state.averages import confirmed
 from shrinkpoint.state.training import TrainingState
@@ -43,6 +44,8 @@ class Save:
     blocked_s: float
     began: float
     """The first rank's writer's clock."""
+    takeover: Takeover | None = None
+    """Of a planned save that training goes on from."""
 
 
 class Background:
@@ -77,6 +80,10 @@ class Background:
         self.reports: list[SaveReport] = []
         self._failures = 0
 
+    def forget(self) -> None:
+        """Build on nothing."""
+        self.link = None
+
     def run(self, handed_over: list[Save]) -> None:
         """Make a save; raises nothing."""
         save = handed_over.pop()
@@ -109,7 +116,7 @@ class Background:
             else:
                 known = self._mailbox.wait(key, _OWN_S)
             self._warmup.wait()
-            stored = store_part(self._store, self._config, job, self._plan(save), known)
+            stored = self._code(save, known)
             post = posted(stored.part, stored.report)
         except Exception as error:  # noqa: BLE001 - the first rank is told, and reports it
             post = {"error": f"{type(error).__name__}: {error}"}
@@ -119,19 +126,33 @@ class Background:
         self._mailbox.post(f"{job.number}/part/{job.rank}", post)
         return stored
 
+    def base_is_due(self, *, planned: bool) -> bool:
+        """Whether the next checkpoint is to be a base, as far as this rank decides it.
+
+        Args:
+            planned: whether it is a planned one of a training that adopts.
+        """
+        return self._publisher is not None and self._publisher.base_is_due
+
+    def _code(self, save: Save, known: Mapping[str, Any]) -> StoredPart:
+        """Code and put this rank's part.
+
+        Args:
+            save: the save.
+            known: as of `store_part`.
+        """
+        return store_part(self._store, self._config, save.job, self._plan(save), known)
+
     def _plan(self, save: Save) -> Plan:
-        job, link = save.job, save.job.link
+        job = save.job
         if self._config.scheme == "lossless":
             return self._planner.plan(SaveContext(state=job.state, step=job.step), None, exact=job.exact)
-        # as if the model had these tensors alone
-        tree = without_tensors(job.state.tree, job.state.tensors)
-        state = recognised(
-            confirmed(TrainingState(tree, job.state.tensors, job.state.specs)), save.optimizers
-        )
+        state = self._recognised(save)
         movement = self.movement.since(state, job.step)
         self.movement.note(state, job.step, lasting=True)
         guard = Guard(save.optimizers, self._config.encoder_threads, longest=longest_of(self._config.scheme))
         self._planner.guard = guard if self._config.guards else None
+        link = job.link
         context = SaveContext(
             state=state,
             step=job.step,
@@ -140,14 +161,20 @@ class Background:
             movement=movement,
             directions=moments_of_direction(state, save.optimizers),
         )
-        if self._config.scheme == "auto" and not job.exact:
-            context = replace(
-                context,
-                sums=self._summed(
-                    job, Auto(options=self._config.scheme_options, save_context=context).sums(state)
-                ),
-            )
-        return self._planner.plan(context, None, exact=job.exact)
+        return self._planner.plan(self._with_sums(job, context), None, exact=job.exact)
+
+    def _recognised(self, save: Save) -> TrainingState:
+        """This rank's tensors, as if the model had these alone."""
+        state = save.job.state
+        tree = without_tensors(state.tree, state.tensors)
+        return recognised(confirmed(TrainingState(tree, state.tensors, state.specs)), save.optimizers)
+
+    def _with_sums(self, job: PartJob, context: SaveContext) -> SaveContext:
+        """With the sums over all ranks' weights, where the scheme's step sizes depend on them."""
+        if self._config.scheme != "auto" or job.exact:
+            return context
+        own = Auto(options=self._config.scheme_options, save_context=context).sums(context.state)
+        return replace(context, sums=self._summed(job, own))
 
     def _summed(self, job: PartJob, own: WeightSums) -> WeightSums:
         """The sums over all ranks' weights, on which step sizes depend.
@@ -180,15 +207,19 @@ class Background:
                 metrics=save.metrics,
                 blocked_s=save.blocked_s,
                 began=save.began,
+                adoption=self._adoption(save),
             )
-            assert publisher.parent is not None
-            return {"digest": publisher.parent.state_digest, "report": asdict(report)}
+            return {"digest": publisher.digest, "report": asdict(report)}
         except FencedError as error:
             self.fatal = error
             return {"error": str(error)}
         except Exception as error:  # noqa: BLE001 - told to all
             self._note_failure(job, error)
             return {"error": str(error)}
+
+    def _adoption(self, save: Save) -> AdoptedPart | None:
+        """What the manifest says of adoption; None where the training does not adopt."""
+        return None
 
     def _note_failure(self, job: PartJob, error: Exception) -> None:
         self._failures += 1

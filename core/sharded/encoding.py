@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shrinkpoint.coding.encode import EncodedState, encode_state
+from shrinkpoint.coding.staging import StagedState
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.container.layout import PartOf
 from shrinkpoint.container.writer import write_container
@@ -64,7 +65,13 @@ class StoredPart:
 
 
 def store_part(
-    store: RunStore, config: SaverConfig, job: PartJob, plan: Plan, known: Mapping[str, Any]
+    store: RunStore,
+    config: SaverConfig,
+    job: PartJob,
+    plan: Plan,
+    known: Mapping[str, Any],
+    *,
+    staged: StagedState | None = None,
 ) -> StoredPart:
     """Code a rank's tensors and put them into the run.
 
@@ -74,6 +81,7 @@ def store_part(
         job: the save.
         plan: the scheme.
         known: `OwnState.digests` of the first rank, empty there and where they did not arrive.
+        staged: the tensors that are quantized already; the job's state then has their restored values.
 
     Raises:
         ShrinkpointError: the state cannot be coded, or not be stored.
@@ -85,7 +93,7 @@ def store_part(
         {**job.state.tensors, **own.tensors},
         {**job.state.specs, **own.specs},
     )
-    encoded = _encode(config, job, state, plan)
+    encoded = _encode(config, job, state, plan, staged)
     checkpoint = replace(encoded.checkpoint, part=PartOf(job.rank, job.world, own.tree or None))
     container = write_container(checkpoint)
     encoded_at = time.perf_counter()
@@ -96,7 +104,9 @@ def store_part(
     return StoredPart(part, dict(encoded.reference), report)
 
 
-def _encode(config: SaverConfig, job: PartJob, state: TrainingState, plan: Plan) -> EncodedState:
+def _encode(
+    config: SaverConfig, job: PartJob, state: TrainingState, plan: Plan, staged: StagedState | None
+) -> EncodedState:
     link = job.link
     return encode_state(
         state,
@@ -109,6 +119,7 @@ def _encode(config: SaverConfig, job: PartJob, state: TrainingState, plan: Plan)
         threads=config.encoder_threads,
         exactly=plan.reason if plan.is_exact and config.scheme != "lossless" else None,
         lasting=True,
+        staged=staged,
     )
 
 

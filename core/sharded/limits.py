@@ -16,7 +16,6 @@ def refuse_options(config: SaverConfig) -> None:
         ("near", None),
         ("keep_optimizer", None),
         ("weights_only", False),
-        ("adopt", False),
     ):
         value = getattr(config, name)
         if value != default:

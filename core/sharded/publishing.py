@@ -1,12 +1,14 @@
 """The background half of the first rank: commits a checkpoint when all parts are stored, and applies retention."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import FencedError, ShrinkpointError, StoreError
 from shrinkpoint.reports import Measured, SaveReport
+from shrinkpoint.saving.adopted import KEY as ADOPTION
+from shrinkpoint.saving.adopted import Adopted
 from shrinkpoint.saving.committer import record_of
 from shrinkpoint.saving.retention import RetentionPolicy, lineage_of
 from shrinkpoint.schemes.exactness import ExactPart
@@ -16,9 +18,29 @@ from shrinkpoint.store.parts import Part
 from shrinkpoint.store.run import RunStore, RunWriter
 from shrinkpoint.warn import warn
 
-__all__ = ["Publisher", "posted"]
+__all__ = ["AdoptedPart", "Publisher", "posted"]
 
 _PAID_OFF = 2.0  # as in `shrinkpoint.saving.committer`
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdoptedPart:
+    """What the first rank knows of the adoption at a save."""
+
+    last: Adopted
+    """The last planned save up to here, this one included."""
+    adopt_s: float | None = None
+    """As in the report."""
+    waited_s: float | None = None
+    """As in the report."""
+
+    def last_with(self, posts: Sequence[Mapping[str, Any]]) -> Adopted:
+        """The same, with the tensors of all ranks that no container has as they were quantized."""
+        if not self.last.planned:
+            return self.last
+        return replace(
+            self.last, stand_ins=frozenset(name for post in posts for name in post["report"]["stand_ins"])
+        )
 
 
 class Publisher:
@@ -37,6 +59,8 @@ class Publisher:
         """What the next delta builds on."""
         self.lineage: str | None = None
         """The training that the next checkpoint belongs to."""
+        self.digest = ""
+        """State digest of the checkpoint that was committed last."""
 
     def open(self) -> RunWriter:
         """The run's writer; taking it makes this training the run's only one.
@@ -76,6 +100,7 @@ class Publisher:
         metrics: Mapping[str, float],
         blocked_s: float,
         began: float,
+        adoption: AdoptedPart | None = None,
     ) -> SaveReport:
         """Commit the parts that the ranks have stored.
 
@@ -86,6 +111,8 @@ class Publisher:
             metrics: stored with the checkpoint.
             blocked_s: seconds that training waited.
             began: the writer's clock before any part was put.
+            adoption: where the training adopts its checkpoints. One that was not planned is a branch: the next builds on the last
+                planned one.
 
         Raises:
             ShrinkpointError: see `RunWriter.commit_parts`; or a rank has failed.
@@ -96,6 +123,10 @@ class Publisher:
                 "; ".join(failed[:4]) + (f" and {len(failed) - 4} more" if len(failed) > 4 else "")
             )
         report = _report([post["report"] for post in posts], step, metrics, blocked_s)
+        meta = {"lineage": self._lineage(), "ranks": len(posts)}
+        if adoption is not None:
+            meta[ADOPTION] = adoption.last_with(posts).to_json()
+            report = replace(report, adopt_s=adoption.adopt_s, waited_s=adoption.waited_s)
         kind: Literal["base", "delta"] = "delta" if delta else "base"
         parts = [
             Part(ref=BlobRef.from_json(post["ref"]), state_digest=post["state_digest"]) for post in posts
@@ -105,10 +136,12 @@ class Publisher:
             step=step,
             kind=kind,
             parent=self.parent if delta else None,
-            meta={"save": report.to_json(), "lineage": self._lineage(), "ranks": len(parts)},
+            meta={"save": report.to_json(), **meta},
             began=began,
         )
-        self.parent = manifest
+        self.digest = manifest.state_digest
+        if adoption is None or adoption.last.planned:
+            self.parent = manifest
         self._collect()
         return replace(
             report, seq=manifest.seq, redundancy=self._redundancy(posts), parity=self._store.parity

@@ -51,6 +51,12 @@ class Decoded:
     reference: Mapping[str, ReferenceState]
     owners: Mapping[str, tuple[TensorSpec, int]]
 
+    @property
+    def own_state(self) -> TrainingState:
+        """The tensors that this rank owns."""
+        specs = {name: spec for name, (spec, _) in self.owners.items() if name in self.values}
+        return TrainingState(None, {name: self.values[name] for name in specs}, specs)
+
 
 def read_newest(store: RunStore, ranks: Ranks, threads: int, limit: int) -> Decoded | None:
     """The newest checkpoint that is sound on every rank; a collective. None in an empty run.

@@ -19,8 +19,15 @@ from shrinkpoint.saver import Restored
 from shrinkpoint.saving.address import Address
 from shrinkpoint.saving.finite import not_finite_text
 from shrinkpoint.saving.retention import lineage_of
-from shrinkpoint.saving.takeover import Adoption
+from shrinkpoint.saving.takeover import Adoption, Takeover, WaitingShare
 from shrinkpoint.saving.warmup import Warmup
+from shrinkpoint.sharded.adopting import (
+    AdoptingBackground,
+    Shards,
+    continue_adopting,
+    take_over,
+    takeover_for,
+)
 from shrinkpoint.sharded.agreement import Agreed, Status, agree
 from shrinkpoint.sharded.background import Background, Save
 from shrinkpoint.sharded.boxes import Box, Piece
@@ -92,6 +99,7 @@ class ShardedSaver:
         self._targets, self._own = targets, own
         self._ranks = ranks or Ranks()
         self._limit = block_elements
+        self._waits = WaitingShare()
         self._worker = Worker("shrinkpoint-save")
         self._warmup = Warmup(self.config.scheme, self.config.scheme_options)
         self._number = 0
@@ -132,7 +140,8 @@ class ShardedSaver:
         self._session = ranks.broadcast(self._publisher.open().session if self._publisher else None)
         if self._background is None:
             self._mailbox = Mailbox(ranks)
-            self._background = Background(
+            make = AdoptingBackground if self.config.adopt else Background
+            self._background = make(
                 self.store, self.config, self._mailbox, self._publisher, self._warmup, self.url
             )
         if self.config.compile_ahead and os.environ.get("LOCAL_RANK", str(ranks.rank)) == "0":
@@ -193,7 +202,7 @@ class ShardedSaver:
             evaluate: not used yet.
             resumed: not used yet.
             optimizers: whose states are in `state`, in the same order.
-            adoption: None, as ``adopt=True`` is refused.
+            adoption: as of `Saver.save`; the ranks' tensors get the values that are stored before this returns.
             exact: store this one bit-exactly.
             wait: return when it is committed.
 
@@ -205,11 +214,15 @@ class ShardedSaver:
             SaveFailedError, FencedError, ConfigError, CannotRepresentError: as `Saver.save`; on every rank.
         """
         started = time.perf_counter()
-        if wait or self.config.busy == "wait":
+        if wait or self.config.busy == "wait" or self.config.adopt:
             self._worker.join()
+        waited_s = time.perf_counter() - started
         found, error = self._captured(state, describe)
         agreed = self._agree(
-            step, error, new_layout=found is not None and found[1] != self._held, exact=exact
+            step,
+            error,
+            new_layout=found is not None and found[1] != self._held,
+            exact=exact or (self.config.adopt and adoption is None),
         )
         assert found is not None
         if agreed.busy:
@@ -222,12 +235,17 @@ class ShardedSaver:
                 )
             return None
         job = self._job(*found, step=step, agreed=agreed)
+        assert self._layout is not None
+        shards = Shards(self._ranks, self._layout, found[2], self._owners)
+        planned = adoption if not agreed.exact else None
+        takeover = None if planned is None else takeover_for(shards, describe, planned, waited_s)
         save = Save(
             job=job,
             metrics={name: float(value) for name, value in (metrics or {}).items()},
             optimizers=tuple(OptimizerKind.of(optimizer) for optimizer in optimizers),
-            blocked_s=time.perf_counter() - started,
+            blocked_s=time.perf_counter() - started - (waited_s if takeover is not None else 0.0),
             began=self._publisher.open().now() if self._publisher else 0.0,
+            takeover=takeover,
         )
         self.blocked_s += save.blocked_s
         handed_over, background = [save], self._background
@@ -235,10 +253,17 @@ class ShardedSaver:
         self._worker.submit(lambda: background.run(handed_over))
         accepted = Accepted(step=step, blocked_s=save.blocked_s)
         del save, job
+        if takeover is not None:
+            self._take_over(shards, takeover, started)
         if wait:
             self.flush()
             return None if self.failed else accepted
         return accepted
+
+    def _take_over(self, shards: Shards, takeover: Takeover, started: float) -> None:
+        take_over(shards, takeover, started=time.perf_counter())
+        self.blocked_s += takeover.seconds
+        self._waits.add(started, time.perf_counter())
 
     def _captured(
         self, state: object, describe: Describe
@@ -254,7 +279,7 @@ class ShardedSaver:
     ) -> Agreed:
         if self._background is None:
             raise ConfigError("call check() first, on every rank")
-        background, publisher = self._background, self._publisher
+        background = self._background
         # while a save is under way its thread changes these, and nothing is decided by them
         busy = self._worker.busy
         link = background.link if not busy else None
@@ -263,7 +288,7 @@ class ShardedSaver:
             step=step,
             busy=busy,
             link=-1 if link is None else link.number,
-            base=publisher is not None and not busy and publisher.base_is_due,
+            base=not busy and background.base_is_due(planned=not exact),
             new_layout=new_layout,
             exact=exact,
             failed=not busy and background.failed,
@@ -421,7 +446,7 @@ class ShardedSaver:
         self._newest = None
         self._worker.join()
         if self._background is not None:
-            self._background.link = None
+            self._background.forget()
         if self._publisher is not None:
             self._publisher.parent = None
             self._publisher.lineage = None if follows is None else lineage_of(follows.meta)
@@ -436,10 +461,16 @@ class ShardedSaver:
         if background is None:
             raise StoreError("call check() first, on every rank")
         self._worker.join()
-        background.link = Link(0, manifest.state_digest, dict(decoded.reference), restored=True)
         if self._publisher is not None:
             self._publisher.adopt(manifest)
+        if isinstance(background, AdoptingBackground):
+            parent = continue_adopting(self.store, self._ranks, background, decoded, self._read_before)
+            if self._publisher is not None:
+                self._publisher.parent = parent
+            return
+        background.link = Link(0, manifest.state_digest, dict(decoded.reference), restored=True)
         if self.config.scheme != "lossless":
-            specs = {name: spec for name, (spec, _) in decoded.owners.items() if name in decoded.values}
-            tensors = {name: decoded.values[name] for name in specs}
-            background.movement.note(TrainingState(None, tensors, specs), manifest.step, lasting=True)
+            background.movement.note(decoded.own_state, manifest.step, lasting=True)
+
+    def _read_before(self, manifest: Manifest) -> Decoded:
+        return read_one(self.store, self._ranks, lambda: manifest, self.config.encoder_threads, self._limit)

@@ -222,7 +222,9 @@ def test_unsuitable_tensors():
         "count": torch.zeros(1, dtype=torch.int64).expand(5),
     }
     captured = TrainingState.capture(state, plain)
-    found = unsuitable(captured, lambda: {**state, "apart": state["apart"].clone()}, plain)
+    found = unsuitable(
+        captured, TrainingState.capture({**state, "apart": state["apart"].clone()}, plain).tensors
+    )
     assert set(found) == {"expanded", "one", "other", "apart", "inference"}
     assert "copy" in found["apart"]
     assert "expanded" in found["expanded"]

@@ -1,0 +1,110 @@
+"""What planned saves are quantized after and by: the joints between an adopting training and its container chain."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from shrinkpoint.arrays import widened
+from shrinkpoint.coding.staging import StagedState, stage_state
+from shrinkpoint.config import SaverConfig
+from shrinkpoint.saving.adopted import Adopted
+from shrinkpoint.schemes.auto.trellis_weights import TrellisLatticeCodec
+from shrinkpoint.schemes.base import ReferenceState, Scheme
+from shrinkpoint.state.training import TrainingState
+
+__all__ = ["UNPLANNED", "PlannedChain", "Staging", "changed_tensors", "period_of", "unstored"]
+
+UNPLANNED = "not planned, so that the undisturbed run would not have adopted it: stored exactly"
+"""The reason of an exact checkpoint of a training that adopts."""
+
+
+def period_of(config: SaverConfig) -> int:
+    """Planned saves from base to base; fixed, since a chain that ends by the sizes of its files would depend on failed saves."""
+    return min(config.chain_limit, 2 * config.key_every)
+
+
+class Staging:
+    """Quantizes a state by the schemes that are considered; the guard's last one is mostly the one that is stored.
+
+    Args:
+        state: host tensors that nobody changes.
+        reference: of the values adopted last; None quantizes for a base.
+        exactly: tensors that are not quantized, with the reason.
+    """
+
+    def __init__(
+        self,
+        state: TrainingState,
+        reference: Mapping[str, ReferenceState] | None,
+        exactly: Mapping[str, str],
+    ) -> None:
+        self._state, self._reference, self._exactly = state, reference, exactly
+        self._last: tuple[Scheme, StagedState] | None = None
+
+    def by(self, scheme: Scheme) -> StagedState:
+        """The state, quantized by a scheme."""
+        if self._last is None or self._last[0] is not scheme:
+            self._last = None  # only one is in memory
+            staged = stage_state(
+                self._state,
+                scheme,
+                self._reference,
+                exactly=self._exactly,
+                threads=os.cpu_count() or 1,  # training waits, and leaves them all free
+            )
+            self._last = scheme, staged
+        return self._last[1]
+
+
+@dataclass
+class PlannedChain:
+    """The last planned save, as the next one continues it."""
+
+    last: Adopted | None = None
+    known: Mapping[str, ReferenceState] = field(default_factory=dict)
+    """What a reader holds of its container; nothing while it is not stored."""
+
+    def reference(self, noted: Mapping[str, torch.Tensor], period: int) -> dict[str, ReferenceState] | None:
+        """What the next save is quantized after: the values adopted last, whether their container is stored or not.
+
+        Args:
+            noted: the weights that were adopted last, by name.
+            period: see `period_of`.
+
+        Returns:
+            None where a base is due.
+        """
+        if self.last is None or self.last.count % period == 0:
+            return None
+        stand_ins = {name: _as_reference(noted[name]) for name in self.last.stand_ins if name in noted}
+        return {**self.known, **stand_ins}
+
+    @property
+    def next_count(self) -> int:
+        """The number of the next planned save."""
+        return 1 if self.last is None else self.last.count + 1
+
+
+def unstored(staged: StagedState) -> frozenset[str]:
+    """Quantized tensors whose values stand in for their container until it is stored."""
+    return frozenset(name for name, row in staged.rows.items() if row.codec.id == TrellisLatticeCodec.id)
+
+
+def changed_tensors(true: TrainingState, adopted: TrainingState) -> dict[str, torch.Tensor]:
+    """The tensors that quantization has given other memory."""
+    return {name: value for name, value in adopted.tensors.items() if value is not true.tensors[name]}
+
+
+def _as_reference(value: torch.Tensor) -> ReferenceState:
+    """A trellis reference with these values; its steps are of no use after a restore."""
+    plane, count = widened(value).reshape(-1), value.numel()
+    planes: dict[str, np.ndarray[Any, Any]] = {
+        "value": plane,
+        "exponent": np.zeros(count, np.uint8),
+        "offset": np.zeros(count, np.int8),
+    }
+    return ReferenceState(TrellisLatticeCodec.id, {"step": 1.0, "variance_code": 0}, planes)

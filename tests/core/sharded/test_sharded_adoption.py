@@ -1,0 +1,101 @@
+"""A sharded training that adopts its checkpoints is the undisturbed one after any crash, bit for bit."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.sharded import launch
+from support.sharded_adopting import (
+    EVERY,
+    STEPS,
+    behind_a_kill,
+    continued,
+    failing,
+    from_an_exact_save,
+    refused,
+)
+
+from shrinkpoint.store.run import RunStore
+
+
+@pytest.fixture(scope="module", name="played")
+def _played(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    folder = tmp_path_factory.mktemp("adopting")
+    return folder, launch(continued, 2, folder, str(folder), "fsdp", [EVERY + 1, 4 * EVERY + 2])
+
+
+def assert_continues(answers: list[Any], began: list[int]) -> None:
+    for digests, parts, _ in answers:
+        assert [start for start, _ in parts] == began
+        for _, part in parts:
+            assert part
+            assert part == {step: digests[step] for step in part}
+
+
+def test_resumed_training_is_the_undisturbed_one(played: tuple[Path, list[Any]]) -> None:
+    folder, answers = played
+    assert_continues(answers, [0, EVERY, 4 * EVERY])
+    planned = [step for step in range(1, STEPS + 1) if step % EVERY == 0]
+    for _, _, reports in answers:
+        assert [step for step, *_ in reports] == planned
+        assert [kind for _, kind, *_ in reports] == ["base", "delta", "delta", "delta", "base", "delta"]
+        assert all(measured == "unmeasured" and seconds > 0 for _, _, measured, seconds, _ in reports)
+        assert min(ratio for *_, ratio in reports[1:4]) > 3
+    manifests = RunStore(str(folder / "run")).manifests()[::-1]
+    assert [manifest.meta["adoption"]["count"] for manifest in manifests] == list(range(1, len(planned) + 1))
+
+
+def test_without_adoption_it_differs(tmp_path: Path) -> None:
+    digests, parts, _ = launch(continued, 2, tmp_path, str(tmp_path), "fsdp", [2 * EVERY], False)[0]
+    assert parts[-1][1][STEPS] != digests[STEPS]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "world"), [("fsdp", 3), ("tp", 4), ("bf16", 2)])
+def test_other_meshes(tmp_path: Path, kind: str, world: int) -> None:
+    stops = [2 * EVERY + 1, 3 * EVERY]
+    assert_continues(
+        launch(continued, world, tmp_path, str(tmp_path), kind, stops), [0, 2 * EVERY, 3 * EVERY]
+    )
+
+
+def test_failed_saves_change_nothing(tmp_path: Path, played: tuple[Path, list[Any]]) -> None:
+    true = played[1][0][0]
+    for digests, again, rest, shown in launch(failing, 2, tmp_path, str(tmp_path)):
+        assert digests == {step: true[step] for step in digests}
+        assert again == 5 * EVERY
+        assert rest == {step: true[step] for step in rest}
+        assert rest[STEPS]
+        assert any("the disk is full" in line for line in shown) or not shown
+    steps = [manifest.step for manifest in RunStore(str(tmp_path / "run")).manifests()]
+    assert not {2 * EVERY, 3 * EVERY} & set(steps)
+
+
+@pytest.mark.parametrize("at", [2 * EVERY + 1, pytest.param(2 * EVERY, marks=pytest.mark.slow)])
+def test_continued_from_a_save_that_was_not_planned(
+    tmp_path: Path, played: tuple[Path, list[Any]], at: int
+) -> None:
+    true = played[1][0][0]
+    for reached, rest in launch(from_an_exact_save, 2, tmp_path, str(tmp_path), at):
+        assert reached == at
+        assert rest == {step: true[step] for step in rest}
+        assert rest[STEPS]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", ["after-post", "before-manifest", "after-manifest"])
+def test_killed_between_adopting_and_committing(
+    tmp_path: Path, played: tuple[Path, list[Any]], point: str
+) -> None:
+    true = played[1][0][0]
+    launch(behind_a_kill, 2, tmp_path, str(tmp_path), point, killed=True)
+    for began, rest in launch(behind_a_kill, 2, tmp_path, str(tmp_path), None):
+        assert began == (2 * EVERY if point == "after-manifest" else EVERY)
+        assert rest == {step: true[step] for step in rest}
+        assert rest[STEPS]
+
+
+def test_ranks_that_were_given_different_numbers(tmp_path: Path) -> None:
+    for answer in launch(refused, 2, tmp_path, str(tmp_path)):
+        assert "adoptions" in answer
+        assert answer.startswith("ConfigError")

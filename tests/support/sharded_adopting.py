@@ -1,0 +1,136 @@
+"""Sharded trainings that adopt their checkpoints, for the tests."""
+
+import warnings
+from collections.abc import Collection
+from typing import Any
+
+from support.sharded import build, full_state, train, warm
+from support.sharded_programs import POINTS, _at
+
+import shrinkpoint
+from shrinkpoint.errors import StoreError
+from shrinkpoint.state.digest import state_digest, tensor_digest
+
+__all__ = [
+    "EVERY",
+    "STEPS",
+    "Ranked",
+    "behind_a_kill",
+    "continued",
+    "failing",
+    "from_an_exact_save",
+    "refused",
+]
+
+EVERY, STEPS = 3, 20
+
+warm()
+
+
+class Ranked:
+    """One rank's process of a training: made afresh, it knows nothing but the URL."""
+
+    def __init__(self, rank: int, world: int, url: str, kind: str = "fsdp", **options: Any) -> None:
+        self.model, self.optimizer = build(kind, world, rank, d=64)
+        adopts = options.get("adopt", True)
+        wanted = {
+            "every": EVERY,
+            "adopt": True,
+            "threads": 1,
+            "busy": "wait",
+            "save_last": False,
+            "key_every": 2,
+        }
+        if adopts:
+            wanted |= {"adoptions": STEPS // EVERY, "max_failures": 100}
+        self.checkpointer = shrinkpoint.Checkpointer(url, self.model, self.optimizer, **(wanted | options))
+        self.reached = self.checkpointer.resume()
+        self.digests: dict[int, str] = {}
+        """Of weights and moments, by step."""
+
+    def run(self, end: int) -> "Ranked":
+        """Train up to a step."""
+        for step in range(self.reached, end):
+            train(self.model, self.optimizer, step)
+            self.checkpointer.step(step + 1)
+            self.digests[step + 1] = self.digest
+        self.reached = end
+        return self
+
+    @property
+    def digest(self) -> str:
+        """Of all weights and moments; a collective."""
+        state = full_state(self.model, self.optimizer)
+        return str(state_digest({name: tensor_digest(state[name]) for name in sorted(state)}))
+
+    def end(self) -> dict[int, str]:
+        """Let go of the run; what was noted."""
+        self.checkpointer.close()
+        return self.digests
+
+
+def continued(
+    rank: int, world: int, folder: str, kind: str, stops: Collection[int], adopt: bool = True
+) -> Any:
+    """The digests of an undisturbed training, and of one that is stopped and made afresh several times."""
+    whole = Ranked(rank, world, f"{folder}/whole", kind, adopt=adopt).run(STEPS)
+    digests, reports = whole.end(), whole.checkpointer.reports()
+    parts = []
+    for stop in (*stops, STEPS):
+        part = Ranked(rank, world, f"{folder}/run", kind, adopt=adopt)
+        began = part.reached
+        parts.append((began, part.run(stop).end()))
+    return digests, parts, [(r.step, r.kind, r.measured, r.adopt_s, r.ratio) for r in reports]
+
+
+def failing(rank: int, world: int, folder: str) -> Any:
+    """The digests of a training whose second and third save fail on one rank, and of what continues it."""
+    calls = 0
+
+    def fails() -> None:
+        nonlocal calls
+        calls += 1
+        if calls in (2, 3):
+            raise StoreError("the disk is full")
+
+    owner, name, _ = POINTS["before-put"]
+    original = getattr(owner, name)
+    if rank == 1:
+        setattr(owner, name, lambda self, *a, **o: (fails(), original(self, *a, **o))[1])
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        first = Ranked(rank, world, f"{folder}/run").run(STEPS - 4)
+        digests = first.end()
+    setattr(owner, name, original)
+    second = Ranked(rank, world, f"{folder}/run")
+    again = second.reached
+    return digests, again, second.run(STEPS).end(), [str(one.message) for one in shown]
+
+
+def from_an_exact_save(rank: int, world: int, folder: str, at: int) -> Any:
+    """The digests of a training that is continued from a save that was not planned."""
+    first = Ranked(rank, world, f"{folder}/run").run(at)
+    first.checkpointer.save(at, wait=True)
+    first.end()
+    second = Ranked(rank, world, f"{folder}/run")
+    return second.reached, second.run(STEPS).end()
+
+
+def behind_a_kill(rank: int, world: int, folder: str, point: str | None) -> Any:
+    """Train until one rank kills itself at a point of the second save; without a point, to the end."""
+    if point is not None and rank == 0:
+        from support.sharded import die
+
+        _at(point, 2, die)
+    part = Ranked(rank, world, f"{folder}/run")
+    began = part.reached
+    return began, part.run(STEPS).end()
+
+
+def refused(rank: int, world: int, folder: str) -> str:
+    """What is raised where a rank is given other options of adoption."""
+    try:
+        Ranked(rank, world, f"{folder}/run", adoptions=5 + rank)
+    except Exception as error:  # noqa: BLE001 - compared
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
