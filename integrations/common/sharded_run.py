@@ -115,6 +115,7 @@ class ShardedRun(RunSession):
             optimizers=optimizers,
             exact=exact,
             wait=last,
+            adoption=adoption,
         )
         return accepted is not None
 

@@ -148,6 +148,7 @@ class ShardedSession(Session):
         planned: bool = False,
     ) -> None:
         self._trigger.saved()
+        self._planned = planned
         with capturing_shards(trainer) as captured:
             trainer.save_checkpoint(captured.path, weights_only=False)
         checkpoint = storable(captured.checkpoint())
@@ -160,6 +161,7 @@ class ShardedSession(Session):
             optimizers=trainer.optimizers,
             exact=exact,
             last=last,
+            adoption=self._adoption(trainer, module) if planned else None,
         )
         if saved:
             self.run.saved_step = trainer.global_step

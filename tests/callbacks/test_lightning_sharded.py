@@ -7,7 +7,18 @@ import pytest
 import torch
 from support.lightning_models import assert_same
 from support.sharded import launch
-from support.sharded_lightning import hop, journey, killed, native, rest, signalled, unsaved, uses, whole
+from support.sharded_lightning import (
+    adopting,
+    hop,
+    journey,
+    killed,
+    native,
+    rest,
+    signalled,
+    unsaved,
+    uses,
+    whole,
+)
 
 import shrinkpoint
 from shrinkpoint.store.run import RunStore
@@ -51,6 +62,33 @@ def test_killed_ranks_continue_bit_by_bit(tmp_path: Path) -> None:
     assert undisturbed[0][0] != undisturbed[1][0]
     weights = shrinkpoint.load_weights(url)
     assert all(torch.equal(value, undisturbed[0][1][f"model.{name}"]) for name, value in weights.items())
+
+
+def test_killed_ranks_that_adopt_continue_bit_by_bit(tmp_path: Path) -> None:
+    """With lossy checkpoints, which the training itself goes on from; without adoption it would differ."""
+    url = str(tmp_path / "run")
+    undisturbed = launch(adopting, 2, tmp_path, f"{url}-whole", 0)
+    launch(adopting, 2, tmp_path, url, 8, killed=True)
+    continued = launch(adopting, 2, tmp_path, url)
+    for before, (trace, state, counts, reports) in zip(undisturbed, continued, strict=True):
+        step = trace[0][2]
+        assert step in (3, 6)
+        assert_same(trace, before[0][step:])
+        assert_same((state, counts), before[1:3])
+        assert [at for at, _ in reports] == list(range(step + 3, 21, 3))
+    manifests = RunStore(url).manifests()
+    assert all(manifest.meta["adoption"]["planned"] for manifest in manifests)
+    assert not any(manifest.meta["save"]["measured"] == "exact" for manifest in manifests)
+
+
+@pytest.mark.slow
+def test_without_adoption_they_differ(tmp_path: Path) -> None:
+    url = str(tmp_path / "run")
+    undisturbed = launch(adopting, 2, tmp_path, f"{url}-whole", 0, False)
+    launch(adopting, 2, tmp_path, url, 8, False, killed=True)
+    continued = launch(adopting, 2, tmp_path, url, None, False)
+    with pytest.raises(AssertionError):
+        assert_same(continued[0][1], undisturbed[0][1])
 
 
 def test_a_sigterm_to_one_rank_alone_saves_and_ends_all(tmp_path: Path) -> None:

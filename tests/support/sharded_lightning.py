@@ -176,6 +176,25 @@ def whole(rank: int, world: int, accumulate: int = 1) -> Any:
     return module.trace, state, counters(trainer)
 
 
+def adopting(rank: int, world: int, url: str, stop: int | None = None, adopt: bool = True) -> Any:
+    """A training that adopts its checkpoints, and is killed at a step when some are committed."""
+    seed(rank, 1 if stop is not None else 100)
+    module = Sharded()
+
+    def end() -> None:
+        while not list(Path(url, "commits").glob("*")):
+            time.sleep(0.01)
+        die()
+
+    options = {"adopt": True, "guards": False} if adopt else {"guards": False}
+    callback = saving(url, scheme="auto", save_last=False, **options)
+    kill = [At(stop, end)] if stop else []
+    trainer, state = trained(
+        world, module, *kill, callback, max_steps=20, limit_val_batches=2, val_check_interval=5
+    )
+    return module.trace, state, counters(trainer), reports_of(callback)
+
+
 def counters(trainer: pl.Trainer) -> Any:
     rates = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
     return trainer.global_step, trainer.current_epoch, trainer.fit_loop.total_batch_idx, rates
