@@ -1,5 +1,6 @@
 """Sharded trainings that adopt their checkpoints, for the tests."""
 
+import time
 import warnings
 from collections.abc import Collection
 from typing import Any
@@ -20,6 +21,7 @@ __all__ = [
     "failing",
     "from_an_exact_save",
     "refused",
+    "until_killed",
 ]
 
 EVERY, STEPS = 3, 20
@@ -125,6 +127,19 @@ def behind_a_kill(rank: int, world: int, folder: str, point: str | None) -> Any:
     part = Ranked(rank, world, f"{folder}/run")
     began = part.reached
     return began, part.run(STEPS).end()
+
+
+def until_killed(rank: int, world: int, folder: str, noted: str) -> bool:
+    """Train to the end, each step's digest on the disk before the next one; whether it came there."""
+    part = Ranked(rank, world, f"{folder}/run")
+    with open(f"{noted}-{rank}", "a") as file:
+        for step in range(part.reached, STEPS):
+            part.run(step + 1)
+            file.write(f"{step + 1} {part.digests[step + 1]}\n")
+            file.flush()
+            time.sleep(0.05)
+    part.end()
+    return True
 
 
 def refused(rank: int, world: int, folder: str) -> str:

@@ -1,5 +1,7 @@
 """A sharded training that adopts its checkpoints is the undisturbed one after any crash, bit for bit."""
 
+import itertools
+import random
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from support.sharded_adopting import (
     failing,
     from_an_exact_save,
     refused,
+    until_killed,
 )
 
 from shrinkpoint.store.run import RunStore
@@ -93,6 +96,33 @@ def test_killed_between_adopting_and_committing(
         assert began == (2 * EVERY if point == "after-manifest" else EVERY)
         assert rest == {step: true[step] for step in rest}
         assert rest[STEPS]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)  # bounded by its trials
+def test_killed_at_random_moments(
+    tmp_path: Path, played: tuple[Path, list[Any]], pytestconfig: pytest.Config
+) -> None:
+    """A random rank each time, until the training has come to its end; and then another one."""
+    true, chance, kills, again = played[1][0][0], random.Random(0), 0, 0
+    wanted = pytestconfig.getoption("--kills") or 6
+    for run in itertools.count():
+        folder, ended = tmp_path / str(run), False
+        folder.mkdir()
+        while not ended and kills < wanted:
+            after_s = chance.uniform(0.3, 6.0)
+            noted = str(folder / "noted")
+            answers = launch(until_killed, 2, folder, str(folder), noted, killed=True, kill_after_s=after_s)
+            ended = all(answers)
+            kills += not ended
+        for rank in range(2):
+            lines = [line.split() for line in Path(f"{folder}/noted-{rank}").read_text().splitlines()]
+            again += len(lines) - len({step for step, _ in lines})
+            assert all(true[int(step)] == digest for step, digest in lines)
+        if kills >= wanted:
+            break
+    print(f"{kills} kills of a rank; {again} steps were made again, all of them alike")
+    assert again > 0
 
 
 def test_ranks_that_were_given_different_numbers(tmp_path: Path) -> None:
