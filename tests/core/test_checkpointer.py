@@ -89,6 +89,20 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, model_clas
     assert identical(second.scheduler.state_dict(), whole.scheduler.state_dict())
 
 
+@pytest.mark.parametrize("every", [2, 7], ids=["saved by the plan", "saved by close"])
+def test_a_run_that_is_trained_longer_is_the_one_in_one_go_bit_for_bit(tmp_path, every):
+    whole = Run(tmp_path / "whole", every=every, save_last=True)
+    whole.train(until=20)
+    first = Run(tmp_path / "parts", every=every, save_last=True)
+    first.train(until=10)
+    second = Run(tmp_path / "parts", every=every, save_last=True)
+    assert second.train(until=20) == 10
+    assert first.losses + second.losses == whole.losses
+    assert identical(second.model.state_dict(), whole.model.state_dict())
+    assert identical(second.optimizer.state_dict(), whole.optimizer.state_dict())
+    assert identical(second.scheduler.state_dict(), whole.scheduler.state_dict())
+
+
 def test_a_lossy_run_resumes_from_what_was_evaluated(tmp_path):
     run = Run(tmp_path, scheme="inshrinkerator")
     run.checkpointer = Checkpointer(
