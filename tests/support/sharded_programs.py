@@ -1,10 +1,12 @@
 """What ranks do in the tests of sharded trainings."""
 
+import hashlib
 import itertools
 import math
 import os
 import random
 import signal
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -21,6 +23,7 @@ from shrinkpoint.sharded.background import Background
 from shrinkpoint.sharded.ending import Ending
 from shrinkpoint.sharded.ranks import Mailbox, Ranks
 from shrinkpoint.store.local import LocalObjects
+from shrinkpoint.store.manifest import BlobRef
 from shrinkpoint.store.run import RunStore
 from shrinkpoint.store.writer import RunWriter
 
@@ -150,16 +153,38 @@ def _at(point: str, call: int, action: Callable[[], None]) -> None:
     setattr(kind, name, method)
 
 
+def _put_later(store: RunStore, key: str, container: bytes) -> BlobRef:
+    threading.Timer(1.0, store._objects.put, (key, container)).start()
+    return BlobRef(key=key, size=len(container), sha256=hashlib.sha256(container).hexdigest())
+
+
 def saves(
-    rank: int, world: int, url: str, log: str, kill: tuple[int, str, int] | float | None, steps: int
+    rank: int,
+    world: int,
+    url: str,
+    log: str,
+    kill: tuple[int, str, int] | None,
+    steps: int,
+    storage_options: dict[str, Any] | None = None,
+    lazily: bool = False,
 ) -> Any:
     """Continue a run of `Filled` states, and note in a file each save that was acknowledged.
 
     Args:
-        kill: which rank is killed where, at which of its saves; or after how many seconds a random one is.
+        kill: which rank is killed where, at which of its saves.
+        storage_options: of the URL.
+        lazily: store parts a second after they are reported as stored: what a campaign of kills must notice.
     """
+    if lazily:
+        RunStore.put_part = _put_later  # type: ignore[method-assign]
     filled = Filled(rank, world)
-    checkpointer = filled.checkpointer(url, commit_timeout_s=5, key_every=3)
+    checkpointer = filled.checkpointer(
+        url,
+        commit_timeout_s=5 if storage_options is None else 30,  # through faults a request takes its time
+        key_every=3,
+        max_failures=1000,
+        storage_options=storage_options,
+    )
     start = checkpointer.resume()
     if start:
         assert filled.found() == {float(start)}

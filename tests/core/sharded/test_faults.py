@@ -1,23 +1,16 @@
 """Ranks that die, fail, are late, or were given other things: never a mixed or lost checkpoint, and never a hang."""
 
-import random
 import shutil
 import warnings
 from pathlib import Path
 
 import pytest
 from support.sharded import launch
-from support.sharded_programs import POINTS, failures, in_three_stores, newest_of_damaged, refusals, saves
+from support.sharded_kills import EVERYWHERE, acknowledged, check
+from support.sharded_programs import failures, in_three_stores, newest_of_damaged, refusals, saves
 
 import shrinkpoint
 from shrinkpoint.store.run import RunStore
-
-OF_FIRST = {point for point, (kind, _, _) in POINTS.items() if kind.__name__ == "RunWriter"}
-EVERYWHERE = [(rank, point) for point in POINTS for rank in (0, 1) if rank == 0 or point not in OF_FIRST]
-
-
-def acknowledged(log: Path) -> int:
-    return int(log.read_text().split()[-1]) if log.exists() else 0
 
 
 def test_a_store_that_fails_for_one_rank_is_told_of_all(tmp_path: Path) -> None:
@@ -31,23 +24,6 @@ def test_a_store_that_fails_for_one_rank_is_told_of_all(tmp_path: Path) -> None:
         state = shrinkpoint.load(urls)
     assert state["step"] == 3
     assert {number for tensor in state["model"].values() for number in tensor.flatten().tolist()} == {3.0}
-
-
-def check(url: str, log: Path) -> int:
-    """The newest checkpoint is of one step in every element, and not older than the last that was acknowledged."""
-    if not RunStore(url).manifests():
-        assert acknowledged(log) == 0
-        return 0
-    state = shrinkpoint.load(url)
-    numbers = {
-        number
-        for tensors in (state["model"], *state["optimizers"][0]["state"].values())
-        for tensor in tensors.values()
-        for number in tensor.flatten().tolist()
-    }
-    assert numbers == {float(state["step"])}
-    assert state["step"] >= acknowledged(log)
-    return int(state["step"])
 
 
 def kill_and_resume(tmp_path: Path, rank: int, point: str, world: int = 2) -> None:
@@ -79,18 +55,6 @@ def test_a_rank_that_is_killed_loses_no_acknowledged_save(tmp_path: Path, rank: 
 @pytest.mark.parametrize(("rank", "point"), EVERYWHERE)
 def test_a_rank_that_is_killed_at_each_point(tmp_path: Path, rank: int, point: str) -> None:
     kill_and_resume(tmp_path, rank, point)
-
-
-@pytest.mark.slow
-def test_ranks_killed_at_random_moments(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    chance = random.Random(22)
-    url, log = str(tmp_path / "run"), tmp_path / "acknowledged"
-    for _ in range(request.config.getoption("--kills") or 10):
-        world = chance.choice((2, 3))
-        after_s = chance.uniform(0.5, 4.0)
-        launch(saves, world, tmp_path, url, str(log), None, 100, killed=True, kill_after_s=after_s)
-        check(url, log)
-    assert acknowledged(log) > 0
 
 
 def test_a_rank_that_fails_or_is_late_costs_one_save(tmp_path: Path) -> None:
