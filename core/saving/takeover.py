@@ -232,10 +232,10 @@ def _overlapping(captured: TrainingState) -> set[str]:
             spans.setdefault(place, []).append((start, start + (last + 1) * tensor.element_size(), name))
     found: set[str] = set()
     for some in spans.values():
-        reach, owner = -1, ""
+        last_end, owner = -1, ""
         for start, end, name in sorted(some):
-            if start < reach:
+            if start < last_end:
                 found |= {name, owner}
-            if end > reach:
-                reach, owner = end, name
+            if end > last_end:
+                last_end, owner = end, name
     return found

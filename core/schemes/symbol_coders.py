@@ -10,7 +10,7 @@ Payload: one byte for the method, then
     5 given     rANS given the symbol at the same place in the previous plane
     6 lstm      shrinkpoint.entropy.lstm.coder
     7 context   shrinkpoint.entropy.contexts.coder, without side planes
-    8 beside    the same, the previous plane being its side plane
+    8 side      the same, the previous plane being its side plane
 """
 
 import lzma

@@ -34,7 +34,7 @@ from shrinkpoint.sharded.boxes import Box, Piece
 from shrinkpoint.sharded.capture import captured
 from shrinkpoint.sharded.encoding import Link, PartJob, StoredPart, store_part
 from shrinkpoint.sharded.exchange import Target, exchange
-from shrinkpoint.sharded.layout import Layout, block_box, held_by
+from shrinkpoint.sharded.layout import Layout, block_box, tensors_of_rank
 from shrinkpoint.sharded.publishing import AdoptedPart
 from shrinkpoint.sharded.ranks import Ranks
 from shrinkpoint.sharded.restoring import Decoded
@@ -77,7 +77,7 @@ def takeover_for(shards: Shards, describe: Describe, adoption: Adoption, waited_
 
     def own() -> dict[str, str]:
         again = captured(adoption.live(), describe)
-        _, pieces = held_by(again.tensors, again.specs)
+        _, pieces = tensors_of_rank(again.tensors, again.specs)
         specs = {name: shards.layout.specs[name] for name in shards.pieces if name in shards.layout.specs}
         return unsuitable(TrainingState(None, _locals(shards.pieces, specs), specs), _locals(pieces, pieces))
 

@@ -67,9 +67,9 @@ def agree(ranks: Ranks, status: Status) -> Agreed:
 
 def _raise_together(ranks: Ranks, trouble: Exception | None) -> None:
     """Raise on every rank: its own trouble, or the lowest rank's."""
-    told = ranks.gather(None if trouble is None else (type(trouble).__name__, str(trouble)))
+    failures = ranks.gather(None if trouble is None else (type(trouble).__name__, str(trouble)))
     if trouble is not None:
         raise trouble
-    for rank, named in enumerate(told):
+    for rank, named in enumerate(failures):
         if named is not None:
             raise rebuilt(*named, rank=rank)

@@ -1,4 +1,4 @@
-"""One rank's saves, in its background thread: code and store a part, tell the first rank, learn whether it was committed."""
+"""One rank's saves, in its background thread: code and store a part, report it to the first rank, learn whether it was committed."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -118,7 +118,7 @@ class Background:
             self._warmup.wait()
             stored = self._code(save, known)
             post = posted(stored.part, stored.report)
-        except Exception as error:  # noqa: BLE001 - the first rank is told, and reports it
+        except Exception as error:  # noqa: BLE001 - the first rank gets it, and reports it
             post = {"error": f"{type(error).__name__}: {error}"}
             self._mailbox.post(f"{job.number}/sums/{job.rank}", post)  # for whom waits for it
             if job.rank == 0:
@@ -213,7 +213,7 @@ class Background:
         except FencedError as error:
             self.fatal = error
             return {"error": str(error)}
-        except Exception as error:  # noqa: BLE001 - told to all
+        except Exception as error:  # noqa: BLE001 - every rank gets it
             self._note_failure(job, error)
             return {"error": str(error)}
 
@@ -259,7 +259,7 @@ class Background:
 
 
 def _sound(message: dict[str, Any]) -> dict[str, Any]:
-    """A message that tells of no error.
+    """A message without an error.
 
     Raises:
         StoreError: it does.

@@ -148,9 +148,9 @@ def check_tiling(name: str, whole: tuple[int, ...], boxes: Sequence[Box]) -> Non
         ends = (a + n for a, n in zip(box.offset, box.size, strict=True))
         if len(box.offset) != len(whole) or any(end > n for end, n in zip(ends, whole, strict=True)):
             raise _refused(name, whole, f"one is {box.size} at {box.offset}")
-    held, total = sum(box.numel for box in different), math.prod(whole)
-    if held != total:
-        raise _refused(name, whole, f"they hold {held} of its {total} elements")
+    found, total = sum(box.numel for box in different), math.prod(whole)
+    if found != total:
+        raise _refused(name, whole, f"they hold {found} of its {total} elements")
     if whole and _overlap(different):
         raise _refused(name, whole, "some overlap")
 

@@ -12,15 +12,15 @@ from shrinkpoint.sharded.ranks import Ranks
 from shrinkpoint.state.blocks import BLOCK_ELEMENTS, blocks_of
 from shrinkpoint.state.training import TensorSpec
 
-__all__ = ["Held", "Layout", "agreed_layout", "block_box", "held_by", "owners_of"]
+__all__ = ["Layout", "RankTensors", "agreed_layout", "block_box", "owners_of", "tensors_of_rank"]
 
 _IMBALANCE = 1.02
 """Times the mean that a rank may own before blocks are moved to others."""
 
 
 @dataclass(frozen=True)
-class Held:
-    """What one rank holds of a state."""
+class RankTensors:
+    """The tensors of a state, or their shards, on one rank."""
 
     specs: Mapping[str, TensorSpec]
     """Of the whole tensors, by name."""
@@ -31,9 +31,9 @@ class Held:
     """The first name of each tensor's memory, for those that have some here."""
 
 
-def held_by(
+def tensors_of_rank(
     tensors: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec]
-) -> tuple[Held, dict[str, list[Piece]]]:
+) -> tuple[RankTensors, dict[str, list[Piece]]]:
     """What this rank holds.
 
     Args:
@@ -54,7 +54,7 @@ def held_by(
             ties[name] = first.setdefault(place, name)
     sharded = frozenset(name for name, tensor in tensors.items() if is_sharded(tensor))
     boxes = {name: tuple(piece.box for piece in own) for name, own in pieces.items()}
-    return Held(dict(specs), boxes, sharded, ties), pieces
+    return RankTensors(dict(specs), boxes, sharded, ties), pieces
 
 
 @dataclass(frozen=True)
@@ -80,17 +80,17 @@ class Layout:
         }
 
 
-def agreed_layout(held: Held, ranks: Ranks) -> Layout:
+def agreed_layout(own: RankTensors, ranks: Ranks) -> Layout:
     """The table of all ranks; every one of them calls this.
 
     Args:
-        held: by this rank.
+        own: those of this rank.
         ranks: all of them.
 
     Raises:
         CannotRepresentError: the shards of a tensor do not make it up; on every rank.
     """
-    everyone: list[Held] = ranks.gather(held)
+    everyone: list[RankTensors] = ranks.gather(own)
     specs: dict[str, TensorSpec] = {}
     sharded: set[str] = set()
     for one in everyone:
@@ -123,12 +123,12 @@ def _differ(one: TensorSpec, other: TensorSpec) -> bool:
     return (one.dtype, one.shape) != (other.dtype, other.shape)
 
 
-def _has_shape(held: Held, name: str, spec: TensorSpec) -> bool:
+def _has_shape(own: RankTensors, name: str, spec: TensorSpec) -> bool:
     """Whether a rank's own tensor of this name, which is no shard, is like the first rank's."""
-    return name in held.specs and not _differ(held.specs[name], spec)
+    return name in own.specs and not _differ(own.specs[name], spec)
 
 
-def _aliases(everyone: Sequence[Held], specs: Mapping[str, TensorSpec]) -> dict[str, str]:
+def _aliases(everyone: Sequence[RankTensors], specs: Mapping[str, TensorSpec]) -> dict[str, str]:
     """Tensors that are the same memory as an earlier one on every rank that has elements of them."""
     first: dict[tuple[object, ...], str] = {}
     aliases: dict[str, str] = {}

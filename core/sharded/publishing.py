@@ -149,9 +149,9 @@ class Publisher:
 
     def _redundancy(self, posts: Sequence[Mapping[str, Any]]) -> int | None:
         """By the rank to which the most of several stores fail: its part has the fewest shards to spare."""
-        told = [post["report"]["redundancy"] for post in posts]
+        known = [post["report"]["redundancy"] for post in posts]
         own = self._store.redundancy
-        return None if own is None else min([own, *(number for number in told if number is not None)])
+        return None if own is None else min([own, *(number for number in known if number is not None)])
 
     def _lineage(self) -> str:
         if self.lineage is None:

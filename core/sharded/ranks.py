@@ -77,10 +77,10 @@ class Ranks:
             result = action()
         except Exception as error:  # noqa: BLE001 - raised below, when the others know
             own = error
-        told = self.gather(None if own is None else (type(own).__name__, str(own)))
+        failures = self.gather(None if own is None else (type(own).__name__, str(own)))
         if own is not None:
             raise own
-        for rank, named in enumerate(told):
+        for rank, named in enumerate(failures):
             if named is not None:
                 raise rebuilt(*named, rank=rank)
         return result  # type: ignore[return-value]  # there was no error

@@ -13,7 +13,7 @@ from shrinkpoint.errors import ChainError, CorruptionError, FormatError, Shrinkp
 from shrinkpoint.schemes.base import ReferenceState
 from shrinkpoint.sharded.boxes import Box
 from shrinkpoint.sharded.exchange import Target, exchange
-from shrinkpoint.sharded.layout import Layout, agreed_layout, block_box, held_by, owners_of
+from shrinkpoint.sharded.layout import Layout, agreed_layout, block_box, owners_of, tensors_of_rank
 from shrinkpoint.sharded.own import merged_tree, own_name
 from shrinkpoint.sharded.ranks import Ranks, rebuilt
 from shrinkpoint.state.blocks import whole_specs
@@ -133,7 +133,7 @@ def _decode_together(
     decoded, failure = None, None
     try:
         decoded = _decode(store, ranks, plan, threads, limit)
-    except Exception as error:  # noqa: BLE001 - told to all
+    except Exception as error:  # noqa: BLE001 - raised on every rank
         failure = (type(error).__name__, str(error))
     return decoded, ranks.gather(failure)
 
@@ -215,8 +215,8 @@ def fill(
     plan = decoded.plan
     common = {name: spec for name, (spec, _) in decoded.owners.items()}
     whole = whole_specs(common.values())
-    into, held, pieces = ranks.on_every(lambda: _targets(whole, targets))
-    layout = agreed_layout(held, ranks)
+    into, own, pieces = ranks.on_every(lambda: _targets(whole, targets))
+    layout = agreed_layout(own, ranks)
     sources: dict[str, dict[Box, tuple[int, ...]]] = {}
     stored: dict[tuple[str, Box], torch.Tensor] = {}
     for name, (spec, owner) in decoded.owners.items():
@@ -248,8 +248,8 @@ def _targets(
             raise ChainError(
                 f"{name} is {found.dtype} {tuple(found.shape)} here, and {spec.dtype} {spec.shape} there"
             )
-    held, pieces = held_by(into, whole)
-    return into, held, pieces
+    own, pieces = tensors_of_rank(into, whole)
+    return into, own, pieces
 
 
 def _all_targets(layout: Layout) -> dict[str, list[Target]]:

@@ -35,7 +35,14 @@ from shrinkpoint.sharded.capture import captured, renamed_tensors
 from shrinkpoint.sharded.encoding import Link, PartJob
 from shrinkpoint.sharded.ending import Ending
 from shrinkpoint.sharded.exchange import Target, exchange
-from shrinkpoint.sharded.layout import Held, Layout, agreed_layout, block_box, held_by, owners_of
+from shrinkpoint.sharded.layout import (
+    Layout,
+    RankTensors,
+    agreed_layout,
+    block_box,
+    owners_of,
+    tensors_of_rank,
+)
 from shrinkpoint.sharded.limits import refuse_options
 from shrinkpoint.sharded.own import OwnState
 from shrinkpoint.sharded.publishing import Publisher
@@ -103,7 +110,7 @@ class ShardedSaver:
         self._worker = Worker("shrinkpoint-save")
         self._warmup = Warmup(self.config.scheme, self.config.scheme_options)
         self._number = 0
-        self._held: Held | None = None
+        self._rank_tensors: RankTensors | None = None
         self._layout: Layout | None = None
         self._owners: Mapping[str, tuple[TensorSpec, int]] = {}
         self._newest: Decoded | None = None
@@ -221,7 +228,7 @@ class ShardedSaver:
         agreed = self._agree(
             step,
             error,
-            new_layout=found is not None and found[1] != self._held,
+            new_layout=found is not None and found[1] != self._rank_tensors,
             exact=exact or (self.config.adopt and adoption is None),
         )
         assert found is not None
@@ -267,10 +274,10 @@ class ShardedSaver:
 
     def _captured(
         self, state: object, describe: Describe
-    ) -> tuple[tuple[TrainingState, Held, dict[str, list[Piece]]] | None, Exception | None]:
+    ) -> tuple[tuple[TrainingState, RankTensors, dict[str, list[Piece]]] | None, Exception | None]:
         try:
             live = captured(state, describe)
-            return (live, *held_by(live.tensors, live.specs)), None
+            return (live, *tensors_of_rank(live.tensors, live.specs)), None
         except Exception as error:  # noqa: BLE001 - all ranks raise it together
             return None, error
 
@@ -304,7 +311,7 @@ class ShardedSaver:
     def _job(
         self,
         live: TrainingState,
-        held: Held,
+        own: RankTensors,
         pieces: Mapping[str, Sequence[Piece]],
         *,
         step: int,
@@ -314,7 +321,7 @@ class ShardedSaver:
         ranks, background = self._ranks, self._background
         assert background is not None
         if agreed.new_layout or self._layout is None:
-            self._held, self._layout = held, agreed_layout(held, ranks)
+            self._rank_tensors, self._layout = own, agreed_layout(own, ranks)
             self._owners = owners_of(self._layout.specs, ranks.world, self._limit)
         state = self._gathered(self._layout, live.tree, pieces)
         self._number += 1

@@ -5,7 +5,7 @@ The contexts are those of entropy/trellis/context_kernels.py, under a decision t
 is 7 bits per byte)::
 
     flags       bits 0-1 number of side planes, bit 2 low rank, others 0
-    leak        1 byte, 0..16: what a further element's cost counts, in 1/16
+    discount    1 byte, 0..16: what a further element's cost counts, in 1/16
     radius      1 byte: symbols are ranks from -radius on
     scale       u16, units of a value in a part of a step, in 2^-12
     mean        u16, mean energy of points about their places, in 1/2048 square steps
