@@ -118,14 +118,17 @@ class Takeover:
         Args:
             serve: as of `wait`.
         """
-        while True:
-            with self._changed:
-                ready = self._changed.wait_for(
-                    lambda: self._values is not None or self._outcome is not None, 0.002
-                )
-                if ready:
-                    return self._values
+        while not self.is_settled(0.002):
             self._served += serve()
+        with self._changed:
+            return self._values
+
+    def is_settled(self, timeout_s: float) -> bool:
+        """Whether there are values, or will be none; known after so many seconds at the latest."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: self._values is not None or self._outcome is not None, timeout_s
+            )
 
     def accept(self, names: tuple[str, ...], *, started: float) -> None:
         """The training has these tensors' values.

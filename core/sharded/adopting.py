@@ -45,6 +45,9 @@ from shrinkpoint.warn import warn
 
 __all__ = ["AdoptingBackground", "Shards", "continue_adopting", "take_over", "takeover_for"]
 
+_FIRST_LOOK_S = 0.01
+_LONGEST_PAUSE_S = 0.5
+
 
 @dataclass(frozen=True)
 class Shards:
@@ -107,6 +110,7 @@ def take_over(shards: Shards, takeover: Takeover, *, started: float) -> None:
         started: `time.perf_counter` of when the training began to wait.
     """
     try:
+        _wait_together(shards.ranks, takeover)
         values = takeover.values()
         changed = shards.ranks.gather(None if values is None else sorted(values))
         if values is None or any(names is None for names in changed):
@@ -116,6 +120,13 @@ def take_over(shards: Shards, takeover: Takeover, *, started: float) -> None:
         takeover.accept(tuple(sorted(names)), started=started)
     finally:
         takeover.leave()
+
+
+def _wait_together(ranks: Ranks, takeover: Takeover) -> None:
+    """Wait until it is settled on every rank; a rank that is gone ends this as it ends any collective."""
+    pause_s = _FIRST_LOOK_S
+    while ranks.most([not takeover.is_settled(pause_s)])[0]:
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
 def _spread(
