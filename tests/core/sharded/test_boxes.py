@@ -13,8 +13,8 @@ from support.sharded_programs import placements
 from shrinkpoint.errors import CannotRepresentError, FormatError
 from shrinkpoint.sharded.boxes import Box, check_tiling, intersection, pieces_of
 from shrinkpoint.sharded.layout import block_box, owners_of
-from shrinkpoint.state.blocks import blocks_of, joined, whole_specs
-from shrinkpoint.state.training import Role, RowBlock, Tag, TensorSpec
+from shrinkpoint.state.blocks import Block, blocks_of, joined, whole_specs
+from shrinkpoint.state.training import Role, Tag, TensorSpec
 
 SHAPES = st.lists(st.integers(1, 7), min_size=0, max_size=3).map(tuple)
 
@@ -147,7 +147,7 @@ def test_missing_and_contradicting_blocks_are_refused() -> None:
     ):
         with pytest.raises(FormatError):
             TensorSpec.from_json(node | {"block": bad})
-    assert RowBlock.from_json(node["block"]).start == 0
+    assert Block.from_json(node["block"]).offset == (0, 0)
 
 
 # ---- owners
