@@ -20,7 +20,7 @@ from shrinkpoint.state.roles import named_role
 from shrinkpoint.state.training import Role, Tag, TensorSpec, TrainingState
 from shrinkpoint.state.tree import JSON, encode_tree, join_path
 
-__all__ = ["OwnItems", "path_of", "take_items"]
+__all__ = ["FlatPath", "OwnItems", "box_name", "path_of", "take_items"]
 
 FlatPath = tuple[str | int, ...]
 """Where a value stands in the nested state: keys of dicts and indices of lists."""
@@ -49,13 +49,14 @@ class OwnItems:
         """The tensors, without a tree: that is one of all ranks."""
         return TrainingState(None, self.tensors, self.specs)
 
-    def put(self, spec: TensorSpec, tensor: torch.Tensor) -> None:
+    def put(self, spec: TensorSpec, tensor: Any) -> None:
         """Add a tensor, copied.
 
         Raises:
             CannotRepresentError: it is of a kind that cannot be stored, or its name is there already.
         """
-        if is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided or tensor.is_quantized:
+        plain = tensor.layout is torch.strided and not tensor.is_quantized
+        if not plain or is_traceable_wrapper_subclass(tensor):
             raise CannotRepresentError(
                 f"{spec.name} is a {type(tensor).__module__}.{type(tensor).__qualname__} of layout {tensor.layout}: only dense"
                 " tensors can be stored; convert it in your state_dict()"
@@ -101,10 +102,11 @@ def take_items(items: Sequence[WriteItem], planner: SavePlanner, paths: object) 
         fqn = item.index.fqn
         path, value = path_of(fqn, paths), planner.resolve_data(item)
         if item.type is WriteItemType.BYTE_IO:
-            assert isinstance(value, io.BytesIO)
+            assert isinstance(value, io.BytesIO)  # as the planner's interface says
             own.plain[fqn] = _plain(fqn, path, value, own)
             continue
-        assert isinstance(value, torch.Tensor) and item.tensor_data is not None
+        assert isinstance(value, torch.Tensor)
+        assert item.tensor_data is not None
         whole = tuple(item.tensor_data.size)
         if math.prod(whole) == 0 or value.numel() == 0:
             continue  # of a tensor without elements, its shape is all; an empty shard is nothing
@@ -114,14 +116,21 @@ def take_items(items: Sequence[WriteItem], planner: SavePlanner, paths: object) 
     return own
 
 
-def _spec(name: str, value: torch.Tensor, whole: tuple[int, ...], offset: tuple[int, ...], tag: Tag) -> TensorSpec:
+def _spec(
+    name: str, value: torch.Tensor, whole: tuple[int, ...], offset: tuple[int, ...], tag: Tag
+) -> TensorSpec:
     shape = tuple(value.shape)
     if shape == whole:
         return TensorSpec(name=name, dtype=value.dtype, shape=shape, tag=tag)
-    place = "@" + ",".join(map(str, offset))
+    place = box_name("", offset, shape, whole)
     block = Block(of=name, offset=offset, shape=whole, parameter=tag.parameter)
     own = Tag(role=tag.role, parameter=None if tag.parameter is None else tag.parameter + place)
     return TensorSpec(name=name + place, dtype=value.dtype, shape=shape, tag=own, block=block)
+
+
+def box_name(name: str, offset: tuple[int, ...], size: tuple[int, ...], whole: tuple[int, ...]) -> str:
+    """The name under which a box of a tensor is stored; the tensor's own, if it is all of it."""
+    return name if size == whole else f"{name}@{','.join(map(str, offset))}"
 
 
 # ---- roles, read off the names: a storage learns nothing else

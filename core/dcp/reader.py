@@ -18,17 +18,15 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader as TorchStorageReader
 from torch.futures import Future
 
-from shrinkpoint.coding.parts import PartsHeader
 from shrinkpoint.coding.selective import decode_rows, header_of, sources_of_run
 from shrinkpoint.config import SaverConfig
-from shrinkpoint.container.reader import Header
 from shrinkpoint.dcp.contents import flat_nodes
 from shrinkpoint.dcp.items import FlatPath
 from shrinkpoint.dcp.run import note_read
+from shrinkpoint.dcp.table import Offset, Table, Whole, place_of, table_of, table_of_headers
 from shrinkpoint.dcp.writer import step_of
 from shrinkpoint.errors import ChainError, ConfigError, CorruptionError, FormatError, NoCheckpointError
 from shrinkpoint.saving.address import Address
-from shrinkpoint.state.blocks import whole_specs
 from shrinkpoint.state.training import TensorSpec
 from shrinkpoint.state.tree import JSON, decode_tree, tensor_names
 from shrinkpoint.store.connect import StorageOptions
@@ -38,7 +36,9 @@ from shrinkpoint.store.urls import RunUrl, url_text
 
 __all__ = ["StorageReader"]
 
-Offset = tuple[int, ...]
+
+_Key = tuple[str, Offset | None]
+"""A tensor, and where the box of it begins; None for one in plain data."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,13 @@ class _Opened:
     nodes: Mapping[str, JSON]
     """The tree of each value, by name in the flat state."""
     paths: Mapping[str, FlatPath]
-    specs: Mapping[str, TensorSpec]
-    """Of the tensors as they are stored, by name."""
-    chunks: Mapping[str, Mapping[Offset, str]]
-    """By name of a whole tensor: the names of those that it is stored as, by where they begin."""
-    places: tuple[Mapping[str, int], ...]
-    """For each checkpoint of the chain, the part that has each tensor."""
+    tables: tuple[Table, ...]
+    """Of each checkpoint of the chain."""
+
+    @property
+    def table(self) -> Table:
+        """Of the checkpoint itself."""
+        return self.tables[-1]
 
 
 class StorageReader(TorchStorageReader):
@@ -100,7 +101,9 @@ class StorageReader(TorchStorageReader):
         self._step = None if checkpoint_id is None else step_of(checkpoint_id)
         named = self._address.step
         if self._step is not None and (self._address.seq is not None or named not in (None, self._step)):
-            raise ConfigError(f"checkpoint_id={checkpoint_id!r} and {self._address} name different checkpoints")
+            raise ConfigError(
+                f"checkpoint_id={checkpoint_id!r} and {self._address} name different checkpoints"
+            )
 
     def read_metadata(self, *args: Any) -> Metadata:
         """Which tensors the checkpoint has, and which boxes of them lie where; called by torch on every rank.
@@ -110,23 +113,15 @@ class StorageReader(TorchStorageReader):
         """
         opened = self._opened()
         described: dict[str, Any] = {}
-        whole = whole_specs(opened.specs.values())
         for fqn, node in opened.nodes.items():
             name = _tensor_name(node)
             if name is None:
                 described[fqn] = BytesStorageMetadata()
-            elif name not in whole:
+            elif name not in opened.table.tensors:
                 raise FormatError(f"the tree refers to the tensor {name!r}, which is not in the checkpoint")
             else:
-                described[fqn] = self._described(opened, whole[name])
+                described[fqn] = _described(opened.table.tensors[name])
         return Metadata(described, planner_data=dict(opened.paths))
-
-    def _described(self, opened: _Opened, spec: TensorSpec) -> TensorStorageMetadata:
-        chunks = [
-            ChunkStorageMetadata(torch.Size(offset), torch.Size(opened.specs[name].shape))
-            for offset, name in opened.chunks[spec.name].items()
-        ]
-        return TensorStorageMetadata(TensorProperties(dtype=spec.dtype), torch.Size(spec.shape), chunks)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any) -> None:
         """Nothing; called by torch."""
@@ -159,18 +154,13 @@ class StorageReader(TorchStorageReader):
             FormatError, ChainError: what is needed is damaged or missing; the message names the file.
         """
         opened = self._opened()
-        wanted = {name for item in plan.items for name in _names_of(item, opened)}
-        values = self._decoded(opened, wanted)
-        for item in plan.items:
-            fqn = item.storage_index.fqn
+        needs = [_needs_of(item, opened) for item in plan.items]
+        values = self._decoded(opened, {key for keys in needs for key in keys})
+        for item, keys in zip(plan.items, needs, strict=True):
             if item.type is LoadItemType.BYTE_IO:
-                data = io.BytesIO()
-                torch.save(decode_tree(opened.nodes[fqn], values.__getitem__), data)
-                data.seek(0)
-                planner.load_bytes(item, data)
+                planner.load_bytes(item, _pickled(opened.nodes[item.storage_index.fqn], values))
                 continue
-            [name] = _names_of(item, opened)
-            source = values[name]
+            source = values[keys[0]]
             for axis, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                 source = source.narrow(axis, start, length)
             target = planner.resolve_tensor(item).detach()
@@ -197,37 +187,61 @@ class StorageReader(TorchStorageReader):
             address = Address(url=address.url, step=self._step)
         found = self._store.manifests()
         if not found and not self._store.exists():
-            raise NoCheckpointError(f"there is no run at {self._store.display}: {self._store.what_is_there()}")
+            raise NoCheckpointError(
+                f"there is no run at {self._store.display}: {self._store.what_is_there()}"
+            )
         return address.find(found)
 
-    def _decoded(self, opened: _Opened, wanted: Collection[str]) -> Mapping[str, torch.Tensor]:
+    def _decoded(self, opened: _Opened, wanted: Collection[_Key]) -> dict[_Key, torch.Tensor]:
         if not wanted:
             return {}
 
         def parts(at: int) -> Collection[int]:
-            return {opened.places[at][name] for name in wanted if name in opened.places[at]}
+            found = {opened.tables[at].part_of(*key) for key in wanted}
+            return [part for part in found if part is not None]
 
+        names = {key: opened.table.name_of(*key) for key in wanted}
         chain = sources_of_run(self._store, opened.manifest, parts)
         header, _, rows = decode_rows(
-            chain, lambda header: header.tensors.keys() & set(wanted), threads=self._threads
+            chain, lambda header: header.tensors.keys() & set(names.values()), threads=self._threads
         )
         if header.state_digest != opened.manifest.state_digest:
             raise CorruptionError(f"{opened.manifest.chain[-1].key} is not what its manifest says")
-        values = {entry.spec.name: value for entry, _, value in rows}
-        missing = wanted - values.keys()
-        if missing:
-            raise FormatError(f"the checkpoint of step {header.step} lacks {min(missing)!r}")
+        found = {entry.spec.name: (entry.spec, value) for entry, _, value in rows}
+        values = {}
+        for (of, at), name in names.items():
+            if name not in found:
+                raise FormatError(f"the checkpoint of step {header.step} lacks {name!r}")
+            spec, value = found[name]
+            if at is not None and not _lies(spec, of, at, opened.table.tensors[of]):
+                raise FormatError(f"{name!r} is not the box of {of!r} that the checkpoint's table says")
+            values[of, at] = value
         return values
 
 
-def _names_of(item: ReadItem, opened: _Opened) -> Collection[str]:
+def _lies(spec: TensorSpec, of: str, at: Offset, whole: Whole) -> bool:
+    """Whether a stored tensor is the box that it should be."""
+    return place_of(spec) == (of, at) and (spec.dtype, spec.shape) == (whole.dtype, whole.boxes[at][0])
+
+
+def _pickled(node: JSON, values: Mapping[_Key, torch.Tensor]) -> io.BytesIO:
+    """A value that is no tensor, in the form in which torch's planner takes it: in memory alone, and made here."""
+    data = io.BytesIO()
+    torch.save(decode_tree(node, lambda name: values[name, None]), data)
+    data.seek(0)
+    return data
+
+
+def _needs_of(item: ReadItem, opened: _Opened) -> list[_Key]:
     """What is stored that a value needs."""
     node = opened.nodes[item.storage_index.fqn]
     if item.type is LoadItemType.BYTE_IO:
-        return tensor_names(node)
+        return [(name, None) for name in tensor_names(node)]
     name = _tensor_name(node)
-    assert name is not None
-    return [opened.chunks[name][tuple(item.storage_index.offset or ())]]
+    if name is None:
+        raise FormatError(f"{item.storage_index.fqn!r} is no tensor in the checkpoint")
+    boxes = opened.table.tensors[name].boxes
+    return [(name, tuple(item.storage_index.offset or ()) or next(iter(boxes)))]
 
 
 def _tensor_name(node: JSON) -> str | None:
@@ -236,28 +250,34 @@ def _tensor_name(node: JSON) -> str | None:
     return None
 
 
+def _described(whole: Whole) -> TensorStorageMetadata:
+    chunks = [
+        ChunkStorageMetadata(torch.Size(offset), torch.Size(size))
+        for offset, (size, _) in whole.boxes.items()
+    ]
+    return TensorStorageMetadata(TensorProperties(dtype=whole.dtype), torch.Size(whole.shape), chunks)
+
+
 def _open(store: RunStore, manifest: Manifest) -> _Opened:
-    headers = [header_of(store, ref) for ref in manifest.chain]
+    headers, tables = [], []
+    for ref in manifest.chain:
+        header = header_of(store, ref, (0,) if ref.parts else None)
+        table = table_of(header)
+        if table is None:
+            header = header_of(store, ref)
+            table = table_of_headers(header)
+        table.check(max(ref.parts, 1))
+        headers.append(header)
+        tables.append(table)
     newest = headers[-1]
     if (newest.state_digest, newest.step) != (manifest.state_digest, manifest.step):
         raise CorruptionError(
             f"{manifest.chain[-1].key} contains another state than its manifest (commit {manifest.seq}) states"
         )
-    specs = {name: record.spec for name, record in newest.tensors.items()}
-    chunks: dict[str, dict[Offset, str]] = {}
-    for name, spec in specs.items():
-        of, offset = (
-            (spec.block.of, spec.block.offset) if spec.block else (name, (0,) * len(spec.shape))
-        )
-        chunks.setdefault(of, {})[offset] = name
     flat = [(".".join(map(str, path)), path, node) for path, node in flat_nodes(newest.tree)]
     nodes = {fqn: node for fqn, _, node in flat}
     if len(nodes) != len(flat):
-        raise FormatError("two values of the state have the same flat name, which torch.distributed.checkpoint cannot load")
-    return _Opened(
-        manifest, nodes, {fqn: path for fqn, path, _ in flat}, specs, chunks, tuple(map(_places, headers))
-    )
-
-
-def _places(header: Header) -> Mapping[str, int]:
-    return header.places if isinstance(header, PartsHeader) else dict.fromkeys(header.tensors, 0)
+        raise FormatError(
+            "two values of the state have the same flat name, which torch.distributed.checkpoint cannot load"
+        )
+    return _Opened(manifest, nodes, {fqn: path for fqn, path, _ in flat}, tuple(tables))

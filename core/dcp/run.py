@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.dcp.contents import whole_state
 from shrinkpoint.dcp.items import take_items
+from shrinkpoint.dcp.table import table_to_store
 from shrinkpoint.errors import ConfigError, StoreError
 from shrinkpoint.quality.strategy import exactly
 from shrinkpoint.reports import SaveReport
@@ -25,6 +26,7 @@ from shrinkpoint.sharded.encoding import Link, PartJob, StoredPart, store_part
 from shrinkpoint.sharded.own import OwnState
 from shrinkpoint.sharded.publishing import Publisher, posted
 from shrinkpoint.state.training import TrainingState
+from shrinkpoint.state.tree import JSON, tensor_names
 from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.keys import new_nonce
 from shrinkpoint.store.manifest import Manifest
@@ -50,6 +52,10 @@ class _Pending:
     after: int
     """Number of the newest commit before."""
     reference: dict[str, ReferenceState]
+
+    def is_in(self, newest: Manifest) -> bool:
+        """Whether it was committed, if the run's newest checkpoint is this one; the coordinator compares digests."""
+        return newest.step == self.step and newest.seq > self.after
 
 
 class Run:
@@ -88,9 +94,8 @@ class Run:
         pending, self._pending, self._link = self._pending, None, None
         publisher = self._publisher
         publisher.parent = newest
-        if pending is not None and newest is not None and not publisher.base_is_due:
-            if newest.step == pending.step and newest.seq > pending.after:
-                self._link = Link(newest.seq, newest.state_digest, pending.reference)
+        if pending is not None and newest is not None and pending.is_in(newest) and not publisher.base_is_due:
+            self._link = Link(newest.seq, newest.state_digest, pending.reference)
         if coordinates:
             writer = publisher.open()
             self._began = writer.now()
@@ -124,11 +129,17 @@ class Run:
             "place": [place.rank, place.world],
         }
 
-    def finish(self, metadata: Metadata, answers: Sequence[Mapping[str, Any]]) -> None:
+    def finish(
+        self,
+        metadata: Metadata,
+        stored: Sequence[Sequence[MetadataIndex]],
+        answers: Sequence[Mapping[str, Any]],
+    ) -> None:
         """Commit what all ranks have stored.
 
         Args:
             metadata: of the whole checkpoint.
+            stored: the items of each rank.
             answers: of `write`, of all ranks.
 
         Raises:
@@ -138,7 +149,14 @@ class Run:
         plain = {fqn: node for answer in answers for fqn, node in answer["plain"].items()}
         publisher, parent = self._publisher, answers[0]["parent"]
         link = None if parent is None else Link(0, parent, {})
-        first = self._store_part(whole_state(metadata, plain), link, Place(0, len(answers) + 1))
+        more = {
+            name: number
+            for number, answer in enumerate(answers, 1)
+            for node in answer["plain"].values()
+            for name in tensor_names(node)
+        }
+        table = table_to_store(metadata, stored, more)
+        first = self._store_part(whole_state(metadata, plain), link, Place(0, len(answers) + 1), table)
         self._keep_lineage()
         report = publisher.publish(
             [posted(first.part, first.report), *answers],
@@ -166,7 +184,9 @@ class Run:
                 " save has failed, and the next one is a base"
             )
 
-    def _store_part(self, state: TrainingState, link: Link | None, place: Place) -> StoredPart:
+    def _store_part(
+        self, state: TrainingState, link: Link | None, place: Place, table: JSON = None
+    ) -> StoredPart:
         job = PartJob(
             number=0,
             step=self._step,
@@ -179,7 +199,7 @@ class Run:
             exact=False,
         )
         plan = exactly("scheme='lossless' stores everything exactly", is_explained=True)
-        return store_part(self._store, self._config, job, plan, {})
+        return store_part(self._store, self._config, job, plan, {}, table=table)
 
     def _keep_lineage(self) -> None:
         """Which training the checkpoint is of: that of the run's checkpoint which this process has loaded."""

@@ -153,7 +153,8 @@ class StorageWriter(TorchStorageWriter):
         Raises:
             ShrinkpointError: the parts do not belong together, or the store failed; older checkpoints are unharmed.
         """
-        self._opened.finish(metadata, [rank[-1].storage_data for rank in results])
+        stored = [[result.index for result in own[:-1]] for own in results]
+        self._opened.finish(metadata, stored, [own[-1].storage_data for own in results])
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -64,7 +64,13 @@ class StoredPart:
 
 
 def store_part(
-    store: RunStore, config: SaverConfig, job: PartJob, plan: Plan, known: Mapping[str, Any]
+    store: RunStore,
+    config: SaverConfig,
+    job: PartJob,
+    plan: Plan,
+    known: Mapping[str, Any],
+    *,
+    table: JSON = None,
 ) -> StoredPart:
     """Code a rank's tensors and put them into the run.
 
@@ -74,6 +80,7 @@ def store_part(
         job: the save.
         plan: the scheme.
         known: `OwnState.digests` of the first rank, empty there and where they did not arrive.
+        table: plain data that takes the place of the rank's own (`shrinkpoint.dcp`).
 
     Raises:
         ShrinkpointError: the state cannot be coded, or not be stored.
@@ -86,7 +93,7 @@ def store_part(
         {**job.state.specs, **own.specs},
     )
     encoded = _encode(config, job, state, plan)
-    checkpoint = replace(encoded.checkpoint, part=PartOf(job.rank, job.world, own.tree or None))
+    checkpoint = replace(encoded.checkpoint, part=PartOf(job.rank, job.world, own.tree or table))
     container = write_container(checkpoint)
     encoded_at = time.perf_counter()
     ref = store.put_part(data_key(job.step, job.session), container)

@@ -171,9 +171,7 @@ def _joined(name: str, blocks: list["TensorSpec"], tensors: Mapping[str, torch.T
     return torch.cat([tensors[spec.name] for spec in ordered])
 
 
-def _joined_boxes(
-    name: str, blocks: list["TensorSpec"], tensors: Mapping[str, torch.Tensor]
-) -> torch.Tensor:
+def _joined_boxes(name: str, blocks: list["TensorSpec"], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     places = [spec.block for spec in blocks if spec.block is not None]
     shape, held = places[0].shape, sum(spec.numel for spec in blocks if spec.name in tensors)
     if held != math.prod(shape):
