@@ -2,6 +2,7 @@
 
 import io
 import math
+import pickle
 import re
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -168,14 +169,16 @@ def _plain(fqn: str, path: FlatPath, data: io.BytesIO, own: OwnItems) -> JSON:
     The planner hands over a pickle that it has just made of it. It is read without running anything that it names.
     """
     data.seek(0)
-    try:
-        with torch.serialization.safe_globals(_plain_types()):
+    with torch.serialization.safe_globals(_plain_types()):
+        try:
             value: Any = torch.load(data, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise CannotRepresentError(
-            f"{fqn} cannot be stored without pickle ({str(error).strip().splitlines()[0][:200]}): return numbers, strings, lists,"
-            " dicts and tensors from your state_dict() instead"
-        ) from error
+        except pickle.UnpicklingError as error:
+            data.seek(0)
+            named = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(data)[:4])
+            raise CannotRepresentError(
+                f"{fqn} cannot be stored without pickle, for it holds {named or 'what torch does not load safely'}: return numbers,"
+                " strings, lists, dicts and tensors from your state_dict() instead"
+            ) from error
 
     def put(place: tuple[str, ...], tensor: torch.Tensor) -> str:
         name = join_path(place)

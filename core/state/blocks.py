@@ -196,6 +196,8 @@ def boxes_meet(offsets: Sequence[Sequence[int]], sizes: Sequence[Sequence[int]])
         offsets: of each in every dimension, of which there is at least one.
         sizes: likewise; none is 0.
     """
+    if len(offsets) < 2:
+        return False
     low = np.array(offsets, dtype=np.int64).reshape(len(offsets), -1)
     high = low + np.array(sizes, dtype=np.int64).reshape(len(offsets), -1)
     for start in range(0, len(low), _PAIRS):
