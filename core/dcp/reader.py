@@ -73,9 +73,9 @@ class StorageReader(TorchStorageReader):
         >>> import torch.distributed.checkpoint as dcp
         >>> from shrinkpoint.dcp import StorageReader
         >>> state = {"model": model.state_dict(), "step": 0}
-        >>> dcp.load(state, storage_reader=StorageReader("runs/dcp#step=100"))
+        >>> dcp.load(state, storage_reader=StorageReader("runs/7#step=2000"))
         >>> state["step"]
-        100
+        2000
     """
 
     def __init__(
