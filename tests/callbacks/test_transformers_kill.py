@@ -83,6 +83,7 @@ def test_killed_and_continued_bit_by_bit(tmp_path: Path, whole: Outcome) -> None
     assert_continues(whole, rest)
 
 
+@pytest.mark.slow
 def test_asked_to_end_and_continued_bit_by_bit(tmp_path: Path, whole: Outcome) -> None:
     assert interrupt(tmp_path, step=13, number=signal.SIGTERM) == [128 + signal.SIGTERM]
     last = progress(tmp_path)[-1]
@@ -91,6 +92,7 @@ def test_asked_to_end_and_continued_bit_by_bit(tmp_path: Path, whole: Outcome) -
     assert_continues(whole, rest)
 
 
+@pytest.mark.slow
 def test_two_processes_killed_and_continued_bit_by_bit(tmp_path: Path) -> None:
     whole = finish(tmp_path, "whole", processes=2)
     assert interrupt(tmp_path, step=11, number=signal.SIGKILL, processes=2) == [-signal.SIGKILL] * 2

@@ -129,6 +129,7 @@ def _at_points(folder: Path, saves: range) -> None:
                 print(f"killed {point}, at save {save}: {again} steps were made again, alike")
 
 
+@pytest.mark.slow
 def test_killed_at_each_point(tmp_path):
     _at_points(tmp_path, range(2, 3))
 

@@ -115,6 +115,7 @@ def test_a_few_kills(tmp_path):
     _campaign(tmp_path, QUICK)
 
 
+@pytest.mark.slow
 def test_a_few_lost_machines(tmp_path):
     _campaign(tmp_path, QUICK, machines=0.5)
 

@@ -254,6 +254,7 @@ def test_lightning_script_is_short_and_continues(tmp_path):
     assert "step 15: validation loss" in again
 
 
+@pytest.mark.slow
 def test_composer_script_is_short_and_continues(tmp_path):
     pytest.importorskip("composer")
     assert len((EXAMPLES / "composer_gpt.py").read_text().splitlines()) <= 110
@@ -271,6 +272,7 @@ def test_model_and_text_need_no_framework():
     assert done.stdout.strip() == "set()"
 
 
+@pytest.mark.slow
 def test_s3_example_resumes_from_a_bucket():
     pytest.importorskip("moto.server")
     pytest.importorskip("s3fs")
@@ -279,6 +281,7 @@ def test_s3_example_resumes_from_a_bucket():
     assert re.search(r"resumed by itself from step [123]0, finished at step 60", shown)
 
 
+@pytest.mark.slow
 def test_hugging_face_is_short_and_continues_by_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,6 +299,7 @@ def test_hugging_face_is_short_and_continues_by_itself(
 # --- several stores -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_stores_goes_on_without_one_and_heals(tmp_path):
     shown = run("stores.py", "--folder", tmp_path / "stores")
     before, after = shown.split("--- the same command again\n")

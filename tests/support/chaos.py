@@ -80,7 +80,11 @@ class Worker:
 
 @dataclass(frozen=True, kw_only=True)
 class Campaign:
-    """``kills`` kills, each ``lifetime`` seconds after the worker's start; some successors start before the kill."""
+    """``kills`` kills, each ``lifetime`` seconds after the worker has begun, or has opened the run; some successors start before
+    the kill.
+
+    How long a process takes to import what it needs depends on the machine's load alone.
+    """
 
     kills: int
     lifetime: tuple[float, float] = (2.0, 6.0)
@@ -131,6 +135,7 @@ def run_campaign(campaign: Campaign, configure: Callable[[int], WorkerConfig]) -
                 raise AssertionError(
                     f"only {account.kills} of {campaign.kills} kills in {campaign.limit_seconds} s"
                 )
+            _reach(current, rng.choice(("start", "opened")), deadline)
             _wait(current, rng.uniform(*campaign.lifetime))
             previous, successor = current, None
             if previous.check() is None and rng.random() < campaign.overlap:
@@ -145,6 +150,15 @@ def run_campaign(campaign: Campaign, configure: Callable[[int], WorkerConfig]) -
             worker.process.kill()
             worker.process.wait()
     return account, [worker.journal for worker in workers]
+
+
+def _reach(worker: Worker, event: str, deadline: float) -> None:
+    """Wait for an event in a worker's journal, or until the worker ends by itself."""
+    line = f'"event": "{event}"'
+    while worker.check() is None and time.monotonic() < deadline:
+        if worker.journal.exists() and line in worker.journal.read_text(errors="replace"):
+            return
+        time.sleep(0.05)
 
 
 def _wait(worker: Worker, seconds: float) -> None:

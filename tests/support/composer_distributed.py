@@ -24,6 +24,7 @@ from support.composer_models import Crash, Outcome, Setup, fit
 
 from shrinkpoint.callbacks.composer import CompressedCheckpoint
 from shrinkpoint.integrations.composer import session as composer_session
+from shrinkpoint.steps.options import StepLog
 
 __all__ = ["OF_THREE", "SCENARIOS", "Scenario", "starts"]
 
@@ -43,6 +44,8 @@ class Scenario:
     signalled: int | None = None
     """The one process that gets a SIGTERM instead."""
     adopts: bool = False
+    logs: bool = False
+    """Log each step, so that it resumes at one after the checkpoint's at `resumes_at`."""
     control: bool = False
     """Continue once more, with DDP's buckets left as they are at first."""
 
@@ -76,6 +79,7 @@ SCENARIOS = {
     "DDP, adopting": Scenario(
         interval="3ba", batch=11, resumes_at=9, setup=_ddp(batch_norm=False), adopts=True
     ),
+    "DDP, step log": Scenario(interval="4ba", batch=11, resumes_at=8, setup=_ddp(), logs=True),
     "FSDP2, mid epoch": Scenario(interval="3ba", batch=11, resumes_at=9, setup=_fsdp(), options=FSDP2),
     "FSDP2, epoch end": Scenario(
         interval="1ep", batch=10, resumes_at=8, setup=_fsdp(optimizer="DecoupledAdamW"), options=FSDP2
@@ -98,7 +102,12 @@ def play(scenario: Scenario, url: str) -> dict[str, Outcome]:
             return CompressedCheckpoint(
                 url, save_interval=scenario.interval, adopt=True, adoptions=8, max_degradation=0.5
             )
-        return CompressedCheckpoint(url, save_interval=scenario.interval, scheme="lossless", busy="wait")
+        log = {}
+        if scenario.logs:
+            log = {"step_log": StepLog(segment_steps=1, busy="wait"), "step_log_url": f"{url}-log"}
+        return CompressedCheckpoint(
+            url, save_interval=scenario.interval, scheme="lossless", busy="wait", **log
+        )
 
     signalled = scenario.signalled == dist.get_global_rank()
     crash = Crash(scenario.batch, sigterm=True) if signalled else Crash(scenario.batch)

@@ -63,7 +63,14 @@ def kill_and_resume(tmp_path: Path, rank: int, point: str, world: int = 2) -> No
     assert check(url, log) == stored + 2
 
 
-@pytest.mark.parametrize(("rank", "point"), [(1, "after-put"), (0, "before-manifest"), (0, "after-manifest")])
+@pytest.mark.parametrize(
+    ("rank", "point"),
+    [
+        (0, "before-manifest"),
+        pytest.param(1, "after-put", marks=pytest.mark.slow),
+        pytest.param(0, "after-manifest", marks=pytest.mark.slow),
+    ],
+)
 def test_a_rank_that_is_killed_loses_no_acknowledged_save(tmp_path: Path, rank: int, point: str) -> None:
     kill_and_resume(tmp_path, rank, point)
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 from support.sharded import launch
 from support.sharded_programs import own_data
 
@@ -13,6 +14,7 @@ def test_each_rank_gets_its_own_data_back_where_the_ranks_are_as_many(tmp_path: 
     assert launch(own_data, 2, tmp_path, url) == saved
 
 
+@pytest.mark.slow
 def test_with_other_ranks_generators_go_by_rank_and_objects_are_rank_0s(tmp_path: Path) -> None:
     url = str(tmp_path / "run")
     saved = launch(own_data, 2, tmp_path, url)
