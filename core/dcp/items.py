@@ -107,6 +107,8 @@ def take_items(items: Sequence[WriteItem], planner: SavePlanner, paths: object) 
             own.plain[fqn] = _plain(fqn, path, value, own)
             continue
         assert isinstance(value, torch.Tensor)
+        if hasattr(value, "wait"):  # the result of a collective that has not arrived
+            value = value.wait()
         assert item.tensor_data is not None
         whole = tuple(item.tensor_data.size)
         if math.prod(whole) == 0 or value.numel() == 0:

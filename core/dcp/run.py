@@ -6,6 +6,7 @@ coordinator makes sure that all have come to the same answer.
 """
 
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from shrinkpoint.errors import ConfigError, StoreError
 from shrinkpoint.quality.strategy import exactly
 from shrinkpoint.reports import SaveReport
 from shrinkpoint.saving.retention import lineage_of
+from shrinkpoint.saving.warmup import Warmup
 from shrinkpoint.schemes.base import ReferenceState
 from shrinkpoint.sharded.encoding import Link, PartJob, StoredPart, store_part
 from shrinkpoint.sharded.own import OwnState
@@ -77,6 +79,13 @@ class Run:
         self._newest: Manifest | None = None
         self._step = 0
         self._began = 0.0
+        self._warmup = Warmup(config.scheme, config.scheme_options)
+        self._writing = threading.Lock()
+
+    def warm_up(self) -> None:
+        """Have the coders compiled before the first save, if they are not yet, by one rank of each machine."""
+        if self._config.compile_ahead and os.environ.get("LOCAL_RANK", "0") == "0":
+            self._warmup.start()
 
     def begin(self, step: int | None, *, coordinates: bool) -> None:
         """Begin a save.
@@ -87,7 +96,13 @@ class Run:
 
         Raises:
             StoreError: the store cannot be read, or not be written to.
+            ConfigError: the save before has not ended.
         """
+        if self._writing.locked():
+            raise ConfigError(
+                f"step {self._step} is still being saved to {self._store.display}: wait for the future of async_save before the"
+                " next one"
+            )
         found = self._store.manifests()
         newest = self._newest = found[0] if found else None
         self._step = step if step is not None else 0 if newest is None else newest.step + 1
@@ -116,7 +131,12 @@ class Run:
         Raises:
             ShrinkpointError: see `take_items`; or the store failed.
         """
+        with self._writing:
+            return self._write(plan, planner, place)
+
+    def _write(self, plan: SavePlan, planner: SavePlanner, place: Place) -> dict[str, Any]:
         own = take_items(plan.items, planner, plan.planner_data)
+        self._warmup.wait()
         link, self._link = self._link, None
         parent = link.digest if link else None
         after = -1 if self._newest is None else self._newest.seq

@@ -41,6 +41,7 @@ class StorageWriter(TorchStorageWriter):
         keep_every: see there.
         grace_s: see there.
         threads: see there.
+        compile_ahead: see there.
         storage_options: passed to fsspec.
         parity: as of `Checkpointer`.
         process_group: the one that is given to ``save``, if one is.
@@ -69,6 +70,7 @@ class StorageWriter(TorchStorageWriter):
         keep_every: int | None = None,
         grace_s: float = 24 * 3600.0,
         threads: int | None = None,
+        compile_ahead: bool = True,
         storage_options: StorageOptions = None,
         parity: int | None = None,
         process_group: dist.ProcessGroup | None = None,
@@ -86,12 +88,14 @@ class StorageWriter(TorchStorageWriter):
             keep_every=keep_every,
             grace_s=grace_s,
             threads=threads,
+            compile_ahead=compile_ahead,
         )
         self._given = (url_text(url), config, storage_options, parity)
         self._group = process_group
         self._coordinates = False
         self._step: int | None = None
         self._run: Run | None = run_of(*self._given)  # now, so that what cannot work is said before training
+        self._run.warm_up()
 
     @property
     def reports(self) -> list[SaveReport]:

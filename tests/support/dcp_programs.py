@@ -17,6 +17,7 @@ import shrinkpoint
 from shrinkpoint.dcp import StorageReader, StorageWriter
 from shrinkpoint.errors import StoreError
 from shrinkpoint.store.run import RunStore
+from shrinkpoint.store.writer import RunWriter
 
 warm()
 
@@ -172,21 +173,23 @@ def failing(rank: int, world: int, url: str, true: str) -> tuple[list[str], list
     return told, [(report.step, report.kind) for report in writer.reports]
 
 
-def killed(rank: int, world: int, url: str, before: bool) -> None:
-    """Rank 1 dies in the third save, before or after its part is stored; or rank 0 before the manifest."""
+def killed(rank: int, world: int, url: str, victim: int, point: str) -> None:
+    """A rank dies in the third save: before or after its part is stored, or, as coordinator, around the manifest."""
     model, optimizer = build("fsdp", world, rank)
-    writer, put = StorageWriter(url, threads=1), RunStore.put_part
+    writer = StorageWriter(url, threads=1)
+    owner, name = (RunStore, "put_part") if point.endswith("put") else (RunWriter, "commit_parts")
+    done = getattr(owner, name)
 
-    def die_there(*arguments: Any) -> Any:
-        if before:
+    def die_there(*arguments: Any, **options: Any) -> Any:
+        if point.startswith("before"):
             die()
-        put(*arguments)
+        done(*arguments, **options)
         die()
 
     for step in range(1, 4):
         train(model, optimizer, step)
-        if (rank, step) == (1, 3):
-            RunStore.put_part = die_there  # type: ignore[method-assign]
+        if (rank, step) == (victim, 3):
+            setattr(owner, name, die_there)
         dcp.save(state_of(model, optimizer, step), storage_writer=writer, checkpoint_id=step)
 
 

@@ -1,5 +1,6 @@
 """Ranks that fail or die, damage, and wrong input: that save or load alone fails, on every rank, with a clear error."""
 
+import pickle
 import warnings
 from pathlib import Path
 
@@ -8,9 +9,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from support.dcp_programs import attempt, by_checkpointer, failing, killed, loads, refusals
 from support.sharded import launch
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 
 import shrinkpoint
+from shrinkpoint.compaction import rebase
 from shrinkpoint.dcp import StorageReader, StorageWriter
+from shrinkpoint.errors import ChainError
 from shrinkpoint.store.run import RunStore
 
 
@@ -23,12 +27,22 @@ def test_a_rank_that_fails_costs_one_save(tmp_path: Path) -> None:
     assert launch(loads, 1, tmp_path, url, true, "plain") == [4]
 
 
-@pytest.mark.parametrize("before", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_rank_that_dies_costs_the_save_under_way(before: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("victim", "point", "left"),
+    [
+        (1, "before-put", 2),
+        pytest.param(1, "after-put", 2, marks=pytest.mark.slow),
+        pytest.param(0, "before-manifest", 2, marks=pytest.mark.slow),
+        pytest.param(0, "after-manifest", 3, marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_dies_costs_the_save_under_way(
+    victim: int, point: str, left: int, tmp_path: Path
+) -> None:
     url = str(tmp_path / "run")
-    launch(killed, 2, tmp_path, url, before, killed=True)
-    assert [manifest.step for manifest in RunStore(url).manifests()] == [2, 1]
-    assert shrinkpoint.load(url)["step"] == 2
+    launch(killed, 2, tmp_path, url, victim, point, killed=True)
+    assert [manifest.step for manifest in RunStore(url).manifests()] == list(range(left, 0, -1))
+    assert shrinkpoint.load(url)["step"] == left
 
 
 def test_wrong_input_is_told_on_every_rank(tmp_path: Path) -> None:
@@ -144,3 +158,55 @@ def test_a_run_that_was_not_loaded_is_said_to_stay(alone: tuple[StorageWriter, P
     with pytest.warns(match="that this training has not loaded"):
         save(StorageWriter(run, threads=1, keep_last=1), {"w": torch.ones(2)}, 1)
     assert [manifest.step for manifest in RunStore(run).manifests()] == [1, 0]
+
+
+def test_ranks_that_find_different_checkpoints_are_told(alone: tuple[StorageWriter, Path]) -> None:
+    writer, run = alone
+    plans = []
+    for step in range(2):
+        save(writer, {"w": torch.ones(2)}, step)
+        reader = StorageReader(run)
+        plans.append(reader.prepare_local_plan(LoadPlan([])))
+    with pytest.raises(
+        ChainError, match=r"different newest checkpoints in .*, of steps \[0, 1\]: something still saves"
+    ):
+        reader.prepare_global_plan(plans)
+    assert reader.prepare_global_plan(plans[1:]) == plans[1:]
+
+
+def test_a_save_that_overlaps_another_is_refused(
+    alone: tuple[StorageWriter, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, _ = alone
+
+    def meanwhile(*arguments: object, **options: object) -> None:
+        writer.reset(2)
+        writer.prepare_local_plan(SavePlan([]))
+
+    monkeypatch.setattr("shrinkpoint.dcp.run.store_part", meanwhile)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        told = attempt(lambda: dcp.save({"w": torch.ones(2)}, storage_writer=writer, checkpoint_id=1))
+    assert "ConfigError: step 1 is still being saved" in told
+
+
+def test_a_pickled_writer_goes_on_where_the_process_left_off(alone: tuple[StorageWriter, Path]) -> None:
+    """As in torch's own process for saves, which gets one with every save."""
+    writer, run = alone
+    for step in range(3):
+        save(pickle.loads(pickle.dumps(writer)), {"w": torch.arange(5000.0) + step}, step)
+    assert [manifest.kind for manifest in RunStore(run).manifests()] == ["delta", "delta", "base"]
+    assert [report.step for report in writer.reports] == [0, 1, 2]
+
+
+def test_upkeep_knows_the_pairs_runs(alone: tuple[StorageWriter, Path]) -> None:
+    writer, run = alone
+    for step in range(3):
+        save(writer, {"model": {"w": torch.arange(9.0) + step}, "n": step}, step)
+    store = RunStore(run)
+    rebased = rebase(store, store.manifests()[0])
+    assert rebased.source.step == 2
+    store.writer().collect([2], grace_s=0)
+    state = {"model": {"w": torch.zeros(9)}, "n": 0}
+    assert load(state, run) == "nothing"
+    assert state["n"] == 2
