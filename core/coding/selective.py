@@ -164,8 +164,13 @@ def sources_of_run(
     return [partial(open_at, at) for at in range(len(manifest.chain))]
 
 
-def header_of(store: RunStore, ref: BlobRef) -> Header:
+def header_of(store: RunStore, ref: BlobRef, parts: Collection[int] | None = None) -> Header:
     """What the header of one checkpoint of a chain says, or the headers of all its parts; nothing else is read.
+
+    Args:
+        store: the run.
+        ref: of the checkpoint.
+        parts: the numbers of the parts whose headers are enough; None: all.
 
     Raises:
         FormatError, ChainError, StoreError: it is damaged, missing, or cannot be read.
@@ -174,8 +179,9 @@ def header_of(store: RunStore, ref: BlobRef) -> Header:
         return _header_alone(store, ref)
     head = store.head(ref)
     with ThreadPoolExecutor(_READERS, thread_name_prefix="shrinkpoint-read") as pool:
-        headers = list(pool.map(lambda part: _header_alone(store, part.ref), head.parts))
-    return merged_headers(head, dict(enumerate(headers)))
+        numbers = range(len(head.parts)) if parts is None else sorted(parts)
+        headers = pool.map(lambda number: _header_alone(store, head.parts[number].ref), numbers)
+        return merged_headers(head, dict(zip(numbers, headers, strict=True)))
 
 
 def _header_alone(store: RunStore, ref: BlobRef) -> Header:

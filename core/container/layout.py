@@ -53,8 +53,8 @@ translation of line ends the last four."""
 FORMAT_VERSION = 1
 """The one version of the layout that this code writes and reads."""
 
-PARTS, BLOCKS = "parts", "blocks"
-FEATURES: Mapping[str, str] = {PARTS: "0.1.0", BLOCKS: "0.1.0"}
+PARTS, BLOCKS, BOXES = "parts", "blocks", "boxes"
+FEATURES: Mapping[str, str] = {PARTS: "0.1.0", BLOCKS: "0.1.0", BOXES: "0.1.0"}
 """Additions to this version of the format that this code can read: names in a header, and the first release that reads each."""
 
 PREFIX = struct.Struct("<8sIIQQQQ16s")
@@ -148,9 +148,10 @@ class Checkpoint:
     @property
     def features(self) -> dict[str, str]:
         """What a reader must know beyond `FORMAT_VERSION`."""
-        blocks = any(entry.spec.block is not None for entry in self.entries)
-        named = [name for name, used in ((PARTS, self.part is not None), (BLOCKS, blocks)) if used]
-        return {name: FEATURES[name] for name in named}
+        specs = [entry.spec for entry in self.entries if entry.spec.block is not None]
+        boxes = any(not spec.block.is_rows(spec.shape) for spec in specs if spec.block is not None)
+        used = {PARTS: self.part is not None, BLOCKS: bool(specs), BOXES: boxes}
+        return {name: since for name, since in FEATURES.items() if used[name]}
 
     def __post_init__(self) -> None:
         specs = [entry.spec for entry in self.entries]

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shrinkpoint.errors import CannotRepresentError
+from shrinkpoint.state.blocks import boxes_meet
 
 __all__ = ["Box", "Piece", "check_tiling", "intersection", "is_sharded", "pieces_of"]
 
@@ -128,10 +128,6 @@ def _box_of(name: str, tensor: Any) -> Box:
     return Box(tuple(offset), tuple(size))
 
 
-_PAIRS = 4096
-"""Boxes that are compared each with each at once."""
-
-
 def check_tiling(name: str, whole: tuple[int, ...], boxes: Sequence[Box]) -> None:
     """Make sure that the different ones of these boxes make up a tensor exactly.
 
@@ -151,22 +147,8 @@ def check_tiling(name: str, whole: tuple[int, ...], boxes: Sequence[Box]) -> Non
     found, total = sum(box.numel for box in different), math.prod(whole)
     if found != total:
         raise _refused(name, whole, f"they hold {found} of its {total} elements")
-    if whole and _overlap(different):
+    if whole and boxes_meet([box.offset for box in different], [box.size for box in different]):
         raise _refused(name, whole, "some overlap")
-
-
-def _overlap(boxes: Sequence[Box]) -> bool:
-    low = np.array([box.offset for box in boxes]).reshape(len(boxes), -1)
-    high = low + np.array([box.size for box in boxes]).reshape(len(boxes), -1)
-    for start in range(0, len(boxes), _PAIRS):
-        some = slice(start, start + _PAIRS)
-        meet = np.ones((len(low[some]), len(boxes)), bool)
-        for axis in range(low.shape[1]):
-            meet &= low[some, None, axis] < high[None, :, axis]
-            meet &= low[None, :, axis] < high[some, None, axis]
-        if meet.sum() != len(low[some]):  # each meets itself
-            return True
-    return False
 
 
 def _refused(name: str, whole: tuple[int, ...], why: str) -> CannotRepresentError:

@@ -72,6 +72,7 @@ def store_part(
     known: Mapping[str, Any],
     *,
     staged: StagedState | None = None,
+    table: JSON = None,
 ) -> StoredPart:
     """Code a rank's tensors and put them into the run.
 
@@ -82,6 +83,7 @@ def store_part(
         plan: the scheme.
         known: `OwnState.digests` of the first rank, empty there and where they did not arrive.
         staged: the tensors that are quantized already; the job's state then has their restored values.
+        table: plain data that takes the place of the rank's own (`shrinkpoint.dcp`).
 
     Raises:
         ShrinkpointError: the state cannot be coded, or not be stored.
@@ -94,7 +96,7 @@ def store_part(
         {**job.state.specs, **own.specs},
     )
     encoded = _encode(config, job, state, plan, staged)
-    checkpoint = replace(encoded.checkpoint, part=PartOf(job.rank, job.world, own.tree or None))
+    checkpoint = replace(encoded.checkpoint, part=PartOf(job.rank, job.world, own.tree or table))
     container = write_container(checkpoint)
     encoded_at = time.perf_counter()
     ref = store.put_part(data_key(job.step, job.session), container)

@@ -217,4 +217,4 @@ def block_box(spec: TensorSpec) -> tuple[str, Box]:
     """Of which whole tensor a stored one is which box."""
     if spec.block is None:
         return spec.name, Box((0,) * len(spec.shape), spec.shape)
-    return spec.block.of, Box((spec.block.start, *(0 for _ in spec.shape[1:])), spec.shape)
+    return spec.block.of, Box(spec.block.offset, spec.shape)

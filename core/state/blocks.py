@@ -1,10 +1,11 @@
-"""Long tensors stored as blocks of rows, so that several ranks can code one: how they are cut and joined."""
+"""Tensors stored in several blocks, so that several ranks can code one: rows of it, or any boxes; how they are cut and joined."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from shrinkpoint.errors import FormatError
@@ -13,58 +14,71 @@ from shrinkpoint.state.tree import JSON
 if TYPE_CHECKING:
     from shrinkpoint.state.training import TensorSpec
 
-__all__ = ["BLOCK_ELEMENTS", "RowBlock", "blocks_of", "joined", "whole_specs"]
+__all__ = ["BLOCK_ELEMENTS", "Block", "blocks_of", "boxes_meet", "joined", "whole_specs"]
 
 BLOCK_ELEMENTS = 2**24
 """Elements of a block at most, unless a single row has more. A tensor's blocks depend on its shape alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowBlock:
-    """Which rows of a longer tensor a stored tensor is."""
+class Block:
+    """Which part of a larger tensor a stored tensor is: a box of it, mostly some of its rows."""
 
     of: str
-    """The longer tensor's name."""
-    start: int
-    """Its first row in there."""
+    """The larger tensor's name."""
+    offset: tuple[int, ...]
+    """The box's first index in each dimension of it."""
     shape: tuple[int, ...]
-    """The longer tensor's shape."""
+    """The larger tensor's shape."""
     parameter: str | None
-    """The longer tensor's `Tag.parameter`; the block's own one has its number behind."""
+    """The larger tensor's `Tag.parameter`; the block's own one has its place behind."""
 
-    def to_json(self) -> JSON:
-        """As in a container's header."""
-        return [self.of, self.start, list(self.shape), self.parameter]
+    def is_rows(self, size: Sequence[int]) -> bool:
+        """Whether a block of this size is whole rows of the larger tensor."""
+        return not any(self.offset[1:]) and tuple(size[1:]) == self.shape[1:]
+
+    def to_json(self, size: Sequence[int]) -> JSON:
+        """As in a container's header: of rows, the first one's number; of another box, the offset.
+
+        Args:
+            size: the block's shape.
+        """
+        at: JSON = self.offset[0] if self.is_rows(size) else list(self.offset)
+        return [self.of, at, list(self.shape), self.parameter]
 
     @classmethod
-    def from_json(cls, node: JSON) -> "RowBlock":
+    def from_json(cls, node: JSON) -> "Block":
         """Read what `to_json` gave.
 
         Raises:
             FormatError: it is something else.
         """
         if type(node) is not list or len(node) != 4:
-            raise FormatError(f"{node!r:.80} is not a block of rows")
-        of, start, shape, parameter = node
+            raise FormatError(f"{node!r:.80} is not a block of a tensor")
+        of, at, shape, parameter = node
         sound = (
             type(of) is str
-            and type(start) is int
             and (parameter is None or type(parameter) is str)
             and type(shape) is list
             and 0 < len(shape) <= 1024
             and all(type(n) is int and 0 <= n < 2**48 for n in shape)
-            and 0 <= start < 2**48
         )
-        if not sound:
-            raise FormatError(f"{node!r:.80} is not a block of rows")
-        return cls(of=of, start=start, shape=tuple(shape), parameter=parameter)
+        if sound and type(at) is int:
+            at = [at, *(0 for _ in shape[1:])]
+        if (
+            not sound
+            or type(at) is not list
+            or len(at) != len(shape)
+            or not all(type(n) is int and 0 <= n < 2**48 for n in at)
+        ):
+            raise FormatError(f"{node!r:.80} is not a block of a tensor")
+        return cls(of=of, offset=tuple(at), shape=tuple(shape), parameter=parameter)
 
-    def holds(self, shape: Sequence[int]) -> bool:
-        """Whether rows of this shape may be such a block."""
+    def holds(self, size: Sequence[int]) -> bool:
+        """Whether a tensor of this shape may be such a block."""
         return (
-            len(shape) == len(self.shape)
-            and tuple(shape[1:]) == self.shape[1:]
-            and self.start + shape[0] <= self.shape[0]
+            len(size) == len(self.shape)
+            and all(at + n <= of for at, n, of in zip(self.offset, size, self.shape, strict=True))
             and math.prod(n or 1 for n in self.shape) < 2**59
         )
 
@@ -90,7 +104,12 @@ def blocks_of(spec: "TensorSpec", limit: int = BLOCK_ELEMENTS) -> list["TensorSp
                 name=f"{spec.name}@{number}",
                 shape=(min(height, rows - start), *spec.shape[1:]),
                 tag=replace(spec.tag, parameter=own),
-                block=RowBlock(of=spec.name, start=start, shape=spec.shape, parameter=parameter),
+                block=Block(
+                    of=spec.name,
+                    offset=(start, *(0 for _ in spec.shape[1:])),
+                    shape=spec.shape,
+                    parameter=parameter,
+                ),
             )
         )
     return blocks
@@ -137,14 +156,56 @@ def joined(
 
 
 def _joined(name: str, blocks: list["TensorSpec"], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    ordered = sorted(blocks, key=lambda spec: spec.block.start if spec.block else 0)
+    if any(spec.block is None or not spec.block.is_rows(spec.shape) for spec in blocks):
+        return _joined_boxes(name, blocks, tensors)
+    ordered = sorted(blocks, key=lambda spec: spec.block.offset[0] if spec.block else 0)
     at = 0
     for spec in ordered:
         assert spec.block is not None
-        if spec.block.start != at or spec.name not in tensors:
-            raise FormatError(f"the checkpoint lacks rows {at} to {spec.block.start} of {name!r}")
+        if spec.block.offset[0] != at or spec.name not in tensors:
+            raise FormatError(f"the checkpoint lacks rows {at} to {spec.block.offset[0]} of {name!r}")
         at += spec.shape[0]
     last = ordered[-1].block
     if last is None or at != last.shape[0]:
         raise FormatError(f"the checkpoint lacks the rows of {name!r} from {at} on")
     return torch.cat([tensors[spec.name] for spec in ordered])
+
+
+def _joined_boxes(name: str, blocks: list["TensorSpec"], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    places = [spec.block for spec in blocks if spec.block is not None]
+    shape, held = places[0].shape, sum(spec.numel for spec in blocks if spec.name in tensors)
+    if held != math.prod(shape):
+        raise FormatError(f"the checkpoint has {held} of the {math.prod(shape)} elements of {name!r}")
+    if boxes_meet([place.offset for place in places], [spec.shape for spec in blocks]):
+        raise FormatError(f"blocks of {name!r} overlap")
+    whole = torch.empty(shape, dtype=blocks[0].dtype)
+    for spec, place in zip(blocks, places, strict=True):
+        cut = tuple(slice(at, at + n) for at, n in zip(place.offset, spec.shape, strict=True))
+        whole[cut] = tensors[spec.name]
+    return whole
+
+
+_PAIRS = 4096
+"""Boxes that are compared each with each at once."""
+
+
+def boxes_meet(offsets: Sequence[Sequence[int]], sizes: Sequence[Sequence[int]]) -> bool:
+    """Whether any two of some boxes have elements in common.
+
+    Args:
+        offsets: of each in every dimension, of which there is at least one.
+        sizes: likewise; none is 0.
+    """
+    if len(offsets) < 2:
+        return False
+    low = np.array(offsets, dtype=np.int64).reshape(len(offsets), -1)
+    high = low + np.array(sizes, dtype=np.int64).reshape(len(offsets), -1)
+    for start in range(0, len(low), _PAIRS):
+        some = slice(start, start + _PAIRS)
+        meet = np.ones((len(low[some]), len(low)), bool)
+        for axis in range(low.shape[1]):
+            meet &= low[some, None, axis] < high[None, :, axis]
+            meet &= low[None, :, axis] < high[some, None, axis]
+        if meet.sum() != len(low[some]):  # each meets itself
+            return True
+    return False

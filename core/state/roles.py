@@ -16,6 +16,7 @@ __all__ = [
     "is_master",
     "model_tags",
     "moment_role",
+    "named_role",
     "optimizer_parameter_names",
     "state_tag",
 ]
@@ -125,6 +126,11 @@ def moment_role(key: str, optimizer: torch.optim.Optimizer) -> Role:
     """
     role = _NAMES.get(key, Role.STATE)
     return Role.SQUARES if role is Role.EXP_AVG_SQ and not _is_adam(optimizer) else role
+
+
+def named_role(key: str) -> Role | None:
+    """The role that an optimizer state's entry mostly has under a key, where nothing else is known of the optimizer; or None."""
+    return _NAMES.get(key)
 
 
 def state_tag(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shrinkpoint.errors import CannotRepresentError, FormatError
-from shrinkpoint.state.blocks import RowBlock, joined
+from shrinkpoint.state.blocks import Block, joined
 from shrinkpoint.state.dtypes import dtype_from_name, dtype_name
 from shrinkpoint.state.tree import JSON, Path, decode_tree, encode_tree, join_path
 
@@ -66,7 +66,7 @@ class TensorSpec:
     dtype: torch.dtype
     shape: tuple[int, ...]
     tag: Tag = field(default_factory=Tag)
-    block: RowBlock | None = None
+    block: Block | None = None
     """Where it is only a part of a tensor: which."""
 
     @property
@@ -88,7 +88,7 @@ class TensorSpec:
             "role": self.tag.role.value,
             "layer_type": self.tag.layer_type.value,
             "parameter": self.tag.parameter,
-            **({} if self.block is None else {"block": self.block.to_json()}),
+            **({} if self.block is None else {"block": self.block.to_json(self.shape)}),
         }
 
     @classmethod
@@ -115,7 +115,7 @@ class TensorSpec:
             tag = Tag(role=Role(node["role"]), layer_type=LayerType(node["layer_type"]), parameter=parameter)
             if math.prod(n or 1 for n in shape) >= 2**59:  # torch counts bytes in signed 64-bit integers
                 raise FormatError(f"tensor {name!r}: the shape {shape!r} has too many elements")
-            block = RowBlock.from_json(node["block"]) if "block" in node else None
+            block = Block.from_json(node["block"]) if "block" in node else None
             if block is not None and not block.holds(shape):
                 raise FormatError(f"tensor {name!r}: {shape!r} is no block of {block.shape!r}")
             return cls(

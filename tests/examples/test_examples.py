@@ -357,6 +357,23 @@ def test_the_sharded_example_continues_on_more_ranks(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_example_of_torchs_own_saves_continues_on_more_ranks(tmp_path):
+    shown = []
+    for ranks, steps in ((2, 8), (3, 12)):
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)),
+            *(str(EXAMPLES / "sharded_dcp.py"), str(tmp_path / "run"), "--steps", str(steps), "--every", "4"),
+        ]
+        done = subprocess.run(command, capture_output=True, check=False, text=True, timeout=240)
+        assert done.returncode == 0, done.stdout + done.stderr
+        shown.append(done.stdout)
+    assert "2 ranks, from step 0 to 8" in shown[0]
+    assert "step 8: delta" in shown[0]
+    assert "3 ranks, from step 8 to 12" in shown[1]
+    assert "step 12: base" in shown[1]
+
+
+@pytest.mark.slow
 def test_lightnings_sharded_example_continues_on_more_ranks(tmp_path):
     url = tmp_path / "run"
     shown = [

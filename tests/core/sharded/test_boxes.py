@@ -13,8 +13,8 @@ from support.sharded_programs import placements
 from shrinkpoint.errors import CannotRepresentError, FormatError
 from shrinkpoint.sharded.boxes import Box, check_tiling, intersection, pieces_of
 from shrinkpoint.sharded.layout import block_box, owners_of
-from shrinkpoint.state.blocks import blocks_of, joined, whole_specs
-from shrinkpoint.state.training import Role, RowBlock, Tag, TensorSpec
+from shrinkpoint.state.blocks import Block, blocks_of, joined, whole_specs
+from shrinkpoint.state.training import Role, Tag, TensorSpec
 
 SHAPES = st.lists(st.integers(1, 7), min_size=0, max_size=3).map(tuple)
 
@@ -129,6 +129,44 @@ def test_blocks_join_to_the_tensor_that_they_are_of(shape: tuple[int, ...], limi
     assert len(set(parameters)) == len(blocks)  # blocks of one row range alone are coded together
 
 
+@given(tilings())
+def test_boxes_join_to_the_tensor_that_they_are_of(tiling: tuple[tuple[int, ...], list[Box]]) -> None:
+    shape, boxes = tiling
+    whole = torch.arange(math.prod(shape)).reshape(shape)
+    full = Box((0,) * len(shape), shape)
+    specs, tensors = {}, {}
+    for box in boxes if shape else []:
+        block = Block(of="w", offset=box.offset, shape=shape, parameter=None)
+        name = f"w@{box.offset}"
+        spec = TensorSpec(name=name, dtype=torch.int64, shape=box.size, block=block)
+        specs[name] = TensorSpec.from_json(spec.to_json())
+        tensors[name] = full.cut(whole, box).clone()
+        assert specs[name] == spec
+        assert block_box(spec) == ("w", box)
+    if not specs:
+        return
+    assert torch.equal(joined(tensors, specs)[0]["w"], whole)
+    if len(specs) > 1:
+        first = next(iter(specs))
+        with pytest.raises(FormatError, match="lacks|elements of"):
+            joined(tensors, {name: spec for name, spec in specs.items() if name != first})
+
+
+def test_overlapping_boxes_are_no_tensor() -> None:
+    specs, tensors = {}, {}
+    for at in ((0, 0), (0, 1)):
+        name = f"w@{at}"
+        block = Block(of="w", offset=at, shape=(2, 4), parameter=None)
+        specs[name] = TensorSpec(name=name, dtype=torch.float32, shape=(2, 2), block=block)
+        tensors[name] = torch.zeros(2, 2)
+    with pytest.raises(FormatError, match="blocks of 'w' overlap"):
+        joined(tensors, specs)
+    node = specs["w@(0, 1)"].to_json()
+    for bad in ([0, 3], [0], [0, -1], [0, 1.0], "1"):
+        with pytest.raises(FormatError):
+            TensorSpec.from_json(node | {"block": ["w", bad, [2, 4], None]})
+
+
 def test_missing_and_contradicting_blocks_are_refused() -> None:
     spec = TensorSpec(name="w", dtype=torch.float32, shape=(6, 2))
     blocks = blocks_of(spec, 4)
@@ -147,7 +185,7 @@ def test_missing_and_contradicting_blocks_are_refused() -> None:
     ):
         with pytest.raises(FormatError):
             TensorSpec.from_json(node | {"block": bad})
-    assert RowBlock.from_json(node["block"]).start == 0
+    assert Block.from_json(node["block"]).offset == (0, 0)
 
 
 # ---- owners
