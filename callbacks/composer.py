@@ -18,6 +18,7 @@ try:
 
     from shrinkpoint.integrations.composer.session import Session
     from shrinkpoint.integrations.composer.settings import Settings
+    from shrinkpoint.integrations.composer.sharded import session_for
 except ModuleNotFoundError as error:
     if error.name is None or error.name.partition(".")[0] != "composer":
         raise
@@ -218,7 +219,7 @@ class CompressedCheckpoint(Callback):
 
     def init(self, state: State, logger: Logger) -> None:
         """Checks the store."""
-        self._session = Session(self._settings)  # a callback may serve one trainer after another
+        self._session = session_for(self._settings, state)  # a callback may serve one trainer after another
         self._session.init(state)
 
     def after_load(self, state: State, logger: Logger) -> None:

@@ -14,6 +14,7 @@ from shrinkpoint.errors import ConfigError
 from shrinkpoint.loop.objects import LoopObjects, Stateful
 from shrinkpoint.sharded.boxes import is_sharded
 from shrinkpoint.sharded.limits import unmeasured
+from shrinkpoint.sharded.restoring import RANKS_KEY
 from shrinkpoint.sharded.saver import ShardedSaver
 from shrinkpoint.sharded.targets import Targets, reshard
 from shrinkpoint.state.rng import capture_rng
@@ -116,7 +117,7 @@ class ShardedObjects(LoopObjects):
 
     def load(self, state: Any, url: str, *, warns: bool = True) -> None:
         """See `LoopObjects.load`; the model's shards are filled already."""
-        ranks = state.pop("ranks", None) if isinstance(state, dict) else None
+        ranks = state.pop(RANKS_KEY, None) if isinstance(state, dict) else None
         if isinstance(state, dict) and isinstance(state.get("optimizers"), list):
             state["optimizers"] = self._found.reordered(state["optimizers"])
         super().load(state, url, warns=warns)

@@ -22,7 +22,10 @@ from shrinkpoint.state.tree import JSON
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.run import RunStore
 
-__all__ = ["Decoded", "fill", "read_newest", "read_one"]
+__all__ = ["RANKS_KEY", "Decoded", "fill", "read_newest", "read_one"]
+
+RANKS_KEY = "shrinkpoint ranks"
+"""The entry that a restored state has in addition: ``stored``, ``here`` and ``rank``."""
 
 
 _NOTHING: tuple[str, Any] = ("", None)
@@ -159,7 +162,8 @@ def _own_of(header: Header) -> tuple[JSON, ...]:
 
 
 def _decode(store: RunStore, ranks: Ranks, plan: ReadPlan, threads: int, limit: int) -> Decoded:
-    common = {name: spec for name, spec in plan.specs.items() if not name.startswith("ranks/")}
+    # of a checkpoint in parts alone: a single container's state may have an entry of that name
+    common = {n: spec for n, spec in plan.specs.items() if not (plan.own and n.startswith("ranks/"))}
     owners = _owners(common, ranks.world, limit)
     wanted = {name for name, (_, owner) in owners.items() if owner == ranks.rank}
     if len(plan.own) > ranks.rank:
@@ -207,7 +211,8 @@ def fill(
         targets: gives the tensors to be filled, with shards or whole, by name, for the specs of whole tensors.
 
     Returns:
-        The state, in these tensors; plain data of this rank in the place of the first rank's where it is known.
+        The state, in these tensors; plain data of this rank in the place of the first rank's where it is known. The entry
+        `RANKS_KEY` says how many ranks stored it (1 for a single container), how many there are here, and which this is.
 
     Raises:
         ShrinkpointError: a target does not fit; on every rank, and nothing is changed then.
@@ -270,5 +275,5 @@ def _own_tree(plan: ReadPlan, decoded: Decoded, ranks: Ranks) -> tuple[JSON, dic
     tensors = {name: value for name, value in decoded.values.items() if name.startswith(below)}
     tree = merged_tree(tree, own)
     if isinstance(tree, dict):
-        tree["ranks"] = {"stored": world, "here": ranks.world, "rank": ranks.rank}
+        tree[RANKS_KEY] = {"stored": world, "here": ranks.world, "rank": ranks.rank}
     return tree, tensors

@@ -1,6 +1,6 @@
 """The tensors of a sharded model and its optimizers that a restore fills; parameters are matched by their names."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from shrinkpoint.sharded.capture import captured
 from shrinkpoint.state.roles import describe_training, optimizer_parameter_names
 from shrinkpoint.state.training import TensorSpec
 
-__all__ = ["Targets", "reshard"]
+__all__ = ["Targets", "require_model", "reshard", "target_for"]
 
 
 def reshard(model: nn.Module) -> None:
@@ -68,12 +68,12 @@ class Targets:
         )
         live = dict(captured({self._model_key: self._model.state_dict()}, describe).tensors)
         self._note_order(specs)
-        self._check(specs, live)
+        require_model(specs, live, self._model, below=f"{self._model_key}/", writer=self._writer)
         if others:
             more = captured(dict(others), describe).tensors
             live |= {name: tensor for name, tensor in more.items() if is_sharded(tensor)}
         parameters = dict(self._model.named_parameters(remove_duplicate=False))
-        return {name: _target(spec, live.get(name), parameters) for name, spec in specs.items()}
+        return {name: target_for(spec, live.get(name), parameters) for name, spec in specs.items()}
 
     def reordered(self, optimizers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The optimizers' states by the numbers that parameters have here, whose names decide.
@@ -96,27 +96,6 @@ class Targets:
             found.append({**stored, "state": state})
         return found
 
-    def _check(self, specs: Mapping[str, TensorSpec], live: Mapping[str, torch.Tensor]) -> None:
-        start = f"{self._model_key}/"
-        stored = {
-            name.removeprefix(start): spec.shape for name, spec in specs.items() if name.startswith(start)
-        }
-        shapes = {name.removeprefix(start): tuple(tensor.shape) for name, tensor in live.items()}
-        named = (
-            *self._model.named_parameters(remove_duplicate=False),
-            *self._model.named_buffers(remove_duplicate=False),
-        )
-        owners = {id(tensor) for name, tensor in named if name in stored}
-        # a tensor that is tied is stored once, under the name that came first
-        tied = {name for name, tensor in named if id(tensor) in owners}
-        known = {name: shape for name, shape in shapes.items() if name in stored or name not in tied}
-        if not stored:
-            raise StateMismatchError(
-                f"the checkpoint was not written by {self._writer}, or holds no model: give this run a URL of its own, or"
-                " continue the other one with what it was made with"
-            )
-        require_same_model(stored, known, "the run")
-
     def _note_order(self, specs: Mapping[str, TensorSpec]) -> None:
         """Under which number each optimizer here knows the parameters that the checkpoint has numbers for."""
         self._numbers = {}
@@ -131,9 +110,59 @@ class Targets:
             self._numbers[index] = order
 
 
-def _target(
+def require_model(
+    specs: Mapping[str, TensorSpec],
+    live: Mapping[str, torch.Tensor],
+    model: nn.Module,
+    *,
+    below: str,
+    writer: str,
+    named: Callable[[str], str] = str,
+) -> None:
+    """Refuse a checkpoint of another model.
+
+    Args:
+        specs: of the checkpoint's whole tensors, by name.
+        live: the model's state as it would be stored, by name.
+        model: with shards.
+        below: what the names of the model's tensors begin with.
+        writer: who writes such states, for messages.
+        named: the name in a checkpoint of a parameter or buffer, for that in the model.
+
+    Raises:
+        StateMismatchError: names or shapes differ; the message says which. Or `writer` did not write it.
+    """
+    stored = {name.removeprefix(below): spec.shape for name, spec in specs.items() if name.startswith(below)}
+    shapes = {name.removeprefix(below): tuple(tensor.shape) for name, tensor in live.items()}
+    tensors = [
+        (named(name), tensor)
+        for name, tensor in (
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        )
+    ]
+    owners = {id(tensor) for name, tensor in tensors if name in stored}
+    # a tensor that is tied is stored once, under the name that came first
+    tied = {name for name, tensor in tensors if id(tensor) in owners}
+    known = {name: shape for name, shape in shapes.items() if name in stored or name not in tied}
+    if not stored:
+        raise StateMismatchError(
+            f"the checkpoint was not written by {writer}, or holds no model: give this run a URL of its own, or continue the"
+            " other one with what it was made with"
+        )
+    require_same_model(stored, known, "the run")
+
+
+def target_for(
     spec: TensorSpec, live: torch.Tensor | None, parameters: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
+    """What a restore fills for one stored tensor: the training's own, or a new one with its parameter's shards.
+
+    Args:
+        spec: of the whole tensor.
+        live: the training's own tensor of this name, if it has one.
+        parameters: the model's, by their names in a checkpoint.
+    """
     if live is not None:
         return live
     parameter = parameters.get(spec.tag.parameter or "")

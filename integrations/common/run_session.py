@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from shrinkpoint.coding.selective import header_of
 from shrinkpoint.errors import ShrinkpointError, ShrinkpointWarning
-from shrinkpoint.integrations.common.ranks import broadcast, is_first, on_first
+from shrinkpoint.integrations.common.ranks import broadcast, is_first, on_every, on_first
 from shrinkpoint.integrations.common.reports import BestCheckpoints, metrics_of
 from shrinkpoint.integrations.common.settings import RunSettings
 from shrinkpoint.integrations.common.step_log import SessionLog
@@ -66,6 +66,9 @@ class RunSession:
         self._warned: set[str] = set()
         self._until_failure = UntilFailure(self.warn_once)
 
+    fills_in_place = False
+    """Whether `restore` fills the training's own tensors, so that what is wrong must be found before."""
+
     def use(self, settings: RunSettings) -> None:
         """Replace the options by those that the trainer completes, before the saver is asked for."""
         self.settings = settings
@@ -113,10 +116,10 @@ class RunSession:
             ChainError: there are checkpoints, and none is sound.
             StoreError: the store cannot be read.
         """
-        return on_first(self.newest_wanted)
+        return self.decide(self.newest_wanted)
 
     def newest_wanted(self) -> Manifest | None:
-        """As `choose`, on the first rank alone."""
+        """As `choose`, for `decide`."""
         policy = self.settings.resume
         if policy == "never":
             self.saver.forget()  # the saves of this process so far belong to another training
@@ -125,13 +128,29 @@ class RunSession:
         self.continued = None if chosen is None else chosen.step
         return chosen
 
-    def outline(self, keys: Collection[str]) -> dict[str, Any] | None:
-        """The newest stored state with meta tensors (shapes without elements); for the first rank.
+    def restore(self, manifest: Manifest) -> Any:
+        """The state of a checkpoint, which saves go on from.
+
+        Args:
+            manifest: as `choose` gave it.
+
+        Raises:
+            ChainError, StoreError: it cannot be read; on every rank.
+        """
+        restored = on_every(lambda: self.saver.restore(manifest))
+        assert restored is not None
+        if not is_first():  # only the first process saves deltas to the checkpoint that it has read
+            self.saver.forget()
+        return restored.state.to_object()
+
+    def outline(self, keys: Collection[str], manifest: Manifest | None = None) -> dict[str, Any] | None:
+        """A stored state with meta tensors (shapes without elements); for the first rank.
 
         Only its container's header is read, whether its chain is sound or not.
 
         Args:
             keys: the entries of the state to give.
+            manifest: the checkpoint; None is the newest.
 
         Returns:
             Those that it has; None in an empty run.
@@ -139,9 +158,9 @@ class RunSession:
         Raises:
             FormatError, StoreError: it cannot be read.
         """
-        for manifest in self.saver.store.manifests()[:1]:
-            return _outline(self.saver, manifest, keys)
-        return None
+        if manifest is None:
+            manifest = next(iter(self.saver.store.manifests()), None)
+        return None if manifest is None else _outline(self.saver, manifest, keys)
 
     def remember(self) -> None:
         """Read which checkpoints were the best and the last, when a run is continued.

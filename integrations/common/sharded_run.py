@@ -15,6 +15,7 @@ from shrinkpoint.saving.takeover import Adoption
 from shrinkpoint.sharded.limits import refuse_options, unmeasured
 from shrinkpoint.sharded.saver import ShardedSaver, Targets
 from shrinkpoint.state.training import Describe
+from shrinkpoint.store.manifest import Manifest
 
 __all__ = ["ShardedRun"]
 
@@ -66,6 +67,8 @@ class ShardedRun(RunSession):
         """None: nothing is measured on shards yet."""
         return 0
 
+    fills_in_place = True
+
     def decide(self, action: Callable[[], T]) -> T:
         """See `RunSession.decide`; here every rank takes part."""
         return action()
@@ -80,6 +83,16 @@ class ShardedRun(RunSession):
         scheme = self.settings.saver.scheme
         if scheme != "lossless" and is_first():
             self.warn_once(unmeasured(scheme, "the loss of sharded models is not measured yet"))
+
+    def restore(self, manifest: Manifest) -> Any:
+        """See `RunSession.restore`; the model's and the optimizers' tensors are those of `targets`, filled.
+
+        Raises:
+            ShrinkpointError: as `ShardedSaver.restore`; on every rank.
+        """
+        restored = self.saver.restore(manifest)
+        assert restored is not None
+        return restored.state.to_object()
 
     def wants(self, *, last: bool) -> bool:
         """True: the ranks agree in `hand_over`, before a tensor is moved."""
@@ -128,6 +141,20 @@ class ShardedRun(RunSession):
         if is_first():
             self._take_reports()
         self.best = broadcast(self.best)
+
+    def warn_unsaved(self, step: int) -> None:
+        """Say on the first rank, if training ends at a step that could not be saved, which checkpoint is the newest.
+
+        Args:
+            step: the training's, whose reports have been taken by `attend`.
+        """
+        if step == self.saved_step or not is_first():
+            return
+        newest = self.best.last_path
+        self.warn_once(
+            f"training ends at step {step}, which could not be saved:"
+            f" {f'the newest checkpoint is {newest}' if newest else 'there is no checkpoint'}"
+        )
 
     def release(self) -> None:
         """See `RunSession.release`."""

@@ -10,19 +10,22 @@ from composer.loggers import Logger
 
 from shrinkpoint.errors import ConfigError, ShrinkpointWarning
 from shrinkpoint.integrations.common.gradient_buckets import Buckets
-from shrinkpoint.integrations.common.ranks import is_first, on_every, on_first, rank, world_size
+from shrinkpoint.integrations.common.ranks import is_first, on_first, world_size
 from shrinkpoint.integrations.common.run_session import RunSession
 from shrinkpoint.integrations.composer.data import DataPlace
 from shrinkpoint.integrations.composer.state import (
     OUTLINE,
     load_state,
+    model_state,
+    place_in,
     require_own_run,
     require_same_optimizers,
+    shards_model,
 )
 from shrinkpoint.integrations.composer.step_log import replayed, start_log
 from shrinkpoint.saving.resume import overridden_rates
 from shrinkpoint.saving.retention import is_weights_only
-from shrinkpoint.store.manifest import Manifest
+from shrinkpoint.sharded.restoring import RANKS_KEY
 from shrinkpoint.warn import warn
 
 __all__ = ["continue_run", "require_supported"]
@@ -31,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 def require_supported(state: State) -> None:
-    """Refuse a run whose whole state no process will ever have.
+    """Refuse a run whose state cannot be taken.
 
     Args:
         state: while the trainer is being built.
@@ -40,12 +43,12 @@ def require_supported(state: State) -> None:
         ConfigError: the message says what to change.
     """
     config = state.fsdp_config
-    if config is None:
+    if config is None or shards_model(state):
         return
     if config.state_dict_type != "full":
         raise ConfigError(
             f"parallelism_config['fsdp']['state_dict_type']={config.state_dict_type!r}: no process has the whole state,"
-            " and CompressedCheckpoint does not save shards yet. Set it to 'full', or save with save_folder"
+            " and the flat shards of FSDP1 are not supported. Set the environment variable FSDP_VERSION=2, or it to 'full'"
         )
     if state.load_monolith_rank0_only:
         raise ConfigError(
@@ -91,28 +94,29 @@ def continue_run(
         return []
     url = run.settings.url
     start_log(run, state)
-    stored = on_every(lambda: _read(run, manifest))
-    live = state.get_model_state_dict()
+    live = model_state(state)
 
-    def require_same_run() -> None:
+    def require_same_run(stored: Any) -> None:
         require_own_run(stored, live, state, url)
         require_same_optimizers(stored, state, url)
 
-    on_first(require_same_run)
+    if run.fills_in_place:
+        on_first(lambda: require_same_run(run.outline(OUTLINE, manifest)))
+    stored = run.restore(manifest)
+    if not run.fills_in_place:
+        on_first(lambda: require_same_run(stored))
     stores_optimizers = not is_weights_only(manifest.meta)
     if stores_optimizers:
         _warn_overridden(stored["state"]["optimizers"], state)
     load_state(stored, state, logger, url, optimizers=stores_optimizers)
     stored = replayed(run.log, stored, state, logger, url)
-    _take_place(stored["ranks"], data)
+    known = _take_place(stored, data)
     if take is not None:
         take(stored)
     run.saved_step = manifest.step
     run.remember()
-    if not is_first():  # only the first process saves deltas to the checkpoint that it has read
-        run.saver.forget()
     _warn_resumed(run, state)
-    return stored["buckets"] if len(stored["ranks"]) == world_size() else []
+    return stored["buckets"] if known else []
 
 
 def _warn_overridden(stored: Mapping[str, Any], state: State) -> None:
@@ -120,12 +124,6 @@ def _warn_overridden(stored: Mapping[str, Any], state: State) -> None:
     overridden = overridden_rates(there, state.optimizers, scheduled=bool(state.schedulers))
     if overridden is not None and is_first():
         warn(overridden)
-
-
-def _read(run: RunSession, manifest: Manifest) -> Any:
-    restored = run.saver.restore(manifest)
-    assert restored is not None
-    return restored.state.to_object()
 
 
 def _require_own_run(run: RunSession, state: State) -> None:
@@ -137,20 +135,27 @@ def _require_own_run(run: RunSession, state: State) -> None:
         return found[0] is not None
 
     if on_first(look):
-        live = state.get_model_state_dict()
+        live = model_state(state)
         on_first(lambda: require_own_run(found[0], live, state, run.settings.url))
 
 
-def _take_place(ranks: list[Any], data: DataPlace) -> None:
-    if len(ranks) == world_size():
-        data.load(ranks[rank()])
+def _take_place(stored: Mapping[str, Any], data: DataPlace) -> bool:
+    """Whether this process's position in the data is known; it is restored then."""
+    ranks = stored.get(RANKS_KEY)
+    own = ranks["stored"] == ranks["here"] if ranks is not None else world_size() == 1
+    world, place = place_in(stored, own=own)
+    if place is not None:
+        data.load(place)
     elif is_first():
+        by, here = f"{world} processes", f"is continued by {world_size()}"
+        if world == world_size():
+            by, here = f"{by} with shards of the model", "is continued without, or was compacted"
         warnings.warn(
-            f"the checkpoint was saved by {len(ranks)} processes and is continued by {world_size()}: random numbers and"
-            " the order of samples will differ",
+            f"the checkpoint was saved by {by} and {here}: random numbers and the order of samples will differ",
             ShrinkpointWarning,
             stacklevel=2,
         )
+    return place is not None
 
 
 def _warn_resumed(run: RunSession, state: State) -> None:

@@ -144,6 +144,9 @@ class Session:
         self._buckets = []
         self._data.fit_starts(state)
         self._steps.starts(state)
+        self._begin_saving(state)
+
+    def _begin_saving(self, state: State) -> None:
         weights = followed_state(state)
         if is_first():
             self.run.saver.begin(weights, step=int(state.timestamp.batch), describe=describe_state(state))
@@ -204,7 +207,7 @@ class Session:
             asked.error is not None,
             is_first() and asked.error is None and asked.get(),
             self._termination.received,
-            is_first() and self.run.saver.evaluation_wanted,
+            self._evaluation_wanted,
         )
         if failed:
             on_every(asked.get)
@@ -217,7 +220,15 @@ class Session:
             self._save(state, last=terminated or ended, exact=terminated and not planned, planned=planned)
         if terminated:
             self._finish(state, exact=True)
-            self._termination.end()
+            self._end(state)
+
+    def _end(self, state: State) -> None:
+        """End training as one of the ranks was asked to, on every rank."""
+        self._termination.end(max(number or 0 for number in gather(self._termination.number)))
+
+    @property
+    def _evaluation_wanted(self) -> bool:
+        return is_first() and self.run.saver.evaluation_wanted
 
     def _attend(self, state: State, logger: Logger, *, wanted: bool) -> None:
         if state.fsdp_enabled and wanted:
@@ -329,7 +340,7 @@ class Session:
         self._finish(state, exact=terminated)
         self._attend(state, logger, wanted=False)
         if terminated:
-            self._termination.end()
+            self._end(state)
         self._termination.unwatch()
 
     def _finish(self, state: State, *, exact: bool) -> None:

@@ -10,10 +10,11 @@ from composer.algorithms import EMA
 from composer.core import State
 from composer.loggers import Logger
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 from shrinkpoint.errors import StateMismatchError
 from shrinkpoint.integrations.common.gradient_buckets import Buckets
-from shrinkpoint.integrations.common.ranks import on_first
+from shrinkpoint.integrations.common.ranks import on_first, rank, world_size
 from shrinkpoint.saving.resume import require_same_groups, require_same_model
 from shrinkpoint.state.averages import AverageFinder
 from shrinkpoint.state.roles import model_tags, state_tag
@@ -25,9 +26,13 @@ __all__ = [
     "describe_state",
     "followed_state",
     "load_state",
+    "model_state",
     "parameter_names",
+    "place_in",
     "require_own_run",
     "require_same_optimizers",
+    "sharded_state",
+    "shards_model",
     "stored_state",
     "trained_module",
     "unloadable_optimizer",
@@ -35,6 +40,7 @@ __all__ = [
 
 FORMAT = "composer"
 _VERSION = 1
+_SHARDED_VERSION = 2
 _LIGHTNING = "pytorch-lightning_version"  # in every checkpoint of Lightning
 
 OUTLINE = ("format", "version", "state", _LIGHTNING)
@@ -62,6 +68,22 @@ def _without_wrappers(name: str) -> str:
     return name
 
 
+def shards_model(state: State) -> bool:
+    """Whether each rank has, and saves, its own shards of the state: with FSDP2, unless full states were asked for."""
+    config = state.fsdp_config
+    return type(config).__name__ == "FSDP2Config" and config.state_dict_type == "sharded"
+
+
+def model_state(state: State) -> dict[str, Any]:
+    """The model's state as it is stored; each rank's own shards where they are what is saved, and where they are.
+
+    Called on every rank.
+    """
+    if shards_model(state):  # Composer would copy them to the host
+        return dict(get_model_state_dict(state.model))
+    return dict(state.get_model_state_dict())
+
+
 # ---- saving
 
 
@@ -78,6 +100,33 @@ def stored_state(state: State, ranks: list[Any], buckets: Buckets) -> dict[str, 
     stored = state.state_dict()
     _begin_next_epoch(stored, state)
     return {"format": FORMAT, "version": _VERSION, "state": stored, "ranks": ranks, "buckets": buckets}
+
+
+def sharded_state(state: State, place: Mapping[str, Any]) -> dict[str, Any]:
+    """As `stored_state`, with this rank's own shards and position; no rank waits for another.
+
+    Args:
+        state: at one of Composer's checkpoint events, after the first step.
+        place: this process's position in the data.
+    """
+    attributes = state.serialized_attributes
+    state.serialized_attributes = [name for name in attributes if name not in ("model", "optimizers")]
+    try:
+        stored = state.state_dict()
+    finally:
+        state.serialized_attributes = attributes
+    [optimizer] = state.optimizers
+    stored["model"] = model_state(state)
+    stored["optimizers"] = {type(optimizer).__qualname__: get_optimizer_state_dict(state.model, optimizer)}
+    _begin_next_epoch(stored, state)
+    return {
+        "format": FORMAT,
+        "version": _SHARDED_VERSION,
+        "state": stored,
+        "world": world_size(),
+        "place": place,
+        "buckets": [],
+    }
 
 
 def followed_state(state: State) -> dict[str, Any]:
@@ -134,6 +183,20 @@ def _renamed(tag: Tag) -> Tag:
 # ---- restoring
 
 
+def place_in(stored: Mapping[str, Any], *, own: bool) -> tuple[int, Any]:
+    """How many processes saved a checkpoint, and this one's position in the data; None if it is not known.
+
+    Args:
+        stored: the checkpoint.
+        own: whether a position of one process alone is this one's, and not the first one's.
+    """
+    if "ranks" in stored:
+        ranks = stored["ranks"]
+        return len(ranks), ranks[rank()] if len(ranks) == world_size() else None
+    known = own and stored["world"] == world_size()
+    return stored["world"], stored["place"] if known else None
+
+
 def require_own_run(stored: Any, live: Mapping[str, Any], state: State, url: str) -> None:
     """Refuse another run's checkpoint; Composer would load the matching part and ignore the rest.
 
@@ -153,10 +216,10 @@ def require_own_run(stored: Any, live: Mapping[str, Any], state: State, url: str
             f"{url} was written by {writer}, not by Composer's callback: its weights and optimizer can be exported with"
             " `shrinkpoint export`, but its run cannot be continued here. Give this run a URL of its own"
         )
-    if stored["version"] > _VERSION:
+    if stored["version"] > _SHARDED_VERSION:
         raise StateMismatchError(
             f"{url} was written by a newer shrinkpoint (its Composer state is of version {stored['version']}, and this"
-            f" one reads {_VERSION}): upgrade shrinkpoint"
+            f" one reads {_SHARDED_VERSION}): upgrade shrinkpoint"
         )
     there = stored["state"]
     if not _missing_algorithms(there, state):

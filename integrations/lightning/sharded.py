@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from shrinkpoint.errors import NoCheckpointError
 from shrinkpoint.integrations.common.probe import KeptBatches
-from shrinkpoint.integrations.common.ranks import is_first, on_first
+from shrinkpoint.integrations.common.ranks import on_first
 from shrinkpoint.integrations.common.sharded_run import ShardedRun
 from shrinkpoint.integrations.lightning.io import storable
 from shrinkpoint.integrations.lightning.position import OWN_KEYS, OWN_MARK, POSITION_KEY
@@ -23,6 +23,7 @@ from shrinkpoint.integrations.lightning.sharded_io import RunReader, capturing_s
 from shrinkpoint.integrations.lightning.state import describe_checkpoint
 from shrinkpoint.runtime.termination import TerminationRequest
 from shrinkpoint.saving.address import Address
+from shrinkpoint.sharded.restoring import RANKS_KEY
 from shrinkpoint.sharded.saver import ShardedSaver
 from shrinkpoint.sharded.targets import Targets
 from shrinkpoint.state.training import TensorSpec
@@ -103,9 +104,9 @@ class ShardedSession(Session):
         if restored is None:
             raise NoCheckpointError(f"{address.url} contains no checkpoint")
         state: dict[str, Any] = restored.state.to_object()
-        state.pop("ranks", None)
+        ranks = state.pop(RANKS_KEY)
         if POSITION_KEY in state:
-            state[POSITION_KEY][OWN_MARK] = True
+            state[POSITION_KEY][OWN_MARK] = ranks["stored"] == ranks["here"]
         self._load(trainer, state, address.url)
         return state
 
@@ -182,12 +183,7 @@ class ShardedSession(Session):
     def _end(self, trainer: Trainer) -> None:
         preempted = trainer.strategy.reduce_boolean_decision(self._preempted(trainer), all=False)
         self._attend(trainer)
-        if trainer.global_step != self.run.saved_step and is_first():
-            newest = self.run.best.last_path
-            self.run.warn_once(
-                f"training ends at step {trainer.global_step}, which could not be saved:"
-                f" {f'the newest checkpoint is {newest}' if newest else 'there is no checkpoint'}"
-            )
+        self._shards.warn_unsaved(trainer.global_step)
         if preempted:
             raise SIGTERMException
         self._interruption.end()

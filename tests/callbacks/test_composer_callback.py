@@ -472,20 +472,21 @@ def test_an_unwritable_store_is_refused_before_training(tmp_path: Path) -> None:
         build(CompressedCheckpoint(str(tmp_path / "file")), setup=Setup(), seed=1)
 
 
-def test_shards_are_refused_with_the_way_out() -> None:
+def test_shards_of_fsdp1_are_refused_with_the_way_out() -> None:
     from composer.utils import FSDP2Config, FSDPConfig
 
     def state(config: Any, *, monolith: bool = False) -> Any:
         return SimpleNamespace(fsdp_config=config, load_monolith_rank0_only=monolith)
 
-    with pytest.raises(ConfigError, match=r"\['state_dict_type'\]='sharded'.*Set it to 'full'"):
+    with pytest.raises(
+        ConfigError, match=r"\['state_dict_type'\]='sharded'.*FSDP_VERSION=2, or it to 'full'"
+    ):
         require_supported(state(FSDPConfig(state_dict_type="sharded")))
     with pytest.raises(ConfigError, match="load_monolith_rank0_only"):
         require_supported(state(FSDPConfig(state_dict_type="full"), monolith=True))
     require_supported(state(FSDPConfig(state_dict_type="full")))
     require_supported(state(FSDP2Config(state_dict_type="full")))
-    with pytest.raises(ConfigError, match="Set it to 'full'"):
-        require_supported(state(FSDP2Config()))  # Composer's default
+    require_supported(state(FSDP2Config()))  # Composer's default: each rank's own shards
     require_supported(state(None))
 
 

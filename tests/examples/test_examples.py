@@ -382,3 +382,18 @@ def test_lightnings_sharded_example_continues_on_more_ranks(tmp_path):
     ]
     assert f"2 ranks, to step 20: {url}#step=20" in shown[0]
     assert f"3 ranks, to step 30: {url}#step=30" in shown[1]
+
+
+@pytest.mark.slow
+def test_composers_sharded_example_continues_on_more_ranks(tmp_path):
+    pytest.importorskip("composer")
+    url, launcher = tmp_path / "run", "composer.cli.launcher"
+    shown = []
+    for ranks, steps in ((2, 20), (3, 30)):
+        command = [sys.executable, "-m", launcher, "-n", str(ranks), str(EXAMPLES / "sharded_composer.py")]
+        more = [str(url), "--steps", str(steps), "--every", "10"]
+        done = subprocess.run([*command, *more], capture_output=True, check=False, text=True, timeout=240)
+        assert done.returncode == 0, done.stdout + done.stderr
+        shown.append(done.stdout)
+    assert f"2 ranks, to step 20: {url}#step=20" in shown[0]
+    assert f"3 ranks, to step 30: {url}#step=30" in shown[1]

@@ -19,6 +19,7 @@ from composer.optim import (
 )
 from composer.utils import dist, reproducibility
 from support.composer_data import BATCH, CLASSES, DATA, FEATURES, Points, reads
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
@@ -98,6 +99,8 @@ class Setup:
     width: int = 16
     metered: bool = False
     """Whether the loss itself fills a metric, which is no part of a checkpoint."""
+    random: bool = True
+    """Whether the loss depends on the generators."""
     batch_norm: bool = True
     """Its statistics are each process's own with FSDP2, whose full state is the first process's."""
 
@@ -111,9 +114,10 @@ class Tiny(ComposerModel):  # type: ignore[misc]
             torch.nn.Linear(FEATURES, setup.width),
             torch.nn.BatchNorm1d(setup.width) if setup.batch_norm else torch.nn.LayerNorm(setup.width),
             torch.nn.ReLU(),
-            torch.nn.Dropout(0.5),
+            torch.nn.Dropout(0.5 if setup.random else 0.0),
             torch.nn.Linear(setup.width, CLASSES),
         )
+        self.noise = 0.01 if setup.random else 0.0
         self.meter = MeanMetric() if setup.metered else None
         self.seen: list[tuple[Any, ...]] = []
         """Indices and loss of each microbatch since the `Trace` has last looked."""
@@ -123,7 +127,8 @@ class Tiny(ComposerModel):  # type: ignore[misc]
         return logits
 
     def loss(self, outputs: torch.Tensor, batch: Any, *_: Any) -> torch.Tensor:
-        loss = soft_cross_entropy(outputs, batch[TARGET]) + 0.01 * random.random() + 0.01 * np.random.rand()
+        loss = soft_cross_entropy(outputs, batch[TARGET])
+        loss = loss + self.noise * random.random() + self.noise * np.random.rand()
         if self.meter is not None:
             self.meter.update(loss.detach())
         if self.training:
@@ -233,7 +238,9 @@ def final_state(state: Any) -> dict[str, Any]:
 
 
 def _copy(value: Any) -> Any:
-    """Nested data with its tensors cloned."""
+    """Nested data with its tensors cloned; with shards, whole ones."""
+    if isinstance(value, DTensor):
+        return value.full_tensor().detach().clone()
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, Mapping):

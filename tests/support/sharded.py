@@ -11,6 +11,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,19 @@ def _entry(
     os._exit(0)  # a process group that is destroyed while others still use theirs may wait for them
 
 
+_PRELOADED: list[str] = []
+
+
+def _context(module: str) -> Any:
+    """Starts processes that have a module; a server that was started without it is replaced, since importing takes seconds."""
+    context = multiprocessing.get_context("forkserver")
+    if module not in _PRELOADED:
+        forkserver._forkserver._stop()  # type: ignore[attr-defined]
+        _PRELOADED[:] = ["support.sharded_programs", module]
+        context.set_forkserver_preload(_PRELOADED)
+    return context
+
+
 def launch(
     function: Callable[..., Any],
     world: int,
@@ -90,8 +104,7 @@ def launch(
         killed: one of them kills itself: the others end by an error, soon.
         kill_after_s: kill a random one so many seconds after all have joined, as `killed`: before, torch's own rendezvous waits.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["support.sharded_programs", function.__module__])
+    context = _context(function.__module__)
     meeting = folder / f"meeting-{os.getpid()}-{time.monotonic_ns()}"
     processes = [
         context.Process(target=_entry, args=(rank, world, str(meeting), function, arguments))

@@ -1,0 +1,149 @@
+"""One Composer run whose model FSDP2 shards: every rank saves and restores its part."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from composer.core import State
+from composer.loggers import Logger
+
+from shrinkpoint.integrations.common.probe import KeptBatches
+from shrinkpoint.integrations.common.ranks import on_every
+from shrinkpoint.integrations.common.sharded_run import ShardedRun
+from shrinkpoint.integrations.composer.probe_steps import StepProbe
+from shrinkpoint.integrations.composer.reports import current_metrics, log_reports
+from shrinkpoint.integrations.composer.session import Session
+from shrinkpoint.integrations.composer.settings import Settings
+from shrinkpoint.integrations.composer.state import (
+    describe_state,
+    model_state,
+    parameter_names,
+    sharded_state,
+    shards_model,
+    trained_module,
+)
+from shrinkpoint.sharded.capture import captured
+from shrinkpoint.sharded.targets import require_model, reshard, target_for
+from shrinkpoint.state.training import TensorSpec, plain
+
+__all__ = ["ShardedSession", "session_for"]
+
+_PLACE = "place"  # of a stored state: each rank's own position in the data
+
+
+def session_for(settings: Settings, state: State) -> Session:
+    """The session that a trainer needs.
+
+    Args:
+        settings: the callback's options.
+        state: while the trainer is being built.
+
+    Raises:
+        ConfigError: an option is not for sharded models.
+    """
+    return ShardedSession(settings) if shards_model(state) else Session(settings)
+
+
+class ShardedSession(Session):
+    """As `Session`; the first rank does nothing for the others, and no loss is measured.
+
+    Args:
+        settings: the callback's options.
+
+    Raises:
+        ConfigError: an option is not for sharded models.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self._shards = ShardedRun(settings.run, targets=self._targets, own=lambda: self._own)
+        self.run = self._shards
+        self._probe.kept = KeptBatches(0)
+        self._steps = StepProbe(self._probe, steps=0)
+        self._own: Mapping[str, Mapping[str, Any]] = {}
+        self._state: State | None = None
+
+    # ---- restoring
+
+    def after_load(self, state: State, logger: Logger) -> None:
+        """See `Session.after_load`."""
+        self._state = state
+        try:
+            super().after_load(state, logger)
+        finally:
+            self._state = None
+
+    def _targets(self, specs: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
+        """The tensors that a restore fills: the model's own; new ones for all others, with shards where a parameter has them."""
+        state = self._state
+        assert state is not None
+        module = trained_module(state)
+        reshard(module)
+        names = parameter_names(module)
+        live = captured({"state": {"model": model_state(state)}}, plain).tensors
+        require_model(
+            specs,
+            live,
+            module,
+            below="state/model/",
+            writer="Composer's callback",
+            named=lambda name: names.get(name, name),
+        )
+        parameters = {
+            names.get(name, name): parameter
+            for name, parameter in module.named_parameters(remove_duplicate=False)
+        }
+        return {name: target_for(spec, live.get(name), parameters) for name, spec in specs.items()}
+
+    # ---- during training
+
+    def _begin_saving(self, state: State) -> None:
+        """Nothing: no loss is measured."""
+
+    def batch_ends(self, state: State) -> None:
+        """Nothing: no loss is measured."""
+
+    @property
+    def _evaluation_wanted(self) -> bool:
+        return False
+
+    def _attend(self, state: State, logger: Logger, *, wanted: bool) -> None:
+        log_reports(logger, self.run.attend())
+
+    def _drain(self, state: State) -> None:
+        """Nothing: no evaluation is waited for."""
+
+    def _save(
+        self,
+        state: State,
+        *,
+        last: bool = False,
+        exact: bool = False,
+        again: bool = False,
+        planned: bool = False,
+    ) -> None:
+        batch = int(state.timestamp.batch)
+        if batch == self.run.saved_step and not again:
+            return
+        reshard(trained_module(state))
+        place = self._data.state(state)
+        stored = on_every(lambda: sharded_state(state, place))
+        self._own = {_PLACE: place}
+        saved = self._shards.hand_over(
+            stored,
+            step=batch,
+            describe=describe_state(state),
+            metrics=current_metrics(state),
+            optimizers=state.optimizers,
+            exact=exact,
+            last=last,
+        )
+        if saved:
+            self.run.saved_step = batch
+
+    # ---- ending
+
+    def _end(self, state: State) -> None:
+        self.run.attend()
+        self._shards.warn_unsaved(int(state.timestamp.batch))
+        super()._end(state)
