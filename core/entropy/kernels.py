@@ -41,8 +41,8 @@ _LOW32 = (1 << 32) - 1
 
 
 @jit
-def count_pairs(symbols: UInt8s, contexts: UInt8s, step: int, counts: Int64s) -> bool:
-    """Add the (context, symbol) pairs to ``counts`` of shape (4 or 1, n_contexts, alphabet); False if one is out of range.
+def count_pairs(symbols: UInt8s, contexts: UInt8s, step: int, alphabet: int, counts: Int64s) -> bool:
+    """Add the (context, symbol) pairs to ``counts`` of shape (4 or 1, n_contexts * alphabet); False if one is out of range.
 
     Four tables are filled in turn: with one, a skewed plane would wait for its own last increment each time. ``step`` is
     1, or 0 where ``contexts`` is one zero.
@@ -52,19 +52,18 @@ def count_pairs(symbols: UInt8s, contexts: UInt8s, step: int, counts: Int64s) ->
         highest = max(highest, symbols[i])
     for i in range(contexts.size):
         widest = max(widest, contexts[i])
-    lanes, alphabet = counts.shape[0], np.uint64(counts.shape[2])
-    if symbols.size and (highest >= counts.shape[2] or widest >= counts.shape[1]):
+    lanes, width = counts.shape[0], np.uint64(alphabet)
+    if symbols.size and (highest >= alphabet or widest >= counts.shape[1] // alphabet):
         return False
-    flat = counts.reshape(lanes, counts.shape[1] * counts.shape[2])
-    first, second, third, fourth = flat[0], flat[1 % lanes], flat[2 % lanes], flat[3 % lanes]
+    first, second, third, fourth = counts[0], counts[1 % lanes], counts[2 % lanes], counts[3 % lanes]
     whole = symbols.size // 4 * 4
     for i in range(0, whole, 4):
-        first[contexts[i * step] * alphabet + symbols[i]] += 1
-        second[contexts[(i + 1) * step] * alphabet + symbols[i + 1]] += 1
-        third[contexts[(i + 2) * step] * alphabet + symbols[i + 2]] += 1
-        fourth[contexts[(i + 3) * step] * alphabet + symbols[i + 3]] += 1
+        first[contexts[i * step] * width + symbols[i]] += 1
+        second[contexts[(i + 1) * step] * width + symbols[i + 1]] += 1
+        third[contexts[(i + 2) * step] * width + symbols[i + 2]] += 1
+        fourth[contexts[(i + 3) * step] * width + symbols[i + 3]] += 1
     for i in range(whole, symbols.size):
-        first[contexts[i * step] * alphabet + symbols[i]] += 1
+        first[contexts[i * step] * width + symbols[i]] += 1
     return True
 
 

@@ -8,12 +8,12 @@ Source: G. N. N. Martin, "Range encoding: an algorithm for removing redundancy f
 import numpy as np
 
 from shrinkpoint.arrays import Int64s, UInt8s
-from shrinkpoint.runtime.jit import jit
+from shrinkpoint.runtime.jit import jit_allocating
 
 __all__ = ["new_coder"]
 
 
-@jit
+@jit_allocating
 def new_coder(stream: UInt8s, decoding: bool) -> Int64s:
     """The interval's low end, its width less 1 (or its high end), the code, and the position in the stream.
 

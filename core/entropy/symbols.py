@@ -72,8 +72,8 @@ def count_symbols(symbols: UInt8s, contexts: UInt8s | None, alphabet: int, n_con
         check_array(contexts, "contexts", symbols.size)
     cells = n_contexts * alphabet
     lanes = 1 if cells > min(_FEW_CELLS, symbols.size // 4) else 4
-    counts = np.zeros((lanes, n_contexts, alphabet), dtype=np.int64)
+    counts = np.zeros((lanes, cells), dtype=np.int64)
     view, step = context_view(contexts, 0, symbols.size)
-    if not kernels.count_pairs(frozen(symbols), view, step, counts):
+    if not kernels.count_pairs(frozen(symbols), view, step, alphabet, counts):
         raise ValueError(f"every symbol must be below {alphabet} and every context below {n_contexts}")
-    return np.asarray(counts.sum(axis=0), dtype=np.int64)
+    return np.asarray(counts.sum(axis=0).reshape(n_contexts, alphabet), dtype=np.int64)

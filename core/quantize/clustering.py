@@ -293,10 +293,10 @@ def _seed_centres(values: _Array, weights: _Array, k: int, generator: np.random.
 @lru_cache(maxsize=1)
 def _solver() -> Callable[[_Array, _Array, _Array, int], npt.NDArray[np.int32]]:
     from shrinkpoint.runtime.jit import (
-        jit,  # numba takes longer to import than everything else in this package
+        jit_allocating,  # numba takes longer to import than everything else in this package
     )
 
-    return jit(_solve)
+    return jit_allocating(_solve)
 
 
 def _solve(mass: _Array, moment: _Array, square: _Array, rows: int) -> npt.NDArray[np.int32]:

@@ -93,11 +93,14 @@ def offsets(seed: int, out: Float32s) -> None:
         out[i] = _offset(start, i)
 
 
-@jit
 def edges(seed: int, starts: Int16s, out: UInt8s) -> None:
     """The class of each dither's slot; classes 1 to k begin at the slots ``starts`` (k,)."""
+    _edges(seed, starts, np.empty(_BLOCK, np.int16), out)
+
+
+@jit
+def _edges(seed: int, starts: Int16s, block: Int16s, out: UInt8s) -> None:
     start = np.uint64(seed) << _SHIFTS[4]
-    block = np.empty(_BLOCK, np.int16)
     for first in range(0, out.size, _BLOCK):
         classes = out[first : first + _BLOCK]
         slots = block[: classes.size]

@@ -5,7 +5,7 @@ their callers. numba checks no bounds: every kernel states what its caller must 
 
 Every machine compiles the kernels once, so compile time matters. A function is compiled with all that it calls, again
 for each of its callers; array allocations, slice assignments and further argument types add to the time. So callers
-allocate the arrays; functions that Python never calls are a `jit_part`; and short bodies are `jit_inlined`.
+allocate the arrays, and functions that Python never calls are a `jit_part` or `jit_inlined`.
 """
 
 from collections.abc import Callable
@@ -14,38 +14,52 @@ from typing import Any
 import numba
 
 from shrinkpoint.runtime.kernel_cache import keep
+from shrinkpoint.runtime.kernel_parts import PartCompiler
 
-__all__ = ["jit", "jit_in_any_order", "jit_inlined", "jit_part"]
+__all__ = ["jit", "jit_allocating", "jit_in_any_order", "jit_inlined", "jit_part"]
 
 
 def jit(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile lazily, cached on disk (`shrinkpoint.runtime.kernel_cache`), in memory where no folder may be written to."""
+    """Compile lazily, cached on disk (`shrinkpoint.runtime.kernel_cache`), in memory where no folder may be written to.
+
+    Neither the function nor what it calls may make arrays, or return one: compiling it is then an error.
+    """
+    return _compiled(function, **_ONLY_GIVEN_ARRAYS)
+
+
+def jit_allocating(function: Callable[..., Any]) -> Callable[..., Any]:
+    """As `jit`, for functions that make arrays: references to all arrays are counted, which takes longer to compile."""
     return _compiled(function)
 
 
 def jit_part(function: Callable[..., Any]) -> Callable[..., Any]:
     """For functions that only kernels call: no Python wrapper (a call from Python would crash) and no cache entry.
 
-    It is cached as a part of the kernels that call it.
+    It is optimised and cached as a part of the kernels that call it, and may make arrays where they do.
     """
-    options = {"no_cpython_wrapper": True, **_ALWAYS}
-    part: Callable[..., Any] = numba.njit(**options)(function)
-    return part
+    return _part(function)
 
 
 def jit_inlined(function: Callable[..., Any]) -> Callable[..., Any]:
-    """For short bodies in kernels: inlined before type inference, and not compiled by themselves."""
-    inlined: Callable[..., Any] = numba.njit(inline="always", **_ALWAYS)(function)
-    return inlined
+    """As `jit_part`, for bodies that LLVM is to inline into their callers, whatever it thinks of it."""
+    return _part(function, forceinline=True)
 
 
 def jit_in_any_order(function: Callable[..., Any]) -> Callable[..., Any]:
     """As `jit` with reassociated (vectorised) sums, whose last bits may depend on the machine."""
-    return _compiled(function, fastmath={"reassoc", "nsz"})
+    return _compiled(function, fastmath={"reassoc", "nsz"}, **_ONLY_GIVEN_ARRAYS)
 
 
 # no kernel is called from C, for which numba would compile a further wrapper
 _ALWAYS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
+# the caller holds the arrays while a kernel runs, so it need not count references; parts do as the kernel that they are in
+_ONLY_GIVEN_ARRAYS: dict[str, Any] = {"_nrt": False}
+
+
+def _part(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    options |= {"no_cpython_wrapper": True, "pipeline_class": PartCompiler, **_ALWAYS}
+    part: Callable[..., Any] = numba.njit(**options)(function)
+    return part
 
 
 def _compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:

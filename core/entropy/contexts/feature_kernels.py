@@ -19,7 +19,7 @@ from shrinkpoint.entropy.contexts.lowrank_kernels import (
     refresh,
     start_directions,
 )
-from shrinkpoint.runtime.jit import jit, jit_part
+from shrinkpoint.runtime.jit import jit, jit_allocating, jit_part
 
 __all__ = [
     "ACTIVITIES",
@@ -219,7 +219,7 @@ def bucket(prediction: Integer, scale: int, limit: int) -> Integer:
     return found
 
 
-@jit
+@jit_allocating
 def measure(scene: Scene, plane: UInt8s) -> tuple[Integer, Integer]:
     """Mean squares of predictions and of their errors over a plane (rows, columns), in 1/16."""
     rows, columns = plane.shape

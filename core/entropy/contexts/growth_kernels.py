@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from shrinkpoint.arrays import Float64s, Int32s, Int64s, UInt8s, UInt16s
+from shrinkpoint.arrays import Float64s, Int32s, Int64s, UInt8s, UInt16s, UInt32s
 from shrinkpoint.runtime.jit import jit, jit_inlined, jit_part
 
 __all__ = ["Limits", "Sample", "grow", "name_leaves", "rename"]
@@ -243,7 +243,6 @@ def _price(sample: Sample, limits: Limits, growth: _Growth, leaf: int) -> None:
                 gains[leaf], choices[leaf, 0], choices[leaf, 1] = gain, f, level + 1
 
 
-@jit
 def name_leaves(
     leaves: UInt8s, own: Int32s, found: UInt16s, classes: Int32s, sides: UInt8s, out: UInt8s
 ) -> None:
@@ -257,7 +256,19 @@ def name_leaves(
         sides: uint8 (s, n).
         out: uint8 (n,).
     """
-    block = np.empty(_BLOCK, dtype=np.uint32)
+    _name_leaves(leaves, own, found, classes, sides, np.empty(_BLOCK, dtype=np.uint32), out)
+
+
+@jit
+def _name_leaves(
+    leaves: UInt8s,
+    own: Int32s,
+    found: UInt16s,
+    classes: Int32s,
+    sides: UInt8s,
+    block: UInt32s,
+    out: UInt8s,
+) -> None:
     for first in range(0, out.size, _BLOCK):
         part, numbers = out[first : first + _BLOCK], found[first : first + _BLOCK]
         cells = block[: part.size]

@@ -32,7 +32,7 @@ from shrinkpoint.entropy.contexts.mixer_kernels import (
     new_mixer,
 )
 from shrinkpoint.entropy.range_coder_kernels import new_coder
-from shrinkpoint.runtime.jit import jit, jit_part
+from shrinkpoint.runtime.jit import jit_allocating, jit_part
 
 __all__ = ["COARSE_CLASSES", "FINE_CLASSES", "code_chunk"]
 
@@ -96,7 +96,7 @@ def _set_contexts(
             at += COARSE_CLASSES * COARSE_CLASSES
 
 
-@jit
+@jit_allocating
 def code_chunk(
     scene: Scene, tree: Decisions, logits: Logits, plane: UInt8s, stream: UInt8s, decoding: bool
 ) -> Integer:

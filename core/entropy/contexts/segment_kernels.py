@@ -198,9 +198,8 @@ def _end_row(busy: Int32s, magnitudes: Int32s, row: int) -> None:
         busy[j] += np.int32(magnitudes[j] - busy[j]) >> rate
 
 
-@jit_inlined
+@jit
 def _walk(
-    decoding: bool,
     scene: Scene,
     rows: Rows,
     strides: Int64s,
@@ -217,12 +216,12 @@ def _walk(
 ) -> None:
     """The one loop of encoder and decoder over a chunk: predict a segment, name or use its cells, correct the prediction.
 
-    ``decoding`` is a constant of the caller, so that numba drops the other one's branches, and what these need
-    is None: of the arguments that are `Any`, either half.
+    Of the arguments that are `Any`, a decoder gives all but ``out``, an encoder only that, and the others are None:
+    numba drops the branches that a None rules out, so that each of the two is compiled without the other's.
     """
     height, columns = plane.shape
     low_rank, lively = bool(scene.low_rank and strides[0] != 0), strides[1] != 0
-    mirrored = decoding and scene.turned.shape[0] > 0
+    mirrored = scene.turned.shape[0] > 0
     state, row_cells, busy, activity, magnitudes, places, signs, octaves, kinds = rows
     parts, block, trust = state.parts, state.block, state.trust
     u, rounded, prediction, values = state.u, state.rounded, state.prediction, state.values
@@ -252,7 +251,7 @@ def _walk(
                 _add_activity(
                     cells, activity[start:], _row_activity(octaves, so_far, start, mean), strides[1]
                 )
-            if decoding:
+            if tables is not None:
                 for j in range(stop - start):
                     contexts[j] = leaf_rows[cells[j]]
                 take_runs(tables, counters, contexts, symbols, start, stop, words, cursor)
@@ -263,14 +262,13 @@ def _walk(
             if low_rank:
                 _read_values(symbols, start, stop, values_of, values, current)
                 correct_segment(parts, part, trust, u, rounded, values, prediction)
-        if not decoding:
+        if out is not None:
             found = out[i]
             for j in range(columns):
                 found[j] = row_cells[j]
         _end_row(busy, magnitudes, i)
 
 
-@jit
 def find_features(
     scene: Scene, rows: Rows, strides: Int64s, classes: Int32s, plane: UInt8s, out: UInt16s
 ) -> None:
@@ -279,10 +277,9 @@ def find_features(
     It is ``prediction + LEVELS[0] * activity``: ``strides`` (FEATURES,) are 1 and `LEVELS[0]` for these two, else 0, and
     ``classes`` (sides, 256) are 0. ``rows`` are new and of the plane's columns.
     """
-    _walk(False, scene, rows, strides, classes, plane, out, 0, None, None, None, None, None, None)
+    _walk(scene, rows, strides, classes, plane, out, 0, None, None, None, None, None, None)
 
 
-@jit
 def decode_chunk(
     scene: Scene,
     rows: Rows,
@@ -305,7 +302,6 @@ def decode_chunk(
     `take_runs`. The caller compares where the cursor ends.
     """
     _walk(
-        True,
         scene,
         rows,
         strides,

@@ -155,7 +155,7 @@ def predict_segment(parts: Int32s, part: int, u: Int32s, out: Int32s) -> None:
     """Predict a segment in 1/4."""
     for j in range(out.size):
         total = np.int32(0)
-        for a in range(SEGMENT_RANK):
+        for a in range(u.size):
             total = np.int32(total + u[a] * parts[a, part, j])
         out[j] = min(max(total >> 16, -_P_LIMIT), _P_LIMIT)
 
@@ -173,11 +173,11 @@ def correct_segment(
     """Move the coefficients by a segment's errors, which replace the prediction."""
     for j in range(prediction.size):
         prediction[j] = np.int32((values[j] << 2) - prediction[j])
-    for b in range(SEGMENT_RANK):
+    for b in range(u.size):
         projection = np.int32(0)
         for j in range(prediction.size):
             projection = np.int32(projection + parts[b, part, j] * prediction[j])
         for a in range(u.size):
             u[a] += trust[part, b, a] * np.float64(projection)
-    for a in range(SEGMENT_RANK):
+    for a in range(rounded.size):
         rounded[a] = np.int32(min(max(u[a], -_U_LIMIT), _U_LIMIT))

@@ -25,7 +25,7 @@ from shrinkpoint.entropy.lstm.network_kernels import (
     improve,
     shares,
 )
-from shrinkpoint.runtime.jit import jit, jit_part
+from shrinkpoint.runtime.jit import jit, jit_allocating, jit_part
 
 __all__ = ["Learner", "code_span", "finish"]
 
@@ -169,7 +169,7 @@ def finish(coder: Int64s, stream: UInt8s) -> None:
     _put(coder, stream)
 
 
-@jit
+@jit_allocating
 def code_span(
     learner: Learner,
     curves: Curves,

@@ -181,9 +181,8 @@ def _end_row(busy: Int32s, energies: Int32s, number: int) -> None:
         busy[j] += np.int32((energies[j] << 3) - busy[j]) >> rate
 
 
-@jit_inlined
+@jit
 def _walk(
-    decoding: bool,
     scene: Scene,
     work: Work,
     strides: Int64s,
@@ -200,8 +199,8 @@ def _walk(
 ) -> None:
     """The one loop of encoder and decoder over a chunk: predict a segment's places, rank its points or read ranks, correct.
 
-    ``decoding`` is a constant of the caller, so that numba drops the other one's branches, and what these need
-    is None: of the arguments that are `Any`, either half.
+    Of the arguments that are `Any`, a decoder gives all but ``found``, an encoder only that, and the others are None:
+    numba drops the branches that a None rules out, so that each of the two is compiled without the other's.
     """
     margins, octaves, path, ranked, reached = work.margins, work.octaves, work.path, work.ranked, work.reached
     cells, busy, activity, energies = work.row
@@ -212,7 +211,7 @@ def _walk(
     y, margins_found, shift = margins.y, margins.found, margins.shift
     states, places, sides, mean, scale = scene.states, scene.places, scene.sides, scene.mean, scene.scale
     discount, low_rank, lively = scene.discount, scene.low_rank, strides[1] != 0
-    if decoding:
+    if tables is not None:
         runs, levels, gaps, zero = tables.runs, tables.levels, tables.gaps, np.int64(tables.zero)
         level_lookup, gap_lookup = tables.level_lookup, tables.gap_lookup
         left, due, mask = work.counters[0], work.counters[1], states - 1
@@ -233,7 +232,7 @@ def _walk(
                 move_places(margins, start, states)
             if lively:
                 _add_activity(cells, activity, start, _row_activity(octaves, so_far, start, mean), strides[1])
-            if decoding:
+            if tables is not None:
                 for i in range(stop - start):
                     known = (
                         np.int64(margins_found[0, start + i] if state < 4 else margins_found[1, start + i])
@@ -269,7 +268,7 @@ def _walk(
                     odd = (known >> 7) ^ ((symbol ^ radius) & 1)
                     state = ((2 * state) & mask) | (odd ^ flip(state, states))
                 here = points[first + start : first + stop]
-            else:
+            if found is not None:
                 state = rank_path(
                     y[start:stop],
                     margins_found[:, start:stop],
@@ -293,11 +292,10 @@ def _walk(
                 _read_values(part, scale, start, values, block[number % BLOCK_ROWS])
                 correct_segment(parts, start // SEGMENT, trust, u, rounded, values, prediction)
         _end_row(busy, energies, number)
-    if decoding:
+    if tables is not None:
         cursor[0], cursor[1], cursor[2], cursor[3], cursor[4] = x0, x1, x2, x3, position
 
 
-@jit
 def find_features(
     scene: Scene,
     work: Work,
@@ -320,10 +318,9 @@ def find_features(
         found: uint16 (n,), filled: the lead's class, and `MARGINS` times that of the activity.
         errors: int32 (n,), filled: points less places, in parts of a step; of what is too far, as a reader will know them.
     """
-    _walk(False, scene, work, strides, classes, points, ranks, found, errors, 0, None, None, None, None)
+    _walk(scene, work, strides, classes, points, ranks, found, errors, 0, None, None, None, None)
 
 
-@jit
 def decode_chunk(
     scene: Scene,
     work: Work,
@@ -344,7 +341,6 @@ def decode_chunk(
     `take_runs`. The caller compares where the cursor ends.
     """
     _walk(
-        True,
         scene,
         work,
         strides,
