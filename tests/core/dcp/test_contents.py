@@ -82,8 +82,8 @@ def tensor_metadata(shape: tuple[int, ...], boxes: list[Any]) -> TensorStorageMe
 def test_what_nobody_has_stored_is_an_error() -> None:
     with pytest.raises(StoreError, match="no rank has stored 'a'"):
         whole_state(Metadata({"a": BytesStorageMetadata()}, planner_data={"a": ("a",)}), {})
+    halves = Metadata({"w": tensor_metadata((2,), [((0,), (1,)), ((1,), (1,))])})
     with pytest.raises(StoreError, match=r"no rank has stored \(1,\) at \(1,\) of 'w'"):
-        halves = Metadata({"w": tensor_metadata((2,), [((0,), (1,)), ((1,), (1,))])})
         table_to_store(halves, [[MetadataIndex("w", (0,))]], {})
     with pytest.raises(CannotRepresentError, match="flatten_state_dict=True"):
         whole_state(Metadata({"a": BytesStorageMetadata()}), {"a": {"b": 1}})

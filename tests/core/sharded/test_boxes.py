@@ -148,7 +148,7 @@ def test_boxes_join_to_the_tensor_that_they_are_of(tiling: tuple[tuple[int, ...]
     assert torch.equal(joined(tensors, specs)[0]["w"], whole)
     if len(specs) > 1:
         first = next(iter(specs))
-        with pytest.raises(FormatError, match="lacks|elements of"):
+        with pytest.raises(FormatError, match=r"lacks|elements of"):
             joined(tensors, {name: spec for name, spec in specs.items() if name != first})
 
 
