@@ -116,7 +116,8 @@ class TensorSpec:
             if math.prod(n or 1 for n in shape) >= 2**59:  # torch counts bytes in signed 64-bit integers
                 raise FormatError(f"tensor {name!r}: the shape {shape!r} has too many elements")
             block = Block.from_json(node["block"]) if "block" in node else None
-            if block is not None and not block.holds(shape):
+            by_rows = block is not None and type(node["block"][1]) is int
+            if block is not None and (not block.holds(shape) or (by_rows and not block.is_rows(shape))):
                 raise FormatError(f"tensor {name!r}: {shape!r} is no block of {block.shape!r}")
             return cls(
                 name=name, dtype=dtype_from_name(node["dtype"]), shape=tuple(shape), tag=tag, block=block

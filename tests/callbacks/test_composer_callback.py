@@ -318,7 +318,7 @@ def test_a_loops_run_is_refused(saving: Make) -> None:
 
 def test_a_newer_version_is_refused(saving: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as newer:
-        newer.setattr(composer_state, "_VERSION", 2)
+        newer.setattr(composer_state, "_VERSION", 3)
         fit(saving(), Crash(6))
     with pytest.raises(StateMismatchError, match="upgrade shrinkpoint"):
         fit(saving())
