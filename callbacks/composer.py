@@ -104,7 +104,7 @@ class CompressedCheckpoint(Callback):
         weights_only: never store the optimizer's state. A resume begins with a fresh one, and says so.
         busy: what to do with a save that is due while one is being written: ``"skip"`` it, or ``"wait"``.
         adopt: at every planned save, training goes on from exactly what a reader of it restores, so that a resumed run is the
-            undisturbed one bit for bit (docs/adopt.md); one process or DDP. The loss is measured on the last `probe_batches`
+            undisturbed one bit for bit (docs/adopt.md); one process, DDP or shards. The loss is measured on the last `probe_batches`
             training batches before the save, since a resumed process sees these again.
         adoptions: with `adopt`, the number of planned saves of the whole run; None takes it from ``max_duration``.
         grace_s: seconds that removed checkpoints' data is kept, for readers and writers that are under way.

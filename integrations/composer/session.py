@@ -105,13 +105,17 @@ class Session:
                 stacklevel=2,
             )
         if self._path is not None:
-            if state.fsdp_enabled:
-                raise ConfigError(
-                    "adopt=True with FSDP is not supported yet: leave it out, or give scheme='lossless'"
-                )
+            self._require_adoptable(state)
             planned = saves_until(self.settings.interval, state.max_duration)
             self.run.use(with_adoptions(self.settings.run, planned))
         self.run.open()
+
+    def _require_adoptable(self, state: State) -> None:
+        if state.fsdp_config is not None:
+            raise ConfigError(
+                "adopt=True with FSDP needs FSDP2 and parallelism_config['fsdp']['state_dict_type']='sharded': leave it out, or give"
+                " scheme='lossless'"
+            )
 
     def after_load(self, state: State, logger: Logger) -> None:
         """Continue the run, unless it was loaded from a load_path already.

@@ -1,6 +1,7 @@
 """One Composer run whose model FSDP2 shards: every rank saves and restores its part."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from shrinkpoint.integrations.composer.state import (
     shards_model,
     trained_module,
 )
+from shrinkpoint.saving.takeover import Adoption
 from shrinkpoint.sharded.capture import captured
 from shrinkpoint.sharded.targets import require_model, reshard, target_for
 from shrinkpoint.state.training import TensorSpec, plain
@@ -62,6 +64,9 @@ class ShardedSession(Session):
         self._steps = StepProbe(self._probe, steps=0)
         self._own: Mapping[str, Mapping[str, Any]] = {}
         self._state: State | None = None
+
+    def _require_adoptable(self, state: State) -> None:
+        """Nothing: the owners' restored values travel back to the shards."""
 
     # ---- restoring
 
@@ -137,9 +142,13 @@ class ShardedSession(Session):
             optimizers=state.optimizers,
             exact=exact,
             last=last,
+            adoption=self._adoption(state) if planned else None,
         )
         if saved:
             self.run.saved_step = batch
+
+    def _adoption(self, state: State) -> Adoption:
+        return replace(super()._adoption(state), live=lambda: {"state": sharded_state(state, {})["state"]})
 
     # ---- ending
 

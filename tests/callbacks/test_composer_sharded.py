@@ -10,7 +10,18 @@ pytest.importorskip("composer")
 
 from support.composer_models import assert_continues, assert_same
 from support.sharded import launch
-from support.sharded_composer import hop, journey, killed, native, rest, signalled, unsaved, uses, whole
+from support.sharded_composer import (
+    adopting,
+    hop,
+    journey,
+    killed,
+    native,
+    rest,
+    signalled,
+    unsaved,
+    uses,
+    whole,
+)
 
 import shrinkpoint
 from shrinkpoint.store.run import RunStore
@@ -53,6 +64,25 @@ def test_killed_ranks_continue_bit_by_bit(tmp_path: Path) -> None:
     weights = shrinkpoint.load_weights(url)
     assert weights.keys() == model.keys()
     assert all(torch.equal(value, model[name]) for name, value in weights.items())
+
+
+@pytest.mark.slow
+def test_killed_ranks_that_adopt_continue_bit_by_bit(tmp_path: Path) -> None:
+    """With lossy checkpoints, which the training itself goes on from; without adoption it would differ."""
+    for adopt in (True, False):
+        url = str(tmp_path / f"run-{adopt}")
+        undisturbed = launch(adopting, 2, tmp_path, f"{url}-whole", 0, adopt)
+        launch(adopting, 2, tmp_path, url, 7, adopt, killed=True)
+        for before, after in zip(undisturbed, launch(adopting, 2, tmp_path, url, None, adopt), strict=True):
+            assert after.trace[0][2] in (3, 6)
+            if adopt:
+                assert_continues(before, after)
+            else:
+                with pytest.raises(AssertionError):
+                    assert_same(before.final["model"], after.final["model"])
+    manifests = RunStore(tmp_path / "run-True").manifests()
+    assert all(manifest.meta["adoption"]["planned"] for manifest in manifests)
+    assert not any(manifest.meta["save"]["measured"] == "exact" for manifest in manifests)
 
 
 @pytest.mark.slow
@@ -106,7 +136,6 @@ def test_fits_and_refusals(tmp_path: Path) -> None:
         for name in ("near='/tmp/near'", "keep_optimizer=2", "weights_only=True"):
             told = seen[name.partition("=")[0]]
             assert told == f"ConfigError: {name} is not supported for sharded models yet: leave it out"
-        assert seen["adopt"].startswith("ConfigError: adopt=True with FSDP is not supported yet")
         assert seen["step_log"].startswith("ConfigError: step_log= is not supported for sharded models")
         assert "net.0.weight is (20, 8) here and (16, 8) there" in seen["model"]
         assert len(seen["beside"]) == (1 if rank == 0 else 0)

@@ -147,6 +147,23 @@ def rest(rank: int, world: int, url: str, algorithms: str = "none", control: boo
     return outcome, callback.last_model_path
 
 
+def adopting(rank: int, world: int, url: str, batch: int | None = None, adopt: bool = True) -> Outcome:
+    """A training that adopts its checkpoints, killed after a batch when some are committed; made anew without one."""
+    prepare(rank, world)
+
+    def end(trained: list[Any]) -> None:
+        while not list(Path(url, "commits").glob("*")):
+            time.sleep(0.01)
+        die()
+
+    adopts = {"adopt": True, "adoptions": 5} if adopt else {}
+    callback = saving(url, scheme="auto", save_last=False, guards=False, **adopts)
+    kill = [At(batch, end)] if batch else []
+    seeded = [] if batch is None else [Seeded(rank, 1)]
+    own = {"seed": 999} if batch is None else {}
+    return fit(*seeded, *kill, callback, setup=setup_of("none"), **own, **SHARDED)
+
+
 def signalled(
     rank: int, world: int, url: str, ranks: list[int], number: int, batch: int, algorithms: str = "none"
 ) -> Any:
@@ -202,7 +219,6 @@ def uses(rank: int, world: int, url: str) -> dict[str, Any]:
         "near": {"near": "/tmp/near"},
         "keep_optimizer": {"keep_optimizer": 2},
         "weights_only": {"weights_only": True},
-        "adopt": {"adopt": True, "scheme": "auto", "adoptions": 3},
     }.items():
         other = saving(f"{url}-{name}", **options)
         seen[name] = told(lambda other=other: fit(other, setup=PLAIN, **SHARDED))
