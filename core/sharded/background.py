@@ -141,13 +141,17 @@ class Background:
             save: the save.
             known: as of `store_part`.
         """
-        return store_part(self._store, self._config, save.job, self._plan(save), known)
-
-    def _plan(self, save: Save) -> Plan:
         job = save.job
         if self._config.scheme == "lossless":
-            return self._planner.plan(SaveContext(state=job.state, step=job.step), None, exact=job.exact)
+            plan = self._planner.plan(SaveContext(state=job.state, step=job.step), None, exact=job.exact)
+            return store_part(self._store, self._config, job, plan, known)
         state = self._recognised(save)
+        plan = self._plan(save, state)
+        job = replace(job, state=TrainingState(job.state.tree, state.tensors, state.specs))
+        return store_part(self._store, self._config, job, plan, known)
+
+    def _plan(self, save: Save, state: TrainingState) -> Plan:
+        job = save.job
         movement = self.movement.since(state, job.step)
         self.movement.note(state, job.step, lasting=True)
         guard = Guard(save.optimizers, self._config.encoder_threads, longest=longest_of(self._config.scheme))

@@ -325,9 +325,9 @@ def own_data(rank: int, world: int, url: str) -> Any:
     return first
 
 
-def hop_lossy(rank: int, world: int, url: str, kind: str) -> Any:
+def hop_lossy(rank: int, world: int, url: str, kind: str, optimizer: str = "adamw") -> Any:
     """Continue a run of ``auto``; what is restored is what a single process decodes."""
-    model, opt = build(kind, world, rank, seed=world, d=64)
+    model, opt = build(kind, world, rank, optimizer, seed=world, d=64)
     checkpointer = shrinkpoint.Checkpointer(url, model, opt, every=2, busy="wait", threads=1)
     start = checkpointer.resume()
     if start:

@@ -35,6 +35,13 @@ def test_auto_goes_on_with_deltas_on_other_numbers_of_ranks(tmp_path: Path) -> N
         assert all(ratio > 4 for *_, ratio in told[0])
 
 
+def test_states_of_an_unknown_optimizer_are_told_by_what_they_are(tmp_path: Path) -> None:
+    told = launch(hop_lossy, 2, tmp_path, str(tmp_path / "run"), "fsdp", "unknown")
+    for *_, sections, ratio in told[0]:
+        assert {"exp_avg", "exp_avg_sq"} <= sections.keys()
+        assert ratio > 4
+
+
 def test_step_sizes_are_those_of_one_process(tmp_path: Path) -> None:
     url = str(tmp_path / "run")
     launch(sums_of_ranks, 3, tmp_path, url)
