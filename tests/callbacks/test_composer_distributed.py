@@ -84,6 +84,7 @@ def test_two_processes_continue_bit_by_bit(name: str, outcomes: Any) -> None:
     assert first["whole"].final["model"]
 
 
+@pytest.mark.slow
 def test_the_first_process_tries_steps_and_leaves_no_trace(tmp_path: Path) -> None:
     run_processes(tmp_path, program=PROGRAM.with_name("composer_ddp_probe.py"))
     for rank in range(2):
@@ -94,6 +95,7 @@ def test_the_first_process_tries_steps_and_leaves_no_trace(tmp_path: Path) -> No
         assert rank > 0 or ["2", "4"] in one["resumed"]
 
 
+@pytest.mark.slow
 def test_three_processes_continue_bit_by_bit(tmp_path: Path) -> None:
     run_processes(tmp_path, *OF_THREE, count=3)
     for name, scenario in OF_THREE.items():

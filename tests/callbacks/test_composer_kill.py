@@ -86,7 +86,8 @@ def test_killed_after_the_end_of_an_epoch(tmp_path: Path, whole: Outcome) -> Non
     assert_continues(whole, rest)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_asked_to_end(tmp_path: Path, whole: Outcome, number: signal.Signals) -> None:
     assert interrupt(tmp_path, 1, "1000ba", batch=37, number=number) == 128 + number
     last = progress(tmp_path)[-1]

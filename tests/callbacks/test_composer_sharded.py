@@ -49,6 +49,7 @@ def test_the_trajectory_is_that_of_composers_own_sharded_checkpoints(tmp_path: P
     assert [ref.parts for ref in manifests[0].chain] == [2, 3, 2]
 
 
+@pytest.mark.slow
 def test_killed_ranks_continue_bit_by_bit(tmp_path: Path) -> None:
     """In the middle of an epoch: the same samples, random numbers, learning rates and evaluations as without."""
     url = str(tmp_path / "run")

@@ -85,6 +85,7 @@ def test_three_processes_that_adopt_continue_bit_by_bit(tmp_path: Path) -> None:
     assert any(one["planned"] for one in manifests)
 
 
+@pytest.mark.slow
 def test_three_processes_continue_bit_by_bit_from_a_step_log(tmp_path: Path) -> None:
     """The first process logs the gradients, and each one's remainder; all continue from the newest segment."""
     run(tmp_path, "plain", "log", "3")

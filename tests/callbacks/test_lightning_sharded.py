@@ -47,6 +47,7 @@ def test_the_trajectory_is_that_of_lightnings_own_sharded_checkpoints(tmp_path: 
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["native", "run"]
 
 
+@pytest.mark.slow
 def test_killed_ranks_continue_bit_by_bit(tmp_path: Path) -> None:
     """In the middle of an epoch: the same samples, random numbers and counters as without."""
     url = str(tmp_path / "run")

@@ -73,6 +73,7 @@ def test_quick_chaos_on_moto(moto: S3Server, tmp_path: Path) -> None:
     _check(_campaign(moto, tmp_path, campaign, checks_uploads=False), campaign)
 
 
+@pytest.mark.slow
 def test_quick_chaos_on_several_stores(moto: S3Server, tmp_path: Path) -> None:
     """Two buckets and a folder. Each store has a shorter patience than one alone, and a start asks several times as much."""
     campaign = Campaign(kills=3, lifetime=(3.0, 5.0), limit_seconds=90)

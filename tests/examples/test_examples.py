@@ -246,6 +246,7 @@ def test_plain_loop_adds_at_most_ten_lines():
     assert 0 < sum(re.search(r"# \+(  # fmt: skip)?$", line) is not None for line in lines) <= 10
 
 
+@pytest.mark.slow
 def test_lightning_script_is_short_and_continues(tmp_path):
     assert len((EXAMPLES / "lightning_gpt.py").read_text().splitlines()) <= 100
     first = run("lightning_gpt.py", tmp_path / "run", "--steps", 10, "--every", 5)

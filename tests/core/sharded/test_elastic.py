@@ -50,6 +50,7 @@ def test_one_process_reads_what_ranks_wrote(tmp_path: Path) -> None:
     assert torch.equal(state["optimizers"][0]["state"][0]["exp_avg"], true["scale.exp_avg"])
 
 
+@pytest.mark.slow
 def test_long_tensors_go_as_blocks_of_rows(tmp_path: Path) -> None:
     store = journey(tmp_path, [("fsdp", 3), ("fsdp", 2), ("plain", 1), ("fsdp", 3)], limit=100)
     first, last = store.manifests()[-1], store.manifests()[0]

@@ -48,6 +48,7 @@ def test_resumed_training_is_the_undisturbed_one(played: tuple[Path, list[Any]])
     assert [manifest.meta["adoption"]["count"] for manifest in manifests] == list(range(1, len(planned) + 1))
 
 
+@pytest.mark.slow
 def test_without_adoption_it_differs(tmp_path: Path) -> None:
     digests, parts, _ = launch(continued, 2, tmp_path, str(tmp_path), "fsdp", [2 * EVERY], False)[0]
     assert parts[-1][1][STEPS] != digests[STEPS]
