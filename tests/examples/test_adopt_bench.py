@@ -1,0 +1,32 @@
+"""The bench of adoption: its cells are continued, and its table has a row for each training and number of saves."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "benchmarks" / "adopt.py"
+
+
+def printed(cache: Path, *arguments: str) -> list[str]:
+    command = [sys.executable, str(SCRIPT), "--quick", "--only", "matrix-factorization", "--saves", "3"]
+    done = subprocess.run(
+        [*command, "--cache", str(cache), *arguments], check=True, capture_output=True, text=True
+    )
+    return done.stdout.splitlines()
+
+
+def test_a_row_from_three_runs_that_are_measured_once(tmp_path: Path) -> None:
+    cache = tmp_path / "cells.jsonl"
+    lines = printed(cache)
+    assert len(lines) == 3, lines
+    cells = [json.loads(line) for line in cache.read_text().splitlines()]
+    assert [cell["key"]["way"] for cell in cells] == ["undisturbed", "without", "with"]
+    plain, without, adopting = (cell["result"] for cell in cells)
+    assert plain["final"] == without["final"] != adopting["final"]
+    assert [save["adopt_s"] is not None for save in adopting["saves"]] == [True] * 3
+    columns = [text.strip() for text in lines[2].strip("|").split("|")]
+    assert columns[1] == f"3, {adopting['saves'][0]['step']}"
+    assert float(columns[5]) == round(100 * (adopting["final"] / plain["final"] - 1), 2)
+    assert printed(cache, "--table") == printed(cache) == lines
+    assert len(cache.read_text().splitlines()) == 3
