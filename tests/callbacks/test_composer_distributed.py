@@ -69,6 +69,7 @@ def seen(folder: Path, name: str, rank: int) -> Any:
     return torch.load(folder / f"{name}-{rank}.pt", weights_only=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_two_processes_continue_bit_by_bit(name: str, outcomes: Any) -> None:
     first, second = outcomes[name]

@@ -69,6 +69,7 @@ def _whole() -> Outcome:
     return fit(setup=SETUP)
 
 
+@pytest.mark.slow
 def test_killed_twice(tmp_path: Path, whole: Outcome) -> None:
     assert interrupt(tmp_path, 1, "5ba", batch=31, number=signal.SIGKILL) == -signal.SIGKILL
     assert interrupt(tmp_path, 2, "5ba", batch=57, number=signal.SIGKILL) == -signal.SIGKILL

@@ -12,6 +12,7 @@ pytest.importorskip("composer")
 from composer.core import Callback, State
 from composer.loggers import Logger
 from support.composer_models import Outcome, Setup, assert_same, fit
+from support.matrices import some_fast
 
 from shrinkpoint.callbacks.composer import CompressedCheckpoint
 from shrinkpoint.reports import SaveReport
@@ -45,6 +46,19 @@ SETUPS = {
     "StatefulDataLoader": Setup(data="StatefulDataLoader"),
     "two calls of fit()": Setup(fits=("11ba", "30ba"), data="shuffle, augmentation"),
 }
+
+
+FAST = (
+    "EMA",
+    "LabelSmoothing, GradientClipping",
+    "augmentation, SGD, microbatches",
+    "never evaluates",
+    "sampler of the global generator",
+    "StreamingDataset, augmentation",
+    "IterableDataset",
+    "two calls of fit()",
+)
+"""Those that the fast suite tries."""
 
 
 @cache
@@ -81,7 +95,7 @@ def assert_equal(one: Outcome, other: Outcome) -> None:
     assert_same(one.final, other.final)
 
 
-@pytest.mark.parametrize("name", SETUPS)
+@pytest.mark.parametrize("name", some_fast(SETUPS, FAST))
 def test_measuring_and_searching_is_invisible(name: str) -> None:
     outcome, reports = with_callback(
         name, save_interval="2ba", scheme="inshrinkerator", busy="wait", max_degradation=0.05, key_every=3

@@ -15,6 +15,7 @@ pytest.importorskip("composer")
 from support.composer_cases import CASES, NEVER, UNREAD
 from support.composer_data import BATCH, LENGTH
 from support.composer_models import Crash, Outcome, Setup, assert_continues, fit
+from support.matrices import some_fast
 
 from shrinkpoint.callbacks.composer import CompressedCheckpoint
 
@@ -38,7 +39,7 @@ def uninterrupted(setup: Setup) -> Outcome:
     return fit(setup=setup)
 
 
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", some_fast(CASES, list(CASES)[::3]))
 def test_continues_bit_by_bit(name: str) -> None:
     case = CASES[name]
     whole = uninterrupted(case.setup)
@@ -99,7 +100,9 @@ LONGER = {
 }
 
 
-@pytest.mark.parametrize("name", LONGER)
+@pytest.mark.parametrize(
+    "name", some_fast(LONGER, ["batches, mid epoch, evaluation", "epochs, saved by epochs"])
+)
 @pytest.mark.filterwarnings("ignore:.*is complete:shrinkpoint.errors.ShrinkpointWarning")
 def test_trains_longer_as_in_one_go(name: str) -> None:
     torch.set_num_threads(1)

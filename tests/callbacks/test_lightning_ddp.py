@@ -34,7 +34,14 @@ def result(folder: Path, name: str, rank: int) -> Any:
     return torch.load(folder / f"{name}-{rank}.pt", weights_only=False)
 
 
-@pytest.mark.parametrize(("loader", "how"), [("plain", "error"), ("stateful", "error"), ("plain", "sigterm")])
+@pytest.mark.parametrize(
+    ("loader", "how"),
+    [
+        ("stateful", "error"),
+        pytest.param("plain", "error", marks=pytest.mark.slow),
+        pytest.param("plain", "sigterm", marks=pytest.mark.slow),
+    ],
+)
 def test_two_processes_continue_bit_by_bit(tmp_path: Path, loader: str, how: str) -> None:
     run(tmp_path, loader, how)
     step = result(tmp_path, "rest", 0)["trace"][0][2]

@@ -6,12 +6,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from support.lightning_models import assert_same
 
 PROGRAM = Path(__file__).parents[1] / "support" / "lightning_ddp_probe.py"
 
 
+@pytest.mark.slow
 def test_the_first_process_tries_steps_and_leaves_no_trace(tmp_path: Path) -> None:
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("PL_", "LOCAL_", "MASTER"))

@@ -76,6 +76,7 @@ def _whole(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return whole
 
 
+@pytest.mark.slow
 def test_killed_and_continued_bit_by_bit(tmp_path: Path, whole: Outcome) -> None:
     assert interrupt(tmp_path, step=19, number=signal.SIGKILL) == [-signal.SIGKILL]
     [rest] = finish(tmp_path, "rest")

@@ -14,6 +14,7 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+from support.matrices import some_fast
 from support.transformers_models import Outcome, Setup, assert_continues, train
 
 from shrinkpoint.callbacks.transformers import CompressedCheckpoint
@@ -79,6 +80,9 @@ CASES = {
 }
 
 
+FAST = ("masking, later epoch, twice", "accumulation", "masking in workers", "a stream")
+"""Those that the fast suite tries."""
+
 UNINTERRUPTED: dict[str, Outcome] = {}
 
 
@@ -103,7 +107,7 @@ def fresh() -> str:
     return f"memory://transformers-resume/{uuid.uuid4()}"
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", some_fast(CASES, FAST))
 def test_continues_bit_by_bit(name: str, folder: Path) -> None:
     case, url = CASES[name], fresh()
     options = {"every_n_train_steps": case.every, "every_n_epochs": case.epochs}
@@ -116,7 +120,7 @@ def test_continues_bit_by_bit(name: str, folder: Path) -> None:
     assert not list((folder / "run").glob("checkpoint-*"))
 
 
-@pytest.mark.parametrize("steps", [5, 11, 16])
+@pytest.mark.parametrize("steps", some_fast([5, 11, 16], [5]))
 def test_a_longer_run_continues_a_finished_one(steps: int, folder: Path) -> None:
     # Since version 5 the trainer evaluates once more at the end, and masks at random for it.
     setup, url = with_arguments(max_steps=22, lr_scheduler_type="constant", eval_strategy="no"), fresh()

@@ -10,6 +10,7 @@ import pytest
 from support.chaos_worker import verified_digest
 from support.fault_proxy import FaultProxy
 from support.faults import CorruptDown, DropResponse, Fault, ResetBefore, Rule, Status, Truncate, Zombie
+from support.matrices import some_fast
 from support.s3 import S3Server, new_bucket, storage_options
 
 from shrinkpoint.errors import StoreError
@@ -28,6 +29,7 @@ FAULTS: list[Fault] = [
     CorruptDown(30),
     Zombie(0.2),
 ]
+REFUSALS: list[Fault] = [Status(403, "AccessDenied"), Status(503), ResetBefore()]
 QUICK = RetryPolicy(attempts=3, first_delay_s=0.01, max_delay_s=0.05)
 
 
@@ -87,12 +89,10 @@ class _Bench:
         return StripedObjects([RetryingObjects(each, QUICK) for each in below])
 
     def positions(self, number: int) -> range:
-        """Of the requests that the quick form breaks with the fault of this number: of several stores two of some 170."""
+        """Of the requests that the quick form breaks with the fault of this number: of several stores one of some 170."""
         total = self.requests
         return (
-            range(1 + number, total, 9)
-            if len(self.direct) == 1
-            else range(1 + 13 * number, total, total // 2)
+            range(1 + number, total, 18) if len(self.direct) == 1 else range(1 + 27 * number, 2 + 27 * number)
         )
 
     @cached_property
@@ -193,7 +193,7 @@ def test_fault_at_every_request(bench: _Bench, fault: Fault, pytestconfig: pytes
     print(f"{type(fault).__name__} at {len(positions)} of {total} requests: nothing lost")
 
 
-@pytest.mark.parametrize("fault", [Status(403, "AccessDenied"), Status(503), ResetBefore()], ids=str)
+@pytest.mark.parametrize("fault", some_fast(REFUSALS, REFUSALS[:1]), ids=str)
 def test_failing_listing_is_an_error_and_not_an_empty_run(bench: _Bench, fault: Fault) -> None:
     direct, faulty = bench.run()
     _save(_store(direct), b"first")

@@ -68,6 +68,7 @@ def _check(account: Account, campaign: Campaign) -> None:
     assert account.verified > 0, account
 
 
+@pytest.mark.slow
 def test_quick_chaos_on_moto(moto: S3Server, tmp_path: Path) -> None:
     campaign = Campaign(kills=4, lifetime=(1.5, 3.0), limit_seconds=60)
     _check(_campaign(moto, tmp_path, campaign, checks_uploads=False), campaign)

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "benchmarks" / "adopt.py"
 
 
@@ -16,6 +18,7 @@ def printed(cache: Path, *arguments: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_a_row_from_three_runs_that_are_measured_once(tmp_path: Path) -> None:
     cache = tmp_path / "cells.jsonl"
     lines = printed(cache)

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCHMARKS = Path(__file__).resolve().parents[2] / "examples" / "benchmarks"
 
 
@@ -12,6 +14,7 @@ def printed(script: str, *arguments: str) -> list[str]:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_memory_has_a_line_for_each_save_and_one_of_what_is_fixed() -> None:
     lines = printed(
         "memory.py",
@@ -32,6 +35,7 @@ def test_memory_has_a_line_for_each_save_and_one_of_what_is_fixed() -> None:
     assert "coders and libraries" in lines[4]
 
 
+@pytest.mark.slow
 def test_cost_has_a_line_for_each_way_to_store_a_state() -> None:
     lines = printed("cost.py", "--width", "64", "--layers", "1")
     names = [line[:28].strip() for line in lines[2:]]

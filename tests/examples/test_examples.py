@@ -230,6 +230,7 @@ def run_until_killed(arguments: list[str], step: int) -> int:
     return started
 
 
+@pytest.mark.slow
 def test_plain_loop_resumes_after_a_kill(tmp_path):
     script = command(
         "plain_pytorch.py", tmp_path / "run", "--tiny", "--steps", 60, "--every", 10, "--busy", "wait"

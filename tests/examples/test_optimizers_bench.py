@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "benchmarks" / "optimizers.py"
 
 
+@pytest.mark.slow
 def test_a_row_for_each_optimizer_that_is_asked_for(tmp_path):
     page = tmp_path / "optimizers.md"
     command = [

@@ -4,9 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCH = Path(__file__).resolve().parents[2] / "examples" / "benchmarks" / "steps.py"
 
 
+@pytest.mark.slow
 def test_every_experiment_has_its_table(tmp_path: Path) -> None:
     arguments = ("--small", "--blocks", "1", "--seeds", "1", "--before", "30", "--log", str(tmp_path))
     done = subprocess.run(

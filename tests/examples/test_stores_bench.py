@@ -24,6 +24,7 @@ def run(script: str, *arguments: object) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_latency_of_three_folders_beside_one(tmp_path: Path) -> None:
     shown = run("stores.py", "--only", "latency", "--rounds", 3, "--folder", tmp_path)
     rows = re.findall(

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[3]
 
 PROGRAM = """
@@ -57,6 +59,7 @@ def blocks() -> list[str]:
     return re.findall(r"```python\n(.*?)```", section, re.DOTALL)
 
 
+@pytest.mark.slow
 def test_a_scheme_needs_a_module_and_an_entry(tmp_path: Path) -> None:
     package = tmp_path / "shrinkpoint"
     for folder, into in (("core", ""), ("callbacks", "callbacks"), ("integrations", "integrations")):
