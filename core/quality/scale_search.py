@@ -47,7 +47,8 @@ class ScaleSearch:
 
     Args:
         whole: whether the stored state holds the chain's limits too, so that a resumed search makes the very choices
-            that an undisturbed one would have made.
+            that an undisturbed one would have made. Such chains are long, and none is begun for the sake of wider steps:
+            the limit of a chain therefore rises by an octave in every four saves.
     """
 
     def __init__(self, *, whole: bool = False) -> None:
@@ -82,6 +83,8 @@ class ScaleSearch:
         save = self._save
         if base and not again:
             self._may_widen = True
+        elif self._whole and not again:
+            self._limit = min(_WIDEST, max(self._limit, self._rung) + 1)
 
         def rise(rung: int) -> Rise:
             scale = _scale(rung) if fixed is None else fixed

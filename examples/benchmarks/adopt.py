@@ -6,7 +6,8 @@
 Each training is run for each number of saves undisturbed, with a checkpointer that does not adopt, and with one that does.
 Nothing is restored: with adoption a restored run is the run itself, bit for bit (tests/campaigns/test_kill_adoption.py), and
 without it docs/bound.md measures what ten restores cost. Saves are at least five steps apart; where the training has fewer steps,
-all three runs are made longer. Final losses are measured on data apart from the probe's.
+all three runs are made longer. Final losses are measured on data apart from the probe's. The spread is that of the undisturbed runs
+of docs/bound.jsonl, which has more seeds.
 
 Every run is one cell of a file of JSON lines, so that the bench may be stopped, continued and extended: cells that are there
 are not measured again, unless --fresh is given. --table prints what is there and measures nothing.
@@ -37,7 +38,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 
 from bound_cache import Cells
 from bound_run import library_digest, machine_digest
-from bound_summary import ABILITY_LIMIT, LIMIT
+from bound_summary import ABILITY_LIMIT, LIMIT, rows_of
 from bound_training import Kind, Training
 from bound_trainings import KINDS, source_digest
 
@@ -156,15 +157,21 @@ def _checkpointer(folder: str, training: Training, task: Task, steps: int) -> sh
     return checkpointer
 
 
+def spreads() -> dict[str, tuple[float, int]]:
+    """By training, the standard deviation of undisturbed runs' final losses, of their mean, and the number of seeds."""
+    rows = rows_of(iter(Cells(ROOT / "docs" / "bound.jsonl")))
+    return {row.training: (row.spread, len(row.plain)) for row in rows if row.spread is not None}
+
+
 def table(cells: Cells, tasks: Sequence[Task]) -> str:
     """A row for each training and number of saves of which all three runs are there, for one seed at least."""
-    lines = [_HEAD]
+    lines, known = [_HEAD], spreads()
     asked = dict.fromkeys((task.name, task.saves) for task in tasks)
     for name, saves in asked:
         some = [task for task in tasks if (task.name, task.saves, task.way) == (name, saves, WITH)]
         found = [runs for task in some if None not in (runs := _runs(cells, task)).values()]
         if found:
-            lines.append(_row(some[0], found))
+            lines.append(_row(some[0], found, *known.get(name, (0.0, 0))))
     return "\n".join(lines)
 
 
@@ -172,17 +179,15 @@ def _runs(cells: Cells, task: Task) -> dict[str, Any]:
     return {way: cells.get(replace(task, way=way).key) for way in (PLAIN, WITHOUT, WITH)}
 
 
-def _row(task: Task, found: Sequence[Mapping[str, Any]]) -> str:
+def _row(task: Task, found: Sequence[Mapping[str, Any]], spread: float, seeds: int) -> str:
     changes = [_change(runs[WITH]["final"], runs[PLAIN]["final"]) for runs in found]
-    finals = [runs[PLAIN]["final"] for runs in found]
-    spread = statistics.stdev(finals) / abs(statistics.mean(finals)) if len(finals) > 1 else None
     others = {
         name: [_change(runs[WITH][kind][name], runs[PLAIN][kind][name]) for runs in found]
         for kind in ("abilities", "also")
         for name in found[0][PLAIN][kind]
     }
     abilities = [change for name in found[0][PLAIN]["abilities"] for change in others[name]]
-    near = all(change <= max(LIMIT, 2 * (spread or 0.0)) for change in changes)
+    near = all(change <= max(LIMIT, 2 * spread) for change in changes)
     kept = near and all(change <= ABILITY_LIMIT for change in abilities)
     later = [save for runs in found for save in runs[WITH]["saves"][1:]]  # the first one searches
     raw = later[0]["raw_bytes"] / 1e9
@@ -200,7 +205,7 @@ def _row(task: Task, found: Sequence[Mapping[str, Any]]) -> str:
         f"{ratio[WITH]:.3g}x",
         f"{size:.2f}",
         _percents(changes),
-        "-" if spread is None else f"{100 * spread:.2f} ({len(finals)})",
+        f"{100 * spread:.2f} ({seeds})",
         beside or "-",
         "kept" if kept else "**not kept**",
         f"{adopt:.3f}",

@@ -118,6 +118,22 @@ def test_each_base_widens_by_an_octave_at_most_where_nothing_is_significant():
     assert scales[8] <= 2 * scales[4]
 
 
+def test_a_long_chain_that_began_too_narrow_widens_by_an_octave_in_four_saves():
+    scales = {}
+    for whole in (False, True):
+        search = ScaleSearch(whole=whole)
+        first = search.choose(Model(1e-3, 3e-6), 3e-6, base=True).scale
+        within_noise = Model(1e-5, 1e-3)
+        rest = [search.choose(within_noise, 3e-4, base=False).scale for _ in range(12)]
+        scales[whole] = [round(math.log2(scale / first), 2) for scale in rest]
+        assert all(within_noise(scale).high <= 3e-4 for scale in rest)
+    assert len(set(scales[False])) == 1
+    assert scales[True][0] == scales[False][0]
+    steps = [later - earlier for earlier, later in itertools.pairwise(scales[True])]
+    assert scales[True][-1] == scales[False][-1] + 1  # as far as the allowed rise can be told from zero
+    assert all(sum(steps[index : index + 4]) <= 1 for index in range(len(steps)))
+
+
 def test_a_fall_widens_nothing_that_was_found():
     search = ScaleSearch()
     scale = search.choose(Model(1e-3), 1e-3, base=True).scale
