@@ -253,9 +253,15 @@ def _prefix_sums(values: _Array, weights: _Array) -> tuple[_Array, _Array, _Arra
 
 def _codebook(values: _Array, weights: _Array, bounds: npt.NDArray[np.int64]) -> torch.Tensor:
     """The weighted mean of each range between bounds; neighbours that round to one float32 become one."""
-    mass = np.add.reduceat(weights, bounds[:-1])
-    means = np.add.reduceat(weights * values, bounds[:-1]) / mass
+    means = _weighted_means(values, weights, bounds[:-1])
     return torch.from_numpy(np.unique(means.astype(np.float32)))
+
+
+def _weighted_means(values: _Array, weights: _Array, starts: npt.NDArray[np.int64]) -> _Array:
+    """The mean of each range, which lies within it even where products with the smallest weights are rounded."""
+    means = np.add.reduceat(weights * values, starts) / np.add.reduceat(weights, starts)
+    ends = np.append(starts[1:], len(values)) - 1
+    return np.asarray(np.clip(means, values[starts], values[ends]))
 
 
 def _splits(values: _Array, centres: _Array) -> npt.NDArray[np.int64]:
@@ -272,7 +278,7 @@ def _error(values: _Array, weights: _Array, centres: _Array, splits: npt.NDArray
 def _means(values: _Array, weights: _Array, splits: npt.NDArray[np.int64]) -> _Array:
     """The means of the clusters that have members; a centre without any is dropped."""
     starts = splits[:-1][np.diff(splits) > 0]
-    return np.asarray(np.add.reduceat(weights * values, starts) / np.add.reduceat(weights, starts))
+    return _weighted_means(values, weights, starts)
 
 
 def _seed_centres(values: _Array, weights: _Array, k: int, generator: np.random.Generator) -> _Array:

@@ -22,7 +22,8 @@ __all__ = ["jit", "jit_allocating", "jit_in_any_order", "jit_inlined", "jit_part
 def jit(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile lazily, cached on disk (`shrinkpoint.runtime.kernel_cache`), in memory where no folder may be written to.
 
-    Neither the function nor what it calls may make arrays, or return one: compiling it is then an error.
+    Neither the function nor what it calls may make arrays, or return one. Compiling it is then an error, unless numba has
+    compiled the same allocation for another function of this process.
     """
     return _compiled(function, **_ONLY_GIVEN_ARRAYS)
 
