@@ -218,16 +218,22 @@ class Background:
             self.fatal = error
             return {"error": str(error)}
         except Exception as error:  # noqa: BLE001 - every rank gets it
-            self._note_failure(job, error)
+            self._note_failure(job.step, error)
             return {"error": str(error)}
 
     def _adoption(self, save: Save) -> AdoptedPart | None:
         """What the manifest says of adoption; None where the training does not adopt."""
         return None
 
-    def _note_failure(self, job: PartJob, error: Exception) -> None:
+    def give_up(self, step: int, error: Exception) -> None:
+        """Count a save that has failed on all ranks before this thread had anything to do."""
+        self.link, self.failed = None, True
+        if self._publisher is not None:
+            self._note_failure(step, error)
+
+    def _note_failure(self, step: int, error: Exception) -> None:
         self._failures += 1
-        message = f"saving step {job.step} to {self._url} failed ({self._failures} in a row): {error}"
+        message = f"saving step {step} to {self._url} failed ({self._failures} in a row): {error}"
         if self._failures < self._config.max_failures:
             warn(f"{message}. The next save tries again")
             return

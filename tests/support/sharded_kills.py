@@ -70,7 +70,7 @@ def kill_ranks(
         folder: for what the ranks note.
         url: the run.
         kills: how many.
-        seed: of the moments.
+        seed: of the moments and the ranks.
         lifetime: seconds from the ranks' start to a random kill, at least and at most.
         faulted: storage options of the ranks.
         direct: those of the account.
@@ -98,6 +98,7 @@ def kill_ranks(
             lazily,
             killed=True,
             kill_after_s=after_s,
+            victim=chance.randrange(world),
             limit_s=200.0,
         )
         account.kills += 1
