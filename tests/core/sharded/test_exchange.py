@@ -103,7 +103,7 @@ def fsdp(world: int, tensors: int, rows: int) -> list[RankTensors]:
     names = [f"model/{number}" for number in range(tensors)]
     specs = {
         name: TensorSpec(
-            name=name, dtype=torch.float32, shape=(rows, 8), tag=Tag(Role.WEIGHT, parameter=name)
+            name=name, dtype=torch.float32, shape=(rows, 8), tag=Tag(role=Role.WEIGHT, parameter=name)
         )
         for name in names
     }
