@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from support.sharded import launch
+from support.sharded import LIMIT_S, launch
 from support.sharded_programs import POINTS, saves
 
 import shrinkpoint
@@ -99,9 +99,11 @@ def kill_ranks(
             killed=True,
             kill_after_s=after_s,
             victim=chance.randrange(world),
-            limit_s=200.0,
+            limit_s=max(200.0, LIMIT_S),
         )
         account.kills += 1
         account.at[point if named else "a random moment"] += 1
         account.stored = check(url, log, direct)
+        if account.kills % 10 == 0:
+            print(account, flush=True)  # a long campaign that is stopped has counted so far
     return account
