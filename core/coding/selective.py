@@ -251,8 +251,10 @@ def decode_selected(
         CorruptionError: a checksum or digest does not match.
         FormatError: a container is malformed.
     """
-    header, wanted, rows = decode_rows(chain, choose, threads=threads)
-    tensors = {entry.spec.name: value for entry, _, value in rows if entry.spec.name in wanted}
+    header, wanted, batches = decode_batches(chain, choose, threads=threads)
+    tensors = {
+        entry.spec.name: value for rows in batches for entry, _, value in rows if entry.spec.name in wanted
+    }
     return header, dict(joined(tensors, {name: header.tensors[name].spec for name in wanted})[0])
 
 

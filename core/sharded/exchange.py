@@ -24,8 +24,9 @@ __all__ = ["Buffers", "ExchangePlan", "Target", "exchange", "plain_bytes"]
 Take = Callable[[str, Box], torch.Tensor]
 Holders = Mapping[Box, tuple[int, ...]]
 
-_BUCKET = 2**28
-"""Bytes that a rank sends and receives at once, about."""
+_BUCKETS = 8
+_BUCKET_BYTES = 2**22, 2**26
+"""Bytes that a rank sends and receives at once, about: an eighth of its share, between these; more takes memory, and is no faster."""
 _ALIGNED = 16
 """Every piece begins at a multiple of so many bytes of a buffer, so that a view of any dtype can be taken of it."""
 
@@ -102,7 +103,7 @@ class ExchangePlan:
         sources: for each box of a tensor, the ranks that hold it; different boxes do not overlap.
         targets: the boxes to be filled.
         first_alone: of which tensors the first of the ranks that hold a box gives it, whatever the others hold.
-        bucket: bytes that a rank sends and receives at once, about.
+        bucket: bytes that a rank sends and receives at once, about; None chooses it by the tensors' size.
     """
 
     def __init__(
@@ -114,8 +115,11 @@ class ExchangePlan:
         targets: Mapping[str, Sequence[Target]],
         *,
         first_alone: Callable[[str], bool] = lambda name: False,
-        bucket: int = _BUCKET,
+        bucket: int | None = None,
     ) -> None:
+        if bucket is None:
+            share = sum(specs[name].nbytes for name in targets) // (_BUCKETS * world)
+            bucket = min(max(share, _BUCKET_BYTES[0]), _BUCKET_BYTES[1])
         self._rank = rank
         self._boxes: dict[int, tuple[Holders, _Boxes]] = {}
         self._buckets = [
@@ -222,15 +226,13 @@ def exchange(
     targets: Mapping[str, Sequence[Target]],
     give: Take,
     take: Take,
-    *,
-    bucket: int = _BUCKET,
 ) -> int:
     """Plan an exchange and run it; a collective, on the training thread. See `ExchangePlan`.
 
     Raises:
         StoreError: a rank has too little memory for it; on every rank, and nothing is filled.
     """
-    plan = ExchangePlan(ranks.rank, ranks.world, specs, sources, targets, bucket=bucket)
+    plan = ExchangePlan(ranks.rank, ranks.world, specs, sources, targets)
     buffers = ranks.on_every(lambda: plan.buffers(ranks.device))
     return plan.run(ranks, buffers, give, take)
 

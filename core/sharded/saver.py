@@ -319,9 +319,10 @@ class ShardedSaver:
         ranks, background = self._ranks, self._background
         assert background is not None
         if agreed.new_layout or self._layout is None:
-            self._rank_tensors, self._layout = own, agreed_layout(own, ranks)
-            self._owners = owners_of(self._layout.specs, ranks.world, self._limit)
-            self._gathering = Gathering(ranks.rank, ranks.world, self._layout, self._owners)
+            layout = agreed_layout(own, ranks)
+            owners = owners_of(layout.specs, ranks.world, self._limit)
+            self._gathering = ranks.on_every(lambda: Gathering(ranks.rank, ranks.world, layout, owners))
+            self._rank_tensors, self._layout, self._owners = own, layout, owners
         assert self._gathering is not None
         state, self.moved = self._gathering.gathered(ranks, live.tree, pieces)
         self._number += 1
