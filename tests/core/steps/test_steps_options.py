@@ -162,7 +162,7 @@ def slow_down(monkeypatch, seconds: float) -> None:
         return put(*arguments)
 
     monkeypatch.setattr(SegmentWriter, "_put", late)
-    monkeypatch.setattr("shrinkpoint.steps.jobs._ALWAYS", 0)
+    monkeypatch.setattr("shrinkpoint.steps.patience._AT_ONCE_S", 0.0)
 
 
 def test_steps_that_come_too_fast_leave_a_gap_until_the_next_checkpoint(monkeypatch):
