@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from steps_lightning import measure_lightning
 from steps_published import TopK
 from steps_task import GPTConfig, Training
 from torch import Tensor
@@ -20,7 +21,7 @@ from torch import Tensor
 from shrinkpoint.checkpointer import Checkpointer
 from shrinkpoint.steps.options import StepLog
 
-__all__ = ["Measured", "Method", "measure_costs", "print_costs", "print_storage"]
+__all__ = ["EXACT", "Begun", "Measured", "Method", "measure_costs", "print_costs", "print_storage"]
 
 _BLOCK = 8
 _TOLERATED = 0.035  # of the training time, in experiment 4
@@ -36,9 +37,25 @@ class Method:
     seconds: list[float] = field(default_factory=list)
     waited: float = 0.0
     """Seconds of the training's thread in it."""
-    cpu: float = 0.0
-    """CPU seconds of the process, training included."""
+    cpu: float | None = 0.0
+    """CPU seconds of the process, training included; None where there is no such training without the method."""
     bytes: int = 0
+
+
+@dataclass
+class Begun:
+    """What was measured before the timed steps."""
+
+    save_stall: float
+    """Seconds that training waited for a checkpoint."""
+    save_lag: float
+    """Seconds from then until it was committed."""
+    rehearsal: float
+    """Seconds that training spent in the exact log until the first segment was rehearsed and sealed."""
+    segment_stall: float
+    """Seconds that the end of a segment of the exact log takes, beyond any other step: capture, digest, waiting."""
+    segment_lag: float
+    """Seconds from the end of a segment until it was written."""
 
 
 @dataclass
@@ -49,7 +66,7 @@ class Measured:
     state_bytes: int
     methods: dict[str, Method]
     steps: int
-    save_stall: float
+    begun: Begun
     small_every: int
     small_share: float | None
 
@@ -64,9 +81,10 @@ class Measured:
         method = self.methods[name]
         return method.waited / (sum(method.seconds) - method.waited)
 
-    def background(self, name: str) -> float:
+    def background(self, name: str) -> float | None:
         """CPU time of the whole process that a method adds, relative."""
-        return self.methods[name].cpu / self.methods["nothing"].cpu - 1
+        cpu, plain = self.methods[name].cpu, self.methods["nothing"].cpu
+        return cpu / plain - 1 if cpu is not None and plain is not None else None
 
 
 class _Runner:
@@ -86,6 +104,7 @@ class _Runner:
         if timed:
             self.method.seconds.append(ended - started)
             self.method.waited += ended - kept
+            assert self.method.cpu is not None
             self.method.cpu += time.process_time() - cpu
 
 
@@ -163,8 +182,9 @@ _OTHERS: dict[str, Callable[[Training, Method, Path], Callable[[int], None]]] = 
     "differences, top 1 % (naive DC)": _differences,
     "gradients, top 1 % (LowDiff)": _top_k,
 }
-_EXACT, _SMALL, _BOUNDED = (
+EXACT, _LIGHTNING, _SMALL, _BOUNDED = (
     "step_log='exact'",
+    "step_log='exact', Lightning",
     "step_log='small', every step",
     "step_log='small', overhead=0.02",
 )
@@ -174,7 +194,7 @@ def measure_costs(text: Tensor, config: GPTConfig, log: str, *, blocks: int) -> 
     """Train with every method in turn, some steps each."""
     every, share = _bounded(text, config, log, blocks)
     options = {
-        _EXACT: StepLog(segment_steps=_BLOCK, rehearse=False),
+        EXACT: StepLog(),  # its defaults: segments of 8 steps here
         _SMALL: StepLog(kind="small", segment_steps=_BLOCK, overhead=None),
         _BOUNDED: StepLog(kind="small", segment_steps=_BLOCK, overhead=None, every=every),
     }
@@ -184,7 +204,7 @@ def measure_costs(text: Tensor, config: GPTConfig, log: str, *, blocks: int) -> 
             name: _ours(name, text, config, f"{folder}/{index}", log, options[name])
             for index, name in enumerate(options)
         }
-        stall = _begin(runners, ours)
+        begun = _begin(runners, ours)
         marks = {name: (c.step_log.bytes, c.step_log.blocked_s) for name, (_, c) in ours.items()}
         before = {runner.method.name: runner.method.bytes for runner in runners}
         for _ in range(blocks):
@@ -201,8 +221,10 @@ def measure_costs(text: Tensor, config: GPTConfig, log: str, *, blocks: int) -> 
             assert checkpointer.step_log.off is None, checkpointer.step_log.off
             checkpointer.saver.close()
     methods = {r.method.name: r.method for r in (*runners, *(runner for runner, _ in ours.values()))}
+    seconds, waited = measure_lightning(text, config, log, steps=blocks * _BLOCK, segment=_BLOCK)
+    methods[_LIGHTNING] = Method(_LIGHTNING, seconds, waited, cpu=None)
     count = runners[0].training.count
-    return Measured(count, 12 * count, methods, blocks * _BLOCK, stall, every, share)
+    return Measured(count, 12 * count, methods, blocks * _BLOCK, begun, every, share)
 
 
 def _bounded(text: Tensor, config: GPTConfig, log: str, blocks: int) -> tuple[int, float | None]:
@@ -210,7 +232,9 @@ def _bounded(text: Tensor, config: GPTConfig, log: str, blocks: int) -> tuple[in
     with tempfile.TemporaryDirectory() as folder:
         options = StepLog(kind="small", segment_steps=_BLOCK)
         runner, checkpointer = _ours("", text, config, folder, log, options)
-        _begin([], {"": (runner, checkpointer)})
+        _warm_up(runner)
+        checkpointer.save(runner.done, wait=True)
+        _warm_up(runner, checkpointer)
         for _ in range(max(6, blocks) * _BLOCK):
             runner.step()
         checkpointer.saver.close()
@@ -242,18 +266,47 @@ def _ours(
     return _Runner(Method(name), training, lambda step: checkpointer.step(step) and None), checkpointer
 
 
-def _begin(runners: list[_Runner], ours: dict[str, tuple[_Runner, Any]]) -> float:
-    """Steps that are not timed, and the checkpoint that the logs begin with; the seconds that training waited for it."""
-    stall = 0.0
-    for runner in (*runners, *(runner for runner, _ in ours.values())):
-        for _ in range(2 * _BLOCK):
-            runner.step(timed=False)
-    for runner, checkpointer in ours.values():
-        stall = checkpointer.save(runner.done, wait=True).blocked_s
-        for _ in range(2 * _BLOCK):  # the log of the next steps refers to it
-            runner.step(timed=False)
+def _warm_up(runner: _Runner, checkpointer: Any = None) -> None:
+    """Two segments of steps that are not timed."""
+    for _ in range(2 * _BLOCK):
+        runner.step(timed=False)
+        if checkpointer is not None:
             checkpointer.step_log.flush()
-    return stall
+
+
+def _begin(runners: list[_Runner], ours: dict[str, tuple[_Runner, Any]]) -> Begun:
+    """Steps that are not timed, and the checkpoint that the logs begin with."""
+    for runner in runners:
+        _warm_up(runner)
+    stall = lag = rehearsal = 0.0
+    for name, (runner, checkpointer) in ours.items():
+        _warm_up(runner)
+        if name == EXACT:
+            rehearsal = checkpointer.step_log.blocked_s
+        started = time.perf_counter()
+        stall = checkpointer.save(runner.done, wait=True).blocked_s
+        lag = time.perf_counter() - started - stall
+        if name != EXACT:
+            _warm_up(runner, checkpointer)  # the log of the next steps refers to it
+    stalls, lags = _segments(*ours[EXACT])
+    return Begun(stall, lag, rehearsal, stalls, lags)
+
+
+def _segments(runner: _Runner, checkpointer: Any) -> tuple[float, float]:
+    """Of the exact log: seconds that the last step of a segment waits beyond the others, and until it is written."""
+    log = checkpointer.step_log
+    waited: dict[bool, list[float]] = {True: [], False: []}
+    lags = []
+    for step in range(1, 4 * _BLOCK + 1):
+        ends, before = step % _BLOCK == 0, log.blocked_s
+        runner.step(timed=False)
+        waited[ends].append(log.blocked_s - before)
+        if ends:
+            started = time.perf_counter()
+            log.flush()
+            lags.append(time.perf_counter() - started)
+    middle = statistics.median
+    return max(0.0, middle(waited[True]) - middle(waited[False])), middle(lags)
 
 
 def print_costs(found: Measured) -> None:
@@ -273,12 +326,18 @@ def print_costs(found: Measured) -> None:
     for name, method in found.methods.items():
         if method is plain:
             continue
-        added = found.overhead(name)
+        added, cpu = found.overhead(name), found.background(name)
         median = statistics.median(method.seconds) / found.step - 1
+        others = f"{cpu:+.1%} | {median:+.1%}" if cpu is not None else " | "
+        size = f"{method.bytes / found.steps / found.parameters:.3f}" if method.bytes else ""
         print(
-            f"| {name} | {added:+.2%} | {found.background(name):+.1%} | {median:+.1%} |"
-            f" {max(1, math.ceil(added / _TOLERATED))} steps | {method.bytes / found.steps / found.parameters:.3f} |"
+            f"| {name} | {added:+.2%} | {others} | {max(1, math.ceil(added / _TOLERATED))} steps | {size} |"
         )
+    begun = found.begun
+    print(
+        f"\nonce, before these steps, the exact log and the rehearsal of its first segment took {1e3 * begun.rehearsal:.0f} ms; the end of a"
+        f" segment takes {1e3 * begun.segment_stall:.2f} ms beyond other steps, and it is written {1e3 * begun.segment_lag:.0f} ms later"
+    )
     share = "not measured" if found.small_share is None else f"{found.small_share:.1%}"
     print(
         f"\nwith overhead=0.02 the small log ends with every={found.small_every}, and measured its share as {share}"
@@ -294,8 +353,8 @@ def print_storage(found: Measured) -> None:
     for name in (
         "differences, top 1 % (naive DC)",
         "gradients, top 1 % (LowDiff)",
-        "step_log='exact'",
-        "step_log='small', every step",
+        EXACT,
+        _SMALL,
     ):
         each = full / _FULL_EVERY + found.methods[name].bytes / found.steps / found.parameters
         print(f"| {name} | {each:.3f} | {full / each:.1f}x |")
