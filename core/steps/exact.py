@@ -21,11 +21,9 @@ from shrinkpoint.steps.recorder import CannotLogError, Recorder
 from shrinkpoint.steps.rehearsal import Rehearsal
 from shrinkpoint.steps.remainder import Remainder
 from shrinkpoint.steps.replay import Replay
-from shrinkpoint.steps.room import lack_of_room
 from shrinkpoint.steps.segment import Place, Reference
 from shrinkpoint.steps.supervision import Supervised
 from shrinkpoint.steps.writer import SegmentWriter
-from shrinkpoint.store.urls import Location
 from shrinkpoint.warn import warn
 
 __all__ = ["ExactLog"]
@@ -47,9 +45,7 @@ class ExactLog(Supervised):
         stateful: further objects with a state, by name.
         options: of the log.
         folder: of its segments.
-        location: near the training; its free space is checked.
         after_step: repeats what the training does to large tensors after each step (averages of the weights).
-        every: steps between two checkpoints, if known.
 
     Raises:
         ConfigError: this training's steps cannot be logged.
@@ -63,9 +59,7 @@ class ExactLog(Supervised):
         *,
         options: StepLog,
         folder: LogFolder,
-        location: Location,
         after_step: Callable[[], object] | None = None,
-        every: int | None = None,
     ) -> None:
         super().__init__()
         refuse_optimizers(optimizers)
@@ -75,9 +69,7 @@ class ExactLog(Supervised):
         self._optimizers = list(optimizers)
         self._options = options
         self._folder = folder
-        self._location = location
         self._after_step = after_step
-        self._every = every
         self._remainder = Remainder(model, self._optimizers, stateful, after_step)
         self._remainder.refuse()
         self._buffers = Buffers()
@@ -94,7 +86,7 @@ class ExactLog(Supervised):
         self._records: list[Record] = []
         self._copied: list[CopiedState] = []
         self._patience = Patience(None if options.busy == "wait" else options.overhead)
-        self._gap = self._checked_room = False
+        self._gap = False
         self.gaps = 0
         """How often nothing was logged until the next checkpoint, since the writer was too slow or steps were missing."""
 
@@ -294,7 +286,6 @@ class ExactLog(Supervised):
         pending = Pending(begin=begin, end=end, records=self._records, copied=self._copied)
         if self._rehearsal is not None:
             self._rehearsed(pending)
-        self._check_room(pending)
         writer = self._writer
         # Only when the segment before is written: a crash then loses the steps of two segments at most.
         with self._patience.spent():
@@ -319,15 +310,6 @@ class ExactLog(Supervised):
         for copied in pending.copied:
             copied.wait()
         reason = rehearsal.obstacle(pending.records, self._optimizers, self._model)
-        if reason is not None:
-            raise CannotLogError(reason)
-
-    def _check_room(self, pending: Pending) -> None:
-        """Check once, when a step's size is known, that two intervals between checkpoints fit in the log's location."""
-        if self._checked_room or self._every is None:
-            return
-        self._checked_room = True
-        reason = lack_of_room(self._location, pending.nbytes // len(pending.records), self._every)
         if reason is not None:
             raise CannotLogError(reason)
 
