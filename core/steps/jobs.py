@@ -32,14 +32,14 @@ class JobQueue:
         self._thread.start()
 
     def submit(
-        self, job: Callable[[], None], size: int = 0, *, room: int = 0, patience_s: float = math.inf
+        self, job: Callable[[], None], size: int = 0, *, ahead: int = 0, patience_s: float = math.inf
     ) -> bool:
         """Append a job.
 
         Args:
             job: called in the thread.
             size: bytes that it holds until it is done. Jobs of 0 bytes are always accepted.
-            room: bytes that the jobs before it may still hold; with 0 they must be done.
+            ahead: bytes that the jobs before it may still hold; with 0 they must be done.
             patience_s: seconds to wait for that.
 
         Returns:
@@ -47,7 +47,7 @@ class JobQueue:
         """
         deadline = time.monotonic() + patience_s
         with self._changed:
-            while size and self._waiting > room and not self.failure:
+            while size and self._waiting > ahead and not self.failure:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     return False

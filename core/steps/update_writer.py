@@ -138,7 +138,7 @@ class UpdateWriter:
         accepted = self._writer.submit(
             record,
             size,
-            room=max(_WAITING - size, size),
+            ahead=max(_WAITING - size, size),
             patience_s=math.inf if wait else 0.0,
             release=release,
         )

@@ -76,7 +76,7 @@ class SegmentWriter:
         job: Callable[[], None],
         size: int = 0,
         *,
-        room: int = 0,
+        ahead: int = 0,
         patience_s: float = math.inf,
         release: Callable[[], None] | None = None,
     ) -> bool:
@@ -85,7 +85,7 @@ class SegmentWriter:
         Args:
             job: not run after a failure.
             size: bytes that it holds.
-            room: bytes that the jobs before it may still hold; with 0 they must be done.
+            ahead: bytes that the jobs before it may still hold; with 0 they must be done.
             patience_s: seconds to wait for that.
             release: returns its memory; called after the job, or after a failure in its place.
 
@@ -101,7 +101,7 @@ class SegmentWriter:
                 if release is not None:
                     release()
 
-        return self._queue.submit(run, size, room=room, patience_s=patience_s)
+        return self._queue.submit(run, size, ahead=ahead, patience_s=patience_s)
 
     def write(
         self,

@@ -69,7 +69,7 @@ def test_a_segment_waits_until_the_one_before_is_written():
     queue, go = JobQueue("test"), threading.Event()
     assert queue.submit(go.wait, size=1, patience_s=0.0)
     assert not queue.submit(lambda: None, size=1, patience_s=0.01)
-    assert queue.submit(lambda: None, size=1, room=1, patience_s=0.0)
+    assert queue.submit(lambda: None, size=1, ahead=1, patience_s=0.0)
     assert queue.submit(lambda: None)  # what holds no memory
     go.set()
     assert queue.submit(lambda: None, size=1)
