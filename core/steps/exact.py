@@ -238,7 +238,7 @@ class ExactLog(Supervised):
     def _before_step(self, first: bool) -> None:
         """Called right before each recorded step, while the state is still that of the step before."""
         if self._sealed is not None:
-            self._sealed.wait()
+            self._sealed.settle()
             self._sealed = None
         if first:
             self._before_first()

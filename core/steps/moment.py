@@ -17,7 +17,8 @@ class Moment:
     """A step, and the digest of the state after it.
 
     Weights and optimizer states change in `optimizer.step()` only. From the end of one step to the beginning of the next one
-    another thread can read them as they are, without a copy; the training then waits for it (`wait`), usually not at all.
+    another thread can read them as they are, without a copy. The training calls `settle` before the next step: it then waits for
+    a digest that has begun, and takes one itself that has not.
 
     Args:
         step: training steps done.
@@ -35,23 +36,30 @@ class Moment:
         self._parts: dict[str, Any] = parts_of(optimizers, more)
         self._versions = _versions(self._parts)
         self._digest: str | None = None
-        self._done = threading.Event()
+        self._is_settled = False
+        self._lock = threading.Lock()
         if any(torch.is_tensor(value) and not value.is_cpu for value in self._parts.values()):
-            self.place()  # the device's work is queued behind that of the training, by the training's own thread
+            self.settle()  # the device's work is queued behind that of the training, by the training's own thread
 
-    def place(self) -> Place:
-        """The step with its digest, which the first call takes.
-
-        Raises:
-            CannotLogError: the state was changed meanwhile, or `abandon` was called before.
-        """
-        if not self._done.is_set():
+    def settle(self) -> None:
+        """Make sure that the digest is taken: the state may change afterwards."""
+        with self._lock:
+            if self._is_settled:
+                return
             try:
                 digest = combined(digests_of(self._parts))
                 if _versions(self._parts) == self._versions:
                     self._digest = digest
             finally:
-                self.abandon()
+                self._parts, self._is_settled = {}, True
+
+    def place(self) -> Place:
+        """The step with its digest, which is taken now if it is not yet.
+
+        Raises:
+            CannotLogError: the state was changed meanwhile, or `abandon` was called before.
+        """
+        self.settle()
         if self._digest is None:
             raise CannotLogError(
                 f"weights or optimizer states were changed outside of optimizer.step() right after step {self.step}, while their"
@@ -60,13 +68,9 @@ class Moment:
         return Place(self.step, self._digest)
 
     def abandon(self) -> None:
-        """Take no digest any more, and let the training change the state."""
-        self._parts = {}
-        self._done.set()
-
-    def wait(self) -> None:
-        """Wait until the state may change."""
-        self._done.wait()
+        """Take no digest any more, and forget the state."""
+        with self._lock:
+            self._parts, self._is_settled = {}, True
 
 
 def _versions(parts: Mapping[str, Any]) -> list[int]:

@@ -16,6 +16,7 @@ from shrinkpoint.steps.jobs import JobQueue
 from shrinkpoint.steps.moment import Moment
 from shrinkpoint.steps.patience import Patience
 from shrinkpoint.steps.recorder import CannotLogError
+from shrinkpoint.steps.writer import SegmentWriter
 
 
 def places() -> tuple[str, str]:
@@ -93,12 +94,10 @@ def test_waiting_is_bounded_by_its_share(monkeypatch):
     assert Patience(None).left_s == float("inf")
 
 
-def test_the_next_step_waits_for_the_digest(monkeypatch):
+def test_the_next_step_waits_for_a_digest_that_has_begun(monkeypatch):
     digests_of = moment.digests_of
-    threads = set()
 
     def slow(parts):
-        threads.add(threading.current_thread().name)
         time.sleep(0.05)
         return digests_of(parts)
 
@@ -111,11 +110,25 @@ def test_the_next_step_waits_for_the_digest(monkeypatch):
             training.step(step)
             training.checkpointer.step(step + 1)
         training.crash()
-    assert threads == {"shrinkpoint-steps"}
     assert training.checkpointer.step_log.off is None
     again = Training().log(*where)
     assert again.checkpointer.resume() == 4
     assert again.digest == training.digest
+
+
+def test_a_step_waits_for_no_other_work_of_the_writer(monkeypatch):
+    """What it must know of the state before it is changed, the training's thread then takes itself."""
+    put, go = SegmentWriter._put, threading.Event()
+    where = places()
+    training = Training().log(*where, every=50, steps=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(SegmentWriter, "_put", lambda *arguments: go.wait(60) and put(*arguments))
+        training.checkpointer.resume()
+        training.run(0, 3)  # one segment and a half: the second one would wait for the first
+        assert not go.is_set()
+        go.set()
+        training.crash()
+    assert Training().log(*where).checkpointer.resume() == 2
 
 
 def test_weights_that_change_while_their_digest_is_taken_turn_the_log_off(monkeypatch):
@@ -148,11 +161,11 @@ def test_an_abandoned_moment_has_no_digest_and_keeps_nobody_waiting():
     optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
     left, taken = Moment(3, [optimizer], {}), Moment(3, [optimizer], {})
     left.abandon()
-    left.wait()
+    left.settle()
     with pytest.raises(CannotLogError, match="step 3"):
         left.place()
     place = taken.place()
     taken.abandon()
-    taken.wait()
+    taken.settle()
     assert taken.place() == place
     assert place.step == 3
