@@ -18,6 +18,8 @@ class Supervised:
         """Why the log is off; None while it is on."""
         self.blocked_s = 0.0
         """Seconds that the training's thread has spent in the log so far: copies, digests and waiting, everything."""
+        self.blocked_cpu_s = 0.0
+        """The CPU seconds of `blocked_s`, without waiting: what other programs do on the machine has no influence on it."""
         self._is_counting = False
 
     def _stop(self) -> None:
@@ -41,11 +43,12 @@ class Supervised:
             yield
             return
         self._is_counting = True
-        started = time.perf_counter()
+        started, cpu = time.perf_counter(), time.thread_time()
         try:
             yield
         finally:
             self.blocked_s += time.perf_counter() - started
+            self.blocked_cpu_s += time.thread_time() - cpu
             self._is_counting = False
 
     @contextmanager

@@ -37,6 +37,10 @@ class Method:
     seconds: list[float] = field(default_factory=list)
     waited: float = 0.0
     """Seconds of the training's thread in it."""
+    waited_cpu: float = 0.0
+    """CPU seconds of the training's thread in it."""
+    thread_cpu: float = 0.0
+    """CPU seconds of the training's thread, in all."""
     cpu: float | None = 0.0
     """CPU seconds of the process, training included; None where there is no such training without the method."""
     bytes: int = 0
@@ -81,6 +85,11 @@ class Measured:
         method = self.methods[name]
         return method.waited / (sum(method.seconds) - method.waited)
 
+    def computing(self, name: str) -> float:
+        """As `overhead`, in CPU time: other work on the machine does not affect it."""
+        method = self.methods[name]
+        return method.waited_cpu / (method.thread_cpu - method.waited_cpu)
+
     def background(self, name: str) -> float | None:
         """CPU time of the whole process that a method adds, relative."""
         cpu, plain = self.methods[name].cpu, self.methods["nothing"].cpu
@@ -95,15 +104,17 @@ class _Runner:
         self.done = 0
 
     def step(self, *, timed: bool = True) -> None:
-        started, cpu = time.perf_counter(), time.process_time()
+        started, cpu, own = time.perf_counter(), time.process_time(), time.thread_time()
         self.training.step()
-        kept = time.perf_counter()
+        kept, kept_own = time.perf_counter(), time.thread_time()
         self.done += 1
         self.keep(self.done)
-        ended = time.perf_counter()
+        ended, ended_own = time.perf_counter(), time.thread_time()
         if timed:
             self.method.seconds.append(ended - started)
             self.method.waited += ended - kept
+            self.method.waited_cpu += ended_own - kept_own
+            self.method.thread_cpu += ended_own - own
             assert self.method.cpu is not None
             self.method.cpu += time.process_time() - cpu
 
@@ -205,7 +216,10 @@ def measure_costs(text: Tensor, config: GPTConfig, log: str, *, blocks: int) -> 
             for index, name in enumerate(options)
         }
         begun = _begin(runners, ours)
-        marks = {name: (c.step_log.bytes, c.step_log.blocked_s) for name, (_, c) in ours.items()}
+        marks = {
+            name: (c.step_log.bytes, c.step_log.blocked_s, c.step_log.blocked_cpu_s)
+            for name, (_, c) in ours.items()
+        }
         before = {runner.method.name: runner.method.bytes for runner in runners}
         for _ in range(blocks):
             for runner in (*runners, *(runner for runner, _ in ours.values())):
@@ -214,15 +228,18 @@ def measure_costs(text: Tensor, config: GPTConfig, log: str, *, blocks: int) -> 
         for runner in runners:
             runner.method.bytes -= before[runner.method.name]
         for name, (runner, checkpointer) in ours.items():
-            written, blocked = marks[name]
+            written, blocked, blocked_cpu = marks[name]
             checkpointer.step_log.flush()
             runner.method.bytes = checkpointer.step_log.bytes - written
             runner.method.waited = checkpointer.step_log.blocked_s - blocked
+            runner.method.waited_cpu = checkpointer.step_log.blocked_cpu_s - blocked_cpu
             assert checkpointer.step_log.off is None, checkpointer.step_log.off
             checkpointer.saver.close()
     methods = {r.method.name: r.method for r in (*runners, *(runner for runner, _ in ours.values()))}
-    seconds, waited = measure_lightning(text, config, log, steps=blocks * _BLOCK, segment=_BLOCK)
-    methods[_LIGHTNING] = Method(_LIGHTNING, seconds, waited, cpu=None)
+    timed = measure_lightning(text, config, log, steps=blocks * _BLOCK, segment=_BLOCK)
+    methods[_LIGHTNING] = Method(
+        _LIGHTNING, timed.seconds, timed.waited, timed.waited_cpu, timed.thread_cpu, cpu=None
+    )
     count = runners[0].training.count
     return Measured(count, 12 * count, methods, blocks * _BLOCK, begun, every, share)
 
@@ -318,10 +335,10 @@ def print_costs(found: Measured) -> None:
         "\nExperiment 1: training time when every step is kept. Experiment 4: how often, if that may add 3.5 %\n"
     )
     print(
-        "| every step | training waits | CPU time, background included | medians of the steps | at most every |"
+        "| every step | training waits | of its thread's CPU time | CPU time, background included | medians of the steps | at most every |"
         " bytes per parameter and step |"
     )
-    print("|---|---:|---:|---:|---:|---:|")
+    print("|---|---:|---:|---:|---:|---:|---:|")
     plain = found.methods["nothing"]
     for name, method in found.methods.items():
         if method is plain:
@@ -331,7 +348,7 @@ def print_costs(found: Measured) -> None:
         others = f"{cpu:+.1%} | {median:+.1%}" if cpu is not None else " | "
         size = f"{method.bytes / found.steps / found.parameters:.3f}" if method.bytes else ""
         print(
-            f"| {name} | {added:+.2%} | {others} | {max(1, math.ceil(added / _TOLERATED))} steps | {size} |"
+            f"| {name} | {added:+.2%} | {found.computing(name):+.2%} | {others} | {max(1, math.ceil(added / _TOLERATED))} steps | {size} |"
         )
     begun = found.begun
     print(

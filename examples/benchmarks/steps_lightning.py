@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,30 +20,40 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 from gpt import GPTConfig, train_loader
 from lightning_gpt import GPTModule
 
-__all__ = ["measure_lightning"]
+__all__ = ["Timed", "measure_lightning"]
 
 _WARM_UP = 2  # segments: the first one is rehearsed
 
 
+@dataclass(frozen=True)
+class Timed:
+    """Seconds of some steps."""
+
+    seconds: list[float]
+    """Of each."""
+    waited: float
+    """Of all that the training's thread spent in the log."""
+    waited_cpu: float
+    """CPU time of that."""
+    thread_cpu: float
+    """CPU time of the training's thread, in all."""
+
+
 class _Clock(Callback):
-    """Notes the time after each step, and what the log has counted by then."""
+    """Notes the times after each step, and what the log has counted by then."""
 
     def __init__(self, checkpoint: CompressedCheckpoint) -> None:
         self._checkpoint = checkpoint
-        self.seconds: list[float] = []
-        self.waited: list[float] = []
+        self.times: list[tuple[float, float, float, float]] = []
 
     def on_train_batch_end(self, *arguments: Any) -> None:
         log = self._checkpoint._session.run.log.log
         assert log is not None
         assert log.off is None, log.off
-        self.seconds.append(time.perf_counter())
-        self.waited.append(log.blocked_s)
+        self.times.append((time.perf_counter(), log.blocked_s, log.blocked_cpu_s, time.thread_time()))
 
 
-def measure_lightning(
-    text: Tensor, config: GPTConfig, log: str, *, steps: int, segment: int
-) -> tuple[list[float], float]:
+def measure_lightning(text: Tensor, config: GPTConfig, log: str, *, steps: int, segment: int) -> Timed:
     """Train with ``step_log="exact"`` and its defaults.
 
     Args:
@@ -50,9 +62,6 @@ def measure_lightning(
         log: the log's folder.
         steps: that are timed.
         segment: steps of a segment.
-
-    Returns:
-        Seconds of each step, and those of all that the training's thread spent in the log.
     """
     with tempfile.TemporaryDirectory() as run:
         checkpoint = CompressedCheckpoint(
@@ -78,6 +87,9 @@ def measure_lightning(
             ],  # Lightning calls checkpoints last: a step's log counts with the next step
         )
         trainer.fit(GPTModule(config), train_loader(text, config))
-    # The first batch's end is the beginning of the second step.
-    seconds = [b - a for a, b in zip(clock.seconds[before - 1 :], clock.seconds[before:], strict=False)]
-    return seconds, clock.waited[-1] - clock.waited[before - 1]
+    timed = clock.times[before - 1 :]  # from the end of the last step before them
+    _, waited, waited_cpu, thread_cpu = (
+        last - first for first, last in zip(timed[0], timed[-1], strict=True)
+    )
+    seconds = [after[0] - one[0] for one, after in itertools.pairwise(timed)]
+    return Timed(seconds, waited, waited_cpu, thread_cpu)

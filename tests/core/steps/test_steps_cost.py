@@ -35,6 +35,9 @@ class Clock:
     def monotonic(self) -> float:
         return self.now
 
+    def thread_time(self) -> float:
+        return self.now / 2
+
 
 @pytest.mark.parametrize("closure", [False, True])
 def test_copies_of_gradients_are_counted_and_the_closure_is_not(monkeypatch, closure):
@@ -58,11 +61,15 @@ def test_copies_of_gradients_are_counted_and_the_closure_is_not(monkeypatch, clo
         patch.setattr(supervision, "time", clock)
         patch.setattr(Buffers, "take", slow)
         patch.setattr(training.batches, "next", slow_batch)
-        before = training.checkpointer.step_log.blocked_s
+        before, before_cpu = (
+            training.checkpointer.step_log.blocked_s,
+            training.checkpointer.step_log.blocked_cpu_s,
+        )
         training.run(0, 4)
         assert taken.count("0") == 4  # a copy of the first optimizer's gradients in each step
         assert taken.count("remainder") == 2
-        assert training.checkpointer.step_log.blocked_s - before == 6.0
+        log = training.checkpointer.step_log
+        assert (log.blocked_s - before, log.blocked_cpu_s - before_cpu) == (6.0, 3.0)
     training.crash()
 
 
