@@ -237,9 +237,10 @@ class ExactLog(Supervised):
 
     def _before_step(self, first: bool) -> None:
         """Called right before each recorded step, while the state is still that of the step before."""
-        if self._sealed is not None:
-            self._sealed.settle()
-            self._sealed = None
+        sealed, self._sealed = self._sealed, None
+        if sealed is not None:
+            with self._guarded():
+                sealed.settle()
         if first:
             self._before_first()
 

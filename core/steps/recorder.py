@@ -145,6 +145,8 @@ class Recorder:
             return None
         first, self._first = self._first, False
         self._before(first)
+        if not self._active:  # what was to be done before the step has failed
+            return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
             self._record(which, closure=False, loss=None)
