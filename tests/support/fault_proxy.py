@@ -171,7 +171,7 @@ class FaultProxy:
     with a probability (the order in which concurrent requests arrive is not fixed by it).
     """
 
-    def __init__(self, upstream: tuple[str, int], *, seed: int = 0) -> None:
+    def __init__(self, upstream: tuple[str, int], *, seed: int | str = 0) -> None:
         self._upstream = upstream
         self._rng = random.Random(seed)
         self._lock = threading.Lock()

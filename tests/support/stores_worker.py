@@ -35,23 +35,6 @@ KEPT = 8
 _REMOTE_PATIENCE = RetryPolicy(attempts=3, first_delay_s=0.05, max_delay_s=0.5, deadline_s=8.0)
 
 
-@dataclass(frozen=True)
-class Control:
-    """A way of doing it that loses checkpoints; or ours."""
-
-    parity: int | None = None
-    copies: int | None = None
-    only_first: bool = False
-
-
-CONTROLS = {
-    "ours": Control(),
-    "no parity": Control(parity=0),
-    "manifests on store 1 only": Control(only_first=True),
-    "committed at one copy": Control(copies=1),
-}
-
-
 @dataclass(frozen=True, kw_only=True)
 class WriterConfig:
     root: str
@@ -70,12 +53,39 @@ class WriterConfig:
     """Without any grace, which is for a single process."""
 
 
-class _OneCopy(members.Quorum):
-    """A record counts as committed with one copy; all stores must then be asked for it."""
+class _One(members.Quorum):
+    """A record counts as committed with one copy, and is looked for in as many stores as otherwise."""
 
     @property
     def write(self) -> int:
         return 1
+
+    @property
+    def read(self) -> int:
+        return members.Quorum(self.stores, self.parity).read
+
+
+class _OneCopy(StripedObjects):
+    """Acknowledged with a manifest in the first store; the others get it while later ones are saved."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.group.make_quorum = _One
+        self._owed: list[tuple[str, bytes]] = []
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        if not key.startswith("commits/"):
+            return super().put_if_absent(key, data)
+        self.group.found()
+        first, *others = self.group.stores
+        while len(self._owed) > 1:
+            owed = self._owed.pop(0)
+            for store in others:
+                store.put_if_absent(*owed)
+        created = first.put_if_absent(key, data)
+        if created:
+            self._owed.append((key, data))
+        return created
 
 
 class _OnlyFirst(StripedObjects):
@@ -86,6 +96,22 @@ class _OnlyFirst(StripedObjects):
             self.group.found()
             return self.group.stores[0].put_if_absent(key, data)
         return super().put_if_absent(key, data)
+
+
+@dataclass(frozen=True)
+class Control:
+    """A way of doing it that loses checkpoints; or ours."""
+
+    parity: int | None = None
+    kind: type[StripedObjects] = StripedObjects
+
+
+CONTROLS = {
+    "ours": Control(),
+    "no parity": Control(parity=0),
+    "manifests on store 1 only": Control(kind=_OnlyFirst),
+    "committed at one copy": Control(kind=_OneCopy),
+}
 
 
 def content(step: int) -> bytes:
@@ -102,7 +128,6 @@ def open_objects(
     places: Sequence[Mapping[str, Any] | None] | None = None,
 ) -> StripedObjects:
     control = CONTROLS[how]
-    kind = _OnlyFirst if control.only_first else StripedObjects
     parity = parity if control.parity is None else control.parity
     each: list[ObjectStore] = []
     for number, place in enumerate(places or [None] * stores):
@@ -112,10 +137,7 @@ def open_objects(
             each.append(
                 RetryingObjects(open_location(parse_url(place["url"]), place["options"]), _REMOTE_PATIENCE)
             )
-    objects = kind(each, parity=parity, patience=_REMOTE_CALLS if places and any(places) else PATIENCE)
-    if control.copies is not None:
-        objects.group.make_quorum = _OneCopy
-    return objects
+    return control.kind(each, parity=parity, patience=_REMOTE_CALLS if places and any(places) else PATIENCE)
 
 
 def open_run(objects: StripedObjects) -> RunStore:
