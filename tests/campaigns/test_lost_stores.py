@@ -10,8 +10,10 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -30,6 +32,8 @@ pytestmark = pytest.mark.timeout(14400)
 
 TRIALS = 20
 FAULTED = 0.03
+AT_ONCE = 5
+"""Trials on servers, which wait most of the time: for answers that never come, and for another attempt."""
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +44,7 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
 
 
 def _trials(
-    nursery: Nursery,
+    nurseries: Sequence[Nursery],
     folder: Path,
     count: int,
     *,
@@ -51,26 +55,36 @@ def _trials(
     where: Callable[[Path], AbstractContextManager[Sequence[Place]]] | None = None,
     slowness: float = 1.0,
 ) -> list[tuple[int, str, list[str]]]:
-    bad, seen, checked, began = [], Counter[str](), 0, time.monotonic()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ShrinkpointWarning)
-        for seed in range(count):
-            rng = random.Random(f"{how} {stores} {parity} {seed}")
-            kind = kinds[seed % len(kinds)]
-            victims = rng.sample(range(stores), max(1, parity))
-            root = folder / str(seed)
-            root.mkdir()
-            with (
-                where(root) if where else nullcontext([FolderPlace(root, i) for i in range(stores)]) as places
-            ):
+    """The trials that lost something: number, kind, what was wrong. As many at once as there are nurseries."""
+    began, free = time.monotonic(), SimpleQueue[Nursery]()
+    for nursery in nurseries:
+        free.put(nursery)
+
+    def run(seed: int) -> Trial:
+        rng = random.Random(f"{how} {stores} {parity} {seed}")
+        victims = rng.sample(range(stores), max(1, parity))
+        root = folder / str(seed)
+        root.mkdir()
+        with where(root) if where else nullcontext([FolderPlace(root, i) for i in range(stores)]) as places:
+            nursery = free.get()
+            try:
                 trial = Trial(nursery, root, rng, places, parity, how, slowness)
-                trial.run(kind, victims)
+                trial.run(kinds[seed % len(kinds)], victims)
+            finally:
+                free.put(nursery)
+        shutil.rmtree(root)
+        return trial
+
+    bad, seen, checked = [], Counter[str](), 0
+    with warnings.catch_warnings(), ThreadPoolExecutor(len(nurseries)) as pool:
+        warnings.simplefilter("ignore", ShrinkpointWarning)
+        for seed, trial in enumerate(pool.map(run, range(count))):
+            kind = kinds[seed % len(kinds)]
             seen[kind] += 1
             checked += trial.checked
             if trial.wrong:
                 bad.append((seed, kind, trial.wrong))
                 print("   ", seed, kind, trial.wrong, flush=True)
-            shutil.rmtree(root)
             if (seed + 1) % (25 if where is None else 5) == 0:  # a long campaign is looked at before its end
                 spent = time.monotonic() - began
                 print(
@@ -85,7 +99,7 @@ def _trials(
 
 
 def test_nothing_acknowledged_is_lost_quickly(nursery: Nursery, tmp_path: Path) -> None:
-    assert _trials(nursery, tmp_path, len(KINDS), stores=3, parity=1) == []
+    assert _trials([nursery], tmp_path, len(KINDS), stores=3, parity=1) == []
 
 
 @pytest.mark.slow
@@ -94,7 +108,7 @@ def test_nothing_acknowledged_is_lost(
     nursery: Nursery, tmp_path: Path, pytestconfig: pytest.Config, stores: int, parity: int
 ) -> None:
     count = pytestconfig.getoption("kills") or TRIALS
-    assert _trials(nursery, tmp_path, count, stores=stores, parity=parity) == []
+    assert _trials([nursery], tmp_path, count, stores=stores, parity=parity) == []
 
 
 @pytest.fixture(scope="module")
@@ -127,8 +141,13 @@ def test_nothing_acknowledged_is_lost_of_two_gateways_and_a_folder(
                 stack.callback(buckets[-1].close)
             yield [buckets[0], FolderPlace(root, 1), buckets[1]]
 
-    count = pytestconfig.getoption("kills") or 2
-    assert _trials(nursery, tmp_path, count, stores=3, parity=1, where=where, slowness=4.0) == []
+    count = pytestconfig.getoption("kills") or len(KINDS)
+    with ExitStack() as stack:
+        others = [Nursery(tmp_path / f"writers-{i}") for i in range(min(count, AT_ONCE) - 1)]
+        for other in others:
+            stack.callback(other.close)
+        together = [nursery, *others]
+        assert _trials(together, tmp_path, count, stores=3, parity=1, where=where, slowness=4.0) == []
 
 
 @pytest.mark.slow
@@ -141,7 +160,7 @@ def test_nothing_acknowledged_is_lost_of_two_gateways_and_a_folder(
     ],
 )
 def test_other_ways_lose(nursery: Nursery, tmp_path: Path, how: str, losses: dict[str, str]) -> None:
-    lost = _trials(nursery, tmp_path, 4, stores=3, parity=1, how=how, kinds=tuple(losses))
+    lost = _trials([nursery], tmp_path, 4, stores=3, parity=1, how=how, kinds=tuple(losses))
     as_expected = [number for number, kind, wrong in lost if any(losses[kind] in each for each in wrong)]
     assert as_expected == [0, 1, 2, 3]
 
