@@ -48,6 +48,7 @@ def _trials(
     folder: Path,
     count: int,
     *,
+    first: int = 0,
     stores: int,
     parity: int,
     how: str = "ours",
@@ -78,17 +79,18 @@ def _trials(
     bad, seen, checked = [], Counter[str](), 0
     with warnings.catch_warnings(), ThreadPoolExecutor(len(nurseries)) as pool:
         warnings.simplefilter("ignore", ShrinkpointWarning)
-        for seed, trial in enumerate(pool.map(run, range(count))):
+        numbers = range(first, first + count)
+        for done, (seed, trial) in enumerate(zip(numbers, pool.map(run, numbers), strict=True), 1):
             kind = kinds[seed % len(kinds)]
             seen[kind] += 1
             checked += trial.checked
             if trial.wrong:
                 bad.append((seed, kind, trial.wrong))
                 print("   ", seed, kind, trial.wrong, flush=True)
-            if (seed + 1) % (25 if where is None else 5) == 0:  # a long campaign is looked at before its end
+            if done % (25 if where is None else 5) == 0:  # a long campaign is looked at before its end
                 spent = time.monotonic() - began
                 print(
-                    f"{how}, {stores} stores, parity {parity}: {seed + 1} trials, {len(bad)} lost, {spent:.0f} s",
+                    f"{how}, {stores} stores, parity {parity}: {done} trials, {len(bad)} lost, {spent:.0f} s",
                     flush=True,
                 )
     print(
@@ -108,7 +110,8 @@ def test_nothing_acknowledged_is_lost(
     nursery: Nursery, tmp_path: Path, pytestconfig: pytest.Config, stores: int, parity: int
 ) -> None:
     count = pytestconfig.getoption("kills") or TRIALS
-    assert _trials([nursery], tmp_path, count, stores=stores, parity=parity) == []
+    first = pytestconfig.getoption("first_trial")
+    assert _trials([nursery], tmp_path, count, first=first, stores=stores, parity=parity) == []
 
 
 @pytest.fixture(scope="module")
@@ -142,12 +145,14 @@ def test_nothing_acknowledged_is_lost_of_two_gateways_and_a_folder(
             yield [buckets[0], FolderPlace(root, 1), buckets[1]]
 
     count = pytestconfig.getoption("kills") or len(KINDS)
+    first = pytestconfig.getoption("first_trial")
     with ExitStack() as stack:
         others = [Nursery(tmp_path / f"writers-{i}") for i in range(min(count, AT_ONCE) - 1)]
         for other in others:
             stack.callback(other.close)
         together = [nursery, *others]
-        assert _trials(together, tmp_path, count, stores=3, parity=1, where=where, slowness=4.0) == []
+        lost = _trials(together, tmp_path, count, first=first, stores=3, parity=1, where=where, slowness=4.0)
+        assert lost == []
 
 
 @pytest.mark.slow
