@@ -26,8 +26,8 @@ class Patience:
     """How long to wait for a store.
 
     Attributes:
-        late_floor_s: The slowest may always take so much longer than the others,
-        late_factor: or so many times as long as they took, whichever is more.
+        late_floor_s: The slowest may always take so long,
+        late_factor: or so many times as long as the others took, whichever is more.
         alone_s: Where nothing else is there to compare with: so long for a small request that another store can serve.
         bytes_per_s: What such a request may take longer for each byte.
         limit_s: No request is waited for longer than this.
