@@ -79,6 +79,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="how many kills the kill campaigns make, and trials those of lost stores",
     )
     parser.addoption(
+        "--at-once", type=int, default=5, help="how many of the trials of lost stores run at a time"
+    )
+    parser.addoption(
         "--first-trial",
         type=int,
         default=0,

@@ -130,6 +130,7 @@ def _at_points(folder: Path, saves: range, stores: int = 1) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("stores", [1, 3])
 def test_killed_at_each_point(tmp_path, stores):
     _at_points(tmp_path, range(2, 3), stores)

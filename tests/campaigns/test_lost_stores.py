@@ -32,8 +32,6 @@ pytestmark = pytest.mark.timeout(14400)
 
 TRIALS = 20
 FAULTED = 0.03
-AT_ONCE = 5
-"""Trials on servers, which wait most of the time: for answers that never come, and for another attempt."""
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +39,19 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
     nursery = Nursery(tmp_path_factory.mktemp("nursery") / "stderr")
     yield nursery
     nursery.close()
+
+
+@pytest.fixture(scope="module")
+def nurseries(
+    tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
+) -> Iterator[list[Nursery]]:
+    """One for each trial at a time: trials wait most of the time, for disks and servers and for another attempt."""
+    folder = tmp_path_factory.mktemp("nurseries")
+    count = min(pytestconfig.getoption("at_once"), pytestconfig.getoption("kills") or TRIALS)
+    several = [Nursery(folder / str(i)) for i in range(count)]
+    yield several
+    for nursery in several:
+        nursery.close()
 
 
 def _trials(
@@ -107,11 +118,11 @@ def test_nothing_acknowledged_is_lost_quickly(nursery: Nursery, tmp_path: Path) 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stores", "parity"), [(3, 1), (5, 2)])
 def test_nothing_acknowledged_is_lost(
-    nursery: Nursery, tmp_path: Path, pytestconfig: pytest.Config, stores: int, parity: int
+    nurseries: list[Nursery], tmp_path: Path, pytestconfig: pytest.Config, stores: int, parity: int
 ) -> None:
     count = pytestconfig.getoption("kills") or TRIALS
     first = pytestconfig.getoption("first_trial")
-    assert _trials([nursery], tmp_path, count, first=first, stores=stores, parity=parity) == []
+    assert _trials(nurseries, tmp_path, count, first=first, stores=stores, parity=parity) == []
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +141,7 @@ def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[S3Server
 @pytest.mark.slow
 @pytest.mark.real_s3
 def test_nothing_acknowledged_is_lost_of_two_gateways_and_a_folder(
-    nursery: Nursery, tmp_path: Path, pytestconfig: pytest.Config, gateways: list[S3Server]
+    nurseries: list[Nursery], tmp_path: Path, pytestconfig: pytest.Config, gateways: list[S3Server]
 ) -> None:
     @contextmanager
     def where(root: Path) -> Iterator[list[Place]]:
@@ -146,13 +157,8 @@ def test_nothing_acknowledged_is_lost_of_two_gateways_and_a_folder(
 
     count = pytestconfig.getoption("kills") or len(KINDS)
     first = pytestconfig.getoption("first_trial")
-    with ExitStack() as stack:
-        others = [Nursery(tmp_path / f"writers-{i}") for i in range(min(count, AT_ONCE) - 1)]
-        for other in others:
-            stack.callback(other.close)
-        together = [nursery, *others]
-        lost = _trials(together, tmp_path, count, first=first, stores=3, parity=1, where=where, slowness=4.0)
-        assert lost == []
+    lost = _trials(nurseries, tmp_path, count, first=first, stores=3, parity=1, where=where, slowness=4.0)
+    assert lost == []
 
 
 @pytest.mark.slow
