@@ -31,7 +31,8 @@ __all__ = ["CONTROLS", "Control", "WriterConfig", "content", "open_objects", "op
 PATIENCE = Patience(late_floor_s=1.0, alone_s=3.0, limit_s=10.0)
 # Servers and their clients on one busy machine: what is slow there is not lost.
 _REMOTE_CALLS = Patience(late_floor_s=10.0, alone_s=40.0, limit_s=60.0)
-KEPT = 8
+_KEPT, _KEPT_REMOTE = 8, 4
+"""How many checkpoints a collection keeps; fewer on servers, where each is read many times over."""
 _REMOTE_PATIENCE = RetryPolicy(attempts=3, first_delay_s=0.05, max_delay_s=0.5, deadline_s=8.0)
 
 
@@ -155,6 +156,8 @@ def _write(config: WriterConfig) -> None:
     run = open_run(
         open_objects(config.root, config.stores, config.parity, config.how, config.places),
     )
+    kept = _KEPT_REMOTE if any(config.places or ()) else _KEPT
+    every = kept + 2  # saves between collections
     found = run.newest_sound(_take) if config.resume else None
     parent = found[0] if found else None
     writer = run.writer()
@@ -166,8 +169,8 @@ def _write(config: WriterConfig) -> None:
                 parent = None
             kind = "delta" if parent else "base"
             try:
-                if step > first + 1 and step % 10 == 1 and config.collects and config.how == "ours":
-                    _retire(config, run, writer.collect, journal.write)
+                if step > first + 1 and step % every == 1 and config.collects and config.how == "ours":
+                    _retire(kept, run, writer.collect, journal.write)
                 parent = writer.commit(
                     content(step),
                     step=step,
@@ -194,10 +197,8 @@ def _write(config: WriterConfig) -> None:
             time.sleep(config.pause_s)
 
 
-def _retire(
-    config: WriterConfig, run: RunStore, collect: Callable[..., object], note: Callable[[str], object]
-) -> None:
-    kept = sorted(m.step for m in run.manifests())[-KEPT:]
+def _retire(count: int, run: RunStore, collect: Callable[..., object], note: Callable[[str], object]) -> None:
+    kept = sorted(m.step for m in run.manifests())[-count:]
     if kept:
         note(f"# retired below {kept[0]}\n")
         try:
