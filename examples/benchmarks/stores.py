@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python examples/benchmarks/stores.py [--folder DISK] [--rounds 40] [--rate 20e6]
 
 Everything is measured in one run and shown as ratios. The tables of bandwidth (`stores_bandwidth.py`) put each store behind a
-link of ``--rate`` bytes a second; their states are the demo's GPT with AdamW, ``--every`` steps apart. With ``--only server`` the
-stores are buckets of an S3 server behind slow proxies.
+link of ``--rate`` bytes a second, or of each of ``--rates``; their states are the demo's GPT with AdamW, ``--every`` steps apart. With
+``--only server`` the stores are buckets of an S3 server, each behind a proxy of ``--server-rate``. ``--only`` takes several names, with commas.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from shrinkpoint.store.striped.parity import p_of, q_of
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from stores_bandwidth import containers, over_links, over_server
+from stores_bandwidth import by_rate, containers, over_links, over_server
 from stores_links import Distant
 
 
@@ -116,37 +116,41 @@ def _cpu(work: Callable[[], object]) -> float:
     return time.thread_time() - began
 
 
+PARTS = ("latency", "parity", "bandwidth", "rates", "server")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--folder", type=Path, help="where to write; default: the system's temporary folder")
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument(
-        "--only", choices=("latency", "parity", "bandwidth", "server"), help="one of the tables"
-    )
+    parser.add_argument("--only", default=",".join(PARTS), help="some of the tables; default: %(default)s")
     parser.add_argument("--rate", type=float, default=20e6, help="bytes a second of each store")
+    parser.add_argument("--rates", default="4e6,20e6,100e6", help="of the table by rate")
+    parser.add_argument("--server-rate", type=float, default=4e6, help="of each bucket of the server")
     parser.add_argument("--every", type=int, default=8)
     parser.add_argument("--steps", type=int, default=48)
     parser.add_argument("--repeats", type=int, default=5, help="turns of the tables of bandwidth")
     options = parser.parse_args()
+    wanted = options.only.split(",")
+    if unknown := set(wanted) - set(PARTS):
+        parser.error(f"--only {','.join(unknown)}: the tables are {', '.join(PARTS)}")
     warnings.simplefilter("ignore", ShrinkpointWarning)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=options.folder) as root:
         folder = Path(root)
-        parts = {
-            "latency": latency(folder, options.rounds),
-            "parity": parity(),
-        }
-        if options.only in (None, "bandwidth", "server"):
+        parts = {"latency": latency(folder, options.rounds), "parity": parity()}
+        if {"bandwidth", "rates", "server"} & set(wanted):
             made = containers(options.every, options.steps)
-            parts["bandwidth"] = over_links(folder, made, options.rate, options.repeats)
-            parts["server"] = over_server(folder, made, options.rate, options.repeats)
-        for name, part in parts.items():
-            if options.only in (None, name):
-                for line in part:
-                    print(line, flush=True)
-                print()
+            rates = [float(rate) for rate in options.rates.split(",")]
+            parts["bandwidth"] = over_links(made, options.rate, options.repeats)
+            parts["rates"] = by_rate(folder, made, rates, options.repeats)
+            parts["server"] = over_server(folder, made, options.server_rate, options.repeats)
+        for name in wanted:
+            for line in parts[name]:
+                print(line, flush=True)
+            print()
 
 
 if __name__ == "__main__":

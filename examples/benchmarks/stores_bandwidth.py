@@ -2,17 +2,17 @@
 
 Each store is behind a link of so many bytes a second: a wrapper that sleeps as long as the bytes would take, or, before a real S3
 server, the proxy of the tests, which holds the bytes back. Times are those of the stores alone; encoding happens before, in the
-background, and is shown beside. All rows are measured in turns, and compared with the first one of the same turn.
+background, and is shown beside. All rows are measured in turns. "less" compares the shortest times, which are what the least was in the way
+of; "from, to" are the extremes of what single turns come to.
 """
 
 import io
 import shutil
-import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -20,7 +20,7 @@ from stores_links import timed, timed_run
 
 from shrinkpoint.store.run import RunStore
 
-__all__ = ["Made", "containers", "over_links", "over_server"]
+__all__ = ["Made", "by_rate", "containers", "over_links", "over_server"]
 
 Times = tuple[float, float]
 
@@ -88,64 +88,110 @@ Row = tuple[str, bytes, float | None, Callable[[Path], Times]]
 """What it is, its bytes, the seconds of encoding, and what measures a save and a restore in a new folder."""
 
 
-def over_links(folder: Path, made: Made, rate: float, repeats: int) -> Iterator[str]:
-    """Stores in memory, so that nothing but the links is slow; the last two rows in folders of one disk.
+@dataclass(frozen=True)
+class Line:
+    """What came of a row.
+
+    Attributes:
+        name: What it is.
+        size: Bytes.
+        encode_s: Seconds of encoding.
+        turns: By turn, its times, and those of what it is compared with.
+    """
+
+    name: str
+    size: int
+    encode_s: float | None
+    turns: list[tuple[Times, Times]]
+
+
+def over_links(made: Made, rate: float, repeats: int) -> Iterator[str]:
+    """Ways of saving. The stores are in memory, so that nothing but the links is slow.
 
     Args:
-        folder: On the disk.
         made: What to save.
         rate: Bytes a second of each store.
         repeats: How many turns.
     """
-
-    def row(name: str, data: bytes, encode_s: float | None, stores: int) -> Row:
-        way = "one store" if stores == 1 else f"{stores - 1}+1"
-        return f"{name}, {way}", data, encode_s, lambda where: timed(where, data, stores, rate)
-
-    rows = [row("torch.save's bytes", made.raw, None, 1), row("default scheme", made.auto, made.auto_s, 1)]
-    rows += [row("lossless delta", made.lossless, made.lossless_s, 1)]
-    rows += [row("torch.save's bytes", made.raw, None, n) for n in (3, 4, 5)]
-    rows += [row("lossless delta", made.lossless, made.lossless_s, n) for n in (3, 4, 5)]
+    rows = [_row("torch.save's bytes", made.raw, None, 1, rate)]
+    rows += [_row("default scheme", made.auto, made.auto_s, 1, rate)]
+    rows += [_row("lossless delta", made.lossless, made.lossless_s, 1, rate)]
+    rows += [_row("torch.save's bytes", made.raw, None, n, rate) for n in (3, 4, 5)]
+    rows += [_row("lossless delta", made.lossless, made.lossless_s, n, rate) for n in (3, 4, 5)]
     with _memory() as memory:
-        yield from _measured(memory, rows, repeats, rate)
-    yield "\nThe same, with all five stores on one disk:\n"
-    yield from _measured(folder, [rows[0], rows[-1]], repeats, rate)
+        yield from _table(f"{rate / 1e6:g} MB/s for each store", _measured(memory, rows, repeats))
+
+
+def by_rate(folder: Path, made: Made, rates: Sequence[float], repeats: int) -> Iterator[str]:
+    """The lossless delta in five stores at different rates, in memory and in folders of one disk.
+
+    Args:
+        folder: On the disk.
+        made: What to save.
+        rates: Bytes a second of each store.
+        repeats: How many turns.
+    """
+    lines: list[Line] = []
+    with _memory() as memory:
+        for rate in rates:
+            for name, where in (("memory", memory), ("one disk", folder)):
+                rows = [_row("", made.raw, None, 1, rate), _row("", made.lossless, made.lossless_s, 5, rate)]
+                _, line = _measured(where, rows, repeats)
+                lines.append(replace(line, name=f"{rate / 1e6:g} MB/s, {name}"))
+    yield from _table("lossless delta, 4+1", lines)
+
+
+def _row(name: str, data: bytes, encode_s: float | None, stores: int, rate: float) -> Row:
+    return (
+        f"{name}, {_way(stores)}",
+        data,
+        encode_s,
+        lambda folder: timed(folder, data, stores, rate),
+    )
+
+
+def _way(stores: int) -> str:
+    return "one store" if stores == 1 else f"{stores - 1}+1"
 
 
 def over_server(folder: Path, made: Made, rate: float, repeats: int) -> Iterator[str]:
     """Five buckets of a real S3 server, each behind a proxy of ``rate`` bytes a second in each direction."""
     with ExitStack() as stack:
-        name, open_runs = _server(stack, folder / "server", rate)
+        server, new_run = _server(stack, folder / "server", rate)
 
-        def row(what: str, data: bytes, encode_s: float | None, stores: int) -> Row:
-            way = "one bucket" if stores == 1 else f"{stores - 1}+1"
-            return f"{what}, {way}", data, encode_s, lambda _: timed_run(open_runs(stores), data)
+        def row(name: str, data: bytes, encode_s: float | None, stores: int) -> Row:
+            return f"{name}, {_way(stores)}", data, encode_s, lambda _: timed_run(new_run(stores), data)
 
-        yield f"Buckets of {name}:\n"
         rows = [row("torch.save's bytes", made.raw, None, 1)]
-        rows += [row("lossless delta", made.lossless, made.lossless_s, n) for n in (1, 5)]
-        yield from _measured(folder, rows, repeats, rate)
+        rows += [row("lossless delta", made.lossless, made.lossless_s, stores) for stores in (1, 5)]
+        title = f"buckets of {server}, {rate / 1e6:g} MB/s for each"
+        yield from _table(title, _measured(folder, rows, repeats))
 
 
-def _measured(folder: Path, rows: Sequence[Row], repeats: int, rate: float) -> Iterator[str]:
-    times: list[list[Times]] = []
+def _measured(folder: Path, rows: Sequence[Row], repeats: int) -> list[Line]:
+    turns: list[list[Times]] = []
     for _ in range(repeats):
         turn = []
         for _, _, _, measure in rows:
-            where = folder / "row"
-            turn.append(measure(where))
-            shutil.rmtree(where, ignore_errors=True)
-        times.append(turn)
-    yield f"| {rate / 1e6:g} MB/s for each store | bytes | encode | save | less | from, to | restore | less | from, to |"
+            turn.append(measure(folder / "row"))
+            shutil.rmtree(folder / "row", ignore_errors=True)
+        turns.append(turn)
+    return [
+        Line(name, len(data), encode_s, [(turn[place], turn[0]) for turn in turns])
+        for place, (name, data, encode_s, _) in enumerate(rows)
+    ]
+
+
+def _table(title: str, lines: Sequence[Line]) -> Iterator[str]:
+    yield f"| {title} | bytes | encode | save | less | from, to | restore | less | from, to |"
     yield "|---|" + "---:|" * 8
-    for place, (name, data, encode_s, _) in enumerate(rows):
-        encode = "-" if encode_s is None else f"{encode_s:.2f} s"
-        cells = [f"{name}", f"{len(data) / 1e6:.2f} MB", encode]
+    for line in lines:
+        encode = "-" if line.encode_s is None else f"{line.encode_s:.2f} s"
+        cells = [line.name, f"{line.size / 1e6:.2f} MB", encode]
         for way in (0, 1):
-            seconds = [turn[place][way] for turn in times]
-            less = [1 - turn[place][way] / turn[0][way] for turn in times]
-            cells += [f"{statistics.median(seconds):.2f} s", f"{statistics.median(less):.1%}"]
-            cells += ["-" if place == 0 else f"{min(less):.1%}, {max(less):.1%}"]
+            ours, first = (min(turn[which][way] for turn in line.turns) for which in (0, 1))
+            each = [1 - mine[way] / reference[way] for mine, reference in line.turns]
+            cells += [f"{ours:.2f} s", f"{1 - ours / first:.1%}", f"{min(each):.1%}, {max(each):.1%}"]
         yield f"| {' | '.join(cells)} |"
 
 
