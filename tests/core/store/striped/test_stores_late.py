@@ -27,10 +27,12 @@ def _told() -> Iterator[None]:
 
 
 def asked(
-    patience: Patience, others_s: float, late: threading.Event | float, enough: int = 2
+    patience: Patience, others_s: float, late: threading.Event | float, enough: int = 2, known: bool = True
 ) -> tuple[set[int], float, Health]:
     """Who of three has answered, after how many seconds, and what is thought of them; the last one is late."""
     health = Health(["a", "b", "c"])
+    if known:
+        health.answered(2, 0.001)
 
     def work(store: int) -> None:
         if store < 2:
@@ -75,6 +77,16 @@ def test_within_either_it_counts(patience: Patience) -> None:
     there, _, health = asked(patience, others_s=0.1, late=0.3)
     assert there == {0, 1, 2}
     assert health.ill == []
+
+
+def test_the_first_answer_may_take_as_long_as_it_takes_to_connect() -> None:
+    patience = Patience(late_floor_s=0.0, late_factor=0.0, alone_s=40.0)
+    there, _, health = asked(patience, others_s=0.0, late=0.3, known=False)
+    assert there == {0, 1, 2}
+    assert health.ill == []
+    there, _, health = asked(patience, others_s=0.0, late=0.3)
+    assert there == {0, 1}
+    assert health.ill == [2]
 
 
 def test_nobody_is_late_as_long_as_too_few_have_answered() -> None:
