@@ -19,11 +19,9 @@ from shrinkpoint.steps.recorder import CannotLogError, Recorder
 from shrinkpoint.steps.rehearsal import Rehearsal
 from shrinkpoint.steps.remainder import Remainder
 from shrinkpoint.steps.replay import Replay
-from shrinkpoint.steps.room import lack_of_room
 from shrinkpoint.steps.segment import Place, Reference
 from shrinkpoint.steps.supervision import Supervised
 from shrinkpoint.steps.writer import SegmentWriter
-from shrinkpoint.store.urls import Location
 from shrinkpoint.warn import warn
 
 __all__ = ["ExactLog"]
@@ -45,9 +43,7 @@ class ExactLog(Supervised):
         stateful: further objects with a state, by name.
         options: of the log.
         folder: of its segments.
-        location: near the training; its free space is checked.
         after_step: repeats what the training does to large tensors after each step (averages of the weights).
-        every: steps between two checkpoints, if known.
 
     Raises:
         ConfigError: this training's steps cannot be logged.
@@ -61,9 +57,7 @@ class ExactLog(Supervised):
         *,
         options: StepLog,
         folder: LogFolder,
-        location: Location,
         after_step: Callable[[], object] | None = None,
-        every: int | None = None,
     ) -> None:
         super().__init__()
         refuse_optimizers(optimizers)
@@ -73,9 +67,7 @@ class ExactLog(Supervised):
         self._optimizers = list(optimizers)
         self._options = options
         self._folder = folder
-        self._location = location
         self._after_step = after_step
-        self._every = every
         self._remainder = Remainder(model, self._optimizers, stateful, after_step)
         self._remainder.refuse()
         self._buffers = Buffers()
@@ -88,7 +80,7 @@ class ExactLog(Supervised):
         self._last: int | None = None
         self._records: list[Record] = []
         self._copied: list[CopiedState] = []
-        self._gap = self._warned_gap = self._checked_room = False
+        self._gap = self._warned_gap = False
 
     @property
     def bytes(self) -> int:
@@ -282,7 +274,6 @@ class ExactLog(Supervised):
         )
         if self._rehearsal is not None:
             self._rehearsed(pending)
-        self._check_room(pending)
         writer = self._writer
         accepted = writer.submit(
             lambda: pending.write(writer),
@@ -302,15 +293,6 @@ class ExactLog(Supervised):
         for copied in pending.copied:
             copied.wait()
         reason = rehearsal.obstacle(pending.records, self._optimizers, self._model)
-        if reason is not None:
-            raise CannotLogError(reason)
-
-    def _check_room(self, pending: Pending) -> None:
-        """Check once, when a step's size is known, that two intervals between checkpoints fit in the log's location."""
-        if self._checked_room or self._every is None:
-            return
-        self._checked_room = True
-        reason = lack_of_room(self._location, pending.nbytes // len(pending.records), self._every)
         if reason is not None:
             raise CannotLogError(reason)
 

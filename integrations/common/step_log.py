@@ -63,6 +63,8 @@ class SessionLog:
         self._steps = 0
         self._since = 0
         self._last = 0
+        self.every: int | None = None
+        """Optimizer steps between two checkpoints, where the framework's session knows it beforehand."""
         self.log: TrainingLog | None = None
         """The log, on the first rank, once training begins."""
 
@@ -110,7 +112,7 @@ class SessionLog:
             storage_options=settings.storage_options,
             parity=settings.parity,
             config=settings.saver,
-            every=None,
+            every=self.every,
             alone=True,
             read_base=lambda step: weights_of_step(settings.url, step, settings.storage_options),
         )

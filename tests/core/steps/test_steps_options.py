@@ -1,7 +1,6 @@
 """Wrong options are refused before training starts; a log that fails costs a warning and nothing else."""
 
 import os
-import shutil
 import time
 from uuid import uuid4
 
@@ -118,19 +117,6 @@ def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="cannot be used for a log"):
         Training().log("memory://unwritable/run", str(tmp_path / "file"))
-
-
-def test_a_log_without_room_for_two_intervals_is_off_and_told_once(tmp_path, monkeypatch):
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(
-        "shrinkpoint.steps.room.shutil.disk_usage", lambda path: usage._replace(free=1_000_000)
-    )
-    training = Training().log(f"memory://{uuid4().hex}/run", str(tmp_path / "log"), every=1000)
-    training.checkpointer.resume()
-    with pytest.warns(ShrinkpointWarning, match="save more often than every=1000") as told:
-        training.run(0, 6)
-    assert len(told) == 1
-    training.checkpointer.close()
 
 
 def test_a_full_disk_ends_the_log_and_not_the_training(tmp_path, monkeypatch):
