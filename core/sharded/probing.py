@@ -230,8 +230,8 @@ class Probe:
         assert isinstance(weights, OwnedWeights)
         ranks = self._ranks
         if not save.names:
-            for own in ranks.gather(weights.evaluated_as):
-                save.names |= own
+            for names in ranks.gather(dict(weights.evaluated_as)):
+                save.names |= names
         tensors, pieces = ranks.on_every(save.targets)
         shards = Shards(ranks, save.shards.layout, pieces, save.shards.owners)
         spread(shards, [name for name in shards.owners if name in save.names], weights)

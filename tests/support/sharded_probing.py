@@ -1,11 +1,13 @@
 """What ranks do in the tests of evaluations on shards."""
 
 import hashlib
+import random
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from support.sharded import OPTIMIZERS, Toy, batch, build, full_state, train, warm
 from torch import nn
@@ -106,6 +108,8 @@ def traces(rank: int, world: int, url: str, kind: str, measured: bool) -> Any:
 
     def evaluate() -> list[float]:
         torch.rand(3)
+        random.random()
+        np.random.rand(2)
         return [loss(900).item(), loss(901).item()]
 
     given = {"evaluate": evaluate} if measured else {}
@@ -114,6 +118,8 @@ def traces(rank: int, world: int, url: str, kind: str, measured: bool) -> Any:
     )
     checkpointer.resume()
     torch.manual_seed(5 + rank)
+    random.seed(5 + rank)
+    np.random.seed(5 + rank)
     seen: list[dict[str, Any]] = []
     for step in range(1, 7):
         optimizer.zero_grad()

@@ -112,7 +112,7 @@ def test_a_tight_bound_takes_finer_steps(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_settings_that_are_too_coarse_are_refused(tmp_path: Path) -> None:
-    coarse = {"scheme": "uniform", "scheme_options": {"bits": 2}}
+    coarse = {"scheme": "uniform", "options": {"bits": 2}}
     [(reports, *_), _] = launch(bounded, 2, tmp_path, str(tmp_path / "run"), coarse)
     assert {report.measured for report in reports} == {"exact"}
     assert "the settings given raise the loss by" in reports[0].reason
