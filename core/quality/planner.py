@@ -30,6 +30,11 @@ class Guard(Protocol):
     """Accepts or refuses a lossy plan by its tensors alone, see `shrinkpoint.quality.guards`."""
 
     @property
+    def refuses_moments(self) -> bool:
+        """Whether the last refusal was for the optimizer's state: less noise in the weights would not help."""
+        ...
+
+    @property
     def lost_steps(self) -> float:
         """Training steps that a restore under the last plan checked would set training back by; 0 where unknown."""
         ...
@@ -273,16 +278,19 @@ class Planner:
         if self.guard is None or plan.is_exact:
             return plan
         milder = getattr(strategy, "milder", None)
-        reason = self.guard(save_context, plan.scheme)
+        first = reason = self.guard(save_context, plan.scheme)
         for _ in range(_MILDER if milder is not None else 0):
             if reason is None:
                 break
-            found = milder(save_context, comparison, allowed)  # type: ignore[misc]
+            moments = self.guard.refuses_moments
+            found = milder(save_context, comparison, allowed, moments=moments)  # type: ignore[misc]
             if found is None:
                 break
             plan = found
             reason = self.guard(save_context, plan.scheme)
-        return plan if reason is None else exactly(f"{reason}: stored exactly")
+        if reason is not None:
+            return exactly(f"{reason}: stored exactly")
+        return plan if first is None else replace(plan, reason=f"{plan.reason}; with wider steps {first}")
 
     def _probed(self, plan: Plan, save_context: SaveContext, resume: ResumedSteps) -> Plan:
         """The plan with a probe: the loss after some steps from a restore against the same steps from the true

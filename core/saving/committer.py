@@ -15,7 +15,7 @@ from shrinkpoint.errors import ChainError, FencedError, ShrinkpointError
 from shrinkpoint.optimizers.recognition import recognised
 from shrinkpoint.optimizers.updates import OptimizerKind, moments_of_direction
 from shrinkpoint.quality.evaluation import ResumedSteps
-from shrinkpoint.quality.guards import Guard, longest_of
+from shrinkpoint.quality.guards import Guard
 from shrinkpoint.quality.planner import Measure, Plan, Planner
 from shrinkpoint.quantize.movement import Movement, MovementTracker
 from shrinkpoint.reports import SaveReport
@@ -256,7 +256,7 @@ class Committer:
             directions=moments_of_direction(state, job.optimizers),
             gradients=job.gradients,
         )
-        guard = Guard(job.optimizers, self._config.encoder_threads, longest=longest_of(self._config.scheme))
+        guard = Guard(job.optimizers, self._config.encoder_threads)
         self.planner.guard = guard if self._config.guards else None
         return self.planner.plan(save_context, job.measure, job.resume, exact=job.exact), guard
 

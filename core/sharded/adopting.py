@@ -14,7 +14,7 @@ import torch
 
 from shrinkpoint.coding.selective import header_of
 from shrinkpoint.optimizers.updates import moments_of_direction
-from shrinkpoint.quality.guards import Guard, longest_of
+from shrinkpoint.quality.guards import Guard
 from shrinkpoint.quality.planner import Plan, Planner
 from shrinkpoint.quality.strategy import exactly
 from shrinkpoint.saving.adopted import Adopted, adopted_of
@@ -330,7 +330,6 @@ class AdoptingBackground(Background):
         )
         guard = Guard(
             save.optimizers,
-            longest=longest_of(self._config.scheme),
             restored=lambda scheme: staging.by(scheme).state,
         )
         warns = self._publisher is not None and not self._warned_unmeasured

@@ -10,7 +10,7 @@ from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError, FencedError, SaveFailedError, ShrinkpointError, StoreError
 from shrinkpoint.optimizers.recognition import recognised
 from shrinkpoint.optimizers.updates import OptimizerKind, moments_of_direction
-from shrinkpoint.quality.guards import Guard, longest_of
+from shrinkpoint.quality.guards import Guard
 from shrinkpoint.quality.measurement import Losses
 from shrinkpoint.quality.planner import Plan, Planner
 from shrinkpoint.quantize.movement import MovementTracker
@@ -190,7 +190,7 @@ class Background:
         job = save.job
         movement = self.movement.since(state, job.step)
         self.movement.note(state, job.step, lasting=True)
-        guard = Guard(save.optimizers, self._config.encoder_threads, longest=longest_of(self._config.scheme))
+        guard = Guard(save.optimizers, self._config.encoder_threads)
         self._planner.guard = guard if self._config.guards else None
         link = job.link
         context = SaveContext(
