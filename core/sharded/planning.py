@@ -18,6 +18,7 @@ from shrinkpoint.quality.candidates import Candidates, Change
 from shrinkpoint.quality.evaluation import EvaluationUnavailableError
 from shrinkpoint.quality.guards import Guard
 from shrinkpoint.quality.measurement import Losses
+from shrinkpoint.quality.planner import Guard as PlannersGuard
 from shrinkpoint.quality.planner import Planner
 from shrinkpoint.quality.snapshots import PlannedSnapshot
 from shrinkpoint.quality.strategy import Measure, Plan, Strategy, exactly
@@ -47,14 +48,20 @@ def sound(message: dict[str, Any]) -> dict[str, Any]:
     return message
 
 
-def _scale_of(scheme: Scheme) -> float | None:
-    """What tells a candidate's scheme from the others of a save."""
-    return scheme.scale if isinstance(scheme, Auto) else None
+def _settings_of(scheme: Scheme) -> dict[str, Any]:
+    """What tells a scheme from the others of a save."""
+    return {"scale": scheme.scale, "finer": scheme.finer_moments} if isinstance(scheme, Auto) else {}
 
 
-def _scheme(config: SaverConfig, save_context: SaveContext, scale: float | None) -> Scheme:
+def _scheme(config: SaverConfig, save_context: SaveContext, command: Mapping[str, Any]) -> Scheme:
+    """The scheme that a command names."""
     if ENTRIES[config.scheme].choice == "scale":
-        return Auto(options=config.scheme_options, save_context=save_context, scale=scale)
+        return Auto(
+            options=config.scheme_options,
+            save_context=save_context,
+            scale=command["scale"],
+            finer_moments=command.get("finer", False),
+        )
     return build(config.scheme, config.scheme_options, save_context)
 
 
@@ -129,7 +136,7 @@ def lead(leader: Leader, planner: Planner, save_context: SaveContext, measure: M
         "plan",
         exact=plan.is_exact,
         explained=plan.is_explained,
-        scale=_scale_of(plan.scheme),
+        **_settings_of(plan.scheme),
         configuration=plan.configuration,
         reason=plan.reason,
     )
@@ -199,19 +206,29 @@ class _SharedCandidates(Candidates):
 class _SharedGuard:
     """Accepts what all ranks' guards accept."""
 
-    def __init__(self, leader: Leader, own: Callable[[SaveContext, Scheme], str | None]) -> None:
+    def __init__(self, leader: Leader, own: PlannersGuard) -> None:
         self._leader, self._own = leader, own
+        self._moments = False
+
+    @property
+    def refuses_moments(self) -> bool:
+        """Whether the rank that has refused has done so for the optimizer's state."""
+        return self._moments
 
     @property
     def lost_steps(self) -> float:
         """Of this rank's parameters; it is asked for after steps from a restored state only, which shards do not make."""
-        return float(getattr(self._own, "lost_steps", 0.0))
+        return self._own.lost_steps
 
     def __call__(self, save_context: SaveContext, scheme: Scheme) -> str | None:
-        asked = self._leader.say("guard", scale=_scale_of(scheme))
-        reasons = [self._own(save_context, scheme)]
-        reasons += [answer["reason"] for answer in self._leader.answers(asked)]
-        return next((reason for reason in reasons if reason is not None), None)
+        asked = self._leader.say("guard", **_settings_of(scheme))
+        reasons = [(self._own(save_context, scheme), self._own.refuses_moments)]
+        reasons += [(answer["reason"], answer["moments"]) for answer in self._leader.answers(asked)]
+        refused = [(reason, moments) for reason, moments in reasons if reason is not None]
+        if not refused:
+            return None
+        reason, self._moments = min(refused, key=lambda one: one[1])  # one for the weights first
+        return reason
 
 
 # ---- the other ranks
@@ -275,7 +292,8 @@ class _Follower:
         if op == "weights":
             return self._weights()
         if op == "guard":
-            return {"reason": self.guard(self._context(command), self._scheme(command))}
+            reason = self.guard(self._context(command), self._scheme(command))
+            return {"reason": reason, "moments": self.guard.refuses_moments}
         if op == "take":
             change = candidates.take(command["scale"], lambda: self._restored(command))
             return {"names": sorted(change.names), "squares": change.squares}
@@ -303,7 +321,7 @@ class _Follower:
         )
 
     def _scheme(self, command: Mapping[str, Any]) -> Scheme:
-        return _scheme(self.config, self._context(command), command["scale"])
+        return _scheme(self.config, self._context(command), command)
 
     def _context(self, command: Mapping[str, Any]) -> SaveContext:
         return replace(self.save_context, averages_only=command["averages_only"])

@@ -59,6 +59,19 @@ class Together:
         return (loss, loss)
 
 
+class Refusing:
+    """A guard that gives one answer."""
+
+    refuses_moments = False
+    lost_steps = 0.0
+
+    def __init__(self, reason: str | None) -> None:
+        self._reason = reason
+
+    def __call__(self, save_context: SaveContext, scheme: Scheme) -> str | None:
+        return self._reason
+
+
 def context(rank: int, *, broken: bool = False) -> SaveContext:
     """A rank's own part: one matrix."""
     name = f"w{rank}"
@@ -95,8 +108,7 @@ def planned(
         mailbox: Any = Messages(kept, rank, world)
         planner = Planner(CONFIG, lambda: 0.0, warns=False)
 
-        def guard(save_context: SaveContext, scheme: Scheme) -> str | None:
-            return f"rank {rank} refuses" if rank == refuses else None
+        guard: Any = Refusing(f"rank {rank} refuses" if rank == refuses else None)
 
         def measure(weights: Mapping[str, torch.Tensor]) -> tuple[float, ...]:
             action(rank)
@@ -104,7 +116,7 @@ def planned(
 
         try:
             if rank == 0:
-                planner.guard = guard  # type: ignore[assignment]
+                planner.guard = guard
                 leader = Leader(mailbox, 1, 5.0)
                 try:
                     found[0] = lead(leader, planner, contexts[0], measure)
@@ -120,7 +132,7 @@ def planned(
                     planner.strategy,
                     contexts[rank],
                     measure,
-                    guard,  # type: ignore[arg-type]
+                    guard,
                     patience_s=10.0,
                 )
         except Exception as error:  # noqa: BLE001 - compared
