@@ -4,7 +4,7 @@
 
 ``--sections cost,recovery,storage,waste,errors`` prints some of the tables. All ratios are of one run: trainings alternate in one
 process, some steps each, so that other work on the machine affects all alike. The numbers of experiments and tables are those of
-LowDiff (arXiv 2509.04084).
+LowDiff (arXiv 2509.04084). The constants of the tables of failures are those of the same run, and printed with them.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ def main() -> None:
                 print_costs(measured)
             if "storage" in wanted:
                 print_storage(measured)
-        if "recovery" in wanted:
-            print_recovery(text, config, f"{log}/recovery")
-        if "waste" in wanted:
-            assert measured is not None
-            print_waste(measured)
+        if {"recovery", "waste"} & set(wanted):
+            recovered = print_recovery(text, config, f"{log}/recovery")
+            if "waste" in wanted:
+                assert measured is not None
+                print_waste(measured, recovered)
         if "errors" in wanted:
             report(text, batches, config, seeds=arguments.seeds, before=arguments.before)
     finally:
