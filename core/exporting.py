@@ -186,7 +186,7 @@ def _shards(target: Path, header: "Header", stored: Mapping[str, str], limit: in
 def _writing(
     target: Path, shards: Sequence[_Shard], *, force: bool
 ) -> Iterator[Mapping[str, SafetensorsWriter]]:
-    """Writers by tensor, to files beside the target that get their names when all are written, the index last."""
+    """Writers by tensor, to files next to the target that get their names when all are written, the index last."""
     nonce = secrets.token_hex(8)
     temporary = [target.parent / f".{shard.name}.tmp-{nonce}" for shard in shards]
     index = target.parent / f".{target.name}.index.tmp-{nonce}"

@@ -333,14 +333,14 @@ def _batches(steps: Sequence[tuple[AnySource, set[str]]], limit: int) -> Iterato
     for name in sizes:
         together.setdefault(led_by(name), set()).add(name)
     batch: set[str] = set()
-    held = 0
+    size_now = 0
     for names in together.values():
         size = sum(sizes[name] for name in names)
-        if batch and held + size > limit:
+        if batch and size_now + size > limit:
             yield batch
-            batch, held = set(), 0
+            batch, size_now = set(), 0
         batch |= names
-        held += size
+        size_now += size
     if batch:
         yield batch
 

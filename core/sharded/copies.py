@@ -2,7 +2,7 @@
 
 Ranks of one mesh hold copies by what a DTensor is. Ranks of different meshes need not: with tensor parallelism a layer that is not
 parallelized has a copy on every data-parallel mesh, and the stages of a pipeline may have different layers of one name and shape there.
-Nothing but their values tells the two apart, so these are compared: all bytes when the layout is new, and some elements at every
+Nothing but their values distinguishes the two, so these are compared: all bytes when the layout is new, and some elements at every
 save, since different layers may begin with equal values.
 """
 
@@ -36,11 +36,11 @@ def fingerprints(
         pieces: what this rank holds.
         whole: of all elements, or of some of each.
     """
-    held = {(name, piece.box): piece.local for name, own in pieces.items() for piece in own}
+    local_of = {(name, piece.box): piece.local for name, own in pieces.items() for piece in own}
     found: list[int | None] = [None] * len(unproven)
     samples: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
     for number, place in enumerate(unproven):
-        local = held.get(place)
+        local = local_of.get(place)
         if local is None:
             continue
         if whole:

@@ -146,14 +146,14 @@ class ExchangePlan:
         known = self._boxes.get(id(sources))
         if known is None:
             known = self._boxes[id(sources)] = sources, _Boxes.of(list(sources), list(sources.values()), rank)
-        held = known[1]
+        given = known[1]
         wanted = _Boxes.of([target.box for target in targets], [(target.rank,) for target in targets], rank)
-        pairs = {(i, j) for i in wanted.own for j in held.meeting(wanted.boxes[i])}
-        pairs |= {(i, j) for j in held.own for i in wanted.meeting(held.boxes[j])}
+        pairs = {(i, j) for i in wanted.own for j in given.meeting(wanted.boxes[i])}
+        pairs |= {(i, j) for j in given.own for i in wanted.meeting(given.boxes[j])}
         for i, j in sorted(pairs):
-            box, target = held.boxes[j], targets[i]
+            box, target = given.boxes[j], targets[i]
             cut = intersection(box, target.box)
-            holders = held.holders[j]
+            holders = given.holders[j]
             sender = min(holders) if first_alone else _sender(spec.name, box, holders, target.rank)
             if cut is not None and rank in (sender, target.rank):
                 yield _Move(spec.name, spec.dtype, box, target.box, cut, sender, target.rank)

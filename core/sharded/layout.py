@@ -66,9 +66,9 @@ def tensors_of_rank(
     alike: dict[tuple[Box, ...], tuple[Box, ...]] = {}
     boxes = {}
     for name, own in pieces.items():
-        held = tuple(piece.box for piece in own)
+        all_boxes = tuple(piece.box for piece in own)
         boxes[name] = alike.setdefault(
-            held, held
+            all_boxes, all_boxes
         )  # one object, for `layout_of` and for the message to other ranks
     owners = {name: ranks_of(tensors[name]) for name in sharded}
     return RankTensors(dict(specs), boxes, sharded, ties, owners), pieces
@@ -136,14 +136,14 @@ def layout_of(everyone: Sequence[RankTensors]) -> Layout:
     for name, spec in specs.items():
         if name in aliases:
             continue
-        held = [
+        all_boxes = [
             one.boxes.get(name, ()) if name in sharded or _has_shape(one, name, spec) else ()
             for one in everyone
         ]
         # by identity, which is much cheaper to compare: a rank's equal tables are one object
-        key = (spec.shape, *map(id, held))
+        key = (spec.shape, *map(id, all_boxes))
         if key not in tables:
-            table = _table(held)
+            table = _table(all_boxes)
             check_tiling(name, spec.shape, list(table))
             tables[key] = table, {box: numbers for box, numbers in table.items() if len(numbers) > 1}
         holders[name], copied = tables[key]
@@ -152,9 +152,9 @@ def layout_of(everyone: Sequence[RankTensors]) -> Layout:
     return Layout(kept, holders, aliases, frozenset(sharded), tuple(unproven))
 
 
-def _table(held: Sequence[tuple[Box, ...]]) -> dict[Box, tuple[int, ...]]:
+def _table(all_boxes: Sequence[tuple[Box, ...]]) -> dict[Box, tuple[int, ...]]:
     found: dict[Box, list[int]] = {}
-    for rank, boxes in enumerate(held):
+    for rank, boxes in enumerate(all_boxes):
         for box in boxes:
             found.setdefault(box, []).append(rank)
     return {box: tuple(numbers) for box, numbers in found.items()}

@@ -35,7 +35,8 @@ class Wrapped(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        raise NotImplementedError
+        result = function(*(a.inner if isinstance(a, Wrapped) else a for a in args), **(kwargs or {}))
+        return cls(result) if isinstance(result, torch.Tensor) else result
 
 
 def unrepresentable(rank: int, world: int, url: str) -> dict[str, Any]:
