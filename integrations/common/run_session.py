@@ -291,6 +291,7 @@ class RunSession:
             exact=exact,
             wait=last and self.saver.busy,
             adoption=adoption,
+            step_log=self.log.measured(),
         )
         return accepted is not None
 
