@@ -4,7 +4,7 @@
 
 Each gradient is copied when it has been accumulated (``register_post_accumulate_grad_hook``). At the optimizer's step those that were
 changed since then, by accumulation, unscaling or clipping, are copied again: torch counts the changes of each tensor. The ways alternate in
-one process; printed is the CPU time of all of its threads, relative to the training's own.
+one process; printed is the CPU time of the threads within the capture, relative to that of the whole step without it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from steps_task import Training, config_of, load_text
 from torch import Tensor, nn
 
-_WAYS = ("nothing", "at the step", "layer by layer")
+_WAYS = ("at the step", "layer by layer")
 
 
 class Capture:
@@ -35,11 +35,18 @@ class Capture:
         self._versions: list[tuple[int, int] | None] = [None] * len(self._copies)
         self.again = 0
         """Gradients that were copied at the step."""
+        self.seconds = 0.0
+        """CPU time so far."""
         hooked = enumerate(self._parameters) if layerwise else ()
         self._handles = [p.register_post_accumulate_grad_hook(self._copier(index)) for index, p in hooked]
 
     def _copier(self, index: int) -> Callable[[Tensor], None]:
-        return lambda parameter: self._copy(index)
+        def copy(parameter: Tensor) -> None:
+            started = time.thread_time()
+            self._copy(index)
+            self.seconds += time.thread_time() - started
+
+        return copy
 
     def _copy(self, index: int) -> None:
         gradient = self._parameters[index].grad
@@ -49,6 +56,7 @@ class Capture:
 
     def step(self) -> list[Tensor]:
         """Copies of all gradients, right before the optimizer's step."""
+        started = time.thread_time()
         for index, parameter in enumerate(self._parameters):
             gradient = parameter.grad
             assert gradient is not None
@@ -56,6 +64,7 @@ class Capture:
                 self._copy(index)
                 self.again += 1
         self._versions = [None] * len(self._copies)
+        self.seconds += time.thread_time() - started
         return self._copies
 
     def close(self) -> None:
@@ -64,27 +73,25 @@ class Capture:
             handle.remove()
 
 
-def one(training: Training, way: str, *, batches: int, clip: float | None) -> tuple[float, int]:
-    """CPU seconds of one training step with a capture, and how many gradients were copied at the optimizer's step."""
-    capture = Capture(training, layerwise=way == _WAYS[2])
+def one(training: Training, way: str, *, batches: int, clip: float | None) -> tuple[float, float]:
+    """One step; the capture's CPU time relative to the rest, and the share of gradients copied at the optimizer's step."""
+    capture = Capture(training, layerwise=way == _WAYS[1])
     started = time.process_time()
     training.optimizer.zero_grad()
     for _ in range(batches):
         training.accumulate()
     if clip is not None:
         nn.utils.clip_grad_norm_(training.model.parameters(), clip)
-    if way != _WAYS[0]:
-        copies = capture.step()
+    copies = capture.step()
     taken = time.process_time() - started
-    if way != _WAYS[0]:
-        for copy, parameter in zip(copies, training.parameters, strict=True):
-            assert torch.equal(copy, parameter.grad), way  # type: ignore[arg-type]
+    for copy, parameter in zip(copies, training.parameters, strict=True):
+        assert torch.equal(copy, parameter.grad), way  # type: ignore[arg-type]
     started = time.process_time()
     training.optimizer.step()
     training.scheduler.step()
     taken += time.process_time() - started
     capture.close()
-    return taken, capture.again
+    return capture.seconds / (taken - capture.seconds), capture.again / len(copies)
 
 
 def main() -> None:
@@ -102,17 +109,15 @@ def main() -> None:
         ("clipped", 1, 1.0),
         ("4 batches accumulated", 4, None),
     ):
-        spent: dict[str, list[float]] = {way: [] for way in _WAYS}
-        again = 0
-        for step in range(3 if small else 30):
+        found: dict[str, list[tuple[float, float]]] = {way: [] for way in _WAYS}
+        for step in range(3 if small else 15):
             for way in _WAYS:
-                seconds, copied = one(training, way, batches=batches, clip=clip)
+                measured = one(training, way, batches=batches, clip=clip)
                 if step:  # the first one warms up
-                    spent[way].append(seconds)
-                again = copied if way == _WAYS[2] else again
-        own = statistics.median(spent[_WAYS[0]])
-        shares = [statistics.median(spent[way]) / own - 1 for way in _WAYS[1:]]
-        print(f"| {name} | {shares[0]:+.2%} | {shares[1]:+.2%} | {again / len(training.parameters):.0%} |")
+                    found[way].append(measured)
+        shares = [statistics.median(share for share, _ in found[way]) for way in _WAYS]
+        again = found[_WAYS[1]][-1][1]
+        print(f"| {name} | {shares[0]:.2%} | {shares[1]:.2%} | {again:.0%} |", flush=True)
 
 
 if __name__ == "__main__":
