@@ -202,6 +202,8 @@ def _hidden_in(hook: Any, state: object, depth: int = 8) -> str | None:
     if inner is not None and not isinstance(hook, FunctionType):
         given = [*getattr(hook, "args", ()), *getattr(hook, "keywords", {}).values()]
         return _first_hidden([inner, *given], ["function", *(["argument"] * len(given))], state, depth)
+    if not isinstance(hook, _LEFT):
+        return None if hook is state else f"its object, a {type(hook).__qualname__}"
     owner = getattr(hook, "__self__", None)
     if owner is not None and owner is not state and not _is_left(owner):
         return f"its object, a {type(owner).__qualname__}"

@@ -5,6 +5,7 @@ import re
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
 
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.integrations.common.hook_states import HookStates, restore_hook_states
+from shrinkpoint.integrations.common.hook_states import HookStates, hidden_state, restore_hook_states
 from shrinkpoint.integrations.common.run_session import RunSession
 from shrinkpoint.integrations.common.settings import RunSettings
 from shrinkpoint.state.training import TrainingState
@@ -68,6 +69,38 @@ def test_a_hook_that_hides_its_state(model: Any, tmp_path: Path) -> None:
     logs = session("lossless", step_log="exact", step_log_url=f"{tmp_path}/log")
     with pytest.raises(ConfigError, match=r"step_log='exact' cannot continue .*feeding_back keeps a state"):
         logs.check_hooks(model)
+
+
+class Called:
+    def __call__(self, state: object, bucket: object) -> None: ...
+
+    def method(self, state: object, bucket: object) -> None: ...
+
+
+def scaled(state: object, bucket: object, by: object) -> None: ...
+
+
+def around(inner: Any) -> Any:
+    return lambda state, bucket: inner(state, bucket)
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        (Called(), "its object, a Called"),
+        (Called().method, "its object, a Called"),
+        (partial(scaled, by={}), "argument, a dict"),
+        (around(Called()), "its object, a Called"),
+        (around(around(partial(scaled, by=[]))), "argument, a list"),
+        (partial(scaled, by=0.5), None),
+        (around(around(hook)), None),
+        (hook, None),
+    ],
+)
+def test_what_a_hook_keeps(given: Any, found: str | None, model: Any) -> None:
+    model._comm_hooks[:] = [(given, None)]
+    told = hidden_state(model)
+    assert told is None if found is None else found in told.replace("'", "")
 
 
 def test_a_state_that_cannot_be_stored(model: Any, tmp_path: Path) -> None:
