@@ -5,6 +5,7 @@ for each segment, not for each step.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -174,7 +175,9 @@ class SessionLog:
         self._since += 1
         due = allowed and self.is_exact and self._since >= self._steps
         if due:
-            self._take(capture())
+            # The log counts what the training waits for it: on the first rank, that of all.
+            with self.log.counted() if self.log is not None else nullcontext():
+                self._take(capture())
             self._since = 0
         if self.log is not None:
             self.log.end_step(step, since=since, boundary=due)

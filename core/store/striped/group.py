@@ -90,7 +90,11 @@ class Group:
 
     @property
     def redundancy(self) -> int:
-        """How many more stores may be lost, to the best of this process's knowledge, and all is still read and written."""
+        """How many more stores may be lost, to the best of this process's knowledge, and every checkpoint is still read.
+
+        Whether saving goes on then is another matter: it takes `quorum.write` stores, which with two stores, or with
+        ``parity=2`` in three or four, are more than are left.
+        """
         ill = len(self.health.ill)
         return max(0, min(self.parity - ill, len(self.stores) - ill - self.quorum.read))
 

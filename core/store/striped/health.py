@@ -54,6 +54,10 @@ class Health:
         """Those."""
         return [store for store in range(len(self._states)) if self.is_ill(store)]
 
+    def is_known(self, store: int) -> bool:
+        """Whether anything was heard of it yet: an answer, or a failure."""
+        return self._states[store].seconds is not None or self.is_ill(store)
+
     def why(self, store: int) -> str | None:
         """What was wrong with it the last time."""
         return self._states[store].reason
