@@ -53,17 +53,19 @@ def largest(gradient: torch.Tensor) -> torch.Tensor:
     return kept
 
 
-def mean(bucket: Any, sent: torch.Tensor) -> Any:
+def mean(bucket: dist.GradBucket, sent: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
     done = dist.all_reduce(sent.div_(dist.get_world_size()), async_op=True).get_future()
     return done.then(lambda future: future.value()[0])
 
 
-def top(state: None, bucket: Any) -> Any:
+def top(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """LowDiff's compressor: what a process does not send is forgotten."""
     return mean(bucket, largest(bucket.buffer()))
 
 
-def top_with_feedback(state: dict[int, torch.Tensor], bucket: Any) -> Any:
+def top_with_feedback(
+    state: dict[int, torch.Tensor], bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
     """What a process does not send is added to its next gradient."""
     gradient, index = bucket.buffer(), bucket.index()
     if index in state and len(state[index]) == len(gradient):  # DDP makes other buckets after the first step
@@ -76,7 +78,7 @@ def top_with_feedback(state: dict[int, torch.Tensor], bucket: Any) -> Any:
 def hidden() -> Any:
     errors: dict[int, torch.Tensor] = {}
 
-    def top_with_hidden_feedback(state: None, bucket: Any) -> Any:
+    def top_with_hidden_feedback(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         return top_with_feedback(errors, bucket)
 
     return None, top_with_hidden_feedback
