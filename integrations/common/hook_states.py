@@ -207,8 +207,9 @@ def _hidden_in(hook: Any, state: object, depth: int = 8) -> str | None:
     owner = getattr(hook, "__self__", None)
     if owner is not None and owner is not state and not _is_left(owner):
         return f"its object, a {type(owner).__qualname__}"
+    code = getattr(hook, "__code__", None)
     cells = getattr(hook, "__closure__", None) or ()
-    names = hook.__code__.co_freevars if cells else ()
+    names = code.co_freevars if code is not None and cells else ()
     return _first_hidden([_cell(cell) for cell in cells], names, state, depth)
 
 
