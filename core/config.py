@@ -207,6 +207,11 @@ class SaverConfig:
         """Threads that encode and decode."""
         return self.threads or max(1, (os.cpu_count() or 2) // 2)
 
+    @property
+    def waiting_threads(self) -> int:
+        """Threads that search and quantize while training waits, so that it uses none: with `adopt`."""
+        return self.threads or os.cpu_count() or 1
+
     @classmethod
     def names(cls) -> frozenset[str]:
         """Names of all fields, for integrations that pass their own keyword arguments on."""

@@ -140,7 +140,7 @@ class Guard:
     def _updates_differ(
         self, true: TrainingState, restored: TrainingState, chosen: frozenset[str]
     ) -> str | None:
-        found = compare_updates(true, restored, self._kinds, parameters=chosen)
+        found = compare_updates(true, restored, self._kinds, parameters=chosen, threads=self._threads)
         if isinstance(found, str):
             self.untried = found
             return None

@@ -202,7 +202,7 @@ class AdoptingCommitter(Committer):
     ) -> SaveReport:
         try:
             reference = self._chain.reference(self._movement.noted, period_of(self._config))
-            staging = Staging(state, reference, takeover.exactly)
+            staging = Staging(state, reference, takeover.exactly, threads=self._config.waiting_threads)
             plan, guard = self._plan_here(job, state, reference, staging)
             staged = staging.by(plan.scheme)
             takeover.offer(changed_tensors(state, staged.state))
@@ -262,6 +262,7 @@ class AdoptingCommitter(Committer):
         )
         guard = Guard(
             job.optimizers,
+            self._config.waiting_threads,
             longest=longest_of(self._config.scheme),
             restored=lambda scheme: staging.by(scheme).state,
         )

@@ -322,7 +322,7 @@ class AdoptingBackground(Background):
         try:
             state = self._recognised(save)
             reference = self._chain.reference(self.movement.noted, period_of(self._config))
-            staging = Staging(state, reference, takeover.exactly)
+            staging = Staging(state, reference, takeover.exactly, threads=self._config.waiting_threads)
             plan = self._plan_here(save, state, reference, staging)
             staged = staging.by(plan.scheme)
             takeover.offer(changed_tensors(state, staged.state))
@@ -368,6 +368,7 @@ class AdoptingBackground(Background):
         )
         guard = Guard(
             save.optimizers,
+            self._config.waiting_threads,
             longest=longest_of(self._config.scheme),
             restored=lambda scheme: staging.by(scheme).state,
         )
