@@ -93,7 +93,8 @@ class SaverConfig:
     grace_s: float = 24 * 3600.0
     """Seconds for which data that no manifest names is kept, for active readers and writers."""
     max_failures: int = 3
-    """Number of consecutive failed saves that ends training with an error."""
+    """Number of consecutive failed saves that ends training with an error; with `adopt`, of which a failed save takes nothing, only if
+    the store has also been away for three hours."""
     commit_timeout_s: int = 300
     """Of a sharded training: seconds for which the first rank waits for the parts of the others, before a save has failed."""
     threads: int | None = None

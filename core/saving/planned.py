@@ -87,6 +87,11 @@ class PlannedChain:
         return {**self.known, **stand_ins}
 
     @property
+    def quantized(self) -> frozenset[str]:
+        """Tensors whose values must stand in for their container where a reader does not get it."""
+        return frozenset(name for name, known in self.known.items() if known.codec == TrellisLatticeCodec.id)
+
+    @property
     def next_count(self) -> int:
         """The number of the next planned save."""
         return 1 if self.last is None else self.last.count + 1

@@ -32,6 +32,7 @@ from shrinkpoint.schemes.base import ReferenceState, SaveContext
 from shrinkpoint.sharded.background import Background, Save
 from shrinkpoint.sharded.boxes import Box, Piece
 from shrinkpoint.sharded.capture import captured
+from shrinkpoint.sharded.comparing import compare_moved
 from shrinkpoint.sharded.encoding import Link, PartJob, StoredPart, store_part
 from shrinkpoint.sharded.exchange import Target, exchange
 from shrinkpoint.sharded.layout import Layout, block_box, tensors_of_rank
@@ -108,6 +109,9 @@ def take_over(shards: Shards, takeover: Takeover, *, started: float) -> None:
         shards: of the state that is saved.
         takeover: as `takeover_for` gave it to this rank's background.
         started: `time.perf_counter` of when the training began to wait.
+
+    Raises:
+        StateMismatchError: a rank holds other values than its owner has restored; on every rank, and the save fails.
     """
     try:
         _wait_together(shards.ranks, takeover)
@@ -132,7 +136,11 @@ def _wait_together(ranks: Ranks, takeover: Takeover) -> None:
 def _spread(
     shards: Shards, owners: Mapping[str, tuple[TensorSpec, int]], values: Mapping[str, torch.Tensor]
 ) -> None:
-    """From the owners to everyone that holds something of these tensors, in place."""
+    """From the owners to everyone that holds something of these tensors, in place.
+
+    Raises:
+        StateMismatchError: a rank does not have its owner's values afterwards; on every rank.
+    """
     sources: dict[str, dict[Box, tuple[int, ...]]] = {}
     whole: dict[tuple[str, Box], torch.Tensor] = {}
     for name, (spec, owner) in owners.items():
@@ -145,14 +153,15 @@ def _spread(
         of: [Target(box, rank) for box, ranks in holders[of].items() for rank in ranks] for of in sources
     }
     locals_ = {(name, piece.box): piece.local for name, own in shards.pieces.items() for piece in own}
-    exchange(
-        shards.ranks,
-        shards.layout.specs,
-        sources,
-        targets,
-        lambda name, box: whole[name, box],
-        lambda name, box: locals_[name, box],
-    )
+
+    def give(name: str, box: Box) -> torch.Tensor:
+        return whole[name, box]
+
+    def take(name: str, box: Box) -> torch.Tensor:
+        return locals_[name, box]
+
+    exchange(shards.ranks, shards.layout.specs, sources, targets, give, take)
+    compare_moved(shards.ranks, sources, targets, give, take)
 
 
 def continue_adopting(
@@ -192,12 +201,14 @@ def continue_adopting(
     before = _first(ranks, lambda: _planned_before(store, manifest, last))
     known = last if last.count else None
     if before is None:
-        background.continue_from(known, {}, decoded.own_state, step=manifest.step, digest=None)
-        if ranks.rank == 0 and not (last.count and last.step == manifest.step):
+        values = (
+            decoded.own_state if last.count else None
+        )  # before the first one, nothing is known of the movement
+        background.continue_from(known, {}, values, step=manifest.step, digest=None)
+        if ranks.rank == 0 and last.count and last.step != manifest.step:
             warn(
-                f"where the weights were at the last planned save before step {manifest.step} is not stored"
-                f" ({'it could not be stored' if last.count else 'there was none'}): the next save's bits differ from those of an"
-                " undisturbed run. This run stays reproducible from there on"
+                f"the last planned save before step {manifest.step} could not be stored, and with it where the weights were: the next"
+                " save's bits differ from those of an undisturbed run. This run stays reproducible from there on"
             )
         return None
     whole = read(before)
@@ -258,7 +269,7 @@ class AdoptingBackground(Background):
         self,
         last: Adopted | None,
         reference: Mapping[str, ReferenceState],
-        values: TrainingState,
+        values: TrainingState | None,
         *,
         step: int,
         digest: str | None,
@@ -268,14 +279,16 @@ class AdoptingBackground(Background):
         Args:
             last: what the restored checkpoint says of the last planned save; None where there is none.
             reference: what a reader holds of that save.
-            values: this rank's tensors at that save.
+            values: this rank's tensors at that save; None where no movement is known, in an undisturbed run either.
             step: of that save.
             digest: state digest of that save; None where its manifest is gone, so that nothing can build on it.
         """
         self.link = None if digest is None else Link(0, digest, dict(reference), restored=True)
         self._chain = PlannedChain(last, dict(reference))
         self._settings = last.settings if last is not None else None
-        self.movement.note(values, step, lasting=True)
+        self.movement.forget()
+        if values is not None:
+            self.movement.note(values, step, lasting=True)
 
     def forget(self) -> None:
         """See `Background.forget`."""
@@ -391,6 +404,7 @@ class AdoptingBackground(Background):
                 count=self._chain.next_count,
                 step=job.step,
                 settings=self._settings_now(job, takeover),
+                since=job.step,
                 stand_ins=unstored(staged),
             )
         )
