@@ -6,6 +6,7 @@ import shutil
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from support.adopting import EVERY, OPTIMIZERS, STEPS, Training, truth
@@ -30,7 +31,7 @@ def assert_same(noted, true):
     assert {step: true[step] for step in noted} == noted
 
 
-@pytest.mark.parametrize("case", some_fast(OPTIMIZERS, ["two", "bfloat16"]))
+@pytest.mark.parametrize("case", some_fast(OPTIMIZERS, ["two", "bfloat16", "scaled"]))
 def test_resumed_training_is_the_undisturbed_one(tmp_path, case):
     true = truth(tmp_path, case)
     for stop in (EVERY + 1, 3 * EVERY, 5 * EVERY + 3):
@@ -390,3 +391,75 @@ def test_a_store_that_stays_away_takes_no_memory(tmp_path, monkeypatch):
     assert (
         resident[-1] - resident[1] < state / 2
     )  # a copy of the weights for each save would be eight thirds of it
+
+
+class _Tables(torch.nn.Module):
+    """Weights in memory that cannot be given values, or where one value is several elements."""
+
+    def __init__(self, folder):
+        super().__init__()
+        np.save(folder / "table.npy", np.linspace(-1, 1, 600, dtype=np.float32).reshape(30, 20))
+        mapped = np.load(folder / "table.npy", mmap_mode="c")  # copied on write: the file stays
+        self.mapped = torch.nn.Parameter(torch.from_numpy(mapped))
+        self.body = torch.nn.Linear(20, 20)
+        self.register_buffer("wide", torch.linspace(0, 1, 20).expand(30, 20))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("noise", torch.linspace(1, 2, 400).reshape(20, 20))
+
+
+def _tables(folder, url):
+    torch.manual_seed(0)
+    net = _Tables(folder)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    checkpointer = shrinkpoint.Checkpointer(
+        url,
+        net,
+        optimizer,
+        every=EVERY,
+        adopt=True,
+        adoptions=4,
+        save_last=False,
+        compile_ahead=False,
+        evaluate=lambda: [float((net.mapped @ net.noise).square().mean()) + 1 for _ in range(2)],
+        max_degradation=0.5,
+    )
+    digests = {}
+    for step in range(checkpointer.resume(), 3 * EVERY):
+        generator = torch.Generator().manual_seed(step)
+        optimizer.zero_grad()
+        x = torch.randn(30, 20, generator=generator)
+        (net.body(x + net.mapped + net.wide) @ net.noise).square().mean().backward()
+        optimizer.step()
+        net.count += 1
+        checkpointer.step(step + 1)
+        digests[step + 1] = [value.clone() for value in net.state_dict().values()]
+    checkpointer.close()
+    return net, digests
+
+
+def test_mapped_expanded_and_other_tensors_that_stay(tmp_path):
+    """A weight in a mapped file is adopted and its file untouched; buffers, expanded or not, are not changed by adoption."""
+    url, before = tmp_path / "run", np.linspace(-1, 1, 600, dtype=np.float32).reshape(30, 20)
+    net, true = _tables(tmp_path, url)
+    assert np.array_equal(np.load(tmp_path / "table.npy"), before)
+    assert torch.equal(net.noise, torch.linspace(1, 2, 400).reshape(20, 20))
+    assert torch.equal(net.wide, torch.linspace(0, 1, 20).expand(30, 20))
+    assert int(net.count) == 3 * EVERY
+    manifests = shrinkpoint.Saver(url).store.manifests()
+    assert all(m.meta["save"]["measured"] == "measured" for m in manifests)
+    newest = max((url / "commits").iterdir())
+    newest.unlink()  # as if training had been killed before its last commit
+    _, rest = _tables(tmp_path, url)
+    assert min(rest) == 2 * EVERY + 1
+    assert all(torch.equal(a, b) for step in rest for a, b in zip(rest[step], true[step], strict=True))
+
+
+def test_saves_at_every_step_are_said_at_the_second(tmp_path):
+    training = Training(average=False).save_to(tmp_path / "run", every=1, adoptions=STEPS)
+    training.run(1)
+    training.checkpointer.flush()
+    with pytest.warns(
+        ShrinkpointWarning, match=r"training waits for \d+% of its time: .* s at this save, of .* s since"
+    ):
+        training.run(2, quiet=False)
+    training.end()
