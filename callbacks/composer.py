@@ -217,6 +217,18 @@ class CompressedCheckpoint(Callback):
         """Address of the newest checkpoint; empty before the first."""
         return self._session.run.best.last_path
 
+    def state_dict(self) -> dict[str, Any]:
+        """Which training the checkpoints belong to: a checkpoint of Composer's own that is loaded again continues that one."""
+        return self._session.state()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over what `state_dict` has given.
+
+        Args:
+            state: may be empty, as in checkpoints of before the first one in this run.
+        """
+        self._session.load_state(state)
+
     def init(self, state: State, logger: Logger) -> None:
         """Checks the store."""
         self._session = session_for(self._settings, state)  # a callback may serve one trainer after another

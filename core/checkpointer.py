@@ -75,7 +75,8 @@ class Checkpointer:
             sequence, or a tensor of one dimension), always of the same batches in the same order; the standard error is
             estimated from the batches' spread. It enables the search for the smallest configuration, and makes
             `max_degradation` a measured bound. Called with other weights in place, in eval mode, without gradients. It
-            may measure an average of the weights instead (EMA, SWA) that is among the objects with a state.
+            may measure an average of the weights instead (EMA, SWA) that is among the objects with a state. Of a sharded model
+            it is called on all ranks at the same time, each with batches of its own (docs/sharded.md).
         train_loss: the training loss of `model` on the i-th of some fixed training batches, i = 0, ..., `probe_steps` - 1
             (19; take them in turn if they are fewer), as training computes it (under autocast, if it does), unscaled.
             With `evaluate`, `max_degradation` is measured after some steps from a restore, which are made and undone

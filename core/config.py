@@ -58,8 +58,9 @@ class SaverConfig:
     the cost of a restore. `search_overhead` limits the time; before that allows all steps, 5 are made, and the rest is
     extrapolated. 0 turns probes off."""
     guards: bool = True
-    """Store exactly if a restore's noise would exceed training's own movement, or change the next updates by more than
-    their length, independently of the measured loss (`shrinkpoint.quality.guards`). This applies to most published
+    """Refuse settings, and store exactly where there are no milder ones, if a restore's noise would exceed training's own
+    movement, change the next updates by more than their length, lengthen them, or lose more of the moments than 1.5 % of the steps
+    between two checkpoints, independently of the measured loss (`shrinkpoint.quality.guards`). This applies to most published
     schemes, which were designed for weights that are not trained further; False relies on the measurements alone."""
     key_every: int = 8
     """Interval of bases (readable alone), in checkpoints; a chain grows beyond it, up to `longest_chain`, while its

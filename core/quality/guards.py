@@ -1,8 +1,9 @@
 """Checks on a lossy checkpoint's tensors that apply whatever the measured loss is.
 
-A held-out loss depends on its batches and on the moment of the restore. Three more quantities are therefore bounded, on
+A held-out loss depends on its batches and on the moment of the restore. Four more quantities are therefore bounded, on
 a sample of the parameters: the noise of restored weights relative to their movement in training, the error of first
-moments relative to that of zeros, and the error of the next optimizer updates (`shrinkpoint.optimizers.updates`).
+moments relative to that of zeros, the error of the next optimizer updates (`shrinkpoint.optimizers.updates`), and the
+training steps that restored moments lose.
 """
 
 import math
@@ -15,26 +16,22 @@ from shrinkpoint.optimizers.updates import OptimizerKind, Updates, compare_updat
 from shrinkpoint.schemes.base import SaveContext, Scheme
 from shrinkpoint.state.training import Role, TrainingState
 
-__all__ = ["LONGEST", "LONGEST_SCALED", "Guard", "longest_of"]
+__all__ = ["Guard"]
 
 _MOST_ELEMENTS = 1 << 20  # of the parameters that are looked at
 # Steps of a chain are kept up to a noise of sqrt(1.2) of what is wanted, and rows' exponents are quarters of an octave.
 _MOST_NOISE = 1.5
 _MOST_ERROR = 1.0  # of updates; 1 is that of having none
-LONGEST = 1.1
-"""How many times as long as the true one the first update after a restore may be."""
-LONGEST_SCALED = 1.05
-"""The same of schemes with a scale, which are tried again with less noise where they are refused."""
+_LONGEST = 1.05  # times the true length that the first update after a restore may have, under every scheme
+# Of the steps between two checkpoints: how many a restore may lose by its moments. `auto` takes 1 % for first moments; the other
+# half per cent is for the factored second moments.
+_MOST_LOST_STEPS = 0.015
+_ALWAYS_LOST = 0.25  # steps; ten restores lose less than three, however close the checkpoints are
 # Of a first moment's error, in its own size: zeros have 1, noise of its own size has 1.41. Codecs that keep to 1 weigh
 # elements by units of their own, in which this is not measured.
 _MOST_LOST = 1.2
 _WEIGHTS = (Role.WEIGHT, Role.MASTER)
 _GOLDEN = (math.sqrt(5) - 1) / 2
-
-
-def longest_of(scheme: str) -> float:
-    """How many times as long as the true one the next update may be under a scheme of this name."""
-    return LONGEST_SCALED if scheme == "auto" else LONGEST
 
 
 class Guard:
@@ -43,7 +40,6 @@ class Guard:
     Args:
         kinds: of the optimizers, in the order of their states in the snapshot; empty where they are not known.
         threads: parameters handled side by side.
-        longest: how many times as long as the true one the next update may be.
         restored: gives the tensors that a scheme restores, all of them, where they are computed anyway; None computes those that
             are looked at.
     """
@@ -53,17 +49,21 @@ class Guard:
         kinds: Sequence[OptimizerKind] = (),
         threads: int = 1,
         *,
-        longest: float = LONGEST,
         restored: Callable[[Scheme], TrainingState] | None = None,
     ) -> None:
         self._kinds = tuple(kinds)
         self._threads = threads
-        self._longest = longest
         self._restored = restored
         self.updates: Updates | None = None
         """Error of the next updates under the last scheme checked; None where they could not be computed."""
         self.untried: str | None = None
         """Why they could not be computed."""
+        self._refuses_moments = False
+
+    @property
+    def refuses_moments(self) -> bool:
+        """Whether the last refusal was for the optimizer's state, which less noise in the weights does not change."""
+        return self._refuses_moments
 
     @property
     def lost_steps(self) -> float:
@@ -81,17 +81,19 @@ class Guard:
         Returns:
             Why the scheme is refused, or None where it is accepted.
         """
-        self.updates, self.untried = None, None
+        self.updates, self.untried, self._refuses_moments = None, None, False
         chosen = _sample(save_context.state)
         if not chosen:
             return None
         state = save_context.state
         values = self._values(save_context, scheme, chosen)
-        return (
-            self._too_noisy(save_context, values)
-            or self._worse_than_none(state, values)
-            or self._updates_differ(state, TrainingState(state.tree, values, state.specs), chosen)
-        )
+        noisy = self._too_noisy(save_context, values)
+        if noisy is not None:
+            return noisy
+        restored = TrainingState(state.tree, values, state.specs)
+        reason = self._worse_than_none(state, values) or self._updates_differ(save_context, restored, chosen)
+        self._refuses_moments = reason is not None
+        return reason
 
     def _values(
         self, save_context: SaveContext, scheme: Scheme, chosen: frozenset[str]
@@ -138,17 +140,25 @@ class Guard:
         return None
 
     def _updates_differ(
-        self, true: TrainingState, restored: TrainingState, chosen: frozenset[str]
+        self, save_context: SaveContext, restored: TrainingState, chosen: frozenset[str]
     ) -> str | None:
-        found = compare_updates(true, restored, self._kinds, parameters=chosen, threads=self._threads)
+        found = compare_updates(
+            save_context.state, restored, self._kinds, parameters=chosen, threads=self._threads
+        )
         if isinstance(found, str):
             self.untried = found
             return None
         self.updates = found
-        if not (found.error <= _MOST_ERROR and found.length <= self._longest):  # NaN is neither
+        if not (found.error <= _MOST_ERROR and found.length <= _LONGEST):  # NaN is neither
             return (
                 f"the first update after a restore would be {found.length:.2f} times as long as it should be, with an error of"
                 f" {found.error:.0%}"
+            )
+        steps = save_context.interval
+        if not found.lost_steps <= max(_MOST_LOST_STEPS * steps, _ALWAYS_LOST):
+            return (
+                f"the moments of a restore would set training back by {found.lost_steps:.2f} of the {steps} steps between"
+                " two checkpoints"
             )
         return None
 

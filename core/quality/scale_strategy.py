@@ -28,6 +28,8 @@ class ScaleStrategy:
         self._options = options
         self._threads = threads
         self._search = ScaleSearch(whole=whole)
+        self._scale = MILD_SCALE  # without a measurement
+        self._finer = False  # whether this save's moments are to lose less than usual
         self._comparison: weakref.ref[Comparison] | None = None  # which holds the whole snapshot
 
     def takes(self, spec: TensorSpec) -> bool:
@@ -36,13 +38,15 @@ class ScaleStrategy:
 
     def unmeasured(self, save_context: SaveContext) -> Plan:
         """See `Strategy.unmeasured`."""
-        scale = self._options.weight_scale or MILD_SCALE
-        return self._plan(save_context, scale, "mild steps: nothing to measure the degradation with")
+        self._finer = False
+        self._scale = self._options.weight_scale or MILD_SCALE
+        return self._plan(save_context, self._scale, "mild steps: nothing to measure the degradation with")
 
     def measured(self, save_context: SaveContext, comparison: Comparison, allowed: float) -> Plan:
         """See `Strategy.measured`."""
         again = self._comparison is not None and self._comparison() is comparison
         self._comparison = weakref.ref(comparison)
+        self._finer = self._finer and again
         choice = self._search.choose(
             lambda scale: self._rise(save_context, comparison, scale),
             allowed,
@@ -54,13 +58,21 @@ class ScaleStrategy:
             return exactly(choice.reason)
         return self._plan(save_context, choice.scale, choice.reason, choice.rise)
 
-    def milder(self, save_context: SaveContext, comparison: Comparison | None, allowed: float) -> Plan | None:
+    def milder(
+        self, save_context: SaveContext, comparison: Comparison | None, allowed: float, *, moments: bool
+    ) -> Plan | None:
         """See `Strategy`."""
-        scale = self._search.narrower() if self._options.weight_scale is None else None
-        if scale is None:
-            return None
+        if moments:
+            if self._finer or self._options.first_moment_step is not None:
+                return None
+            self._finer = True
+        else:
+            scale = self._search.narrower() if self._options.weight_scale is None else None
+            if scale is None:
+                return None
+            self._scale = scale
         if comparison is None:
-            return self._plan(save_context, scale, f"scale {scale:.3g}, not measured")
+            return self._plan(save_context, self._scale, f"scale {self._scale:.3g}, not measured")
         plan = self.measured(save_context, comparison, allowed)
         return None if plan.is_exact else plan
 
@@ -72,7 +84,7 @@ class ScaleStrategy:
         )
 
     def _scheme(self, save_context: SaveContext, scale: float) -> Auto:
-        return Auto(options=self._options, save_context=save_context, scale=scale)
+        return Auto(options=self._options, save_context=save_context, scale=scale, finer_moments=self._finer)
 
     def _plan(self, save_context: SaveContext, scale: float, reason: str, rise: Rise | None = None) -> Plan:
         scheme = self._scheme(save_context, scale)

@@ -83,7 +83,8 @@ class Strategy(Protocol):
     """Chooses the settings of one scheme, and keeps its measurements between saves.
 
     One that has milder settings than those of its last plan may also have a method ``milder`` with the arguments of
-    `measured` (`comparison` is None where nothing can be measured); it gives a plan, or None where there are none.
+    `measured` (`comparison` is None where nothing can be measured) and ``moments``: whether the optimizer's state is to be
+    milder, and not the weights. It gives a plan, or None where there are none.
     """
 
     def takes(self, spec: TensorSpec) -> bool:

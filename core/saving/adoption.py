@@ -26,7 +26,7 @@ from shrinkpoint.errors import ChainError, ConfigError
 from shrinkpoint.optimizers.recognition import recognised
 from shrinkpoint.optimizers.updates import moments_of_direction
 from shrinkpoint.quality.evaluation import Loss, ResumedSteps
-from shrinkpoint.quality.guards import Guard, longest_of
+from shrinkpoint.quality.guards import Guard
 from shrinkpoint.quality.planner import Plan, Planner
 from shrinkpoint.quality.strategy import exactly
 from shrinkpoint.reports import SaveReport
@@ -258,7 +258,6 @@ class AdoptingCommitter(Committer):
         guard = Guard(
             job.optimizers,
             self._config.waiting_threads,
-            longest=longest_of(self._config.scheme),
             restored=lambda scheme: staging.by(scheme).state,
         )
         self.planner.guard = guard if self._config.guards else None

@@ -4,6 +4,7 @@ import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -14,7 +15,7 @@ from shrinkpoint.errors import ChainError, FencedError, ShrinkpointError
 from shrinkpoint.optimizers.recognition import recognised
 from shrinkpoint.optimizers.updates import OptimizerKind, moments_of_direction
 from shrinkpoint.quality.evaluation import ResumedSteps
-from shrinkpoint.quality.guards import Guard, longest_of
+from shrinkpoint.quality.guards import Guard
 from shrinkpoint.quality.planner import Measure, Plan, Planner
 from shrinkpoint.quantize.movement import Movement, MovementTracker
 from shrinkpoint.reports import SaveReport
@@ -35,7 +36,16 @@ from shrinkpoint.store.run import RunStore, RunWriter
 from shrinkpoint.version import __version__
 from shrinkpoint.warn import warn
 
-__all__ = ["Committer", "Job", "Link", "provenance", "record_of", "report_of", "with_updates"]
+__all__ = [
+    "Committer",
+    "Job",
+    "Link",
+    "measured_of",
+    "provenance",
+    "record_of",
+    "report_of",
+    "with_updates",
+]
 
 _PAID_OFF = 2.0  # times its bytes, that a base's deltas take together before another base is made
 
@@ -246,7 +256,7 @@ class Committer:
             directions=moments_of_direction(state, job.optimizers),
             gradients=job.gradients,
         )
-        guard = Guard(job.optimizers, self._config.encoder_threads, longest=longest_of(self._config.scheme))
+        guard = Guard(job.optimizers, self._config.encoder_threads)
         self.planner.guard = guard if self._config.guards else None
         return self.planner.plan(save_context, job.measure, job.resume, exact=job.exact), guard
 
@@ -392,17 +402,7 @@ def report_of(job: Job, plan: Plan, encoded: EncodedState, size: int = 0) -> Sav
         raw_bytes=sum(entry.spec.nbytes for entry in entries),
         sections=_by_role([(entry.spec, entry.encoded.nbytes) for entry in entries]),
         raw_sections=_by_role([(entry.spec, entry.spec.nbytes) for entry in entries]),
-        degradation=plan.degradation,
-        degradation_low=plan.degradation_low,
-        degradation_high=plan.degradation_high,
-        degradation_luck=plan.degradation_luck,
-        measured=plan.measured,
-        allowed=plan.allowed,
-        resumed={str(steps): rise.mean for steps, rise in plan.resumed.items()},
-        resumed_high={str(steps): rise.high for steps, rise in plan.resumed.items()},
-        baseline=plan.baseline,
-        overhead=plan.overhead,
-        evaluations=plan.evaluations,
+        **measured_of(plan),
         blocked_s=job.blocked_s,
         search_s=0.0,
         encode_s=0.0,
@@ -414,6 +414,23 @@ def report_of(job: Job, plan: Plan, encoded: EncodedState, size: int = 0) -> Sav
         },
         exact=exact_parts(((entry.spec, entry.encoded.nbytes) for entry in entries), encoded.exact),
     )
+
+
+def measured_of(plan: Plan) -> dict[str, Any]:
+    """What a report says of the measurements behind a plan."""
+    return {
+        "degradation": plan.degradation,
+        "degradation_low": plan.degradation_low,
+        "degradation_high": plan.degradation_high,
+        "degradation_luck": plan.degradation_luck,
+        "measured": plan.measured,
+        "allowed": plan.allowed,
+        "resumed": {str(steps): rise.mean for steps, rise in plan.resumed.items()},
+        "resumed_high": {str(steps): rise.high for steps, rise in plan.resumed.items()},
+        "baseline": plan.baseline,
+        "overhead": plan.overhead,
+        "evaluations": plan.evaluations,
+    }
 
 
 def _by_role(sizes: Sequence[tuple[TensorSpec, int]]) -> dict[str, int]:

@@ -32,6 +32,8 @@ __all__ = [
     "TensorCodec",
 ]
 
+_USUAL_INTERVAL = 50
+
 Planes = Mapping[str, npt.NDArray[np.generic]]
 """A tensor's planes (arrays with one integer symbol or value per element) by name, flat in C order."""
 
@@ -264,6 +266,11 @@ class SaveContext:
     """EMA of the gradients by parameter name, where they were collected."""
     sums: WeightSums | None = None
     """Of all weights of the model, where `state` has only some of them; None takes those of `state`."""
+
+    @property
+    def interval(self) -> int:
+        """Training steps since the previous checkpoint; a usual number where the movement is unknown."""
+        return self.movement.steps if self.movement is not None else _USUAL_INTERVAL
 
 
 class Makers(dict[str, Callable[[], TensorCodec]]):

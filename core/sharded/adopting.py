@@ -7,14 +7,14 @@ ranks' weights, the values adopted last and the settings. The number of ranks is
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from shrinkpoint.coding.selective import header_of
 from shrinkpoint.optimizers.updates import moments_of_direction
-from shrinkpoint.quality.guards import Guard, longest_of
+from shrinkpoint.quality.guards import Guard
 from shrinkpoint.quality.planner import Plan, Planner
 from shrinkpoint.quality.strategy import exactly
 from shrinkpoint.saving.adopted import Adopted, adopted_of
@@ -30,36 +30,23 @@ from shrinkpoint.saving.planned import (
 from shrinkpoint.saving.takeover import Adoption, NotAdoptedError, Takeover, unsuitable
 from shrinkpoint.schemes.base import ReferenceState, SaveContext
 from shrinkpoint.sharded.background import Background, Save
-from shrinkpoint.sharded.boxes import Box, Piece
+from shrinkpoint.sharded.boxes import Piece
 from shrinkpoint.sharded.capture import captured
-from shrinkpoint.sharded.comparing import compare_moved
 from shrinkpoint.sharded.encoding import Link, PartJob, StoredPart, store_part
-from shrinkpoint.sharded.exchange import Target, exchange
-from shrinkpoint.sharded.layout import Layout, block_box, tensors_of_rank
+from shrinkpoint.sharded.layout import block_box, tensors_of_rank
 from shrinkpoint.sharded.publishing import AdoptedPart
 from shrinkpoint.sharded.ranks import Ranks
 from shrinkpoint.sharded.restoring import Decoded
-from shrinkpoint.state.training import Describe, TensorSpec, TrainingState
+from shrinkpoint.sharded.spreading import Shards, spread
+from shrinkpoint.state.training import Describe, TrainingState
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.run import RunStore
 from shrinkpoint.warn import warn
 
-__all__ = ["AdoptingBackground", "Shards", "continue_adopting", "take_over", "takeover_for"]
+__all__ = ["AdoptingBackground", "continue_adopting", "take_over", "takeover_for"]
 
 _FIRST_LOOK_S = 0.01
 _LONGEST_PAUSE_S = 0.5
-
-
-@dataclass(frozen=True)
-class Shards:
-    """Where a state's tensors are: in the shards of all ranks, and as whole ones at their owners."""
-
-    ranks: Ranks
-    layout: Layout
-    pieces: Mapping[str, Sequence[Piece]]
-    """What this rank holds of each tensor: the training's own memory."""
-    owners: Mapping[str, tuple[TensorSpec, int]]
-    """Of each stored tensor, its spec and its owner."""
 
 
 # ---- on the training thread
@@ -120,7 +107,7 @@ def take_over(shards: Shards, takeover: Takeover, *, started: float) -> None:
         if values is None or any(names is None for names in changed):
             return
         names = {name for own in changed if own is not None for name in own}
-        _spread(shards, {name: shards.owners[name] for name in shards.owners if name in names}, values)
+        spread(shards, [name for name in shards.owners if name in names], values, proved=True)
         takeover.accept(tuple(sorted(names)), started=started)
     finally:
         takeover.leave()
@@ -131,37 +118,6 @@ def _wait_together(ranks: Ranks, takeover: Takeover) -> None:
     pause_s = _FIRST_LOOK_S
     while ranks.most([not takeover.is_settled(pause_s)])[0]:
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-
-
-def _spread(
-    shards: Shards, owners: Mapping[str, tuple[TensorSpec, int]], values: Mapping[str, torch.Tensor]
-) -> None:
-    """From the owners to everyone that holds something of these tensors, in place.
-
-    Raises:
-        StateMismatchError: a rank does not have its owner's values afterwards; on every rank.
-    """
-    sources: dict[str, dict[Box, tuple[int, ...]]] = {}
-    whole: dict[tuple[str, Box], torch.Tensor] = {}
-    for name, (spec, owner) in owners.items():
-        of, box = block_box(spec)
-        sources.setdefault(of, {})[box] = (owner,)
-        if name in values:
-            whole[of, box] = values[name]
-    holders = shards.layout.holders
-    targets = {
-        of: [Target(box, rank) for box, ranks in holders[of].items() for rank in ranks] for of in sources
-    }
-    locals_ = {(name, piece.box): piece.local for name, own in shards.pieces.items() for piece in own}
-
-    def give(name: str, box: Box) -> torch.Tensor:
-        return whole[name, box]
-
-    def take(name: str, box: Box) -> torch.Tensor:
-        return locals_[name, box]
-
-    exchange(shards.ranks, shards.layout.specs, sources, targets, give, take)
-    compare_moved(shards.ranks, sources, targets, give, take)
 
 
 def continue_adopting(
@@ -382,7 +338,6 @@ class AdoptingBackground(Background):
         guard = Guard(
             save.optimizers,
             self._config.waiting_threads,
-            longest=longest_of(self._config.scheme),
             restored=lambda scheme: staging.by(scheme).state,
         )
         warns = self._publisher is not None and not self._warned_unmeasured

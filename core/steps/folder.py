@@ -10,6 +10,7 @@ import torch
 from shrinkpoint.errors import StoreError
 from shrinkpoint.steps.reader import LogReader
 from shrinkpoint.steps.recorder import CannotLogError
+from shrinkpoint.steps.room import Room
 from shrinkpoint.steps.segment import Kind, Reference
 from shrinkpoint.steps.tiers import NearAndRun
 from shrinkpoint.steps.writer import SegmentWriter
@@ -51,15 +52,24 @@ class LogFolder:
     Args:
         kind: of the log.
         connect: opens the log's segments, given the run's nonce.
-        display: of the folder, for messages.
+        location: where they are.
         keep: intervals between checkpoints whose segments are kept.
+        every: steps between two checkpoints, if known.
     """
 
-    def __init__(self, kind: Kind, connect: Callable[[str], ObjectStore], display: str, keep: int) -> None:
+    def __init__(
+        self,
+        kind: Kind,
+        connect: Callable[[str], ObjectStore],
+        location: Location,
+        keep: int,
+        every: int | None,
+    ) -> None:
         self._kind = kind
         self._connect = connect
-        self._display = display
+        self._location = location
         self._keep = keep
+        self._every = every
         self._run = ""
         self._objects: ObjectStore | None = None
 
@@ -78,7 +88,9 @@ class LogFolder:
             # Files left half-written by a killed writer would occupy space forever.
             self._objects.sweep(self._objects.server_time())
         except StoreError as error:
-            raise StoreError(f"step_log_url={self._display!r} cannot be used for a log: {error}") from error
+            raise StoreError(
+                f"step_log_url={self._location.display!r} cannot be used for a log: {error}"
+            ) from error
 
     def reader(self) -> LogReader:
         """A reader of the log."""
@@ -114,6 +126,8 @@ class LogFolder:
             inherits=inherits,
             provenance=_provenance(),
             keep=self._keep,
+            # A small log is read from its checkpoint on, so that one interval more is kept.
+            room=Room(self._location, self._keep + (self._kind == "small"), self._every),
         )
 
 

@@ -17,7 +17,7 @@ from shrinkpoint.steps.tiers import NearAndRun
 from shrinkpoint.steps.update_writer import ReadBase
 from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.objects import ObjectStore
-from shrinkpoint.store.urls import Location, RunUrl, split_urls
+from shrinkpoint.store.urls import Location, RunUrl, parse_url, split_urls
 
 __all__ = ["LogRequest", "TrainingLog", "log_of_training"]
 
@@ -104,23 +104,21 @@ def log_of_training(
     folder = LogFolder(
         options.kind,
         _connector(options, location, lambda: run_segments(run_url, storage_options, parity)),
-        location.display if location is not None else str(run_url),
+        location if location is not None else _location_of_run(run_url),
         options.keep,
+        every,
     )
     if options.kind == "small":
         if request.after_step is not None:
             raise ConfigError("after_step is of use with step_log='exact' only: leave it out")
         return SmallLog(model, optimizers, stateful, options=options, folder=folder, read_base=read_base)
-    assert location is not None
     return ExactLog(
         model,
         optimizers,
         stateful,
         options=options,
         folder=folder,
-        location=location,
         after_step=request.after_step,
-        every=every,
     )
 
 
@@ -135,6 +133,11 @@ def _require_exact(config: SaverConfig) -> None:
         raise ConfigError(
             "step_log='exact' continues from the optimizer's state, which weights_only=True does not store: leave one of them out"
         )
+
+
+def _location_of_run(url: RunUrl) -> Location:
+    """Of several stores that of the first one: each has a share of a segment, and all are much alike."""
+    return parse_url(split_urls(url)[0])
 
 
 def _connector(

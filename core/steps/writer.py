@@ -1,11 +1,14 @@
 """Writes one writer's segments in the background, and removes those that no checkpoint needs any more."""
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from shrinkpoint.errors import StoreError
 from shrinkpoint.state.tree import JSON
 from shrinkpoint.steps.jobs import JobQueue
 from shrinkpoint.steps.record import TensorTable
+from shrinkpoint.steps.room import Room
 from shrinkpoint.steps.segment import Head, Key, Kind, Place, Reference, pack
 from shrinkpoint.store.objects import ObjectStore
 
@@ -24,6 +27,7 @@ class SegmentWriter:
         inherits: segments that this training continues from.
         provenance: for people.
         keep: intervals between checkpoints whose segments are kept.
+        room: in its file system.
     """
 
     def __init__(
@@ -37,6 +41,7 @@ class SegmentWriter:
         inherits: Sequence[Reference],
         provenance: JSON,
         keep: int,
+        room: Room,
     ) -> None:
         self._objects = objects
         self._run, self._kind, self._turn, self._session = run, kind, turn, session
@@ -47,6 +52,8 @@ class SegmentWriter:
         self._number = 0
         self._bases: deque[int] = deque(maxlen=keep)
         self._keep = keep
+        self._room = room
+        self._sizes: dict[str, int] = {}
         self._queue = JobQueue("shrinkpoint-steps")
         self.bytes = 0
         """Bytes written so far."""
@@ -65,18 +72,25 @@ class SegmentWriter:
         return self._queue.cpu_s
 
     def submit(
-        self, job: Callable[[], None], size: int, *, wait: bool, release: Callable[[], None] | None = None
+        self,
+        job: Callable[[], None],
+        size: int = 0,
+        *,
+        ahead: int = 0,
+        patience_s: float = math.inf,
+        release: Callable[[], None] | None = None,
     ) -> bool:
         """Hand a job over to the thread, which calls `write`.
 
         Args:
             job: not run after a failure.
             size: bytes that it holds.
-            wait: wait for space in the queue if it is full.
+            ahead: bytes that the jobs before it may still hold; with 0 they must be done.
+            patience_s: seconds to wait for that.
             release: returns its memory; called after the job, or after a failure in its place.
 
         Returns:
-            False if the queue is full; the caller then keeps the memory.
+            False if the jobs before it took longer; the caller then keeps the memory.
         """
 
         def run() -> None:
@@ -87,7 +101,7 @@ class SegmentWriter:
                 if release is not None:
                     release()
 
-        return self._queue.submit(run, size, wait=wait)
+        return self._queue.submit(run, size, ahead=ahead, patience_s=patience_s)
 
     def write(
         self,
@@ -140,10 +154,12 @@ class SegmentWriter:
             [],
         )
         inherited = {str(reference.key) for reference in self._inherits}
+        there = self._objects.list("")
+        self._sizes |= {info.key: info.size for info in there if info.key in inherited}
         self._objects.delete(
             [
                 info.key
-                for info in self._objects.list("")
+                for info in there
                 if (key := Key.parse(info.key)) is not None
                 and key.turn < self._turn
                 and info.key not in inherited
@@ -155,16 +171,29 @@ class SegmentWriter:
 
     def _put(self, head: Head, parts: Sequence[memoryview]) -> str:
         data, seal = pack(head, parts)
+        self._require_room(head, len(data))
         self._objects.put(str(head.key), data)
+        self._sizes[str(head.key)] = len(data)
         self.bytes += len(data)
         self._previous = seal
         self._number += 1
         return seal
 
+    def _require_room(self, head: Head, size: int) -> None:
+        if head.begin is None or head.end is None:
+            return
+        kept = sum(self._sizes.values())
+        steps = sum(reference.end.step - reference.begin.step for reference in self._references)
+        steps = max(1, steps + head.end.step - head.begin.step)
+        reason = self._room.lack(size=size, kept=kept, step_bytes=(kept + size) / steps)
+        if reason is not None:
+            raise StoreError(reason)
+
     def _collect(self, step: int) -> None:
         if self.failure is not None:
             return
         self._bases.append(step)
+        self._room.committed(step)
         newer = [
             key
             for info in self._objects.list("")
@@ -181,6 +210,8 @@ class SegmentWriter:
         gone = [r for r in self._references if whole.get(r.end, r.end.step) <= self._bases[0]]
         self._objects.delete([str(reference.key) for reference in gone])
         self._references = [reference for reference in self._references if reference not in gone]
+        for reference in gone:
+            self._sizes.pop(str(reference.key), None)
 
 
 def chain_ends(references: Sequence[Reference]) -> dict[Place, int]:

@@ -144,6 +144,34 @@ class RunSession:
             self.saver.forget()
         return restored.state.to_object()
 
+    @property
+    def lineage(self) -> str | None:
+        """The training that checkpoints belong to; None before the first one, and but on the first rank."""
+        return self._saver.lineage if self._saver is not None and is_first() else None
+
+    def go_on_with(self, lineage: str | None) -> None:
+        """Let saves belong to a training that was continued from elsewhere, so that retention counts its checkpoints too.
+
+        Without this every restart from a framework's own checkpoints would be a training of its own, whose predecessors'
+        checkpoints nothing removes.
+
+        Args:
+            lineage: as `lineage` gave it when that checkpoint was made. Where the run has no checkpoint of it, another training
+                begins.
+
+        Raises:
+            StoreError: the store cannot be read; on every rank.
+        """
+
+        def latest() -> Manifest | None:
+            manifests = self.saver.store.manifests() if lineage is not None else []
+            return next((each for each in manifests if lineage_of(each.meta) == lineage), None)
+
+        latest_of_it = on_first(latest)
+        if latest_of_it is not None:
+            self.decide(lambda: self.saver.forget(follows=latest_of_it))
+            self.remember()
+
     def outline(self, keys: Collection[str], manifest: Manifest | None = None) -> dict[str, Any] | None:
         """A stored state with meta tensors (shapes without elements); for the first rank.
 

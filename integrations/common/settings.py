@@ -30,8 +30,6 @@ _OWN = (
     "probe_batches",
     "storage_options",
     "parity",
-    "step_log",
-    "step_log_url",
 )
 
 _NEVER_OVERWRITTEN = (
@@ -47,6 +45,7 @@ _WEIGHTS = (
 _RESUMES = (
     "give resume: 'auto' (the default) continues by itself, 'must' requires a checkpoint, 'never' starts anew"
 )
+_NO_STEPS = "this callback logs no steps: the callbacks of Lightning and Composer, and Checkpointer, do (docs/steps.md)"
 _BY_INTERVAL = "give save_interval, for example save_interval="
 
 # Options that users know from the frameworks. A callback that has such an option does not look it up here.
@@ -87,6 +86,9 @@ _HABITS = {
     "save_total_limit": _KEEP_LAST,
     "metric_for_best_model": "give it to TrainingArguments, or monitor here",
     "greater_is_better": "give it to TrainingArguments, or mode here",
+    "step_log": _NO_STEPS,
+    "step_log_url": _NO_STEPS,
+    "after_step": "give it to Checkpointer: the callbacks' step logs have no averages of the weights (docs/steps.md)",
     "every_n_batches": "give every_n_train_steps (Lightning) or save_interval='1000ba' (Composer)",
 }
 

@@ -5,6 +5,7 @@ for each segment, not for each step.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -63,6 +64,8 @@ class SessionLog:
         self._steps = 0
         self._since = 0
         self._last = 0
+        self.every: int | None = None
+        """Optimizer steps between two checkpoints, where the framework's session knows it beforehand."""
         self.log: TrainingLog | None = None
         """The log, on the first rank, once training begins."""
 
@@ -110,7 +113,7 @@ class SessionLog:
             storage_options=settings.storage_options,
             parity=settings.parity,
             config=settings.saver,
-            every=None,
+            every=self.every,
             alone=True,
             read_base=lambda step: weights_of_step(settings.url, step, settings.storage_options),
         )
@@ -163,7 +166,10 @@ class SessionLog:
         self._since += 1
         due = allowed and self._is_exact and self._since >= self._steps
         if due:
-            self._state.captured, self._since = capture(), 0
+            # The log counts what the training waits for it: on the first rank, that of all.
+            with self.log.counted() if self.log is not None else nullcontext():
+                self._state.captured = capture()
+            self._since = 0
         if self.log is not None:
             self.log.end_step(step, since=since, boundary=due)
         self._state.captured = {}

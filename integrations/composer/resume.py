@@ -63,6 +63,7 @@ def continue_run(
     state: State,
     logger: Logger,
     *,
+    lineage: str | None = None,
     take: Callable[[Mapping[str, Any]], None] | None = None,
 ) -> Buckets:
     """Continue a run from its newest sound checkpoint, unless it was loaded from a load_path already.
@@ -72,6 +73,7 @@ def continue_run(
         data: gets the position in the training data.
         state: at Composer's event ``AFTER_LOAD``.
         logger: for Composer.
+        lineage: the training of the checkpoint that Composer has loaded by itself: saves go on with it if the run has it.
         take: gets the whole stored state, if there is one.
 
     Returns:
@@ -90,6 +92,7 @@ def continue_run(
         run.log.restart(int(state.timestamp.batch))
         if loaded is not None:
             run.saved_step = int(state.timestamp.batch)
+            run.go_on_with(lineage)
             _warn_newer(run, state, str(loaded))
         return []
     url = run.settings.url

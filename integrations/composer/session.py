@@ -52,6 +52,7 @@ from shrinkpoint.saving.takeover import Adoption
 
 __all__ = ["Session"]
 
+_LINEAGE = "lineage"
 _BATCHES = "batches"  # of an exact checkpoint of a training that adopts: the last ones
 
 _LOOK_EVERY_S = 0.01
@@ -67,6 +68,7 @@ class Session:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.run = RunSession(settings.run)
+        self.run.log.every = settings.every_batches
         self._probe = LossProbe(batches=settings.run.probe_batches)
         self._path = self._adopt() if settings.run.saver.adopt else None
         self._steps = StepProbe(self._probe, steps=self.run.probe_steps)
@@ -74,12 +76,24 @@ class Session:
         self._buckets: Buckets = []
         self._gradients = GradientCollector()
         self._termination = TerminationRequest()
+        self._loaded_lineage: str | None = None
 
     def _adopt(self) -> PathBatches:
         """Measure on batches that a resumed run sees again."""
         path = PathBatches(self.settings.run.probe_batches)
         self._probe.kept = path
         return path
+
+    # ---- the callback's own state in checkpoints
+
+    def state(self) -> dict[str, Any]:
+        """Which training the checkpoints of the run belong to; empty before the first one, and but on the first rank."""
+        lineage = self.run.lineage
+        return {} if lineage is None else {_LINEAGE: lineage}
+
+    def load_state(self, stored: Mapping[str, Any]) -> None:
+        """Note the training that Composer has loaded, for `after_load`."""
+        self._loaded_lineage = stored.get(_LINEAGE)
 
     # ---- before training
 
@@ -123,7 +137,9 @@ class Session:
         Raises:
             ShrinkpointError: as `continue_run`.
         """
-        self._buckets = continue_run(self.run, self._data, state, logger, take=self._take)
+        self._buckets = continue_run(
+            self.run, self._data, state, logger, lineage=self._loaded_lineage, take=self._take
+        )
 
     def _take(self, stored: Mapping[str, Any]) -> None:
         if self._path is not None:

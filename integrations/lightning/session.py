@@ -47,6 +47,7 @@ class Session:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.run = RunSession(settings.run)
+        self.run.log.every = settings.schedule.every_n_train_steps
         metric = settings.run.monitor if settings.run.mode == "min" else None
         self.probe = LossProbe(metric=metric, batches=settings.run.probe_batches)
         self._path: PathBatches | None = None

@@ -237,6 +237,30 @@ def test_a_load_path_of_weights_is_where_the_run_began(saving: Make, tmp_path: P
     assert first(fit(saving(), Crash(8), **weights)) == 5
 
 
+@pytest.mark.parametrize("how", ["autoresume", "load_path"])
+def test_restarts_from_composers_own_checkpoints_are_one_training(
+    saving: Make, tmp_path: Path, how: str
+) -> None:
+    """Its `keep_last` counts them all; another training's checkpoints stay."""
+    fit(saving(save_interval="2ba", resume="never"), Crash(5))
+    others = steps(saving())
+    native = {
+        "save_folder": str(tmp_path),
+        "save_interval": "3ba",
+        "run_name": "restarted",
+        "save_num_checkpoints_to_keep": 1,
+    }
+    more: dict[str, Any] = {"autoresume": True} if how == "autoresume" else {}
+    for batch in (8, 13, 18, 23):
+        fit(saving(save_interval="2ba", keep_last=2, resume="never"), Crash(batch), **native, **more)
+        if how == "load_path":
+            more = {"load_path": str(tmp_path / "latest-rank0.pt")}
+    own = steps(saving())
+    for step in others:
+        own.remove(step)
+    assert own == [20, 22]
+
+
 def test_a_save_folder_beside_it(saving: Make, tmp_path: Path) -> None:
     with pytest.warns(ShrinkpointWarning, match="of its own too"):
         fit(saving(), save_folder=str(tmp_path), save_interval="1ep")

@@ -84,7 +84,7 @@ def test_by_default_noise_stays_below_movement_and_updates_are_no_longer(tmp_pat
     module = Regression()
     for report in saves(tmp_path, module):
         assert (report["scheme"], report["measured"]) == ("auto", "measured")
-        assert report["update_length"] <= 1.1
+        assert report["update_length"] <= 1.05
         assert report["update_error"] <= 1
     check_noise(tmp_path, module)
 

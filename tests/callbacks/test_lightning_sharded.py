@@ -153,8 +153,8 @@ def test_one_run_on_other_meshes_with_ddp_and_on_a_single_device(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_auto_goes_on_unmeasured_and_says_so(tmp_path: Path) -> None:
+def test_auto_is_measured_on_other_numbers_of_ranks_too(tmp_path: Path) -> None:
     url = str(tmp_path / "run")
     for world, steps in ((2, 3), (3, 6)):
         told = launch(journey, world, tmp_path, url, str(tmp_path / f"{steps}.pt"), 1, steps, "auto")
-        assert told == [([], [(steps, "base" if steps == 3 else "delta", "unmeasured")])] * world
+        assert told == [([], [(steps, "base" if steps == 3 else "delta", "measured")])] * world

@@ -4,6 +4,7 @@ import os
 import signal
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -180,6 +181,45 @@ def test_a_small_log(tmp_path: Path) -> None:
     error = (found["net.0.weight"] - true["net.0.weight"]).norm()
     assert 0 < error < (base["net.0.weight"] - true["net.0.weight"]).norm()
     assert_same({"b": found["net.1.running_mean"]}, {"b": true["net.1.running_mean"]})
+
+
+@pytest.mark.parametrize(
+    ("schedule", "segments"),
+    [
+        (
+            {"every_n_train_steps": 10},
+            "none",
+        ),  # the steps of two intervals do not fit: it is known at the first segment
+        (
+            {"every_n_train_steps": None, "every_n_epochs": 2},
+            "some",
+        ),  # it is known when the file system is nearly full
+    ],
+    ids=str,
+)
+def test_a_file_system_with_too_little_room(
+    schedule: dict[str, Any], segments: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Flush(Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            if callback._session.run.log.log is not None:
+                callback._session.run.log.log.flush()
+
+    def there() -> int:
+        return sum(path.stat().st_size for path in (tmp_path / "log").rglob("*.steps"))
+
+    total = 160_000
+    monkeypatch.setattr(
+        "shrinkpoint.steps.room.shutil.disk_usage",
+        lambda path: SimpleNamespace(total=total, free=total - there()),
+    )
+    callback = saving(tmp_path, **schedule)
+    with pytest.warns(ShrinkpointWarning, match="the step log is off: .*choose another step_log_url") as told:
+        done = train("plain", callback, Flush())
+    assert len([one for one in told if "step log" in str(one.message)]) == 1
+    assert done.trace == whole("plain").trace
+    assert (20_000 if segments == "some" else 0) < there() <= total * 15 / 16
+    assert len(list((tmp_path / "log").rglob("*.steps"))) > 1 if segments == "some" else there() < 1000
 
 
 @pytest.mark.parametrize(

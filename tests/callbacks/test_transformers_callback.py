@@ -222,3 +222,16 @@ def test_objects_that_accelerate_prepared_work_with_a_checkpointer(tmp_path: Pat
     begins, rest = loop(str(tmp_path / "run"), 11)
     assert begins == 6
     assert all(torch.equal(whole[name], rest[name]) for name in whole)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"step_log": "exact"}, r"step_log: .* no such option; this callback logs no steps.*docs/steps\.md"),
+        ({"step_log_url": "/dev/shm/steps"}, "step_log_url: .* no such option; this callback logs no steps"),
+        ({"step_logs": "exact"}, r"step_logs: CompressedCheckpoint has no such option$"),
+    ],
+)
+def test_there_is_no_step_log(option: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        CompressedCheckpoint("memory://unused/run", **option)

@@ -146,9 +146,9 @@ def until_killed(rank: int, world: int, folder: str, noted: str) -> bool:
 
 def corrupted(rank: int, world: int, folder: str) -> str:
     """What is raised where the second rank gets another value of one tensor than its owner has restored."""
-    from shrinkpoint.sharded import adopting
+    from shrinkpoint.sharded import spreading
 
-    original = adopting.exchange
+    original = spreading.exchange
 
     def damaging(ranks: Any, specs: Any, sources: Any, targets: Any, give: Any, take: Any) -> int:
         sent = original(ranks, specs, sources, targets, give, take)
@@ -159,7 +159,7 @@ def corrupted(rank: int, world: int, folder: str) -> str:
                     take(name, target.box).view(-1)[:1] += 1
         return sent
 
-    adopting.exchange = damaging  # type: ignore[assignment]
+    spreading.exchange = damaging  # type: ignore[assignment]
     try:
         Ranked(rank, world, f"{folder}/run").run(EVERY)
     except Exception as error:  # noqa: BLE001 - compared

@@ -10,6 +10,7 @@ from support.training import OPTIMIZERS, TinyMLP, capture, train
 from shrinkpoint.coding.encode import encode_state
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError, ShrinkpointWarning
+from shrinkpoint.quality.candidates import Candidates
 from shrinkpoint.quality.comparison import BlindEvaluationError, Comparison
 from shrinkpoint.quality.evaluation import EvaluationUnavailableError
 from shrinkpoint.quality.planner import Planner
@@ -409,7 +410,9 @@ def test_an_evaluation_of_weights_that_are_stored_exactly_is_blind(states):
     """A frozen copy within the model: noise in all weights changes the loss, noise in those that are trained does not."""
     true = true_model(states[0])
     copied, trained = list(true)[:2]
-    comparison = Comparison(states[0], lambda weights: float(weights[copied].double().sum()), share=1e-3)
+    comparison = Comparison(
+        Candidates(states[0], lambda weights: float(weights[copied].double().sum())), share=1e-3
+    )
     comparison.look()
     with pytest.raises(BlindEvaluationError, match="all weights that this checkpoint changes"):
         comparison.rise("changed", lambda: {**true, trained: true[trained] * 1.01})
@@ -437,38 +440,72 @@ def test_a_loss_near_zero_is_bounded_relative_to_the_floor(states):
 # ---- guards
 
 
+class Refusing:
+    """A guard that refuses schemes by a function of them, and blames weights or moments."""
+
+    lost_steps = 0.0
+
+    def __init__(self, reason, *, refuses_moments=False):
+        self.reason, self.refuses_moments, self.asked = reason, refuses_moments, []
+
+    def __call__(self, save_context, scheme):
+        self.asked.append(scheme)
+        return self.reason(scheme)
+
+
 def test_a_guard_makes_auto_milder(states):
-    run, asked = Run(states), []
-
-    def guard(save_context, scheme):
-        asked.append(scheme.scale)
-        return "too far from the truth" if scheme.scale > 0.02 else None
-
+    run = Run(states)
+    guard = Refusing(lambda scheme: "too far from the truth" if scheme.scale > 0.02 else None)
     run.planner.guard = guard
     plan = run.save(resume=False)
     assert plan.scale <= 0.02
-    assert plan.scheme.scale == plan.scale == asked[-1]
+    assert plan.scheme.scale == plan.scale == guard.asked[-1].scale
     assert plan.measured == "measured"
-    assert len(asked) > 1
+    assert plan.reason.endswith("; with wider steps too far from the truth")
+    assert len(guard.asked) > 1
     assert run.save(resume=False).scale <= plan.scale
+
+
+@pytest.mark.parametrize("measure", [True, False])
+@pytest.mark.filterwarnings("ignore::shrinkpoint.errors.ShrinkpointWarning")
+def test_where_a_guard_refuses_moments_they_become_finer_and_the_weights_stay(states, measure):
+    run = Run(states)
+    guard = Refusing(lambda scheme: None if scheme.finer_moments else "too much lost", refuses_moments=True)
+    scale = run.save(resume=False, measure=measure).scale
+    run.planner.guard = guard
+    for _ in range(2):  # each save tries the usual moments first
+        plan = run.save(resume=False, measure=measure)
+        assert plan.scheme.finer_moments
+        assert plan.scale >= scale
+        assert "finer moments" in plan.configuration
+        assert plan.reason.endswith("; with wider steps too much lost")
+    assert [scheme.finer_moments for scheme in guard.asked] == [False, True, False, True]
+
+
+def test_moments_whose_step_size_is_given_are_not_made_finer_but_exact(states):
+    run = Run(states, options=AutoOptions(first_moment_step=8.0))
+    run.planner.guard = Refusing(lambda scheme: "too much lost", refuses_moments=True)
+    plan = run.save(resume=False)
+    assert (plan.scheme.name, plan.reason) == ("lossless", "too much lost: stored exactly")
+    assert len(run.planner.guard.asked) == 1
 
 
 def test_what_a_guard_refuses_at_any_scale_is_stored_exactly(states):
     for config in ({}, {"scheme": "gobo", "slope": 1e-4}):
         run = Run(states, **config)
-        run.planner.guard = lambda save_context, scheme: "nothing pleases it"
+        run.planner.guard = Refusing(lambda scheme: "nothing pleases it")
         plan = run.save(resume=False)
         assert (plan.scheme.name, plan.reason) == ("lossless", "nothing pleases it: stored exactly")
 
 
 def test_a_guard_sees_unmeasured_plans_too_and_no_exact_ones(states):
-    run, asked = Run(states), []
-    run.planner.guard = lambda save_context, scheme: asked.append(scheme.scale)
+    run = Run(states)
+    run.planner.guard = Refusing(lambda scheme: None)
     run.save(exact=True)
-    assert asked == []
+    assert run.planner.guard.asked == []
     with pytest.warns(ShrinkpointWarning, match="Give evaluate="):
         run.save(measure=False)
-    assert asked == [0.25]
+    assert [scheme.scale for scheme in run.planner.guard.asked] == [0.25]
 
 
 # ---- what measuring costs

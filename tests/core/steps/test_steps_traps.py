@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from uuid import uuid4
 
 import pytest
@@ -111,6 +112,114 @@ def test_without_what_stands_beside_the_weights_the_next_losses_differ(crashed, 
     assert again.run(9, 12) != losses[9:]
 
 
+def test_gradients_of_before_clipping(crashed, monkeypatch):
+    """The log contains what a capture at the end of the backward pass would have seen, before `clip_grad_norm_`."""
+    before: dict[int, list[torch.Tensor | None]] = {}
+    training = Training()
+    clip = nn.utils.clip_grad_norm_
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "torch.nn.utils.clip_grad_norm_",
+            lambda parameters, most: (
+                before.update({len(before) + 1: [copied(p.grad) for p in training.model.parameters()]}),
+                clip(training.model.parameters(), most),
+            ),
+        )
+        training.run(0, 9)
+    assert training.digest == crashed[2][9]
+    spoil(
+        monkeypatch,
+        lambda record, event: event.gradients.__setitem__(
+            slice(None), [None if g is None else Dense(g) for g in before[record.end]]
+        ),
+    )
+    resumed(crashed, "give another state")
+
+
+def copied(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    return None if gradient is None else gradient.clone()
+
+
+def with_clipping_hook() -> Training:
+    """Gradients are clipped in a hook before the step, which was registered before the log's own."""
+    training = Training()
+    training.optimizer.register_step_pre_hook(
+        lambda *_: nn.utils.clip_grad_norm_(training.model.parameters(), 0.05) and None
+    )
+    return training
+
+
+@pytest.mark.parametrize("repeated", [False, True])
+def test_clipping_that_is_repeated(repeated, monkeypatch):
+    """Clipped again, gradients have other bits: so hooks before the step are off while it is replayed."""
+    name = uuid4().hex
+    places = f"memory://{name}/run", f"memory://{name}/log"
+    training = with_clipping_hook().log(*places)
+    training.checkpointer.resume()
+    losses = training.run(0, 9)
+    digest = training.digest
+    training.crash()
+    assert losses != Training().run(0, 9)  # the hook clips
+    if not repeated:
+        again = with_clipping_hook().log(*places)
+        assert again.checkpointer.resume() == 9
+        assert again.digest == digest
+        return
+    monkeypatch.setattr(replay, "_without_pre_hooks", lambda optimizer: nullcontext())
+    again = with_clipping_hook().log(*places)
+    with pytest.warns(ShrinkpointWarning, match="give another state"):
+        assert again.checkpointer.resume() == 5
+    assert again.run(5, 9) == losses[5:]
+    assert again.digest == digest
+
+
+class Average(nn.Module):
+    """Moving averages of a training's parameters, too large to be logged as other small objects are."""
+
+    def __init__(self, training: Training) -> None:
+        super().__init__()
+        self._live = list(training.model.parameters())
+        self.values = nn.ParameterList([p.detach().clone() for _ in range(8) for p in self._live])
+
+    @torch.no_grad()
+    def update(self) -> None:
+        for index, value in enumerate(self.values):
+            value.lerp_(self._live[index % len(self._live)], 0.1)
+
+
+def averaged(places: tuple[str, str], *, replays: bool = True) -> tuple[Training, Average]:
+    training = Training()
+    average = Average(training)
+    training.after = average.update
+    training.stateful = {"average": average}
+    training.log(*places, after_step=average.update if replays else lambda: None)
+    return training, average
+
+
+@pytest.mark.parametrize("digest", ["of all", "of weights"])
+@pytest.mark.parametrize("replays", [True, False])
+def test_an_average_that_is_not_replayed(digest, replays, monkeypatch):
+    """Without ``after_step=`` the average differs; the digest contains it, or nobody would notice."""
+    if digest == "of weights":
+        monkeypatch.setattr("shrinkpoint.steps.remainder.Remainder.made", lambda remainder: {})
+    name = uuid4().hex
+    places = f"memory://{name}/run", f"memory://{name}/log"
+    training, average = averaged(places)
+    training.checkpointer.resume()
+    training.run(0, 9)
+    training.crash()
+    again, of_replay = averaged(places, replays=replays)
+    if replays or digest == "of weights":
+        assert again.checkpointer.resume() == 9
+        assert again.digest == training.digest
+        assert all(map(torch.equal, average.values, of_replay.values)) is replays
+        return
+    with pytest.warns(ShrinkpointWarning, match="give another state"):
+        assert again.checkpointer.resume() == 5
+    again.run(5, 9)
+    assert all(map(torch.equal, average.values, of_replay.values))
+
+
 def test_clipping_hooks_do_not_run_twice():
     """A hook that clips has run before the record: run again, it changes bits."""
     name = uuid4().hex
@@ -129,6 +238,46 @@ def test_clipping_hooks_do_not_run_twice():
     made = len(calls)
     assert make().log(*places).checkpointer.resume() == 9
     assert len(calls) == made == 9
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_hook_after_the_step_that_is_registered_late(before):
+    """It may change the weights within the step: a replay runs it if it is there by then, or else the digest differs."""
+    name = uuid4().hex
+    places = f"memory://{name}/run", f"memory://{name}/log"
+
+    def register(training: Training) -> None:
+        @torch.no_grad()
+        def shrink(*_: object) -> None:
+            for parameter in training.model.parameters():
+                parameter.mul_(0.999)
+
+        training.optimizer.register_step_post_hook(shrink)
+
+    truth = Training()
+    register(truth)
+    losses, digests = [], [truth.digest]
+    for step in range(12):
+        losses += truth.run(step, step + 1)
+        digests.append(truth.digest)
+    training = Training().log(*places, steps=1)
+    register(training)
+    training.checkpointer.resume()
+    training.run(0, 9)
+    assert training.checkpointer.step_log.off is None
+    training.crash()
+    again = Training().log(*places, steps=1)
+    if before:
+        register(again)
+        assert again.checkpointer.resume() == 9
+        assert again.digest == digests[9]
+    else:
+        with pytest.warns(ShrinkpointWarning, match="give another state"):
+            assert again.checkpointer.resume() == 5
+        assert again.digest == digests[5]
+        register(again)
+    assert again.run(9 if before else 5, 12) == losses[9 if before else 5 :]
+    again.checkpointer.close()
 
 
 def log_of(training: Training, **options):

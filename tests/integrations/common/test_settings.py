@@ -85,6 +85,9 @@ def test_values_that_cannot_work(given: dict[str, Any], message: str) -> None:
         ("save_intervall", "did you mean save_interval?"),
         ("keep_lasts", "did you mean keep_last?"),
         ("storage_option", "did you mean storage_options?"),
+        ("step_log", "the callbacks of Lightning and Composer, and Checkpointer"),
+        ("step_log_url", "the callbacks of Lightning and Composer, and Checkpointer"),
+        ("after_step", "give it to Checkpointer"),
     ],
 )
 def test_an_unknown_option_is_told_what_to_use_instead(name: str, instead: str) -> None:
