@@ -89,7 +89,7 @@ class PlannedChain:
     @property
     def quantized(self) -> frozenset[str]:
         """Tensors whose values must stand in for their container where a reader does not get it."""
-        return frozenset(name for name, known in self.known.items() if known.codec == TrellisLatticeCodec.id)
+        return frozenset(name for name, known in self.known.items() if known.codec == TrellisWeightCodec.id)
 
     @property
     def next_count(self) -> int:
