@@ -133,7 +133,7 @@ class Demo:
 
     def _may_be_killed(self) -> bool:
         """Whether there is something to resume from, and of several stores, whether saving went on without one."""
-        return self.stores.went_on if self.stores else any(Path(self.urls[0], "commits").glob("*.json"))
+        return self.stores.continued if self.stores else any(Path(self.urls[0], "commits").glob("*.json"))
 
     def _result(
         self,

@@ -360,7 +360,7 @@ class Planner:
         self._recovery.load_state_dict(recovery)
         self._strategy.load_state_dict(strategy)
 
-    def as_restored(self, state: Mapping[str, object]) -> None:
+    def load_restored_search(self, state: Mapping[str, object]) -> None:
         """Go on as a process does that has restored the checkpoint which holds this state: that counts as a restore.
 
         What is known of the evaluation, and which warnings were given, is kept.

@@ -12,7 +12,7 @@ from shrinkpoint.arrays import widened
 from shrinkpoint.coding.staging import StagedState, stage_state
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.saving.adopted import Adopted
-from shrinkpoint.schemes.auto.trellis_weights import TrellisLatticeCodec
+from shrinkpoint.schemes.auto.trellis_weights import TrellisWeightCodec
 from shrinkpoint.schemes.base import ReferenceState, Scheme
 from shrinkpoint.state.training import TrainingState
 
@@ -91,7 +91,7 @@ class PlannedChain:
 
 def unstored(staged: StagedState) -> frozenset[str]:
     """Quantized tensors whose values stand in for their container until it is stored."""
-    return frozenset(name for name, row in staged.rows.items() if row.codec.id == TrellisLatticeCodec.id)
+    return frozenset(name for name, row in staged.rows.items() if row.codec.id == TrellisWeightCodec.id)
 
 
 def changed_tensors(true: TrainingState, adopted: TrainingState) -> dict[str, torch.Tensor]:
@@ -107,4 +107,4 @@ def _as_reference(value: torch.Tensor) -> ReferenceState:
         "exponent": np.zeros(count, np.uint8),
         "offset": np.zeros(count, np.int8),
     }
-    return ReferenceState(TrellisLatticeCodec.id, {"step": 1.0, "variance_code": 0}, planes)
+    return ReferenceState(TrellisWeightCodec.id, {"step": 1.0, "variance_code": 0}, planes)

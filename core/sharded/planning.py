@@ -49,7 +49,7 @@ def sound(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _settings_of(scheme: Scheme) -> dict[str, Any]:
-    """What tells a scheme from the others of a save."""
+    """What distinguishes a scheme from the others of a save."""
     return {"scale": scheme.scale, "finer": scheme.finer_moments} if isinstance(scheme, Auto) else {}
 
 

@@ -38,12 +38,15 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--before", type=int, default=200, help="steps before the base of the errors")
     parser.add_argument("--log", default=None, help="default: a folder in /dev/shm, or a temporary one")
+    parser.add_argument("--exact-only", action="store_true", help="of the costs, those of the exact log")
     parser.add_argument("--small", action="store_true", help="a tiny model, to see that it runs")
     arguments = parser.parse_args()
     wanted = arguments.sections.split(",")
     unknown = set(wanted) - set(SECTIONS)
     if unknown:
         parser.error(f"no such section: {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
+    if arguments.exact_only and set(wanted) != {"cost"}:
+        parser.error("--exact-only is for --sections cost: the other tables need all methods")
     warnings.filterwarnings("ignore", message="The epoch parameter")  # torch's own, of its scheduler
     torch.set_num_threads(1)
     config = config_of(arguments.small)
@@ -53,7 +56,9 @@ def main() -> None:
     try:
         measured: Measured | None = None
         if {"cost", "storage", "waste"} & set(wanted):
-            measured = measure_costs(text, config, log, blocks=arguments.blocks)
+            measured = measure_costs(
+                text, config, log, blocks=arguments.blocks, exact_only=arguments.exact_only
+            )
             if "cost" in wanted:
                 print_costs(measured)
             if "storage" in wanted:

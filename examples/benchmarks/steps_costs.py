@@ -201,16 +201,20 @@ EXACT, _LIGHTNING, _SMALL, _BOUNDED = (
 )
 
 
-def measure_costs(text: Tensor, config: GPTConfig, log: str, *, blocks: int) -> Measured:
-    """Train with every method in turn, some steps each."""
-    every, share = _bounded(text, config, log, blocks)
-    options = {
-        EXACT: StepLog(),  # its defaults: segments of 8 steps here
-        _SMALL: StepLog(kind="small", segment_steps=_BLOCK, overhead=None),
-        _BOUNDED: StepLog(kind="small", segment_steps=_BLOCK, overhead=None, every=every),
-    }
+def measure_costs(
+    text: Tensor, config: GPTConfig, log: str, *, blocks: int, exact_only: bool = False
+) -> Measured:
+    """Train with every method in turn, some steps each; or without any and with the exact log only."""
+    every, share = (0, None) if exact_only else _bounded(text, config, log, blocks)
+    others = ["nothing"] if exact_only else list(_OTHERS)
+    options = {EXACT: StepLog()}  # its defaults: segments of 8 steps here
+    if not exact_only:
+        options |= {
+            _SMALL: StepLog(kind="small", segment_steps=_BLOCK, overhead=None),
+            _BOUNDED: StepLog(kind="small", segment_steps=_BLOCK, overhead=None, every=every),
+        }
     with tempfile.TemporaryDirectory() as folder:
-        runners = [_other(name, text, config, Path(folder)) for name in _OTHERS]
+        runners = [_other(name, text, config, Path(folder)) for name in others]
         ours = {
             name: _ours(name, text, config, f"{folder}/{index}", log, options[name])
             for index, name in enumerate(options)
@@ -355,6 +359,8 @@ def print_costs(found: Measured) -> None:
         f"\nonce, before these steps, the exact log and the rehearsal of its first segment took {1e3 * begun.rehearsal:.0f} ms; the end of a"
         f" segment takes {1e3 * begun.segment_stall:.2f} ms beyond other steps, and it is written {1e3 * begun.segment_lag:.0f} ms later"
     )
+    if not found.small_every:
+        return
     share = "not measured" if found.small_share is None else f"{found.small_share:.1%}"
     print(
         f"\nwith overhead=0.02 the small log ends with every={found.small_every}, and measured its share as {share}"

@@ -1,5 +1,6 @@
 """Lightning's ModelParallelStrategy on several processes, ended and continued, on as many and on other numbers of ranks."""
 
+import shutil
 import signal
 from pathlib import Path
 
@@ -64,6 +65,20 @@ def test_killed_ranks_continue_bit_by_bit(tmp_path: Path) -> None:
     assert undisturbed[0][0] != undisturbed[1][0]
     weights = shrinkpoint.load_weights(url)
     assert all(torch.equal(value, undisturbed[0][1][f"model.{name}"]) for name, value in weights.items())
+
+
+@pytest.mark.slow
+def test_killed_ranks_continue_from_several_stores_of_which_one_is_lost(tmp_path: Path) -> None:
+    urls = [str(tmp_path / name) for name in "abc"]
+    undisturbed = launch(whole, 2, tmp_path)
+    launch(killed, 2, tmp_path, urls, 7, killed=True)
+    shutil.rmtree(urls[1])
+    continued = launch(rest, 2, tmp_path, urls)
+    for before, (trace, state, counts, last) in zip(undisturbed, continued, strict=True):
+        assert trace[0][2] in (3, 6)
+        assert_same(trace, before[0][trace[0][2] :])
+        assert_same((state, counts), before[1:])
+        assert last == f"{','.join(urls)}#step=24"
 
 
 def test_killed_ranks_that_adopt_continue_bit_by_bit(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ class Training:
         with torch.no_grad():
             return [self._loss(self._tokens(seed)).item() for seed in (-1, -2)]
 
-    def save_to(self, url: str | Path, **options: Any) -> "Training":
+    def save_to(self, url: str | Path | list[str], **options: Any) -> "Training":
         """Give it a checkpointer, and resume."""
         wanted: dict[str, Any] = {
             "every": EVERY,
@@ -210,11 +210,12 @@ def kill_at(point: str, save: int) -> None:
     setattr(owner, name, wrapped)
 
 
-def main(folder: str, point: str, save: int, end: int) -> None:
-    """Train until killed, and note every step."""
+def main(folder: str, point: str, save: int, end: int, stores: int) -> None:
+    """Train until killed, with checkpoints in so many stores, and note every step."""
     if point:
         kill_at(point, save)
-    training = Training().save_to(f"{folder}/run", adoptions=end // EVERY)
+    url = f"{folder}/run" if stores == 1 else [f"{folder}/run-{i}" for i in range(stores)]
+    training = Training().save_to(url, adoptions=end // EVERY)
     with (Path(folder) / "journal").open("a", buffering=1) as journal:
         journal.write(json.dumps({"resumed": training.reached}) + "\n")
         for step in range(training.reached, end):

@@ -126,10 +126,15 @@ def test_the_next_step_waits_for_a_digest_that_has_begun(monkeypatch):
 def test_a_step_waits_for_no_other_work_of_the_writer(monkeypatch):
     """What it must know of the state before it is changed, the training's thread then takes itself."""
     put, go = SegmentWriter._put, threading.Event()
+
+    def held(*arguments) -> str:
+        assert go.wait(600)
+        return put(*arguments)
+
     where = places()
     training = Training().log(*where, every=50, steps=2)
     with monkeypatch.context() as patch:
-        patch.setattr(SegmentWriter, "_put", lambda *arguments: go.wait(60) and put(*arguments))
+        patch.setattr(SegmentWriter, "_put", held)
         training.checkpointer.resume()
         training.run(0, 3)  # one segment and a half: the second one would wait for the first
         assert not go.is_set()
@@ -144,7 +149,7 @@ def test_weights_that_change_while_their_digest_is_taken_turn_the_log_off(monkey
 
     def slow(parts):
         began.set()
-        assert go.wait(60)
+        assert go.wait(600)
         return digests_of(parts)
 
     training = Training().log(*places(), every=50, steps=1)
@@ -153,7 +158,7 @@ def test_weights_that_change_while_their_digest_is_taken_turn_the_log_off(monkey
         patch.setattr(moment, "digests_of", slow)
         training.step(0)
         training.checkpointer.step(1)
-        assert began.wait(60)
+        assert began.wait(600)
         with torch.no_grad():
             training.model.table.weight.mul_(0.5)
         go.set()

@@ -142,7 +142,12 @@ def test_a_full_disk_ends_the_log_and_not_the_training(tmp_path, monkeypatch):
 def held_up(monkeypatch) -> threading.Event:
     """Nothing is written until the event is set."""
     put, go = SegmentWriter._put, threading.Event()
-    monkeypatch.setattr(SegmentWriter, "_put", lambda *arguments: go.wait(120) and put(*arguments))
+
+    def held(*arguments) -> str:
+        assert go.wait(600)
+        return put(*arguments)
+
+    monkeypatch.setattr(SegmentWriter, "_put", held)
     return go
 
 
