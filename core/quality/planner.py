@@ -360,7 +360,7 @@ class Planner:
         self._recovery.load_state_dict(recovery)
         self._strategy.load_state_dict(strategy)
 
-    def as_restored(self, state: Mapping[str, object]) -> None:
+    def load_restored_search(self, state: Mapping[str, object]) -> None:
         """Go on as a process does that has restored the checkpoint which holds this state: that counts as a restore.
 
         What is known of the evaluation, and which warnings were given, is kept.
@@ -421,7 +421,11 @@ def _strategy(config: SaverConfig, spent_s: Callable[[], float]) -> Strategy | N
     options = config.scheme_options
     make: Mapping[Choice, Callable[[], Strategy | None]] = {
         "nothing": lambda: None,
-        "scale": lambda: ScaleStrategy(options, whole=config.adopt),
+        "scale": lambda: ScaleStrategy(
+            options,
+            whole=config.adopt,
+            threads=config.waiting_threads if config.adopt else 1,  # else it is the training that has them
+        ),
         "configurations": lambda: ConfigurationStrategy(
             options, config.max_degradation, config.search_overhead, spent_s
         ),

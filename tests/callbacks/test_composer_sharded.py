@@ -1,5 +1,6 @@
 """Composer's FSDP2 with sharded states on several processes, ended and continued, on as many and on other numbers of ranks."""
 
+import shutil
 import signal
 from pathlib import Path
 
@@ -65,6 +66,18 @@ def test_killed_ranks_continue_bit_by_bit(tmp_path: Path) -> None:
     weights = shrinkpoint.load_weights(url)
     assert weights.keys() == model.keys()
     assert all(torch.equal(value, model[name]) for name, value in weights.items())
+
+
+@pytest.mark.slow
+def test_killed_ranks_continue_from_several_stores_of_which_one_is_lost(tmp_path: Path) -> None:
+    urls = [str(tmp_path / name) for name in "abc"]
+    undisturbed = launch(whole, 2, tmp_path)
+    launch(killed, 2, tmp_path, urls, 7, killed=True)
+    shutil.rmtree(urls[1])
+    for before, (after, last) in zip(undisturbed, launch(rest, 2, tmp_path, urls), strict=True):
+        assert after.trace[0][2] in (3, 6)
+        assert_continues(before, after)
+        assert last == f"{','.join(urls)}#step=16"
 
 
 @pytest.mark.slow
