@@ -421,7 +421,11 @@ def _strategy(config: SaverConfig, spent_s: Callable[[], float]) -> Strategy | N
     options = config.scheme_options
     make: Mapping[Choice, Callable[[], Strategy | None]] = {
         "nothing": lambda: None,
-        "scale": lambda: ScaleStrategy(options, whole=config.adopt),
+        "scale": lambda: ScaleStrategy(
+            options,
+            whole=config.adopt,
+            threads=config.waiting_threads if config.adopt else 1,  # else it is the training that has them
+        ),
         "configurations": lambda: ConfigurationStrategy(
             options, config.max_degradation, config.search_overhead, spent_s
         ),

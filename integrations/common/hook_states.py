@@ -17,7 +17,7 @@ from torch import nn
 from shrinkpoint.integrations.common.ranks import gather_first, is_first, rank, world_size
 from shrinkpoint.warn import warn
 
-__all__ = ["HookStates", "hidden_state", "restore_hook_states", "stateful_hook"]
+__all__ = ["HookStates", "hidden_state", "restore_hook_states"]
 
 _ITEMS = "items"
 _LEFT = (ModuleType, FunctionType, BuiltinFunctionType, MethodType, type)
@@ -74,11 +74,6 @@ def restore_hook_states(model: Any, stored: Sequence[Any]) -> None:
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     for state, values in zip(live, mine, strict=True):
         _load(state, values, device)
-
-
-def stateful_hook(model: object) -> str | None:
-    """The type of the first hook's state; None where there is none."""
-    return next((type(state).__qualname__ for state in _states(model)), None)
 
 
 def hidden_state(model: object) -> str | None:

@@ -383,6 +383,7 @@ class Session:
         settings = {
             "every_n_train_steps": schedule.every_n_train_steps,
             "every_n_epochs": schedule.every_n_epochs,
+            "gradient_clip_val": trainer.gradient_clip_val,
         }
         return Adoption(live=live, settings=settings)
 

@@ -13,11 +13,6 @@ import torch
 
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.integrations.common.adopting import PathBatches, share_adopted, with_adoptions
-from shrinkpoint.integrations.common.gradient_buckets import (
-    Buckets,
-    bucket_order,
-    restore_buckets,
-)
 from shrinkpoint.integrations.common.gradients import GradientCollector
 from shrinkpoint.integrations.common.hook_states import restore_hook_states
 from shrinkpoint.integrations.common.ranks import (
@@ -54,6 +49,11 @@ from shrinkpoint.integrations.transformers.state import (
     load_scaler,
     optimizers_of,
     stored_state,
+)
+from shrinkpoint.loop.gradient_buckets import (
+    Buckets,
+    bucket_order,
+    restore_buckets,
 )
 from shrinkpoint.runtime.termination import TerminationRequest
 from shrinkpoint.saving.address import Address
@@ -403,6 +403,7 @@ class Session:
         settings = {
             "every_n_train_steps": schedule.every_n_train_steps,
             "every_n_epochs": schedule.every_n_epochs,
+            "max_grad_norm": trainer.args.max_grad_norm,
         }
         return Adoption(live=live, settings=settings)
 

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shrinkpoint.integrations.common.ranks import is_first, world_size
 from shrinkpoint.quality.preserve import preserved_state
+from shrinkpoint.runtime.processes import is_first, world_size
 from shrinkpoint.warn import warn
 
-__all__ = ["Buckets", "bucket_order", "restore_buckets"]
+__all__ = ["Buckets", "bucket_order", "restore_buckets", "stateful_hook"]
 
 Buckets = list[list[int]]
 """The indices of the parameters in each bucket; empty where DDP has not rebuilt them."""
@@ -79,6 +79,17 @@ def restore_buckets(model: Any, buckets: Buckets) -> None:
             f"the gradients of the processes are summed in another order than before: {reason}. Training continues, but not"
             " bit by bit"
         )
+
+
+def stateful_hook(model: object) -> str | None:
+    """The name of a communication hook's state that checkpoints do not contain; None where there is none."""
+    ours = (
+        _is_ddp(model) and getattr(model, "mixed_precision", None) is None
+    )  # that one is a hook of DDP's own
+    for _, state in getattr(model, "_comm_hooks", []) if ours else []:
+        if state is not None and not isinstance(state, dist.ProcessGroup):
+            return type(state).__qualname__
+    return None
 
 
 def _is_ddp(model: object) -> bool:
