@@ -48,7 +48,7 @@ bits of all, and Muon and Lion use the first one's direction alone, of which an 
 Constants of the library are chosen on the trainings of the first table. On those of the second they are only reported.
 """
 
-_RECOMPUTED = """**Recomputed**: {cells} cells were measured with {libraries} earlier states of the library, whose reports had no `cost` and
+_RECOMPUTED = """**Recomputed**: {cells} cells were measured with {libraries} earlier states of this library, whose reports had no `cost` and
 `cost_high`. Both were computed for this page by the present functions (`shrinkpoint.quality.restore_budget`), from the degradation, its
 upper end, the held-out losses and the lost steps in these reports. What probes found to last is not in them. Sizes, losses and updates
 are as those states made them: the guards' limit for lost steps, and the one of 1.05 for updates under other schemes than `auto`, are
