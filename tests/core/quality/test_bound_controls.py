@@ -344,44 +344,6 @@ def test_frozen_parameters_are_the_same_after_ten_restores_and_cost_nothing_in_d
     assert all(report.scheme == "auto" for report in reports)
 
 
-class Thawed(Adapted):
-    """The same when all of it trains."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.requires_grad_(True)
-
-
-def adapters_and_base(model):
-    """AdamW of the adapters, to which the base was added later."""
-    names = ("up.up", "up.down", "down.up", "down.down")
-    parameters = dict(model.named_parameters())
-    optimizer = torch.optim.AdamW([parameters[name] for name in parameters if name in names], lr=1e-3)
-    optimizer.add_param_group({"params": [p for name, p in parameters.items() if name not in names]})
-    return optimizer
-
-
-def test_a_frozen_tensor_that_starts_to_train_is_coded_as_any_other(tmp_path):
-    training = Training(tmp_path, make=Adapted).train()
-    training.save()
-    report, earlier = training.train().save()
-    assert report.scheme == "auto"
-    frozen = [p for p in training.model.parameters() if not p.requires_grad]
-    names = [f"model/{n}" for n, p in training.model.named_parameters() if not p.requires_grad]
-    training.model.requires_grad_(True)
-    training.optimizer.add_param_group({"params": frozen})
-    report, saved = training.train().save()
-    assert (report.scheme, report.kind) == ("auto", "delta")
-    matrices = [name for name in names if saved.specs[name].numel >= 1000]
-    assert len(matrices) >= 3
-    assert not {name for name in matrices if name in report.kept_exactly}
-    restored = training.restored(tmp_path, make=Thawed, optimizer=adapters_and_base)
-    pairs = noise_and_movement(saved, restored, earlier)
-    for name in matrices:
-        noise, moved = pairs[name]
-        assert 0 < noise <= 1.25 * moved
-
-
 class Looked(nn.Module):
     """An embedding of which training sees the first half of the rows."""
 
@@ -422,39 +384,6 @@ def test_rows_that_no_batch_has_touched_are_the_same_bits_through_deltas(tmp_pat
     for step, rows in restored.items():
         assert identical(rows[100:], at_base)
         assert not identical(rows[:100], saved[step].tensors[ROWS][:100])  # the others are lossy
-
-
-# ---- noise and what it is measured by
-
-
-def noises(url, *, restarts):
-    """Root mean square of the noise of all weights together, at each of ten checkpoints of the same given scale."""
-    options = {"evaluate": constant, "options": AutoOptions(weight_scale=0.5)}
-    training, found = Training(url, **options), []
-    for _ in range(10):
-        report, saved = training.train().save()
-        assert report.scheme == "auto"
-        restored = Saver(str(url)).restore(training.steps).state
-        pairs = noise_and_movement(saved, restored, saved).items()
-        sizes = {name: saved.specs[name].numel for name, _ in pairs}
-        squares = sum(sizes[name] * noise**2 for name, (noise, _) in pairs)
-        found.append(math.sqrt(squares / sum(sizes.values())))
-        if restarts:
-            training.checkpointer.close()
-            training = Training(url, resume="must", **options)
-    training.checkpointer.close()
-    return found
-
-
-@pytest.mark.filterwarnings("ignore::shrinkpoint.errors.ShrinkpointWarning")
-def test_the_noise_of_restores_does_not_widen_the_steps_of_later_checkpoints(tmp_path):
-    """Training removes the noise of a restore, which is part of the next movement. At half of it that is a seventh at most."""
-    undisturbed = noises(tmp_path / "undisturbed", restarts=False)
-    restored = noises(tmp_path / "restored", restarts=True)
-    assert 0 < restored[-1] <= 1.3 * undisturbed[-1]
-    grown = [many / few for many, few in zip(restored, undisturbed, strict=True)]
-    assert max(grown) <= 1.3
-    assert sum(grown[-3:]) <= 1.15 * sum(grown[1:4])  # and no trend
 
 
 # ---- the last checkpoint
