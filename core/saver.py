@@ -18,7 +18,6 @@ from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import (
     ConfigError,
     FencedError,
-    SaveFailedError,
     ShrinkpointError,
 )
 from shrinkpoint.optimizers.updates import OptimizerKind
@@ -32,6 +31,7 @@ from shrinkpoint.saving.address import Address
 from shrinkpoint.saving.adopted import adopted_of
 from shrinkpoint.saving.adoption import AdoptingCommitter
 from shrinkpoint.saving.committer import Committer, Job
+from shrinkpoint.saving.failures import Failures
 from shrinkpoint.saving.finite import is_finite, not_finite_text
 from shrinkpoint.saving.retention import is_weights_only
 from shrinkpoint.saving.slimming import without_optimizer
@@ -128,7 +128,7 @@ class Saver:
         self._follows: Manifest | None = None
         self._begun: tuple[TrainingState, int] | None = None
         self._reports: list[SaveReport] = []
-        self._failures = 0
+        self._failures = Failures(self.config, self.url)
         self._failed = False
         self._fatal: ShrinkpointError | None = None
 
@@ -393,23 +393,11 @@ class Saver:
         except Exception as error:  # noqa: BLE001 - whatever it was, training goes on and the next save starts afresh
             self._committer.forget()
             self._failed = True
-            self._note_failure(job, error)
+            self._fatal = self._failures.note(job.step, error)
         else:
-            self._failures, self._failed = 0, False
+            self._failed = False
+            self._failures.over()
             self._reports.append(report)
-
-    def _note_failure(self, job: Job, error: Exception) -> None:
-        self._failures += 1
-        message = f"saving step {job.step} to {self.url} failed ({self._failures} in a row): {error}"
-        if self._failures >= self.config.max_failures:
-            self._fatal = SaveFailedError(
-                f"{message}. Nothing that was saved before is harmed; max_failures={self.config.max_failures}"
-                " ends training here rather than letting it go on unprotected"
-            )
-            self._fatal.__cause__ = error
-            self._failures = 0
-        else:
-            warn(f"{message}. The next save tries again")
 
     # ---- restoring
 

@@ -3,17 +3,24 @@
     python examples/stores.py                        # three folders in stores-run/; takes one of them away itself
     python examples/stores.py --train URL URL URL    # your own stores: train alone, and start it again whenever you like
 
+Credentials and endpoints of buckets go through ``--storage-options``, in JSON: one object for all stores but folders, or a list
+with one for each, and null for a folder.
+
+    python examples/stores.py --train s3://bucket/run /mnt/a/run /mnt/b/run --storage-options '{"endpoint_url": "https://..."}'
+
 Any store may go away at any moment: training goes on, and the same command continues from the newest checkpoint.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from gpt import GPT, GPTConfig, build_optimizer, load_corpus, loss_on, val_batches
@@ -25,7 +32,7 @@ TINY = GPTConfig(width=64, layers=2, heads=2, block=64, warmup=10, steps=60)
 EVERY = 10
 
 
-def train(urls: list[str]) -> None:
+def train(urls: list[str], storage_options: Any = None) -> None:
     """The training script: nothing in it knows whether it is the first start, or which stores are there."""
     torch.manual_seed(1)
     train_text, val_text = load_corpus()
@@ -35,9 +42,9 @@ def train(urls: list[str]) -> None:
 
     checkpointer = shrinkpoint.Checkpointer(
         urls, model, optimizer, schedule=schedule, every=EVERY, busy="wait",
-        evaluate=lambda: loss_on(model, held_out), parity=1,
+        evaluate=lambda: loss_on(model, held_out), parity=1, storage_options=storage_options,
     )  # fmt: skip
-    start, told = checkpointer.resume(), 0
+    start, shown = checkpointer.resume(), 0
     print("start", start, flush=True)
     for step in range(start, TINY.steps):
         begin = torch.randint(len(train_text) - TINY.block - 1, (TINY.batch, 1))
@@ -49,8 +56,8 @@ def train(urls: list[str]) -> None:
         schedule.step()
         checkpointer.step(step + 1)
         print("step", step + 1, flush=True)
-        for report in checkpointer.reports()[told:]:
-            told += 1
+        for report in checkpointer.reports()[shown:]:
+            shown += 1
             print(f"saved step {report.step}; stores that may be lost now: {report.redundancy}", flush=True)
     checkpointer.close()
     print(f"done; validation loss {loss_on(model, held_out):.4f}", flush=True)
@@ -99,10 +106,11 @@ def main() -> None:
     )
     parser.add_argument("urls", nargs="*", metavar="URL")
     parser.add_argument("--train", action="store_true", help="train with these stores, and nothing else")
+    parser.add_argument("--storage-options", type=json.loads, metavar="JSON", help="with --train: of buckets")
     parser.add_argument("--folder", type=Path, default=Path("stores-run"))
     options = parser.parse_args()
     if options.train:
-        train(options.urls)
+        train(options.urls, options.storage_options)
     else:
         act_out(options.folder.absolute())
 

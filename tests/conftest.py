@@ -78,6 +78,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=None,
         help="how many kills the kill campaigns make, and trials those of lost stores",
     )
+    parser.addoption(
+        "--at-once", type=int, default=5, help="how many of the trials of lost stores run at a time"
+    )
+    parser.addoption(
+        "--first-trial",
+        type=int,
+        default=0,
+        help="number of the first trial of lost stores: to share them out to several processes, or to repeat one",
+    )
 
 
 def pytest_configure() -> None:

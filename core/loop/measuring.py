@@ -56,7 +56,7 @@ class LoopMeasurements:
             with (
                 self._objects.undone(),
                 self._averages(averages_in(weights)),
-                swapped_weights(self._objects.model, without_averages(weights)),
+                self._objects.swapped(without_averages(weights)),
             ):
                 return losses_of(self._loss())
         except Exception as error:
@@ -123,7 +123,9 @@ class LoopMeasurements:
                 if isinstance(value, nn.Module):  # in eval mode, which is undone afterwards
                     stack.enter_context(swapped_weights(value, {}))
             if owners:
-                stack.enter_context(swapped_tensors(live_tensors(state, values), values))
+                stack.enter_context(
+                    swapped_tensors(live_tensors(state, values, self._objects.captured), values)
+                )
             yield
 
     def _scale(self) -> float:

@@ -1,7 +1,7 @@
 """The objects of a hand-written loop: what a checkpoint holds of them, and how they are restored."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -9,10 +9,11 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from shrinkpoint.errors import ConfigError, StateMismatchError
+from shrinkpoint.quality.swap import swapped_weights
 from shrinkpoint.saving.resume import overridden_rates, require_optimizers, require_same_model
 from shrinkpoint.state.rng import capture_rng, restore_rng
 from shrinkpoint.state.roles import describe_training
-from shrinkpoint.state.training import Describe
+from shrinkpoint.state.training import Describe, TrainingState
 from shrinkpoint.state.wrappers import unwrapped
 from shrinkpoint.warn import brief, warn
 
@@ -153,6 +154,14 @@ class LoopObjects:
             yield
         finally:
             self._undone += self._counted() - before
+
+    def swapped(self, weights: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
+        """Inside the block the model has other weights; arguments as of `swapped_weights`."""
+        return swapped_weights(self.model, weights)
+
+    def captured(self, state: object) -> TrainingState:
+        """A part of `state` as tensors by name."""
+        return TrainingState.capture(state)
 
     def _counted(self) -> int:
         return sum(p._version for p in self._parameters if not p.is_inference())

@@ -1,10 +1,9 @@
 """The objects of a hand-written loop whose model is sharded: what of their state each rank holds, and how it is filled again."""
 
-import random
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -13,12 +12,15 @@ from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.loop.objects import LoopObjects, Stateful
 from shrinkpoint.sharded.boxes import is_sharded
-from shrinkpoint.sharded.limits import unmeasured
+from shrinkpoint.sharded.capture import captured
+from shrinkpoint.sharded.limits import obstacle_of, unmeasured
+from shrinkpoint.sharded.planning import measurable
 from shrinkpoint.sharded.restoring import RANKS_KEY
 from shrinkpoint.sharded.saver import ShardedSaver
+from shrinkpoint.sharded.swapping import swapped_shards
 from shrinkpoint.sharded.targets import Targets, reshard
-from shrinkpoint.state.rng import capture_rng
-from shrinkpoint.state.training import TensorSpec
+from shrinkpoint.state.rng import capture_rng, diverge_rng
+from shrinkpoint.state.training import TensorSpec, TrainingState, plain
 from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.urls import RunUrl
 from shrinkpoint.warn import warn
@@ -68,10 +70,10 @@ def sharded_saver(
         objects: of the loop.
         storage_options: as of `Checkpointer`.
         parity: as of `Checkpointer`.
-        evaluated: whether a way to measure losses was given, which is not used yet.
+        evaluated: whether a way to measure losses was given.
     """
-    if evaluated and config.scheme != "lossless" and dist.get_rank() == 0:
-        warn(unmeasured(config.scheme, "evaluate= is not used for sharded models yet"), stacklevel=4)
+    if evaluated and config.scheme != "lossless" and not measurable(config) and dist.get_rank() == 0:
+        warn(unmeasured(config.scheme, obstacle_of(config)), stacklevel=4)
     return ShardedSaver(
         url,
         config,
@@ -95,6 +97,14 @@ class ShardedObjects(LoopObjects):
         """See `LoopObjects.state`; its DTensors are this rank's."""
         reshard(self.model)
         return super().state(step)
+
+    def swapped(self, weights: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
+        """See `LoopObjects.swapped`; the weights are this rank's shards, and what is inside the block is a collective."""
+        return swapped_shards(self.model, weights)
+
+    def captured(self, state: object) -> TrainingState:
+        """See `LoopObjects.captured`."""
+        return captured(state, plain)
 
     def own(self) -> dict[str, dict[str, Any]]:
         """What this rank has for itself: its generators, and the other objects' state."""
@@ -124,18 +134,10 @@ class ShardedObjects(LoopObjects):
         if ranks is None or ranks["stored"] == ranks["here"]:
             return
         if ranks["rank"] >= ranks["stored"]:
-            _diverge(ranks["rank"])
+            diverge_rng(ranks["rank"])
         if self.stateful and warns and ranks["rank"] == 0:
             names = ", ".join(sorted(self.stateful))
             warn(
                 f"the run was written by {ranks['stored']} ranks, and is continued by {ranks['here']}: the state of {names} is"
                 " rank 0's on every rank"
             )
-
-
-def _diverge(rank: int) -> None:
-    """Give a rank that the writers had not its own random numbers: those of the first rank's state and its number."""
-    seed = int(torch.randint(2**62, (1,), dtype=torch.int64)) ^ rank
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)

@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-import torch
-
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.quality.comparison import BlindEvaluationError, Comparison
@@ -18,11 +16,11 @@ from shrinkpoint.quality.measurement import EXACT, Rise, absolute_error, relativ
 from shrinkpoint.quality.recovery import RecoveryEstimate, without_delay, without_luck
 from shrinkpoint.quality.restore_budget import RestoreBudget, RestoreCost, fall_of, restore_cost
 from shrinkpoint.quality.scale_strategy import ScaleStrategy
+from shrinkpoint.quality.snapshots import PlannedSnapshot
 from shrinkpoint.quality.strategy import Measure, Plan, Strategy, exactly
 from shrinkpoint.quality.trial import restored_state
 from shrinkpoint.schemes.base import SaveContext, Scheme
 from shrinkpoint.schemes.catalogue import ENTRIES, Choice
-from shrinkpoint.state.training import Role, TrainingState
 from shrinkpoint.warn import warn
 
 __all__ = ["Guard", "Measure", "Plan", "Planner"]
@@ -97,6 +95,11 @@ class Planner:
         self._warned: set[str] = set()
 
     @property
+    def strategy(self) -> Strategy | None:
+        """What chooses the scheme's settings; None for a lossless scheme."""
+        return self._strategy
+
+    @property
     def overhead(self) -> float:
         """Share of the time since this planner was made that evaluations and probes have taken."""
         passed = self._clock() - self._started[0]
@@ -109,6 +112,7 @@ class Planner:
         resume: ResumedSteps | None = None,
         *,
         exact: bool = False,
+        snapshot: PlannedSnapshot | None = None,
     ) -> Plan:
         """Choose for one snapshot.
 
@@ -117,10 +121,12 @@ class Planner:
             measure: None where the user gave no way to evaluate the model.
             resume: None where the training cannot be resumed from a state and put back.
             exact: the user wants this checkpoint bit-exact.
+            snapshot: where other processes have parts of it: how all of it is measured, instead of by `measure`.
         """
         self._recovery.saw(save_context.step)
         share = self._budget.share
-        plan = self._choose(save_context, measure, resume, exact)
+        whole = snapshot or PlannedSnapshot(save_context.state, measure)
+        plan = self._choose(save_context, whole, resume, exact)
         self._cost = plan.cost or plan.rise or EXACT
         whole = self._whole_cost(plan, save_context.step)
         if plan.baseline is not None:
@@ -143,17 +149,22 @@ class Planner:
         return restore_cost(measured.mean, measured.high, delay=lost * fall, reserve=reserve)
 
     def _choose(
-        self, save_context: SaveContext, measure: Measure | None, resume: ResumedSteps | None, exact: bool
+        self,
+        save_context: SaveContext,
+        snapshot: PlannedSnapshot,
+        resume: ResumedSteps | None,
+        exact: bool,
     ) -> Plan:
         if exact or self._strategy is None:
             return exactly("exact storage was asked for, as a signal to end does", is_explained=True)
-        finite, not_finite = _weights(save_context.state, self._strategy)
+        finite, not_finite = snapshot.weights(self._strategy)
         self._warn_not_finite(not_finite)
         if not finite:
             return exactly("the state holds no weight that could be quantized", is_explained=bool(not_finite))
         if self._budget.left <= 0:
             return exactly("no part of max_degradation is left for a restore: stored exactly")
-        if measure is None:
+        candidates = snapshot.candidates()
+        if candidates is None:
             self._warn_once(
                 "unmeasured",
                 "there is no way to evaluate the model, so max_degradation cannot be checked: weights are stored with"
@@ -163,8 +174,8 @@ class Planner:
             return self._guarded(self._strategy, save_context, self._strategy.unmeasured(save_context))
         try:
             share, floor = self._budget.share, self._config.loss_floor
-            comparison = Comparison(save_context.state, measure, share=share, floor=floor)
-            plan = self._measured(self._strategy, save_context, comparison, resume)
+            comparison = Comparison(candidates, share=share, floor=floor)
+            plan = self._measured(self._strategy, save_context, snapshot, comparison, resume)
         except EvaluationUnavailableError as error:
             return exactly(f"the degradation could not be measured ({error})", is_explained=True)
         return replace(plan, baseline=comparison.loss, evaluations=comparison.evaluations)
@@ -173,6 +184,7 @@ class Planner:
         self,
         strategy: Strategy,
         save_context: SaveContext,
+        snapshot: PlannedSnapshot,
         comparison: Comparison,
         resume: ResumedSteps | None,
     ) -> Plan:
@@ -187,9 +199,9 @@ class Planner:
             if not self._sighted:
                 comparison.look()
                 self._sighted = True
-            save_context = replace(
-                save_context, averages_only=self._sees_averages_only(strategy, save_context, comparison)
-            )
+            averages_only = self._sees_averages_only(strategy, snapshot, comparison)
+            snapshot.sees(averages_only=averages_only)
+            save_context = replace(save_context, averages_only=averages_only)
             plan = self._bounded(strategy, save_context, comparison, resume)
             if save_context.averages_only and not plan.is_exact:
                 plan = replace(plan, reason=f"{plan.reason}; {_AVERAGES_ONLY}")
@@ -208,19 +220,19 @@ class Planner:
             return replace(plan, reason=f"unmeasured: {error}", is_blind=True)
 
     def _sees_averages_only(
-        self, strategy: Strategy, save_context: SaveContext, comparison: Comparison
+        self, strategy: Strategy, snapshot: PlannedSnapshot, comparison: Comparison
     ) -> bool:
         """Whether the evaluation measures averages of the weights and not the weights.
 
         Raises:
             BlindEvaluationError: it does, and the scheme stores averages exactly: nothing that it changes is seen.
         """
-        averages = [spec for spec in save_context.state.specs.values() if spec.tag.role is Role.AVERAGE]
-        if not averages:
+        there, taken = snapshot.averages(strategy)
+        if not there:
             return False
         if self._sees_network is None:
             self._sees_network = comparison.sees_network()
-        if not self._sees_network and not any(map(strategy.takes, averages)):
+        if not self._sees_network and not taken:
             raise BlindEvaluationError(
                 "it measures averages of the weights, which this scheme stores exactly"
             )
@@ -369,7 +381,7 @@ class Planner:
         self._recovery.load_state_dict(recovery)
         self._strategy.load_state_dict(strategy)
 
-    def as_restored(self, state: Mapping[str, object]) -> None:
+    def load_restored_search(self, state: Mapping[str, object]) -> None:
         """Go on as a process does that has restored the checkpoint which holds this state: that counts as a restore.
 
         What is known of the evaluation, and which warnings were given, is kept.
@@ -442,19 +454,14 @@ def _strategy(config: SaverConfig, spent_s: Callable[[], float]) -> Strategy | N
     options = config.scheme_options
     make: Mapping[Choice, Callable[[], Strategy | None]] = {
         "nothing": lambda: None,
-        "scale": lambda: ScaleStrategy(options, whole=config.adopt),
+        "scale": lambda: ScaleStrategy(
+            options,
+            whole=config.adopt,
+            threads=config.waiting_threads if config.adopt else 1,  # else it is the training that has them
+        ),
         "configurations": lambda: ConfigurationStrategy(
             options, config.max_degradation, config.search_overhead, spent_s
         ),
         "settings": lambda: FixedStrategy(config.scheme, options),
     }
     return make[ENTRIES[config.scheme].choice]()
-
-
-def _weights(state: TrainingState, strategy: Strategy) -> tuple[list[str], list[str]]:
-    """Names of the weights to be coded whose values are all finite, and of the others."""
-    names: dict[bool, list[str]] = {True: [], False: []}
-    for name, spec in state.specs.items():
-        if strategy.takes(spec):
-            names[bool(torch.isfinite(state.tensors[name]).all())].append(name)
-    return names[True], names[False]

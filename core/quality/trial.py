@@ -11,6 +11,8 @@ from shrinkpoint.state.averages import average_key
 from shrinkpoint.state.training import Role, TensorSpec, TrainingState
 
 __all__ = [
+    "EVALUATED",
+    "evaluated",
     "mirrored_model",
     "own_memory",
     "perturbed_model",
@@ -20,7 +22,8 @@ __all__ = [
 ]
 
 _MODEL = (Role.WEIGHT, Role.BUFFER)
-_EVALUATED = (*_MODEL, Role.AVERAGE)
+EVALUATED = (*_MODEL, Role.AVERAGE)
+"""Roles of the tensors that an evaluation may get."""
 _CHUNK = 1 << 18
 """Elements that are handled at a time, so that large tensors take no further memory."""
 
@@ -30,11 +33,11 @@ def true_model(state: TrainingState) -> dict[str, torch.Tensor]:
 
     It includes tensors that are stored exactly: the live model keeps training between two evaluations.
     """
-    return {key: state.tensors[spec.name] for key, spec in _evaluated(state)}
+    return {key: state.tensors[spec.name] for key, spec in evaluated(state)}
 
 
 def restored_model(
-    state: TrainingState, scheme: Scheme, reference: Mapping[str, ReferenceState] | None
+    state: TrainingState, scheme: Scheme, reference: Mapping[str, ReferenceState] | None, threads: int = 1
 ) -> dict[str, torch.Tensor]:
     """The model as a reader of the snapshot under a scheme would restore it.
 
@@ -42,8 +45,9 @@ def restored_model(
         state: the snapshot.
         scheme: set up for this save.
         reference: the decoder's state of the previous checkpoint; not changed.
+        threads: parameters handled side by side; the values do not depend on it.
     """
-    values = restored_values(state, scheme, reference, roles=(Role.MASTER, *_EVALUATED))
+    values = restored_values(state, scheme, reference, roles=(Role.MASTER, *EVALUATED), threads=threads)
     masters = {
         (spec.tag.parameter, spec.shape): values[spec.name]
         for spec in state.specs.values()
@@ -57,7 +61,7 @@ def restored_model(
         master = masters.get((spec.tag.parameter, spec.shape)) if kept else None
         return values[spec.name] if master is None else master.to(spec.dtype)
 
-    return {key: value(spec) for key, spec in _evaluated(state)}
+    return {key: value(spec) for key, spec in evaluated(state)}
 
 
 def restored_state(
@@ -136,7 +140,7 @@ def perturbed_model(
     return perturbed
 
 
-def _evaluated(state: TrainingState) -> Iterator[tuple[str, TensorSpec]]:
+def evaluated(state: TrainingState) -> Iterator[tuple[str, TensorSpec]]:
     """The tensors that an evaluation gets, by the names that it uses."""
     for spec in state.specs.values():
         if spec.tag.role is Role.AVERAGE:
@@ -147,4 +151,4 @@ def _evaluated(state: TrainingState) -> Iterator[tuple[str, TensorSpec]]:
 
 def _floating_weights(state: TrainingState, *, averages: bool = True) -> list[str]:
     roles = (Role.WEIGHT, Role.AVERAGE) if averages else (Role.WEIGHT,)
-    return [key for key, spec in _evaluated(state) if spec.tag.role in roles and spec.dtype.is_floating_point]
+    return [key for key, spec in evaluated(state) if spec.tag.role in roles and spec.dtype.is_floating_point]

@@ -4,6 +4,7 @@ import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -35,7 +36,16 @@ from shrinkpoint.store.run import RunStore, RunWriter
 from shrinkpoint.version import __version__
 from shrinkpoint.warn import warn
 
-__all__ = ["Committer", "Job", "Link", "provenance", "record_of", "report_of", "with_updates"]
+__all__ = [
+    "Committer",
+    "Job",
+    "Link",
+    "measured_of",
+    "provenance",
+    "record_of",
+    "report_of",
+    "with_updates",
+]
 
 _PAID_OFF = 2.0  # times its bytes, that a base's deltas take together before another base is made
 
@@ -392,19 +402,7 @@ def report_of(job: Job, plan: Plan, encoded: EncodedState, size: int = 0) -> Sav
         raw_bytes=sum(entry.spec.nbytes for entry in entries),
         sections=_by_role([(entry.spec, entry.encoded.nbytes) for entry in entries]),
         raw_sections=_by_role([(entry.spec, entry.spec.nbytes) for entry in entries]),
-        degradation=plan.degradation,
-        degradation_low=plan.degradation_low,
-        degradation_high=plan.degradation_high,
-        degradation_luck=plan.degradation_luck,
-        cost=plan.whole.mean if plan.whole is not None else None,
-        cost_high=plan.whole.high if plan.whole is not None else None,
-        measured=plan.measured,
-        allowed=plan.allowed,
-        resumed={str(steps): rise.mean for steps, rise in plan.resumed.items()},
-        resumed_high={str(steps): rise.high for steps, rise in plan.resumed.items()},
-        baseline=plan.baseline,
-        overhead=plan.overhead,
-        evaluations=plan.evaluations,
+        **measured_of(plan),
         blocked_s=job.blocked_s,
         search_s=0.0,
         encode_s=0.0,
@@ -416,6 +414,25 @@ def report_of(job: Job, plan: Plan, encoded: EncodedState, size: int = 0) -> Sav
         },
         exact=exact_parts(((entry.spec, entry.encoded.nbytes) for entry in entries), encoded.exact),
     )
+
+
+def measured_of(plan: Plan) -> dict[str, Any]:
+    """What a report says of the measurements behind a plan."""
+    return {
+        "degradation": plan.degradation,
+        "degradation_low": plan.degradation_low,
+        "degradation_high": plan.degradation_high,
+        "degradation_luck": plan.degradation_luck,
+        "cost": plan.whole.mean if plan.whole is not None else None,
+        "cost_high": plan.whole.high if plan.whole is not None else None,
+        "measured": plan.measured,
+        "allowed": plan.allowed,
+        "resumed": {str(steps): rise.mean for steps, rise in plan.resumed.items()},
+        "resumed_high": {str(steps): rise.high for steps, rise in plan.resumed.items()},
+        "baseline": plan.baseline,
+        "overhead": plan.overhead,
+        "evaluations": plan.evaluations,
+    }
 
 
 def _by_role(sizes: Sequence[tuple[TensorSpec, int]]) -> dict[str, int]:

@@ -7,7 +7,7 @@ ranks' weights, the values adopted last and the settings. The number of ranks is
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,35 +30,23 @@ from shrinkpoint.saving.planned import (
 from shrinkpoint.saving.takeover import Adoption, NotAdoptedError, Takeover, unsuitable
 from shrinkpoint.schemes.base import ReferenceState, SaveContext
 from shrinkpoint.sharded.background import Background, Save
-from shrinkpoint.sharded.boxes import Box, Piece
+from shrinkpoint.sharded.boxes import Piece
 from shrinkpoint.sharded.capture import captured
 from shrinkpoint.sharded.encoding import Link, PartJob, StoredPart, store_part
-from shrinkpoint.sharded.exchange import Target, exchange
-from shrinkpoint.sharded.layout import Layout, block_box, tensors_of_rank
+from shrinkpoint.sharded.layout import block_box, tensors_of_rank
 from shrinkpoint.sharded.publishing import AdoptedPart
 from shrinkpoint.sharded.ranks import Ranks
 from shrinkpoint.sharded.restoring import Decoded
-from shrinkpoint.state.training import Describe, TensorSpec, TrainingState
+from shrinkpoint.sharded.spreading import Shards, spread
+from shrinkpoint.state.training import Describe, TrainingState
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.run import RunStore
 from shrinkpoint.warn import warn
 
-__all__ = ["AdoptingBackground", "Shards", "continue_adopting", "take_over", "takeover_for"]
+__all__ = ["AdoptingBackground", "continue_adopting", "take_over", "takeover_for"]
 
 _FIRST_LOOK_S = 0.01
 _LONGEST_PAUSE_S = 0.5
-
-
-@dataclass(frozen=True)
-class Shards:
-    """Where a state's tensors are: in the shards of all ranks, and as whole ones at their owners."""
-
-    ranks: Ranks
-    layout: Layout
-    pieces: Mapping[str, Sequence[Piece]]
-    """What this rank holds of each tensor: the training's own memory."""
-    owners: Mapping[str, tuple[TensorSpec, int]]
-    """Of each stored tensor, its spec and its owner."""
 
 
 # ---- on the training thread
@@ -108,6 +96,9 @@ def take_over(shards: Shards, takeover: Takeover, *, started: float) -> None:
         shards: of the state that is saved.
         takeover: as `takeover_for` gave it to this rank's background.
         started: `time.perf_counter` of when the training began to wait.
+
+    Raises:
+        StateMismatchError: a rank holds other values than its owner has restored; on every rank, and the save fails.
     """
     try:
         _wait_together(shards.ranks, takeover)
@@ -116,7 +107,7 @@ def take_over(shards: Shards, takeover: Takeover, *, started: float) -> None:
         if values is None or any(names is None for names in changed):
             return
         names = {name for own in changed if own is not None for name in own}
-        _spread(shards, {name: shards.owners[name] for name in shards.owners if name in names}, values)
+        spread(shards, [name for name in shards.owners if name in names], values, proved=True)
         takeover.accept(tuple(sorted(names)), started=started)
     finally:
         takeover.leave()
@@ -127,32 +118,6 @@ def _wait_together(ranks: Ranks, takeover: Takeover) -> None:
     pause_s = _FIRST_LOOK_S
     while ranks.most([not takeover.is_settled(pause_s)])[0]:
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-
-
-def _spread(
-    shards: Shards, owners: Mapping[str, tuple[TensorSpec, int]], values: Mapping[str, torch.Tensor]
-) -> None:
-    """From the owners to everyone that holds something of these tensors, in place."""
-    sources: dict[str, dict[Box, tuple[int, ...]]] = {}
-    whole: dict[tuple[str, Box], torch.Tensor] = {}
-    for name, (spec, owner) in owners.items():
-        of, box = block_box(spec)
-        sources.setdefault(of, {})[box] = (owner,)
-        if name in values:
-            whole[of, box] = values[name]
-    holders = shards.layout.holders
-    targets = {
-        of: [Target(box, rank) for box, ranks in holders[of].items() for rank in ranks] for of in sources
-    }
-    locals_ = {(name, piece.box): piece.local for name, own in shards.pieces.items() for piece in own}
-    exchange(
-        shards.ranks,
-        shards.layout.specs,
-        sources,
-        targets,
-        lambda name, box: whole[name, box],
-        lambda name, box: locals_[name, box],
-    )
 
 
 def continue_adopting(
@@ -192,12 +157,14 @@ def continue_adopting(
     before = _first(ranks, lambda: _planned_before(store, manifest, last))
     known = last if last.count else None
     if before is None:
-        background.continue_from(known, {}, decoded.own_state, step=manifest.step, digest=None)
-        if ranks.rank == 0 and not (last.count and last.step == manifest.step):
+        values = (
+            decoded.own_state if last.count else None
+        )  # before the first one, nothing is known of the movement
+        background.continue_from(known, {}, values, step=manifest.step, digest=None)
+        if ranks.rank == 0 and last.count and last.step != manifest.step:
             warn(
-                f"where the weights were at the last planned save before step {manifest.step} is not stored"
-                f" ({'it could not be stored' if last.count else 'there was none'}): the next save's bits differ from those of an"
-                " undisturbed run. This run stays reproducible from there on"
+                f"the last planned save before step {manifest.step} could not be stored, and with it where the weights were: the next"
+                " save's bits differ from those of an undisturbed run. This run stays reproducible from there on"
             )
         return None
     whole = read(before)
@@ -258,7 +225,7 @@ class AdoptingBackground(Background):
         self,
         last: Adopted | None,
         reference: Mapping[str, ReferenceState],
-        values: TrainingState,
+        values: TrainingState | None,
         *,
         step: int,
         digest: str | None,
@@ -268,14 +235,16 @@ class AdoptingBackground(Background):
         Args:
             last: what the restored checkpoint says of the last planned save; None where there is none.
             reference: what a reader holds of that save.
-            values: this rank's tensors at that save.
+            values: this rank's tensors at that save; None where no movement is known, in an undisturbed run either.
             step: of that save.
             digest: state digest of that save; None where its manifest is gone, so that nothing can build on it.
         """
         self.link = None if digest is None else Link(0, digest, dict(reference), restored=True)
         self._chain = PlannedChain(last, dict(reference))
         self._settings = last.settings if last is not None else None
-        self.movement.note(values, step, lasting=True)
+        self.movement.forget()
+        if values is not None:
+            self.movement.note(values, step, lasting=True)
 
     def forget(self) -> None:
         """See `Background.forget`."""
@@ -322,7 +291,7 @@ class AdoptingBackground(Background):
         try:
             state = self._recognised(save)
             reference = self._chain.reference(self.movement.noted, period_of(self._config))
-            staging = Staging(state, reference, takeover.exactly)
+            staging = Staging(state, reference, takeover.exactly, threads=self._config.waiting_threads)
             plan = self._plan_here(save, state, reference, staging)
             staged = staging.by(plan.scheme)
             takeover.offer(changed_tensors(state, staged.state))
@@ -368,6 +337,7 @@ class AdoptingBackground(Background):
         )
         guard = Guard(
             save.optimizers,
+            self._config.waiting_threads,
             restored=lambda scheme: staging.by(scheme).state,
         )
         warns = self._publisher is not None and not self._warned_unmeasured
@@ -389,6 +359,7 @@ class AdoptingBackground(Background):
                 count=self._chain.next_count,
                 step=job.step,
                 settings=self._settings_now(job, takeover),
+                since=job.step,
                 stand_ins=unstored(staged),
             )
         )

@@ -1,11 +1,34 @@
 """What all ranks decide together when a save is due: one collective of a few bytes, after which all do the same."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
+from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError, ShrinkpointError
 from shrinkpoint.sharded.ranks import Ranks, rebuilt
 
-__all__ = ["Agreed", "Status", "agree"]
+__all__ = ["Agreed", "Status", "agree", "require_same"]
+
+
+def require_same(ranks: Ranks, url: str, config: SaverConfig) -> None:
+    """Make sure that all ranks were given the same; a collective.
+
+    Args:
+        ranks: all of them.
+        url: of the run.
+        config: how to save.
+
+    Raises:
+        ConfigError: they were not, on every rank.
+    """
+    given = ranks.gather({"url": url} | asdict(config))
+    for rank, other in enumerate(given):
+        differ = [name for name, value in other.items() if value != given[0][name]]
+        if differ:
+            name = differ[0]
+            raise ConfigError(
+                f"rank 0 was given {name}={given[0][name]!r}, and rank {rank} {name}={other[name]!r}: every rank must give"
+                " the same"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +44,8 @@ class Status:
     new_layout: bool = False
     """Whether it holds other shards than at the save before."""
     exact: bool = False
+    measures: bool = False
+    """Whether it can evaluate candidates."""
     failed: bool = False
     """Whether the save before was not committed, as far as it knows."""
     fatal: ShrinkpointError | None = None
@@ -37,6 +62,7 @@ class Agreed:
     base: bool
     new_layout: bool
     exact: bool
+    measures: bool
     failed: bool
 
 
@@ -51,7 +77,14 @@ def agree(ranks: Ranks, status: Status) -> Agreed:
         ShrinkpointError: one rank has a reason not to go on, or they are at different steps; on every rank.
     """
     trouble = status.fatal or status.error
-    flags = (status.busy, status.base, status.new_layout, status.exact, status.failed)
+    flags = (
+        status.busy,
+        status.base,
+        status.new_layout,
+        status.exact,
+        not status.measures,
+        status.failed,
+    )
     numbers = [status.step, -status.step, status.link, -status.link, *map(int, flags)]
     most = ranks.most([int(trouble is not None), *numbers])
     if most[0]:
@@ -60,9 +93,16 @@ def agree(ranks: Ranks, status: Status) -> Agreed:
         raise ConfigError(
             f"the ranks are at different steps, {-most[2]} to {most[1]}: every rank must save in the same batch"
         )
-    busy, base, new_layout, exact, failed = map(bool, most[5:])
+    busy, base, new_layout, exact, blind, failed = map(bool, most[5:])
     lost = most[3] < 0 or most[3] != -most[4]
-    return Agreed(busy=busy, base=base or lost, new_layout=new_layout, exact=exact, failed=failed)
+    return Agreed(
+        busy=busy,
+        base=base or lost,
+        new_layout=new_layout,
+        exact=exact,
+        measures=not blind and not exact,
+        failed=failed,
+    )
 
 
 def _raise_together(ranks: Ranks, trouble: Exception | None) -> None:

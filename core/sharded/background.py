@@ -4,14 +4,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
+
 from shrinkpoint.config import SaverConfig
-from shrinkpoint.errors import FencedError, SaveFailedError, ShrinkpointError, StoreError
+from shrinkpoint.errors import ConfigError, FencedError, ShrinkpointError, StoreError
 from shrinkpoint.optimizers.recognition import recognised
 from shrinkpoint.optimizers.updates import OptimizerKind, moments_of_direction
 from shrinkpoint.quality.guards import Guard
+from shrinkpoint.quality.measurement import Losses
 from shrinkpoint.quality.planner import Plan, Planner
 from shrinkpoint.quantize.movement import MovementTracker
 from shrinkpoint.reports import SaveReport
+from shrinkpoint.saving.failures import Failures
 from shrinkpoint.saving.takeover import Takeover
 from shrinkpoint.saving.warmup import Warmup
 from shrinkpoint.schemes.auto.scheme import Auto
@@ -20,6 +24,8 @@ from shrinkpoint.schemes.exactness import ExactPart
 from shrinkpoint.schemes.sums import WeightSums
 from shrinkpoint.sharded.capture import without_tensors
 from shrinkpoint.sharded.encoding import Link, PartJob, StoredPart, store_part
+from shrinkpoint.sharded.planning import Leader, follow, lead, sound
+from shrinkpoint.sharded.probing import Probe, owned_weights
 from shrinkpoint.sharded.publishing import AdoptedPart, Publisher, posted
 from shrinkpoint.sharded.ranks import Mailbox
 from shrinkpoint.state.averages import confirmed
@@ -46,6 +52,8 @@ class Save:
     """The first rank's writer's clock."""
     takeover: Takeover | None = None
     """Of a planned save that training goes on from."""
+    measures: bool = False
+    """Whether the ranks evaluate candidates."""
 
 
 class Background:
@@ -55,6 +63,7 @@ class Background:
         store: the run.
         config: how to save.
         mailbox: to the other ranks.
+        probe: where candidates are evaluated.
         publisher: on the first rank; None on the others.
         url: of the run, for messages.
     """
@@ -64,13 +73,17 @@ class Background:
         store: RunStore,
         config: SaverConfig,
         mailbox: Mailbox,
+        probe: Probe,
         publisher: Publisher | None,
         warmup: Warmup,
         url: str,
     ) -> None:
         self._store, self._config, self._mailbox = store, config, mailbox
         self._publisher, self._warmup, self._url = publisher, warmup, url
-        self._planner = Planner(config, lambda: 0.0, warns=publisher is not None)
+        self._probe = probe
+        self._planner = Planner(config, lambda: probe.seconds, warns=publisher is not None)
+        self._leader: Leader | None = None
+        self._search_s = 0.0
         self.movement = MovementTracker()
         self.link: Link | None = None
         self.failed = False
@@ -78,11 +91,23 @@ class Background:
         self.fatal: ShrinkpointError | None = None
         """On the first rank: why training must not go on."""
         self.reports: list[SaveReport] = []
-        self._failures = 0
+        self._failures = Failures(config, url)
 
     def forget(self) -> None:
         """Build on nothing."""
         self.link = None
+
+    def continue_search(self, stored: object) -> None:
+        """Go on with the search for settings of a restored checkpoint, whose cost counts as a restore's.
+
+        Args:
+            stored: of its manifest; None where nothing was measured.
+        """
+        try:
+            self._planner.load_state_dict(stored if isinstance(stored, dict) else {})
+        except ConfigError as error:
+            if self._publisher is not None:
+                warn(f"the search starts over: {error}")
 
     def run(self, handed_over: list[Save]) -> None:
         """Make a save; raises nothing."""
@@ -92,18 +117,27 @@ class Background:
         except Exception as error:  # noqa: BLE001 - whatever it was, training goes on and the next save starts afresh
             self.link, self.failed = None, True
             warn(f"saving step {save.job.step} to {self._url} failed on rank {save.job.rank}: {error}")
+        finally:
+            self._probe.leave()
 
     def _make(self, save: Save) -> None:
         job = save.job
         self._forget_messages(job.number - 1)
+        self._leader, self._search_s = None, self._probe.seconds
+        if save.measures and self._publisher is not None:
+            self._leader = Leader(self._mailbox, job.number, self._config.commit_timeout_s)
         stored = self._store_part(save)
         if self._publisher is not None:
             outcome = self._publish(self._publisher, save)
             self._mailbox.post(f"{job.number}/outcome", outcome)
         else:
-            patience = 2 * self._config.commit_timeout_s + _PATIENCE_S
-            outcome = self._mailbox.wait(f"{job.number}/outcome", patience)
+            outcome = self._mailbox.wait(f"{job.number}/outcome", self._patience_s)
         self._learn(job, stored, outcome)
+
+    @property
+    def _patience_s(self) -> float:
+        """How long another rank waits for the first one."""
+        return 2 * self._config.commit_timeout_s + _PATIENCE_S
 
     def _store_part(self, save: Save) -> StoredPart | None:
         """Code and put this rank's part, and say so, or why not."""
@@ -123,6 +157,9 @@ class Background:
             self._mailbox.post(f"{job.number}/sums/{job.rank}", post)  # for whom waits for it
             if job.rank == 0:
                 self._mailbox.post(f"{job.number}/sums", post)
+            if self._leader is not None:
+                self._leader.say("fail", **post)
+            self._probe.leave()
         self._mailbox.post(f"{job.number}/part/{job.rank}", post)
         return stored
 
@@ -165,7 +202,34 @@ class Background:
             movement=movement,
             directions=moments_of_direction(state, save.optimizers),
         )
-        return self._planner.plan(self._with_sums(job, context), None, exact=job.exact)
+        context = self._with_sums(job, context)
+        if not save.measures:
+            return self._planner.plan(context, None, exact=job.exact)
+        try:
+            return self._plan_together(save, context, guard)
+        finally:
+            self._probe.leave()
+            self._search_s = self._probe.seconds - self._search_s
+
+    def _plan_together(self, save: Save, context: SaveContext, guard: Guard) -> Plan:
+        state = context.state
+
+        def measure(weights: Mapping[str, torch.Tensor]) -> Losses:
+            return self._probe.measure(owned_weights(state, weights))
+
+        if self._leader is not None:
+            return lead(self._leader, self._planner, context, measure)
+        assert self._planner.strategy is not None
+        return follow(
+            self._mailbox,
+            save.job.number,
+            self._config,
+            self._planner.strategy,
+            context,
+            measure,
+            guard,
+            patience_s=self._patience_s,
+        )
 
     def _recognised(self, save: Save) -> TrainingState:
         """This rank's tensors, as if the model had these alone."""
@@ -189,9 +253,9 @@ class Background:
         key, timeout_s = f"{job.number}/sums", float(self._config.commit_timeout_s)
         self._mailbox.post(f"{key}/{job.rank}", own.to_json())
         if job.rank:
-            return WeightSums.from_json(_sound(self._mailbox.wait(key, timeout_s + _OWN_S)))
+            return WeightSums.from_json(sound(self._mailbox.wait(key, timeout_s + _OWN_S)))
         try:
-            found = [_sound(message) for message in self._mailbox.collect(key, timeout_s)]
+            found = [sound(message) for message in self._mailbox.collect(key, timeout_s)]
         except StoreError as error:
             self._mailbox.post(key, {"error": str(error)})
             raise
@@ -212,40 +276,27 @@ class Background:
                 blocked_s=save.blocked_s,
                 began=save.began,
                 adoption=self._adoption(save),
+                search=self._planner.state_dict() if save.measures else None,
+                search_s=self._search_s if save.measures else 0.0,
             )
             return {"digest": publisher.digest, "report": asdict(report)}
         except FencedError as error:
             self.fatal = error
             return {"error": str(error)}
         except Exception as error:  # noqa: BLE001 - every rank gets it
-            self._note_failure(job, error)
+            self.fatal = self._failures.note(job.step, error)
             return {"error": str(error)}
 
     def _adoption(self, save: Save) -> AdoptedPart | None:
         """What the manifest says of adoption; None where the training does not adopt."""
         return None
 
-    def _note_failure(self, job: PartJob, error: Exception) -> None:
-        self._failures += 1
-        message = f"saving step {job.step} to {self._url} failed ({self._failures} in a row): {error}"
-        if self._failures < self._config.max_failures:
-            warn(f"{message}. The next save tries again")
-            return
-        self.fatal = SaveFailedError(
-            f"{message}. Nothing that was saved before is harmed; max_failures={self._config.max_failures} ends training here"
-            " rather than letting it go on unprotected"
-        )
-        self._failures = 0
-
     def _learn(self, job: PartJob, stored: StoredPart | None, outcome: Mapping[str, Any]) -> None:
         if stored is None or "digest" not in outcome:
             self.link, self.failed = None, True
             return
-        self.link, self.failed, self._failures = (
-            Link(job.number, outcome["digest"], stored.reference),
-            False,
-            0,
-        )
+        self.link, self.failed = Link(job.number, outcome["digest"], stored.reference), False
+        self._failures.over()
         report = dict(outcome["report"])
         exact = tuple(ExactPart(**part) for part in report.pop("exact"))
         self.reports.append(SaveReport(**report, exact=exact))
@@ -256,18 +307,9 @@ class Background:
             several = [
                 f"{number}/{what}/{r}" for what in ("part", "sums") for r in range(self._mailbox.world)
             ]
+            if self._leader is not None:
+                several += self._leader.messages + self._probe.messages(number, self._mailbox.world)
             try:
                 self._mailbox.drop([*several, f"{number}/own", f"{number}/sums", f"{number}/outcome"])
             except StoreError as error:
                 warn(str(error))
-
-
-def _sound(message: dict[str, Any]) -> dict[str, Any]:
-    """A message without an error.
-
-    Raises:
-        StoreError: it does.
-    """
-    if "error" in message:
-        raise StoreError(f"another rank has failed: {message['error']}")
-    return message

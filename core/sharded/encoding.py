@@ -11,7 +11,7 @@ from shrinkpoint.config import SaverConfig
 from shrinkpoint.container.layout import PartOf
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.quality.strategy import Plan
-from shrinkpoint.saving.committer import provenance
+from shrinkpoint.saving.committer import measured_of, provenance
 from shrinkpoint.saving.finite import not_finite
 from shrinkpoint.schemes.base import ReferenceState
 from shrinkpoint.schemes.exactness import exact_parts
@@ -145,10 +145,11 @@ def _report(encoded: EncodedState, state: TrainingState, ref: BlobRef, plan: Pla
         "raw_sections": raw,
         "kept_exactly": dict(encoded.kept_exactly),
         "exact": exact,
-        "not_finite": not_finite(state),
+        "not_finite": not_finite(state, baseline=plan.baseline),
         "scheme": plan.scheme.name,
         "configuration": plan.configuration,
         "reason": plan.reason,
         "is_exact": plan.is_exact,
         "is_explained": plan.is_explained,
+        "measured": measured_of(plan) if plan.baseline is not None else None,
     }

@@ -3,7 +3,7 @@
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError
 
-__all__ = ["refuse_options", "unmeasured"]
+__all__ = ["obstacle_of", "refuse_options", "unmeasured"]
 
 
 def refuse_options(config: SaverConfig) -> None:
@@ -20,6 +20,13 @@ def refuse_options(config: SaverConfig) -> None:
         value = getattr(config, name)
         if value != default:
             raise ConfigError(f"{name}={value!r} is not supported for sharded models yet: leave it out")
+
+
+def obstacle_of(config: SaverConfig) -> str:
+    """Why nothing is measured with these options, as the beginning of a sentence."""
+    if config.adopt:
+        return "the loss of sharded models is not measured with adopt=True"
+    return f"the search of {config.scheme} is not made for sharded models"
 
 
 def unmeasured(scheme: str, why: str) -> str:

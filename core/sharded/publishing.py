@@ -12,6 +12,7 @@ from shrinkpoint.saving.adopted import Adopted
 from shrinkpoint.saving.committer import record_of
 from shrinkpoint.saving.retention import RetentionPolicy, lineage_of
 from shrinkpoint.schemes.exactness import ExactPart
+from shrinkpoint.state.tree import JSON
 from shrinkpoint.store.keys import new_nonce
 from shrinkpoint.store.manifest import BlobRef, Manifest
 from shrinkpoint.store.parts import Part
@@ -101,6 +102,8 @@ class Publisher:
         blocked_s: float,
         began: float,
         adoption: AdoptedPart | None = None,
+        search: JSON = None,
+        search_s: float = 0.0,
     ) -> SaveReport:
         """Commit the parts that the ranks have stored.
 
@@ -113,6 +116,8 @@ class Publisher:
             began: the writer's clock before any part was put.
             adoption: where the training adopts its checkpoints. One that was not planned is a branch: the next builds on the last
                 planned one.
+            search: the state of the search for settings, where it measures.
+            search_s: seconds that training spent in evaluations for this save.
 
         Raises:
             ShrinkpointError: see `RunWriter.commit_parts`; or a rank has failed.
@@ -123,7 +128,10 @@ class Publisher:
                 "; ".join(failed[:4]) + (f" and {len(failed) - 4} more" if len(failed) > 4 else "")
             )
         report = _report([post["report"] for post in posts], step, metrics, blocked_s)
+        report = replace(report, search_s=search_s)
         meta = {"lineage": self._lineage(), "ranks": len(posts)}
+        if search is not None:
+            meta["search"] = search
         if adoption is not None:
             meta[ADOPTION] = adoption.last_with(posts).to_json()
             report = replace(report, adopt_s=adoption.adopt_s, waited_s=adoption.waited_s)
@@ -198,8 +206,11 @@ def _report(
 ) -> SaveReport:
     lossy = [part for part in parts if not part["is_exact"]] or list(parts)
     measured: Measured = "exact" if all(part["is_exact"] for part in parts) else "unmeasured"
+    known: Mapping[str, Any] | None = parts[0][
+        "measured"
+    ]  # only the first rank plans where losses are measured
     bad = [f"rank {rank}: {part['not_finite']}" for rank, part in enumerate(parts) if part["not_finite"]]
-    return SaveReport(
+    report = SaveReport(
         step=step,
         seq=-1,
         kind=str(parts[0]["kind"]),
@@ -224,6 +235,7 @@ def _report(
         kept_exactly={name: why for part in parts for name, why in part["kept_exactly"].items()},
         exact=_exact([tuple(row) for part in parts for row in part["exact"]]),
     )
+    return report if known is None else replace(report, **known)
 
 
 def _added(sizes: Sequence[Mapping[str, int]]) -> dict[str, int]:

@@ -1,6 +1,5 @@
 """Saves a sharded training from all its ranks in the background, and restores it on any number of them."""
 
-import dataclasses
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,12 +22,11 @@ from shrinkpoint.saving.takeover import Adoption, Takeover, WaitingShare
 from shrinkpoint.saving.warmup import Warmup
 from shrinkpoint.sharded.adopting import (
     AdoptingBackground,
-    Shards,
     continue_adopting,
     take_over,
     takeover_for,
 )
-from shrinkpoint.sharded.agreement import Agreed, Status, agree
+from shrinkpoint.sharded.agreement import Agreed, Status, agree, require_same
 from shrinkpoint.sharded.background import Background, Save
 from shrinkpoint.sharded.boxes import Box, Piece
 from shrinkpoint.sharded.capture import captured, renamed_tensors
@@ -45,9 +43,12 @@ from shrinkpoint.sharded.layout import (
 )
 from shrinkpoint.sharded.limits import refuse_options
 from shrinkpoint.sharded.own import OwnState
+from shrinkpoint.sharded.planning import measurable
+from shrinkpoint.sharded.probing import Probe, ProbedSave
 from shrinkpoint.sharded.publishing import Publisher
 from shrinkpoint.sharded.ranks import Mailbox, Ranks
 from shrinkpoint.sharded.restoring import Decoded, fill, read_newest, read_one
+from shrinkpoint.sharded.spreading import Shards
 from shrinkpoint.state.blocks import BLOCK_ELEMENTS
 from shrinkpoint.state.training import Describe, TensorSpec, TrainingState, plain
 from shrinkpoint.state.tree import JSON
@@ -66,7 +67,7 @@ Targets = Callable[[Mapping[str, TensorSpec]], Mapping[str, torch.Tensor]]
 class ShardedSaver:
     """As `shrinkpoint.saver.Saver`, for a training whose ranks hold shards of its state.
 
-    Every method but `poll`, `reports` and `close` is a collective: all ranks call it, with the same arguments. An error on
+    Every method but `reports` and `close` is a collective: all ranks call it, with the same arguments. An error on
     one rank is raised on all.
 
     Args:
@@ -107,7 +108,7 @@ class ShardedSaver:
         self._ranks = ranks or Ranks()
         self._limit = block_elements
         self._waits = WaitingShare()
-        self._worker = Worker("shrinkpoint-save")
+        self._worker = Worker("shrinkpoint-save", before_exit=self._end_probe)
         self._warmup = Warmup(self.config.scheme, self.config.scheme_options)
         self._number = 0
         self._rank_tensors: RankTensors | None = None
@@ -117,6 +118,7 @@ class ShardedSaver:
         self._publisher: Publisher | None = None
         self._background: Background | None = None
         self._mailbox: Mailbox | None = None
+        self._probe: Probe | None = None
         self._session = ""
 
     # ---- beginning
@@ -132,25 +134,22 @@ class ShardedSaver:
         """
         ranks = self._ranks
         ranks.on_every(lambda: refuse_options(self.config))
-        given = ranks.gather({"url": self.url} | dataclasses.asdict(self.config))
-        for rank, other in enumerate(given):
-            differ = [name for name, value in other.items() if value != given[0][name]]
-            if differ:
-                name = differ[0]
-                raise ConfigError(
-                    f"rank 0 was given {name}={given[0][name]!r}, and rank {rank} {name}={other[name]!r}: every rank must give"
-                    " the same"
-                )
+        require_same(ranks, self.url, self.config)
         if ranks.rank == 0 and self._publisher is None:
             self._publisher = Publisher(self.store, self.config)
         ranks.on_every(self._open)
         self._session = ranks.broadcast(self._publisher.open().session if self._publisher else None)
         if self._background is None:
-            self._mailbox = Mailbox(ranks)
+            self._mailbox = mailbox = Mailbox(ranks)
+            probe = self._probe = Probe(
+                ranks, ranks.on_every(mailbox.another), patience_s=self.config.commit_timeout_s
+            )
             make = AdoptingBackground if self.config.adopt else Background
             self._background = make(
-                self.store, self.config, self._mailbox, self._publisher, self._warmup, self.url
+                self.store, self.config, mailbox, probe, self._publisher, self._warmup, self.url
             )
+        if self._probe is not None:
+            self._probe.reopen()
         if self.config.compile_ahead and os.environ.get("LOCAL_RANK", str(ranks.rank)) == "0":
             self._warmup.start()
 
@@ -181,9 +180,24 @@ class ShardedSaver:
         """Whether a save is being encoded or written on this rank."""
         return self._worker.busy
 
+    @property
+    def search_s(self) -> float:
+        """Seconds that training has spent in evaluations so far."""
+        return 0.0 if self._probe is None else self._probe.seconds
+
     def poll(self) -> float:
-        """Nothing is measured on shards yet."""
-        return 0.0
+        """Make the measurement that all ranks' background threads ask for, if they do; to be called after every batch.
+
+        A collective, of a few bytes, while a save with `evaluate` is being planned; else nothing.
+
+        Returns:
+            The seconds that it took; 0.0 almost always.
+
+        Raises:
+            ConfigError: an evaluation has failed on some ranks, and others do not come out of theirs.
+            StoreError: the first rank is gone.
+        """
+        return 0.0 if self._probe is None else self._probe.serve()
 
     def save(
         self,
@@ -206,8 +220,10 @@ class ShardedSaver:
             step: the training step it belongs to.
             describe: gives each tensor's role.
             metrics: numbers, stored with the checkpoint; the first rank's count.
-            evaluate: not used yet.
-            resumed: not used yet.
+            evaluate: the losses with other weights in the model's place: gets this rank's shards as DTensors, and plain tensors, by
+                their names in the model; called on all ranks at the same time, by `poll`, `save` and `flush` only. Each rank's
+                losses are of its own batches; ranks with the same losses count once. None on any rank: nothing is measured.
+            resumed: not used: shards make no steps from a restored state.
             optimizers: whose states are in `state`, in the same order.
             adoption: as of `Saver.save`; the ranks' tensors get the values that are stored before this returns.
             exact: store this one bit-exactly.
@@ -222,7 +238,7 @@ class ShardedSaver:
         """
         started = time.perf_counter()
         if wait or self.config.busy == "wait" or self.config.adopt:
-            self._worker.join()
+            self._join()
         waited_s = time.perf_counter() - started
         found, error = self._captured(state, describe)
         agreed = self._agree(
@@ -230,6 +246,7 @@ class ShardedSaver:
             error,
             new_layout=found is not None and found[1] != self._rank_tensors,
             exact=exact or (self.config.adopt and adoption is None),
+            measures=evaluate is not None and measurable(self.config),
         )
         assert found is not None
         if agreed.busy:
@@ -253,10 +270,14 @@ class ShardedSaver:
             blocked_s=time.perf_counter() - started - (waited_s if takeover is not None else 0.0),
             began=self._publisher.open().now() if self._publisher else 0.0,
             takeover=takeover,
+            measures=agreed.measures,
         )
         self.blocked_s += save.blocked_s
-        handed_over, background = [save], self._background
+        handed_over, background, probe = [save], self._background, self._probe
         assert background is not None
+        assert probe is not None
+        if agreed.measures and evaluate is not None:
+            probe.begin(ProbedSave.of(self._number, shards, found[0], evaluate))
         self._worker.submit(lambda: background.run(handed_over))
         accepted = Accepted(step=step, blocked_s=save.blocked_s)
         del save, job
@@ -282,7 +303,13 @@ class ShardedSaver:
             return None, error
 
     def _agree(
-        self, step: int, error: Exception | None = None, *, new_layout: bool = False, exact: bool = False
+        self,
+        step: int,
+        error: Exception | None = None,
+        *,
+        new_layout: bool = False,
+        exact: bool = False,
+        measures: bool = False,
     ) -> Agreed:
         if self._background is None:
             raise ConfigError("call check() first, on every rank")
@@ -298,6 +325,7 @@ class ShardedSaver:
             base=not busy and background.base_is_due(planned=not exact),
             new_layout=new_layout,
             exact=exact,
+            measures=measures,
             failed=not busy and background.failed,
             fatal=fatal,
             error=error,
@@ -373,13 +401,28 @@ class ShardedSaver:
         """
         if self._background is None:
             return True
-        if self._worker.busy:
+        if self._worker.busy or (self._probe is not None and self._probe.is_active):
             with waiting_for(f"waiting for the last save to {self.store.display}"):
-                self._worker.join(timeout_s)
+                self._join(timeout_s)
         return not self._agree(0).busy
 
+    def _join(self, timeout_s: float | None = None) -> None:
+        """Wait for the save that is under way, and make its evaluations; a collective."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        if self._probe is not None and not self._probe.drain(timeout_s):
+            return
+        self._worker.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+
+    def _end_probe(self) -> None:
+        if self._probe is not None:
+            self._probe.close()
+
     def close(self, timeout_s: float | None = None) -> bool:
-        """Finish this rank's save and let go of the store; no collective, so that it may be called after an error."""
+        """Finish this rank's save, without further evaluations, and let go of the store.
+
+        No collective, so that it may be called after an error.
+        """
+        self._end_probe()
         if not self._worker.join(timeout_s):
             return False
         if self._publisher is not None:
@@ -451,7 +494,7 @@ class ShardedSaver:
             follows: as of `Saver.forget`.
         """
         self._newest = None
-        self._worker.join()
+        self._join()
         if self._background is not None:
             self._background.forget()
         if self._publisher is not None:
@@ -467,7 +510,7 @@ class ShardedSaver:
         background, manifest = self._background, decoded.plan.manifest
         if background is None:
             raise StoreError("call check() first, on every rank")
-        self._worker.join()
+        self._join()
         if self._publisher is not None:
             self._publisher.adopt(manifest)
         if isinstance(background, AdoptingBackground):
@@ -478,6 +521,7 @@ class ShardedSaver:
         background.link = Link(0, manifest.state_digest, dict(decoded.reference), restored=True)
         if self.config.scheme != "lossless":
             background.movement.note(decoded.own_state, manifest.step, lasting=True)
+        background.continue_search(manifest.meta.get("search"))
 
     def _read_before(self, manifest: Manifest) -> Decoded:
         return read_one(self.store, self._ranks, lambda: manifest, self.config.encoder_threads, self._limit)

@@ -140,16 +140,26 @@ def without_averages(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Ten
     return Candidate(own, weights.lent & own.keys()) if isinstance(weights, Candidate) else own
 
 
-def live_tensors(state: Callable[[], object], names: Collection[str]) -> dict[str, torch.Tensor]:
+def live_tensors(
+    state: Callable[[], object],
+    names: Collection[str],
+    capture: Callable[[object], TrainingState] = TrainingState.capture,
+) -> dict[str, torch.Tensor]:
     """The tensors of a state that share memory with the object that returns it.
 
     Args:
         state: returns the state; called twice, since tensors that are copied on each call share no memory.
         names: the wanted ones, by their names in the state.
+        capture: splits it into tensors.
     """
-    one, other = (TrainingState.capture(state()).tensors for _ in range(2))
+    one, other = (capture(state()).tensors for _ in range(2))
     return {
         name: one[name]
         for name in names
-        if name in one and name in other and one[name].data_ptr() == other[name].data_ptr()
+        if name in one and name in other and _memory(one[name]) == _memory(other[name])
     }
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Where its elements are; those of a DTensor, which has no memory of its own, in its shard."""
+    return int(getattr(tensor, "_local_tensor", tensor).data_ptr())

@@ -11,7 +11,9 @@ from shrinkpoint.errors import ConfigError, StoreError
 from shrinkpoint.steps.buffers import Buffers, CopiedState
 from shrinkpoint.steps.fingerprint import fingerprint
 from shrinkpoint.steps.folder import LogFolder
+from shrinkpoint.steps.moment import Moment
 from shrinkpoint.steps.options import StepLog, refuse_optimizers
+from shrinkpoint.steps.patience import Patience
 from shrinkpoint.steps.pending import Pending
 from shrinkpoint.steps.progress import ReplayBar
 from shrinkpoint.steps.record import Record
@@ -71,16 +73,22 @@ class ExactLog(Supervised):
         self._remainder = Remainder(model, self._optimizers, stateful, after_step)
         self._remainder.refuse()
         self._buffers = Buffers()
-        self._recorder = Recorder(self._optimizers, failed=self._turn_off, before=self._before_first)
+        self._recorder = Recorder(
+            self._optimizers, failed=self._turn_off, before=self._before_step, counted=self.counted
+        )
         self._writer: SegmentWriter | None = None
         self._inherits: list[Reference] = []
         self._rehearsal: Rehearsal | None = None
         self._rehearse = options.rehearse and after_step is None
-        self._begin: Place | None = None
+        self._begin: Moment | Place | None = None
+        self._sealed: Moment | None = None
         self._last: int | None = None
         self._records: list[Record] = []
         self._copied: list[CopiedState] = []
-        self._gap = self._warned_gap = False
+        self._patience = Patience(None if options.busy == "wait" else options.overhead)
+        self._gap = False
+        self.gaps = 0
+        """How often nothing was logged until the next checkpoint, since the writer was too slow or steps were missing."""
 
     @property
     def bytes(self) -> int:
@@ -117,6 +125,7 @@ class ExactLog(Supervised):
             The step of the state afterwards: `step`, or later.
         """
         self._recorder.stop()
+        self._sealed = None
         reader = self._folder.reader()
         try:
             survey = reader.survey()
@@ -226,8 +235,16 @@ class ExactLog(Supervised):
             self._writer.close()
             self._failed()
 
+    def _before_step(self, first: bool) -> None:
+        """Called right before each recorded step, while the state is still that of the step before."""
+        sealed, self._sealed = self._sealed, None
+        if sealed is not None:
+            with self._guarded():
+                sealed.settle()
+        if first:
+            self._before_first()
+
     def _before_first(self) -> None:
-        """Called right before the first recorded step, while the state is still that of the step before."""
         with self._guarded():
             if self._begin is None and self._last is not None:
                 self._begin = Place(self._last, self._digest())
@@ -263,28 +280,29 @@ class ExactLog(Supervised):
         self._remainder.check()
         if self._records[-1].remainder is None:
             self._records[-1] = self._with_remainder(self._records[-1])
-        end = Place(self._last, self._digest())
-        first = self._records[0].begin
+        end = Moment(self._last, self._optimizers, self._remainder.made())
         begin = self._begin or end
-        pending = Pending(
-            begin=begin if begin.step >= 0 else Place(first, begin.digest),
-            end=end,
-            records=self._records,
-            copied=self._copied,
-        )
+        if isinstance(begin, Place) and begin.step < 0:
+            begin = Place(self._records[0].begin, begin.digest)
+        pending = Pending(begin=begin, end=end, records=self._records, copied=self._copied)
         if self._rehearsal is not None:
             self._rehearsed(pending)
         writer = self._writer
-        accepted = writer.submit(
-            lambda: pending.write(writer),
-            pending.nbytes,
-            wait=self._options.busy == "wait",
-            release=pending.release,
-        )
+        # Only when the segment before is written: a crash then loses the steps of two segments at most.
+        with self._patience.spent():
+            accepted = writer.submit(
+                lambda: pending.write(writer),
+                pending.nbytes,
+                patience_s=self._patience.left_s,
+                release=pending.release,
+            )
         if not accepted:
-            self._leave_gap("it cannot be written as fast as the training makes steps")
+            self._leave_gap(
+                f"it cannot be written as fast as the training makes steps, which have waited for it by {self._options.overhead:.1%}"
+                " of their time"
+            )
             return
-        self._begin, self._records, self._copied = end, [], []
+        self._begin, self._sealed, self._records, self._copied = end, end, [], []
         self._recorder.forget_gradients()
 
     def _rehearsed(self, pending: Pending) -> None:
@@ -314,11 +332,11 @@ class ExactLog(Supervised):
     def _leave_gap(self, reason: str) -> None:
         """Log nothing until the next checkpoint: steps after a gap cannot be replayed without one."""
         self._gap = True
+        self.gaps += 1
         self._begin = None
         self._recorder.stop()
         self._forget_records()
-        if not self._warned_gap:
-            self._warned_gap = True
+        if self.gaps == 1:
             warn(
                 f"the step log has a gap after step {self._last}: {reason}. It continues at the next checkpoint; with busy='wait'"
                 " training waits for the log. This warning is shown once",

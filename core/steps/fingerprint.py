@@ -12,7 +12,7 @@ import xxhash
 
 from shrinkpoint.state.dtypes import dtype_name, tensor_to_bytes
 
-__all__ = ["combined", "device_sums", "differing", "fingerprint", "fingerprints"]
+__all__ = ["combined", "device_sums", "differing", "digests_of", "fingerprint", "fingerprints", "parts_of"]
 
 _CHUNK = 1 << 22  # elements at a time on a device: some 100 MiB in addition to the tensor
 # Odd 32-bit multipliers of xxHash: a changed element changes each sum, and an exchange of two elements does.
@@ -35,8 +35,19 @@ def fingerprints(
     optimizers: Sequence[torch.optim.Optimizer], more: Mapping[str, torch.Tensor] | None = None
 ) -> dict[str, str]:
     """The digests of all parts; that of an optimizer's k-th parameter is called ``<optimizer>/<k>``."""
+    return digests_of(parts_of(optimizers, more))
+
+
+def parts_of(
+    optimizers: Sequence[torch.optim.Optimizer], more: Mapping[str, torch.Tensor] | None = None
+) -> dict[str, Any]:
+    """The parts themselves: live tensors and other values, by the names that `fingerprints` gives them."""
     parts = {name: value for index, one in enumerate(optimizers) for name, value in _parts(index, one)}
-    parts |= {f"more/{name}": value for name, value in (more or {}).items()}
+    return parts | {f"more/{name}": value for name, value in (more or {}).items()}
+
+
+def digests_of(parts: Mapping[str, Any]) -> dict[str, str]:
+    """The digests of what `parts_of` returns."""
     sums = _device_sums(
         {name: value for name, value in parts.items() if torch.is_tensor(value) and not value.is_cpu}
     )

@@ -1,5 +1,6 @@
 """A queue of jobs for one background thread, bounded by the memory that they hold."""
 
+import math
 import threading
 import time
 from collections import deque
@@ -8,8 +9,6 @@ from collections.abc import Callable
 from shrinkpoint.errors import ShrinkpointError
 
 __all__ = ["JobQueue"]
-
-_ALWAYS = 64 * 2**20  # bytes that may wait however small the jobs are
 
 
 class JobQueue:
@@ -32,24 +31,27 @@ class JobQueue:
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, job: Callable[[], None], size: int = 0, *, wait: bool = True) -> bool:
+    def submit(
+        self, job: Callable[[], None], size: int = 0, *, ahead: int = 0, patience_s: float = math.inf
+    ) -> bool:
         """Append a job.
 
         Args:
             job: called in the thread.
-            size: bytes that it holds until it is done.
-            wait: wait for space in the queue if it is full.
+            size: bytes that it holds until it is done. Jobs of 0 bytes are always accepted.
+            ahead: bytes that the jobs before it may still hold; with 0 they must be done.
+            patience_s: seconds to wait for that.
 
         Returns:
             False if the queue is full; the job is then not run.
         """
+        deadline = time.monotonic() + patience_s
         with self._changed:
-            while (
-                size and self._waiting and self._waiting + size > max(_ALWAYS, 2 * size) and not self.failure
-            ):
-                if not wait:
+            while size and self._waiting > ahead and not self.failure:
+                left = deadline - time.monotonic()
+                if left <= 0:
                     return False
-                self._changed.wait()
+                self._changed.wait(None if math.isinf(left) else left)
             self._waiting += size
             self._jobs.append((job, size))
             self._changed.notify_all()

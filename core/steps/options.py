@@ -14,7 +14,7 @@ from shrinkpoint.warn import brief
 
 __all__ = ["StepLog", "chosen_log", "log_location", "refuse_optimizers"]
 
-_SMALL_ONLY = ("every", "overhead", "quantization_step", "resume_weights")
+_SMALL_ONLY = ("every", "quantization_step", "resume_weights")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,11 +39,11 @@ class StepLog:
     kind: Kind = "exact"
     """``exact``: the inputs of each `optimizer.step()`, bit for bit. ``small``: the weights, in under one bit per element."""
     segment_steps: int | None = None
-    """Steps (with ``small``, records) that are written together; at most this many are lost in a crash. None takes as many
-    as make 256 MiB before they are coded, but from 2 to 8."""
+    """Steps (with ``small``, records) that are written together; at most this many are lost in a crash, or twice as many
+    where writing them takes longer than a step. None takes as many as make 256 MiB before they are coded, but from 2 to 8."""
     busy: Literal["skip", "wait"] = "skip"
-    """When steps are faster than the log can write: log none until the next checkpoint (``small``: until there is space
-    again), or let training wait."""
+    """When steps are faster than the log can write: log none until the next checkpoint, once the training has waited for
+    `overhead` of its time (``small``: until there is space again); or let it wait as long as it takes."""
     keep: int = 2
     """Intervals between checkpoints whose steps are kept."""
     copy: bool = False
@@ -54,8 +54,9 @@ class StepLog:
     every: int = 1
     """``small``: steps between two records."""
     overhead: float | None = 0.02
-    """``small``: the share of the training's time that the log may take; `every` is raised until it is met. None: any."""
-    quantization_step: float = 8.0
+    """``small``: the share of the training's time that the log may take; `every` is raised until it is met. ``exact``: the share
+    that the training may wait for the writer, after the first second. None: any."""
+    quantization_step: float = 6.5
     """``small``: in root mean squares of one step's update, by tensor. Every logged weight is within half of it, unless it
     moves by more than 127 of them from one record to the next."""
     resume_weights: bool = False
@@ -89,7 +90,7 @@ class StepLog:
             )
         if not _is_number(self.quantization_step, 1e-3, 1e3):
             raise ConfigError(
-                f"quantization_step must be a number from 0.001 to 1000, such as 8, not {brief(self.quantization_step)}"
+                f"quantization_step must be a number from 0.001 to 1000, such as 6.5, not {brief(self.quantization_step)}"
             )
         given = [f.name for f in fields(self) if f.name in _SMALL_ONLY and getattr(self, f.name) != f.default]
         if self.kind == "exact" and given:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shrinkpoint.steps.buffers import CopiedState
+from shrinkpoint.steps.moment import Moment
 from shrinkpoint.steps.record import Record, TensorTable, encode_record
 from shrinkpoint.steps.segment import Place
 from shrinkpoint.steps.writer import SegmentWriter
@@ -15,8 +16,8 @@ __all__ = ["Pending"]
 class Pending:
     """A segment queued by the training thread."""
 
-    begin: Place
-    end: Place
+    begin: Moment | Place
+    end: Moment
     records: Sequence[Record]
     copied: Sequence[CopiedState]
 
@@ -26,18 +27,22 @@ class Pending:
         return sum(copied.nbytes for copied in self.copied)
 
     def write(self, writer: SegmentWriter) -> None:
-        """Write it; for the writer's thread.
+        """Write it; for the writer's thread, which takes the digest of the state first: the training may wait for that.
 
         Raises:
             ShrinkpointError: it cannot be written.
+            CannotLogError: the digest cannot be taken.
         """
+        end = self.end.place()
+        begin = self.begin if isinstance(self.begin, Place) else self.begin.place()
         for copied in self.copied:
             copied.wait()
         table = TensorTable()
         records = [encode_record(record, table) for record in self.records]
-        writer.write(self.begin, self.end, records, table)
+        writer.write(begin, end, records, table)
 
     def release(self) -> None:
-        """Return its memory."""
+        """Return its memory, and let the training change the state."""
+        self.end.abandon()
         for copied in self.copied:
             copied.release()

@@ -6,10 +6,12 @@ may clip. Frameworks' own events come earlier (Lightning's ``on_before_optimizer
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
+from shrinkpoint.errors import ShrinkpointError
 from shrinkpoint.steps.buffers import Buffers, CopiedState
 from shrinkpoint.steps.hyperparameters import frozen, frozen_groups, parameters_of
 from shrinkpoint.steps.record import Dense, Event, Gradient, Sparse
@@ -22,7 +24,7 @@ KEPT, ZERO = "kept", "zero"
 _ATTRIBUTES = ("grad_scale", "found_inf")
 
 
-class CannotLogError(Exception):
+class CannotLogError(ShrinkpointError):
     """This training's steps cannot be logged; the message gives the reason. Never raised into the training."""
 
 
@@ -32,7 +34,8 @@ class Recorder:
     Args:
         optimizers: all that the training has.
         failed: called with a message when a step cannot be logged; the training continues.
-        before: called before the first step after `start` is recorded, while the state is still the old one.
+        before: called before each recorded step, while the state is still the old one; with True for the first after `start`.
+        counted: a context in which all time is spent that the training would not spend without the recorder.
     """
 
     def __init__(
@@ -40,11 +43,13 @@ class Recorder:
         optimizers: Sequence[torch.optim.Optimizer],
         *,
         failed: Callable[[str], None],
-        before: Callable[[], None],
+        before: Callable[[bool], None],
+        counted: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._optimizers = list(optimizers)
         self._failed = failed
-        self._before_first = before
+        self._before = before
+        self._counted = counted
         self._buffers = Buffers()
         self._first = True
         self._active = False
@@ -120,6 +125,13 @@ class Recorder:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if not self._active:
             return None
+        with self._counted():
+            return self._prepared(optimizer, args, kwargs)
+
+    def _prepared(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Record the step, or wrap its closure, which is then to be called."""
         if self._pending is not None:  # a step that raised and was not completed
             self._pending[1].release()
             self._pending = None
@@ -131,9 +143,10 @@ class Recorder:
                 " register it before the Checkpointer is made"
             )
             return None
-        if self._first:
-            self._first = False
-            self._before_first()
+        first, self._first = self._first, False
+        self._before(first)
+        if not self._active:  # what was to be done before the step has failed
+            return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
             self._record(which, closure=False, loss=None)
@@ -155,7 +168,8 @@ class Recorder:
                     f"{name} evaluates its closure several times in one step, so that its gradients are not those of one moment"
                 )
             elif self._active:
-                self._record(which, closure=True, loss=loss)
+                with self._counted():
+                    self._record(which, closure=True, loss=loss)
             return loss
 
         if "closure" in kwargs:
@@ -167,12 +181,14 @@ class Recorder:
     ) -> None:
         if self._pending is None or not self._active:
             return
-        (event, copied), self._pending = self._pending, None
-        self._events.append(event)
-        self._copied.append(copied)
-        for parameter in parameters_of(optimizer):
-            if parameter.grad is not None:
-                self._consumed[id(parameter)] = weakref.ref(parameter.grad), parameter.grad._version
+        with self._counted():
+            (event, copied), self._pending = self._pending, None
+            self._events.append(event)
+            self._copied.append(copied)
+            for parameter in parameters_of(optimizer):
+                gradient = parameter.grad
+                if gradient is not None:
+                    self._consumed[id(parameter)] = weakref.ref(gradient), gradient._version
 
     def _record(self, which: int, *, closure: bool, loss: object) -> None:
         try:

@@ -17,7 +17,10 @@ class Supervised:
         self.off: str | None = None
         """Why the log is off; None while it is on."""
         self.blocked_s = 0.0
-        """Seconds that training has waited for the log so far."""
+        """Seconds that the training's thread has spent in the log so far: copies, digests and waiting, everything."""
+        self.blocked_cpu_s = 0.0
+        """The CPU seconds of `blocked_s`, without waiting: what other programs do on the machine has no influence on it."""
+        self._is_counting = False
 
     def _stop(self) -> None:
         """Release everything that the log needs while it is on."""
@@ -34,15 +37,28 @@ class Supervised:
         )
 
     @contextmanager
-    def _guarded(self) -> Iterator[None]:
-        """Count the time, and let no error of the log end the training."""
-        started = time.perf_counter()
+    def counted(self) -> Iterator[None]:
+        """Count the time of the block; of nested blocks the outermost counts."""
+        if self._is_counting:
+            yield
+            return
+        self._is_counting = True
+        started, cpu = time.perf_counter(), time.thread_time()
         try:
             yield
+        finally:
+            self.blocked_s += time.perf_counter() - started
+            self.blocked_cpu_s += time.thread_time() - cpu
+            self._is_counting = False
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Count the time, and let no error of the log end the training."""
+        try:
+            with self.counted():
+                yield
         except Warning:
             raise
         except Exception as error:  # noqa: BLE001 - any error of the log
             reason = str(error) if isinstance(error, CannotLogError) else f"{type(error).__name__}: {error}"
             self._turn_off(reason)
-        finally:
-            self.blocked_s += time.perf_counter() - started

@@ -1,5 +1,6 @@
 """The background half of the small log: quantizes snapshots of the weights, and writes segments of records."""
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from shrinkpoint.steps.updates import ReadersWeights, encode_updates
 from shrinkpoint.steps.writer import SegmentWriter
 
 __all__ = ["ReadBase", "UpdateWriter"]
+
+_WAITING = 64 * 2**20  # bytes of weights that may wait, however small the model is; of a large one two copies
 
 ReadBase: TypeAlias = Callable[[int], Mapping[str, torch.Tensor]]
 """The weights that a reader of the checkpoint of a step gets; raises NoCheckpointError where there is none."""
@@ -80,7 +83,7 @@ class UpdateWriter:
 
     def rebase(self, step: int) -> None:
         """Let the next records refer to the checkpoint of this step, if it can be read."""
-        self._writer.submit(lambda: self._rebase(step), 0, wait=True)
+        self._writer.submit(lambda: self._rebase(step))
 
     def committed(self, step: int) -> None:
         """A checkpoint of this step is stored: see `SegmentWriter.committed`."""
@@ -93,7 +96,7 @@ class UpdateWriter:
             copied.wait()
             sizes.note(step, copied.state.tensors)
 
-        return self._writer.submit(note, 0, wait=True, release=copied.release)
+        return self._writer.submit(note, release=copied.release)
 
     def submit(
         self,
@@ -131,7 +134,14 @@ class UpdateWriter:
             self._record(step, layout, sizes, copied, remainder, last)
             self.records_cpu_s += time.thread_time() - started
 
-        accepted = self._writer.submit(record, copied.nbytes, wait=wait, release=release)
+        size = copied.nbytes
+        accepted = self._writer.submit(
+            record,
+            size,
+            ahead=max(_WAITING - size, size),
+            patience_s=math.inf if wait else 0.0,
+            release=release,
+        )
         if not accepted:
             release()
         return accepted
@@ -142,7 +152,7 @@ class UpdateWriter:
 
     def close(self) -> None:
         """Write the last segment, and end the thread."""
-        self._writer.submit(self._seal, 0, wait=True)
+        self._writer.submit(self._seal)
         self._writer.close()
 
     # ---- in the thread

@@ -1,5 +1,6 @@
 """Writes one writer's segments in the background, and removes those that no checkpoint needs any more."""
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -71,18 +72,25 @@ class SegmentWriter:
         return self._queue.cpu_s
 
     def submit(
-        self, job: Callable[[], None], size: int, *, wait: bool, release: Callable[[], None] | None = None
+        self,
+        job: Callable[[], None],
+        size: int = 0,
+        *,
+        ahead: int = 0,
+        patience_s: float = math.inf,
+        release: Callable[[], None] | None = None,
     ) -> bool:
         """Hand a job over to the thread, which calls `write`.
 
         Args:
             job: not run after a failure.
             size: bytes that it holds.
-            wait: wait for space in the queue if it is full.
+            ahead: bytes that the jobs before it may still hold; with 0 they must be done.
+            patience_s: seconds to wait for that.
             release: returns its memory; called after the job, or after a failure in its place.
 
         Returns:
-            False if the queue is full; the caller then keeps the memory.
+            False if the jobs before it took longer; the caller then keeps the memory.
         """
 
         def run() -> None:
@@ -93,7 +101,7 @@ class SegmentWriter:
                 if release is not None:
                     release()
 
-        return self._queue.submit(run, size, wait=wait)
+        return self._queue.submit(run, size, ahead=ahead, patience_s=patience_s)
 
     def write(
         self,

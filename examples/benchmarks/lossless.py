@@ -6,8 +6,8 @@ Trains the GPT of examples/gpt.py with AdamW (minutes) and codes two of its stat
 to the one ``--every`` steps before. Every tensor of at least 4096 elements goes through every coder by itself, on one thread,
 and comes back bit by bit. Where a coder has no differences of its own it gets the XOR of the two states' bytes.
 
-"ratio" is raw bytes over coded bytes. Speeds are raw bytes per second of CPU time, over all three groups, and as multiples
-of those of zstd -3 on the same bytes in the same run. ZipNN is measured where ``pip install zipnn`` has been run.
+The columns of groups and "all" are ratios: raw bytes over coded bytes. Speeds are raw bytes per second of CPU time, over all three
+groups, with multiples of those of zstd -3 on the same bytes in the same run. ZipNN is measured where ``pip install zipnn`` has been run.
 """
 
 import argparse
@@ -36,6 +36,7 @@ from shrinkpoint.state.training import TensorSpec
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from fastcheck import differences, from_differences, from_index, indexed, ordered
 from gpt import GPT, GPTConfig, build_optimizer, load_corpus, train_loader
 
 UInt8s = npt.NDArray[np.uint8]
@@ -171,9 +172,7 @@ class ZipNN(Bytes):
 
 
 class FastCheck(Coder):
-    """What FastCheck publishes, for want of its code by the words of its slides: weights as differences to those before, moments
-    with a table of the prefixes that occur and their indices. The width of the prefix is the best of 9 to 16 bits.
-    """
+    """What FastCheck publishes (`fastcheck.py`): weights as differences to those before, moments by an index of their prefixes."""
 
     name = "FastCheck's form"
 
@@ -184,74 +183,16 @@ class FastCheck(Coder):
             bits = raw.view(np.uint32)
             old = None
             if role == "weight" and before is not None:
-                old = _ordered(tensor_to_bytes(before[role][name]).view(np.uint32))
+                old = ordered(tensor_to_bytes(before[role][name]).view(np.uint32))
             started = time.thread_time()
-            parts = _indexed(bits) if old is None else _differences(bits, old)
+            parts = indexed(bits) if old is None else differences(bits, old)
             encoded = time.thread_time()
-            back = _from_index(parts, len(bits)) if old is None else _from_differences(parts, old)
+            back = from_index(parts, len(bits)) if old is None else from_differences(parts, old)
             decoded = time.thread_time()
             assert np.array_equal(back, bits)
             size = sum(len(part) for part in parts) + 8 * len(parts)
             found[role] += Result(raw.size, size, encoded - started, decoded - encoded)
         return found
-
-
-def _ordered(bits: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
-    """Whole numbers in the order of the floats."""
-    negative = bits >> np.uint32(31) != 0
-    return np.where(negative, ~bits, bits | np.uint32(1 << 31)).astype(np.uint32)
-
-
-def _differences(bits: npt.NDArray[np.uint32], old: npt.NDArray[np.uint32]) -> list[bytes]:
-    """Zigzag of the differences, in planes of bytes, by zstd."""
-    delta = (_ordered(bits) - old).view(np.int32)
-    zigzag = ((delta << 1) ^ (delta >> 31)).view(np.uint8).reshape(-1, 4)
-    return [zstandard.ZstdCompressor(level=3).compress(zigzag[:, i].tobytes()) for i in range(4)]
-
-
-def _from_differences(parts: list[bytes], old: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
-    planes = [np.frombuffer(zstandard.ZstdDecompressor().decompress(part), np.uint8) for part in parts]
-    zigzag = np.ascontiguousarray(np.stack(planes, axis=1)).view(np.uint32).reshape(-1)
-    delta = (zigzag >> np.uint32(1)) ^ (np.uint32(0) - (zigzag & np.uint32(1)))
-    ordered = delta + old
-    positive = ordered >> np.uint32(31) != 0
-    return np.where(positive, ordered & np.uint32(0x7FFFFFFF), ~ordered).astype(np.uint32)
-
-
-def _pack(values: npt.NDArray[np.uint32], width: int) -> bytes:
-    bits = np.unpackbits(values.astype(">u4").view(np.uint8).reshape(-1, 4), axis=1)
-    return np.packbits(bits[:, 32 - width :]).tobytes()
-
-
-def _unpack(data: bytes, width: int, count: int) -> npt.NDArray[np.uint32]:
-    bits = np.zeros((count, 32), np.uint8)
-    flat = np.unpackbits(np.frombuffer(data, np.uint8), count=count * width)
-    bits[:, 32 - width :] = flat.reshape(count, width)
-    return np.packbits(bits, axis=1).view(">u4").reshape(-1).astype(np.uint32)
-
-
-def _indexed(bits: npt.NDArray[np.uint32]) -> list[bytes]:
-    """The width of the prefixes, those that occur, their indices, and what is behind them."""
-    occurs = np.zeros(1 << 16, np.bool_)
-    occurs[bits >> np.uint32(16)] = True
-    best = (32 * len(bits), 16)
-    for width in range(9, 17):
-        there = int(occurs.reshape(1 << width, -1).any(axis=1).sum())
-        index = max(1, (there - 1).bit_length())
-        best = min(best, (there * width + len(bits) * (index + 32 - width), width))
-    width = best[1]
-    rest = np.uint32(32 - width)
-    prefixes, places = np.unique(bits >> rest, return_inverse=True)
-    index = max(1, (len(prefixes) - 1).bit_length())
-    suffix = bits & np.uint32((1 << (32 - width)) - 1)
-    packed = _pack(places.astype(np.uint32), index), _pack(suffix, 32 - width)
-    return [bytes([width]), prefixes.astype(np.uint16).tobytes(), *packed]
-
-
-def _from_index(parts: list[bytes], count: int) -> npt.NDArray[np.uint32]:
-    width, prefixes = parts[0][0], np.frombuffer(parts[1], np.uint16).astype(np.uint32)
-    places = _unpack(parts[2], max(1, (len(prefixes) - 1).bit_length()), count)
-    return (prefixes[places] << np.uint32(32 - width)) | _unpack(parts[3], 32 - width, count)
 
 
 class Ours(Coder):
@@ -311,22 +252,22 @@ def coders() -> list[Coder]:
 
 def table(title: str, found: Mapping[str, Mapping[str, Result]]) -> Iterator[str]:
     """Lines of Markdown."""
-    yield f"| {title} | " + " | ".join(GROUPS.values()) + " | all | encode | decode |"
-    yield "|---|" + "---:|" * (len(GROUPS) + 3)
     zstd = sum(found[Zstd.name].values(), Result())
+    yield (
+        f"| {title} | {' | '.join(GROUPS.values())} | all | of {zstd.raw / 1e6:.1f} MB | encode MB/s | | decode MB/s | |"
+    )
+    yield "|---|" + "---:|" * (len(GROUPS) + 6)
     for name, groups in found.items():
         whole = sum(groups.values(), Result())
         ratios = " | ".join(f"{r.raw / r.size:.3f}" for r in (*groups.values(), whole))
-        speeds = f"{zstd.encode_s / whole.encode_s:.2f}x | {zstd.decode_s / whole.decode_s:.2f}x"
-        yield f"| {name} | {ratios} | {speeds} |"
+        speeds = " | ".join(
+            f"{whole.raw / ours / 1e6:.0f} | {theirs / ours:.2f}x"
+            for ours, theirs in ((whole.encode_s, zstd.encode_s), (whole.decode_s, zstd.decode_s))
+        )
+        yield f"| {name} | {ratios} | {whole.size / 1e6:.2f} MB | {speeds} |"
     if ZipNN.name not in found:
-        yield "| ZipNN | " + " | ".join(["not installed"] + [""] * (len(GROUPS) + 2)) + " |"
-    yield "\nIn MB and MB/s, coded and decoded: " + "; ".join(
-        f"{name} {whole.size / 1e6:.2f} MB, {whole.raw / whole.encode_s / 1e6:.0f}, {whole.raw / whole.decode_s / 1e6:.0f}"
-        for name, groups in found.items()
-        for whole in [sum(groups.values(), Result())]
-    )
-    yield f"\nzstd -3: {zstd.raw / zstd.encode_s / 1e6:.0f} MB/s, {zstd.raw / zstd.decode_s / 1e6:.0f} MB/s back.\n"
+        yield "| ZipNN | " + " | ".join(["not installed"] + [""] * (len(GROUPS) + 5)) + " |"
+    yield ""
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from steps_lightning import measure_lightning
 from steps_published import TopK
 from steps_task import GPTConfig, Training
 from torch import Tensor
@@ -20,7 +21,7 @@ from torch import Tensor
 from shrinkpoint.checkpointer import Checkpointer
 from shrinkpoint.steps.options import StepLog
 
-__all__ = ["Measured", "Method", "measure_costs", "print_costs", "print_storage"]
+__all__ = ["EXACT", "Begun", "Measured", "Method", "measure_costs", "print_costs", "print_storage"]
 
 _BLOCK = 8
 _TOLERATED = 0.035  # of the training time, in experiment 4
@@ -36,9 +37,29 @@ class Method:
     seconds: list[float] = field(default_factory=list)
     waited: float = 0.0
     """Seconds of the training's thread in it."""
-    cpu: float = 0.0
-    """CPU seconds of the process, training included."""
+    waited_cpu: float = 0.0
+    """CPU seconds of the training's thread in it."""
+    thread_cpu: float = 0.0
+    """CPU seconds of the training's thread, in all."""
+    cpu: float | None = 0.0
+    """CPU seconds of the process, training included; None where there is no such training without the method."""
     bytes: int = 0
+
+
+@dataclass
+class Begun:
+    """What was measured before the timed steps."""
+
+    save_stall: float
+    """Seconds that training waited for a checkpoint."""
+    save_lag: float
+    """Seconds from then until it was committed."""
+    rehearsal: float
+    """Seconds that training spent in the exact log until the first segment was rehearsed and sealed."""
+    segment_stall: float
+    """Seconds that the end of a segment of the exact log takes, beyond any other step: capture, digest, waiting."""
+    segment_lag: float
+    """Seconds from the end of a segment until it was written."""
 
 
 @dataclass
@@ -49,7 +70,7 @@ class Measured:
     state_bytes: int
     methods: dict[str, Method]
     steps: int
-    save_stall: float
+    begun: Begun
     small_every: int
     small_share: float | None
 
@@ -64,9 +85,15 @@ class Measured:
         method = self.methods[name]
         return method.waited / (sum(method.seconds) - method.waited)
 
-    def background(self, name: str) -> float:
+    def computing(self, name: str) -> float:
+        """As `overhead`, in CPU time: other work on the machine does not affect it."""
+        method = self.methods[name]
+        return method.waited_cpu / (method.thread_cpu - method.waited_cpu)
+
+    def background(self, name: str) -> float | None:
         """CPU time of the whole process that a method adds, relative."""
-        return self.methods[name].cpu / self.methods["nothing"].cpu - 1
+        cpu, plain = self.methods[name].cpu, self.methods["nothing"].cpu
+        return cpu / plain - 1 if cpu is not None and plain is not None else None
 
 
 class _Runner:
@@ -77,15 +104,18 @@ class _Runner:
         self.done = 0
 
     def step(self, *, timed: bool = True) -> None:
-        started, cpu = time.perf_counter(), time.process_time()
+        started, cpu, own = time.perf_counter(), time.process_time(), time.thread_time()
         self.training.step()
-        kept = time.perf_counter()
+        kept, kept_own = time.perf_counter(), time.thread_time()
         self.done += 1
         self.keep(self.done)
-        ended = time.perf_counter()
+        ended, ended_own = time.perf_counter(), time.thread_time()
         if timed:
             self.method.seconds.append(ended - started)
             self.method.waited += ended - kept
+            self.method.waited_cpu += ended_own - kept_own
+            self.method.thread_cpu += ended_own - own
+            assert self.method.cpu is not None
             self.method.cpu += time.process_time() - cpu
 
 
@@ -163,29 +193,37 @@ _OTHERS: dict[str, Callable[[Training, Method, Path], Callable[[int], None]]] = 
     "differences, top 1 % (naive DC)": _differences,
     "gradients, top 1 % (LowDiff)": _top_k,
 }
-_EXACT, _SMALL, _BOUNDED = (
+EXACT, _LIGHTNING, _SMALL, _BOUNDED = (
     "step_log='exact'",
+    "step_log='exact', Lightning",
     "step_log='small', every step",
     "step_log='small', overhead=0.02",
 )
 
 
-def measure_costs(text: Tensor, config: GPTConfig, log: str, *, blocks: int) -> Measured:
-    """Train with every method in turn, some steps each."""
-    every, share = _bounded(text, config, log, blocks)
-    options = {
-        _EXACT: StepLog(segment_steps=_BLOCK, rehearse=False),
-        _SMALL: StepLog(kind="small", segment_steps=_BLOCK, overhead=None),
-        _BOUNDED: StepLog(kind="small", segment_steps=_BLOCK, overhead=None, every=every),
-    }
+def measure_costs(
+    text: Tensor, config: GPTConfig, log: str, *, blocks: int, exact_only: bool = False
+) -> Measured:
+    """Train with every method in turn, some steps each; or without any and with the exact log only."""
+    every, share = (0, None) if exact_only else _bounded(text, config, log, blocks)
+    others = ["nothing"] if exact_only else list(_OTHERS)
+    options = {EXACT: StepLog()}  # its defaults: segments of 8 steps here
+    if not exact_only:
+        options |= {
+            _SMALL: StepLog(kind="small", segment_steps=_BLOCK, overhead=None),
+            _BOUNDED: StepLog(kind="small", segment_steps=_BLOCK, overhead=None, every=every),
+        }
     with tempfile.TemporaryDirectory() as folder:
-        runners = [_other(name, text, config, Path(folder)) for name in _OTHERS]
+        runners = [_other(name, text, config, Path(folder)) for name in others]
         ours = {
             name: _ours(name, text, config, f"{folder}/{index}", log, options[name])
             for index, name in enumerate(options)
         }
-        stall = _begin(runners, ours)
-        marks = {name: (c.step_log.bytes, c.step_log.blocked_s) for name, (_, c) in ours.items()}
+        begun = _begin(runners, ours)
+        marks = {
+            name: (c.step_log.bytes, c.step_log.blocked_s, c.step_log.blocked_cpu_s)
+            for name, (_, c) in ours.items()
+        }
         before = {runner.method.name: runner.method.bytes for runner in runners}
         for _ in range(blocks):
             for runner in (*runners, *(runner for runner, _ in ours.values())):
@@ -194,15 +232,20 @@ def measure_costs(text: Tensor, config: GPTConfig, log: str, *, blocks: int) -> 
         for runner in runners:
             runner.method.bytes -= before[runner.method.name]
         for name, (runner, checkpointer) in ours.items():
-            written, blocked = marks[name]
+            written, blocked, blocked_cpu = marks[name]
             checkpointer.step_log.flush()
             runner.method.bytes = checkpointer.step_log.bytes - written
             runner.method.waited = checkpointer.step_log.blocked_s - blocked
+            runner.method.waited_cpu = checkpointer.step_log.blocked_cpu_s - blocked_cpu
             assert checkpointer.step_log.off is None, checkpointer.step_log.off
             checkpointer.saver.close()
     methods = {r.method.name: r.method for r in (*runners, *(runner for runner, _ in ours.values()))}
+    timed = measure_lightning(text, config, log, steps=blocks * _BLOCK, segment=_BLOCK)
+    methods[_LIGHTNING] = Method(
+        _LIGHTNING, timed.seconds, timed.waited, timed.waited_cpu, timed.thread_cpu, cpu=None
+    )
     count = runners[0].training.count
-    return Measured(count, 12 * count, methods, blocks * _BLOCK, stall, every, share)
+    return Measured(count, 12 * count, methods, blocks * _BLOCK, begun, every, share)
 
 
 def _bounded(text: Tensor, config: GPTConfig, log: str, blocks: int) -> tuple[int, float | None]:
@@ -210,7 +253,9 @@ def _bounded(text: Tensor, config: GPTConfig, log: str, blocks: int) -> tuple[in
     with tempfile.TemporaryDirectory() as folder:
         options = StepLog(kind="small", segment_steps=_BLOCK)
         runner, checkpointer = _ours("", text, config, folder, log, options)
-        _begin([], {"": (runner, checkpointer)})
+        _warm_up(runner)
+        checkpointer.save(runner.done, wait=True)
+        _warm_up(runner, checkpointer)
         for _ in range(max(6, blocks) * _BLOCK):
             runner.step()
         checkpointer.saver.close()
@@ -242,18 +287,47 @@ def _ours(
     return _Runner(Method(name), training, lambda step: checkpointer.step(step) and None), checkpointer
 
 
-def _begin(runners: list[_Runner], ours: dict[str, tuple[_Runner, Any]]) -> float:
-    """Steps that are not timed, and the checkpoint that the logs begin with; the seconds that training waited for it."""
-    stall = 0.0
-    for runner in (*runners, *(runner for runner, _ in ours.values())):
-        for _ in range(2 * _BLOCK):
-            runner.step(timed=False)
-    for runner, checkpointer in ours.values():
-        stall = checkpointer.save(runner.done, wait=True).blocked_s
-        for _ in range(2 * _BLOCK):  # the log of the next steps refers to it
-            runner.step(timed=False)
+def _warm_up(runner: _Runner, checkpointer: Any = None) -> None:
+    """Two segments of steps that are not timed."""
+    for _ in range(2 * _BLOCK):
+        runner.step(timed=False)
+        if checkpointer is not None:
             checkpointer.step_log.flush()
-    return stall
+
+
+def _begin(runners: list[_Runner], ours: dict[str, tuple[_Runner, Any]]) -> Begun:
+    """Steps that are not timed, and the checkpoint that the logs begin with."""
+    for runner in runners:
+        _warm_up(runner)
+    stall = lag = rehearsal = 0.0
+    for name, (runner, checkpointer) in ours.items():
+        _warm_up(runner)
+        if name == EXACT:
+            rehearsal = checkpointer.step_log.blocked_s
+        started = time.perf_counter()
+        stall = checkpointer.save(runner.done, wait=True).blocked_s
+        lag = time.perf_counter() - started - stall
+        if name != EXACT:
+            _warm_up(runner, checkpointer)  # the log of the next steps refers to it
+    stalls, lags = _segments(*ours[EXACT])
+    return Begun(stall, lag, rehearsal, stalls, lags)
+
+
+def _segments(runner: _Runner, checkpointer: Any) -> tuple[float, float]:
+    """Of the exact log: seconds that the last step of a segment waits beyond the others, and until it is written."""
+    log = checkpointer.step_log
+    waited: dict[bool, list[float]] = {True: [], False: []}
+    lags = []
+    for step in range(1, 4 * _BLOCK + 1):
+        ends, before = step % _BLOCK == 0, log.blocked_s
+        runner.step(timed=False)
+        waited[ends].append(log.blocked_s - before)
+        if ends:
+            started = time.perf_counter()
+            log.flush()
+            lags.append(time.perf_counter() - started)
+    middle = statistics.median
+    return max(0.0, middle(waited[True]) - middle(waited[False])), middle(lags)
 
 
 def print_costs(found: Measured) -> None:
@@ -265,20 +339,28 @@ def print_costs(found: Measured) -> None:
         "\nExperiment 1: training time when every step is kept. Experiment 4: how often, if that may add 3.5 %\n"
     )
     print(
-        "| every step | training waits | CPU time, background included | medians of the steps | at most every |"
+        "| every step | training waits | of its thread's CPU time | CPU time, background included | medians of the steps | at most every |"
         " bytes per parameter and step |"
     )
-    print("|---|---:|---:|---:|---:|---:|")
+    print("|---|---:|---:|---:|---:|---:|---:|")
     plain = found.methods["nothing"]
     for name, method in found.methods.items():
         if method is plain:
             continue
-        added = found.overhead(name)
+        added, cpu = found.overhead(name), found.background(name)
         median = statistics.median(method.seconds) / found.step - 1
+        others = f"{cpu:+.1%} | {median:+.1%}" if cpu is not None else " | "
+        size = f"{method.bytes / found.steps / found.parameters:.3f}" if method.bytes else ""
         print(
-            f"| {name} | {added:+.2%} | {found.background(name):+.1%} | {median:+.1%} |"
-            f" {max(1, math.ceil(added / _TOLERATED))} steps | {method.bytes / found.steps / found.parameters:.3f} |"
+            f"| {name} | {added:+.2%} | {found.computing(name):+.2%} | {others} | {max(1, math.ceil(added / _TOLERATED))} steps | {size} |"
         )
+    begun = found.begun
+    print(
+        f"\nonce, before these steps, the exact log and the rehearsal of its first segment took {1e3 * begun.rehearsal:.0f} ms; the end of a"
+        f" segment takes {1e3 * begun.segment_stall:.2f} ms beyond other steps, and it is written {1e3 * begun.segment_lag:.0f} ms later"
+    )
+    if not found.small_every:
+        return
     share = "not measured" if found.small_share is None else f"{found.small_share:.1%}"
     print(
         f"\nwith overhead=0.02 the small log ends with every={found.small_every}, and measured its share as {share}"
@@ -294,8 +376,8 @@ def print_storage(found: Measured) -> None:
     for name in (
         "differences, top 1 % (naive DC)",
         "gradients, top 1 % (LowDiff)",
-        "step_log='exact'",
-        "step_log='small', every step",
+        EXACT,
+        _SMALL,
     ):
         each = full / _FULL_EVERY + found.methods[name].bytes / found.steps / found.parameters
         print(f"| {name} | {each:.3f} | {full / each:.1f}x |")

@@ -14,15 +14,18 @@ from steps_task import GPTConfig, Training
 from torch import Tensor
 
 from shrinkpoint.steps.layout import Layout
+from shrinkpoint.steps.options import StepLog
 from shrinkpoint.steps.record import TensorTable
 from shrinkpoint.steps.update_sizes import UpdateSizes
 from shrinkpoint.steps.updates import ReadersWeights, encode_updates
 
 AFTER = (5, 20, 50)
-STEPS = (2.0, 4.0, 8.0, 16.0, 32.0)
+DEFAULT = StepLog.quantization_step
+STEPS = (2.0, 4.0, DEFAULT, 8.0, 16.0, 32.0)
 SHARES = (0.001, 0.01, 0.1)
 BATCHES = (1, 2, 4, 8, 20)
-_SAME = "LowDiff, top k of as many bytes as small, 8 x rms"
+_SMALL = f"small, {DEFAULT:g} x rms"
+_SAME = f"LowDiff, top k of as many bytes as {_SMALL}"
 
 
 @dataclass
@@ -48,6 +51,8 @@ class Course:
     end: dict[str, Any]
     training: Training
     batches: list[Tensor]
+    true: float | None = None
+    """The held-out loss at the end."""
 
     def error(self, step: int, weights: Sequence[Tensor]) -> float:
         """Of the movement since the base."""
@@ -59,9 +64,10 @@ class Course:
     def rise(self, weights: Sequence[Tensor]) -> float:
         """Of the held-out loss, relative, with other weights at the end."""
         self.training.load(self.end)
-        true = self.training.loss(self.batches)
+        if self.true is None:
+            self.true = self.training.loss(self.batches)
         self.training.put(weights)
-        return self.training.loss(self.batches) / true - 1
+        return self.training.loss(self.batches) / self.true - 1
 
 
 def course(
@@ -157,11 +163,11 @@ def stale(found: Course) -> Row:
 def rows_of(found: Course) -> list[Row]:
     """Every log on one course."""
     ours = [small(found, step) for step in STEPS]
-    same = ours[STEPS.index(8.0)].bits / 64  # a value and an index take 64 bits
+    same = ours[STEPS.index(DEFAULT)].bits / 64  # a value and an index take 64 bits
     return [
         stale(found),
         *ours,
-        small(found, 8.0, off=10.0),
+        small(found, DEFAULT, off=10.0),
         *(published(found, share, feedback=False) for share in SHARES),
         published(found, 0.01, feedback=True),
         published(found, same, feedback=False, name=_SAME),
@@ -203,7 +209,7 @@ def _line(rows: Sequence[Row]) -> str:
 
 
 def _verdict(found: dict[str, list[Row]]) -> None:
-    ours, after = found["small, 8 x rms"], max(AFTER)
+    ours, after = found[_SMALL], max(AFTER)
     for name in ("LowDiff, top 1.0%", _SAME):
         theirs = found[name]
         ratios = [t.errors[after] / o.errors[after] for o, t in zip(ours, theirs, strict=True)]

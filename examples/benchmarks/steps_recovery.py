@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,10 +14,20 @@ from torch import Tensor
 from shrinkpoint.checkpointer import Checkpointer
 from shrinkpoint.steps.options import StepLog
 
-__all__ = ["print_recovery"]
+__all__ = ["Recovered", "print_recovery"]
 
 _CASES = ((5, 5), (10, 5), (20, 5), (50, 5), (48, 8))
 """Steps since the checkpoint, and in a segment; 8 is the default for a model of this size."""
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """What a recovery takes with segments of the default length."""
+
+    restore: float
+    """Seconds to restore a checkpoint."""
+    ratio: float
+    """A replayed step, of a step of training."""
 
 
 class _Generator:
@@ -36,7 +47,7 @@ def _start(text: Tensor, config: GPTConfig, run: str, log: str | None, segment: 
     training = Training(text, config)
     more: dict[str, Any] = {}
     if log is not None:
-        more = {"step_log": StepLog(segment_steps=segment, rehearse=False, busy="wait"), "step_log_url": log}
+        more = {"step_log": StepLog(segment_steps=segment, busy="wait"), "step_log_url": log}
     checkpointer = Checkpointer(
         run,
         training.model,
@@ -50,8 +61,8 @@ def _start(text: Tensor, config: GPTConfig, run: str, log: str | None, segment: 
     return training, checkpointer
 
 
-def print_recovery(text: Tensor, config: GPTConfig, log: str) -> None:
-    """Print the table: both ways lead to the same weights, bit by bit."""
+def print_recovery(text: Tensor, config: GPTConfig, log: str) -> Recovered:
+    """Print the table, and return its last line's measurements: both ways lead to the same weights, bit by bit."""
     print(
         "\nExperiment 5: recovery after so many steps since the last checkpoint (the paper: -83.2 % at 10)\n"
     )
@@ -61,10 +72,14 @@ def print_recovery(text: Tensor, config: GPTConfig, log: str) -> None:
     print("|---:|---:|---:|---:|---:|---:|")
     with tempfile.TemporaryDirectory() as folder:
         for lost, segment in _CASES:
-            print(_line(lost, segment, text, config, f"{folder}/{lost}", f"{log}/{lost}"), flush=True)
+            line, recovered = _measured(lost, segment, text, config, f"{folder}/{lost}", f"{log}/{lost}")
+            print(line, flush=True)
+    return recovered
 
 
-def _line(lost: int, segment: int, text: Tensor, config: GPTConfig, run: str, log: str) -> str:
+def _measured(
+    lost: int, segment: int, text: Tensor, config: GPTConfig, run: str, log: str
+) -> tuple[str, Recovered]:
     base = 2 * segment
     training, checkpointer = _start(text, config, run, log, segment)
     checkpointer.resume()
@@ -94,4 +109,5 @@ def _line(lost: int, segment: int, text: Tensor, config: GPTConfig, run: str, lo
     resumed.step_log.close(whole=False)
     resumed.saver.close()
     ratio = max(0.0, taken - restored) / (computed - restored)
-    return f"| {lost} | {segment} | {taken:.2f} s | {computed:.2f} s | {1 - taken / computed:.1%} | {ratio:.3f} |"
+    line = f"| {lost} | {segment} | {taken:.2f} s | {computed:.2f} s | {1 - taken / computed:.1%} | {ratio:.3f} |"
+    return line, Recovered(restored, ratio)

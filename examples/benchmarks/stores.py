@@ -1,15 +1,13 @@
 """What several stores cost and bring: commit latency, parity, and saves and restores where bandwidth is the limit.
 
-    OMP_NUM_THREADS=1 python examples/benchmarks/stores.py [--folder DISK] [--rounds 40]
+    OMP_NUM_THREADS=1 python examples/benchmarks/stores.py [--folder DISK] [--rounds 40] [--rate 20e6]
 
-Everything is measured in one run and told as ratios. The bandwidth table puts each store behind a link of ``--rate`` bytes a
-second (a wrapper that sleeps as long as the bytes would take); its states are the demo's GPT with AdamW, ``--every`` steps
-apart, coded by ``scheme="lossless"`` as a difference. Times of saves and restores are those of the stores alone: encoding
-happens before and is told beside.
+Everything is measured in one run and shown as ratios. The tables of bandwidth (`stores_bandwidth.py`) put each store behind a
+link of ``--rate`` bytes a second, or of each of ``--rates``; their states are the demo's GPT with AdamW, ``--every`` steps apart. With
+``--only server`` the stores are buckets of an S3 server, each behind a proxy of ``--server-rate``. ``--only`` takes several names, with commas.
 """
 
 import argparse
-import io
 import os
 import statistics
 import sys
@@ -32,7 +30,8 @@ from shrinkpoint.store.striped.parity import p_of, q_of
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from stores_links import Distant, timed
+from stores_bandwidth import by_rate, containers, over_links, over_server
+from stores_links import Distant
 
 
 def latency(folder: Path, rounds: int) -> Iterator[str]:
@@ -117,66 +116,7 @@ def _cpu(work: Callable[[], object]) -> float:
     return time.thread_time() - began
 
 
-def containers(every: int, steps: int) -> tuple[bytes, bytes, bytes, float]:
-    """A state as ``torch.save`` writes it, as a lossless delta, as a delta of the default scheme, and the seconds of the second."""
-    from gpt import GPT, GPTConfig, build_optimizer, load_corpus, train_loader
-
-    import shrinkpoint
-
-    config = GPTConfig(steps=steps)
-    torch.manual_seed(0)
-    model = GPT(config)
-    optimizer, schedule = build_optimizer(model, config)
-    made: dict[str, bytes] = {}
-    with tempfile.TemporaryDirectory() as root:
-        savers = {
-            scheme: shrinkpoint.Checkpointer(
-                f"{root}/{scheme}", model, optimizer, scheme=scheme, busy="wait", threads=1
-            )
-            for scheme in ("lossless", "auto")
-        }
-        for step, batch in enumerate(train_loader(load_corpus()[0], config), 1):
-            loss = model.loss(batch)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            schedule.step()
-            if step in (steps - every, steps):
-                for saver in savers.values():
-                    saver.save(step, wait=True)
-            if step == steps:
-                break
-        for scheme, saver in savers.items():
-            saver.close()
-            store = saver.saver.store
-            newest = store.manifests()[0]
-            made[scheme] = store.fetch_blob(newest.chain[-1], newest)
-        seconds = savers["lossless"].reports()[-1].encode_s
-    raw = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, raw)
-    return raw.getvalue(), made["lossless"], made["auto"], seconds
-
-
-def bandwidth(folder: Path, rate: float, every: int, steps: int) -> Iterator[str]:
-    """Seconds to put a container and to get it back, by technique and number of shards."""
-    raw, lossless, auto, seconds = containers(every, steps)
-    yield (
-        f"torch.save {len(raw) / 1e6:.2f} MB; lossless delta {len(lossless) / 1e6:.2f} MB, {seconds:.2f} s to encode; default"
-        f" scheme's delta {len(auto) / 1e6:.2f} MB; {rate / 1e6:.0f} MB/s for each store\n"
-    )
-    yield "| | save | less | restore | less |"
-    yield "|---|---:|---:|---:|---:|"
-    base: tuple[float, float] | None = None
-    rows = [("torch.save's bytes, one store", raw, 1), ("default scheme, one store", auto, 1)]
-    rows += [("lossless delta, one store", lossless, 1)]
-    rows += [(f"torch.save's bytes, {n - 1}+1", raw, n) for n in (3, 4, 5)]
-    rows += [(f"lossless delta, {n - 1}+1", lossless, n) for n in (3, 4, 5)]
-    for number, (name, data, stores) in enumerate(rows):
-        times = [timed(folder / f"{number}-{again}", data, stores, rate) for again in range(3)]
-        save, load = (min(column) for column in zip(*times, strict=True))
-        base = base or (save, load)
-        less = f"{1 - save / base[0]:.1%}", f"{1 - load / base[1]:.1%}"
-        yield f"| {name} | {save:.2f} s | {less[0]} | {load:.2f} s | {less[1]} |"
+PARTS = ("latency", "parity", "bandwidth", "rates", "server")
 
 
 def main() -> None:
@@ -185,22 +125,30 @@ def main() -> None:
     )
     parser.add_argument("--folder", type=Path, help="where to write; default: the system's temporary folder")
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--only", choices=("latency", "parity", "bandwidth"), help="one of the tables")
+    parser.add_argument("--only", default=",".join(PARTS), help="some of the tables; default: %(default)s")
     parser.add_argument("--rate", type=float, default=20e6, help="bytes a second of each store")
+    parser.add_argument("--rates", default="4e6,20e6,100e6", help="of the table by rate")
+    parser.add_argument("--server-rate", type=float, default=4e6, help="of each bucket of the server")
     parser.add_argument("--every", type=int, default=8)
     parser.add_argument("--steps", type=int, default=48)
+    parser.add_argument("--repeats", type=int, default=5, help="turns of the tables of bandwidth")
     options = parser.parse_args()
+    wanted = options.only.split(",")
+    if unknown := set(wanted) - set(PARTS):
+        parser.error(f"--only {','.join(unknown)}: the tables are {', '.join(PARTS)}")
     warnings.simplefilter("ignore", ShrinkpointWarning)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=options.folder) as root:
         folder = Path(root)
-        parts = {
-            "latency": latency(folder, options.rounds),
-            "parity": parity(),
-            "bandwidth": bandwidth(folder, options.rate, options.every, options.steps),
-        }
-        for name, part in parts.items():
-            for line in part if options.only in (None, name) else ():
+        parts = {"latency": latency(folder, options.rounds), "parity": parity()}
+        if {"bandwidth", "rates", "server"} & set(wanted):
+            made = containers(options.every, options.steps)
+            rates = [float(rate) for rate in options.rates.split(",")]
+            parts["bandwidth"] = over_links(made, options.rate, options.repeats)
+            parts["rates"] = by_rate(folder, made, rates, options.repeats)
+            parts["server"] = over_server(folder, made, options.server_rate, options.repeats)
+        for name in wanted:
+            for line in parts[name]:
                 print(line, flush=True)
             print()
 

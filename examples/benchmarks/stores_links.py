@@ -1,6 +1,7 @@
 """Stores behind links of so many bytes a second, for the benchmarks of several stores."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from shrinkpoint.store.objects import ObjectStore
 from shrinkpoint.store.run import RunStore
 from shrinkpoint.store.striped import StripedObjects
 
-__all__ = ["Distant", "Slow", "timed"]
+__all__ = ["Distant", "Slow", "timed", "timed_run"]
 
 
 class Distant:
@@ -56,13 +57,21 @@ class Slow:
 def timed(folder: Path, data: bytes, stores: int, rate: float) -> tuple[float, float]:
     """Seconds of one commit to new stores of so many bytes a second each, and of reading it back."""
     slow = [Slow(LocalObjects(str(folder / str(i))), rate) for i in range(stores)]
-    objects: Any = slow[0] if stores == 1 else StripedObjects(slow, parity=1)
-    store = RunStore("ignored", objects=objects)
-    writer = store.writer()
-    began = time.perf_counter()
-    manifest = writer.commit(data, step=1, kind="base", parent=None, state_digest="", meta={})
-    saved = time.perf_counter() - began
-    fresh = RunStore("ignored", objects=slow[0] if stores == 1 else StripedObjects(slow, parity=1))
+
+    def opened() -> RunStore:
+        objects: Any = slow[0] if stores == 1 else StripedObjects(slow, parity=1)
+        return RunStore("ignored", objects=objects)
+
+    return timed_run(opened, data)
+
+
+def timed_run(opened: Callable[[], RunStore], data: bytes) -> tuple[float, float]:
+    """Seconds of one commit to a new run, and of reading it back as another process would."""
+    with opened().writer() as writer:
+        began = time.perf_counter()
+        manifest = writer.commit(data, step=1, kind="base", parent=None, state_digest="", meta={})
+        saved = time.perf_counter() - began
+    fresh = opened()
     began = time.perf_counter()
     assert fresh.fetch(manifest) == [data]
     return saved, time.perf_counter() - began

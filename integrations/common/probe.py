@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from shrinkpoint.errors import ConfigError, ShrinkpointWarning
+from shrinkpoint.integrations.common.ranks import gather
 from shrinkpoint.reports import SaveReport
 
 __all__ = [
@@ -66,6 +67,13 @@ class KeptBatches:
                 self._used = min(2 * self._used, self._most)
         if report.overhead > overhead:
             self._used = max(self._used // 2, self._least)
+
+    def agreed(self) -> list[Any]:
+        """As `batches`, as many on every rank, and all of validation or none; a collective."""
+        found = gather((len(self.batches), self.held_out))
+        if len({held_out for _, held_out in found}) > 1:
+            return []
+        return self.batches[: min(count for count, _ in found)]
 
     @property
     def held_out(self) -> bool:

@@ -6,6 +6,7 @@ the first rank's must be called on every rank.
 
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -13,7 +14,7 @@ from torch.optim import Optimizer
 
 from shrinkpoint.coding.selective import header_of
 from shrinkpoint.errors import ShrinkpointError, ShrinkpointWarning
-from shrinkpoint.integrations.common.ranks import broadcast, is_first, on_every, on_first
+from shrinkpoint.integrations.common.ranks import broadcast, is_first, on_every, on_first, world_size
 from shrinkpoint.integrations.common.reports import BestCheckpoints, metrics_of
 from shrinkpoint.integrations.common.settings import RunSettings
 from shrinkpoint.integrations.common.step_log import SessionLog
@@ -276,6 +277,9 @@ class RunSession:
             SaveFailedError, FencedError, CannotRepresentError: as `Saver.save`.
         """
         self._require_monitor(step, metrics)
+        if adoption is not None:
+            own = {"probe_batches": self.settings.probe_batches, "ranks": world_size()}
+            adoption = replace(adoption, settings={**adoption.settings, **own})
         accepted = self.saver.save(
             state,
             step=step,

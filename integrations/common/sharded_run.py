@@ -11,8 +11,10 @@ from shrinkpoint.integrations.common.ranks import broadcast, is_first
 from shrinkpoint.integrations.common.run_session import RunSession
 from shrinkpoint.integrations.common.settings import RunSettings
 from shrinkpoint.quality.evaluation import Evaluate, ResumedSteps
+from shrinkpoint.reports import SaveReport
 from shrinkpoint.saving.takeover import Adoption
-from shrinkpoint.sharded.limits import refuse_options, unmeasured
+from shrinkpoint.sharded.limits import obstacle_of, refuse_options, unmeasured
+from shrinkpoint.sharded.planning import measurable
 from shrinkpoint.sharded.saver import ShardedSaver, Targets
 from shrinkpoint.state.training import Describe
 from shrinkpoint.store.manifest import Manifest
@@ -45,6 +47,7 @@ class ShardedRun(RunSession):
         refuse_options(settings.saver)
         self._targets, self._own = targets, own
         self._shards: ShardedSaver | None = None
+        self._settled = 0
 
     @property
     def saver(self) -> ShardedSaver:  # type: ignore[override]  # all that the methods here and of the base class call
@@ -64,7 +67,7 @@ class ShardedRun(RunSession):
 
     @property
     def probe_steps(self) -> int:
-        """None: nothing is measured on shards yet."""
+        """None: on shards no steps are made from a restored state."""
         return 0
 
     fills_in_place = True
@@ -80,9 +83,14 @@ class ShardedRun(RunSession):
             ConfigError, StoreError: as `ShardedSaver.check`; on every rank.
         """
         self.saver.check()
-        scheme = self.settings.saver.scheme
-        if scheme != "lossless" and is_first():
-            self.warn_once(unmeasured(scheme, "the loss of sharded models is not measured yet"))
+        config = self.settings.saver
+        if config.scheme != "lossless" and not self.measures and is_first():
+            self.warn_once(unmeasured(config.scheme, obstacle_of(config)))
+
+    @property
+    def measures(self) -> bool:
+        """Whether checkpoints are measured, by evaluations on all ranks."""
+        return measurable(self.settings.saver)
 
     def restore(self, manifest: Manifest) -> Any:
         """See `RunSession.restore`; the model's and the optimizers' tensors are those of `targets`, filled.
@@ -93,6 +101,22 @@ class ShardedRun(RunSession):
         restored = self.saver.restore(manifest)
         assert restored is not None
         return restored.state.to_object()
+
+    def attend(self, *, serve: bool = True) -> list[SaveReport]:
+        """See `RunSession.attend`; every rank takes part in an evaluation.
+
+        Raises:
+            ShrinkpointError: as `ShardedSaver.poll`.
+        """
+        if serve and self._shards is not None:
+            self._shards.poll()
+        return super().attend(serve=False)
+
+    def settled(self) -> list[SaveReport]:
+        """The reports since the last call, on every rank; later on some than on others."""
+        new = [] if self._shards is None else self._shards.reports()[self._settled :]
+        self._settled += len(new)
+        return new
 
     def wants(self, *, last: bool) -> bool:
         """True: the ranks agree in `hand_over`, before a tensor is moved."""
@@ -125,6 +149,7 @@ class ShardedRun(RunSession):
             step=step,
             describe=describe,
             metrics=metrics,
+            evaluate=None if evaluate is None else self._warning(evaluate),
             optimizers=optimizers,
             exact=exact,
             wait=last,
@@ -159,4 +184,4 @@ class ShardedRun(RunSession):
     def release(self) -> None:
         """See `RunSession.release`."""
         super().release()
-        self._shards = None
+        self._shards, self._settled = None, 0

@@ -5,6 +5,7 @@ for each segment, not for each step.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -165,7 +166,10 @@ class SessionLog:
         self._since += 1
         due = allowed and self._is_exact and self._since >= self._steps
         if due:
-            self._state.captured, self._since = capture(), 0
+            # The log counts what the training waits for it: on the first rank, that of all.
+            with self.log.counted() if self.log is not None else nullcontext():
+                self._state.captured = capture()
+            self._since = 0
         if self.log is not None:
             self.log.end_step(step, since=since, boundary=due)
         self._state.captured = {}

@@ -14,7 +14,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.integrations.common.alone import alone
 from shrinkpoint.integrations.common.probe import (
     MORE_BATCHES,
     KeptBatches,
@@ -24,7 +23,9 @@ from shrinkpoint.integrations.common.probe import (
 )
 from shrinkpoint.integrations.common.ranks import broadcast, gather
 from shrinkpoint.integrations.composer.state import parameter_names, trained_module
+from shrinkpoint.loop.alone import alone
 from shrinkpoint.quality.swap import swapped_weights
+from shrinkpoint.sharded.swapping import swapped_shards
 
 __all__ = ["LossProbe"]
 
@@ -75,6 +76,25 @@ class LossProbe:
         """
         batches = list(self.kept.batches)
         return lambda: _losses(state, trained_module(state), batches)
+
+    def evaluation_together(self, state: State) -> Callable[[Mapping[str, torch.Tensor]], tuple[float, ...]]:
+        """As `evaluation`, for a model of which each rank has shards: what is returned is called on all ranks; a collective.
+
+        Each rank's losses are on its own batches, as many on all of them.
+
+        Args:
+            state: between two batches.
+        """
+        batches = self.kept.agreed()
+
+        def evaluate(weights: Mapping[str, torch.Tensor]) -> tuple[float, ...]:
+            module = trained_module(state)
+            names = {stored: own for own, stored in parameter_names(module).items()}
+            values = {names[name]: value for name, value in weights.items() if name in names}
+            with metrics_preserved(module), swapped_shards(module, values):
+                return _losses(state, module, batches)
+
+        return evaluate
 
     def evaluate_sharded(self, state: State, weights: Mapping[str, torch.Tensor] | None) -> tuple[float, ...]:
         """As `evaluate`, for a model whose parameters are sharded; called on every rank.

@@ -9,7 +9,6 @@ from composer.core import State
 from composer.loggers import Logger
 
 from shrinkpoint.errors import ConfigError, ShrinkpointWarning
-from shrinkpoint.integrations.common.gradient_buckets import Buckets
 from shrinkpoint.integrations.common.ranks import is_first, on_first, world_size
 from shrinkpoint.integrations.common.run_session import RunSession
 from shrinkpoint.integrations.composer.data import DataPlace
@@ -23,6 +22,7 @@ from shrinkpoint.integrations.composer.state import (
     shards_model,
 )
 from shrinkpoint.integrations.composer.step_log import replayed, start_log
+from shrinkpoint.loop.gradient_buckets import Buckets
 from shrinkpoint.saving.resume import overridden_rates
 from shrinkpoint.saving.retention import is_weights_only
 from shrinkpoint.sharded.restoring import RANKS_KEY

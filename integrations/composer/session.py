@@ -14,12 +14,6 @@ from composer.utils import dist
 
 from shrinkpoint.errors import ConfigError, ShrinkpointWarning
 from shrinkpoint.integrations.common.adopting import PathBatches, share_adopted, with_adoptions
-from shrinkpoint.integrations.common.gradient_buckets import (
-    Buckets,
-    bucket_order,
-    restore_buckets,
-    stateful_hook,
-)
 from shrinkpoint.integrations.common.gradients import GradientCollector
 from shrinkpoint.integrations.common.ranks import (
     Outcome,
@@ -47,6 +41,12 @@ from shrinkpoint.integrations.composer.state import (
     unloadable_optimizer,
 )
 from shrinkpoint.integrations.composer.step_log import rest_of
+from shrinkpoint.loop.gradient_buckets import (
+    Buckets,
+    bucket_order,
+    restore_buckets,
+    stateful_hook,
+)
 from shrinkpoint.runtime.termination import TerminationRequest
 from shrinkpoint.saving.takeover import Adoption
 

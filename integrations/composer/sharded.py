@@ -47,7 +47,7 @@ def session_for(settings: Settings, state: State) -> Session:
 
 
 class ShardedSession(Session):
-    """As `Session`; the first rank does nothing for the others, and no loss is measured.
+    """As `Session`; the first rank does nothing for the others, and all measure together.
 
     Args:
         settings: the callback's options.
@@ -60,10 +60,14 @@ class ShardedSession(Session):
         super().__init__(settings)
         self._shards = ShardedRun(settings.run, targets=self._targets, own=lambda: self._own)
         self.run = self._shards
-        self._probe.kept = KeptBatches(0)
-        self._steps = StepProbe(self._probe, steps=0)
+        self._keep_batches()
         self._own: Mapping[str, Mapping[str, Any]] = {}
         self._state: State | None = None
+
+    def _keep_batches(self) -> None:
+        if not self._shards.measures:
+            self._probe.kept = KeptBatches(0)
+        self._steps = StepProbe(self._probe, steps=0)
 
     def _require_adoptable(self, state: State) -> None:
         """Nothing: the owners' restored values travel back to the shards."""
@@ -103,20 +107,28 @@ class ShardedSession(Session):
     # ---- during training
 
     def _begin_saving(self, state: State) -> None:
-        """Nothing: no loss is measured."""
+        """Nothing: movement is counted from the first save on."""
 
     def batch_ends(self, state: State) -> None:
-        """Nothing: no loss is measured."""
+        """Nothing: no averages of gradients are taken."""
 
     @property
     def _evaluation_wanted(self) -> bool:
         return False
 
     def _attend(self, state: State, logger: Logger, *, wanted: bool) -> None:
-        log_reports(logger, self.run.attend())
+        reports = self.run.attend()
+        for report in self._shards.settled():
+            self._probe.kept.adapt(report, self.settings.run.saver.search_overhead)
+        log_reports(logger, reports)
 
     def _drain(self, state: State) -> None:
-        """Nothing: no evaluation is waited for."""
+        """Nothing: the saver makes the evaluations that it waits for."""
+
+    def close(self) -> None:
+        """See `Session.close`."""
+        super().close()
+        self._keep_batches()
 
     def _save(
         self,
@@ -139,6 +151,7 @@ class ShardedSession(Session):
             step=batch,
             describe=describe_state(state),
             metrics=current_metrics(state),
+            evaluate=self._probe.evaluation_together(state) if self._shards.measures else None,
             optimizers=state.optimizers,
             exact=exact,
             last=last,

@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 from shrinkpoint.errors import StateMismatchError
-from shrinkpoint.integrations.common.gradient_buckets import Buckets
 from shrinkpoint.integrations.common.ranks import on_first, rank, world_size
+from shrinkpoint.loop.gradient_buckets import Buckets
 from shrinkpoint.saving.resume import require_same_groups, require_same_model
 from shrinkpoint.state.averages import AverageFinder
 from shrinkpoint.state.roles import model_tags, state_tag

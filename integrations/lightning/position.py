@@ -15,9 +15,9 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from shrinkpoint.integrations.common.gradient_buckets import bucket_order, restore_buckets
 from shrinkpoint.integrations.common.ranks import gather
 from shrinkpoint.integrations.lightning.loaders import DataPlace, missing_internals
+from shrinkpoint.loop.gradient_buckets import bucket_order, restore_buckets
 from shrinkpoint.sharded.boxes import is_sharded
 from shrinkpoint.state.rng import capture_rng, restore_rng
 

@@ -6,7 +6,7 @@ validation step is called on them with its ``log`` replaced.
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.integrations.common.alone import alone
 from shrinkpoint.integrations.common.probe import (
     MORE_BATCHES,
     KeptBatches,
@@ -24,7 +23,9 @@ from shrinkpoint.integrations.common.probe import (
     number_of,
     to_host,
 )
+from shrinkpoint.loop.alone import alone
 from shrinkpoint.quality.swap import swapped_weights
+from shrinkpoint.sharded.swapping import swapped_shards
 from shrinkpoint.state.averages import without_averages
 
 __all__ = ["LossProbe", "arguments", "captured_logs"]
@@ -80,18 +81,37 @@ class LossProbe:
 
         return evaluate
 
-    def measurement(self, trainer: Trainer, module: LightningModule) -> Callable[[], tuple[float, ...]]:
+    def evaluation_together(
+        self, trainer: Trainer, module: LightningModule
+    ) -> Callable[[Mapping[str, torch.Tensor]], tuple[float, ...]]:
+        """As `evaluation`, for a module of which each rank has shards: what is returned is called on all ranks; a collective.
+
+        Each rank's losses are on its own batches, as many on all of them.
+        """
+        measure = self.measurement(trainer, module, self.kept.agreed())
+
+        def evaluate(weights: Mapping[str, torch.Tensor]) -> tuple[float, ...]:
+            with metrics_preserved(module), swapped_shards(module, without_averages(weights)):
+                return measure()
+
+        return evaluate
+
+    def measurement(
+        self, trainer: Trainer, module: LightningModule, together: list[Any] | None = None
+    ) -> Callable[[], tuple[float, ...]]:
         """The losses of the module with its current weights on the batches that are kept now, even if others are kept
         later.
 
         Args:
             trainer: between two batches.
             module: the caller of the returned function puts it in eval mode, and back afterwards.
+            together: the batches to use where all ranks measure at the same time, and communicate; None where one does alone.
 
         Raises:
             ConfigError: raised by the returned function, if no batch has been seen, or the module returns no loss.
         """
-        batches = list(self.kept.batches)
+        batches = list(self.kept.batches) if together is None else together
+        by_itself = together is None
         step, context = _step(trainer, module, held_out=self.kept.held_out)
 
         def measure() -> tuple[float, ...]:
@@ -102,7 +122,11 @@ class LossProbe:
             values = []
             for index, kept in enumerate(batches):
                 batch = move_data_to_device(to_host(kept), module.device)
-                with alone(), captured_logs(trainer, module) as logged, context():
+                with (
+                    alone() if by_itself else nullcontext(),
+                    captured_logs(trainer, module, by_itself=by_itself) as logged,
+                    context(),
+                ):
                     returned = step(*arguments(step, batch, index))
                 values.append(_loss(logged, returned, self._metric))
             return tuple(values)
@@ -111,12 +135,15 @@ class LossProbe:
 
 
 @contextmanager
-def captured_logs(trainer: Trainer, module: LightningModule) -> Iterator[dict[str, Any]]:
+def captured_logs(
+    trainer: Trainer, module: LightningModule, *, by_itself: bool = True
+) -> Iterator[dict[str, Any]]:
     """Redirect a step's logging into a dict, away from the trainer's loggers, metrics and progress bars.
 
     Args:
         trainer: its loggers are replaced meanwhile, since a step may write to them itself.
         module: its logging methods are replaced meanwhile.
+        by_itself: whether one process measures for all, so that none may wait for others.
     """
     logged: dict[str, Any] = {}
 
@@ -133,7 +160,7 @@ def captured_logs(trainer: Trainer, module: LightningModule) -> Iterator[dict[st
         )
 
     shadows: dict[str, Callable[..., None]] = {"log": log, "log_dict": log_dict}
-    if trainer.world_size > 1:
+    if trainer.world_size > 1 and by_itself:
         shadows["all_gather"] = all_gather
     before = {name: module.__dict__[name] for name in shadows if name in module.__dict__}
     module.__dict__.update(shadows)

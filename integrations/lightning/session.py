@@ -8,7 +8,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.integrations.common.adopting import PathBatches, saves_of, share_adopted, with_adoptions
-from shrinkpoint.integrations.common.gradient_buckets import stateful_hook
 from shrinkpoint.integrations.common.gradients import GradientCollector
 from shrinkpoint.integrations.common.ranks import broadcast, is_first, on_first, world_size
 from shrinkpoint.integrations.common.run_session import RunSession
@@ -23,6 +22,7 @@ from shrinkpoint.integrations.lightning.resume import continue_run, is_tuning, r
 from shrinkpoint.integrations.lightning.settings import Settings
 from shrinkpoint.integrations.lightning.state import describe_checkpoint, followed_state
 from shrinkpoint.integrations.lightning.step_log import capture_rest, replay, rest_of
+from shrinkpoint.loop.gradient_buckets import stateful_hook
 from shrinkpoint.runtime.termination import TerminationRequest
 from shrinkpoint.saver import Saver
 from shrinkpoint.saving.address import Address
@@ -383,6 +383,7 @@ class Session:
         settings = {
             "every_n_train_steps": schedule.every_n_train_steps,
             "every_n_epochs": schedule.every_n_epochs,
+            "gradient_clip_val": trainer.gradient_clip_val,
         }
         return Adoption(live=live, settings=settings)
 

@@ -16,7 +16,7 @@ from shrinkpoint.integrations.common.sharded_run import ShardedRun
 from shrinkpoint.integrations.lightning.io import storable
 from shrinkpoint.integrations.lightning.position import OWN_KEYS, OWN_MARK, POSITION_KEY
 from shrinkpoint.integrations.lightning.probe_steps import StepProbe
-from shrinkpoint.integrations.lightning.reports import finite_metrics
+from shrinkpoint.integrations.lightning.reports import finite_metrics, log_reports
 from shrinkpoint.integrations.lightning.session import Session
 from shrinkpoint.integrations.lightning.settings import Settings
 from shrinkpoint.integrations.lightning.sharded_io import RunReader, capturing_shards, shards_model
@@ -49,7 +49,7 @@ def session_for(trainer: Trainer, session: Session) -> Session:
 
 
 class ShardedSession(Session):
-    """As `Session`; the first rank does nothing for the others, and no loss is measured.
+    """As `Session`; the first rank does nothing for the others, and all measure together.
 
     Args:
         settings: the callback's options.
@@ -64,7 +64,8 @@ class ShardedSession(Session):
         super().__init__(settings)
         self._shards = ShardedRun(settings.run, targets=self._targets, own=lambda: self._own)
         self.run = self._shards
-        self.probe.kept = KeptBatches(0)
+        if not self._shards.measures:
+            self.probe.kept = KeptBatches(0)
         self._steps = StepProbe(self.probe, steps=0)
         self._own: Mapping[str, Mapping[str, Any]] = {}
         self._found: Targets | None = None
@@ -137,7 +138,13 @@ class ShardedSession(Session):
         self._preemption.watch()
 
     def before_step(self, trainer: Trainer, module: LightningModule) -> None:
-        """Nothing: no loss is measured."""
+        """Nothing: no averages of gradients are taken."""
+
+    def _attend(self, trainer: Trainer) -> None:
+        reports = self.run.attend()
+        for report in self._shards.settled():
+            self.probe.kept.adapt(report, self.settings.run.saver.search_overhead)
+        log_reports(trainer, reports)
 
     def _save(
         self,
@@ -159,6 +166,7 @@ class ShardedSession(Session):
             step=trainer.global_step,
             describe=describe_checkpoint(trainer, module, checkpoint),
             metrics=finite_metrics(trainer),
+            evaluate=self.probe.evaluation_together(trainer, module) if self._shards.measures else None,
             optimizers=trainer.optimizers,
             exact=exact,
             last=last,

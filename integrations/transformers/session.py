@@ -13,12 +13,6 @@ import torch
 
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.integrations.common.adopting import PathBatches, share_adopted, with_adoptions
-from shrinkpoint.integrations.common.gradient_buckets import (
-    Buckets,
-    bucket_order,
-    restore_buckets,
-    stateful_hook,
-)
 from shrinkpoint.integrations.common.gradients import GradientCollector
 from shrinkpoint.integrations.common.ranks import (
     any_of,
@@ -54,6 +48,12 @@ from shrinkpoint.integrations.transformers.state import (
     load_scaler,
     optimizers_of,
     stored_state,
+)
+from shrinkpoint.loop.gradient_buckets import (
+    Buckets,
+    bucket_order,
+    restore_buckets,
+    stateful_hook,
 )
 from shrinkpoint.runtime.termination import TerminationRequest
 from shrinkpoint.saving.address import Address
@@ -402,6 +402,7 @@ class Session:
         settings = {
             "every_n_train_steps": schedule.every_n_train_steps,
             "every_n_epochs": schedule.every_n_epochs,
+            "max_grad_norm": trainer.args.max_grad_norm,
         }
         return Adoption(live=live, settings=settings)
 

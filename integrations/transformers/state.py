@@ -9,7 +9,7 @@ from torch import nn
 from transformers.trainer_callback import EarlyStoppingCallback, ExportableState, TrainerControl
 
 from shrinkpoint.errors import StateMismatchError
-from shrinkpoint.integrations.common.gradient_buckets import Buckets
+from shrinkpoint.loop.gradient_buckets import Buckets
 from shrinkpoint.saving.resume import overridden_rates, require_optimizers, require_same_model
 from shrinkpoint.state.roles import describe_training
 from shrinkpoint.state.training import Describe

@@ -1,5 +1,6 @@
 """Lightning's ModelParallelStrategy on several processes, ended and continued, on as many and on other numbers of ranks."""
 
+import shutil
 import signal
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from support.sharded_lightning import (
     hop,
     journey,
     killed,
+    measured,
     native,
     rest,
     signalled,
@@ -65,6 +67,20 @@ def test_killed_ranks_continue_bit_by_bit(tmp_path: Path) -> None:
     assert all(torch.equal(value, undisturbed[0][1][f"model.{name}"]) for name, value in weights.items())
 
 
+@pytest.mark.slow
+def test_killed_ranks_continue_from_several_stores_of_which_one_is_lost(tmp_path: Path) -> None:
+    urls = [str(tmp_path / name) for name in "abc"]
+    undisturbed = launch(whole, 2, tmp_path)
+    launch(killed, 2, tmp_path, urls, 7, killed=True)
+    shutil.rmtree(urls[1])
+    continued = launch(rest, 2, tmp_path, urls)
+    for before, (trace, state, counts, last) in zip(undisturbed, continued, strict=True):
+        assert trace[0][2] in (3, 6)
+        assert_same(trace, before[0][trace[0][2] :])
+        assert_same((state, counts), before[1:])
+        assert last == f"{','.join(urls)}#step=24"
+
+
 def test_killed_ranks_that_adopt_continue_bit_by_bit(tmp_path: Path) -> None:
     """With lossy checkpoints, which the training itself goes on from; without adoption it would differ."""
     url = str(tmp_path / "run")
@@ -80,6 +96,17 @@ def test_killed_ranks_that_adopt_continue_bit_by_bit(tmp_path: Path) -> None:
     manifests = RunStore(url).manifests()
     assert all(manifest.meta["adoption"]["planned"] for manifest in manifests)
     assert not any(manifest.meta["save"]["measured"] == "exact" for manifest in manifests)
+
+
+@pytest.mark.slow
+def test_measurements_leave_no_trace(tmp_path: Path) -> None:
+    """On validation batches, which draw no random numbers; shuffling, dropout and all generators go on as without."""
+    lossy = launch(measured, 2, tmp_path, str(tmp_path / "auto"), "auto")
+    exact = launch(measured, 2, tmp_path, str(tmp_path / "lossless"), "lossless")
+    for found, wanted in zip(lossy, exact, strict=True):
+        assert_same(found[:3], wanted[:3])
+        assert found[3] == [(step, "measured", True) for step in (3, 6, 9)]
+        assert wanted[3] == [(step, "exact", False) for step in (3, 6, 9)]
 
 
 @pytest.mark.slow
@@ -153,8 +180,8 @@ def test_one_run_on_other_meshes_with_ddp_and_on_a_single_device(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_auto_goes_on_unmeasured_and_says_so(tmp_path: Path) -> None:
+def test_auto_is_measured_on_other_numbers_of_ranks_too(tmp_path: Path) -> None:
     url = str(tmp_path / "run")
     for world, steps in ((2, 3), (3, 6)):
         told = launch(journey, world, tmp_path, url, str(tmp_path / f"{steps}.pt"), 1, steps, "auto")
-        assert told == [([], [(steps, "base" if steps == 3 else "delta", "unmeasured")])] * world
+        assert told == [([], [(steps, "base" if steps == 3 else "delta", "measured")])] * world

@@ -3,7 +3,9 @@
 import http.client
 import socket
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -208,3 +210,18 @@ def test_probability_is_seeded(server: _Server) -> None:
     assert draws(1) == draws(1)
     assert draws(1) != draws(2)
     assert {404, 500, 501, 502} == set(draws(1))
+
+
+@pytest.mark.parametrize(("method", "body", "answer"), [("PUT", BODY, b""), ("GET", None, BODY)])
+def test_no_more_bytes_pass_than_the_link_carries(
+    server: _Server, method: str, body: bytes | None, answer: bytes
+) -> None:
+    server.objects = {"/a": BODY, "/b": BODY}
+    with (
+        FaultProxy(("127.0.0.1", server.server_port), rate=1e6) as slow,
+        ThreadPoolExecutor(2) as pool,  # over two connections together
+    ):
+        began = time.monotonic()
+        answers = list(pool.map(lambda path: _ask(slow, method, path, body), ("/a", "/b")))
+        assert answers == [(200, answer)] * 2
+        assert time.monotonic() - began >= 2 * len(BODY) / 1e6

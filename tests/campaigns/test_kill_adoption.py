@@ -28,12 +28,12 @@ FARTHEST = 12
 class Nursery:
     """Forks trainings of `support.adopting`."""
 
-    def __init__(self, process: "subprocess.Popen[str]", errors: Path) -> None:
-        self._process, self._errors = process, errors
+    def __init__(self, process: "subprocess.Popen[str]", errors: Path, stores: int) -> None:
+        self._process, self._errors, self._stores = process, errors, stores
 
-    def start(self, folder: Path, end: int, point: str = "", save: int = 0) -> int:
+    def start(self, folder: Path, end: int, point: str = "", save: int = 0, case: str = "adamw") -> int:
         """The process id of a new training."""
-        return self._ask([str(folder), point, save, end])
+        return self._ask([str(folder), point, save, end, self._stores, case])
 
     def reap(self, child: int) -> int:
         """Its exit status, when it has ended."""
@@ -54,7 +54,7 @@ class Nursery:
 
 
 @contextmanager
-def nursery(folder: Path) -> Iterator[Nursery]:
+def nursery(folder: Path, stores: int) -> Iterator[Nursery]:
     tests = str(Path(adopting.__file__).parents[1])
     places = [tests, *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(places)}
@@ -69,7 +69,7 @@ def nursery(folder: Path) -> Iterator[Nursery]:
             env=environment,
         )
     try:
-        yield Nursery(process, errors)
+        yield Nursery(process, errors, stores)
     finally:
         assert process.stdin is not None
         process.stdin.close()
@@ -89,10 +89,10 @@ def _check(folder: Path, true: dict[int, tuple[str, str]]) -> int:
     return len(steps) - len({line["step"] for line in steps})
 
 
-def _at_random(folder: Path, kills: int) -> None:
+def _at_random(folder: Path, kills: int, stores: int = 1) -> None:
     end = 2 * EVERY * kills + 4 * EVERY  # more than that many kills let it come to
     rng = random.Random(0)
-    with nursery(folder) as trainings:
+    with nursery(folder, stores) as trainings:
         for _ in range(kills):
             child = trainings.start(folder, end)
             known, target = len(_noted(folder)), rng.randrange(1, FARTHEST)
@@ -110,10 +110,10 @@ def _at_random(folder: Path, kills: int) -> None:
     print(f"{kills} kills in {end} steps; {again} steps were made again, all of them alike")
 
 
-def _at_points(folder: Path, saves: range) -> None:
+def _at_points(folder: Path, saves: range, stores: int = 1) -> None:
     end = EVERY * (saves[-1] + 2)
     true = truth(folder, steps=end, adoptions=end // EVERY)
-    with nursery(folder) as trainings:
+    with nursery(folder, stores) as trainings:
         for point in POINTS:
             for save in saves:
                 place = folder / f"{point} {save}".replace(" ", "-")
@@ -130,12 +130,32 @@ def _at_points(folder: Path, saves: range) -> None:
 
 
 @pytest.mark.slow
-def test_killed_at_each_point(tmp_path):
-    _at_points(tmp_path, range(2, 3))
+def test_killed_with_a_gradient_scaler(tmp_path):
+    """Its scale and its count of steps are part of what is compared; some steps are skipped for an overflow."""
+    end = 4 * EVERY
+    true = truth(tmp_path, "scaled", steps=end, adoptions=end // EVERY)
+    with nursery(tmp_path) as trainings:
+        status = trainings.reap(trainings.start(tmp_path, end, "after adopting", 2, "scaled"))
+        assert os.WIFSIGNALED(status), trainings.said()
+        assert trainings.reap(trainings.start(tmp_path, end, case="scaled")) == 0, trainings.said()
+    assert [line["resumed"] for line in _noted(tmp_path) if "resumed" in line] == [0, EVERY]
+    assert _check(tmp_path, true)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("stores", [1, 3])
+def test_killed_at_each_point(tmp_path, stores):
+    _at_points(tmp_path, range(2, 3), stores)
 
 
 def test_a_few_kills(tmp_path):
     _at_random(tmp_path, QUICK)
+
+
+@pytest.mark.slow
+def test_a_few_kills_with_several_stores(tmp_path):
+    _at_random(tmp_path, QUICK, stores=3)
 
 
 @pytest.mark.slow

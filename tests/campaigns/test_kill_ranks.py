@@ -1,4 +1,4 @@
-"""Ranks of sharded trainings are killed, on a folder and on an S3 server behind a faulty proxy: no acknowledged save is lost or mixed, and
+"""Ranks of sharded trainings are killed, on a folder, on several, and on an S3 server behind a faulty proxy: no acknowledged save is lost or mixed, and
 nobody hangs.
 
 ``--kills 250`` asks for more than the default.
@@ -17,13 +17,20 @@ from support.sharded_kills import kill_ranks
 from shrinkpoint.errors import ShrinkpointError
 
 FAULTED = 0.1
-KILLS, KILLS_REAL, KILLS_CONTROL = 8, 6, 12
+KILLS, KILLS_SEVERAL, KILLS_REAL, KILLS_CONTROL = 8, 4, 6, 12
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(0)]  # each start of the ranks has a limit
 
 
 def test_killed_on_a_folder(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     account = kill_ranks(tmp_path, str(tmp_path / "run"), pytestconfig.getoption("--kills") or KILLS, seed=22)
+    print(account)
+    assert account.stored > 0
+
+
+def test_killed_on_several_folders(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    urls = ",".join(str(tmp_path / f"run-{number}") for number in range(3))
+    account = kill_ranks(tmp_path, urls, pytestconfig.getoption("--kills") or KILLS_SEVERAL, seed=25)
     print(account)
     assert account.stored > 0
 

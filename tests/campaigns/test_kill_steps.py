@@ -10,17 +10,23 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support import stepped
-from support.stepped import Training
+from support.stepped import SEGMENT, Life, Training, journal_of, overtaken
 
 QUICK = 5
 THOROUGH = 50
 EVERY = 20  # as `stepped.main` has it
+LEFT_RUNNING = 0.2  # of all processes
+PATIENCE_S = 300.0
 
 
 class _Truth:
@@ -37,78 +43,227 @@ class _Truth:
         return self._found[step]
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
-    text = path.read_text() if path.exists() else ""
-    return [json.loads(line) for line in text.split("\n")[:-1]]
+class _Nursery:
+    """Forks processes of the training; each of them is compiled and imported already."""
+
+    def __init__(self, life: Life) -> None:
+        self._life = life
+        tests = str(Path(stepped.__file__).parents[1])
+        places = [tests, *filter(None, [os.environ.get("PYTHONPATH")])]
+        self._errors = Path(life.folder) / "errors"
+        with self._errors.open("wb") as stderr:
+            self._server = subprocess.Popen(
+                [sys.executable, stepped.__file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(places)},
+            )
+
+    def _ask(self, line: str) -> int:
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        self._server.stdin.write(line + "\n")
+        self._server.stdin.flush()
+        answer = self._server.stdout.readline()
+        assert answer, self.errors
+        return int(answer)
+
+    @property
+    def errors(self) -> str:
+        """The last of what all processes have printed."""
+        return self._errors.read_text()[-4000:]
+
+    def start(self) -> int:
+        """The id of a new process."""
+        return self._ask(json.dumps(asdict(self._life)))
+
+    def kill(self, process: int) -> None:
+        """Kill a process that is still running."""
+        os.kill(process, signal.SIGKILL)
+        assert os.WIFSIGNALED(self._ask(str(process))), self.errors
+
+    def lines(self, process: int) -> list[dict[str, Any]]:
+        """What a process has noted so far."""
+        return [json.loads(line) for line in self._noted(process).split(b"\n")[:-1]]
+
+    def _noted(self, process: int) -> bytes:
+        path = journal_of(self._life.folder, process)
+        return path.read_bytes() if path.exists() else b""
+
+    def wait(self, process: int, lines: int) -> None:
+        """Wait until it has noted so many."""
+        deadline = time.monotonic() + PATIENCE_S
+        while self._noted(process).count(b"\n") < lines:
+            assert time.monotonic() < deadline, self.errors
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        """End the server."""
+        assert self._server.stdin is not None
+        self._server.stdin.close()
+        self._server.wait()
 
 
-def _campaign(folder: Path, kills: int, *, machines: float = 0.0) -> None:
+@dataclass
+class _Found:
+    """What a campaign has seen."""
+
+    lost: list[int] = field(default_factory=list)
+    """Steps to compute again after each failure that left the machine."""
+    after_loss: list[int] = field(default_factory=list)
+    """The same, after those that took the machine."""
+    slow: int = 0
+    """Processes of which some segment took longer than a step to be written."""
+    gaps: int = 0
+    replayed: int = 0
+    overtaken: int = 0
+    fenced: set[str] = field(default_factory=set)
+    """Segments that processes have logged after they were overtaken."""
+    steps: int = 0
+
+    def show(self) -> str:
+        """For people."""
+        kept = self.lost
+        text = (
+            f"{len(kept) + len(self.after_loss)} kills in {self.steps} steps, {self.replayed} resumes from the log; segments of"
+            f" {SEGMENT}; steps to compute again: {sum(kept) / len(kept):.1f} on average, {max(kept)} at most, in"
+            f" {sum(lost <= SEGMENT for lost in kept)} of {len(kept)} failures at most {SEGMENT}; in {self.slow} processes a segment"
+            f" took longer than a step, {self.gaps} gaps; {self.overtaken} processes went on after they were overtaken and logged"
+            f" {len(self.fenced)} segments then, none of which was replayed"
+        )
+        if self.after_loss:
+            lost = self.after_loss
+            text += (
+                f"; {len(lost)} lost machines: {sum(lost) / len(lost):.1f} on average, {max(lost)} at most"
+            )
+        return text
+
+
+def _bound(lines: list[dict[str, Any]]) -> int | None:
+    """The most steps that a failure of this process may cost: those of one segment where each was written before the next step
+    ended; else those of two, the one that is being written and the one that waits for it; any after a gap, of which it warned."""
+    resumed, *steps = lines
+    if steps and steps[-1]["gaps"]:
+        return None
+    behind = [line["step"] - (line["written"] or resumed["resumed"]) for line in steps]
+    return SEGMENT if max(behind, default=0) <= SEGMENT else 2 * SEGMENT
+
+
+@contextmanager
+def _log_folder(folder: Path) -> Iterator[Path]:
+    """In memory where there is such a folder, as `docs/steps.md` recommends."""
+    shared = Path("/dev/shm")
+    made = Path(
+        tempfile.mkdtemp(prefix="shrinkpoint-kills-", dir=shared if os.access(shared, os.W_OK) else folder)
+    )
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _campaign(folder: Path, kills: int, *, machines: float = 0.0, left_running: float = LEFT_RUNNING) -> None:
     """Kill a training again and again.
 
     Args:
-        folder: for everything.
+        folder: for everything but the log.
         kills: how often.
         machines: the share of the failures that take the folder of the log with them; it is then copied to the run.
+        left_running: the share of the processes that run on, or are stopped and go on, after another one has taken over.
     """
-    if machines:
-        (folder / "copy").touch()
-    tests = str(Path(stepped.__file__).parents[1])
-    places = [tests, *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(places)}
-    errors = folder / "errors"
-    with errors.open("wb") as stderr:
-        nursery = subprocess.Popen(
-            [sys.executable, stepped.__file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
-            env=environment,
-        )
+    with _log_folder(folder) as log:
+        nursery = _Nursery(Life(folder=str(folder), log=str(log), copy=bool(machines)))
+        found = _killed(nursery, folder, log, kills, machines, left_running)
+        nursery.close()
+    print(found.show())
+    assert found.replayed
+    assert bool(found.after_loss) == bool(machines)
+    assert found.fenced or not found.overtaken
 
-    def ask(line: str) -> int:
-        assert nursery.stdin is not None
-        assert nursery.stdout is not None
-        nursery.stdin.write(line + "\n")
-        nursery.stdin.flush()
-        answer = nursery.stdout.readline()
-        assert answer, errors.read_text()[-4000:]
-        return int(answer)
 
-    rng, truth, journal = random.Random(0), _Truth(), folder / "journal"
-    lost: list[int] = []
-    kept = done = replayed = gone = 0
-    for _ in range(kills):
-        known = len(_lines(journal))
-        child = ask(str(folder))
-        target, deadline = known + rng.randrange(2, 30), time.monotonic() + 120
-        while len(_lines(journal)) < target:
-            assert time.monotonic() < deadline, errors.read_text()[-4000:]
-            time.sleep(0.002)
-        time.sleep(rng.uniform(0.0, 0.05))
-        os.kill(child, signal.SIGKILL)
-        assert os.WIFSIGNALED(ask(str(child))), errors.read_text()[-4000:]
-        resumed, *steps = _lines(journal)[known:]
-        assert resumed["resumed"] >= kept  # whatever was written is there
-        assert resumed["digest"] == truth[resumed["resumed"]][1]
+class _Course:
+    """Checks one process of the training after the other against the undisturbed run."""
+
+    def __init__(self) -> None:
+        self._truth = _Truth()
+        self._done = self._written = 0
+        self._bound: int | None = 2 * SEGMENT
+        self._lost_machine = False
+        self.found = _Found()
+
+    def check(self, lines: list[dict[str, Any]]) -> None:
+        """What a process has noted until it failed, or was overtaken."""
+        resumed, *steps = lines
+        found, begin = self.found, resumed["resumed"]
+        assert begin >= self._written  # whatever was written is there
+        assert resumed["digest"] == self._truth[begin][1]
+        assert not found.fenced & set(resumed["replayed"])
         for line in steps:
-            assert (line["loss"], line["digest"]) == truth[line["step"]]
-        lost.append(done - resumed["resumed"])
-        replayed += resumed["resumed"] % EVERY != 0
-        done = steps[-1]["step"] if steps else resumed["resumed"]
-        kept = max([resumed["resumed"], *(line["written"] or 0 for line in steps)])
-        if rng.random() < machines:
-            shutil.rmtree(folder / "log")
-            gone, kept = gone + 1, 0  # what was copied by then is there
-    assert nursery.stdin is not None
-    nursery.stdin.close()
-    nursery.wait()
-    print(
-        f"{kills} kills in {done} steps, {gone} lost machines, {replayed} resumes from the log; steps to compute again:"
-        f" {sum(lost) / len(lost):.1f} on average, {max(lost)} at most"
-    )
-    assert replayed
-    assert bool(gone) == bool(machines)
+            assert (line["loss"], line["digest"]) == self._truth[line["step"]]
+            assert line["off"] is None
+        lost = max(0, self._done - begin)
+        if self._lost_machine:
+            found.after_loss.append(lost)
+        else:
+            found.lost.append(lost)
+            assert self._bound is None or lost <= self._bound
+        found.replayed += begin % EVERY != 0
+        found.gaps += steps[-1]["gaps"] if steps else 0
+        self._done = found.steps = steps[-1]["step"] if steps else begin
+        self._written = max([begin, *(line["written"] or 0 for line in steps)])
+        self._bound, self._lost_machine = _bound(lines), False
+        found.slow += self._bound != SEGMENT
+
+    def lose_machine(self) -> None:
+        """Only what was copied by now is still there."""
+        self._written, self._lost_machine = 0, True
+
+
+def _killed(
+    nursery: _Nursery, folder: Path, log: Path, kills: int, machines: float, left_running: float
+) -> _Found:
+    rng, course = random.Random(0), _Course()
+    process = nursery.start()
+    for number in range(kills):
+        nursery.wait(process, rng.randrange(3, 31))
+        time.sleep(rng.uniform(0.0, 0.05))
+        if number == 1 or rng.random() < left_running:  # in every campaign one at least
+            stops = rng.random() < 0.5
+            if stops:
+                os.kill(process, signal.SIGSTOP)
+            course.check(nursery.lines(process))
+            successor = nursery.start()
+            nursery.wait(successor, 1)
+            course.found.overtaken += 1
+            course.found.fenced |= _stray(nursery, folder, log, process, successor, stops=stops)
+        else:
+            nursery.kill(process)
+            course.check(nursery.lines(process))
+            if rng.random() < machines:
+                shutil.rmtree(log)
+                course.lose_machine()
+            successor = nursery.start()
+        process = successor
+    nursery.wait(process, 1)
+    nursery.kill(process)
+    course.check(nursery.lines(process))
+    return course.found
+
+
+def _stray(
+    nursery: _Nursery, folder: Path, log: Path, process: int, successor: int, *, stops: bool
+) -> set[str]:
+    """Let a process go on for some segments after its successor has resumed; the segments that count no more."""
+    overtaken(folder, process).touch()
+    if stops:
+        os.kill(process, signal.SIGCONT)
+    nursery.wait(process, len(nursery.lines(process)) + 3 * SEGMENT)
+    nursery.kill(process)
+    session = nursery.lines(process)[0]["session"]
+    written = {path.name for root in (folder, log) for path in root.rglob(f"*-{session}-*.steps")}
+    return written - set(nursery.lines(successor)[0]["replayed"])
 
 
 def test_a_few_kills(tmp_path):

@@ -17,6 +17,7 @@ import shrinkpoint
 from shrinkpoint.dcp import StorageReader, StorageWriter
 from shrinkpoint.errors import StoreError
 from shrinkpoint.store.run import RunStore
+from shrinkpoint.store.urls import RunUrl
 from shrinkpoint.store.writer import RunWriter
 
 warm()
@@ -72,7 +73,7 @@ def attempt(action: Any) -> str:
 def saves(
     rank: int,
     world: int,
-    url: str,
+    url: RunUrl,
     true: str,
     kind: str = "fsdp",
     mode: str = "sync",
@@ -113,12 +114,12 @@ def saves(
     return [(report.step, report.kind) for report in writer.reports]
 
 
-def resumed(rank: int, world: int, url: str, true: str) -> list[tuple[int, str]]:
+def resumed(rank: int, world: int, url: RunUrl, true: str) -> list[tuple[int, str]]:
     """Three more saves, each by a writer of its own; two checkpoints are kept."""
     return saves(rank, world, url, true, mode="anew", start=4, keep_last=2)
 
 
-def fill(url: str, true: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def fill(url: RunUrl, true: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Load into another model, and compare with the true one."""
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
@@ -140,7 +141,7 @@ def fill(url: str, true: str, model: nn.Module, optimizer: torch.optim.Optimizer
     return state
 
 
-def loads(rank: int, world: int, url: str, true: str, kind: str = "fsdp") -> int:
+def loads(rank: int, world: int, url: RunUrl, true: str, kind: str = "fsdp") -> int:
     """The step that was loaded."""
     return int(fill(url, true, *build(kind, world, rank, seed=7))["step"])
 

@@ -155,12 +155,31 @@ def _reset(writer: asyncio.StreamWriter) -> None:
     writer.transport.abort()
 
 
-def _writer_of(writer: asyncio.StreamWriter) -> Callable[[bytes], Awaitable[None]]:
+def _writer_of(
+    writer: asyncio.StreamWriter, link: "_Link | None" = None
+) -> Callable[[bytes], Awaitable[None]]:
     async def write(data: bytes) -> None:
+        if link is not None:
+            await link.carry(len(data))
         writer.write(data)
         await writer.drain()
 
     return write
+
+
+class _Link:
+    """One direction of a link of so many bytes a second, which all connections share."""
+
+    def __init__(self, rate: float | None) -> None:
+        self._rate = rate
+        self._free = 0.0
+
+    async def carry(self, count: int) -> None:
+        """Wait until so many bytes have passed."""
+        if self._rate is not None:
+            now = asyncio.get_running_loop().time()
+            self._free = max(now, self._free) + count / self._rate
+            await asyncio.sleep(self._free - now)
 
 
 @final
@@ -168,11 +187,13 @@ class FaultProxy:
     """A proxy before ``upstream`` (host, port) on a free port of 127.0.0.1, in a thread of its own.
 
     Rules may be changed while it runs; the first rule that picks a request decides. ``seed`` fixes the draws of rules
-    with a probability (the order in which concurrent requests arrive is not fixed by it).
+    with a probability (the order in which concurrent requests arrive is not fixed by it). ``rate`` is how many bytes a
+    second pass in each direction, over all connections together; None: as many as can.
     """
 
-    def __init__(self, upstream: tuple[str, int], *, seed: int = 0) -> None:
+    def __init__(self, upstream: tuple[str, int], *, seed: int | str = 0, rate: float | None = None) -> None:
         self._upstream = upstream
+        self._up, self._down = _Link(rate), _Link(rate)
         self._rng = random.Random(seed)
         self._lock = threading.Lock()
         self._rules: list[Rule] = []
@@ -317,7 +338,7 @@ class FaultProxy:
     ) -> bool:
         up_reader, up_writer = await asyncio.open_connection(*self._upstream, limit=_LIMIT)
         try:
-            up = _writer_of(up_writer)
+            up = _writer_of(up_writer, self._up)
             await up(request.without("expect"))
             await _copy(
                 _body(reader, request),
@@ -341,15 +362,15 @@ class FaultProxy:
             up_writer.close()
         return answer.keeps_alive(method)
 
-    @staticmethod
     async def _answer(
+        self,
         method: str,
         answer: _Head,
         fault: Fault | None,
         up: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> None:
-        down = _writer_of(writer)
+        down = _writer_of(writer, self._down)
         await down(answer.raw)
         if not answer.has_body(method):
             return

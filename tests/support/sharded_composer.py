@@ -49,7 +49,7 @@ class At(Callback):  # type: ignore[misc]
             self.action([row[2:5] for row in trace.rows])
 
 
-def saving(url: str, every: int = 3, **options: Any) -> CompressedCheckpoint:
+def saving(url: str | list[str], every: int = 3, **options: Any) -> CompressedCheckpoint:
     given = {"scheme": "lossless", "busy": "wait", "threads": 1, "save_top_k": -1} | options
     return CompressedCheckpoint(url, save_interval=f"{every}ba", **given)
 
@@ -121,19 +121,20 @@ def whole(rank: int, world: int, algorithms: str = "none") -> Outcome:
     return fit(Seeded(rank, 1), setup=setup_of(algorithms), **SHARDED)
 
 
-def killed(rank: int, world: int, url: str, batch: int, algorithms: str = "none") -> None:
+def killed(rank: int, world: int, url: str | list[str], batch: int, algorithms: str = "none") -> None:
     """Every rank, or what is left of it, ends after a batch as by kill -9, some time after a save."""
     prepare(rank, world)
 
     def end(trained: list[Any]) -> None:
-        while not list(Path(url, "commits").glob("*")):
+        first = url if isinstance(url, str) else url[0]
+        while not list(Path(first, "commits").glob("*")):
             time.sleep(0.01)
         die()
 
     fit(Seeded(rank, 1), At(batch, end), saving(url), setup=setup_of(algorithms), **SHARDED)
 
 
-def rest(rank: int, world: int, url: str, algorithms: str = "none", control: bool = False) -> Any:
+def rest(rank: int, world: int, url: str | list[str], algorithms: str = "none", control: bool = False) -> Any:
     """The training goes on by itself; as a control, with the first rank's position on every rank.
 
     Returns:
@@ -152,7 +153,8 @@ def adopting(rank: int, world: int, url: str, batch: int | None = None, adopt: b
     prepare(rank, world)
 
     def end(trained: list[Any]) -> None:
-        while not list(Path(url, "commits").glob("*")):
+        first = url if isinstance(url, str) else url[0]
+        while not list(Path(first, "commits").glob("*")):
             time.sleep(0.01)
         die()
 

@@ -137,7 +137,7 @@ def trained(
     return trainer, full_state(module, trainer.optimizers[0])
 
 
-def saving(url: str, every: int = 3, **options: Any) -> CompressedCheckpoint:
+def saving(url: str | list[str], every: int = 3, **options: Any) -> CompressedCheckpoint:
     given = {"scheme": "lossless", "busy": "wait", "threads": 1, "save_top_k": -1} | options
     return CompressedCheckpoint(url, every_n_train_steps=every, **given)
 
@@ -182,7 +182,8 @@ def adopting(rank: int, world: int, url: str, stop: int | None = None, adopt: bo
     module = Sharded()
 
     def end() -> None:
-        while not list(Path(url, "commits").glob("*")):
+        first = url if isinstance(url, str) else url[0]
+        while not list(Path(first, "commits").glob("*")):
             time.sleep(0.01)
         die()
 
@@ -195,25 +196,37 @@ def adopting(rank: int, world: int, url: str, stop: int | None = None, adopt: bo
     return module.trace, state, counters(trainer), reports_of(callback)
 
 
+def measured(rank: int, world: int, url: str, scheme: str) -> Any:
+    """A training whose checkpoints are measured on validation batches, or exact."""
+    seed(rank, 1)
+    module = Sharded()
+    callback = saving(url, scheme=scheme, save_last=False)
+    trainer, state = trained(world, module, callback, max_steps=9, limit_val_batches=2, val_check_interval=2)
+    reports = callback._session.run.saver.reports()
+    said = [(report.step, report.measured, report.evaluations > 1) for report in reports]
+    return module.trace, state, counters(trainer), said
+
+
 def counters(trainer: pl.Trainer) -> Any:
     rates = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
     return trainer.global_step, trainer.current_epoch, trainer.fit_loop.total_batch_idx, rates
 
 
-def killed(rank: int, world: int, url: str, step: int) -> None:
+def killed(rank: int, world: int, url: str | list[str], step: int) -> None:
     """Every rank, or what is left of it, ends at a step as by kill -9, some time after a save."""
     seed(rank, 1)
     module = Sharded()
 
     def end() -> None:
-        while not list(Path(url, "commits").glob("*")):
+        first = url if isinstance(url, str) else url[0]
+        while not list(Path(first, "commits").glob("*")):
             time.sleep(0.01)
         die()
 
     trained(world, module, At(step, end), saving(url), limit_val_batches=2, val_check_interval=5)
 
 
-def rest(rank: int, world: int, url: str, accumulate: int = 1) -> Any:
+def rest(rank: int, world: int, url: str | list[str], accumulate: int = 1) -> Any:
     """The training goes on by itself."""
     seed(rank, 100)
     module = Sharded()

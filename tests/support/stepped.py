@@ -6,8 +6,10 @@ import os
 import random
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -198,23 +200,69 @@ class Training:
         return [buffer.clone() for buffer in self.model.buffers()]
 
 
-def main(folder: str) -> None:
-    """Train until killed, and note every step before the next one begins; with a file ``copy``, the log is copied to the run."""
-    log = shrinkpoint.StepLog(segment_steps=3, copy=Path(folder, "copy").exists())
-    training = Training().log(f"{folder}/run", f"{folder}/log", every=20, step_log=log)
-    begin = training.checkpointer.resume()
-    with (Path(folder) / "journal").open("a", buffering=1) as journal:
-        journal.write(json.dumps({"resumed": begin, "digest": training.digest}) + "\n")
+@dataclass(frozen=True, kw_only=True)
+class Life:
+    """One process of a training that is killed."""
+
+    folder: str
+    """For the run, and the journals of all processes."""
+    log: str
+    """The folder of the step log."""
+    copy: bool
+    """Whether the log is copied to the run."""
+
+
+SEGMENT = 3
+"""Steps in a segment of these trainings."""
+PAUSE_S = 0.02
+"""What a step takes longer than this tiny model does: the log is then written within a step, as in a real training."""
+
+
+def journal_of(folder: str | Path, process: int) -> Path:
+    """What a process notes about its steps."""
+    return Path(folder) / f"journal-{process}"
+
+
+def overtaken(folder: str | Path, process: int) -> Path:
+    """A file that is there once another process has continued the training of this one."""
+    return Path(folder) / f"overtaken-{process}"
+
+
+def main(life: Life) -> None:
+    """Train until killed, and note every step before the next one begins.
+
+    Where another process has taken over, the gradients are other ones from then on, so that nothing that is logged here may
+    ever be replayed. There are no more checkpoints either: that they are refused is the run's matter, not that of its log.
+    """
+    log = shrinkpoint.StepLog(segment_steps=SEGMENT, copy=life.copy)
+    training = Training().log(f"{life.folder}/run", life.log, every=20, step_log=log)
+    checkpointer = training.checkpointer
+    begin = checkpointer.resume()
+    stray = overtaken(life.folder, os.getpid())
+    with journal_of(life.folder, os.getpid()).open("x", buffering=1) as journal:
+        first = {
+            "resumed": begin,
+            "digest": training.digest,
+            "session": checkpointer.step_log._writer._session,
+        }
+        replayed = [str(reference.key) for reference in checkpointer.step_log._inherits]
+        journal.write(json.dumps({**first, "replayed": replayed}) + "\n")
         for step in itertools.count(begin):
+            if stray.exists():
+                checkpointer._every = None
+                training.clip = 1e-3
             loss = training.step(step)
-            training.checkpointer.step(step + 1)
-            written = training.checkpointer.step_log.written
-            line = {"step": step + 1, "loss": loss, "digest": training.digest, "written": written}
-            journal.write(json.dumps(line) + "\n")
+            checkpointer.step(step + 1)
+            log = checkpointer.step_log
+            line = {"step": step + 1, "loss": loss, "digest": training.digest}
+            journal.write(
+                json.dumps({**line, "written": log.written, "gaps": log.gaps, "off": log.off}) + "\n"
+            )
+            time.sleep(PAUSE_S)
 
 
 def serve() -> None:
-    """For each line on stdin, a folder: fork a training there and print its process id; for a number: reap that process."""
+    """For each line on stdin, a `Life` as JSON: fork it and print its process id; for a number: reap that process."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:  # import and compile everything once, before the first fork
         training = Training().log(f"{folder}/run", f"{folder}/log", every=2)
@@ -229,7 +277,7 @@ def serve() -> None:
         if child == 0:
             status = 1
             try:
-                main(text)
+                main(Life(**json.loads(text)))
                 status = 0
             except BaseException:  # noqa: BLE001 - the child must never return into the server's loop
                 traceback.print_exc()

@@ -31,25 +31,9 @@ __all__ = ["CONTROLS", "Control", "WriterConfig", "content", "open_objects", "op
 PATIENCE = Patience(late_floor_s=1.0, alone_s=3.0, limit_s=10.0)
 # Servers and their clients on one busy machine: what is slow there is not lost.
 _REMOTE_CALLS = Patience(late_floor_s=10.0, alone_s=40.0, limit_s=60.0)
-KEPT = 8
+_KEPT, _KEPT_REMOTE = 8, 4
+"""How many checkpoints a collection keeps; fewer on servers, where each is read many times over."""
 _REMOTE_PATIENCE = RetryPolicy(attempts=3, first_delay_s=0.05, max_delay_s=0.5, deadline_s=8.0)
-
-
-@dataclass(frozen=True)
-class Control:
-    """A way of doing it that loses checkpoints; or ours."""
-
-    parity: int | None = None
-    copies: int | None = None
-    only_first: bool = False
-
-
-CONTROLS = {
-    "ours": Control(),
-    "no parity": Control(parity=0),
-    "manifests on store 1 only": Control(only_first=True),
-    "committed at one copy": Control(copies=1),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,12 +54,39 @@ class WriterConfig:
     """Without any grace, which is for a single process."""
 
 
-class _OneCopy(members.Quorum):
-    """A record counts as committed with one copy; all stores must then be asked for it."""
+class _One(members.Quorum):
+    """A record counts as committed with one copy, and is looked for in as many stores as otherwise."""
 
     @property
     def write(self) -> int:
         return 1
+
+    @property
+    def read(self) -> int:
+        return members.Quorum(self.stores, self.parity).read
+
+
+class _OneCopy(StripedObjects):
+    """Acknowledged with a manifest in the first store; the others get it while later ones are saved."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.group.make_quorum = _One
+        self._owed: list[tuple[str, bytes]] = []
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        if not key.startswith("commits/"):
+            return super().put_if_absent(key, data)
+        self.group.found()
+        first, *others = self.group.stores
+        while len(self._owed) > 1:
+            owed = self._owed.pop(0)
+            for store in others:
+                store.put_if_absent(*owed)
+        created = first.put_if_absent(key, data)
+        if created:
+            self._owed.append((key, data))
+        return created
 
 
 class _OnlyFirst(StripedObjects):
@@ -86,6 +97,22 @@ class _OnlyFirst(StripedObjects):
             self.group.found()
             return self.group.stores[0].put_if_absent(key, data)
         return super().put_if_absent(key, data)
+
+
+@dataclass(frozen=True)
+class Control:
+    """A way of doing it that loses checkpoints; or ours."""
+
+    parity: int | None = None
+    kind: type[StripedObjects] = StripedObjects
+
+
+CONTROLS = {
+    "ours": Control(),
+    "no parity": Control(parity=0),
+    "manifests on store 1 only": Control(kind=_OnlyFirst),
+    "committed at one copy": Control(kind=_OneCopy),
+}
 
 
 def content(step: int) -> bytes:
@@ -102,7 +129,6 @@ def open_objects(
     places: Sequence[Mapping[str, Any] | None] | None = None,
 ) -> StripedObjects:
     control = CONTROLS[how]
-    kind = _OnlyFirst if control.only_first else StripedObjects
     parity = parity if control.parity is None else control.parity
     each: list[ObjectStore] = []
     for number, place in enumerate(places or [None] * stores):
@@ -112,10 +138,7 @@ def open_objects(
             each.append(
                 RetryingObjects(open_location(parse_url(place["url"]), place["options"]), _REMOTE_PATIENCE)
             )
-    objects = kind(each, parity=parity, patience=_REMOTE_CALLS if places and any(places) else PATIENCE)
-    if control.copies is not None:
-        objects.group.make_quorum = _OneCopy
-    return objects
+    return control.kind(each, parity=parity, patience=_REMOTE_CALLS if places and any(places) else PATIENCE)
 
 
 def open_run(objects: StripedObjects) -> RunStore:
@@ -133,6 +156,8 @@ def _write(config: WriterConfig) -> None:
     run = open_run(
         open_objects(config.root, config.stores, config.parity, config.how, config.places),
     )
+    kept = _KEPT_REMOTE if any(config.places or ()) else _KEPT
+    every = kept + 2  # saves between collections
     found = run.newest_sound(_take) if config.resume else None
     parent = found[0] if found else None
     writer = run.writer()
@@ -144,8 +169,8 @@ def _write(config: WriterConfig) -> None:
                 parent = None
             kind = "delta" if parent else "base"
             try:
-                if step > first + 1 and step % 10 == 1 and config.collects and config.how == "ours":
-                    _retire(config, run, writer.collect, journal.write)
+                if step > first + 1 and step % every == 1 and config.collects and config.how == "ours":
+                    _retire(kept, run, writer.collect, journal.write)
                 parent = writer.commit(
                     content(step),
                     step=step,
@@ -172,10 +197,8 @@ def _write(config: WriterConfig) -> None:
             time.sleep(config.pause_s)
 
 
-def _retire(
-    config: WriterConfig, run: RunStore, collect: Callable[..., object], note: Callable[[str], object]
-) -> None:
-    kept = sorted(m.step for m in run.manifests())[-KEPT:]
+def _retire(count: int, run: RunStore, collect: Callable[..., object], note: Callable[[str], object]) -> None:
+    kept = sorted(m.step for m in run.manifests())[-count:]
     if kept:
         note(f"# retired below {kept[0]}\n")
         try:

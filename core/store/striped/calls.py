@@ -4,7 +4,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,9 +26,10 @@ class Patience:
     """How long to wait for a store.
 
     Attributes:
-        late_floor_s: The slowest may always take so much longer than the others,
-        late_factor: or so many times as long as they took, whichever is more.
-        alone_s: Where nothing else is there to compare with: so long for a small request that another store can serve.
+        late_floor_s: The slowest may always take so long,
+        late_factor: or so many times as long as the others took, whichever is more.
+        alone_s: Where nothing else is there to compare with: so long for a small request that another store can serve. A store
+            of which nothing was heard yet has as long, for it may have to load its library and to connect.
         bytes_per_s: What such a request may take longer for each byte.
         limit_s: No request is waited for longer than this.
     """
@@ -57,7 +58,7 @@ class Calls:
     """Requests to stores on threads of their own; they do not hold up the end of the process.
 
     Args:
-        health: Is told who answered and who did not.
+        health: Notes who answered and who did not.
         patience: How long to wait.
     """
 
@@ -96,7 +97,7 @@ class Calls:
         deadline = began + (self.patience.limit_s if alone_s is None else alone_s)
         was_enough = len(answers.of) >= enough
         if was_enough:  # nothing is needed: do not wait for nothing either
-            deadline = min(deadline, began + self.patience.late_floor_s)
+            deadline = min(deadline, began + self._floor(pending))
         unexpected: BaseException | None = None
         while pending:
             try:
@@ -117,7 +118,7 @@ class Calls:
                 unexpected = error
             if not was_enough and len(answers.of) >= enough:
                 was_enough = True
-                late = max(self.patience.late_floor_s, self.patience.late_factor * (time.monotonic() - began))
+                late = max(self._floor(pending), self.patience.late_factor * (time.monotonic() - began))
                 deadline = min(deadline, began + late)
         if unexpected is not None:
             raise unexpected
@@ -139,6 +140,12 @@ class Calls:
         for store, request in pending.items():
             self._abandoned.setdefault(store, []).append(request)
             self._health.failed(store, f"has not answered for {seconds:.1f} s", transient=True)
+
+    def _floor(self, stores: Iterable[int]) -> float:
+        """How long these may always take."""
+        if all(self._health.is_known(store) for store in stores):
+            return self.patience.late_floor_s
+        return max(self.patience.late_floor_s, self.patience.alone_s)
 
     def _is_stuck(self, store: int) -> bool:
         """Whether so many requests hang there that another one would only hang with them."""

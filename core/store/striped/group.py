@@ -90,7 +90,11 @@ class Group:
 
     @property
     def redundancy(self) -> int:
-        """How many more stores may be lost, to the best of this process's knowledge, and all is still read and written."""
+        """How many more stores may be lost, to the best of this process's knowledge, and every checkpoint is still read.
+
+        Whether saving goes on then is another matter: it takes `quorum.write` stores, which with two stores, or with
+        ``parity=2`` in three or four, are more than are left.
+        """
         ill = len(self.health.ill)
         return max(0, min(self.parity - ill, len(self.stores) - ill - self.quorum.read))
 
@@ -168,7 +172,7 @@ class Group:
         there = read_member(self.stores[store])
         if there is None:
             raise StoreError(_BLANK)
-        if not there.is_beside(self._member) or there.number != store + 1:
+        if not there.is_sibling_of(self._member) or there.number != store + 1:
             raise StoreError(f"is store {there.number} of another set ({', '.join(there.stores)}) by now")
         self._expected[store] = there.to_bytes()
 

@@ -1,6 +1,6 @@
 """What a process has seen of the stores of a set: which ones fail, since when they rest, how long they take.
 
-An opinion: it decides whom to ask first and what to tell, never what is safe. Whoever rests is asked all the same where
+An opinion: it decides whom to ask first and what to report, never what is safe. Whoever rests is asked all the same where
 the others are not enough.
 """
 
@@ -53,6 +53,10 @@ class Health:
     def ill(self) -> list[int]:
         """Those."""
         return [store for store in range(len(self._states)) if self.is_ill(store)]
+
+    def is_known(self, store: int) -> bool:
+        """Whether anything was heard of it yet: an answer, or a failure."""
+        return self._states[store].seconds is not None or self.is_ill(store)
 
     def why(self, store: int) -> str | None:
         """What was wrong with it the last time."""

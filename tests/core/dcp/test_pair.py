@@ -3,6 +3,7 @@
 import io
 import json
 import pickletools
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,17 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 def test_any_number_of_ranks_loads_what_two_saved(made: tuple[str, str], tmp_path: Path) -> None:
     assert launch(loads, 3, tmp_path, *made) == [3, 3, 3]
+
+
+@pytest.mark.slow
+def test_several_stores_of_which_one_is_lost_between_saves(tmp_path: Path) -> None:
+    urls, true = [str(tmp_path / name) for name in "abc"], str(tmp_path / "true.pt")
+    assert launch(saves, 2, tmp_path, urls, true)[0] == CHAIN
+    shutil.rmtree(urls[1])
+    assert launch(loads, 2, tmp_path, urls, true) == [3, 3]
+    assert [step for step, _ in launch(resumed, 2, tmp_path, urls, true)[0]] == [4, 5, 6]
+    assert launch(loads, 2, tmp_path, urls, true) == [6, 6]
+    assert [manifest.step for manifest in RunStore(urls).manifests()] == [6, 5]
 
 
 def test_one_process_loads_plain_tensors_without_ranks(made: tuple[str, str]) -> None:

@@ -11,6 +11,7 @@ from support.training import OPTIMIZERS, TinyMLP, capture, train
 from shrinkpoint.coding.encode import encode_state
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError, ShrinkpointWarning
+from shrinkpoint.quality.candidates import Candidates
 from shrinkpoint.quality.comparison import BlindEvaluationError, Comparison
 from shrinkpoint.quality.evaluation import EvaluationUnavailableError
 from shrinkpoint.quality.planner import Planner
@@ -411,7 +412,9 @@ def test_an_evaluation_of_weights_that_are_stored_exactly_is_blind(states):
     """A frozen copy within the model: noise in all weights changes the loss, noise in those that are trained does not."""
     true = true_model(states[0])
     copied, trained = list(true)[:2]
-    comparison = Comparison(states[0], lambda weights: float(weights[copied].double().sum()), share=1e-3)
+    comparison = Comparison(
+        Candidates(states[0], lambda weights: float(weights[copied].double().sum())), share=1e-3
+    )
     comparison.look()
     with pytest.raises(BlindEvaluationError, match="all weights that this checkpoint changes"):
         comparison.rise("changed", lambda: {**true, trained: true[trained] * 1.01})

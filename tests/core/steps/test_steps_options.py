@@ -1,7 +1,7 @@
 """Wrong options are refused before training starts; a log that fails costs a warning and nothing else."""
 
 import os
-import time
+import threading
 from uuid import uuid4
 
 import pytest
@@ -11,6 +11,7 @@ from support.stepped import Training
 import shrinkpoint
 from shrinkpoint.errors import ConfigError, ShrinkpointWarning, StoreError
 from shrinkpoint.steps.options import StepLog
+from shrinkpoint.steps.writer import SegmentWriter
 
 
 def refused(match: str, **options) -> None:
@@ -95,7 +96,7 @@ def test_fields(fields):
         StepLog(kind="small", **fields)
 
 
-@pytest.mark.parametrize("fields", [{"every": 2}, {"overhead": None}, {"resume_weights": True}])
+@pytest.mark.parametrize("fields", [{"every": 2}, {"quantization_step": 4.0}, {"resume_weights": True}])
 def test_fields_of_the_other_kind(fields):
     with pytest.raises(ConfigError, match="is of use with kind='small' only"):
         StepLog(**fields)
@@ -138,17 +139,16 @@ def test_a_full_disk_ends_the_log_and_not_the_training(tmp_path, monkeypatch):
     assert training.checkpointer.saver.reports()[-1].step == 5
 
 
-def slow_down(monkeypatch, seconds: float) -> None:
-    from shrinkpoint.steps.writer import SegmentWriter
+def held_up(monkeypatch) -> threading.Event:
+    """Nothing is written until the event is set."""
+    put, go = SegmentWriter._put, threading.Event()
 
-    put = SegmentWriter._put
-
-    def late(*arguments):
-        time.sleep(seconds)
+    def held(*arguments) -> str:
+        assert go.wait(600)
         return put(*arguments)
 
-    monkeypatch.setattr(SegmentWriter, "_put", late)
-    monkeypatch.setattr("shrinkpoint.steps.jobs._ALWAYS", 0)
+    monkeypatch.setattr(SegmentWriter, "_put", held)
+    return go
 
 
 def test_steps_that_come_too_fast_leave_a_gap_until_the_next_checkpoint(monkeypatch):
@@ -157,12 +157,15 @@ def test_steps_that_come_too_fast_leave_a_gap_until_the_next_checkpoint(monkeypa
     truth = Training()
     truth.run(0, 8)
     training = Training().log(*places, every=6, steps=1)
-    training.checkpointer.resume()
     with monkeypatch.context() as patch:
-        slow_down(patch, 0.5)
+        go = held_up(patch)
+        patch.setattr("shrinkpoint.steps.patience._AT_ONCE_S", 0.0)
+        training.checkpointer.resume()
         with pytest.warns(ShrinkpointWarning, match="gap after step .*busy='wait'") as told:
             training.run(0, 6)
         assert len(told) == 1
+        assert training.checkpointer.step_log.gaps == 1
+        go.set()
         training.checkpointer.step_log.flush()
     training.run(6, 8)
     training.crash()
@@ -171,14 +174,28 @@ def test_steps_that_come_too_fast_leave_a_gap_until_the_next_checkpoint(monkeypa
     assert again.digest == truth.digest
 
 
-def test_steps_may_wait_for_the_log(monkeypatch):
+@pytest.mark.parametrize("options", [{"busy": "wait"}, {"overhead": None}])
+def test_steps_may_wait_for_the_log(monkeypatch, options):
     name = uuid4().hex
     places = f"memory://{name}/run", f"memory://{name}/log"
-    slow_down(monkeypatch, 0.1)
-    training = Training().log(*places, step_log=StepLog(segment_steps=1, busy="wait"))
-    training.checkpointer.resume()
-    training.run(0, 8)
-    training.crash()
+    training = Training().log(*places, step_log=StepLog(segment_steps=1, **options))
+    with monkeypatch.context() as patch:
+        go = held_up(patch)
+        patch.setattr("shrinkpoint.steps.patience._AT_ONCE_S", 0.0)
+        submit, segments = SegmentWriter.submit, []
+
+        def submitted(*arguments, **more) -> bool:
+            segments.append(arguments)
+            if len(segments) == 2:  # which waits for the first one
+                threading.Timer(0.3, go.set).start()
+            return submit(*arguments, **more)
+
+        patch.setattr(SegmentWriter, "submit", submitted)
+        training.checkpointer.resume()
+        training.run(0, 8)
+        training.crash()
+    assert training.checkpointer.step_log.gaps == 0
+    assert training.checkpointer.step_log.blocked_s > 0.25
     assert Training().log(*places).checkpointer.resume() == 8
 
 

@@ -240,6 +240,46 @@ def test_clipping_hooks_do_not_run_twice():
     assert len(calls) == made == 9
 
 
+@pytest.mark.parametrize("before", [True, False])
+def test_a_hook_after_the_step_that_is_registered_late(before):
+    """It may change the weights within the step: a replay runs it if it is there by then, or else the digest differs."""
+    name = uuid4().hex
+    places = f"memory://{name}/run", f"memory://{name}/log"
+
+    def register(training: Training) -> None:
+        @torch.no_grad()
+        def shrink(*_: object) -> None:
+            for parameter in training.model.parameters():
+                parameter.mul_(0.999)
+
+        training.optimizer.register_step_post_hook(shrink)
+
+    truth = Training()
+    register(truth)
+    losses, digests = [], [truth.digest]
+    for step in range(12):
+        losses += truth.run(step, step + 1)
+        digests.append(truth.digest)
+    training = Training().log(*places, steps=1)
+    register(training)
+    training.checkpointer.resume()
+    training.run(0, 9)
+    assert training.checkpointer.step_log.off is None
+    training.crash()
+    again = Training().log(*places, steps=1)
+    if before:
+        register(again)
+        assert again.checkpointer.resume() == 9
+        assert again.digest == digests[9]
+    else:
+        with pytest.warns(ShrinkpointWarning, match="give another state"):
+            assert again.checkpointer.resume() == 5
+        assert again.digest == digests[5]
+        register(again)
+    assert again.run(9 if before else 5, 12) == losses[9 if before else 5 :]
+    again.checkpointer.close()
+
+
 def log_of(training: Training, **options):
     name = uuid4().hex
     training.log(f"memory://{name}/run", f"memory://{name}/log", every=50, **options)

@@ -137,3 +137,14 @@ def test_metrics_come_back_from_a_manifest() -> None:
     (manifest,) = saver.store.manifests()
     assert metrics_of(manifest) == {"loss": 0.5}
     assert metrics_of(replace(manifest, meta={})) == {}
+
+
+@pytest.mark.parametrize(("redundancy", "says"), [(1, True), (0, True), (None, False)])
+def test_loggers_are_told_how_many_stores_may_be_lost(
+    redundancy: int | None, says: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    report = replace(REPORT, parity=1 if says else None, redundancy=redundancy)
+    assert numbers(report).get("checkpoint/redundancy") == redundancy
+    with caplog.at_level(logging.INFO):
+        log_line(report)
+    assert any(f"{redundancy}" in line and "store" in line for line in caplog.messages) is says

@@ -1,0 +1,45 @@
+"""A snapshot as the planner sees it: which of its weights can be quantized, and how its candidates are measured."""
+
+import torch
+
+from shrinkpoint.quality.candidates import Candidates
+from shrinkpoint.quality.strategy import Measure, Strategy
+from shrinkpoint.state.training import Role, TrainingState
+
+__all__ = ["PlannedSnapshot"]
+
+
+class PlannedSnapshot:
+    """A snapshot that this process has in whole.
+
+    Args:
+        state: the snapshot.
+        measure: the losses with given weights; None where there is no way to evaluate the model.
+    """
+
+    def __init__(self, state: TrainingState, measure: Measure | None) -> None:
+        self._state, self._measure = state, measure
+
+    def weights(self, strategy: Strategy) -> tuple[list[str], list[str]]:
+        """Names of the weights to be coded whose values are all finite, and of the others."""
+        names: dict[bool, list[str]] = {True: [], False: []}
+        for name, spec in self._state.specs.items():
+            if strategy.takes(spec):
+                names[bool(torch.isfinite(self._state.tensors[name]).all())].append(name)
+        return names[True], names[False]
+
+    def averages(self, strategy: Strategy) -> tuple[bool, bool]:
+        """Whether there are averages of the weights, and whether the scheme codes some of them as weights."""
+        averages = [spec for spec in self._state.specs.values() if spec.tag.role is Role.AVERAGE]
+        return bool(averages), any(map(strategy.takes, averages))
+
+    def candidates(self) -> Candidates | None:
+        """Its models, to be measured; None where there is no way to evaluate the model."""
+        return None if self._measure is None else Candidates(self._state, self._measure)
+
+    def sees(self, *, averages_only: bool) -> None:
+        """Learn what the evaluation measures, before candidates are made.
+
+        Args:
+            averages_only: as of `SaveContext`.
+        """

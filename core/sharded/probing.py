@@ -1,0 +1,332 @@
+"""Evaluations that all ranks make together, of candidates that their background threads have made.
+
+The training threads look, in a collective of a few bytes at every batch while a save is being planned, whether all background
+threads wait for an evaluation. If so, the candidate's tensors travel from their owners into tensors with the model's shards, and
+every rank evaluates these in the model's place. What the ranks' evaluations come to is said over the store, since a rank whose
+evaluation has failed must enter no further collective: others may still be in one of the evaluation's own.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from shrinkpoint.errors import ConfigError
+from shrinkpoint.quality.evaluation import Evaluate, EvaluationDesk, EvaluationUnavailableError, losses_of
+from shrinkpoint.quality.measurement import Losses
+from shrinkpoint.quality.trial import EVALUATED, evaluated
+from shrinkpoint.sharded.boxes import Piece, pieces_of
+from shrinkpoint.sharded.layout import block_box
+from shrinkpoint.sharded.ranks import Mailbox, Ranks
+from shrinkpoint.sharded.spreading import Shards, spread
+from shrinkpoint.state.averages import average_key
+from shrinkpoint.state.training import Role, TensorSpec, TrainingState
+from shrinkpoint.warn import warn
+
+__all__ = ["OwnedWeights", "Probe", "ProbedSave", "owned_weights"]
+
+_LONGEST_S = 1800.0
+"""Seconds that a rank waits for the others' losses, as long as none is known to have failed: torch's own limit of collectives."""
+_FIRST_LOOK_S = 0.002
+_LONGEST_PAUSE_S = 0.2
+_IDLE, _PLANNING, _WAITING = 0, 1, 2
+
+
+class OwnedWeights(dict[str, torch.Tensor]):
+    """Of a candidate, the whole tensors that one rank owns, by their names in the stored state.
+
+    Args:
+        tensors: on the host.
+        keys: of each, how an evaluation names the tensor that it is, or of which it is a block.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], keys: Mapping[str, str]) -> None:
+        super().__init__(tensors)
+        self.evaluated_as = keys
+        """The names that an evaluation gets."""
+
+
+def owned_weights(state: TrainingState, model: Mapping[str, torch.Tensor]) -> OwnedWeights:
+    """A rank's part of a candidate, as `Probe.measure` takes it.
+
+    Args:
+        state: what the rank owns.
+        model: its weights and buffers as `shrinkpoint.quality.trial` names them.
+    """
+    specs = {key: spec for key, spec in evaluated(state) if key in model}
+    return OwnedWeights(
+        {spec.name: model[key] for key, spec in specs.items()},
+        {spec.name: _key(spec) for spec in specs.values()},
+    )
+
+
+def _key(spec: TensorSpec) -> str:
+    if spec.tag.role is Role.AVERAGE:
+        return average_key(spec.name if spec.block is None else spec.block.of)
+    return str(spec.tag.parameter if spec.block is None else spec.block.parameter)
+
+
+@dataclass
+class ProbedSave:
+    """What the training thread needs to evaluate the candidates of one save."""
+
+    number: int
+    """Of the save."""
+    shards: Shards
+    """Of the state that is saved."""
+    live: Mapping[str, torch.Tensor]
+    """The training's tensors that an evaluation may get, by name: only their layout is used."""
+    evaluate: Evaluate
+    """Gets DTensors with this rank's shards, and plain tensors, by their names in the model; a collective."""
+    evaluations: int = 0
+    """Made so far."""
+    names: dict[str, str] = field(default_factory=dict)
+    """The stored tensors of all ranks that an evaluation gets, and how it names them; known at the first one."""
+    speakers: tuple[int, ...] = ()
+    """On the first rank: the ranks whose losses count. Others have the same batches as these, as with tensor parallelism."""
+
+    @classmethod
+    def of(cls, number: int, shards: Shards, live: TrainingState, evaluate: Evaluate) -> "ProbedSave":
+        """Of the state that is saved.
+
+        Args:
+            number: of the save.
+            shards: of the state.
+            live: the state, with DTensors.
+            evaluate: as below.
+        """
+        kept = {name: live.tensors[name] for name, spec in live.specs.items() if spec.tag.role in EVALUATED}
+        return cls(number, shards, kept, evaluate)
+
+    def targets(self) -> tuple[dict[str, torch.Tensor], dict[str, list[Piece]]]:
+        """Memory for a candidate: tensors with the layout of the training's own, and this rank's pieces of them."""
+        tensors, pieces = {}, {}
+        for name in dict.fromkeys(block_box(self.shards.owners[stored][0])[0] for stored in self.names):
+            own = self.live.get(name)
+            if own is None or tuple(own.shape) != self.shards.layout.specs[name].shape:
+                continue  # this rank has no such tensor
+            mesh = getattr(own, "device_mesh", None)
+            if mesh is not None and mesh.get_coordinate() is None:
+                continue  # nor a shard of it
+            tensors[name] = torch.empty_like(own.detach())
+            pieces[name] = pieces_of(name, tensors[name])
+        return tensors, pieces
+
+
+class Probe:
+    """One rank's part in the evaluations.
+
+    Args:
+        ranks: all of them.
+        mailbox: to the others, for the training thread alone.
+        patience_s: seconds that a rank whose evaluation has failed waits for the others to leave theirs.
+    """
+
+    def __init__(self, ranks: Ranks, mailbox: Mailbox, *, patience_s: float) -> None:
+        self._ranks, self._mailbox, self._patience_s = ranks, mailbox, patience_s
+        self._desk = EvaluationDesk()
+        self._planning = False
+        self._save: ProbedSave | None = None
+        self._fatal: Exception | None = None
+        self._warned = False
+        self._made: dict[int, int] = {}
+
+    @property
+    def seconds(self) -> float:
+        """Time that evaluations have taken from training so far."""
+        return self._desk.seconds
+
+    # ---- the background threads' side
+
+    def measure(self, weights: OwnedWeights) -> tuple[float, ...]:
+        """Wait until all ranks have evaluated a candidate, of which this rank gives what it owns.
+
+        Returns:
+            The losses of all ranks; the same on every one.
+
+        Raises:
+            EvaluationUnavailableError: an evaluation has failed, a rank plans no longer, or this one's training has ended.
+        """
+        return self._desk.measure(weights)
+
+    def leave(self) -> None:
+        """This rank asks for no evaluation any more."""
+        self._planning = False
+
+    # ---- the training threads' side
+
+    @property
+    def is_active(self) -> bool:
+        """Whether a save is being planned; the same on every rank."""
+        return self._save is not None
+
+    def begin(self, save: ProbedSave) -> None:
+        """A save is handed over that is measured; on every rank, before its background thread starts."""
+        self._save, self._planning = save, True
+
+    def serve(self) -> float:
+        """Make the evaluation that all ranks wait for, if they do; a collective while a save is being planned.
+
+        Returns:
+            The seconds that it took.
+
+        Raises:
+            ConfigError: an evaluation has failed on some ranks, and others are still in theirs.
+            StoreError: the first rank is gone.
+        """
+        return self._look()[0]
+
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """Serve until the save is planned; a collective.
+
+        Returns:
+            False if it is not after `timeout_s` seconds on some rank.
+
+        Raises:
+            ConfigError, StoreError: as `serve`.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while self._save is not None:
+            served_s, is_late = self._look(late=deadline is not None and time.monotonic() >= deadline)
+            if is_late:
+                return False
+            if not served_s:
+                self._desk.wait_for_request(_LONGEST_PAUSE_S / 10)
+        return True
+
+    def close(self) -> None:
+        """Evaluate no more; no collective."""
+        self._desk.close()
+        self._save = None
+
+    def reopen(self) -> None:
+        """Take requests again."""
+        self._desk.reopen()
+
+    def _look(self, *, late: bool = False) -> tuple[float, bool]:
+        if self._save is None:
+            return 0.0, False
+        state = _WAITING if self._desk.waiting else _PLANNING if self._planning else _IDLE
+        most = self._ranks.most([state, -state, late])
+        highest, lowest = most[0], -most[1]
+        if lowest == _WAITING:
+            return self._evaluate(self._save), False
+        if highest == _WAITING and lowest == _IDLE:
+            return self._desk.serve(_refuse), False
+        if highest == _IDLE:
+            self._save = None
+        return 0.0, bool(most[2])
+
+    def _evaluate(self, save: ProbedSave) -> float:
+        seconds = self._desk.serve(lambda weights: self._losses(save, weights))
+        if self._fatal is not None:
+            fatal, self._fatal = self._fatal, None
+            raise fatal
+        return seconds
+
+    def _losses(self, save: ProbedSave, weights: Mapping[str, torch.Tensor]) -> Losses:
+        assert isinstance(weights, OwnedWeights)
+        ranks = self._ranks
+        if not save.names:
+            for names in ranks.gather(dict(weights.evaluated_as)):
+                save.names |= names
+        tensors, pieces = ranks.on_every(save.targets)
+        shards = Shards(ranks, save.shards.layout, pieces, save.shards.owners)
+        spread(shards, [name for name in shards.owners if name in save.names], weights)
+        values = {}
+        for name, key in save.names.items():
+            of, _ = block_box(shards.owners[name][0])
+            if of in tensors:
+                values[key] = tensors[of]
+        own: dict[str, Any]
+        try:
+            own = {"losses": losses_of(save.evaluate(values))}
+        except Exception as error:  # noqa: BLE001 - all ranks learn of it
+            own = {"error": f"{type(error).__name__}: {error}"}
+        del values, tensors, pieces, shards
+        save.evaluations += 1
+        self._made = {save.number: save.evaluations}
+        try:
+            together = self._together(save, own)
+        except Exception as error:
+            self._fatal = error
+            raise
+        if "error" in together:
+            self._warn_failed(together["error"], own)
+            raise EvaluationUnavailableError(together["error"])
+        return tuple(map(float, together["losses"]))
+
+    def _warn_failed(self, error: str, own: Mapping[str, Any]) -> None:
+        if self._ranks.rank == 0 and "error" not in own and not self._warned:
+            self._warned = True
+            warn(f"the quality of checkpoints cannot be measured, so they are stored exactly: {error}")
+
+    # ---- what the ranks' evaluations come to
+
+    def _together(self, save: ProbedSave, own: dict[str, Any]) -> dict[str, Any]:
+        """The losses of all ranks, or why there are none.
+
+        Raises:
+            ConfigError: an evaluation has failed, and a rank does not leave its own.
+            StoreError: the first rank is gone.
+        """
+        key, rank = _loss_key(save.number, save.evaluations), self._ranks.rank
+        if rank:
+            self._mailbox.post(f"{key}/{rank}", own)
+            return self._when_there(key, own)
+        found = [own]
+        for other in range(1, self._ranks.world):
+            failed = next((one for one in found if "error" in one), {})
+            try:
+                found.append(self._when_there(f"{key}/{other}", failed))
+            except ConfigError as error:
+                self._mailbox.post(key, {"error": str(error)})
+                raise
+        together = self._combined(save, found)
+        self._mailbox.post(key, together)
+        return together
+
+    def _when_there(self, key: str, failed: Mapping[str, Any]) -> dict[str, Any]:
+        """A message, for which less time is left where an evaluation is known to have failed."""
+        limit_s = self._patience_s if "error" in failed else _LONGEST_S
+        deadline, pause_s = time.monotonic() + limit_s, _FIRST_LOOK_S
+        while not self._mailbox.has(key):
+            if time.monotonic() >= deadline:
+                what = f"it has failed on a rank ({failed['error']})" if failed else "it is over on this one"
+                raise ConfigError(
+                    f"an evaluation is still under way on another rank {limit_s:.0f} s after {what}: the ranks cannot go on"
+                    " together. An evaluation must make the same steps, and fail, on all ranks or on none"
+                )
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return self._mailbox.wait(key, self._patience_s)
+
+    def _combined(self, save: ProbedSave, found: list[dict[str, Any]]) -> dict[str, Any]:
+        for rank, one in enumerate(found):
+            if "error" in one:
+                return {"error": f"on rank {rank}: {one['error']}"}
+        losses = [tuple(one["losses"]) for one in found]
+        if not save.speakers:
+            first = {own: rank for rank, own in reversed(list(enumerate(losses)))}
+            save.speakers = tuple(sorted(first.values()))
+        return {"losses": [loss for rank in save.speakers for loss in losses[rank]]}
+
+    def messages(self, number: int, world: int) -> list[str]:
+        """The messages of a save's evaluations, which all ranks have read when the next save begins.
+
+        Args:
+            number: of the save.
+            world: number of ranks.
+        """
+        keys = [_loss_key(number, count) for count in range(1, self._made.get(number, 0) + 1)]
+        return keys + [f"{key}/{rank}" for key in keys for rank in range(1, world)]
+
+
+def _loss_key(number: int, count: int) -> str:
+    return f"{number}/loss/{count}"
+
+
+def _refuse(weights: Mapping[str, torch.Tensor]) -> Losses:
+    raise EvaluationUnavailableError("another rank does not plan this save any more")

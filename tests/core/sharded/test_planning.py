@@ -1,0 +1,230 @@
+"""One plan for all ranks, which are threads here: the first one chooses, by what all of them have."""
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from shrinkpoint.config import SaverConfig
+from shrinkpoint.errors import StoreError
+from shrinkpoint.quality.evaluation import EvaluationUnavailableError
+from shrinkpoint.quality.planner import Planner
+from shrinkpoint.quality.strategy import Plan
+from shrinkpoint.schemes.auto.scheme import Auto
+from shrinkpoint.schemes.base import SaveContext, Scheme
+from shrinkpoint.sharded.planning import Leader, follow, lead, measurable
+from shrinkpoint.state.training import LayerType, Role, Tag, TensorSpec, TrainingState
+
+CONFIG = SaverConfig(scheme="uniform", options={"bits": 8}, commit_timeout_s=5)
+
+
+class Messages:
+    """Of a mailbox, what planning uses."""
+
+    def __init__(self, kept: dict[str, Any], rank: int, world: int) -> None:
+        self._kept, self.rank, self.world = kept, rank, world
+
+    def post(self, key: str, value: Mapping[str, Any]) -> None:
+        self._kept[key] = dict(value)
+
+    def wait(self, key: str, timeout_s: float) -> dict[str, Any]:
+        deadline = time.monotonic() + timeout_s
+        while key not in self._kept:
+            if time.monotonic() > deadline:
+                raise StoreError(f"{key} was not there in time")
+            time.sleep(0.001)
+        return dict(self._kept[key])
+
+
+class Together:
+    """Losses of all threads' weights: the squares of how far these are from the true ones."""
+
+    def __init__(self, world: int, true: Mapping[str, torch.Tensor], steepness: float) -> None:
+        self._barrier = threading.Barrier(world, timeout=10)
+        self._parts: dict[int, float] = {}
+        self._true, self._steepness = true, steepness
+        self.seen: list[float] = []
+
+    def measure(self, rank: int, weights: Mapping[str, torch.Tensor]) -> tuple[float, ...]:
+        self._parts[rank] = sum(
+            float((value - self._true[name]).square().nansum()) for name, value in weights.items()
+        )
+        self._barrier.wait()
+        loss = 1.0 + self._steepness * sum(self._parts.values())
+        if rank == 0:
+            self.seen.append(loss)
+        self._barrier.wait()
+        return (loss, loss)
+
+
+class Refusing:
+    """A guard that gives one answer."""
+
+    refuses_moments = False
+    lost_steps = 0.0
+
+    def __init__(self, reason: str | None) -> None:
+        self._reason = reason
+
+    def __call__(self, save_context: SaveContext, scheme: Scheme) -> str | None:
+        return self._reason
+
+
+def context(rank: int, *, broken: bool = False) -> SaveContext:
+    """A rank's own part: one matrix."""
+    name = f"w{rank}"
+    tensor = torch.randn(64, 64, generator=torch.Generator().manual_seed(rank))
+    if broken:
+        tensor[0, 0] = float("nan")
+    tag = Tag(role=Role.WEIGHT, layer_type=LayerType.LINEAR, parameter=name)
+    spec = TensorSpec(name=name, dtype=tensor.dtype, shape=(64, 64), tag=tag)
+    return SaveContext(state=TrainingState(None, {name: tensor}, {name: spec}), step=1)
+
+
+def planned(
+    steepness: float,
+    *,
+    refuses: int | None = None,
+    action: Callable[[int], None] = lambda rank: None,
+    broken: int | None = None,
+    config: SaverConfig = CONFIG,
+) -> list[Any]:
+    """What each rank has planned, or its error; and the losses that were measured.
+
+    Args:
+        steepness: of the loss.
+        refuses: a rank whose guard refuses.
+        action: of a rank before it makes its part.
+        broken: a rank with a weight that is no number.
+        config: of all ranks.
+    """
+    world, kept = 2, {}
+    contexts = [context(rank, broken=rank == broken) for rank in range(world)]
+    true = {name: tensor for one in contexts for name, tensor in one.state.tensors.items()}
+    together = Together(world, true, steepness)
+    found: list[Any] = [None] * world
+
+    def run(rank: int) -> None:
+        mailbox: Any = Messages(kept, rank, world)
+        planner = Planner(config, lambda: 0.0, warns=False)
+
+        guard: Any = Refusing(f"rank {rank} refuses" if rank == refuses else None)
+
+        def measure(weights: Mapping[str, torch.Tensor]) -> tuple[float, ...]:
+            action(rank)
+            return together.measure(rank, weights)
+
+        try:
+            if rank == 0:
+                planner.guard = guard
+                leader = Leader(mailbox, 1, 5.0)
+                try:
+                    found[0] = lead(leader, planner, contexts[0], measure)
+                except Exception as error:
+                    leader.say("fail", error=str(error))
+                    raise
+            else:
+                assert planner.strategy is not None
+                found[rank] = follow(
+                    mailbox,
+                    1,
+                    config,
+                    planner.strategy,
+                    contexts[rank],
+                    measure,
+                    guard,
+                    patience_s=10.0,
+                )
+        except Exception as error:  # noqa: BLE001 - compared
+            found[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in threads)
+    return [*found, together.seen]
+
+
+def test_the_losses_are_those_of_all_parts() -> None:
+    first, second, seen = planned(1e-9)
+    assert isinstance(first, Plan)
+    assert isinstance(second, Plan)
+    assert (first.measured, first.configuration, second.configuration) == ("measured", "as given", "as given")
+    assert first.scheme.describe() == second.scheme.describe()
+    assert first.reason == second.reason
+    true, noise, plus, minus = seen
+    assert true == 1.0
+    assert noise > plus > 1.0
+    assert plus == pytest.approx(minus)
+    assert first.rise is not None
+    assert first.rise.mean == pytest.approx(plus / 2 + minus / 2 - 1)
+    assert first.rise.distance**2 == pytest.approx((plus - 1) / 1e-9, rel=1e-3)
+
+
+def test_all_ranks_take_the_scale_that_was_chosen() -> None:
+    config = SaverConfig(scheme="auto", options={"effort": "fast"}, commit_timeout_s=5)
+    first, second, seen = planned(1e-4, config=config)
+    assert first.measured == "measured"
+    assert len(seen) >= 4
+    assert isinstance(first.scheme, Auto)
+    assert first.scheme.scale is not None
+    assert first.scheme.describe() == second.scheme.describe()
+    assert second.configuration == first.configuration
+
+
+def test_what_breaks_the_bound_is_exact_on_all() -> None:
+    first, second, seen = planned(1.0)
+    assert len(seen) == 4
+    assert first.is_exact
+    assert second.is_exact
+    assert "stored exactly" in second.reason
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_guard_that_refuses_does_so_for_all(rank: int) -> None:
+    first, second, _ = planned(1e-9, refuses=rank)
+    assert first.is_exact
+    assert second.is_exact
+    assert second.reason == f"rank {rank} refuses: stored exactly"
+
+
+def test_one_rank_without_finite_weights_is_no_reason_for_the_others() -> None:
+    first, second, _ = planned(1e-9, broken=0)
+    assert not first.is_exact
+    assert not second.is_exact
+
+
+def test_a_rank_that_fails_fails_the_save_on_all() -> None:
+    def refuse(self: Any, *arguments: Any, **options: Any) -> Any:
+        raise MemoryError("no room")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shrinkpoint.sharded.planning.restored_model", refuse)
+        first, second, _ = planned(1e-9)
+    assert isinstance(first, StoreError)
+    assert "on rank 1: no room" in str(first)
+    assert isinstance(second, MemoryError)
+
+
+def test_evaluations_that_cannot_be_had_store_exactly() -> None:
+    def leave(rank: int) -> None:
+        raise EvaluationUnavailableError("training has ended")
+
+    first, second, seen = planned(1e-9, action=leave)
+    assert first.is_exact
+    assert second.is_exact
+    assert "could not be measured" in second.reason
+    assert not seen
+
+
+def test_what_is_measured() -> None:
+    assert measurable(SaverConfig())
+    assert measurable(CONFIG)
+    assert not measurable(SaverConfig(scheme="lossless"))
+    assert not measurable(SaverConfig(scheme="inshrinkerator"))
+    assert not measurable(SaverConfig(adopt=True, adoptions=10))

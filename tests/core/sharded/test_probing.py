@@ -1,0 +1,162 @@
+"""The quality bound on shards: evaluations that all ranks make together, which leave no trace, and the plan that follows."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.sharded import launch
+from support.sharded_probing import bounded, digest, failing, leaves, shards_and_whole, traces
+
+import shrinkpoint
+from shrinkpoint.saving.compilation import compile_coders
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    """Once here, and not by each of the ranks at the same time."""
+    compile_coders("auto", "default")
+
+
+def _compare(tmp_path: Path, kind: str, world: int, limit: int | None = None) -> None:
+    url = str(tmp_path / "run")
+    answers = launch(shards_and_whole, world, tmp_path, url, kind, limit)
+    seen, reports = answers[0]
+    assert [(report.step, report.measured) for report in reports] == [(2, "measured"), (4, "measured")]
+    assert sum(report.evaluations for report in reports) == len(seen) >= 7
+    for own, _ in answers:
+        for on_shards, whole, _ in own:
+            assert on_shards == pytest.approx(whole, abs=1e-6)
+    evaluated = [[at for *_, at in own] for own, _ in answers]
+    assert all(other == evaluated[0] for other in evaluated), "the ranks evaluated different weights"
+    # noise, the true weights, what is restored, and its mirror image
+    assert len(set(evaluated[0])) >= 7
+    assert digest(shrinkpoint.load_weights(url)) in evaluated[0], "what a reader gets was not evaluated"
+    baseline = sum(loss for own, _ in answers for loss in own[0][0]) / (2 * world)
+    assert reports[0].baseline == pytest.approx(baseline)
+    for report in reports:
+        assert report.degradation_high is not None
+        assert report.allowed is not None
+        assert report.degradation_high <= report.allowed
+        assert report.search_s > 0
+
+
+def test_losses_on_shards_are_those_of_the_whole_model(tmp_path: Path) -> None:
+    _compare(tmp_path, "fsdp", 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "world", "limit"),
+    [("fsdp", 3, None), ("fsdp", 2, 1000), ("hsdp", 4, None), ("tp", 4, None)],
+    ids=["fsdp", "blocks", "hsdp", "tp"],
+)
+def test_losses_on_shards_are_those_of_the_whole_model_on_any_mesh(
+    kind: str, world: int, limit: int | None, tmp_path: Path
+) -> None:
+    _compare(tmp_path, kind, world, limit)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["fsdp", "accumulated"])
+def test_evaluations_leave_no_trace(kind: str, tmp_path: Path) -> None:
+    with_them = launch(traces, 2, tmp_path, str(tmp_path / "measured"), kind, True)
+    without = launch(traces, 2, tmp_path, str(tmp_path / "unmeasured"), kind, False)
+    for (seen, reports), (wanted, unmeasured) in zip(with_them, without, strict=True):
+        assert [measured for measured, _ in reports] == ["measured"] * 3
+        assert [measured for measured, _ in unmeasured] == ["unmeasured"] * 3
+        assert sum(evaluations for _, evaluations in reports) > 8
+        for found, other in zip(seen, wanted, strict=True):
+            _same(found, other)
+
+
+def _same(found: object, wanted: object) -> None:
+    if isinstance(wanted, torch.Tensor):
+        assert torch.equal(found, wanted)  # type: ignore[arg-type]
+    elif isinstance(wanted, dict):
+        assert isinstance(found, dict)
+        assert found.keys() == wanted.keys()
+        for name, value in wanted.items():
+            _same(found[name], value)
+    elif isinstance(wanted, list | tuple):
+        assert isinstance(found, list | tuple)
+        for one, other in zip(found, wanted, strict=True):
+            _same(one, other)
+    else:
+        assert str(found) == str(wanted)
+
+
+@pytest.mark.slow
+def test_a_bound_that_cannot_be_kept_stores_exactly(tmp_path: Path) -> None:
+    url = str(tmp_path / "run")
+    [(reports, state, _), (others, *_)] = launch(bounded, 2, tmp_path, url, {"max_degradation": 1e-9})
+    assert [report.measured for report in reports] == ["exact", "exact"]
+    assert "stored exactly" in reports[0].reason
+    assert reports[0].evaluations >= 3
+    assert [report.reason for report in others] == [report.reason for report in reports]
+    weights = shrinkpoint.load_weights(url)
+    assert all(torch.equal(value, state[name]) for name, value in weights.items())
+
+
+@pytest.mark.slow
+def test_a_tight_bound_takes_finer_steps(tmp_path: Path) -> None:
+    bounds = {1e-2: "", 1e-5: ""}
+    for bound in bounds:
+        [(reports, *_), _] = launch(
+            bounded, 2, tmp_path, str(tmp_path / f"{bound}"), {"max_degradation": bound}
+        )
+        assert reports[0].measured in ("measured", "exact")
+        bounds[bound] = reports[0].configuration
+    wide, tight = (0.0 if told == "exact" else float(told.split("=")[1]) for told in bounds.values())
+    assert tight < wide
+
+
+@pytest.mark.slow
+def test_settings_that_are_too_coarse_are_refused(tmp_path: Path) -> None:
+    coarse = {"scheme": "uniform", "options": {"bits": 2}}
+    [(reports, *_), _] = launch(bounded, 2, tmp_path, str(tmp_path / "run"), coarse)
+    assert {report.measured for report in reports} == {"exact"}
+    assert "the settings given raise the loss by" in reports[0].reason
+
+
+@pytest.mark.slow
+def test_a_resume_goes_on_with_the_search_and_counts_as_a_restore(tmp_path: Path) -> None:
+    url = str(tmp_path / "run")
+    [(first, *_), _] = launch(bounded, 2, tmp_path, url, {})
+    [(second, *_), _] = launch(bounded, 2, tmp_path, url, {})
+    assert {report.measured for report in (*first, *second)} == {"measured"}
+    assert second[0].kind == "delta"
+    newest = shrinkpoint.Saver(url).store.manifests()[0].meta["search"]
+    assert newest["restores"]["restores"] == 1  # type: ignore[index, call-overload]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["everywhere", "after"])
+def test_an_evaluation_that_fails_stores_exactly(how: str, tmp_path: Path) -> None:
+    answers = launch(failing, 2, tmp_path, str(tmp_path / "run"), how)
+    for told, _ in answers:
+        assert [(step, measured) for step, measured, _ in told] == [
+            (1, "measured"),
+            (2, "exact"),
+            (3, "measured"),
+        ]
+        assert "no data" in told[1][2]
+    shown = [warning for _, warnings in answers for warning in warnings]
+    assert any("cannot be measured" in warning and "no data" in warning for warning in shown)
+
+
+@pytest.mark.slow
+def test_a_rank_that_alone_leaves_an_evaluation_ends_the_training_on_all(tmp_path: Path) -> None:
+    url = str(tmp_path / "run")
+    launch(failing, 2, tmp_path, url, "before", ends=[3, 3], limit_s=60.0)
+    assert all(Path(f"{url}-{rank}-1").exists() for rank in range(2))
+    [manifest] = shrinkpoint.Saver(url).store.manifests()
+    assert manifest.step == 1
+    restored = shrinkpoint.Saver(url).restore()
+    assert restored is not None
+    assert restored.manifest.step == 1
+
+
+@pytest.mark.slow
+def test_a_training_that_leaves_stores_its_save_unmeasured(tmp_path: Path) -> None:
+    url = str(tmp_path / "run")
+    assert launch(leaves, 2, tmp_path, url) == [[(1, "exact")]] * 2

@@ -1,0 +1,234 @@
+"""What ranks do in the tests of evaluations on shards."""
+
+import hashlib
+import random
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from support.sharded import OPTIMIZERS, Toy, batch, build, full_state, train, warm
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import shrinkpoint
+from shrinkpoint.state.rng import capture_rng
+
+warm()
+
+SIZE = {"d": 64}
+"""Of models whose matrices are quantized."""
+
+
+def losses_on(model: nn.Module, numbers: list[int]) -> list[float]:
+    """The loss on each of some batches."""
+    found = []
+    for number in numbers:
+        tokens, labels = batch(7000 + number)
+        found.append(
+            nn.functional.cross_entropy(model(tokens).flatten(0, 1).float(), labels.flatten()).item()
+        )
+    return found
+
+
+def shards_and_whole(rank: int, world: int, url: str, kind: str, limit: int | None = None) -> Any:
+    """At each evaluation the losses on shards, those of a whole model with the same weights, and a digest of these.
+
+    Args:
+        limit: elements of a block.
+    """
+    model, optimizer = build(kind, world, rank, **SIZE)
+    train(model, optimizer, 0)
+    seen: list[tuple[list[float], list[float], str]] = []
+
+    part = rank // 2 if kind == "tp" else rank  # the ranks of one tensor-parallel group have the same batches
+
+    def evaluate() -> list[float]:
+        own = losses_on(model, [2 * part, 2 * part + 1])
+        found = full_state(model, optimizer)  # a collective: all ranks must be here
+        weights = {name.removeprefix("model."): value for name, value in found.items() if "model." in name}
+        plain = Toy(**SIZE)
+        plain.load_state_dict(weights)
+        plain.eval()
+        with torch.no_grad():
+            seen.append((own, losses_on(plain, [2 * part, 2 * part + 1]), digest(weights)))
+        assert not model.training
+        assert not torch.is_grad_enabled()
+        return own
+
+    checkpointer = shrinkpoint.Checkpointer(
+        url, model, optimizer, every=2, busy="wait", threads=1, evaluate=evaluate, save_last=False
+    )
+    if limit is not None:
+        checkpointer.saver._limit = limit
+    checkpointer.resume()
+    for step in range(1, 5):
+        train(model, optimizer, step)
+        checkpointer.step(step)
+    checkpointer.close()
+    return seen, list(checkpointer.reports())
+
+
+def digest(weights: dict[str, torch.Tensor]) -> str:
+    """Of all weights that are floating-point numbers."""
+    found = hashlib.sha256()
+    for name in sorted(weights):
+        if weights[name].is_floating_point():
+            found.update(name.encode() + weights[name].contiguous().numpy().tobytes())
+    return found.hexdigest()
+
+
+class Noisy(nn.Module):
+    """Dropout, and statistics of batches: what an evaluation may leave traces in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(32, 64), nn.BatchNorm1d(64), nn.Linear(64, 8)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.dropout(self.norm(self.first(x)).relu()))
+
+
+def traces(rank: int, world: int, url: str, kind: str, measured: bool) -> Any:
+    """Train with or without evaluations; everything that they could have changed.
+
+    Args:
+        kind: ``fsdp``, or ``accumulated``: with gradients of one more batch at every save.
+    """
+    torch.manual_seed(0)
+    model = Noisy()
+    fully_shard(model.first)
+    fully_shard(model)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+
+    def loss(number: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(10 * number + rank)
+        return model(torch.randn(16, 32, generator=generator)).square().mean()
+
+    def evaluate() -> list[float]:
+        torch.rand(3)
+        random.random()
+        np.random.rand(2)
+        return [loss(900).item(), loss(901).item()]
+
+    given = {"evaluate": evaluate} if measured else {}
+    checkpointer = shrinkpoint.Checkpointer(
+        url, model, optimizer, every=2, busy="wait", threads=1, save_last=False, **given
+    )
+    checkpointer.resume()
+    torch.manual_seed(5 + rank)
+    random.seed(5 + rank)
+    np.random.seed(5 + rank)
+    seen: list[dict[str, Any]] = []
+    for step in range(1, 7):
+        optimizer.zero_grad()
+        loss(step).backward()
+        optimizer.step()
+        if kind == "accumulated":
+            loss(100 + step).backward()
+        gradients = _local({name: p.grad for name, p in model.named_parameters()})
+        accepted = checkpointer.step(step)
+        if accepted is not None:
+            checkpointer.flush()  # all of its evaluations are made here
+        assert gradients.keys() == {name for name, _ in model.named_parameters()}
+        after = _local({name: p.grad for name, p in model.named_parameters()})
+        assert all(torch.equal(value, after[name]) for name, value in gradients.items())
+        seen.append(
+            {
+                **{name: value.clone() for name, value in _local(dict(model.named_parameters())).items()},
+                **{name: value.clone() for name, value in model.named_buffers()},
+                "rng": capture_rng(),
+                "modes": [part.training for part in model.modules()],
+                "kinds": sorted({type(p).__name__ for p in model.parameters()}),
+                "state": full_state(model, optimizer),
+            }
+        )
+    checkpointer.close()
+    return seen, [(report.measured, report.evaluations) for report in checkpointer.reports()]
+
+
+def _local(tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {
+        name: (value.to_local() if hasattr(value, "to_local") else value).detach().clone()
+        for name, value in tensors.items()
+        if value is not None
+    }
+
+
+def bounded(rank: int, world: int, url: str, options: dict[str, Any], steps: int = 2) -> Any:
+    """Save with some options, and what the reports say, with the warnings of this rank."""
+    model, optimizer = build("fsdp", world, rank, **SIZE)
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        checkpointer = shrinkpoint.Checkpointer(
+            url,
+            model,
+            optimizer,
+            every=1,
+            busy="wait",
+            threads=1,
+            save_last=False,
+            evaluate=lambda: losses_on(model, [0, 1, 2, 3]),
+            **options,
+        )
+        start = checkpointer.resume()
+        for step in range(start, start + steps):
+            train(model, optimizer, step)
+            checkpointer.step(step + 1)
+        checkpointer.close()
+    state = {name.removeprefix("model."): value for name, value in full_state(model, optimizer).items()}
+    return checkpointer.reports(), state, [str(warning.message) for warning in shown]
+
+
+def failing(rank: int, world: int, url: str, how: str) -> Any:
+    """An evaluation that fails at the second save, on all ranks or on one, before or after what the ranks do together."""
+    model, optimizer = build("fsdp", world, rank, **SIZE)
+    now: list[int] = []
+
+    def evaluate() -> list[float]:
+        if now == [2] and (how == "everywhere" or (how == "before" and rank == 1)):
+            raise RuntimeError("no data")
+        found = losses_on(model, [0, 1])
+        if now == [2] and how == "after" and rank == 1:
+            raise RuntimeError("no data")
+        return found
+
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        checkpointer = shrinkpoint.Checkpointer(
+            url,
+            model,
+            optimizer,
+            every=1,
+            busy="wait",
+            threads=1,
+            save_last=False,
+            evaluate=evaluate,
+        )
+        checkpointer.saver._probe._patience_s = 2.0  # type: ignore[union-attr]  # instead of 300
+        checkpointer.resume()
+        for step in range(1, 4):
+            now[:] = [step]
+            train(model, optimizer, step)
+            checkpointer.step(step)
+            checkpointer.flush()
+            Path(f"{url}-{rank}-{step}").touch()
+        checkpointer.close()
+    told = [(report.step, report.measured, report.reason) for report in checkpointer.reports()]
+    return told, [str(warning.message) for warning in shown]
+
+
+def leaves(rank: int, world: int, url: str, action: Callable[[], None] | None = None) -> Any:
+    """Close without waiting for what is measured: the save is stored without."""
+    model, optimizer = build("fsdp", world, rank, **SIZE)
+    train(model, optimizer, 0)
+    checkpointer = shrinkpoint.Checkpointer(
+        url, model, optimizer, busy="wait", threads=1, evaluate=lambda: losses_on(model, [0])
+    )
+    checkpointer.resume()
+    checkpointer.save(1)
+    checkpointer.saver.close()
+    return [(report.step, report.measured) for report in checkpointer.reports()]
