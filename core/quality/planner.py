@@ -128,10 +128,10 @@ class Planner:
         whole = snapshot or PlannedSnapshot(save_context.state, measure)
         plan = self._choose(save_context, whole, resume, exact)
         self._cost = plan.cost or plan.rise or EXACT
-        whole = self._whole_cost(plan, save_context.step)
+        cost = self._whole_cost(plan, save_context.step)
         if plan.baseline is not None:
             self._baseline = save_context.step, plan.baseline
-        return replace(plan, allowed=share, whole=whole, overhead=self.overhead)
+        return replace(plan, allowed=share, whole=cost, overhead=self.overhead)
 
     def _whole_cost(self, plan: Plan, step: int) -> RestoreCost | None:
         """What a restore may cost in all: as measured at the restore or as it lasts, whichever may be more, and what is not measured."""
