@@ -78,6 +78,12 @@ class SaveReport:
     """Lower end of its interval."""
     degradation_high: float | None = None
     """Upper end of its interval, which is within the allowed cost of a restore."""
+    cost: float | None = None
+    """Expected cost of a restore to the run, relative: `degradation`, or what lasts of it where that may be more, and half of what
+    the loss falls by in the steps that the restored moments lose. None where the degradation could not be measured."""
+    cost_high: float | None = None
+    """Its upper end, with the share of `max_degradation` that is reserved for what no measurement at a save sees. The sum over
+    all checkpoints that were restored is the upper end of what the restores have cost together."""
     degradation_luck: float | None = None
     """Rise of the loss right at the restore less `degradation`: the first-order part, of either sign by chance, which
     is trained away."""

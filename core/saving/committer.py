@@ -426,6 +426,8 @@ def measured_of(plan: Plan) -> dict[str, Any]:
         "degradation_low": plan.degradation_low,
         "degradation_high": plan.degradation_high,
         "degradation_luck": plan.degradation_luck,
+        "cost": plan.whole.mean if plan.whole is not None else None,
+        "cost_high": plan.whole.high if plan.whole is not None else None,
         "measured": plan.measured,
         "allowed": plan.allowed,
         "resumed": {str(steps): rise.mean for steps, rise in plan.resumed.items()},
