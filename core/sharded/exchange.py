@@ -19,10 +19,11 @@ from shrinkpoint.sharded.boxes import Box, intersection
 from shrinkpoint.sharded.ranks import Ranks
 from shrinkpoint.state.training import TensorSpec
 
-__all__ = ["Buffers", "ExchangePlan", "Target", "exchange", "plain_bytes"]
+__all__ = ["Buffers", "ExchangePlan", "Move", "Sources", "Take", "Target", "exchange", "moves", "plain_bytes"]
 
 Take = Callable[[str, Box], torch.Tensor]
 Holders = Mapping[Box, tuple[int, ...]]
+Sources = Mapping[str, Holders]
 
 _BUCKETS = 8
 _BUCKET_BYTES = 2**22, 2**26
@@ -38,7 +39,9 @@ class Target(NamedTuple):
     rank: int
 
 
-class _Move(NamedTuple):
+class Move(NamedTuple):
+    """A piece that one rank sends to another, or copies."""
+
     name: str
     dtype: torch.dtype
     source: Box
@@ -69,20 +72,20 @@ class Buffers(NamedTuple):
 class _Bucket:
     """What one rank does in one collective."""
 
-    own: Sequence[_Move]
+    own: Sequence[Move]
     """From its own memory to its own."""
-    out: Sequence[_Move]
+    out: Sequence[Move]
     """In the order of their receivers."""
-    into: Sequence[_Move]
+    into: Sequence[Move]
     """In the order of their senders."""
     sizes_out: Sequence[int]
     """Bytes for each receiver."""
     sizes_in: Sequence[int]
 
     @classmethod
-    def of(cls, moves: Sequence[_Move], rank: int, world: int) -> "_Bucket":
-        out: list[list[_Move]] = [[] for _ in range(world)]
-        into: list[list[_Move]] = [[] for _ in range(world)]
+    def of(cls, moves: Sequence[Move], rank: int, world: int) -> "_Bucket":
+        out: list[list[Move]] = [[] for _ in range(world)]
+        into: list[list[Move]] = [[] for _ in range(world)]
         own = []
         for move in moves:
             if move.sender == move.receiver:
@@ -111,7 +114,7 @@ class ExchangePlan:
         rank: int,
         world: int,
         specs: Mapping[str, TensorSpec],
-        sources: Mapping[str, Holders],
+        sources: Sources,
         targets: Mapping[str, Sequence[Target]],
         *,
         first_alone: Callable[[str], bool] = lambda name: False,
@@ -139,24 +142,13 @@ class ExchangePlan:
 
     def _moves(
         self, spec: TensorSpec, sources: Holders, targets: Sequence[Target], first_alone: bool
-    ) -> Iterator[_Move]:
-        """What this rank sends or receives of a tensor, in an order that both sides know."""
-        rank = self._rank
+    ) -> Iterator[Move]:
         # tensors that are cut alike share their table
         known = self._boxes.get(id(sources))
         if known is None:
-            known = self._boxes[id(sources)] = sources, _Boxes.of(list(sources), list(sources.values()), rank)
-        given = known[1]
-        wanted = _Boxes.of([target.box for target in targets], [(target.rank,) for target in targets], rank)
-        pairs = {(i, j) for i in wanted.own for j in given.meeting(wanted.boxes[i])}
-        pairs |= {(i, j) for j in given.own for i in wanted.meeting(given.boxes[j])}
-        for i, j in sorted(pairs):
-            box, target = given.boxes[j], targets[i]
-            cut = intersection(box, target.box)
-            holders = given.holders[j]
-            sender = min(holders) if first_alone else _sender(spec.name, box, holders, target.rank)
-            if cut is not None and rank in (sender, target.rank):
-                yield _Move(spec.name, spec.dtype, box, target.box, cut, sender, target.rank)
+            table = _Boxes.of(list(sources), list(sources.values()), self._rank)
+            known = self._boxes[id(sources)] = sources, table
+        return _moves(spec.name, spec.dtype, known[1], targets, self._rank, first_alone=first_alone)
 
     def buffers(self, device: torch.device) -> Buffers:
         """Memory for the exchange.
@@ -222,7 +214,7 @@ class ExchangePlan:
 def exchange(
     ranks: Ranks,
     specs: Mapping[str, TensorSpec],
-    sources: Mapping[str, Holders],
+    sources: Sources,
     targets: Mapping[str, Sequence[Target]],
     give: Take,
     take: Take,
@@ -235,6 +227,34 @@ def exchange(
     plan = ExchangePlan(ranks.rank, ranks.world, specs, sources, targets)
     buffers = ranks.on_every(lambda: plan.buffers(ranks.device))
     return plan.run(ranks, buffers, give, take)
+
+
+def moves(name: str, sources: Holders, targets: Sequence[Target], rank: int) -> Iterator[Move]:
+    """What this rank sends or receives of a tensor, in an order that both sides know; as bytes, for lack of its dtype.
+
+    Args:
+        name: of the tensor.
+        sources: its entry of `exchange`'s.
+        targets: its entry of `exchange`'s.
+        rank: this one.
+    """
+    table = _Boxes.of(list(sources), list(sources.values()), rank)
+    return _moves(name, torch.uint8, table, targets, rank, first_alone=False)
+
+
+def _moves(
+    name: str, dtype: torch.dtype, given: "_Boxes", targets: Sequence[Target], rank: int, *, first_alone: bool
+) -> Iterator[Move]:
+    wanted = _Boxes.of([target.box for target in targets], [(target.rank,) for target in targets], rank)
+    pairs = {(i, j) for i in wanted.own for j in given.meeting(wanted.boxes[i])}
+    pairs |= {(i, j) for j in given.own for i in wanted.meeting(given.boxes[j])}
+    for i, j in sorted(pairs):
+        box, target = given.boxes[j], targets[i]
+        cut = intersection(box, target.box)
+        holders = given.holders[j]
+        sender = min(holders) if first_alone else _sender(name, box, holders, target.rank)
+        if cut is not None and rank in (sender, target.rank):
+            yield Move(name, dtype, box, target.box, cut, sender, target.rank)
 
 
 def plain_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -316,9 +316,7 @@ class _Follower:
 
     def _restored(self, command: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         context = self._context(command)
-        return restored_model(
-            context.state, _scheme(self.config, context, command["scale"]), context.reference
-        )
+        return restored_model(context.state, _scheme(self.config, context, command), context.reference)
 
     def _scheme(self, command: Mapping[str, Any]) -> Scheme:
         return _scheme(self.config, self._context(command), command)
