@@ -16,12 +16,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from stores_links import timed, timed_run
 
 from shrinkpoint.store.run import RunStore
 
-__all__ = ["Made", "by_rate", "containers", "over_links", "over_server"]
+__all__ = ["Made", "by_rate", "containers", "over_links", "over_server", "random_bytes"]
 
 Times = tuple[float, float]
 
@@ -35,14 +36,20 @@ class Made:
         lossless: By ``scheme="lossless"``, as a delta.
         auto: By the default scheme, as a delta.
         lossless_s: Seconds to encode,
-        auto_s: of each.
+        auto_s: of each; None where nothing was encoded.
     """
 
     raw: bytes
     lossless: bytes
     auto: bytes
-    lossless_s: float
-    auto_s: float
+    lossless_s: float | None
+    auto_s: float | None
+
+
+def random_bytes(sizes: Sequence[float]) -> Made:
+    """As many MB as `containers` once came to, for stores that take them as they are: nothing is trained or encoded."""
+    draw = np.random.default_rng(0).bytes
+    return Made(*(draw(round(size * 1e6)) for size in sizes), lossless_s=None, auto_s=None)
 
 
 def containers(every: int, steps: int) -> Made:
