@@ -39,6 +39,7 @@ from shrinkpoint.saving.takeover import Adoption, Takeover, WaitingShare, unsuit
 from shrinkpoint.saving.warmup import Warmup
 from shrinkpoint.state.snapshot import Snapshotter
 from shrinkpoint.state.training import Describe, TrainingState, plain
+from shrinkpoint.state.tree import JSON
 from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.near import NearCopies
@@ -201,6 +202,7 @@ class Saver:
         exact: bool = False,
         wait: bool = False,
         adoption: Adoption | None = None,
+        step_log: Mapping[str, JSON] | None = None,
     ) -> Accepted | None:
         """Save a state; returns as soon as it is copied.
 
@@ -219,6 +221,7 @@ class Saver:
             wait: return when it is committed.
             adoption: with ``adopt=True``, for a planned save: the training's tensors get the values that are stored before this
                 returns. None for a save that an undisturbed run would not make: it is stored exactly.
+            step_log: what a step log has cost so far; for the report.
 
         Returns:
             What was accepted; None when a save was still being written and `busy` is ``skip``, or when it was to be
@@ -264,6 +267,7 @@ class Saver:
             exact=exact,
             blocked_s=time.perf_counter() - started - (waited_s if takeover is not None else 0.0),
             takeover=takeover,
+            step_log=step_log,
         )
         accepted = Accepted(step=step, blocked_s=job.blocked_s)
         self.blocked_s += job.blocked_s

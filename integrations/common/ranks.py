@@ -1,7 +1,7 @@
 """Collective helpers for actions on the first process that no other process can be blocked by.
 
 Over ``torch.distributed`` alone: where it is not initialized, a process is alone. Of several processes every one must
-call `any_of`, `broadcast`, `gather`, `on_first`, `on_every`, `raise_together` and `Outcome.share`, in the same order.
+call `any_of`, `broadcast`, `gather`, `gather_first`, `on_first`, `on_every`, `raise_together` and `Outcome.share`, in the same order.
 """
 
 from collections.abc import Callable
@@ -18,6 +18,7 @@ __all__ = [
     "any_of",
     "broadcast",
     "gather",
+    "gather_first",
     "is_first",
     "on_every",
     "on_first",
@@ -46,6 +47,15 @@ def gather(value: T) -> list[T]:
     values: list[T] = [value] * world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def gather_first(value: T) -> list[T]:
+    """`value` of every rank, in their order, on the first rank alone; on the others nothing. For what is large."""
+    if world_size() == 1:
+        return [value]
+    values: list[T] | None = [value] * world_size() if is_first() else None
+    dist.gather_object(value, values, dst=0)
+    return values if values is not None else []
 
 
 def any_of(flag: bool, device: torch.device) -> bool:

@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from composer.core import State
@@ -65,7 +65,7 @@ def continue_run(
     *,
     lineage: str | None = None,
     take: Callable[[Mapping[str, Any]], None] | None = None,
-) -> Buckets:
+) -> tuple[Buckets, Sequence[Any]]:
     """Continue a run from its newest sound checkpoint, unless it was loaded from a load_path already.
 
     Args:
@@ -77,7 +77,7 @@ def continue_run(
         take: gets the whole stored state, if there is one.
 
     Returns:
-        The buckets to sum gradients in, when DDP exists.
+        When DDP exists: the buckets to sum gradients in, and the states of all processes' communication hooks.
 
     Raises:
         NoCheckpointError: there is none, and ``resume="must"``.
@@ -94,7 +94,7 @@ def continue_run(
             run.saved_step = int(state.timestamp.batch)
             run.go_on_with(lineage)
             _warn_newer(run, state, str(loaded))
-        return []
+        return [], []
     url = run.settings.url
     start_log(run, state)
     live = model_state(state)
@@ -119,7 +119,7 @@ def continue_run(
     run.saved_step = manifest.step
     run.remember()
     _warn_resumed(run, state)
-    return stored["buckets"] if known else []
+    return (stored["buckets"], stored.get("hooks", [])) if known else ([], [])
 
 
 def _warn_overridden(stored: Mapping[str, Any], state: State) -> None:

@@ -22,7 +22,6 @@ from shrinkpoint.integrations.lightning.resume import continue_run, is_tuning, r
 from shrinkpoint.integrations.lightning.settings import Settings
 from shrinkpoint.integrations.lightning.state import describe_checkpoint, followed_state
 from shrinkpoint.integrations.lightning.step_log import capture_rest, replay, rest_of
-from shrinkpoint.loop.gradient_buckets import stateful_hook
 from shrinkpoint.runtime.termination import TerminationRequest
 from shrinkpoint.saver import Saver
 from shrinkpoint.saving.address import Address
@@ -162,10 +161,10 @@ class Session:
             self._begin_saving(trainer, module)
 
     def _begin_saving(self, trainer: Trainer, module: LightningModule) -> None:
+        self.run.check_hooks(trainer.strategy.model)
         if not is_first():  # only the first process saves deltas to the checkpoint that it has read
             self._saver.forget()
             return
-        self.run.warn_hook(stateful_hook(trainer.strategy.model))
         weights = followed_state(trainer, module)
         self._saver.begin(
             weights, step=trainer.global_step, describe=describe_checkpoint(trainer, module, weights)
@@ -295,6 +294,7 @@ class Session:
                 mid_accumulation=not self._stepped,
                 validation_pending=self._validation_pending,
                 sharded=self._sharded,
+                hooks=self.run.hooks.capture(trainer.strategy.model),
             )
             if self._path is not None and not self._planned and (batches := self._path.state()):
                 checkpoint[POSITION_KEY][_BATCHES] = batches

@@ -32,6 +32,8 @@ def test_a_rise_with_its_upper_end(mean: object, high: object, text: str) -> Non
 def test_why_there_is_none(measured: str | None, text: str) -> None:
     noted = {"measured": measured, "degradation": 0.0007, "degradation_high": 0.0012}
     assert degradation_text(noted) == text
+    if measured != "unmeasured" and measured != "blind":
+        assert degradation_text({**noted, "cost_high": 0.0021}) == "+0.07% (<0.21%)"
 
 
 def noted(**more: object) -> dict[str, object]:
