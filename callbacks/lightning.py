@@ -20,6 +20,7 @@ except ModuleNotFoundError as error:
 
 from shrinkpoint.integrations.common.run_session import RunSession
 from shrinkpoint.integrations.common.settings import refusing_unknown
+from shrinkpoint.integrations.lightning.addresses import take_addresses
 from shrinkpoint.integrations.lightning.io import open_as_ckpt
 from shrinkpoint.integrations.lightning.session import Session
 from shrinkpoint.integrations.lightning.settings import Settings
@@ -35,6 +36,8 @@ __all__ = ["CompressedCheckpoint", "load_from_checkpoint"]
 M = TypeVar("M", bound=LightningModule)
 
 Mode = Literal["min", "max"]
+
+take_addresses()
 
 
 class CompressedCheckpoint(Checkpoint):
@@ -349,8 +352,8 @@ def load_from_checkpoint(
 ) -> M:
     """As ``LightningModule.load_from_checkpoint``, of a run's checkpoint: the model with its hyper-parameters and weights.
 
-    A function of ours, because Lightning's own method reads its path by fsspec and ``torch.load``, without asking any plugin:
-    only a patch of its internals could make it take an address, and then only where this module was imported before.
+    Lightning's own method takes an address with ``#`` too, once this module is imported. It knows neither `storage_options`
+    nor a run in several stores as a list.
 
     Args:
         module: the class.

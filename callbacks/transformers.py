@@ -5,7 +5,9 @@ from datetime import timedelta
 from typing import Any, Literal
 
 from shrinkpoint.errors import MissingDependencyError
+from shrinkpoint.integrations.common.settings import refusing_unknown
 from shrinkpoint.saving.resume import ResumePolicy
+from shrinkpoint.schemes.catalogue import SchemeName
 
 try:
     import accelerate as _accelerate  # noqa: F401 - the Trainer asks for it only when it is used
@@ -67,13 +69,44 @@ class CompressedCheckpoint(TrainerCallback):
             these say too little and ``search_overhead`` pays for more.
         storage_options: passed to fsspec; of several URLs for all but folders, or a list of as many.
         parity: how many of several URLs may be lost: 0, 1 or 2. None takes what the run began with, or 1.
-        options: every field of `shrinkpoint.saver.SaverConfig`: ``scheme``, ``max_degradation``, ``key_every``,
-            ``busy``, ``max_failures``, and so on. ``probe_steps`` counts where the Trainer's ``training_step`` is its own.
+        scheme: how states are coded: ``"auto"``, our own; a published scheme by its name (`shrinkpoint.schemes.catalogue`); or
+            ``"lossless"``, bit by bit.
+        options: the scheme's own settings: an object of its class, or a mapping of them, as it stands in YAML
+            (``{"alpha": 1e-4}``); None takes its defaults.
+        max_degradation: how much `restore_budget` restores together may raise the held-out loss, relative; what would exceed
+            a restore's share is stored bit-exactly.
+        restore_budget: how many restores the run is to stand, spread evenly over it; 1 allows a single one all of
+            `max_degradation`.
+        loss_floor: losses nearer to zero count as this one where a rise is taken relative to them.
+        probe_steps: where the training can be tried from a restored state, what remains after so many steps is what a restore
+            costs; 0 for never. Counts where the Trainer's ``training_step`` is its own.
+        search_overhead: share of the training time for measuring what restores cost beyond the evaluations of every save.
+        guards: store exactly what would be noisier than training itself, or change the next updates by more than leaving them
+            out, whatever a loss says.
+        key_every: every so many checkpoints one is a base, readable alone; later where a base is expensive.
+        longest_chain: checkpoints that a restore reads at most; None takes four times `key_every`.
+        keep_every: keep the first checkpoint of every so many training steps, too.
+        keep_optimizer: how many of the newest checkpoints keep the optimizer's state; older ones become weights alone. None:
+            all keep it.
+        weights_only: never store the optimizer's state. A resume begins with a fresh one, and says so.
+        busy: what to do with a save that is due while one is being written: ``"skip"`` it, or ``"wait"``.
+        adopt: at every planned save, training goes on from exactly what a reader of it restores, so that a resumed run is the
+            undisturbed one bit for bit (docs/adopt.md); one process or DDP. The loss is measured on the last `probe_batches`
+            training batches before the save, since a resumed process sees these again.
+        adoptions: with `adopt`, the number of planned saves of the whole run; None takes it from the Trainer's arguments.
+        grace_s: seconds that removed checkpoints' data is kept, for readers and writers that are under way.
+        max_failures: so many failed saves in a row end training with an error.
+        threads: threads that encode and decode; None takes half of the processors.
+        near: a folder on this node, such as ``/local/nvme/run-7``, that holds copies of the newest checkpoints for fast restarts;
+            all are stored at `url` first. Trouble with it is a warning, and no save fails of it.
+        near_keep: how many checkpoints it holds at most.
+        compile_ahead: have coders that are not compiled yet compiled in a process of its own as soon as training begins.
 
     Raises:
         ConfigError: an option has a value that cannot work. Nothing is read or written before ``Trainer.train``.
     """
 
+    @refusing_unknown
     def __init__(
         self,
         url: str | list[str],
@@ -89,9 +122,30 @@ class CompressedCheckpoint(TrainerCallback):
         keep_last: int = 3,
         resume: ResumePolicy = "auto",
         probe_batches: int = 2,
-        storage_options: Mapping[str, object] | list[Mapping[str, object] | None] | None = None,
+        storage_options: Mapping[str, Any] | list[Mapping[str, Any] | None] | None = None,
         parity: int | None = None,
-        **options: Any,
+        scheme: SchemeName = "auto",
+        options: Any = None,
+        max_degradation: float = 0.01,
+        restore_budget: int = 10,
+        loss_floor: float = 1e-8,
+        probe_steps: int = 20,
+        search_overhead: float = 0.01,
+        guards: bool = True,
+        key_every: int = 8,
+        longest_chain: int | None = None,
+        keep_every: int | None = None,
+        keep_optimizer: int | None = None,
+        weights_only: bool = False,
+        busy: Literal["skip", "wait"] = "skip",
+        adopt: bool = False,
+        adoptions: int | None = None,
+        grace_s: float = 86400.0,
+        max_failures: int = 3,
+        threads: int | None = None,
+        near: str | None = None,
+        near_keep: int = 2,
+        compile_ahead: bool = True,
     ) -> None:
         super().__init__()
         settings = Settings.build(
@@ -109,7 +163,30 @@ class CompressedCheckpoint(TrainerCallback):
             probe_batches=probe_batches,
             storage_options=storage_options,
             parity=parity,
-            options=options,
+            options={
+                "scheme": scheme,
+                "options": options,
+                "max_degradation": max_degradation,
+                "restore_budget": restore_budget,
+                "loss_floor": loss_floor,
+                "probe_steps": probe_steps,
+                "search_overhead": search_overhead,
+                "guards": guards,
+                "key_every": key_every,
+                "longest_chain": longest_chain,
+                "keep_every": keep_every,
+                "keep_optimizer": keep_optimizer,
+                "weights_only": weights_only,
+                "busy": busy,
+                "adopt": adopt,
+                "adoptions": adoptions,
+                "grace_s": grace_s,
+                "max_failures": max_failures,
+                "threads": threads,
+                "near": near,
+                "near_keep": near_keep,
+                "compile_ahead": compile_ahead,
+            },
         )
         install()
         self._shrinkpoint_session = Session(settings)

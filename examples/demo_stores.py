@@ -44,7 +44,7 @@ class Stores:
             self._lost_at = step
 
     @property
-    def went_on(self) -> bool:
+    def continued(self) -> bool:
         """Whether a checkpoint has been saved without the lost one."""
         return self._lost_at is not None and self._commits > self._commits_before
 

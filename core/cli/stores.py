@@ -116,7 +116,7 @@ def _print_survey(found: Survey) -> None:
         )
         for state in found.stores
     ]
-    columns = ("store", "url", "newest step", "records missing", "shards missing", "shards held", "state")
+    columns = ("store", "url", "newest step", "records missing", "shards missing", "shards present", "state")
     print_table(columns, rows, left=("url", "state"))
     out = console()
     for key in found.unrestorable:

@@ -1,6 +1,6 @@
 """What one process knows of a run that it saves to by `torch.distributed.checkpoint`, from save to save.
 
-Torch tells the outcome of a save to the coordinator's storage alone, and its planners' caches leave no channel to the
+Torch gives the outcome of a save to the coordinator's storage alone, and its planners' caches leave no channel to the
 others. So each rank looks at its next save whether the run's newest checkpoint is the one that it has stored a part of; the
 coordinator makes sure that all have come to the same answer.
 """

@@ -34,7 +34,7 @@ class StorageWriter(TorchStorageWriter):
 
     Args:
         url: the run's folder or URL, the same for all ranks and all saves; ``checkpoint_id`` is the step.
-        scheme: ``"lossless"``: a storage is not told how good a model is, which the others need.
+        scheme: ``"lossless"``: a storage does not learn how good a model is, which the others need.
         key_every: as of `SaverConfig`, like the following ones.
         longest_chain: see there.
         keep_last: see there.

@@ -101,15 +101,15 @@ class BitReader:
 
     def __init__(self, reader: ByteReader) -> None:
         self._reader = reader
-        self._held = self._filled = 0
+        self._bits = self._filled = 0
 
     def take(self, width: int) -> int:
         """Return the next ``width`` bits as an integer."""
         while self._filled < width:
-            self._held |= self._reader.byte() << self._filled
+            self._bits |= self._reader.byte() << self._filled
             self._filled += 8
-        value = self._held & ((1 << width) - 1)
-        self._held >>= width
+        value = self._bits & ((1 << width) - 1)
+        self._bits >>= width
         self._filled -= width
         return value
 
@@ -117,13 +117,13 @@ class BitReader:
         """Return the next Rice code, which must not exceed ``limit``."""
         high = 0
         while True:
-            ones = (~self._held & self._held + 1).bit_length() - 1  # a byte at a time: hostile codes are long
+            ones = (~self._bits & self._bits + 1).bit_length() - 1  # a byte at a time: hostile codes are long
             high += ones
             if high << low > limit:
                 raise FormatError(f"{self._reader.what}: a Rice code is above {limit}")
             if ones < self._filled:
                 break
-            self._held, self._filled = self._reader.byte(), 8
+            self._bits, self._filled = self._reader.byte(), 8
         self.take(ones + 1)
         value = high << low | self.take(low)
         if value > limit:
@@ -132,5 +132,5 @@ class BitReader:
 
     def finish(self) -> None:
         """Raise unless what fills the last byte is zero."""
-        if self._held:
+        if self._bits:
             raise FormatError(f"{self._reader.what}: the bits behind the last field are not zero")

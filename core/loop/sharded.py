@@ -1,11 +1,9 @@
 """The objects of a hand-written loop whose model is sharded: what of their state each rank holds, and how it is filled again."""
 
-import random
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -21,7 +19,7 @@ from shrinkpoint.sharded.restoring import RANKS_KEY
 from shrinkpoint.sharded.saver import ShardedSaver
 from shrinkpoint.sharded.swapping import swapped_shards
 from shrinkpoint.sharded.targets import Targets, reshard
-from shrinkpoint.state.rng import capture_rng
+from shrinkpoint.state.rng import capture_rng, diverge_rng
 from shrinkpoint.state.training import TensorSpec, TrainingState, plain
 from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.urls import RunUrl
@@ -136,18 +134,10 @@ class ShardedObjects(LoopObjects):
         if ranks is None or ranks["stored"] == ranks["here"]:
             return
         if ranks["rank"] >= ranks["stored"]:
-            _diverge(ranks["rank"])
+            diverge_rng(ranks["rank"])
         if self.stateful and warns and ranks["rank"] == 0:
             names = ", ".join(sorted(self.stateful))
             warn(
                 f"the run was written by {ranks['stored']} ranks, and is continued by {ranks['here']}: the state of {names} is"
                 " rank 0's on every rank"
             )
-
-
-def _diverge(rank: int) -> None:
-    """Give a rank that the writers had not its own random numbers: those of the first rank's state and its number."""
-    seed = int(torch.randint(2**62, (1,), dtype=torch.int64)) ^ rank
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)

@@ -174,7 +174,7 @@ class QuantileSketch(_BucketCounts):
 
     Args:
         alpha: bound on the relative error, in [0.001, 0.5].
-        x_min: least magnitude told from zero, in [2^-126, 1].
+        x_min: least magnitude that differs from zero, in [2^-126, 1].
 
     Raises:
         ConfigError: an option is out of its range.
@@ -240,7 +240,7 @@ class SignedHistogram(_BucketCounts):
 
     Args:
         alpha: bound on the relative error, in [0.001, 0.5].
-        x_min: least magnitude told from zero, in [2^-126, 1].
+        x_min: least magnitude that differs from zero, in [2^-126, 1].
 
     Raises:
         ConfigError: an option is out of its range.

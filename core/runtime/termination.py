@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -58,7 +59,8 @@ class TerminationRequest:
     process.
 
     Processes forked meanwhile inherit the handler: a SIGTERM ends them as usual, and they ignore the first Ctrl-C (a
-    terminal sends it to all), since this process may need them until it can be saved.
+    terminal sends it to all), since this process may need them until it can be saved. Signals wait while a fork is made: Python
+    forgets those that a new process gets before it runs Python code, and without the handler they would have ended it.
 
     Args:
         signals: which ones.
@@ -102,6 +104,7 @@ class TerminationRequest:
         for number in self._signals:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._previous[number] = signal.signal(number, self._note)
+        _FORKS.guard(self)
 
     def unwatch(self) -> None:
         """Put the previous handlers back."""
@@ -111,6 +114,7 @@ class TerminationRequest:
             if signal.getsignal(number) == self._note:  # unless another handler was installed meanwhile
                 signal.signal(number, previous if previous is not None else signal.SIG_DFL)
         self._previous = {}
+        _FORKS.leave(self)
 
     def end(self, number: int = signal.SIGINT) -> None:
         """End the process as it would have ended without this handler.
@@ -154,6 +158,41 @@ class TerminationRequest:
         previous = self._previous.get(number)
         signal.signal(number, previous if previous is not None else signal.SIG_DFL)
         os.kill(os.getpid(), number)
+
+
+class _Forks:
+    """Blocks the signals of requests that watch while this process forks, in the thread that does."""
+
+    def __init__(self) -> None:
+        self._requests: weakref.WeakSet[TerminationRequest] = weakref.WeakSet()
+        self._masks = threading.local()
+        self._registered = False
+
+    def guard(self, request: TerminationRequest) -> None:
+        """From now on, for this request's signals."""
+        self._requests.add(request)
+        if not self._registered:
+            self._registered = True
+            os.register_at_fork(
+                before=self._block, after_in_parent=self._restore, after_in_child=self._restore
+            )
+
+    def leave(self, request: TerminationRequest) -> None:
+        """No more for this one."""
+        self._requests.discard(request)
+
+    def _block(self) -> None:
+        numbers = {number for request in list(self._requests) for number in list(request._previous)}
+        self._masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers) if numbers else None
+
+    def _restore(self) -> None:
+        before = getattr(self._masks, "before", None)
+        if before is not None:
+            self._masks.before = None
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+_FORKS = _Forks()
 
 
 def _say(line: str) -> None:

@@ -1,7 +1,7 @@
 """Saves from which the training itself goes on: what is stored is decided so that a replay decides the same.
 
 A planned save is quantized while the training waits, and the training takes the restored values over. From then on this
-committer is in the state of one that has just restored that checkpoint: so is the search (`Planner.as_restored`), movement
+committer is in the state of one that has just restored that checkpoint: so is the search (`Planner.load_restored_search`), movement
 is counted from the restored values, and the reference of the next save has these values. What is quantized next depends on
 the training's state, on the values adopted last, on the number of adoptions and on the settings: neither on whether the save
 before was committed, nor on time, nor on the container in which a reader finds the values.
@@ -31,6 +31,7 @@ from shrinkpoint.quality.planner import Plan, Planner
 from shrinkpoint.quality.strategy import exactly
 from shrinkpoint.reports import SaveReport
 from shrinkpoint.saving.adopted import Adopted, adopted_of
+from shrinkpoint.saving.carried import carried_in, carrying
 from shrinkpoint.saving.committer import Committer, Job, Link, provenance, report_of, with_updates
 from shrinkpoint.saving.fingerprint import changed_settings, settings_of
 from shrinkpoint.saving.finite import not_finite
@@ -134,33 +135,27 @@ class AdoptingCommitter(Committer):
 
     def _resume_search(self, search: Any) -> None:
         try:
-            self.planner.as_restored(search if isinstance(search, dict) else {})
+            self.planner.load_restored_search(search if isinstance(search, dict) else {})
         except ConfigError as error:
             warn(f"the search starts over: {error}")
 
     def _continue_before(self, manifest: Manifest, last: Adopted, state: TrainingState) -> None:
-        """Continue the planned save before an exact one: its values are what the next save's movement is counted from."""
+        """Continue what the run had before an exact save: the weights of the last planned one, or of its beginning."""
         self.follow(manifest)
         self.forget()
         self._movement.forget()
         self._chain = PlannedChain(last if last.count else None)
         before = self._planned_before(manifest, last)
+        carried = carried_in(state)
         if before is not None:
             decoded, parent = before
             self._note(decoded.state, last.step)
             self._chain = PlannedChain(last, decoded.reference)
             self._link = Link(parent, {}, restored=True) if parent is not None else None
-        elif last.count and last.step == manifest.step:
-            self._note(
-                state, manifest.step
-            )  # saved again right after a planned save that could not be stored
-        else:
+        elif last.since == manifest.step:
             self._note(state, manifest.step)
-            warn(
-                f"where the weights were at the last planned save before step {manifest.step} is not stored"
-                f" ({'it could not be stored' if last.count else 'there was none'}): the next save's bits differ from those of an"
-                " undisturbed run. This run stays reproducible from there on"
-            )
+        elif carried is not None and last.since is not None:
+            self._note(carried, last.since)
 
     def _planned_before(self, manifest: Manifest, last: Adopted) -> tuple[Decoded, Manifest | None] | None:
         if manifest.kind == "base" or not last.count:
@@ -202,7 +197,7 @@ class AdoptingCommitter(Committer):
     ) -> SaveReport:
         try:
             reference = self._chain.reference(self._movement.noted, period_of(self._config))
-            staging = Staging(state, reference, takeover.exactly)
+            staging = Staging(state, reference, takeover.exactly, threads=self._config.waiting_threads)
             plan, guard = self._plan_here(job, state, reference, staging)
             staged = staging.by(plan.scheme)
             takeover.offer(changed_tensors(state, staged.state))
@@ -262,6 +257,7 @@ class AdoptingCommitter(Committer):
         )
         guard = Guard(
             job.optimizers,
+            self._config.waiting_threads,
             restored=lambda scheme: staging.by(scheme).state,
         )
         self.planner.guard = guard if self._config.guards else None
@@ -272,7 +268,7 @@ class AdoptingCommitter(Committer):
         """Become what a process is that has just restored this save; until it is stored, values stand in for its container."""
         settings = self._settings_now(job, takeover)
         search = json.loads(json.dumps(self.planner.state_dict()))
-        self.planner.as_restored(search)
+        self.planner.load_restored_search(search)
         self._note(staged.state, job.step)
         last = Adopted(
             planned=True,
@@ -280,6 +276,7 @@ class AdoptingCommitter(Committer):
             step=job.step,
             search=search,
             settings=settings,
+            since=job.step,
             stand_ins=unstored(staged),
         )
         self._chain, self._link = PlannedChain(last), None
@@ -314,13 +311,18 @@ class AdoptingCommitter(Committer):
         )
 
     def _store_exactly(self, job: Job, state: TrainingState, started: float) -> SaveReport:
-        """A side branch of the chain, which stays as it is."""
+        """A side branch of the chain, which stays as it is.
+
+        Where the chain does not hold the last planned save (there was none, or it could not be stored), the branch carries the
+        weights that the next one is quantized by.
+        """
         plan, parent = (
             exactly(UNPLANNED, is_explained=True),
             self._link.parent if self._link is not None else None,
         )
+        carries = parent is None and self._movement.step not in (None, job.step)
         encoded = encode_state(
-            state,
+            carrying(state, self._movement.noted) if carries else state,
             plan.scheme,
             step=job.step,
             reference=self._chain.known if parent is not None else None,
@@ -329,7 +331,9 @@ class AdoptingCommitter(Committer):
             threads=self._config.encoder_threads,
             lasting=job.snapshot.lasting,
         )
-        last = self._chain.last or Adopted()
+        last = replace(self._chain.last or Adopted(), planned=False, since=self._movement.step)
+        if parent is None:
+            last = replace(last, stand_ins=last.stand_ins | self._chain.quantized)
 
         def report_for(encoded: EncodedState, size: int) -> SaveReport:
             return replace(
@@ -338,7 +342,7 @@ class AdoptingCommitter(Committer):
                 encode_s=time.perf_counter() - started,
             )
 
-        _, report = self._commit_with(job, encoded, parent, replace(last, planned=False), report_for)
+        _, report = self._commit_with(job, encoded, parent, last, report_for)
         self._warn_size(report)
         return report
 

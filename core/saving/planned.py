@@ -1,6 +1,5 @@
 """What planned saves are quantized after and by: the joints between an adopting training and its container chain."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +11,7 @@ from shrinkpoint.arrays import widened
 from shrinkpoint.coding.staging import StagedState, stage_state
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.saving.adopted import Adopted
-from shrinkpoint.schemes.auto.trellis_weights import TrellisLatticeCodec
+from shrinkpoint.schemes.auto.trellis_weights import TrellisWeightCodec
 from shrinkpoint.schemes.base import ReferenceState, Scheme
 from shrinkpoint.state.training import TrainingState
 
@@ -34,6 +33,7 @@ class Staging:
         state: host tensors that nobody changes.
         reference: of the values adopted last; None quantizes for a base.
         exactly: tensors that are not quantized, with the reason.
+        threads: parameters quantized side by side.
     """
 
     def __init__(
@@ -41,8 +41,11 @@ class Staging:
         state: TrainingState,
         reference: Mapping[str, ReferenceState] | None,
         exactly: Mapping[str, str],
+        *,
+        threads: int,
     ) -> None:
         self._state, self._reference, self._exactly = state, reference, exactly
+        self._threads = threads
         self._last: tuple[Scheme, StagedState] | None = None
 
     def by(self, scheme: Scheme) -> StagedState:
@@ -54,7 +57,7 @@ class Staging:
                 scheme,
                 self._reference,
                 exactly=self._exactly,
-                threads=os.cpu_count() or 1,  # training waits, and leaves them all free
+                threads=self._threads,
             )
             self._last = scheme, staged
         return self._last[1]
@@ -84,6 +87,11 @@ class PlannedChain:
         return {**self.known, **stand_ins}
 
     @property
+    def quantized(self) -> frozenset[str]:
+        """Tensors whose values must stand in for their container where a reader does not get it."""
+        return frozenset(name for name, known in self.known.items() if known.codec == TrellisWeightCodec.id)
+
+    @property
     def next_count(self) -> int:
         """The number of the next planned save."""
         return 1 if self.last is None else self.last.count + 1
@@ -91,7 +99,7 @@ class PlannedChain:
 
 def unstored(staged: StagedState) -> frozenset[str]:
     """Quantized tensors whose values stand in for their container until it is stored."""
-    return frozenset(name for name, row in staged.rows.items() if row.codec.id == TrellisLatticeCodec.id)
+    return frozenset(name for name, row in staged.rows.items() if row.codec.id == TrellisWeightCodec.id)
 
 
 def changed_tensors(true: TrainingState, adopted: TrainingState) -> dict[str, torch.Tensor]:
@@ -107,4 +115,4 @@ def _as_reference(value: torch.Tensor) -> ReferenceState:
         "exponent": np.zeros(count, np.uint8),
         "offset": np.zeros(count, np.int8),
     }
-    return ReferenceState(TrellisLatticeCodec.id, {"step": 1.0, "variance_code": 0}, planes)
+    return ReferenceState(TrellisWeightCodec.id, {"step": 1.0, "variance_code": 0}, planes)

@@ -17,20 +17,24 @@ from shrinkpoint.schemes.auto.log_levels import LogLevelsCodec
 from shrinkpoint.schemes.auto.rounded import RoundedCodec
 from shrinkpoint.schemes.auto.scheme import Auto, AutoOptions
 from shrinkpoint.schemes.auto.second_moments import FactoredSecondMomentCodec
-from shrinkpoint.schemes.auto.trellis_weights import TrellisLatticeCodec
+from shrinkpoint.schemes.auto.trellis_weights import TrellisWeightCodec
 from shrinkpoint.schemes.base import SaveContext, Scheme, TensorCodec
-from shrinkpoint.schemes.inshrinkerator.codec import LevelsCodec
+from shrinkpoint.schemes.inshrinkerator.codec import InshrinkeratorWeightCodec
 from shrinkpoint.schemes.inshrinkerator.scheme import Inshrinkerator, InshrinkeratorOptions, Weights
 from shrinkpoint.schemes.inshrinkerator.space import ConfigurationSpace
 from shrinkpoint.schemes.lossless.bit_planes import BitPlanesCodec
 from shrinkpoint.schemes.lossless.scheme import Lossless
-from shrinkpoint.schemes.published.check_n_run import Adaptive, AdaptiveOptions, AdaptiveRowsCodec
+from shrinkpoint.schemes.published.check_n_run import Adaptive, AdaptiveOptions, CheckNRunWeightCodec
 from shrinkpoint.schemes.published.delta_dnn import DeltaDnn, DeltaDnnCodec, DeltaDnnOptions
 from shrinkpoint.schemes.published.excp import ExCP
 from shrinkpoint.schemes.published.excp_codecs import ExcpMomentCodec, ExcpOptions, ExcpWeightCodec
 from shrinkpoint.schemes.published.gobo import Gobo, GoboCodec, GoboOptions
 from shrinkpoint.schemes.published.itmo import ITMO, ItmoOptions
-from shrinkpoint.schemes.published.lc_checkpoint import LCCheckpoint, LCCheckpointOptions, LCDeltaCodec
+from shrinkpoint.schemes.published.lc_checkpoint import (
+    LCCheckpoint,
+    LCCheckpointOptions,
+    LCCheckpointWeightCodec,
+)
 from shrinkpoint.schemes.published.partial import PartialCodec, PartialOptions, Scar, ScarOptions, TopN
 from shrinkpoint.schemes.published.qd_compressor import Uniform, UniformCodec, UniformOptions
 
@@ -91,7 +95,7 @@ ENTRIES: Mapping[str, SchemeEntry] = MappingProxyType(
             lambda options, save: Auto(options=options, save_context=save),
             AutoOptions,
             (
-                TrellisLatticeCodec,
+                TrellisWeightCodec,
                 LatticeCodec,
                 CentroidFirstMomentCodec,
                 CentroidMomentumCodec,
@@ -103,10 +107,10 @@ ENTRIES: Mapping[str, SchemeEntry] = MappingProxyType(
             "scale",
         ),
         "inshrinkerator": SchemeEntry(
-            _inshrinkerator, InshrinkeratorOptions, (LevelsCodec,), "configurations"
+            _inshrinkerator, InshrinkeratorOptions, (InshrinkeratorWeightCodec,), "configurations"
         ),
         "lc-checkpoint": SchemeEntry(
-            lambda options, _: LCCheckpoint(options=options), LCCheckpointOptions, (LCDeltaCodec,)
+            lambda options, _: LCCheckpoint(options=options), LCCheckpointOptions, (LCCheckpointWeightCodec,)
         ),
         "excp": SchemeEntry(
             lambda options, save: ExCP(options=options, reference=save.reference),
@@ -118,7 +122,7 @@ ENTRIES: Mapping[str, SchemeEntry] = MappingProxyType(
         ),
         "uniform": SchemeEntry(lambda options, _: Uniform(options=options), UniformOptions, (UniformCodec,)),
         "adaptive": SchemeEntry(
-            lambda options, _: Adaptive(options=options), AdaptiveOptions, (AdaptiveRowsCodec,)
+            lambda options, _: Adaptive(options=options), AdaptiveOptions, (CheckNRunWeightCodec,)
         ),
         "gobo": SchemeEntry(lambda options, _: Gobo(options=options), GoboOptions, (GoboCodec,)),
         "delta-dnn": SchemeEntry(

@@ -111,7 +111,7 @@ def _of_dtensor(name: str, tensor: Any) -> list[Piece]:
 
 def _box_of(name: str, tensor: Any) -> Box:
     own = getattr(tensor._local_tensor, "__create_chunk_list__", None)
-    if own is not None:  # the protocol by which uneven layouts tell the truth about themselves
+    if own is not None:  # the protocol by which uneven layouts describe themselves
         [chunk] = own()
         return Box(tuple(chunk.offsets), tuple(chunk.sizes))
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset

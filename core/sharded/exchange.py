@@ -11,7 +11,7 @@ from shrinkpoint.sharded.boxes import Box, intersection
 from shrinkpoint.sharded.ranks import Ranks
 from shrinkpoint.state.training import TensorSpec
 
-__all__ = ["Target", "exchange"]
+__all__ = ["Move", "Sources", "Take", "Target", "exchange", "moves"]
 
 Take = Callable[[str, Box], torch.Tensor]
 Sources = Mapping[str, Mapping[Box, tuple[int, ...]]]
@@ -29,7 +29,9 @@ class Target:
 
 
 @dataclass(frozen=True)
-class _Move:
+class Move:
+    """A piece that one rank sends to another, or copies."""
+
     name: str
     source: Box
     target: Box
@@ -64,8 +66,8 @@ def exchange(
     """
     sent = 0
     for names in _buckets(specs, targets, bucket * ranks.world):
-        moves = [move for name in names for move in _moves(name, sources[name], targets[name], ranks.rank)]
-        sent += _move(ranks, moves, specs, give, take)
+        due = [move for name in names for move in moves(name, sources[name], targets[name], ranks.rank)]
+        sent += _move(ranks, due, specs, give, take)
     return sent
 
 
@@ -87,10 +89,17 @@ def _buckets(
         yield names
 
 
-def _moves(
+def moves(
     name: str, sources: Mapping[Box, tuple[int, ...]], targets: Sequence[Target], rank: int
-) -> Iterator[_Move]:
-    """What this rank sends or receives of a tensor, in an order that both sides know."""
+) -> Iterator[Move]:
+    """What this rank sends or receives of a tensor, in an order that both sides know.
+
+    Args:
+        name: of the tensor.
+        sources: its entry of `exchange`'s.
+        targets: its entry of `exchange`'s.
+        rank: this one.
+    """
     for target in targets:
         for box, holders in sources.items():
             if rank != target.rank and rank not in holders:
@@ -100,7 +109,7 @@ def _moves(
                 continue
             sender = _sender(name, box, holders, target.rank)
             if rank in (sender, target.rank):
-                yield _Move(name, box, target.box, cut, sender, target.rank)
+                yield Move(name, box, target.box, cut, sender, target.rank)
 
 
 def _sender(name: str, box: Box, holders: tuple[int, ...], receiver: int) -> int:
@@ -110,19 +119,17 @@ def _sender(name: str, box: Box, holders: tuple[int, ...], receiver: int) -> int
     return holders[zlib.crc32(f"{name}{box.offset}{receiver}".encode()) % len(holders)]
 
 
-def _move(
-    ranks: Ranks, moves: Sequence[_Move], specs: Mapping[str, TensorSpec], give: Take, take: Take
-) -> int:
+def _move(ranks: Ranks, due: Sequence[Move], specs: Mapping[str, TensorSpec], give: Take, take: Take) -> int:
     with torch.no_grad():
-        for move in moves:
+        for move in due:
             if move.sender == move.receiver:
                 taken = move.target.cut(take(move.name, move.target), move.cut)
                 taken.copy_(move.source.cut(give(move.name, move.source), move.cut))
         if ranks.world == 1:
             return 0
-        out: list[list[_Move]] = [[] for _ in range(ranks.world)]
-        into: list[list[_Move]] = [[] for _ in range(ranks.world)]
-        for move in moves:
+        out: list[list[Move]] = [[] for _ in range(ranks.world)]
+        into: list[list[Move]] = [[] for _ in range(ranks.world)]
+        for move in due:
             if move.sender != move.receiver:
                 sends = move.sender == ranks.rank
                 (out[move.receiver] if sends else into[move.sender]).append(move)
@@ -136,11 +143,9 @@ def _move(
     return sum(sizes_out)
 
 
-def _unpack(
-    received: torch.Tensor, moves: Sequence[_Move], specs: Mapping[str, TensorSpec], take: Take
-) -> None:
+def _unpack(received: torch.Tensor, due: Sequence[Move], specs: Mapping[str, TensorSpec], take: Take) -> None:
     at = 0
-    for move in moves:
+    for move in due:
         taken = move.target.cut(take(move.name, move.target), move.cut)
         size = _nbytes(move, specs)
         # in memory of its own, since a dtype's view must be aligned
@@ -148,7 +153,7 @@ def _unpack(
         at += size
 
 
-def _nbytes(move: _Move, specs: Mapping[str, TensorSpec]) -> int:
+def _nbytes(move: Move, specs: Mapping[str, TensorSpec]) -> int:
     return move.cut.numel * specs[move.name].dtype.itemsize
 
 

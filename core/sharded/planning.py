@@ -49,7 +49,7 @@ def sound(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _settings_of(scheme: Scheme) -> dict[str, Any]:
-    """What tells a scheme from the others of a save."""
+    """What distinguishes a scheme from the others of a save."""
     return {"scale": scheme.scale, "finer": scheme.finer_moments} if isinstance(scheme, Auto) else {}
 
 
@@ -316,9 +316,7 @@ class _Follower:
 
     def _restored(self, command: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         context = self._context(command)
-        return restored_model(
-            context.state, _scheme(self.config, context, command["scale"]), context.reference
-        )
+        return restored_model(context.state, _scheme(self.config, context, command), context.reference)
 
     def _scheme(self, command: Mapping[str, Any]) -> Scheme:
         return _scheme(self.config, self._context(command), command)

@@ -1,6 +1,5 @@
 """Saves a sharded training from all its ranks in the background, and restores it on any number of them."""
 
-import dataclasses
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +26,7 @@ from shrinkpoint.sharded.adopting import (
     take_over,
     takeover_for,
 )
-from shrinkpoint.sharded.agreement import Agreed, Status, agree
+from shrinkpoint.sharded.agreement import Agreed, Status, agree, require_same
 from shrinkpoint.sharded.background import Background, Save
 from shrinkpoint.sharded.boxes import Box, Piece
 from shrinkpoint.sharded.capture import captured, renamed_tensors
@@ -135,15 +134,7 @@ class ShardedSaver:
         """
         ranks = self._ranks
         ranks.on_every(lambda: refuse_options(self.config))
-        given = ranks.gather({"url": self.url} | dataclasses.asdict(self.config))
-        for rank, other in enumerate(given):
-            differ = [name for name, value in other.items() if value != given[0][name]]
-            if differ:
-                name = differ[0]
-                raise ConfigError(
-                    f"rank 0 was given {name}={given[0][name]!r}, and rank {rank} {name}={other[name]!r}: every rank must give"
-                    " the same"
-                )
+        require_same(ranks, self.url, self.config)
         if ranks.rank == 0 and self._publisher is None:
             self._publisher = Publisher(self.store, self.config)
         ranks.on_every(self._open)

@@ -173,9 +173,9 @@ def _joined(name: str, blocks: list["TensorSpec"], tensors: Mapping[str, torch.T
 
 def _joined_boxes(name: str, blocks: list["TensorSpec"], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     places = [spec.block for spec in blocks if spec.block is not None]
-    shape, held = places[0].shape, sum(spec.numel for spec in blocks if spec.name in tensors)
-    if held != math.prod(shape):
-        raise FormatError(f"the checkpoint has {held} of the {math.prod(shape)} elements of {name!r}")
+    shape, found = places[0].shape, sum(spec.numel for spec in blocks if spec.name in tensors)
+    if found != math.prod(shape):
+        raise FormatError(f"the checkpoint has {found} of the {math.prod(shape)} elements of {name!r}")
     if boxes_meet([place.offset for place in places], [spec.shape for spec in blocks]):
         raise FormatError(f"blocks of {name!r} overlap")
     whole = torch.empty(shape, dtype=blocks[0].dtype)

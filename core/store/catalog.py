@@ -28,7 +28,7 @@ class DamagedCheckpoint:
     Attributes:
         key: Its key below the run's prefix.
         reason: What is wrong with it.
-        modified: When it was written, by the store's clock; None where the store does not tell.
+        modified: When it was written, by the store's clock; None where the store does not say.
         unsupported: It is sound, but only a newer shrinkpoint can read it.
         missing: It is listed, but there is nothing to read: the store contradicts itself, or a link leads nowhere.
     """
@@ -42,7 +42,7 @@ class DamagedCheckpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Listing:
-    """What ``commits/`` held at one moment.
+    """What was in ``commits/`` at one moment.
 
     Attributes:
         manifests: The readable ones, newest first: by epoch, then by number. A writer that went on after another one

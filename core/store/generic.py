@@ -90,7 +90,7 @@ class GenericObjects:
         """See :class:`~shrinkpoint.store.objects.ObjectStore`."""
         first = start or 0
         with self._translated("read", key):
-            # One byte more than allowed tells an object that is too large without reading it whole.
+            # One byte more than allowed shows an object that is too large without reading it whole.
             stop = first + max_size + 1 if end is None else end
             data: bytes = self._filesystem.cat_file(self._full(key), start=first, end=stop)
         if len(data) > max_size or (end is not None and len(data) != end - first):

@@ -47,7 +47,7 @@ _PIN_RE = re.compile(rf"pins/({_PIN_NAME})\.json")
 
 
 def new_nonce() -> str:
-    """64 random bits in hexadecimal; from the operating system, so that the user's random state is untouched."""
+    """64 random bits in hexadecimal; from the operating system, so that the user's random state does not change."""
     return secrets.token_hex(8)
 
 

@@ -42,7 +42,7 @@ class ObjectInfo:
     Attributes:
         key: Relative to the run's prefix.
         size: In bytes.
-        modified: Seconds since 1970 by the *store's* clock; None where the store does not tell.
+        modified: Seconds since 1970 by the *store's* clock; None where the store does not say.
 
     Examples:
         >>> from shrinkpoint.store.objects import ObjectInfo

@@ -148,7 +148,7 @@ class RunStore:
         return self._read_format() is not None
 
     def run_id(self) -> str:
-        """The nonce that tells this run from every other: 32 hexadecimal digits.
+        """The nonce that distinguishes this run from every other: 32 hexadecimal digits.
 
         Raises:
             NoCheckpointError: There is no run yet; opening a writer makes one.
@@ -359,7 +359,7 @@ class RunStore:
         self._refuse_near()
         if self._read_format() is None:
             self._create()
-            self._tell_parity()
+            self._say_parity()
         if self._near is not None:
             self._near.open(self._read_format() or {})
         if self._opened is not None and (fate := shared_fate(*self._opened)) is not None:
@@ -394,7 +394,7 @@ class RunStore:
             " checkpoints should be here",
         )
 
-    def _tell_parity(self) -> None:
+    def _say_parity(self) -> None:
         """Where a run begins in several stores because its URL has a comma in it, say what that means."""
         if self.stores is not None and self._is_implied and self._opened is not None:
             count = len(self.stores.group.stores)
@@ -487,7 +487,7 @@ class RunStore:
             return None
         except FormatError as error:
             raise RunMismatchError(
-                f"{error}. If checkpoints lie beside it, delete this file: they do not depend on it and it is made anew;"
+                f"{error}. If there are checkpoints in the same folder, delete this file: they do not depend on it and it is made anew;"
                 " otherwise choose another URL"
             ) from error
         if record.get("type") != _MAGIC:

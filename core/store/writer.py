@@ -333,7 +333,7 @@ class RunWriter:
             ) from error
 
     def _mark_committed(self) -> None:
-        """Leave word, beside ``commits/``, that there is a checkpoint: an empty listing is not believed from now on."""
+        """Note, next to ``commits/``, that there is a checkpoint: an empty listing is not believed from now on."""
         if self._marked:
             return
         try:
@@ -415,7 +415,7 @@ class RunWriter:
         except UnsupportedFormatError as error:
             raise self._fence(f"a newer shrinkpoint ({error}) committed") from error
         except FormatError:
-            return False  # unreadable: occupies its number, tells nothing about its writer
+            return False  # unreadable: occupies its number, says nothing about its writer
         if other.to_bytes() == data:
             return True
         self._check_overtaken(other)
@@ -440,13 +440,13 @@ class RunWriter:
             )
 
     def _check_late(self, began: float, manifest: Manifest) -> None:
-        """After a commit that was held up (a suspended machine), acknowledge it only if its whole chain is there."""
+        """After a commit that was delayed (a suspended machine), acknowledge it only if its whole chain is there."""
         if self._clock() - began <= COMMIT_LIMIT_S:
             return
         present = {info.key: info.size for info in self._objects.list("data/")}
         if not self._catalog.is_whole(manifest, present):
             raise StoreError(
-                f"checkpoint {manifest.seq} was held up and its blobs have been collected: save again"
+                f"checkpoint {manifest.seq} was delayed and its blobs have been collected: save again"
             )
 
     def _check_fence(self, listing: Listing) -> None:

@@ -16,7 +16,7 @@ from gpt import GPT, GPTConfig, TextWindows, build_optimizer, load_corpus
 
 from shrinkpoint.quantize.clustering import optimal_clusters
 from shrinkpoint.schemes.base import Context
-from shrinkpoint.schemes.inshrinkerator.codec import LevelsCodec
+from shrinkpoint.schemes.inshrinkerator.codec import InshrinkeratorWeightCodec
 from shrinkpoint.schemes.inshrinkerator.partition import Thresholds
 from shrinkpoint.schemes.moments import FirstMomentCodec, SecondMomentCodec
 from shrinkpoint.state.training import Role, TensorSpec
@@ -163,7 +163,7 @@ def present_codecs(states: list[Tensors], bins: int) -> Quantization:
                 protect_magnitude=most,
                 protect_sensitivity=most,
             )
-            codec = LevelsCodec(bins=bins, thresholds=thresholds)
+            codec = InshrinkeratorWeightCodec(bins=bins, thresholds=thresholds)
             spec = TensorSpec(name=name, dtype=weight.dtype, shape=tuple(weight.shape))
             v = SecondMomentCodec().encode(second, spec, Context())
             m = FirstMomentCodec().encode(first, spec, Context(siblings={Role.EXP_AVG_SQ.value: v.value}))

@@ -53,7 +53,7 @@ from shrinkpoint.entropy.trellis.coder import CodedPoints
 from shrinkpoint.schemes.auto import first_moments, trellis_weights
 from shrinkpoint.schemes.auto.first_moments import CentroidFirstMomentCodec, CentroidMomentumCodec
 from shrinkpoint.schemes.auto.scheme import AutoOptions
-from shrinkpoint.schemes.auto.trellis_weights import TrellisLatticeCodec
+from shrinkpoint.schemes.auto.trellis_weights import TrellisWeightCodec
 from shrinkpoint.schemes.base import EncodedTensor
 from shrinkpoint.state.training import Role, TensorSpec, TrainingState
 
@@ -116,7 +116,7 @@ def chains(
 def section_of(encoded: EncodedTensor) -> str | None:
     """Of the symbols that are recorded."""
     sections = {
-        TrellisLatticeCodec.id: "points",
+        TrellisWeightCodec.id: "points",
         CentroidFirstMomentCodec.id: "levels",
         CentroidMomentumCodec.id: "levels",
     }

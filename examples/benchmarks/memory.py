@@ -4,7 +4,8 @@ A GPT of the given size is trained for some AdamW steps on the source text of th
 process of its own. Given are, in sizes of the state (weights and both moments, fp32), how much more resident memory the process has than
 the training had before: at most while a save is under way, and after it. ``blocked`` is how long training
 waited for the snapshot. The evaluation is on the CPU, where its copy of the live weights counts too. Compiled coders and
-libraries take the same memory whatever the size: they are loaded before, by saves of a small model, and given apart.
+libraries take the same memory whatever the size: they are loaded before, by saves of a small model, and given apart. Then `cost.py`
+prints CPU seconds per GB, of this and of torch.save, zstd and torch.distributed.checkpoint; ``--no-cpu`` leaves that out.
 
 ``--resumed`` lets steps be tried from restored states, as the callbacks do: they need the whole state twice more for that moment.
 """
@@ -160,6 +161,7 @@ def main() -> None:
     )
     parser.add_argument("--schemes", nargs="+", default=list(CASES), choices=CASES)
     parser.add_argument("--resumed", action="store_true", help="try steps from restored states")
+    parser.add_argument("--no-cpu", action="store_true", help="print no CPU seconds per GB")
     parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case:
@@ -180,8 +182,14 @@ def main() -> None:
             )
     print(
         f"x: {found['state'] / 1e6:.0f} MB of state; the training had {found['training'] / 1e6:.0f} MB resident, coders and"
-        f" libraries {found['libraries'] / 1e6:.0f} MB"
+        f" libraries {found['libraries'] / 1e6:.0f} MB",
+        flush=True,
     )
+    if not options.no_cpu:
+        cost = [sys.executable, str(Path(__file__).with_name("cost.py"))]
+        size = ["--width", str(options.width), "--layers", str(options.layers)]
+        print(flush=True)
+        subprocess.run([*cost, *size], check=True)
 
 
 if __name__ == "__main__":

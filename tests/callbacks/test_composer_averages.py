@@ -12,7 +12,7 @@ from support.composer_models import Setup, fit
 from shrinkpoint.callbacks.composer import CompressedCheckpoint
 from shrinkpoint.container.reader import read_container
 from shrinkpoint.saver import Saver
-from shrinkpoint.schemes.auto.trellis_weights import TrellisLatticeCodec
+from shrinkpoint.schemes.auto.trellis_weights import TrellisWeightCodec
 from shrinkpoint.state.training import Role
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.run import RunStore
@@ -40,14 +40,14 @@ def test_an_algorithms_average_is_found_and_coded(tmp_path: Path, algorithm: str
     fit(saving, setup=Setup(algorithms=algorithm, width=512, duration="8ep"))
     store = Saver(str(tmp_path / "run")).store
     codecs = [codecs_by_role(store, manifest) for manifest in store.manifests()]
-    assert any(by_role[Role.AVERAGE] == {TrellisLatticeCodec.id} for by_role in codecs), codecs
+    assert any(by_role[Role.AVERAGE] == {TrellisWeightCodec.id} for by_role in codecs), codecs
     if algorithm == "EMA":  # its movement is known from the start
         for by_role in codecs:
             assert len(by_role[Role.AVERAGE]) > 0
             if by_role[Role.WEIGHT] == {
-                TrellisLatticeCodec.id
+                TrellisWeightCodec.id
             }:  # where little moves, some of either are exact
-                assert TrellisLatticeCodec.id in by_role[Role.AVERAGE], codecs
+                assert TrellisWeightCodec.id in by_role[Role.AVERAGE], codecs
     restored = Saver(str(tmp_path / "run")).restore()
     assert restored is not None
     roles = {

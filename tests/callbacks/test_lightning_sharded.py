@@ -13,6 +13,7 @@ from support.sharded_lightning import (
     hop,
     journey,
     killed,
+    measured,
     native,
     rest,
     signalled,
@@ -95,6 +96,17 @@ def test_killed_ranks_that_adopt_continue_bit_by_bit(tmp_path: Path) -> None:
     manifests = RunStore(url).manifests()
     assert all(manifest.meta["adoption"]["planned"] for manifest in manifests)
     assert not any(manifest.meta["save"]["measured"] == "exact" for manifest in manifests)
+
+
+@pytest.mark.slow
+def test_measurements_leave_no_trace(tmp_path: Path) -> None:
+    """On validation batches, which draw no random numbers; shuffling, dropout and all generators go on as without."""
+    lossy = launch(measured, 2, tmp_path, str(tmp_path / "auto"), "auto")
+    exact = launch(measured, 2, tmp_path, str(tmp_path / "lossless"), "lossless")
+    for found, wanted in zip(lossy, exact, strict=True):
+        assert_same(found[:3], wanted[:3])
+        assert found[3] == [(step, "measured", True) for step in (3, 6, 9)]
+        assert wanted[3] == [(step, "exact", False) for step in (3, 6, 9)]
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from support.lightning_models import QUIET, Crash, Tiny, fit
 
 from shrinkpoint.callbacks.composer import CompressedCheckpoint as ForComposer
 from shrinkpoint.callbacks.lightning import CompressedCheckpoint, load_from_checkpoint
+from shrinkpoint.callbacks.transformers import CompressedCheckpoint as ForTransformers
 from shrinkpoint.coding import decode
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError, NoCheckpointError, ShrinkpointWarning
@@ -152,13 +153,42 @@ def test_a_module_is_loaded_without_its_optimizers_state(
         load_from_checkpoint(Sized, f"{callback.dirpath}#step=3")
 
 
-@pytest.mark.parametrize("kind", [CompressedCheckpoint, ForComposer], ids=["lightning", "composer"])
+def test_lightnings_own_method_takes_addresses(saving: Make, tmp_path: Path) -> None:
+    callback = saving()
+    fit(callback, module=Sized(12), max_epochs=2)
+    for which in ("newest", "step=16", "seq=1"):
+        module = Sized.load_from_checkpoint(f"{callback.dirpath}#{which}", rate=0.5)
+        assert (module.hparams["width"], module.hparams["rate"]) == (12, 0.5)
+        assert identical(dict(module.state_dict()), weights_at(saving(), 16))
+    asked: list[str] = []
+    Sized.load_from_checkpoint(
+        f"{callback.dirpath}#newest",
+        map_location=lambda storage, place: asked.append(place) or storage,
+        weights_only=True,
+    )
+    assert set(asked) == {"cpu"}
+    with pytest.raises(NoCheckpointError, match="no checkpoint of step 3; there are 8, 16"):
+        Sized.load_from_checkpoint(f"{callback.dirpath}#step=3")
+    # a file is what it was, whatever its name
+    file = tmp_path / "file#newest"
+    version = {"pytorch-lightning_version": pl.__version__}
+    torch.save({"state_dict": Sized(5).state_dict(), "hyper_parameters": {"width": 5}, **version}, file)
+    assert Sized.load_from_checkpoint(file).hparams["width"] == 5
+    with pytest.raises(FileNotFoundError):
+        Sized.load_from_checkpoint(tmp_path / "nothing.ckpt")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [CompressedCheckpoint, ForComposer, ForTransformers],
+    ids=["lightning", "composer", "transformers"],
+)
 def test_every_option_is_an_ordinary_documented_argument(kind: type) -> None:
     parameters = inspect.signature(kind).parameters
     assert not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     config = SaverConfig()
-    # what a run under a callback keeps is told by save_top_k and keep_last; Composer's shards are refused
-    lacks = {"keep_best", "keep_last"} | ({"commit_timeout_s"} if kind is ForComposer else set())
+    # save_top_k and keep_last say what a run under a callback keeps; commit_timeout_s is for ranks that save shards
+    lacks = {"keep_best", "keep_last"} | (set() if kind is CompressedCheckpoint else {"commit_timeout_s"})
     for name in SaverConfig.names() - lacks:
         assert parameters[name].default == getattr(config, name), name
     documented = inspect.getdoc(kind) or ""

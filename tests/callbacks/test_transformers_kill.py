@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,13 +15,20 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+from support.containers import identical
 from support.transformers_models import Outcome, assert_continues
 
+from shrinkpoint.saver import Saver
+from shrinkpoint.store.run import RunStore
+
 PROGRAM = Path(__file__).parents[1] / "support" / "transformers_killed.py"
+LOOP = PROGRAM.with_name("accelerate_killed.py")
 LONGEST_S = 280
 
 
-def start(folder: Path, name: str, *, processes: int = 1) -> "list[subprocess.Popen[bytes]]":
+def start(
+    folder: Path, name: str, *, processes: int = 1, program: Path = PROGRAM
+) -> "list[subprocess.Popen[bytes]]":
     """One process, or several as torchrun would start them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -32,7 +40,7 @@ def start(folder: Path, name: str, *, processes: int = 1) -> "list[subprocess.Po
         with (folder / "log.txt").open("ab") as log:
             started.append(
                 subprocess.Popen(
-                    [sys.executable, "-W", "ignore", str(PROGRAM), str(folder), name],
+                    [sys.executable, "-W", "ignore", str(program), str(folder), name],
                     env=os.environ | {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"} | environment,
                     stdout=log,
                     stderr=subprocess.STDOUT,
@@ -46,9 +54,17 @@ def progress(folder: Path) -> list[int]:
     return [int(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
 
 
-def interrupt(folder: Path, *, step: int, number: int, processes: int = 1, name: str = "killed") -> list[int]:
+def interrupt(
+    folder: Path,
+    *,
+    step: int,
+    number: int,
+    processes: int = 1,
+    name: str = "killed",
+    program: Path = PROGRAM,
+) -> list[int]:
     """Train, and send a signal soon after the given step; gives the exit statuses."""
-    running = start(folder, name, processes=processes)
+    running = start(folder, name, processes=processes, program=program)
     deadline = time.monotonic() + LONGEST_S
     try:
         while max(progress(folder), default=0) < step:
@@ -63,9 +79,9 @@ def interrupt(folder: Path, *, step: int, number: int, processes: int = 1, name:
             each.kill()
 
 
-def finish(folder: Path, name: str, *, processes: int = 1) -> list[Outcome]:
-    """Train to the end in new processes."""
-    for each in start(folder, name, processes=processes):
+def finish(folder: Path, name: str, *, processes: int = 1, program: Path = PROGRAM) -> list[Any]:
+    """Train to the end in new processes; gives what each has left."""
+    for each in start(folder, name, processes=processes, program=program):
         assert each.wait(timeout=LONGEST_S) == 0, (folder / "log.txt").read_text()
     return [torch.load(folder / f"{name}-{rank}.pt", weights_only=False) for rank in range(processes)]
 
@@ -104,6 +120,37 @@ def test_two_processes_killed_and_continued_bit_by_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_three_processes_with_several_gradient_buckets_are_killed_and_continue_bit_by_bit(
+    tmp_path: Path,
+) -> None:
+    """From three on, sums depend on the buckets, which DDP makes anew after its first step."""
+    whole = finish(tmp_path, "whole", processes=3)
+    killed = interrupt(tmp_path, step=8, number=signal.SIGKILL, processes=3)
+    assert killed == [-signal.SIGKILL] * 3
+    stored = Saver(str(tmp_path / "run")).restore(adopt=False)
+    assert stored is not None
+    assert len(stored.state.to_object()["buckets"]) > 1
+    rest = finish(tmp_path, "rest", processes=3)
+    assert rest[0].steps[0][0] in (6, 11)
+    for undisturbed, continued in zip(whole, rest, strict=True):
+        assert_continues(undisturbed, continued)
+
+
+@pytest.mark.slow
+def test_a_loop_of_two_processes_with_accelerate_is_killed_and_continues_bit_by_bit(tmp_path: Path) -> None:
+    whole = finish(tmp_path, "whole", processes=2, program=LOOP)
+    killed = interrupt(tmp_path, step=12, number=signal.SIGKILL, processes=2, program=LOOP)
+    assert killed == [-signal.SIGKILL] * 2
+    rest = finish(tmp_path, "rest", processes=2, program=LOOP)
+    assert [each.pop("begins") for each in whole] == [0, 0]
+    assert rest[0]["begins"] in (5, 10)  # the save of step 10 may have been under way
+    assert rest[1].pop("begins") == rest[0].pop("begins")
+    for undisturbed, continued in zip(whole, rest, strict=True):
+        assert len(continued["optimizer"]["param_groups"]) == 2
+        assert identical(undisturbed, continued)
+
+
+@pytest.mark.slow
 def test_two_processes_that_adopt_are_killed_and_continue_bit_by_bit(tmp_path: Path) -> None:
     whole = finish(tmp_path, "adopting whole", processes=2)
     (tmp_path / "progress").unlink()
@@ -111,5 +158,9 @@ def test_two_processes_that_adopt_are_killed_and_continue_bit_by_bit(tmp_path: P
     assert killed == [-signal.SIGKILL] * 2
     rest = finish(tmp_path, "adopting rest", processes=2)
     assert rest[0].steps[0][0] in (6, 11)  # the save of step 10 may have been under way
+    saves = [
+        m.meta["save"] for m in RunStore(str(tmp_path / "run")).manifests() if m.meta["adoption"]["planned"]
+    ]
+    assert any(save["measured"] == "measured" for save in saves)  # and not stored exactly
     for undisturbed, continued in zip(whole, rest, strict=True):
         assert_continues(undisturbed, continued)

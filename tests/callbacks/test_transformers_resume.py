@@ -16,6 +16,7 @@ pytest.importorskip("accelerate")
 
 from support.matrices import some_fast
 from support.transformers_models import Outcome, Setup, assert_continues, train
+from transformers import Trainer
 
 from shrinkpoint.callbacks.transformers import CompressedCheckpoint
 from shrinkpoint.errors import ShrinkpointWarning
@@ -167,3 +168,42 @@ def test_true_continues_the_run(folder: Path) -> None:
     rest = train(setup, str(folder / "true"), saving(url), resume=True, seed=999)
     assert rest.steps[0][0] == 5
     assert_continues(uninterrupted(setup, folder), rest)
+
+
+class Scaled(Trainer):  # type: ignore[misc]
+    """Scales its losses, as a training in half precision does; on a CPU, accelerate makes no scaler by itself."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3)
+        scalers.append(self.accelerator.scaler)
+
+
+scalers: list[torch.amp.GradScaler] = []
+
+
+def test_the_gradient_scaler_continues(tmp_path: Path) -> None:
+    """Its scale grows after every third step, and its count of steps goes on in the middle of that."""
+    scalers.clear()
+    setup = with_arguments(max_grad_norm=0.0)
+    run = {"every_n_train_steps": 4, "scheme": "lossless", "busy": "wait"}
+    whole = train(setup, str(tmp_path / "whole"), trainer_class=Scaled)
+    url = str(tmp_path / "run")
+    train(
+        setup,
+        str(tmp_path / "killed"),
+        CompressedCheckpoint(url, **run),
+        crash=8,
+        seed=2,
+        trainer_class=Scaled,
+    )
+    rest = train(
+        setup, str(tmp_path / "rest"), CompressedCheckpoint(url, **run), seed=3, trainer_class=Scaled
+    )
+    assert rest.steps[0][0] == 9
+    assert_continues(whole, rest)
+    undisturbed, killed, continued = (scaler.state_dict() for scaler in scalers)
+    assert killed["scale"] == 16.0
+    assert killed["_growth_tracker"] == 2
+    assert continued == undisturbed
+    assert continued["scale"] == 2.0**13

@@ -23,9 +23,9 @@ from shrinkpoint.errors import (
 )
 from shrinkpoint.saver import Saver
 from shrinkpoint.schemes.auto.lattice import LatticeCodec
-from shrinkpoint.schemes.auto.trellis_weights import TrellisLatticeCodec
+from shrinkpoint.schemes.auto.trellis_weights import TrellisWeightCodec
 from shrinkpoint.schemes.base import EncodedTensor
-from shrinkpoint.schemes.inshrinkerator.codec import LevelsCodec
+from shrinkpoint.schemes.inshrinkerator.codec import InshrinkeratorWeightCodec
 from shrinkpoint.schemes.moments import FirstMomentCodec, SecondMomentCodec
 from shrinkpoint.store.run import RunStore
 from shrinkpoint.store.writer import RunWriter
@@ -120,7 +120,13 @@ def test_a_recoding_that_changes_a_plane_is_not_used(
     def broken(self: object, encoded: EncodedTensor, *given: object) -> EncodedTensor:
         return replace(encoded, sections=dict.fromkeys(encoded.sections, b"\x00"), uses_reference=False)
 
-    for codec in (LevelsCodec, SecondMomentCodec, FirstMomentCodec, LatticeCodec, TrellisLatticeCodec):
+    for codec in (
+        InshrinkeratorWeightCodec,
+        SecondMomentCodec,
+        FirstMomentCodec,
+        LatticeCodec,
+        TrellisWeightCodec,
+    ):
         monkeypatch.setattr(codec, "rebase", broken)
     compact(store, rebase(store, store.manifests()[0]))
     assert identical(restored(folder), before)

@@ -33,6 +33,7 @@ def test_memory_has_a_line_for_each_save_and_one_of_what_is_fixed() -> None:
         ["lossless", kind] for kind in ("base", "delta", "delta")
     ]
     assert "coders and libraries" in lines[4]
+    assert any("CPU seconds per GB" in line for line in lines[5:])  # one command for both
 
 
 @pytest.mark.slow

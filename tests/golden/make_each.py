@@ -28,14 +28,18 @@ from shrinkpoint.schemes.auto.lattice_steps import curvature_exponents
 from shrinkpoint.schemes.auto.log_levels import LogLevelsCodec
 from shrinkpoint.schemes.auto.rounded import RoundedCodec
 from shrinkpoint.schemes.auto.second_moments import FactoredSecondMomentCodec
-from shrinkpoint.schemes.auto.trellis_weights import TrellisLatticeCodec
+from shrinkpoint.schemes.auto.trellis_weights import TrellisWeightCodec
 from shrinkpoint.schemes.base import TensorCodec
 from shrinkpoint.schemes.lossless.bit_planes import BitPlanesCodec
-from shrinkpoint.schemes.published.check_n_run import AdaptiveOptions, AdaptiveRowsCodec
+from shrinkpoint.schemes.published.check_n_run import AdaptiveOptions, CheckNRunWeightCodec
 from shrinkpoint.schemes.published.delta_dnn import DeltaDnnCodec, DeltaDnnOptions
 from shrinkpoint.schemes.published.excp_codecs import ExcpMomentCodec, ExcpOptions, ExcpWeightCodec
 from shrinkpoint.schemes.published.gobo import GoboCodec, GoboOptions
-from shrinkpoint.schemes.published.lc_checkpoint import LCCheckpointOptions, LCDeltaCodec, merge_super_step
+from shrinkpoint.schemes.published.lc_checkpoint import (
+    LCCheckpointOptions,
+    LCCheckpointWeightCodec,
+    merge_super_step,
+)
 from shrinkpoint.schemes.published.partial import PartialCodec
 from shrinkpoint.schemes.published.qd_compressor import UniformCodec, UniformOptions
 from shrinkpoint.schemes.symbol_coders import LstmCoder
@@ -102,7 +106,7 @@ def far_apart() -> tuple[np.ndarray, np.ndarray]:
 def trellis_lattice(**options: object) -> Maker:
     def make(step: int, tensors: Mapping[str, torch.Tensor]) -> TensorCodec:
         wide = curvature_exponents(tensors["exp_avg_sq"], tuple(tensors["weight"].shape))
-        return TrellisLatticeCodec(**{"step": 0.002, "exponents": wide, "seed": step, **options})
+        return TrellisWeightCodec(**{"step": 0.002, "exponents": wide, "seed": step, **options})
 
     return make
 
@@ -117,7 +121,7 @@ def kept(**options: object) -> Maker:
     def make(step: int, tensors: Mapping[str, torch.Tensor]) -> TensorCodec:
         rows = np.arange(tensors["weight"].shape[0])
         mask = (None, rows % 2 == 1, rows > 0)[step]
-        return TrellisLatticeCodec(**{"step": 0.02, "seed": step, "kept": mask, **options})
+        return TrellisWeightCodec(**{"step": 0.02, "seed": step, "kept": mask, **options})
 
     return make
 
@@ -192,23 +196,23 @@ CASES: Mapping[str, Mapping[str, Variant]] = {
         "carried": weight(trellis_lattice(step=0.05, states=8), shape=(96, 96)),
         "half": weight(trellis_lattice(step=0.02), dtype=torch.bfloat16),
         "half-16": weight(
-            lambda step, _: TrellisLatticeCodec(step=0.003 * 4**step, seed=2**32 - 1 - step),
+            lambda step, _: TrellisWeightCodec(step=0.003 * 4**step, seed=2**32 - 1 - step),
             dtype=torch.float16,
         ),
-        "vector": weight(lambda step, _: TrellisLatticeCodec(step=0.001, seed=step, states=8), shape=(300,)),
-        "narrow": weight(lambda step, _: TrellisLatticeCodec(step=0.01, seed=step), shape=(500, 5)),
+        "vector": weight(lambda step, _: TrellisWeightCodec(step=0.001, seed=step, states=8), shape=(300,)),
+        "narrow": weight(lambda step, _: TrellisWeightCodec(step=0.01, seed=step), shape=(500, 5)),
         "went-on": weight(
-            lambda step, _: TrellisLatticeCodec(step=0.02, seed=step, after_restore=step == 2),
+            lambda step, _: TrellisWeightCodec(step=0.02, seed=step, after_restore=step == 2),
             shape=(40, 6, 4),
         ),
         "low-rank": weight(
-            lambda step, _: TrellisLatticeCodec(step=0.0005, seed=step), shape=(200, 72), rank=2
+            lambda step, _: TrellisWeightCodec(step=0.0005, seed=step), shape=(200, 72), rank=2
         ),
-        "far-apart": weight(lambda step, _: TrellisLatticeCodec(step=8.0, exponents=far_apart(), seed=step)),
+        "far-apart": weight(lambda step, _: TrellisWeightCodec(step=8.0, exponents=far_apart(), seed=step)),
         "kept-rows": weight(kept(), shape=(37, 40)),
         "kept-half": weight(kept(states=8), shape=(16, 3, 9), dtype=torch.bfloat16),
         "kept-all": weight(
-            lambda step, _: TrellisLatticeCodec(
+            lambda step, _: TrellisWeightCodec(
                 step=0.02, seed=step, kept=np.full(24, step == 1), after_restore=step == 2
             )
         ),
@@ -238,7 +242,7 @@ CASES: Mapping[str, Mapping[str, Variant]] = {
         for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16))
     },
     "other-dtypes": {
-        "weight": weight(lambda step, _: TrellisLatticeCodec(step=0.02, seed=step), dtype=torch.float64),
+        "weight": weight(lambda step, _: TrellisWeightCodec(step=0.02, seed=step), dtype=torch.float64),
         "lattice": weight(lambda *_: LatticeCodec(step=0.02), dtype=torch.float64),
         **{
             f"{kind}-{name}": Variant(makers, moments=dtype)
@@ -254,9 +258,13 @@ CASES: Mapping[str, Mapping[str, Variant]] = {
         },
     },
     "lc-checkpoint-weight": {
-        "published": weight(lambda *_: LCDeltaCodec()),
-        "paired": weight(lambda *_: LCDeltaCodec(options=LCCheckpointOptions(bits=2, paired=True))),
-        "half": weight(lambda *_: LCDeltaCodec(options=LCCheckpointOptions(bits=5)), dtype=torch.bfloat16),
+        "published": weight(lambda *_: LCCheckpointWeightCodec()),
+        "paired": weight(
+            lambda *_: LCCheckpointWeightCodec(options=LCCheckpointOptions(bits=2, paired=True))
+        ),
+        "half": weight(
+            lambda *_: LCCheckpointWeightCodec(options=LCCheckpointOptions(bits=5)), dtype=torch.bfloat16
+        ),
     },
     "excp-weight": {
         name: weight(lambda step, _, keys=keys: ExcpWeightCodec(threshold=0.002, **keys))
@@ -291,9 +299,11 @@ CASES: Mapping[str, Mapping[str, Variant]] = {
         ),
     },
     "check-n-run-weight": {
-        "packed": weight(lambda *_: AdaptiveRowsCodec()),
-        "rans": weight(lambda *_: AdaptiveRowsCodec(options=AdaptiveOptions(bits=2, coder="rans"))),
-        "half": weight(lambda *_: AdaptiveRowsCodec(options=AdaptiveOptions(bits=8)), dtype=torch.bfloat16),
+        "packed": weight(lambda *_: CheckNRunWeightCodec()),
+        "rans": weight(lambda *_: CheckNRunWeightCodec(options=AdaptiveOptions(bits=2, coder="rans"))),
+        "half": weight(
+            lambda *_: CheckNRunWeightCodec(options=AdaptiveOptions(bits=8)), dtype=torch.bfloat16
+        ),
     },
     "gobo-weight": {
         "packed": weight(lambda *_: GoboCodec(options=GoboOptions(threshold=-1.0))),
@@ -403,7 +413,7 @@ def merged(base: Checkpoint, deltas: list[Checkpoint]) -> list[Checkpoint]:
     """A chain of a base and one delta that stands for several."""
     entries = []
     for entry in deltas[-1].entries:
-        if entry.encoded.codec == LCDeltaCodec.id:
+        if entry.encoded.codec == LCCheckpointWeightCodec.id:
             parts = [e.encoded for delta in deltas for e in delta.entries if e.spec.name == entry.spec.name]
             entry = replace(entry, encoded=merge_super_step(parts, entry.spec))
         entries.append(entry)

@@ -196,6 +196,17 @@ def adopting(rank: int, world: int, url: str, stop: int | None = None, adopt: bo
     return module.trace, state, counters(trainer), reports_of(callback)
 
 
+def measured(rank: int, world: int, url: str, scheme: str) -> Any:
+    """A training whose checkpoints are measured on validation batches, or exact."""
+    seed(rank, 1)
+    module = Sharded()
+    callback = saving(url, scheme=scheme, save_last=False)
+    trainer, state = trained(world, module, callback, max_steps=9, limit_val_batches=2, val_check_interval=2)
+    reports = callback._session.run.saver.reports()
+    said = [(report.step, report.measured, report.evaluations > 1) for report in reports]
+    return module.trace, state, counters(trainer), said
+
+
 def counters(trainer: pl.Trainer) -> Any:
     rates = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
     return trainer.global_step, trainer.current_epoch, trainer.fit_loop.total_batch_idx, rates

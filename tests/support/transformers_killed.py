@@ -23,7 +23,8 @@ from shrinkpoint.callbacks.transformers import CompressedCheckpoint
 
 __all__ = ["SETUP"]
 
-SEVERAL = (("ddp_backend", "gloo"),) if "RANK" in os.environ else ()
+SEVERAL = (("ddp_backend", "gloo"), ("ddp_bucket_cap_mb", 0.004)) if "RANK" in os.environ else ()
+"""Buckets of 4 kB, of which the model's gradients fill several."""
 SETUP = Setup(arguments=(("num_train_epochs", 4), ("eval_strategy", "no"), *SEVERAL))
 """What is trained: 44 steps on one process, 24 on two."""
 

@@ -8,7 +8,7 @@ a row is predicted from the directions of the rows before (:mod:`shrinkpoint.ent
 =========  ==========================================================================================================
 effort     model
 =========  ==========================================================================================================
-fast       static tables under the level of the one or two most telling side planes
+fast       static tables under the level of the one or two most informative side planes
 default    static tables under a decision tree over prediction, side planes and activity, shared by a value and its negative
 max        binary decisions, each predicted by a mixture of up to 10 adaptive contexts
 =========  ==========================================================================================================

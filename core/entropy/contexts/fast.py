@@ -1,4 +1,4 @@
-"""Effort ``fast`` of the context coder: static tables under the levels of the one or two most telling side planes."""
+"""Effort ``fast`` of the context coder: static tables under the levels of the one or two most informative side planes."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

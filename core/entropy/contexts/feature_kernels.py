@@ -214,7 +214,7 @@ def end_row(scene: Scene, t: Tracker, row: int) -> None:
 
 @jit_part
 def bucket(prediction: Integer, scale: int, limit: int) -> Integer:
-    """Bucket 0..2 * reach of a prediction."""
+    """Bucket 0 to 2 * limit of a prediction."""
     found: Integer = clamp((prediction * scale + 32768) >> 16, -limit, limit) + limit
     return found
 

@@ -81,7 +81,7 @@ def _dot(a: Int32s, b: Int32s) -> Integer:
     """Inner product of vectors whose products are below 2^24: in 32 bits for 128 of them, which vectorises well."""
     total = np.int64(0)
     for start in range(0, a.size, 128):
-        # slices, because the compiler cannot tell that an index that starts elsewhere than at 0 is not negative
+        # slices, because the compiler does not know that an index that starts elsewhere than at 0 is not negative
         left, right = a[start : start + 128], b[start : start + 128]
         part = np.int32(0)
         for j in range(left.size):

@@ -98,7 +98,7 @@ class SearchDriver:
 
     At every save the degradation of what is chosen is measured, on that save's weights, so that no checkpoint exceeds the
     bound unnoticed. The degradation that searches compare is the upper end of the measured interval. What exceeds it is replaced by a milder configuration
-    that held before, then by the mildest of all, then by bit-exact storage. Beyond this, the driver runs searches:
+    that was within it before, then by the mildest of all, then by bit-exact storage. Beyond this, the driver runs searches:
     an exhaustive one first, then a local one per save, every few saves one that may become harsher, and an exhaustive
     one again when no neighbour holds. A search that has no budget left continues at the next save.
 

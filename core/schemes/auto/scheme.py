@@ -35,7 +35,7 @@ from shrinkpoint.schemes.auto.options import MILD_SCALE, AutoOptions
 from shrinkpoint.schemes.auto.rounded import RoundedCodec
 from shrinkpoint.schemes.auto.second_moments import FactoredSecondMomentCodec
 from shrinkpoint.schemes.auto.trellis_points import WIDER
-from shrinkpoint.schemes.auto.trellis_weights import TrellisLatticeCodec
+from shrinkpoint.schemes.auto.trellis_weights import TrellisWeightCodec
 from shrinkpoint.schemes.auto.weight_steps import WeightStep, WeightSteps, known_movement
 from shrinkpoint.schemes.base import Makers, SaveContext, TensorCodec
 from shrinkpoint.schemes.recipe import described
@@ -176,7 +176,7 @@ class Auto:
         size, exponents = step.sizes(spec)
         states = _STATES[self.options.effort]
         if states is not None:
-            return TrellisLatticeCodec(
+            return TrellisWeightCodec(
                 step=size * WIDER[states],
                 exponents=exponents,
                 seed=self._seed(spec.name),

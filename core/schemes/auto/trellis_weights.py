@@ -59,7 +59,7 @@ from shrinkpoint.schemes.codec_io import CODED_DTYPES, as_float32, finite, integ
 from shrinkpoint.state.training import TensorSpec
 from shrinkpoint.state.tree import JSON
 
-__all__ = ["TrellisLatticeCodec"]
+__all__ = ["TrellisWeightCodec"]
 
 
 _FARTHEST = 30_000  # half steps from 0
@@ -68,7 +68,7 @@ _CHUNK = 1 << 18  # elements that are handled at a time where a plane of wide in
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrellisLatticeCodec:
+class TrellisWeightCodec:
     """Codes each weight's point on a trellis, given where it is expected.
 
     Guarantees: the error of a weight is independent of it, of a mean square of 0.0663 square steps (0.0649 with 8 states), and

@@ -27,7 +27,7 @@ from shrinkpoint.schemes.auto.factors import matrix_shape
 from shrinkpoint.schemes.auto.lattice_steps import curvature_exponents
 from shrinkpoint.schemes.auto.options import MILD_SCALE, AutoOptions
 from shrinkpoint.schemes.auto.row_steps import narrowed
-from shrinkpoint.schemes.auto.trellis_weights import TrellisLatticeCodec
+from shrinkpoint.schemes.auto.trellis_weights import TrellisWeightCodec
 from shrinkpoint.schemes.base import SaveContext
 from shrinkpoint.schemes.sums import WeightSums
 from shrinkpoint.state.training import LayerType, Role, TensorSpec, TrainingState
@@ -180,7 +180,7 @@ class WeightSteps:
         """
         moved = known_movement(self._save_context, spec)
         reference = (self._save_context.reference or {}).get(spec.name)
-        if moved is None or reference is None or reference.codec != TrellisLatticeCodec.id:
+        if moved is None or reference is None or reference.codec != TrellisWeightCodec.id:
             return None
         return np.asarray(moved <= _least_movement(moved))
 

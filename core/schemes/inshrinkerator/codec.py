@@ -21,7 +21,7 @@ from shrinkpoint.schemes.inshrinkerator.partition import Thresholds, partition
 from shrinkpoint.state.dtypes import tensor_from_bytes, tensor_to_bytes
 from shrinkpoint.state.training import TensorSpec
 
-__all__ = ["Clustering", "LevelsCodec", "Quantized"]
+__all__ = ["Clustering", "InshrinkeratorWeightCodec", "Quantized"]
 
 _PRUNED, _PROTECTED, _FIRST = 0, 1, 2  # level ids; independent of the number of bins
 _CODED = {torch.float32, torch.float16, torch.bfloat16}
@@ -49,7 +49,7 @@ class Quantized:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LevelsCodec:
+class InshrinkeratorWeightCodec:
     """Codes one weight with given thresholds and number of bins.
 
     Guarantees: protected weights are restored to bfloat16 precision (2-byte dtypes exactly), pruned ones as zero, all

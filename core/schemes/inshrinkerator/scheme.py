@@ -13,7 +13,7 @@ import torch
 
 from shrinkpoint.errors import CannotRepresentError, ConfigError
 from shrinkpoint.schemes.base import TensorCodec
-from shrinkpoint.schemes.inshrinkerator.codec import Clustering, LevelsCodec
+from shrinkpoint.schemes.inshrinkerator.codec import Clustering, InshrinkeratorWeightCodec
 from shrinkpoint.schemes.inshrinkerator.level_deltas import LevelCoder
 from shrinkpoint.schemes.inshrinkerator.partition import ScoreSketches
 from shrinkpoint.schemes.inshrinkerator.sensitivity import sensitivity_score
@@ -104,13 +104,13 @@ class Weights:
             tensor, gradient = self.tensors[spec.name], self.gradients.get(spec.name)
             self.sketches.add(tensor, gradient, spec.tag.layer_type.value)
 
-    def codec(self, spec: TensorSpec, configuration: Configuration) -> LevelsCodec:
+    def codec(self, spec: TensorSpec, configuration: Configuration) -> InshrinkeratorWeightCodec:
         """The codec of one weight under a configuration."""
         thresholds = self.sketches.thresholds(
             configuration.metric, prune=configuration.prune, protect=configuration.protect
         )
         embedding = spec.tag.layer_type is LayerType.EMBEDDING
-        return LevelsCodec(
+        return InshrinkeratorWeightCodec(
             bins=configuration.embedding_bins if embedding else configuration.bins,
             thresholds=thresholds[spec.tag.layer_type.value],
             gradient=self.gradients.get(spec.name),

@@ -32,7 +32,7 @@ from shrinkpoint.state.tree import JSON
 __all__ = [
     "Adaptive",
     "AdaptiveOptions",
-    "AdaptiveRowsCodec",
+    "CheckNRunWeightCodec",
     "search_bounds",
 ]
 
@@ -129,7 +129,7 @@ def _levels(rows: Float32s, low: Float32s, scale: Float32s, bits: int) -> Float3
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdaptiveRowsCodec:
+class CheckNRunWeightCodec:
     """Codes one weight by rows; a row whose restored values are unchanged is not stored again.
 
     Planes: ``value``, the reconstruction in fp32. Guarantees: an element between its row's bounds is restored within half
@@ -228,7 +228,7 @@ class Adaptive:
 
     def codecs(self, state: TrainingState) -> Mapping[str, Callable[[], TensorCodec]]:
         """See `Scheme.codecs`."""
-        return weight_codecs(state, self.options, lambda _: AdaptiveRowsCodec(options=self.options))
+        return weight_codecs(state, self.options, lambda _: CheckNRunWeightCodec(options=self.options))
 
     def describe(self) -> JSON:
         """See `Scheme.describe`."""

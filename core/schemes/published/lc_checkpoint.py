@@ -26,7 +26,7 @@ from shrinkpoint.state.tree import JSON
 __all__ = [
     "LCCheckpoint",
     "LCCheckpointOptions",
-    "LCDeltaCodec",
+    "LCCheckpointWeightCodec",
     "Priority",
     "Representative",
     "merge_super_step",
@@ -85,7 +85,7 @@ class _Buckets:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LCDeltaCodec(ClosedLoopCodec):
+class LCCheckpointWeightCodec(ClosedLoopCodec):
     """Codes one weight as LC-Checkpoint does.
 
     Guarantees: an element of a kept bucket changes by the bucket's representative, within a factor of two of its difference
@@ -207,7 +207,7 @@ def merge_super_step(deltas: Sequence[EncodedTensor], spec: TensorSpec) -> Encod
     the same to the bit.
 
     Args:
-        deltas: of `LCDeltaCodec`, oldest first, each the predecessor of the next; no base.
+        deltas: of `LCCheckpointWeightCodec`, oldest first, each the predecessor of the next; no base.
         spec: of the weight.
 
     Returns:
@@ -221,10 +221,10 @@ def merge_super_step(deltas: Sequence[EncodedTensor], spec: TensorSpec) -> Encod
         Two deltas of one weight, and the delta that replaces both:
 
         >>> from shrinkpoint.schemes.base import Context, ReferenceState
-        >>> from shrinkpoint.schemes.published.lc_checkpoint import LCDeltaCodec, merge_super_step
+        >>> from shrinkpoint.schemes.published.lc_checkpoint import LCCheckpointWeightCodec, merge_super_step
         >>> from shrinkpoint.state.training import TensorSpec
         >>> spec = TensorSpec(name="weight", dtype=torch.float32, shape=(64, 64))
-        >>> codec, weight, context, chain = LCDeltaCodec(), torch.randn(64, 64), Context(), []
+        >>> codec, weight, context, chain = LCCheckpointWeightCodec(), torch.randn(64, 64), Context(), []
         >>> for step in range(3):
         ...     coded = codec.encode(weight + 0.01 * step * torch.randn(64, 64), spec, context)
         ...     chain.append(coded.encoded)
@@ -234,8 +234,10 @@ def merge_super_step(deltas: Sequence[EncodedTensor], spec: TensorSpec) -> Encod
         (True, True)
     """
     for delta in deltas:
-        if delta.codec != LCDeltaCodec.id or not delta.uses_reference:
-            raise ConfigError(f"{spec.name}: only deltas of codec {LCDeltaCodec.id!r} can be merged")
+        if delta.codec != LCCheckpointWeightCodec.id or not delta.uses_reference:
+            raise ConfigError(
+                f"{spec.name}: only deltas of codec {LCCheckpointWeightCodec.id!r} can be merged"
+            )
     counts = [count for delta in deltas for count in _counts(delta, spec)]
     if not 1 <= len(counts) <= _MAX_STEPS or int(np.prod(counts, dtype=object)) > _MAX_JOINT:
         raise ConfigError(
@@ -248,7 +250,7 @@ def merge_super_step(deltas: Sequence[EncodedTensor], spec: TensorSpec) -> Encod
     joint = np.ravel_multi_index([ranks for ranks, _ in steps], counts).astype(np.int64)
     tables = np.concatenate([table for _, table in steps]).astype("<f4").tobytes()
     sections = {"representatives": tables, "ranks": encode_huffman(joint)}
-    return EncodedTensor(LCDeltaCodec.id, {"symbols": counts}, sections, uses_reference=True)
+    return EncodedTensor(LCCheckpointWeightCodec.id, {"symbols": counts}, sections, uses_reference=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,7 +263,7 @@ class LCCheckpoint:
 
     def codecs(self, state: TrainingState) -> Mapping[str, Callable[[], TensorCodec]]:
         """See `Scheme.codecs`."""
-        return weight_codecs(state, self.options, lambda _: LCDeltaCodec(options=self.options))
+        return weight_codecs(state, self.options, lambda _: LCCheckpointWeightCodec(options=self.options))
 
     def describe(self) -> JSON:
         """See `Scheme.describe`."""

@@ -58,7 +58,7 @@ class Calls:
     """Requests to stores on threads of their own; they do not hold up the end of the process.
 
     Args:
-        health: Is told who answered and who did not.
+        health: Notes who answered and who did not.
         patience: How long to wait.
     """
 

@@ -172,7 +172,7 @@ class Group:
         there = read_member(self.stores[store])
         if there is None:
             raise StoreError(_BLANK)
-        if not there.is_beside(self._member) or there.number != store + 1:
+        if not there.is_sibling_of(self._member) or there.number != store + 1:
             raise StoreError(f"is store {there.number} of another set ({', '.join(there.stores)}) by now")
         self._expected[store] = there.to_bytes()
 

@@ -62,16 +62,16 @@ def heal(
     Args:
         objects: The set.
         needed: Keys of the containers that the run's checkpoints need.
-        progress: Is told how far it is.
+        progress: Gets how far it is.
 
     Raises:
         RunMismatchError: A store without `member.json` holds something.
         StoreError: A store does not answer: what it holds is not known.
     """
-    return _Healing(objects, set(needed), progress).run()
+    return _Repair(objects, set(needed), progress).run()
 
 
-class _Healing:
+class _Repair:
     def __init__(self, objects: StripedObjects, needed: set[str], progress: Progress) -> None:
         self._objects = objects
         self._group: Group = objects.group
@@ -131,7 +131,7 @@ class _Healing:
                     )
                 objects.put_if_absent(JOINING_KEY, member.at(store + 1).to_bytes())
                 begun = read_member(objects, JOINING_KEY)
-            if begun is None or not begun.is_beside(member) or begun.number != store + 1:
+            if begun is None or not begun.is_sibling_of(member) or begun.number != store + 1:
                 raise RunMismatchError(
                     f"{group.shown[store]} is being made a store of another set: choose another place"
                 )
@@ -150,7 +150,7 @@ class _Healing:
                 copies[store] = None
         sound = [data for data in copies.values() if data is not None and _is_sealed(data)]
         if not sound:
-            return  # gone since, or damaged in every copy, which a reader is told of
+            return  # gone since, or damaged in every copy, which a reader reports
         best = max(sound, key=lambda data: (sound.count(data), data))
         if self._is_outdated(key, best, sound.count(best) + joining, layouts):
             return  # nobody acknowledges it any more: more copies would bring it back

@@ -1,6 +1,6 @@
 """What a process has seen of the stores of a set: which ones fail, since when they rest, how long they take.
 
-An opinion: it decides whom to ask first and what to tell, never what is safe. Whoever rests is asked all the same where
+An opinion: it decides whom to ask first and what to report, never what is safe. Whoever rests is asked all the same where
 the others are not enough.
 """
 

@@ -119,7 +119,7 @@ class Member:
         """The same set's member of another number."""
         return Member(set_id=self.set_id, number=number, of=self.of, parity=self.parity, stores=self.stores)
 
-    def is_beside(self, other: "Member") -> bool:
+    def is_sibling_of(self, other: "Member") -> bool:
         """Whether both are of one set; the URLs that it began with are not compared."""
         mine = (self.set_id, self.of, self.parity)
         return mine == (other.set_id, other.of, other.parity)
@@ -247,7 +247,7 @@ def agree(found: Mapping[int, Member | None], shown: Sequence[str], parity: int 
                 f"{name} {'and ' + others + ' ' if most == 1 else ''}{both}: it is store {member.number} of"
                 f" {_some(member.stores)}. Give the stores of one run"
             )
-        if member.of != len(shown) or not member.is_beside(first):
+        if member.of != len(shown) or not member.is_sibling_of(first):
             raise RunMismatchError(
                 f"{name} is one of a set of {member.of} stores, founded as {_some(member.stores)}: the number of stores of a"
                 " run cannot be changed; give all of them (`shrinkpoint heal --replace` puts another in one's place)"

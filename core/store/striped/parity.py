@@ -26,7 +26,7 @@ _CHUNK = 1 << 18
 
 
 def parity_of(data: Sequence[Shard], number: int) -> Shard:
-    """One of the spare shards that go beside `data`.
+    """One of the spare shards of `data`.
 
     Args:
         data: equal lengths; a multiple of 8 bytes where there are several.
@@ -116,7 +116,7 @@ def rebuild(found: Mapping[int, Shard], k: int, spare: int) -> list[Shard]:
     Args:
         found: sound shards by their number: data from 0, then P, then Q. Must be sound: parity detects no damage.
         k: data shards.
-        spare: shards beside them.
+        spare: further shards.
 
     Raises:
         CorruptionError: there are fewer than `k`.

@@ -256,7 +256,7 @@ class Records:
         failed: set[int] = set()
         if len(self._seen) > _MOST_SEEN:
             self._seen.clear()
-        unseen = [(s, i) for by in ambiguous.values() for s, i in by.items() if (s, i) not in self._seen]
+        unread = [(s, i) for by in ambiguous.values() for s, i in by.items() if (s, i) not in self._seen]
 
         def look(item: tuple[int, ObjectInfo]) -> None:
             store, info = item
@@ -265,7 +265,7 @@ class Records:
             try:
                 data = self._group.stores[store].get(info.key, max_size=MAX_MANIFEST_BYTES)
             except MissingKeyError:
-                return  # removed since, or listed without being there: another copy tells
+                return  # removed since, or listed without being there: another copy answers
             except CorruptionError:
                 self._seen[item] = _Copy(None, info.size)
                 return
@@ -282,7 +282,7 @@ class Records:
                 with self._lock:
                     self._just_listed[alias] = self._just_listed[info.key] = now, data
 
-        for_each(unseen, look)
+        for_each(unread, look)
         with self._lock:
             several = {
                 k
@@ -320,7 +320,7 @@ def stored_prefix(prefix: str) -> str:
 
 
 def youngest(infos: Iterable[ObjectInfo]) -> float | None:
-    """When the last of some copies was written; None, which is never old, where a store does not tell."""
+    """When the last of some copies was written; None, which is never old, where a store does not say."""
     stamps = [info.modified for info in infos]
     return None if None in stamps else max(stamp for stamp in stamps if stamp is not None)
 

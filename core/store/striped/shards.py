@@ -1,4 +1,4 @@
-"""One shard of a blob: its name, which tells the whole geometry, and its bytes, every MiB of which has a checksum."""
+"""One shard of a blob: its name, which gives the whole geometry, and its bytes, every MiB of which has a checksum."""
 
 import re
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ class Geometry:
 
     Attributes:
         k: Data shards.
-        spare: Shards beside them; any `k` of all are enough.
+        spare: Further shards; any `k` of all are enough.
         length: Bytes of the blob.
     """
 

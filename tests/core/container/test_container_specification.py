@@ -41,7 +41,7 @@ from shrinkpoint.schemes.auto.first_moments import CentroidFirstMomentCodec, Cen
 from shrinkpoint.schemes.auto.lattice import LatticeCodec
 from shrinkpoint.schemes.auto.second_moments import FactoredSecondMomentCodec
 from shrinkpoint.schemes.auto.trellis_points import nearest_points
-from shrinkpoint.schemes.auto.trellis_weights import TrellisLatticeCodec
+from shrinkpoint.schemes.auto.trellis_weights import TrellisWeightCodec
 from shrinkpoint.schemes.base import Coded, Context, ReferenceState
 from shrinkpoint.schemes.lossless.scheme import Lossless
 from shrinkpoint.schemes.symbol_coders import encode_plane
@@ -332,7 +332,7 @@ def check_chain(codecs, tensors, siblings):
 
 
 def check_weights(
-    options, *, shape=(40, 70), dtype=torch.float32, walk=0.02, far=0.0, codec=TrellisLatticeCodec
+    options, *, shape=(40, 70), dtype=torch.float32, walk=0.02, far=0.0, codec=TrellisWeightCodec
 ):
     generator = torch.Generator().manual_seed(len(options))
     weight, tensors = torch.randn(shape, generator=generator), []
@@ -363,7 +363,7 @@ def test_trellis_lattice_of_carried_noise(states):
     assert all(delta.encoded.params["carried"] > 0 for delta in deltas)
     last = deltas[-1]
     reference = ReferenceState(last.encoded.codec, last.encoded.params, last.planes)
-    base = TrellisLatticeCodec().rebase(last.encoded, reference, spec_of(last.value), {})
+    base = TrellisWeightCodec().rebase(last.encoded, reference, spec_of(last.value), {})
     assert base.params["carried"] > 0
     found, _ = read_next(base, last.value, None, {})
     assert found == last.value.view(torch.uint8).numpy().tobytes()
@@ -396,7 +396,7 @@ def test_trellis_lattice_of_far_weights():
     assert all(len(coded.encoded.sections["far"]) > 0 for coded in chain)
 
 
-@pytest.mark.parametrize("codec", [LatticeCodec, TrellisLatticeCodec])
+@pytest.mark.parametrize("codec", [LatticeCodec, TrellisWeightCodec])
 def test_weights_of_steps_that_differ_by_all_that_they_may(codec):
     """Some of them are far too wide for the weights, or take all that indices can say."""
     rows, columns = exponents_of((40, 70), 0, 32)

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -139,6 +141,44 @@ def test_a_forked_process_ends_of_a_sigterm_as_ever() -> None:
     request.watch()
     assert _status_of_fork(signal.SIGTERM, 1) == -signal.SIGTERM
     assert not request.received
+
+
+_FORKS = """
+import os, signal, sys, time
+from shrinkpoint.runtime.termination import TerminationRequest
+
+number = int(sys.argv[1])
+request = TerminationRequest()
+request.watch()
+mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+lost = 0
+for _ in range(40):
+    pid = os.fork()
+    if pid == 0:
+        deadline = time.monotonic() + 5.0
+        while time.monotonic() < deadline and not (number == signal.SIGINT and request.received):
+            time.sleep(0.001)
+        os._exit(7 if request.received else 1)
+    os.kill(pid, number)
+    lost += os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != (7 if number == signal.SIGINT else -number)
+    if lost == 3:
+        break
+assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask
+assert not request.received
+print(lost)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_no_signal_is_lost_at_the_moment_of_a_fork(number: signal.Signals) -> None:
+    """Most of these new processes get it before they have run any Python code, and Python forgets such signals.
+
+    A SIGTERM ends them; a Ctrl-C is noted, since their parent may still need them.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", _FORKS, str(int(number))], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr
 
 
 def test_a_forked_process_leaves_the_first_ctrl_c_to_its_parent() -> None:

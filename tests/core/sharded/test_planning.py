@@ -13,6 +13,7 @@ from shrinkpoint.errors import StoreError
 from shrinkpoint.quality.evaluation import EvaluationUnavailableError
 from shrinkpoint.quality.planner import Planner
 from shrinkpoint.quality.strategy import Plan
+from shrinkpoint.schemes.auto.scheme import Auto
 from shrinkpoint.schemes.base import SaveContext, Scheme
 from shrinkpoint.sharded.planning import Leader, follow, lead, measurable
 from shrinkpoint.state.training import LayerType, Role, Tag, TensorSpec, TrainingState
@@ -89,6 +90,7 @@ def planned(
     refuses: int | None = None,
     action: Callable[[int], None] = lambda rank: None,
     broken: int | None = None,
+    config: SaverConfig = CONFIG,
 ) -> list[Any]:
     """What each rank has planned, or its error; and the losses that were measured.
 
@@ -97,6 +99,7 @@ def planned(
         refuses: a rank whose guard refuses.
         action: of a rank before it makes its part.
         broken: a rank with a weight that is no number.
+        config: of all ranks.
     """
     world, kept = 2, {}
     contexts = [context(rank, broken=rank == broken) for rank in range(world)]
@@ -106,7 +109,7 @@ def planned(
 
     def run(rank: int) -> None:
         mailbox: Any = Messages(kept, rank, world)
-        planner = Planner(CONFIG, lambda: 0.0, warns=False)
+        planner = Planner(config, lambda: 0.0, warns=False)
 
         guard: Any = Refusing(f"rank {rank} refuses" if rank == refuses else None)
 
@@ -128,7 +131,7 @@ def planned(
                 found[rank] = follow(
                     mailbox,
                     1,
-                    CONFIG,
+                    config,
                     planner.strategy,
                     contexts[rank],
                     measure,
@@ -161,6 +164,17 @@ def test_the_losses_are_those_of_all_parts() -> None:
     assert first.rise is not None
     assert first.rise.mean == pytest.approx(plus / 2 + minus / 2 - 1)
     assert first.rise.distance**2 == pytest.approx((plus - 1) / 1e-9, rel=1e-3)
+
+
+def test_all_ranks_take_the_scale_that_was_chosen() -> None:
+    config = SaverConfig(scheme="auto", options={"effort": "fast"}, commit_timeout_s=5)
+    first, second, seen = planned(1e-4, config=config)
+    assert first.measured == "measured"
+    assert len(seen) >= 4
+    assert isinstance(first.scheme, Auto)
+    assert first.scheme.scale is not None
+    assert first.scheme.describe() == second.scheme.describe()
+    assert second.configuration == first.configuration
 
 
 def test_what_breaks_the_bound_is_exact_on_all() -> None:

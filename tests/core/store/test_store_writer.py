@@ -281,7 +281,7 @@ def test_commit_that_was_held_up_is_acknowledged_only_whole(
             forget(fake, "data/")
 
     fake.before = suspend_while_collected
-    with pytest.raises(StoreError, match="held up"):
+    with pytest.raises(StoreError, match="delayed"):
         base(writer, step=2)
 
 

@@ -16,7 +16,7 @@ from shrinkpoint.schemes.auto.lattice import LatticeCodec
 from shrinkpoint.schemes.auto.lattice_steps import curvature_exponents
 from shrinkpoint.schemes.auto.random_walk import CARRIED, LAST_WALK
 from shrinkpoint.schemes.auto.trellis_points import WIDER
-from shrinkpoint.schemes.auto.trellis_weights import TrellisLatticeCodec
+from shrinkpoint.schemes.auto.trellis_weights import TrellisWeightCodec
 from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Quantizer, Rebasable, ReferenceState
 from shrinkpoint.state.training import TensorSpec
 
@@ -38,12 +38,12 @@ def as_read(coded: Coded, planes: Mapping[str, Any]) -> Context:
 
 def reread(coded: Coded, spec: TensorSpec, context: Context) -> tuple[torch.Tensor, Context]:
     """What a reader restores, bit for bit what the encoder says, and what it then holds."""
-    planes = TrellisLatticeCodec().decode(coded.encoded, spec, context)
+    planes = TrellisWeightCodec().decode(coded.encoded, spec, context)
     assert planes.keys() == coded.planes.keys()
     for name, plane in planes.items():
         assert plane.dtype == coded.planes[name].dtype
         assert np.array_equal(plane, coded.planes[name])
-    value = TrellisLatticeCodec().reconstruct(coded.encoded, planes, spec, context)
+    value = TrellisWeightCodec().reconstruct(coded.encoded, planes, spec, context)
     assert (value.dtype, tuple(value.shape)) == (spec.dtype, spec.shape)
     assert torch.equal(value, coded.value)
     return value, as_read(coded, planes)
@@ -54,7 +54,7 @@ def normal(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
 
 
 def chain(
-    codec: TrellisLatticeCodec, walk: float, saves: int, weight: torch.Tensor
+    codec: TrellisWeightCodec, walk: float, saves: int, weight: torch.Tensor
 ) -> list[tuple[torch.Tensor, Coded]]:
     """A random walk, saved with another dither each time."""
     context, out = Context(), []
@@ -92,7 +92,7 @@ def test_a_chain_is_read_as_it_was_written(states, chosen, curved, trellis):
         exponents = curvature_exponents(state.tensors["a/exp_avg_sq"], spec.shape) if curved else None
         if not 1e-25 < size < 1e25:
             return
-        codec = TrellisLatticeCodec(
+        codec = TrellisWeightCodec(
             step=share * size, exponents=exponents, seed=seed, after_restore=after_restore, states=trellis
         )
         try:
@@ -114,7 +114,7 @@ def test_every_shape_and_dtype_goes_through_a_chain_and_stands_alone_after_it(sh
     exponents = curvature_exponents(torch.rand(shape, generator=generator) ** 8, shape)
     spec = spec_of(weight.to(dtype))
     for save, (states, after_restore) in enumerate([(4, False), (4, False), (8, True), (8, False)]):
-        codec = TrellisLatticeCodec(
+        codec = TrellisWeightCodec(
             step=0.1, exponents=exponents, seed=save, after_restore=after_restore, states=states
         )
         coded = codec.encode(weight.to(dtype), spec, context)
@@ -123,12 +123,12 @@ def test_every_shape_and_dtype_goes_through_a_chain_and_stands_alone_after_it(sh
         assert isinstance(codec, Quantizer)
         assert isinstance(codec, Rebasable)
         context = reference(coded)
-        base = TrellisLatticeCodec().rebase(coded.encoded, context.reference, spec, {})
+        base = TrellisWeightCodec().rebase(coded.encoded, context.reference, spec, {})
         assert base is not None
         assert not base.uses_reference
-        planes = TrellisLatticeCodec().decode(base, spec, Context())
+        planes = TrellisWeightCodec().decode(base, spec, Context())
         assert np.array_equal(planes["value"], coded.planes["value"])
-        assert torch.equal(TrellisLatticeCodec().reconstruct(base, planes, spec, Context()), coded.value)
+        assert torch.equal(TrellisWeightCodec().reconstruct(base, planes, spec, Context()), coded.value)
         weight = weight + 0.05 * torch.randn(shape, generator=generator)
 
 
@@ -136,22 +136,22 @@ def test_every_shape_and_dtype_goes_through_a_chain_and_stands_alone_after_it(sh
 def test_a_chain_goes_on_after_what_was_rebased(states):
     weight = normal(60, 70)
     spec = spec_of(weight)
-    coded = chain(TrellisLatticeCodec(step=0.1, states=states), 0.1, 4, weight)[-1][1]
+    coded = chain(TrellisWeightCodec(step=0.1, states=states), 0.1, 4, weight)[-1][1]
     assert coded.encoded.params["carried"] > 0
-    base = TrellisLatticeCodec().rebase(coded.encoded, reference(coded).reference, spec, {})
-    planes = TrellisLatticeCodec().decode(base, spec, Context())
+    base = TrellisWeightCodec().rebase(coded.encoded, reference(coded).reference, spec, {})
+    planes = TrellisWeightCodec().decode(base, spec, Context())
     context = Context(ReferenceState(base.codec, base.params, planes))
-    again = TrellisLatticeCodec().rebase(base, context.reference, spec, {})
+    again = TrellisWeightCodec().rebase(base, context.reference, spec, {})
     assert again == base
-    then = TrellisLatticeCodec(step=0.1, seed=9, states=states).encode(weight, spec, context)
+    then = TrellisWeightCodec(step=0.1, seed=9, states=states).encode(weight, spec, context)
     reread(then, spec, context)
 
 
 def test_what_holds_nothing_of_the_tensor_cannot_be_rebased():
     weight = normal(6, 8)
-    coded = TrellisLatticeCodec(step=0.1).encode(weight, spec_of(weight), Context())
+    coded = TrellisWeightCodec(step=0.1).encode(weight, spec_of(weight), Context())
     without = ReferenceState(coded.encoded.codec, coded.encoded.params, {})
-    assert TrellisLatticeCodec().rebase(coded.encoded, without, spec_of(weight), {}) is None
+    assert TrellisWeightCodec().rebase(coded.encoded, without, spec_of(weight), {}) is None
 
 
 @pytest.mark.parametrize("states", [4, 8])
@@ -159,13 +159,13 @@ def test_a_reader_can_go_on_writing(states):
     """Without errors no noise is carried over; from the second save on there is again."""
     weight, (_, before) = (
         normal(60, 70),
-        chain(TrellisLatticeCodec(step=0.1, states=states), 0.02, 1, normal(60, 70))[0],
+        chain(TrellisWeightCodec(step=0.1, states=states), 0.02, 1, normal(60, 70))[0],
     )
     spec = spec_of(weight)
     _, reading = reread(before, spec, Context())
     carried = []
     for save in (1, 2):
-        codec = TrellisLatticeCodec(step=0.1, seed=save, states=states)
+        codec = TrellisWeightCodec(step=0.1, seed=save, states=states)
         coded = codec.encode(weight, spec, reading)
         reread(coded, spec, reading)
         carried.append(coded.encoded.params["carried"])
@@ -181,7 +181,7 @@ def noises(chained: list[tuple[torch.Tensor, Coded]], step: float) -> list[torch
 @pytest.mark.parametrize("walk", [0.0, 0.003, 0.05, 0.3, 3.0])
 def test_the_noise_stays_the_same_through_ten_checkpoints(walk, states):
     """However much of it is carried over, and it never tells of weights nor of where they go."""
-    codec = TrellisLatticeCodec(step=0.1, states=states)
+    codec = TrellisWeightCodec(step=0.1, states=states)
     chained = chain(codec, walk, 11, normal(200, 256))
     errors = noises(chained, 0.1)
     for error, (weight, coded) in zip(errors, chained, strict=True):
@@ -206,7 +206,7 @@ def correlation(one: torch.Tensor, other: torch.Tensor) -> float:
 
 def test_the_farther_weights_walk_the_less_noise_is_carried_over():
     shares = [
-        chain(TrellisLatticeCodec(step=0.1), walk, 5, normal(100, 128))[-1][1].encoded.params["carried"]
+        chain(TrellisWeightCodec(step=0.1), walk, 5, normal(100, 128))[-1][1].encoded.params["carried"]
         for walk in (0.05, 0.3, 1.0, 30.0)
     ]
     assert shares == sorted(shares, reverse=True)
@@ -216,7 +216,7 @@ def test_the_farther_weights_walk_the_less_noise_is_carried_over():
 def sizes_of_walks(walk: float, saves: int) -> tuple[list[int], list[int]]:
     """Bytes of each save on a trellis, and on a lattice with the same noise, of weights that walk by so many of its steps."""
     weight, context = normal(256, 256), Context()
-    coded = chain(TrellisLatticeCodec(step=0.1 * WIDER[4]), walk / WIDER[4], saves, weight)
+    coded = chain(TrellisWeightCodec(step=0.1 * WIDER[4]), walk / WIDER[4], saves, weight)
     others, squares, usual = [], [], []
     for moved, one in coded:
         rounded = LatticeCodec(step=0.1, seed=0).encode(moved, spec_of(moved), context)
@@ -245,7 +245,7 @@ def test_weights_that_hardly_walk_take_little():
 @pytest.mark.parametrize("states", [4, 8])
 def test_weights_that_stay_cost_little_and_their_errors_never_add_up(states):
     weight = normal(200, 200)
-    chained = chain(TrellisLatticeCodec(step=0.5, states=states), 0.0, 6, weight)
+    chained = chain(TrellisWeightCodec(step=0.5, states=states), 0.0, 6, weight)
     sizes = [coded.encoded.nbytes for _, coded in chained]
     assert max(sizes[4:]) < 0.5 * sizes[0]
     assert sizes[2:] == sorted(sizes[2:], reverse=True)
@@ -253,9 +253,7 @@ def test_weights_that_stay_cost_little_and_their_errors_never_add_up(states):
 
 def test_the_first_error_does_not_depend_on_the_weight():
     for weight in (torch.zeros(300, 300), torch.full((300, 300), 0.4), normal(300, 300)):
-        error = (
-            TrellisLatticeCodec(step=1.0, seed=3).encode(weight, spec_of(weight), Context()).value - weight
-        )
+        error = TrellisWeightCodec(step=1.0, seed=3).encode(weight, spec_of(weight), Context()).value - weight
         assert abs(float(error.mean())) < 0.005
         assert float(error.double().square().mean()) == pytest.approx(NOISE[4], rel=0.03)
         assert float(error.abs().max()) <= 1.0001
@@ -263,12 +261,12 @@ def test_the_first_error_does_not_depend_on_the_weight():
 
 def test_after_a_restore_weights_are_where_the_file_said():
     """What was restored is taken for the weights themselves: nothing is carried over, and small moves are kept on average."""
-    chained = chain(TrellisLatticeCodec(step=1.0), 0.01, 4, normal(300, 300, scale=5.0))
+    chained = chain(TrellisWeightCodec(step=1.0), 0.01, 4, normal(300, 300, scale=5.0))
     before = chained[-1][1]
     moved = before.value + 0.05
     spec = spec_of(moved)
     plain, fresh = (
-        TrellisLatticeCodec(step=1.0, seed=9, after_restore=after_restore).encode(
+        TrellisWeightCodec(step=1.0, seed=9, after_restore=after_restore).encode(
             moved, spec, reference(before)
         )
         for after_restore in (False, True)
@@ -283,7 +281,7 @@ def test_after_a_restore_weights_are_where_the_file_said():
         reread(coded, spec, reference(before))
     assert abs(float((fresh.value - before.value).mean()) - 0.05) < 0.005
     assert float((fresh.value - moved).square().mean()) == pytest.approx(NOISE[4], rel=0.03)
-    alone = TrellisLatticeCodec(step=1.0, seed=9).encode(moved, spec, Context())
+    alone = TrellisWeightCodec(step=1.0, seed=9).encode(moved, spec, Context())
     assert (
         fresh.encoded.nbytes < alone.encoded.nbytes / 3
     )  # the decoder knows how far the dither moved the points
@@ -292,15 +290,15 @@ def test_after_a_restore_weights_are_where_the_file_said():
 
 def test_only_a_delta_can_have_gone_on():
     weight = normal(6, 8)
-    coded = TrellisLatticeCodec(step=0.1, after_restore=True).encode(weight, spec_of(weight), Context())
+    coded = TrellisWeightCodec(step=0.1, after_restore=True).encode(weight, spec_of(weight), Context())
     assert "after_restore" not in coded.encoded.params
 
 
 def test_steps_near_the_wanted_ones_are_kept_and_others_taken():
     weight = normal(64, 64)
-    first = TrellisLatticeCodec(step=0.1).encode(weight, spec_of(weight), Context())
+    first = TrellisWeightCodec(step=0.1).encode(weight, spec_of(weight), Context())
     near, far, restored = (
-        TrellisLatticeCodec(step=step, seed=1, after_restore=after_restore).encode(
+        TrellisWeightCodec(step=step, seed=1, after_restore=after_restore).encode(
             weight, spec_of(weight), reference(first)
         )
         for step, after_restore in ((0.12, False), (0.2, False), (0.12, True))
@@ -325,7 +323,7 @@ def test_curvature_that_changes_is_followed(changes):
     before[5], after[5] = changes
     context = Context()
     for save, rows in enumerate((before, before, after, after)):
-        codec = TrellisLatticeCodec(step=0.1, exponents=(rows, columns), seed=save)
+        codec = TrellisWeightCodec(step=0.1, exponents=(rows, columns), seed=save)
         coded = codec.encode(weight, spec, context)
         reread(coded, spec, context)
         context = reference(coded)
@@ -345,7 +343,7 @@ def test_weights_that_jump_are_stored_apart(jump, states):
     weight = normal(50, 64)
     spec, context = spec_of(weight), Context()
     for save in range(4):
-        codec = TrellisLatticeCodec(step=1.0, seed=save, states=states)
+        codec = TrellisWeightCodec(step=1.0, seed=save, states=states)
         coded = codec.encode(weight, spec, context)
         _, reading = reread(coded, spec, context)
         assert float((coded.value - weight).abs().max()) < 2
@@ -355,15 +353,15 @@ def test_weights_that_jump_are_stored_apart(jump, states):
         context = reference(coded)
         weight = weight.clone()
         weight[save, 7], weight[40, save] = jump + float(weight[save, 7]), jump
-    far = TrellisLatticeCodec(step=1.0, seed=9, states=states).encode(weight, spec, Context())
+    far = TrellisWeightCodec(step=1.0, seed=9, states=states).encode(weight, spec, Context())
     value, _ = reread(far, spec, Context())
     assert float((value - weight).abs().max()) <= 1.01
 
 
 def test_weights_that_all_jump_are_read_as_written():
     weight = 100 * normal(60, 50)
-    first = TrellisLatticeCodec(step=0.1).encode(weight, spec_of(weight), Context())
-    second = TrellisLatticeCodec(step=0.1, seed=1).encode(-weight, spec_of(weight), reference(first))
+    first = TrellisWeightCodec(step=0.1).encode(weight, spec_of(weight), Context())
+    second = TrellisWeightCodec(step=0.1, seed=1).encode(-weight, spec_of(weight), reference(first))
     reread(first, spec_of(weight), Context())
     reread(second, spec_of(weight), reference(first))
     assert float((second.value + weight).abs().max()) < 0.2
@@ -373,11 +371,11 @@ def test_weights_that_all_jump_are_read_as_written():
 def test_weights_that_have_exploded_are_refused(value):
     """As they are without a predecessor: they are then stored exactly."""
     weight = normal(6, 8)
-    first = TrellisLatticeCodec(step=0.5).encode(weight, spec_of(weight), Context())
+    first = TrellisWeightCodec(step=0.5).encode(weight, spec_of(weight), Context())
     weight[2, 3] = value
     for context in (Context(), reference(first)):
         with pytest.raises(CannotRepresentError):
-            TrellisLatticeCodec(step=0.5, seed=1).encode(weight, spec_of(weight), context)
+            TrellisWeightCodec(step=0.5, seed=1).encode(weight, spec_of(weight), context)
 
 
 @pytest.mark.parametrize("far", [4000.0, 6000.0, 9000.0, 13_000.0])
@@ -385,27 +383,27 @@ def test_weights_many_steps_from_zero_stay_on_the_trellis(far):
     """What a base can hold its deltas can hold too, though noise that is carried over makes points finer."""
     weight = normal(40, 64)
     weight[3, 5] = far
-    chained = chain(TrellisLatticeCodec(step=1.0), 0.003, 4, weight)
+    chained = chain(TrellisWeightCodec(step=1.0), 0.003, 4, weight)
     for moved, coded in chained:
         assert float((coded.value - moved).abs().max()) < 2
 
 
 def test_a_tensor_of_another_size_begins_anew():
     weight = normal(8, 6)
-    before = reference(TrellisLatticeCodec(step=0.1).encode(weight, spec_of(weight), Context()))
+    before = reference(TrellisWeightCodec(step=0.1).encode(weight, spec_of(weight), Context()))
     wider = torch.cat([weight, weight])
-    coded = TrellisLatticeCodec(step=0.1).encode(wider, spec_of(wider), before)
+    coded = TrellisWeightCodec(step=0.1).encode(wider, spec_of(wider), before)
     assert not coded.encoded.uses_reference
     reread(coded, spec_of(wider), Context())
     turned = weight.t().contiguous()
-    coded = TrellisLatticeCodec(step=0.1, seed=1).encode(turned, spec_of(turned), before)
+    coded = TrellisWeightCodec(step=0.1, seed=1).encode(turned, spec_of(turned), before)
     reread(coded, spec_of(turned), before)
 
 
 def test_what_another_codec_holds_is_no_predecessor():
     weight = normal(8, 6)
     before = reference(LatticeCodec(step=0.1).encode(weight, spec_of(weight), Context()))
-    coded = TrellisLatticeCodec(step=0.1).encode(weight, spec_of(weight), before)
+    coded = TrellisWeightCodec(step=0.1).encode(weight, spec_of(weight), before)
     assert not coded.encoded.uses_reference
 
 
@@ -424,8 +422,8 @@ def test_what_cannot_stand_on_a_trellis_is_refused(context):
         before = Context()
         if context == "delta":
             one = torch.tensor([[1.0, 2.0]])
-            before = reference(TrellisLatticeCodec(step=1e-3).encode(one, spec_of(one), before))
-        for method in (TrellisLatticeCodec(step=1e-3).encode, TrellisLatticeCodec(step=1e-3).restored):
+            before = reference(TrellisWeightCodec(step=1e-3).encode(one, spec_of(one), before))
+        for method in (TrellisWeightCodec(step=1e-3).encode, TrellisWeightCodec(step=1e-3).restored):
             with pytest.raises(CannotRepresentError):
                 method(weight, spec_of(weight), before)
 
@@ -433,7 +431,7 @@ def test_what_cannot_stand_on_a_trellis_is_refused(context):
 def test_what_becomes_infinite_is_refused():
     weight = torch.full((4, 4), 65504.0, dtype=torch.float16)
     with pytest.raises(CannotRepresentError, match="end of"):
-        TrellisLatticeCodec(step=5000.0).encode(weight, spec_of(weight), Context())
+        TrellisWeightCodec(step=5000.0).encode(weight, spec_of(weight), Context())
 
 
 def test_weights_that_are_all_equal_or_all_on_one_point_are_read_as_written():
@@ -444,10 +442,10 @@ def test_weights_that_are_all_equal_or_all_on_one_point_are_read_as_written():
     ):
         spec, context = spec_of(weight), Context()
         for seed in (3, 4):
-            coded = TrellisLatticeCodec(step=step, seed=seed).encode(weight, spec, context)
+            coded = TrellisWeightCodec(step=step, seed=seed).encode(weight, spec, context)
             reread(coded, spec, context)
             context = reference(coded)
-        assert TrellisLatticeCodec(step=step).encode(weight, spec, Context()).encoded.nbytes < 1000
+        assert TrellisWeightCodec(step=step).encode(weight, spec, Context()).encoded.nbytes < 1000
 
 
 @pytest.mark.parametrize(
@@ -468,19 +466,19 @@ def test_weights_that_are_all_equal_or_all_on_one_point_are_read_as_written():
 )
 def test_options_are_checked(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
-        TrellisLatticeCodec(**{"step": 1.0, **wrong})
+        TrellisWeightCodec(**{"step": 1.0, **wrong})
 
 
 def test_damaged_copies_are_refused():
     before = normal(40, 64)
-    check_malformed(TrellisLatticeCodec(), before, before + 0.01 * normal(40, 64, seed=1))
+    check_malformed(TrellisWeightCodec(), before, before + 0.01 * normal(40, 64, seed=1))
 
 
 def small_delta() -> tuple[EncodedTensor, TensorSpec, Context]:
     """One that carries noise over, after a base; what its reader holds."""
     weight = normal(30, 64)
     spec = spec_of(weight)
-    codec = TrellisLatticeCodec(step=0.1)
+    codec = TrellisWeightCodec(step=0.1)
     (_, first), (_, second) = chain(codec, 0.01, 2, weight)
     assert second.encoded.params["carried"] > 0
     return second.encoded, spec, reference(first)
@@ -506,15 +504,15 @@ def test_malformed_params_are_refused(key, value):
     if value is None:
         del params[key]
     with pytest.raises(FormatError):
-        TrellisLatticeCodec().decode(replace(encoded, params=params), spec, context)
+        TrellisWeightCodec().decode(replace(encoded, params=params), spec, context)
 
 
 def test_a_base_after_a_restore_must_say_so_properly_too():
     weights = torch.randn(20, 30)
     spec = spec_of(weights)
-    encoded = TrellisLatticeCodec(step=0.1).encode(weights, spec, Context()).encoded
+    encoded = TrellisWeightCodec(step=0.1).encode(weights, spec, Context()).encoded
     with pytest.raises(FormatError, match="after_restore"):
-        TrellisLatticeCodec().decode(
+        TrellisWeightCodec().decode(
             replace(encoded, params={**encoded.params, "after_restore": 1}), spec, Context()
         )
 
@@ -522,13 +520,13 @@ def test_a_base_after_a_restore_must_say_so_properly_too():
 def test_what_a_step_is_rounded_to_decides_whether_it_is_taken():
     """The reader judges by the fp32 number, on either side of the limit."""
     with pytest.raises(ConfigError, match="step"):
-        TrellisLatticeCodec(step=1e30 * (1 - 1e-10))  # below the limit, but not as fp32
+        TrellisWeightCodec(step=1e30 * (1 - 1e-10))  # below the limit, but not as fp32
     weights = torch.zeros(20, 30)
     least = 1e-27  # as fp32 above it
     assert float(np.float32(least)) > least
-    coded = TrellisLatticeCodec(step=least).encode(weights, spec_of(weights), Context())
+    coded = TrellisWeightCodec(step=least).encode(weights, spec_of(weights), Context())
     assert (
-        TrellisLatticeCodec().decode(coded.encoded, spec_of(weights), Context()).keys() == coded.planes.keys()
+        TrellisWeightCodec().decode(coded.encoded, spec_of(weights), Context()).keys() == coded.planes.keys()
     )
 
 
@@ -541,7 +539,7 @@ def test_malformed_knowledge_of_a_predecessor_is_refused(value):
     if value is None:
         del params["variance_code"]
     with pytest.raises(FormatError, match="variance_code"):
-        TrellisLatticeCodec().decode(
+        TrellisWeightCodec().decode(
             encoded, spec, Context(ReferenceState(context.reference.codec, params, context.reference.planes))
         )
 
@@ -571,23 +569,21 @@ def test_malformed_sections_are_refused():
         {"points": points, "far": far, "exponents": encode_bytes(below, 1)},
     ):
         with pytest.raises(FormatError):
-            TrellisLatticeCodec().decode(replace(encoded, sections=sections), spec, context)
+            TrellisWeightCodec().decode(replace(encoded, sections=sections), spec, context)
     params = {**encoded.params, "step": 2 * encoded.params["step"]}
     with pytest.raises(FormatError, match="exponents"):  # another step needs other exponents
-        TrellisLatticeCodec().decode(replace(encoded, params=params), spec, context)
+        TrellisWeightCodec().decode(replace(encoded, params=params), spec, context)
 
 
 def test_points_stored_too_far_away_are_refused():
     weight = normal(5, 64)
     weight[2, 3] = 3000.0
-    coded = TrellisLatticeCodec(step=1.0).encode(weight, spec_of(weight), Context())
+    coded = TrellisWeightCodec(step=1.0).encode(weight, spec_of(weight), Context())
     for missing in (8000, -9000, 2**31 - 1, -(2**31)):
         far = encode_bytes(np.array([missing], "<i4").view(np.uint8), 4)
         sections = {**coded.encoded.sections, "far": far}
         with pytest.raises(FormatError, match="beyond 30000"):
-            TrellisLatticeCodec().decode(
-                replace(coded.encoded, sections=sections), spec_of(weight), Context()
-            )
+            TrellisWeightCodec().decode(replace(coded.encoded, sections=sections), spec_of(weight), Context())
 
 
 def test_deltas_need_what_they_refer_to():
@@ -596,21 +592,21 @@ def test_deltas_need_what_they_refer_to():
     for missing in ("value", "exponent", "offset"):
         planes = {name: plane for name, plane in context.reference.planes.items() if name != missing}
         with pytest.raises(FormatError, match="reference planes are missing"):
-            TrellisLatticeCodec().decode(
+            TrellisWeightCodec().decode(
                 encoded, spec, Context(ReferenceState(encoded.codec, context.reference.params, planes))
             )
     with pytest.raises(FormatError, match="reference planes are missing"):
-        TrellisLatticeCodec().decode(encoded, spec, Context())
+        TrellisWeightCodec().decode(encoded, spec, Context())
     for strange in (spec_of(torch.ones(30, 64, dtype=torch.float8_e5m2)), spec_of(torch.ones(0, 64))):
         with pytest.raises(FormatError, match="cannot hold"):
-            TrellisLatticeCodec().decode(encoded, strange, context)
+            TrellisWeightCodec().decode(encoded, strange, context)
 
 
 def test_bytes_do_not_depend_on_threads():
     weight = normal(700, 900)
     spec = spec_of(weight)
-    first = TrellisLatticeCodec(step=0.1).encode(weight, spec, Context()).encoded
-    assert TrellisLatticeCodec(step=0.1).encode(weight, spec, Context(threads=2)).encoded == first
+    first = TrellisWeightCodec(step=0.1).encode(weight, spec, Context()).encoded
+    assert TrellisWeightCodec(step=0.1).encode(weight, spec, Context(threads=2)).encoded == first
 
 
 @pytest.mark.parametrize("scale", [1e-25, 1.0, 1e28])
@@ -621,7 +617,7 @@ def test_a_process_without_subnormals_restores_the_same_bits(scale):
     )
     spec, context, chained = spec_of(weight), Context(), []
     for save, (step, after_restore) in enumerate([(0.2, False), (0.2, False), (0.9, True), (0.9, False)]):
-        codec = TrellisLatticeCodec(
+        codec = TrellisWeightCodec(
             step=step * scale, exponents=exponents, seed=save, after_restore=after_restore
         )
         coded = codec.encode(weight, spec, context)
@@ -644,7 +640,7 @@ def test_the_finest_steps_of_all_restore_the_same_bits_without_subnormals():
     weight = normal(20, 64, scale=size)
     spec = spec_of(weight)
     for save in range(4):
-        coded = TrellisLatticeCodec(step=1.1e-27, exponents=least, seed=save).encode(weight, spec, context)
+        coded = TrellisWeightCodec(step=1.1e-27, exponents=least, seed=save).encode(weight, spec, context)
         chained.append((coded, context))
         context = reference(coded)
     assert chained[-1][0].encoded.params["carried"] == CARRIED - 1
@@ -661,7 +657,7 @@ def test_the_finest_steps_of_all_restore_the_same_bits_without_subnormals():
 def save(tensor: torch.Tensor, context: Context, **options: Any) -> tuple[Coded, torch.Tensor, Context]:
     """One more checkpoint of a chain, read as it was written."""
     spec = spec_of(tensor)
-    codec = TrellisLatticeCodec(**{"step": 0.1, **options})
+    codec = TrellisWeightCodec(**{"step": 0.1, **options})
     coded = codec.encode(tensor, spec, context)
     assert torch.equal(codec.restored(tensor, spec, context), coded.value)
     value, _ = reread(coded, spec, context)
@@ -727,7 +723,7 @@ def test_noise_of_the_other_rows_is_what_it_would_be_without_rows_that_are_kept(
         weight[:30] += normal(30, 128, seed=number, scale=0.05)
         coded, value, context = save(weight, context, seed=number, kept=kept)
         errors.append(float((value - weight)[:30].square().mean()))
-    alone = chain(TrellisLatticeCodec(step=0.1), 0.5, 7, normal(30, 128))[-1][1].encoded.params
+    alone = chain(TrellisWeightCodec(step=0.1), 0.5, 7, normal(30, 128))[-1][1].encoded.params
     assert np.mean(errors) == pytest.approx(0.01 * NOISE[4], rel=0.05)
     assert abs(coded.encoded.params["carried"] - alone["carried"]) <= 1
     assert abs(coded.encoded.params["walk"] - alone["walk"]) <= 3
@@ -752,12 +748,12 @@ def test_what_has_rows_that_were_kept_cannot_be_rebased(dtype):
     weight = normal(30, 70).to(dtype)
     spec, context = spec_of(weight), save(normal(30, 70).to(dtype), Context(), seed=0)[2]
     coded, _, context = save(weight, context, seed=1, kept=np.arange(30) == 7)
-    assert TrellisLatticeCodec().rebase(coded.encoded, context.reference, spec, {}) is None
+    assert TrellisWeightCodec().rebase(coded.encoded, context.reference, spec, {}) is None
     # once all rows are coded again, there is nothing in the way
     coded, value, context = save(weight, context, seed=2)
-    base = TrellisLatticeCodec().rebase(coded.encoded, context.reference, spec, {})
-    planes = TrellisLatticeCodec().decode(base, spec, Context())
-    assert torch.equal(TrellisLatticeCodec().reconstruct(base, planes, spec, Context()), value)
+    base = TrellisWeightCodec().rebase(coded.encoded, context.reference, spec, {})
+    planes = TrellisWeightCodec().decode(base, spec, Context())
+    assert torch.equal(TrellisWeightCodec().reconstruct(base, planes, spec, Context()), value)
 
 
 def test_without_a_predecessor_no_row_is_kept():
@@ -784,15 +780,13 @@ def test_malformed_sections_of_rows_that_are_kept_are_refused():
                  packed(0xF0, 0, 0, 1), packed(0xF0, 0, 0, 2), packed(0, 0, 0, 0), packed(255, 255, 255, 252)):  # fmt: skip
         damaged = replace(coded, sections={**coded.sections, "kept": kept})
         with pytest.raises(ShrinkpointError):
-            TrellisLatticeCodec().decode(damaged, spec, context)
+            TrellisWeightCodec().decode(damaged, spec, context)
     without = replace(coded, sections={name: data for name, data in coded.sections.items() if name != "kept"})
     with pytest.raises(ShrinkpointError):
-        TrellisLatticeCodec().decode(without, spec, context)
+        TrellisWeightCodec().decode(without, spec, context)
     base = save(weight, Context())[0].encoded
     with pytest.raises(FormatError, match="no rows to keep"):
-        TrellisLatticeCodec().decode(
-            replace(base, sections={**base.sections, "kept": sound}), spec, Context()
-        )
+        TrellisWeightCodec().decode(replace(base, sections={**base.sections, "kept": sound}), spec, Context())
 
 
 def test_a_mask_of_other_rows_is_malformed_or_another_tensor():
@@ -805,16 +799,16 @@ def test_a_mask_of_other_rows_is_malformed_or_another_tensor():
         mask = np.packbits(generator.permutation(30) < generator.choice([3, 4, 5]))
         damaged = replace(coded, sections={**coded.sections, "kept": encode_bytes(mask, 1)})
         try:
-            planes = TrellisLatticeCodec().decode(damaged, spec, context)
+            planes = TrellisWeightCodec().decode(damaged, spec, context)
         except ShrinkpointError:
             continue
-        assert TrellisLatticeCodec().reconstruct(damaged, planes, spec, context).shape == weight.shape
+        assert TrellisWeightCodec().reconstruct(damaged, planes, spec, context).shape == weight.shape
 
 
 def test_rows_that_are_kept_are_the_same_for_any_number_of_threads():
     weight = normal(700, 900)
     context = save(weight, Context())[2]
-    codec = TrellisLatticeCodec(step=0.1, seed=1, kept=np.arange(700) % 3 == 0)
+    codec = TrellisWeightCodec(step=0.1, seed=1, kept=np.arange(700) % 3 == 0)
     one, two = (
         codec.encode(weight, spec_of(weight), replace(context, threads=threads)).encoded for threads in (1, 2)
     )

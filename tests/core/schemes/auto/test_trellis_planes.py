@@ -14,7 +14,7 @@ from shrinkpoint.coding.grouping import matching
 from shrinkpoint.schemes.auto.lattice_points import join_exponents
 from shrinkpoint.schemes.auto.trellis_planes import KeptRows, TrellisPlanes
 from shrinkpoint.schemes.auto.trellis_points import Grid
-from shrinkpoint.schemes.auto.trellis_weights import TrellisLatticeCodec
+from shrinkpoint.schemes.auto.trellis_weights import TrellisWeightCodec
 from shrinkpoint.schemes.base import Coded, Context, ReferenceState
 
 SHAPE = (30, 40)
@@ -49,18 +49,18 @@ def test_rows_of_other_points_are_kept_as_they_are() -> None:
     assert planes["value"].tobytes() == wanted.tobytes()
 
 
-def chain(shape: tuple[int, ...], saves: int) -> tuple[Coded, Context, torch.Tensor, TrellisLatticeCodec]:
+def chain(shape: tuple[int, ...], saves: int) -> tuple[Coded, Context, torch.Tensor, TrellisWeightCodec]:
     generator = torch.Generator().manual_seed(0)
     weight, context = torch.randn(shape, generator=generator), Context()
     for save in range(saves):
-        codec = TrellisLatticeCodec(step=0.05, seed=save)
+        codec = TrellisWeightCodec(step=0.05, seed=save)
         coded = codec.encode(weight, spec_of(weight), context)
         reference = ReferenceState(
             coded.encoded.codec, coded.encoded.params, coded.planes, coded.encoder_only
         )
         context = Context(reference)
         weight = weight + 0.01 * torch.randn(shape, generator=generator)
-    return coded, context, weight, TrellisLatticeCodec(step=0.05, seed=saves)
+    return coded, context, weight, TrellisWeightCodec(step=0.05, seed=saves)
 
 
 def test_a_reference_takes_four_bytes_for_each_weight_and_knows_its_size() -> None:

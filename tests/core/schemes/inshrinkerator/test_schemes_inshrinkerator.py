@@ -5,7 +5,7 @@ from torch import nn
 
 from shrinkpoint.errors import CannotRepresentError
 from shrinkpoint.schemes.base import Context
-from shrinkpoint.schemes.inshrinkerator.codec import LevelsCodec
+from shrinkpoint.schemes.inshrinkerator.codec import InshrinkeratorWeightCodec
 from shrinkpoint.schemes.inshrinkerator.scheme import Inshrinkerator, InshrinkeratorOptions, Weights
 from shrinkpoint.schemes.inshrinkerator.space import Configuration
 from shrinkpoint.schemes.moments import FirstMomentCodec, SecondMomentCodec
@@ -31,7 +31,7 @@ def test_who_is_coded_by_what():
         if name in makers:
             codec = makers[name]()
             expected = {
-                Role.WEIGHT: LevelsCodec,
+                Role.WEIGHT: InshrinkeratorWeightCodec,
                 Role.EXP_AVG: FirstMomentCodec,
                 Role.EXP_AVG_SQ: SecondMomentCodec,
             }

@@ -9,7 +9,7 @@ from support.containers import identical
 
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
 from shrinkpoint.schemes.base import Context, EncodedTensor, ReferenceState
-from shrinkpoint.schemes.inshrinkerator.codec import LevelsCodec
+from shrinkpoint.schemes.inshrinkerator.codec import InshrinkeratorWeightCodec
 from shrinkpoint.schemes.inshrinkerator.partition import ScoreSketches, Thresholds, partition
 from shrinkpoint.state.training import TensorSpec
 
@@ -37,7 +37,7 @@ def round_trip(codec, tensor, reference=None):
     """Encode, decode as a reader does, check the closed loop; what the reader holds and has restored."""
     spec, context = spec_of(tensor), Context(reference)
     coded = codec.encode(tensor, spec, context)
-    reader = LevelsCodec()
+    reader = InshrinkeratorWeightCodec()
     planes = reader.decode(coded.encoded, spec, context if coded.encoded.uses_reference else Context())
     restored = reader.reconstruct(coded.encoded, planes, spec, context)
     assert identical(restored, coded.value)
@@ -109,7 +109,7 @@ def test_any_weight_along_a_chain_of_changing_bins(data):
         finite = (
             gradient if gradient is not None and bool((weight.float() * gradient).isfinite().all()) else None
         )
-        codec = LevelsCodec(
+        codec = InshrinkeratorWeightCodec(
             bins=data.draw(st.integers(1, 32)),
             thresholds=thresholds_of(weight, finite, metric, prune, protect),
             gradient=finite,
@@ -126,14 +126,14 @@ def test_the_ends_of_a_dtypes_range_stay_finite(dtype):
     ends = torch.tensor([[1.0, -1.0, 0.999, -0.999]]).repeat(4, 1) * torch.finfo(dtype).max
     weight = ends.to(dtype).clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
     for thresholds in (NOTHING, thresholds_of(weight, protect=1.0, prune=0.0)):
-        codec = LevelsCodec(bins=8, thresholds=thresholds)
+        codec = InshrinkeratorWeightCodec(bins=8, thresholds=thresholds)
         check_guarantees(codec, weight, round_trip(codec, weight)[1])
 
 
 @pytest.mark.parametrize(("prune", "protect"), [(1.0, 0.0), (0.0, 1.0), (1.0, 1.0), (0.0, 0.0)])
 def test_a_single_group(prune, protect):
     weight = torch.randn(40, 50)
-    codec = LevelsCodec(bins=4, thresholds=thresholds_of(weight, prune=prune, protect=protect))
+    codec = InshrinkeratorWeightCodec(bins=4, thresholds=thresholds_of(weight, prune=prune, protect=protect))
     restored = round_trip(codec, weight)[1]
     check_guarantees(codec, weight, restored)
     if protect == 1.0:
@@ -143,19 +143,19 @@ def test_a_single_group(prune, protect):
 @pytest.mark.parametrize("bins", [1, 2, 253])
 def test_the_least_and_the_most_bins(bins):
     weight = torch.randn(64, 64)
-    codec = LevelsCodec(bins=bins, thresholds=NOTHING)
+    codec = InshrinkeratorWeightCodec(bins=bins, thresholds=NOTHING)
     check_guarantees(codec, weight, round_trip(codec, weight)[1])
 
 
 @pytest.mark.parametrize("bins", [0, 254, -1])
 def test_bins_that_no_byte_holds_are_refused(bins):
     with pytest.raises(ConfigError, match=f"bins .*{bins}"):
-        LevelsCodec(bins=bins)
+        InshrinkeratorWeightCodec(bins=bins)
 
 
 def test_levels_that_did_not_move_cost_next_to_nothing():
     weight = torch.randn(100, 100)
-    codec = LevelsCodec(bins=16, thresholds=NOTHING)
+    codec = InshrinkeratorWeightCodec(bins=16, thresholds=NOTHING)
     reference, _ = round_trip(codec, weight)
     encoded = codec.encode(weight, spec_of(weight), Context(reference)).encoded
     assert len(encoded.sections["levels"]) < 20
@@ -166,19 +166,19 @@ def test_weights_that_are_not_finite_are_refused(value):
     weight = torch.ones(10, 10)
     weight[3, 3] = value
     with pytest.raises(CannotRepresentError, match="NaN or infinity"):
-        LevelsCodec(thresholds=NOTHING).encode(weight, spec_of(weight), Context())
+        InshrinkeratorWeightCodec(thresholds=NOTHING).encode(weight, spec_of(weight), Context())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.complex64])
 def test_other_dtypes_are_refused(dtype):
     weight = torch.ones(10, 10, dtype=dtype)
     with pytest.raises(CannotRepresentError, match="dtype"):
-        LevelsCodec(thresholds=NOTHING).encode(weight, spec_of(weight), Context())
+        InshrinkeratorWeightCodec(thresholds=NOTHING).encode(weight, spec_of(weight), Context())
 
 
 def encoded_pair(coder):
     weight = torch.randn(30, 30, generator=torch.Generator().manual_seed(3))
-    codec = LevelsCodec(bins=8, thresholds=thresholds_of(weight), coder=coder)
+    codec = InshrinkeratorWeightCodec(bins=8, thresholds=thresholds_of(weight), coder=coder)
     reference, _ = round_trip(codec, weight)
     after = weight + 0.05 * torch.randn(30, 30, generator=torch.Generator().manual_seed(4))
     return codec.encode(after, spec_of(after), Context(reference)).encoded, spec_of(after), reference
@@ -202,8 +202,8 @@ def test_damaged_sections_and_params_give_wrong_values_or_the_projects_own_error
         "inshrinkerator-weight", params, {name: bytes(s) for name, s in sections.items()}, True
     )
     try:
-        planes = LevelsCodec().decode(hostile, spec, Context(given))
-        assert LevelsCodec().reconstruct(hostile, planes, spec, Context()).shape == spec.shape
+        planes = InshrinkeratorWeightCodec().decode(hostile, spec, Context(given))
+        assert InshrinkeratorWeightCodec().reconstruct(hostile, planes, spec, Context()).shape == spec.shape
     except FormatError:
         return
 
@@ -215,8 +215,8 @@ def test_a_missing_section_is_named(name):
     hostile = EncodedTensor("inshrinkerator-weight", encoded.params, sections, True)
 
     def read():
-        planes = LevelsCodec().decode(hostile, spec, Context(reference))
-        return LevelsCodec().reconstruct(hostile, planes, spec, Context())
+        planes = InshrinkeratorWeightCodec().decode(hostile, spec, Context(reference))
+        return InshrinkeratorWeightCodec().reconstruct(hostile, planes, spec, Context())
 
     with pytest.raises(FormatError, match=name):
         read()
@@ -227,6 +227,6 @@ def test_a_missing_section_is_named(name):
 @example(0, torch.float32)
 def test_the_same_weight_gives_the_same_bytes(seed, dtype):
     weight = torch.randn(20, 30, generator=torch.Generator().manual_seed(seed)).to(dtype)
-    codec = LevelsCodec(bins=6, thresholds=thresholds_of(weight), clustering="kmeans++")
+    codec = InshrinkeratorWeightCodec(bins=6, thresholds=thresholds_of(weight), clustering="kmeans++")
     first, second = (codec.encode(w, spec_of(weight), Context()).encoded for w in (weight, weight.clone()))
     assert first.sections == second.sections

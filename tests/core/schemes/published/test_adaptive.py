@@ -10,7 +10,7 @@ from shrinkpoint.schemes.base import Context
 from shrinkpoint.schemes.published.check_n_run import (
     Adaptive,
     AdaptiveOptions,
-    AdaptiveRowsCodec,
+    CheckNRunWeightCodec,
     search_bounds,
 )
 
@@ -33,7 +33,7 @@ def test_chains_are_restored_as_encoded(states, chosen):
 
 def test_rows_have_their_own_bounds():
     weight = torch.tensor([[0.0, 1.0, 2.0, 3.0], [-10.0, 20.0, 50.0, 80.0], [7.0, 7.0, 7.0, 7.0]])
-    codec = AdaptiveRowsCodec(options=AdaptiveOptions(bits=2))
+    codec = CheckNRunWeightCodec(options=AdaptiveOptions(bits=2))
     assert torch.equal(codec.encode(weight, spec_of(weight), Context()).value, weight)
 
 
@@ -61,7 +61,7 @@ def test_the_search_never_loses(seed, bits):
     weight = torch.randn(8, 40, generator=torch.Generator().manual_seed(seed)) ** 3
 
     def error(ratio):
-        codec = AdaptiveRowsCodec(options=AdaptiveOptions(bits=bits, ratio=ratio))
+        codec = CheckNRunWeightCodec(options=AdaptiveOptions(bits=bits, ratio=ratio))
         value = codec.encode(weight, spec_of(weight), Context()).value
         return (value - weight).square().sum(dim=1)
 
@@ -74,23 +74,23 @@ def test_only_changed_rows_are_stored():
     after = before.clone()
     after[[3, 50, 99]] += 1
     for changed, count in ((after, 3), (before, 0)):
-        coded, restored = relative_step(AdaptiveRowsCodec(), before, changed)
+        coded, restored = relative_step(CheckNRunWeightCodec(), before, changed)
         assert len(coded.encoded.sections["bounds"]) == 8 * count
-        alone = AdaptiveRowsCodec().encode(changed, spec_of(changed), Context())
+        alone = CheckNRunWeightCodec().encode(changed, spec_of(changed), Context())
         assert torch.equal(restored, alone.value)
 
 
 def test_ranges_beyond_fp32_are_refused():
     weight = torch.tensor([[3e38, -3e38], [0.0, 1.0]])
     with pytest.raises(CannotRepresentError, match="range"):
-        AdaptiveRowsCodec().encode(weight, spec_of(weight), Context())
+        CheckNRunWeightCodec().encode(weight, spec_of(weight), Context())
 
 
 @pytest.mark.parametrize("coder", ["packed", "rans"])
 def test_malformed_bytes_are_refused(coder):
     before, after = torch.randn(2, 10, 10, generator=torch.Generator().manual_seed(0))
     after[:5] = before[:5]
-    check_malformed(AdaptiveRowsCodec(options=AdaptiveOptions(bits=3, coder=coder)), before, after)
+    check_malformed(CheckNRunWeightCodec(options=AdaptiveOptions(bits=3, coder=coder)), before, after)
 
 
 @pytest.mark.parametrize("wrong", [{"bits": 0}, {"num_bins": 0}, {"ratio": 2}, {"coder": "lzma"}])

@@ -22,7 +22,7 @@ from shrinkpoint.schemes.base import Context, ReferenceState
 from shrinkpoint.schemes.published.lc_checkpoint import (
     LCCheckpoint,
     LCCheckpointOptions,
-    LCDeltaCodec,
+    LCCheckpointWeightCodec,
     merge_super_step,
 )
 
@@ -66,7 +66,7 @@ def coded(codec, before, after):
 def test_by_hand_as_published():
     # buckets: (+, 2^1) {2, 3}, (-, 2^1) {-2.5}, (+, 2^0) {1, 1.5, 1.25}, (+, 2^-2) {0.25}, zero {0}
     after = [2.0, 3.0, -2.5, 1.0, 1.5, 1.25, 0.25, 0.0]
-    encoded, restored = coded(LCDeltaCodec(options=LCCheckpointOptions(bits=2)), [0.0] * 8, after)
+    encoded, restored = coded(LCCheckpointWeightCodec(options=LCCheckpointOptions(bits=2)), [0.0] * 8, after)
     # 2^2 - 1 buckets with the largest exponents; of each (max + min) / 2; the rest does not move
     assert restored.tolist() == [[2.5, 2.5, -2.5, 1.25, 1.25, 1.25, 0.0, 0.0]]
     # ranks by population: 2^0 (3 elements), 2^1 (2), zero (2: kept buckets first), -2^1 (1)
@@ -78,8 +78,10 @@ def test_by_hand_as_published():
 
 def test_mean_representatives_are_unbiased():
     after = [1.0, 1.0, 1.0, 1.9375]
-    _, midrange = coded(LCDeltaCodec(), [0.0] * 4, after)
-    _, mean = coded(LCDeltaCodec(options=LCCheckpointOptions(representative="mean")), [0.0] * 4, after)
+    _, midrange = coded(LCCheckpointWeightCodec(), [0.0] * 4, after)
+    _, mean = coded(
+        LCCheckpointWeightCodec(options=LCCheckpointOptions(representative="mean")), [0.0] * 4, after
+    )
     assert midrange.tolist() == [[1.46875] * 4]
     assert mean.tolist() == [[1.234375] * 4]
     assert mean.sum() == sum(after)
@@ -88,13 +90,13 @@ def test_mean_representatives_are_unbiased():
 def test_priorities():
     after = [8.0] + [1.0] * 100 + [-1.0] * 100
     largest = LCCheckpointOptions(bits=1)
-    _, restored = coded(LCDeltaCodec(options=largest), [0.0] * 201, after)
+    _, restored = coded(LCCheckpointWeightCodec(options=largest), [0.0] * 201, after)
     assert restored.unique().tolist() == [0.0, 8.0]
     energetic = LCCheckpointOptions(bits=1, priority="energy")
-    _, restored = coded(LCDeltaCodec(options=energetic), [0.0] * 201, after)
+    _, restored = coded(LCCheckpointWeightCodec(options=energetic), [0.0] * 201, after)
     assert restored.unique().tolist() in ([0.0, 1.0], [-1.0, 0.0])
     paired = LCCheckpointOptions(bits=2, priority="energy", paired=True)
-    _, restored = coded(LCDeltaCodec(options=paired), [0.0] * 201, after)
+    _, restored = coded(LCCheckpointWeightCodec(options=paired), [0.0] * 201, after)
     assert restored.unique().tolist() == [-1.0, 0.0, 1.0]
 
 
@@ -103,7 +105,11 @@ def test_the_code_table_is_taken_from_the_predecessor():
     weights = [torch.randn(40, 40, generator=generator) * (1 + i) for i in range(3)]
     spec = spec_of(weights[0])
     for cached in (True, False):
-        codec, lengths, reference = LCDeltaCodec(options=LCCheckpointOptions(cached_table=cached)), [], None
+        codec, lengths, reference = (
+            LCCheckpointWeightCodec(options=LCCheckpointOptions(cached_table=cached)),
+            [],
+            None,
+        )
         for weight in (torch.zeros(40, 40), *weights):
             one = codec.encode(weight, spec, Context(reference))
             reference = ReferenceState(codec.id, one.encoded.params, one.planes)
@@ -124,7 +130,7 @@ def test_a_super_step_restores_the_same_bits():
     first = merge_super_step(deltas[:2], spec)
     for merged in (merge_super_step(deltas, spec), merge_super_step([first, *deltas[2:]], spec)):
         reference = told[0].reference["a/w"]
-        planes = LCDeltaCodec().decode(merged, spec, Context(reference))
+        planes = LCCheckpointWeightCodec().decode(merged, spec, Context(reference))
         assert planes["value"].tobytes() == told[-1].reference["a/w"].planes["value"].tobytes()
         assert merged.nbytes < sum(delta.nbytes for delta in deltas)
     assert merge_super_step(deltas[:1], spec) == deltas[0]
@@ -132,21 +138,21 @@ def test_a_super_step_restores_the_same_bits():
 
 def test_what_cannot_be_merged():
     spec = spec_of(torch.zeros(1, 4000))
-    base = LCDeltaCodec().encode(torch.randn(1, 4000), spec, Context())
+    base = LCCheckpointWeightCodec().encode(torch.randn(1, 4000), spec, Context())
     with pytest.raises(ConfigError, match="only deltas"):
         merge_super_step([base.encoded], spec)
     with pytest.raises(ConfigError, match="fewer"):
         merge_super_step([], spec)
     reference = ReferenceState(base.encoded.codec, base.encoded.params, base.planes)
-    delta = LCDeltaCodec().encode(torch.randn(1, 4000), spec, Context(reference)).encoded
+    delta = LCCheckpointWeightCodec().encode(torch.randn(1, 4000), spec, Context(reference)).encoded
     with pytest.raises(ConfigError, match="fewer"):
         merge_super_step([delta] * 6, spec)
 
 
 def test_a_super_step_has_no_more_steps_than_memory_is_bounded_for():
     spec = spec_of(torch.zeros(4, 4))
-    reference = ReferenceState(LCDeltaCodec.id, {}, {"value": np.zeros(16, np.float32)})
-    still = LCDeltaCodec().encode(torch.zeros(4, 4), spec, Context(reference)).encoded
+    reference = ReferenceState(LCCheckpointWeightCodec.id, {}, {"value": np.zeros(16, np.float32)})
+    still = LCCheckpointWeightCodec().encode(torch.zeros(4, 4), spec, Context(reference)).encoded
     assert merge_super_step([still] * 32, spec).params == {"symbols": [1] * 32}
     with pytest.raises(ConfigError, match="fewer"):
         merge_super_step([still] * 33, spec)
@@ -154,23 +160,23 @@ def test_a_super_step_has_no_more_steps_than_memory_is_bounded_for():
         still, params={"symbols": [1] * 33}, sections={**still.sections, "representatives": bytes(132)}
     )
     with pytest.raises(FormatError, match="super-step"):
-        LCDeltaCodec().decode(many, spec, Context(reference))
+        LCCheckpointWeightCodec().decode(many, spec, Context(reference))
 
 
 @pytest.mark.parametrize("bits", [2, 4])
 def test_malformed_bytes_are_refused(bits):
     generator = torch.Generator().manual_seed(0)
     before, after = torch.randn(2, 10, 10, generator=generator)
-    check_malformed(LCDeltaCodec(options=LCCheckpointOptions(bits=bits)), before, after)
-    check_malformed(LCDeltaCodec(), before.bfloat16(), after.bfloat16())
+    check_malformed(LCCheckpointWeightCodec(options=LCCheckpointOptions(bits=bits)), before, after)
+    check_malformed(LCCheckpointWeightCodec(), before.bfloat16(), after.bfloat16())
 
 
 def test_differences_beyond_the_range_are_refused():
     spec = spec_of(torch.zeros(1, 2))
-    base = LCDeltaCodec().encode(torch.tensor([[3e38, 0.0]]), spec, Context())
+    base = LCCheckpointWeightCodec().encode(torch.tensor([[3e38, 0.0]]), spec, Context())
     reference = ReferenceState(base.encoded.codec, base.encoded.params, base.planes)
     with pytest.raises(CannotRepresentError, match="fp32 can represent"):
-        LCDeltaCodec().encode(torch.tensor([[-3e38, 0.0]]), spec, Context(reference))
+        LCCheckpointWeightCodec().encode(torch.tensor([[-3e38, 0.0]]), spec, Context(reference))
 
 
 def test_decoding_does_not_depend_on_how_the_process_treats_subnormals():

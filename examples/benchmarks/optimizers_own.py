@@ -1,0 +1,164 @@
+"""Optimizers of the bench of optimizers' state that neither torch nor the bench of the bound has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+__all__ = ["AdEMAMix", "Adam8bit", "RenamedAdam", "Wrapped"]
+
+
+class Wrapped(Optimizer):
+    """A wrapper as accelerate's ``AcceleratedOptimizer`` is one: everything is the wrapped optimizer's."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    param_groups = property(lambda self: self.optimizer.param_groups)
+    state = property(lambda self: self.optimizer.state)
+    defaults = property(lambda self: self.optimizer.defaults)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Into the wrapped optimizer."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """The wrapped optimizer's."""
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        """The wrapped optimizer's."""
+        self.optimizer.step(closure)
+
+
+class AdEMAMix(Optimizer):
+    """Adam with a second, slow average of gradients beside the first (arXiv 2409.03137), without its warm-ups.
+
+    Args:
+        params: as of any optimizer.
+        lr: as Adam's.
+        betas: of the fast average, of the squares, and of the slow average.
+        alpha: how much the slow average counts beside the fast one.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float, float] = (0.9, 0.999, 0.999),
+        alpha: float = 2.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "alpha": alpha})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        """One step; `closure` is not called."""
+        for group in self.param_groups:
+            fast, second, slow = group["betas"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["step"] = 0
+                    for name in ("exp_avg", "exp_avg_slow", "exp_avg_sq"):
+                        state[name] = torch.zeros_like(parameter)
+                state["step"] += 1
+                state["exp_avg"].lerp_(parameter.grad, 1 - fast)
+                state["exp_avg_slow"].lerp_(parameter.grad, 1 - slow)
+                state["exp_avg_sq"].lerp_(parameter.grad.square(), 1 - second)
+                mean = state["exp_avg"] / (1 - fast ** state["step"]) + group["alpha"] * state["exp_avg_slow"]
+                root = (state["exp_avg_sq"] / (1 - second ** state["step"])).sqrt_().add_(1e-8)
+                parameter.addcdiv_(mean, root, value=-group["lr"])
+
+
+class RenamedAdam(Optimizer):
+    """An optimizer of nobody's, with a first and a second moment of its own names and the updates of Adam."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        """One step; `closure` is not called."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state["mu"], state["nu"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+                state["mu"].lerp_(parameter.grad, 0.1)
+                state["nu"].lerp_(parameter.grad.square(), 0.01)
+                parameter.addcdiv_(state["mu"], state["nu"].sqrt().add_(1e-8), value=-group["lr"])
+
+
+_BLOCK = 256
+
+
+def _map(signed: bool) -> torch.Tensor:
+    """The values of 8-bit codes, in units of a block's largest: denser towards zero, as in 8-bit optimizers (arXiv 2110.02861)."""
+    count = 127 if signed else 255
+    positive = torch.logspace(-6.0 if signed else -7.0, 0.0, count)
+    zero = torch.zeros(1)
+    return torch.cat([-positive.flip(0), zero, positive]) if signed else torch.cat([zero, positive])
+
+
+class Adam8bit(Optimizer):
+    """Adam whose moments are 8-bit codes of blocks of 256 elements, laid out and named as bitsandbytes' ``AdamW8bit`` has them.
+
+    bitsandbytes itself makes steps on GPUs only.
+
+    Args:
+        params: as of any optimizer.
+        lr: as Adam's.
+    """
+
+    def __init__(self, params: Iterable[Any], lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        """One step; `closure` is not called."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state["step"] = 0
+                    for number, signed in ((1, True), (2, False)):
+                        blocks = -(-parameter.numel() // _BLOCK)
+                        state[f"qmap{number}"] = _map(signed)
+                        zero = 127 if signed else 0
+                        state[f"state{number}"] = torch.full_like(parameter, zero, dtype=torch.uint8)
+                        state[f"absmax{number}"] = torch.zeros(blocks)
+                state["step"] += 1
+                first = self._moment(state, 1, parameter.grad, 0.9)
+                second = self._moment(state, 2, parameter.grad.square(), 0.999)
+                mean = first / (1 - 0.9 ** state["step"])
+                root = (second / (1 - 0.999 ** state["step"])).sqrt_().add_(1e-8)
+                parameter.addcdiv_(mean, root, value=-group["lr"])
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As bitsandbytes does it: torch turns all state into the parameter's dtype, and codes stay bytes."""
+        super().load_state_dict(state_dict)
+        for state in self.state.values():
+            for name in ("state1", "state2"):
+                state[name] = state[name].to(torch.uint8)
+
+    def _moment(self, state: dict[str, Any], number: int, new: torch.Tensor, beta: float) -> torch.Tensor:
+        """Decode a moment, take a gradient into it, and code it again."""
+        codes, points = state[f"state{number}"], state[f"qmap{number}"]
+        scale = state[f"absmax{number}"].repeat_interleave(_BLOCK)[: codes.numel()].view_as(codes)
+        value = points[codes.long()].mul_(scale).lerp_(new, 1 - beta)
+        flat = torch.nn.functional.pad(value.flatten(), (0, -codes.numel() % _BLOCK)).view(-1, _BLOCK)
+        largest = flat.abs().amax(1)
+        relative = (flat / largest.clamp(min=1e-30)[:, None]).flatten()[: codes.numel()]
+        edges = (points[1:] + points[:-1]) / 2
+        state[f"absmax{number}"].copy_(largest)
+        codes.copy_(torch.bucketize(relative, edges).view_as(codes))
+        return value
