@@ -20,7 +20,7 @@ from shrinkpoint.loading import weights_of_step
 from shrinkpoint.loop.measuring import LoopMeasurements
 from shrinkpoint.loop.objects import LoopObjects, Stateful
 from shrinkpoint.loop.replicas import ReplicatedObjects, ReplicatedSaver, replicated_saver
-from shrinkpoint.loop.sharded import ShardedObjects, has_shards, sharded_saver
+from shrinkpoint.loop.sharded import ShardedObjects, has_shards, refuse_deepspeed, sharded_saver
 from shrinkpoint.quality.evaluation import Loss
 from shrinkpoint.reports import Accepted, SaveReport
 from shrinkpoint.runtime.termination import Pace, TerminationRequest
@@ -166,6 +166,7 @@ class Checkpointer:
                     f"{name}={brief(value)} is neither an option of Checkpointer nor an object with state_dict and"
                     f" load_state_dict; the options are: {', '.join(sorted(SaverConfig.names()))}"
                 )
+        refuse_deepspeed(model, optimizer if isinstance(optimizer, list) else [optimizer])
         config = config or SaverConfig(**fields)
         sharded, several = has_shards(model), _is_distributed()
         if config.adopt:

@@ -1,6 +1,6 @@
 """The objects of a hand-written loop whose model is sharded: what of their state each rank holds, and how it is filled again."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -25,7 +25,7 @@ from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.urls import RunUrl
 from shrinkpoint.warn import warn
 
-__all__ = ["ShardedObjects", "has_shards", "sharded_saver"]
+__all__ = ["ShardedObjects", "has_shards", "refuse_deepspeed", "sharded_saver"]
 
 
 def has_shards(model: Any) -> bool:
@@ -51,6 +51,27 @@ def has_shards(model: Any) -> bool:
             " torch.distributed.init_process_group() first"
         )
     return True
+
+
+def refuse_deepspeed(model: Any, optimizers: Sequence[Any]) -> None:
+    """Refuse DeepSpeed, whose engine flattens and divides weights and optimizer state where no ``state_dict`` shows it.
+
+    Args:
+        model: as given.
+        optimizers: as given.
+
+    Raises:
+        ConfigError: one of these is DeepSpeed's, or the model's parameters are.
+    """
+    modules = model.modules() if isinstance(model, nn.Module) else [model]
+    kinds = [base for one in (*modules, *optimizers) for base in type(one).__mro__]
+    if any(kind.__module__.partition(".")[0] == "deepspeed" for kind in kinds) or (
+        isinstance(model, nn.Module) and any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+    ):
+        raise ConfigError(
+            "the model or its optimizer is DeepSpeed's, whose state no state_dict shows in whole: it is not supported. Use"
+            " torch.distributed.fsdp.fully_shard (FSDP2), or save with the engine's save_checkpoint"
+        )
 
 
 def sharded_saver(

@@ -291,6 +291,12 @@ class Background:
         """What the manifest says of adoption; None where the training does not adopt."""
         return None
 
+    def give_up(self, step: int, error: Exception) -> None:
+        """Count a save that has failed on all ranks before this thread had anything to do."""
+        self.link, self.failed = None, True
+        if self._publisher is not None:
+            self.fatal = self._failures.note(step, error)
+
     def _learn(self, job: PartJob, stored: StoredPart | None, outcome: Mapping[str, Any]) -> None:
         if stored is None or "digest" not in outcome:
             self.link, self.failed = None, True

@@ -25,7 +25,7 @@ def compare_moved(
         StateMismatchError: a rank holds something else, on every rank; it names the first such tensor.
     """
     given: list[list[tuple[str, str]]] = [[] for _ in range(ranks.world)]
-    held: list[list[tuple[str, str]]] = [[] for _ in range(ranks.world)]
+    received: list[list[tuple[str, str]]] = [[] for _ in range(ranks.world)]
     for name in targets:
         for move in moves(name, sources[name], targets[name], ranks.rank):
             if move.sender == ranks.rank:
@@ -33,12 +33,12 @@ def compare_moved(
                 given[move.receiver].append((name, _digest(source)))
             if move.receiver == ranks.rank:
                 taken = move.target.cut(take(name, move.target), move.cut)
-                held[move.sender].append((name, _digest(taken)))
-    totals = ranks.gather(([*map(_total, given)], [*map(_total, held)]))
+                received[move.sender].append((name, _digest(taken)))
+    totals = ranks.gather(([*map(_total, given)], [*map(_total, received)]))
     pairs = [(sender, receiver) for sender in range(ranks.world) for receiver in range(ranks.world)]
     if all(totals[sender][0][receiver] == totals[receiver][1][sender] for sender, receiver in pairs):
         return
-    pieces = ranks.gather((given, held))
+    pieces = ranks.gather((given, received))
     wrong = {
         name: receiver
         for sender, receiver in pairs
