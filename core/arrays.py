@@ -15,6 +15,7 @@ __all__ = [
     "UInt8s",
     "UInt16s",
     "UInt32s",
+    "overwrite",
     "widened",
 ]
 
@@ -34,3 +35,17 @@ def widened(tensor: torch.Tensor) -> Float32s:
     """The elements of a host tensor as flat fp32 in C order; dense fp32 is not copied, only float64 is rounded."""
     values: Float32s = tensor.detach().to(torch.float32).contiguous().reshape(-1).numpy()
     return values
+
+
+def overwrite(memory: torch.Tensor, value: torch.Tensor) -> None:
+    """Give a tensor other values, in place; of one that is expanded, each place in memory once.
+
+    Args:
+        memory: of any layout.
+        value: of the same shape; where `memory` is expanded, alike along the same axes.
+    """
+    strides = memory.stride() if memory.layout is torch.strided else ()
+    for axis, (size, stride) in enumerate(zip(memory.shape, strides, strict=False)):
+        if size > 1 and not stride:
+            memory, value = memory.narrow(axis, 0, 1), value.narrow(axis, 0, 1)
+    memory.copy_(value)

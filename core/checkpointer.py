@@ -19,7 +19,8 @@ from shrinkpoint.errors import ConfigError, StoreError
 from shrinkpoint.loading import weights_of_step
 from shrinkpoint.loop.measuring import LoopMeasurements
 from shrinkpoint.loop.objects import LoopObjects, Stateful
-from shrinkpoint.loop.sharded import ShardedObjects, has_shards, sharded_saver
+from shrinkpoint.loop.replicas import ReplicatedObjects, ReplicatedSaver, replicated_saver
+from shrinkpoint.loop.sharded import ShardedObjects, has_shards, refuse_deepspeed, sharded_saver
 from shrinkpoint.quality.evaluation import Loss
 from shrinkpoint.reports import Accepted, SaveReport
 from shrinkpoint.runtime.termination import Pace, TerminationRequest
@@ -66,7 +67,8 @@ class Checkpointer:
     Args:
         url: the run's prefix: a folder, ``s3://bucket/prefix``, or any URL that fsspec knows; or a list of several stores, of
             which `parity` may be lost permanently at any moment (docs/stores.md).
-        model: the module; of a DataParallel or DDP wrapper give the inner one.
+        model: the module; of a DataParallel or DDP wrapper give the inner one. With ``adopt=True`` every process of a DDP training
+            makes a Checkpointer, and gives it the DDP wrapper: the first one stores (docs/adopt.md).
         optimizer: one or several.
         every: save at every so many calls of `step`; None saves on `save` only.
         evaluate: the held-out loss of `model` with its current weights: one number, or better one for each batch (a
@@ -82,7 +84,7 @@ class Checkpointer:
         clip_grad_norm: the greatest norm of all gradients together, if training limits it.
         save_last: with `every`, save once more when training ends: at `close`, and after a Ctrl-C or SIGTERM, which
             takes effect at the next `step` (in single-process training, and of sharded models, whose ranks agree on the step
-            even if one alone was asked; not with DDP). A second signal ends the process at once, as does the first if there
+            even if one alone was asked; with DDP only if ``adopt=True``). A second signal ends the process at once, as does the first if there
             was no `step` for a minute and for ten times the longest interval before.
         resume: continue from the newest sound checkpoint if there is one (``auto``), never (a new training starts in
             the same run, whose checkpoints are kept), or refuse to start without one (``must``).
@@ -164,10 +166,17 @@ class Checkpointer:
                     f"{name}={brief(value)} is neither an option of Checkpointer nor an object with state_dict and"
                     f" load_state_dict; the options are: {', '.join(sorted(SaverConfig.names()))}"
                 )
-        sharded = has_shards(model)
-        self._objects = (ShardedObjects if sharded else LoopObjects)(model, optimizer, stateful)
+        refuse_deepspeed(model, optimizer if isinstance(optimizer, list) else [optimizer])
+        config = config or SaverConfig(**fields)
+        sharded, several = has_shards(model), _is_distributed()
+        if config.adopt:
+            _check_adoption(config, every, step_log)
+        replicated = several and config.adopt and not sharded
+        kind = ShardedObjects if sharded else ReplicatedObjects if replicated else LoopObjects
+        self._objects = kind(model, optimizer, stateful)
         self._measurements = LoopMeasurements(self._objects, evaluate, train_loss, clip_grad_norm)
         self._every = every
+        self._settings = {"every": every, "clip_grad_norm": clip_grad_norm}
         self._policy = resume
         self._save_last = save_last and every is not None
         self._last_step: int | None = None
@@ -179,9 +188,6 @@ class Checkpointer:
         self._termination = TerminationRequest(answered=self._pace.expected)
         weakref.finalize(self, self._termination.unwatch)
         self._began = False
-        config = config or SaverConfig(**fields)
-        if config.adopt:
-            _check_adoption(config, every, step_log, sharded=sharded)
         self.step_log = log_of_training(
             model,
             self._objects.optimizers,
@@ -192,13 +198,13 @@ class Checkpointer:
             parity=parity,
             config=config,
             every=every,
-            alone=not (sharded or _is_distributed()),
+            alone=not (sharded or several),
             read_base=lambda step: weights_of_step(url, step, storage_options),
         )
         """The step log; None without one."""
         self._committed = 0
         self._overdue = False
-        self.saver: Saver | ShardedSaver
+        self.saver: Saver | ShardedSaver | ReplicatedSaver
         """The saver, which has the reports of the saves."""
         if isinstance(self._objects, ShardedObjects):
             self.saver = sharded_saver(
@@ -209,13 +215,17 @@ class Checkpointer:
                 parity=parity,
                 evaluated=evaluate is not None,
             )
+        elif replicated:
+            self.saver = replicated_saver(
+                url, config, storage_options=storage_options, parity=parity, tried=train_loss is not None
+            )
         else:
             self.saver = Saver(url, config, storage_options=storage_options, parity=parity)
         self.saver.check()
-        if not sharded and _is_distributed() and dist.get_rank() > 0:
+        if several and isinstance(self.saver, Saver) and dist.get_rank() > 0:
             _warn_of_copies()
         self._ending: Ending | None = None
-        if isinstance(self.saver, ShardedSaver):
+        if not isinstance(self.saver, Saver):
             self._ending = self.saver.ending()
             weakref.finalize(self, self._ending.close)
         if self.step_log is not None:
@@ -332,7 +342,7 @@ class Checkpointer:
         self._committed = len(reports)
 
     def _watch(self) -> None:
-        """Install signal handlers, unless there are several processes that do not agree on a step: DDP's."""
+        """Install signal handlers, unless there are several processes that do not agree on a step: DDP's without adoption."""
         if self._save_last and (self._ending is not None or not _is_distributed()):
             self._termination.watch()
         else:
@@ -366,6 +376,7 @@ class Checkpointer:
         adopts = planned and self.saver.config.adopt
         if self.step_log is not None:
             self.step_log.boundary(step)
+        logged = {} if self.step_log is None else {"step_log": self.step_log.measured()}
         with self._objects.undone() if adopts else nullcontext():
             accepted = self.saver.save(
                 self._objects.state(step),
@@ -377,9 +388,8 @@ class Checkpointer:
                 optimizers=self._objects.inner,
                 exact=exact,
                 wait=wait,
-                adoption=Adoption(live=self._objects.live, settings={"every": self._every})
-                if adopts
-                else None,
+                adoption=Adoption(live=self._objects.live, settings=self._settings) if adopts else None,
+                **logged,
             )
         if accepted is not None:
             self._saved_step, self._overdue = step, False
@@ -403,7 +413,7 @@ class Checkpointer:
             SaveFailedError: the last saves have failed.
         """
         self._termination.unwatch()
-        if isinstance(self.saver, ShardedSaver) and sys.exc_info()[0] is not None:
+        if not isinstance(self.saver, Saver) and sys.exc_info()[0] is not None:
             warn(
                 "nothing more is saved: an error is being handled on this rank, and the others cannot be waited for"
             )
@@ -494,7 +504,7 @@ class Checkpointer:
         return False
 
 
-def _check_adoption(config: SaverConfig, every: int | None, step_log: object, *, sharded: bool) -> None:
+def _check_adoption(config: SaverConfig, every: int | None, step_log: object) -> None:
     if every is None:
         raise ConfigError("adopt=True needs every=: only planned saves are adopted, and without it none is")
     if config.adoptions is None:
@@ -504,11 +514,6 @@ def _check_adoption(config: SaverConfig, every: int | None, step_log: object, *,
         )
     if step_log is not None:
         raise ConfigError("adopt=True and step_log= exclude each other: a logged step knows no adoption")
-    if _is_distributed() and not sharded:
-        raise ConfigError(
-            "adopt=True is for a single process here: with DDP use the callbacks of Lightning, Composer or Hugging Face's Trainer,"
-            " leave it out, or give scheme='lossless', which is exact"
-        )
 
 
 def _is_distributed() -> bool:

@@ -94,7 +94,8 @@ class SaverConfig:
     grace_s: float = 24 * 3600.0
     """Seconds for which data that no manifest names is kept, for active readers and writers."""
     max_failures: int = 3
-    """Number of consecutive failed saves that ends training with an error."""
+    """Number of consecutive failed saves that ends training with an error; with `adopt`, of which a failed save takes nothing, only if
+    the store has also been away for three hours."""
     commit_timeout_s: int = 300
     """Of a sharded training: seconds for which the first rank waits for the parts of the others, before a save has failed."""
     threads: int | None = None
@@ -207,6 +208,11 @@ class SaverConfig:
     def encoder_threads(self) -> int:
         """Threads that encode and decode."""
         return self.threads or max(1, (os.cpu_count() or 2) // 2)
+
+    @property
+    def waiting_threads(self) -> int:
+        """Threads that search and quantize while training waits, so that it uses none: with `adopt`."""
+        return self.threads or os.cpu_count() or 1
 
     @classmethod
     def names(cls) -> frozenset[str]:

@@ -25,7 +25,7 @@ from shrinkpoint.errors import CannotRepresentError, ConfigError, MissingDepende
 from shrinkpoint.state.training import Role, TrainingState
 from shrinkpoint.state.tree import join_path
 
-__all__ = ["SUFFIXES", "Exported", "export", "model_places", "model_tensors", "to_loadable"]
+__all__ = ["SUFFIXES", "Exported", "export", "model_places", "model_tensors", "put_in_place", "to_loadable"]
 
 SUFFIXES = (".ckpt", ".pt", ".safetensors")
 """What `export` writes, by the file's suffix."""
@@ -358,10 +358,8 @@ def _write_whole(target: Path, write: Callable[[Path], None], *, force: bool) ->
             mode = stat.S_IMODE(temporary.stat().st_mode)
         write(temporary)
         temporary.chmod(mode)  # safetensors renames a file over it that only its owner may read
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
         size = temporary.stat().st_size
-        _publish(temporary, target, force=force)
+        put_in_place(temporary, target, force=force)
     except OSError as error:
         raise StoreError(f"cannot write {target}: {error.strerror or error}") from error
     except RuntimeError as error:  # torch.save's writer turns a full disk into one
@@ -372,7 +370,15 @@ def _write_whole(target: Path, write: Callable[[Path], None], *, force: bool) ->
     return size
 
 
-def _publish(temporary: Path, target: Path, *, force: bool) -> None:
+def put_in_place(temporary: Path, target: Path, *, force: bool) -> None:
+    """Give a written file its name, once it is on the disk.
+
+    Raises:
+        ConfigError: the target exists, and `force` is not given.
+        OSError: it cannot be done.
+    """
+    with temporary.open("rb") as file:
+        os.fsync(file.fileno())
     if not force:
         try:
             os.link(temporary, target)  # unlike a rename, never replaces a file that appeared meanwhile

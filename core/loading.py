@@ -35,7 +35,7 @@ from shrinkpoint.store.single import looks_like_file, naming, read_file
 from shrinkpoint.store.urls import RunUrl, parse_url, split_urls, url_text
 from shrinkpoint.warn import brief, warn
 
-__all__ = ["load", "load_state", "load_weights", "weights_of_step"]
+__all__ = ["load", "load_state", "load_weights", "model_names", "read_chain", "weights_of_step"]
 
 T = TypeVar("T")
 Device = str | int | torch.device | None
@@ -110,7 +110,7 @@ def load_state(
     def read(chain: Chain) -> tuple[Header, dict[str, torch.Tensor]]:
         return decode_selected(chain, choose, threads=_threads())
 
-    header, tensors = _read(url, storage_options, read)
+    header, tensors, _ = read_chain(url, storage_options, read)
     return _to_object(kept(header), tensors, device)
 
 
@@ -157,7 +157,7 @@ def load_weights(
         raise ConfigError(f"names={names!r} must be several names, as in names=[{names!r}]")
     wanted = None if names is None else list(names)
     try:
-        tensors = _weights(lambda read: _read(url, storage_options, read), wanted, prefix)
+        tensors = _weights(lambda read: read_chain(url, storage_options, read), wanted, prefix)
     except NoCheckpointError:
         logged = _logged(url, storage_options, step_log_url)
         if logged is None:
@@ -171,22 +171,22 @@ def load_weights(
 
 
 def _weights(
-    read_chain: Callable[[Callable[[Chain], tuple[Header, dict[str, torch.Tensor]]]], Any],
+    of_chain: Callable[[Callable[[Chain], tuple[Header, dict[str, torch.Tensor]]]], Any],
     wanted: Collection[str] | None,
     prefix: str,
 ) -> dict[str, torch.Tensor]:
-    """The model's tensors in one checkpoint, which `read_chain` finds."""
+    """The model's tensors in one checkpoint, which `of_chain` finds."""
     stored: dict[str, str] = {}
 
     def choose(header: Header) -> Collection[str]:
         stored.clear()
-        stored.update(_chosen(_model_names(header), wanted, prefix))
+        stored.update(_chosen(model_names(header), wanted, prefix))
         return set(stored.values())
 
     def read(chain: Chain) -> tuple[Header, dict[str, torch.Tensor]]:
         return decode_selected(chain, choose, threads=_threads())
 
-    _, tensors = read_chain(read)
+    tensors = of_chain(read)[1]
     return {name: tensors[place] for name, place in stored.items()}
 
 
@@ -239,12 +239,25 @@ def _threads() -> int:
 # ---- which chain
 
 
-def _read(
+def read_chain(
     url: RunUrl,
     storage_options: StorageOptions,
     read: Callable[[Chain], tuple[Header, T]],
-) -> tuple[Header, T]:
-    """The result of `read` on the chain that `url` names."""
+) -> tuple[Header, T, Manifest | None]:
+    """The result of `read` on the chain that a URL names; a damaged newest checkpoint is passed over with a warning.
+
+    Args:
+        url: as of `load`.
+        storage_options: as of `load`.
+        read: given what opens each container, base first; gives the last one's header, and anything. Called again for an older
+            checkpoint where it raises an error of a damaged one.
+
+    Returns:
+        What `read` gave, and the checkpoint's manifest; None of a single file.
+
+    Raises:
+        ShrinkpointError: as `load`.
+    """
     if not isinstance(url, str | os.PathLike | list | tuple):
         raise ConfigError(f"url must be a path, a URL or '<run>#step=1000', not {brief(url)}")
     text = url_text(url)
@@ -260,7 +273,7 @@ def _read(
         if address is None:
             data = read_file(text, _of_one(storage_options))
             with naming(text):
-                return read([lambda: Source(len(data), lambda: data)])
+                return *read([lambda: Source(len(data), lambda: data)]), None
         return _read_run(address, RunStore(address.url, storage_options=storage_options), read)
 
 
@@ -271,7 +284,7 @@ def _of_one(options: StorageOptions) -> Mapping[str, Any] | None:
 
 def _read_run(
     address: Address, store: RunStore, read: Callable[[Chain], tuple[Header, T]]
-) -> tuple[Header, T]:
+) -> tuple[Header, T, Manifest]:
     def of(manifest: Manifest) -> tuple[Header, T]:
         header, found = read(sources_of_run(store, manifest))
         if (header.state_digest, header.step) != (manifest.state_digest, manifest.step):
@@ -295,14 +308,18 @@ def _read_run(
         warn(
             f"the checkpoint of step {manifest.step} in {store.display} is not finite: {found}", stacklevel=5
         )
-    return result
+    return *result, manifest
 
 
 # ---- which tensors
 
 
-def _model_names(header: Header) -> dict[str, str]:
-    """The path of each of the model's tensors in the state, by its name in the model."""
+def model_names(header: Header) -> dict[str, str]:
+    """The path of each of the model's tensors in the state, by its name in the model.
+
+    Raises:
+        CannotRepresentError: the state does not show which they are, or one of them is sparse.
+    """
     dense, parts = dense_only(header.tree)
     specs = whole_specs(record.spec for record in header.tensors.values())
     empty = {name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in specs.items()}
@@ -312,7 +329,7 @@ def _model_names(header: Header) -> dict[str, str]:
     for name, place in found.items():
         if place in parts:
             raise CannotRepresentError(
-                f"{name} is sparse, which load_weights cannot return: shrinkpoint.load returns the whole state"
+                f"{name} is sparse, which load_weights and safetensors do not know: shrinkpoint.load returns the whole state, and an export to .ckpt writes it"
             )
     return {**found, **{alias: found[kept] for alias, kept in aliases.items()}}
 

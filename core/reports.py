@@ -78,6 +78,12 @@ class SaveReport:
     """Lower end of its interval."""
     degradation_high: float | None = None
     """Upper end of its interval, which is within the allowed cost of a restore."""
+    cost: float | None = None
+    """Expected cost of a restore to the run, relative: `degradation`, or what lasts of it where that may be more, and half of what
+    the loss falls by in the steps that the restored moments lose. None where the degradation could not be measured."""
+    cost_high: float | None = None
+    """Its upper end, with the share of `max_degradation` that is reserved for what no measurement at a save sees. The sum over
+    all checkpoints that were restored is the upper end of what the restores have cost together."""
     degradation_luck: float | None = None
     """Rise of the loss right at the restore less `degradation`: the first-order part, of either sign by chance, which
     is trained away."""
@@ -119,6 +125,9 @@ class SaveReport:
     one store."""
     parity: int | None = None
     """How many of several stores may be lost when all of them are well, as the run began; None for one store."""
+    step_log: Mapping[str, JSON] | None = None
+    """What an exact step log has cost this process before this save: seconds, steps and segments, and those of the replay; None
+    without one."""
     metrics: Mapping[str, float]
     """The metrics that were given to the save."""
     not_finite: str | None = None
@@ -140,7 +149,7 @@ class SaveReport:
         more = {"...": f"and {len(kept) - _NAMED} more tensors"} if len(kept) > _NAMED else {}
         report = asdict(self) | {"kept_exactly": dict(kept[:_NAMED]) | more, "ratio": self.ratio}
         report["exact"] = parts_json(self.exact, self.bytes)
-        for name in ("adopt_s", "waited_s"):  # of trainings that adopt only
+        for name in ("adopt_s", "waited_s", "step_log"):  # of trainings that adopt or log only
             if report[name] is None:
                 del report[name]
         for name in (

@@ -18,7 +18,6 @@ from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import (
     ConfigError,
     FencedError,
-    SaveFailedError,
     ShrinkpointError,
 )
 from shrinkpoint.optimizers.updates import OptimizerKind
@@ -32,6 +31,7 @@ from shrinkpoint.saving.address import Address
 from shrinkpoint.saving.adopted import adopted_of
 from shrinkpoint.saving.adoption import AdoptingCommitter
 from shrinkpoint.saving.committer import Committer, Job
+from shrinkpoint.saving.failures import Failures
 from shrinkpoint.saving.finite import is_finite, not_finite_text
 from shrinkpoint.saving.retention import is_weights_only
 from shrinkpoint.saving.slimming import without_optimizer
@@ -39,6 +39,7 @@ from shrinkpoint.saving.takeover import Adoption, Takeover, WaitingShare, unsuit
 from shrinkpoint.saving.warmup import Warmup
 from shrinkpoint.state.snapshot import Snapshotter
 from shrinkpoint.state.training import Describe, TrainingState, plain
+from shrinkpoint.state.tree import JSON
 from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.near import NearCopies
@@ -128,7 +129,7 @@ class Saver:
         self._follows: Manifest | None = None
         self._begun: tuple[TrainingState, int] | None = None
         self._reports: list[SaveReport] = []
-        self._failures = 0
+        self._failures = Failures(self.config, self.url)
         self._failed = False
         self._fatal: ShrinkpointError | None = None
 
@@ -201,6 +202,7 @@ class Saver:
         exact: bool = False,
         wait: bool = False,
         adoption: Adoption | None = None,
+        step_log: Mapping[str, JSON] | None = None,
     ) -> Accepted | None:
         """Save a state; returns as soon as it is copied.
 
@@ -219,6 +221,7 @@ class Saver:
             wait: return when it is committed.
             adoption: with ``adopt=True``, for a planned save: the training's tensors get the values that are stored before this
                 returns. None for a save that an undisturbed run would not make: it is stored exactly.
+            step_log: what a step log has cost so far; for the report.
 
         Returns:
             What was accepted; None when a save was still being written and `busy` is ``skip``, or when it was to be
@@ -264,6 +267,7 @@ class Saver:
             exact=exact,
             blocked_s=time.perf_counter() - started - (waited_s if takeover is not None else 0.0),
             takeover=takeover,
+            step_log=step_log,
         )
         accepted = Accepted(step=step, blocked_s=job.blocked_s)
         self.blocked_s += job.blocked_s
@@ -393,23 +397,11 @@ class Saver:
         except Exception as error:  # noqa: BLE001 - whatever it was, training goes on and the next save starts afresh
             self._committer.forget()
             self._failed = True
-            self._note_failure(job, error)
+            self._fatal = self._failures.note(job.step, error)
         else:
-            self._failures, self._failed = 0, False
+            self._failed = False
+            self._failures.over()
             self._reports.append(report)
-
-    def _note_failure(self, job: Job, error: Exception) -> None:
-        self._failures += 1
-        message = f"saving step {job.step} to {self.url} failed ({self._failures} in a row): {error}"
-        if self._failures >= self.config.max_failures:
-            self._fatal = SaveFailedError(
-                f"{message}. Nothing that was saved before is harmed; max_failures={self.config.max_failures}"
-                " ends training here rather than letting it go on unprotected"
-            )
-            self._fatal.__cause__ = error
-            self._failures = 0
-        else:
-            warn(f"{message}. The next save tries again")
 
     # ---- restoring
 

@@ -1,11 +1,14 @@
 """`make demo`: train, kill -9, start again, and measure what the compressed checkpoints cost.
 
-    python examples/demo.py [--framework lightning] [--steps 600] [--seed 1] [--out demo-out] [--quick] [--stores]
+    python examples/demo.py [--framework lightning] [--steps 600] [--seed 1] [--out demo-out] [--quick] [--stores] [--adopt]
 
 1. A small GPT learns the Python standard library's source text, undisturbed, with ordinary checkpoints.
 2. The same training with CompressedCheckpoint gets SIGKILL at a random moment, is started again by the same
    command, resumes by itself and finishes.
 3. The last checkpoint is restored in a fresh process and compared with the true weights.
+
+With ``--adopt`` the compressed run goes on from what its checkpoints restore (docs/adopt.md), and so is another training than the
+undisturbed one from its first save on; how long it waits for that is shown.
 
 With ``--stores`` (`make demo-stores`) the run is in three stores, one of which is lost before the kill; see demo_stores.py.
 
@@ -66,6 +69,7 @@ class Demo:
             "threads": options.threads,
             # Tiny steps are faster than saving: they must wait, or most saves of the quick demo would be skipped.
             "busy": "wait" if options.quick else "skip",
+            "adoptions": self.steps // self.every if options.adopt else None,
             "config": {**(QUICK if options.quick else FULL), "steps": self.steps},
             "true_weights": str(self.folder / "true-final-weights.pt"),
         }
@@ -190,6 +194,7 @@ def _collect_saves(urls: list[str], torch_bytes: dict[int, int]) -> list[Save]:
             degradation=manifest.meta["save"]["degradation"],
             blocked_s=manifest.meta["save"]["blocked_s"],
             search_s=manifest.meta["save"]["search_s"],
+            adopt_s=manifest.meta["save"].get("adopt_s") or 0.0,
         )
         for manifest in manifests
         if manifest.step in torch_bytes  # the last one may not be, where `every` does not divide the steps
@@ -277,6 +282,7 @@ def main() -> int:
     parser.add_argument(
         "--stores", action="store_true", help="three stores, one of which is lost in the middle"
     )
+    parser.add_argument("--adopt", action="store_true", help="train on from what the checkpoints restore")
     parser.add_argument("--quick", action="store_true", help="a tiny model, done in under a minute")
     options = parser.parse_args()
     if options.steps is not None and options.steps < 24:

@@ -11,7 +11,7 @@ import torch
 from composer import Callback, Logger, State, Trainer
 from composer.callbacks import CheckpointSaver
 from composer_gpt import ComposerGPT, train
-from demo_task import SAVING, EventLog, Task
+from demo_task import EventLog, Task
 from gpt import GPT, build_optimizer, loss_on
 
 from shrinkpoint.callbacks.composer import CompressedCheckpoint
@@ -74,7 +74,7 @@ def reference(task: Task) -> None:
 
 
 def compressed(task: Task) -> GPT:
-    checkpoints = CompressedCheckpoint(task.url, save_interval=f"{task.every}ba", busy=task.busy, **SAVING)
+    checkpoints = CompressedCheckpoint(task.url, save_interval=f"{task.every}ba", **task.saving)
     trainer = train(task.config, [LossLog(task), checkpoints], every=task.every, seed=task.seed, **QUIET)
     return trainer.state.model.model
 

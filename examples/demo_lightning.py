@@ -8,7 +8,7 @@ from typing import Any
 
 import lightning
 import torch
-from demo_task import SAVING, EventLog, Task
+from demo_task import EventLog, Task
 from gpt import GPT, loss_on
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -81,7 +81,7 @@ def reference(task: Task) -> None:
 
 
 def compressed(task: Task) -> GPT:
-    checkpoints = CompressedCheckpoint(task.url, every_n_train_steps=task.every, busy=task.busy, **SAVING)
+    checkpoints = CompressedCheckpoint(task.url, every_n_train_steps=task.every, **task.saving)
     trainer = train(task.config, [LossLog(task), checkpoints], every=task.every, seed=task.seed, **QUIET)
     return trainer.lightning_module.model
 

@@ -44,6 +44,8 @@ class Save:
     """Time training waited for the snapshot."""
     search_s: float
     """Time training paused to measure the held-out loss of candidate encodings."""
+    adopt_s: float = 0.0
+    """Time training waited for the values that it goes on from; 0 without ``--adopt``."""
 
     @property
     def ratio(self) -> float:
@@ -89,6 +91,11 @@ class DemoResult:
     def blocked_s(self) -> float:
         """Total time that saving held up the compressed run."""
         return sum(save.blocked_s for save in self.saves)
+
+    @property
+    def adopt_s(self) -> float:
+        """Total time the compressed run waited for the values that it goes on from."""
+        return sum(save.adopt_s for save in self.saves)
 
     @property
     def search_s(self) -> float:
@@ -244,6 +251,11 @@ def findings(result: DemoResult) -> list[tuple[str, str]]:
         ),
         ("training blocked by saving", _time_share(result.blocked_s, result.train_s)),
         ("training paused to evaluate", _time_share(result.search_s, result.train_s)),
+        *(
+            [("training waited to adopt", _time_share(result.adopt_s, result.train_s))]
+            if result.adopt_s
+            else []
+        ),
         ("torch.save, same disk", _time_share(result.torch_save_s, result.reference_train_s)),
         ("the whole demo", f"{result.wall_s:.0f} s"),
     ]

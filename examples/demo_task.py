@@ -50,11 +50,19 @@ class Task:
     threads: int
     busy: str
     """What to do when a checkpoint is due while one is written: ``skip`` it, or ``wait``."""
+    adoptions: int | None
+    """With ``--adopt``, the number of saves, from all of which training goes on."""
     config: GPTConfig
     true_weights: Path
     """Where the run leaves its final weights, exactly."""
     log: EventLog
     held_out: list[Tensor]
+
+    @property
+    def saving(self) -> dict[str, Any]:
+        """Options of CompressedCheckpoint."""
+        adopting = {} if self.adoptions is None else {"adopt": True, "adoptions": self.adoptions}
+        return {"busy": self.busy, **SAVING, **adopting}
 
     @classmethod
     def read(cls, settings: Path, log: EventLog) -> Task:

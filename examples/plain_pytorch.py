@@ -28,7 +28,12 @@ def main() -> None:
     parser.add_argument(
         "--busy", default="skip", help="when a save is due while one is written: skip it, or wait"
     )
+    parser.add_argument(
+        "--step-log-url",
+        help="with exact checkpoints, and a log of every step in this folder (docs/steps.md)",
+    )
     options = parser.parse_args()
+    logged = {"scheme": "lossless", "step_log": "exact", "step_log_url": options.step_log_url}
 
     size = {"width": 64, "layers": 2, "heads": 2, "block": 64} if options.tiny else {}
     config = GPTConfig(steps=options.steps, **size)
@@ -41,6 +46,7 @@ def main() -> None:
     checkpointer = shrinkpoint.Checkpointer(  # +
         options.url, model, optimizer, schedule=schedule, every=options.every,  # +
         evaluate=lambda: loss_on(model, held_out), busy=options.busy,  # +
+        **(logged if options.step_log_url else {}),  # +
     )  # +  # fmt: skip
     start = checkpointer.resume()  # +
     print("start", start, flush=True)

@@ -6,7 +6,7 @@ import re
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
 import typer
@@ -32,6 +32,8 @@ _UNITS = {"": 1.0, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(s|min|h|d|)")
 _LONGEST_WRITE = 3600.0
 _LOOKED_AT = 50  # of the newest checkpoints
+_LOGGED = 20  # steps of a log whose share of the time counts
+_ASSUMED = {"log_overhead": 0.02, "replay_ratio": 0.1, "segment_steps": 8.0}
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,11 @@ class _Noted:
     encode_s: float
     write_s: float | None
     seconds_per_step: float | None
+    copy_s: float
+    exact_write_s: float | None
+    log_overhead: float | None
+    replay_ratio: float | None
+    segment_steps: float | None
     checkpoint_bytes: float
     gradient_bytes: float
     scheme: str
@@ -65,14 +72,27 @@ def advise(
         float, typer.Option("--restart-seconds", help="From a failure until the training restores.")
     ] = 60.0,
     log_overhead: Annotated[
-        float, typer.Option("--log-overhead", help="Share of the training time that a step log takes.")
-    ] = 0.02,
+        float | None,
+        typer.Option(
+            "--log-overhead",
+            help="Share of the training time that a step log takes. Default: as reported, or 0.02.",
+        ),
+    ] = None,
     replay_ratio: Annotated[
-        float, typer.Option("--replay-ratio", help="Time to replay a step, relative to training it.")
-    ] = 0.1,
+        float | None,
+        typer.Option(
+            "--replay-ratio",
+            help="Time to replay a step, relative to training it. Default: as reported, or 0.1.",
+        ),
+    ] = None,
     segment_steps: Annotated[
-        int, typer.Option("--segment-steps", min=1, help="Steps that a log writes together.")
-    ] = 8,
+        int | None,
+        typer.Option(
+            "--segment-steps",
+            min=1,
+            help="Steps that a log writes together. Default: as reported, or 8.",
+        ),
+    ] = None,
     storage_options: StorageOptions = None,
     option: Pairs = None,
     as_json: AsJson = False,
@@ -103,30 +123,34 @@ def advise(
         lag=noted.encode_s + (noted.write_s or 0.0),
         restart=restart_seconds + restore,
     )
+    given = {"log_overhead": log_overhead, "replay_ratio": replay_ratio, "segment_steps": segment_steps}
+    chosen = {name: _first(value, getattr(noted, name), _ASSUMED[name]) for name, value in given.items()}
     log = LogCosts(
-        overhead=log_overhead,
-        segment=segment_steps * per_step,
+        overhead=chosen["log_overhead"],
+        segment=chosen["segment_steps"] * per_step,
         lag=per_step,
-        replay=replay_ratio,
+        replay=chosen["replay_ratio"],
     )
-    without, with_log = best_interval(costs), best_interval(costs, log)
+    exactly = _with_exact_saves(costs, noted)
+    without, with_log = best_interval(costs), best_interval(exactly, log)
     advice: dict[str, Any] = {
         "url": run.store.display,
         "seconds_per_step": per_step,
         "costs": asdict(costs),
+        "costs_with_log": asdict(exactly),
         "log_costs": asdict(log),
         "without_log": _part(without, waste_without_log(without, costs), per_step),
-        "with_log": _part(with_log, waste_with_log(with_log, costs, log), per_step),
-        "log_may_cost": _finite(worth(costs, log)),
+        "with_log": _part(with_log, waste_with_log(with_log, exactly, log), per_step),
+        "log_may_cost": _finite(worth(costs, log, exactly)),
         "log_bytes_per_step": noted.gradient_bytes,
         "log_bytes_kept": 2 * noted.gradient_bytes * max(1, round(with_log / per_step)),
         "measured": asdict(noted) | {"restore_s": restore},
-        "assumed": _assumed(noted, seconds_per_step, restore_seconds),
+        "assumed": _assumed(noted, seconds_per_step, restore_seconds, given),
     }
     if as_json:
         print_json(advice)
         return
-    _print(advice, costs, log, noted)
+    _print(advice, costs, exactly, log, noted)
 
 
 def _seconds(text: str) -> float:
@@ -145,6 +169,12 @@ def _noted(run: OpenRun) -> _Noted:
     newest = saves[0][1]
     raw = newest.get("raw_sections")
     weights = raw.get("weight", 0) if isinstance(raw, dict) else 0
+    write_s = _write_seconds(run, [manifest for manifest, _ in saves])
+    ratio = _median(
+        [max(1.0, _number(save, "raw_bytes") / max(1.0, _number(save, "bytes"))) for _, save in saves]
+    )
+    per_step = _step_seconds([manifest for manifest, _ in saves])
+    logs = [save["step_log"] for _, save in saves if isinstance(save.get("step_log"), dict)]
     return _Noted(
         saves=len(saves),
         stall_s=_median(
@@ -154,8 +184,13 @@ def _noted(run: OpenRun) -> _Noted:
             ]
         ),
         encode_s=_median([_number(save, "encode_s") for _, save in saves]),
-        write_s=_write_seconds(run, [manifest for manifest, _ in saves]),
-        seconds_per_step=_step_seconds([manifest for manifest, _ in saves]),
+        write_s=write_s,
+        seconds_per_step=per_step,
+        copy_s=_median([_number(save, "blocked_s") for _, save in saves]),
+        exact_write_s=None if write_s is None else write_s * ratio,
+        log_overhead=_log_overhead(logs),
+        replay_ratio=_replay_ratio(logs, per_step),
+        segment_steps=_segment_steps(logs),
         checkpoint_bytes=_median([manifest.chain[-1].total for manifest, _ in saves]),
         gradient_bytes=float(weights) if isinstance(weights, int | float) else 0.0,
         scheme=str(newest.get("scheme")),
@@ -165,6 +200,44 @@ def _noted(run: OpenRun) -> _Noted:
 def _number(save: Mapping[str, Any], name: str) -> float:
     value = save.get(name)
     return float(value) if isinstance(value, int | float) and math.isfinite(value) and value >= 0 else 0.0
+
+
+def _log_overhead(logs: Sequence[Mapping[str, Any]]) -> float | None:
+    """Of the newest process that logged enough: the training's waiting, and the log's CPU time divided among the
+    processors."""
+    for log in logs:
+        cost = _number(log, "blocked_s") + _number(log, "cpu_s") / max(1.0, _number(log, "cores"))
+        rest = _number(log, "seconds") - cost
+        if _number(log, "steps") >= _LOGGED and rest > 0:
+            return cost / rest
+    return None
+
+
+def _replay_ratio(logs: Sequence[Mapping[str, Any]], per_step: float | None) -> float | None:
+    """Of the newest replay."""
+    for log in logs:
+        steps, seconds = _number(log, "replayed_steps"), _number(log, "replay_s")
+        if steps and seconds and per_step:
+            return seconds / steps / per_step
+    return None
+
+
+def _segment_steps(logs: Sequence[Mapping[str, Any]]) -> float | None:
+    for log in logs:
+        if _number(log, "segments") and _number(log, "steps"):
+            return _number(log, "steps") / _number(log, "segments")
+    return None
+
+
+def _with_exact_saves(costs: Costs, noted: _Noted) -> Costs:
+    """The costs with ``scheme="lossless"``, which an exact log needs: no evaluations, and at most the raw state's bytes to write."""
+    if noted.scheme == "lossless":
+        return costs
+    return replace(costs, stall=noted.copy_s, lag=noted.encode_s + (noted.exact_write_s or 0.0))
+
+
+def _first(*values: float | None) -> float:
+    return next(value for value in values if value is not None)
 
 
 def _median(values: Sequence[float]) -> float:
@@ -210,8 +283,22 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _assumed(noted: _Noted, per_step: float | None, restore: float | None) -> list[str]:
+def _assumed(
+    noted: _Noted, per_step: float | None, restore: float | None, given: Mapping[str, float | None]
+) -> list[str]:
     found = []
+    unknown = [name for name, value in given.items() if value is None and getattr(noted, name) is None]
+    if unknown:
+        what = {
+            "log_overhead": f"a log takes {_ASSUMED['log_overhead']:.0%} of the training",
+            "replay_ratio": f"a replayed step takes {_ASSUMED['replay_ratio']:.0%} of a training step",
+            "segment_steps": f"a segment has {_ASSUMED['segment_steps']:.0f} steps",
+        }
+        found.append(
+            f"{', '.join(what[name] for name in unknown)}: this run's reports do not have it, since no save"
+            " followed a log of enough steps, or a replay"
+        )
+    found.append("a segment is written one step after its last")
     if per_step is None:
         found.append(
             "seconds per step include everything between two checkpoints: validation, and time that was lost"
@@ -224,12 +311,13 @@ def _assumed(noted: _Noted, per_step: float | None, restore: float | None) -> li
         found.append("a restore takes as long as reading the newest checkpoint took here, from this machine")
     if noted.scheme != "lossless":
         found.append(
-            f"step_log='exact' needs scheme='lossless', whose saves are larger than those of {noted.scheme!r} here"
+            f"step_log='exact' needs scheme='lossless'; its saves are reckoned without the evaluations of {noted.scheme!r}, with as"
+            " much time for coding, and with the raw state's bytes to write; its restore with as much time"
         )
     return [*found, "failures come at random, and a save is made as soon as the interval is over"]
 
 
-def _print(advice: Mapping[str, Any], costs: Costs, log: LogCosts, noted: _Noted) -> None:
+def _print(advice: Mapping[str, Any], costs: Costs, exactly: Costs, log: LogCosts, noted: _Noted) -> None:
     def share(value: float | None) -> str:
         return "all of it: no progress" if value is None else f"{value:.2%}"
 
@@ -254,7 +342,13 @@ def _print(advice: Mapping[str, Any], costs: Costs, log: LogCosts, noted: _Noted
             (
                 "with a log",
                 f"save every {with_log['every']} steps ({with_log['interval_s']:.3g} s); failures, saves and the log take"
-                f" {share(with_log['waste'])}, if the log takes {log.overhead:.2%} and a replay {log.replay:.0%} of training",
+                f" {share(with_log['waste'])}, if the log takes {log.overhead:.2%} and a replay {log.replay:.1%} of training, in"
+                f" segments of {log.segment / advice['seconds_per_step']:.3g} steps"
+                + (
+                    ""
+                    if exactly == costs
+                    else f", and a lossless save stalls {exactly.stall:.3g} s and is committed after {exactly.lag:.3g} s"
+                ),
             ),
             (
                 "the log's bytes",

@@ -1,6 +1,7 @@
 """``shrinkpoint export``: a checkpoint as an ordinary file."""
 
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,8 +17,11 @@ from shrinkpoint.cli.options import (
     split_address,
 )
 from shrinkpoint.cli.output import bytes_text, console, print_json
-from shrinkpoint.errors import NoCheckpointError
+from shrinkpoint.errors import ConfigError, NoCheckpointError
 from shrinkpoint.runtime.progress import waiting_for
+
+if TYPE_CHECKING:
+    from shrinkpoint.export import Exported
 
 __all__ = ["export"]
 
@@ -33,6 +37,14 @@ def export(
     step: Step = None,
     seq: Seq = None,
     force: Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")] = False,
+    max_shard_size: Annotated[
+        str | None,
+        typer.Option(
+            "--max-shard-size",
+            metavar="SIZE",
+            help="Of OUT.safetensors: several files of up to this size, as 5GB, and an index, as from_pretrained reads them.",
+        ),
+    ] = None,
     step_log_url: Annotated[
         str | None,
         typer.Option(
@@ -46,12 +58,20 @@ def export(
 ) -> None:
     """Write a checkpoint as a file that torch.load(weights_only=True), Lightning or safetensors reads."""
     from shrinkpoint.export import check_target
-    from shrinkpoint.export import export as write
 
-    check_target(out, force=force)
-    state, found = _state(url, parse_storage_options(url, storage_options, option), step, seq, step_log_url)
-    with waiting_for(f"writing {out}"):
-        exported = write(state, out, force=force)
+    target = check_target(out, force=force)
+    options = parse_storage_options(url, storage_options, option)
+    limit = None if max_shard_size is None else _shard_size(target, max_shard_size)
+    exported, found = None, None
+    if target.suffix == ".safetensors":
+        exported, found = _weights(url, options, step, seq, out, limit=limit, force=force)
+    if exported is None:
+        state, found = _state(url, options, step, seq, step_log_url)
+        with waiting_for(f"writing {out}"):
+            from shrinkpoint.export import export as write
+
+            exported = write(state, out, force=force)
+    assert found is not None
     report = {
         "path": str(exported.path),
         "bytes": exported.bytes,
@@ -67,6 +87,38 @@ def export(
     console().print(
         f"wrote {exported.path}: step {report['step']}, {exported.tensors} tensors, {bytes_text(exported.bytes)}"
     )
+
+
+def _shard_size(target: Path, text: str) -> int:
+    from shrinkpoint.exporting import bytes_of
+
+    if target.suffix != ".safetensors":
+        raise ConfigError("--max-shard-size is for OUT.safetensors")
+    return bytes_of(text)
+
+
+def _weights(
+    url: str, options: Any, step: int | None, seq: int | None, out: str, *, limit: int | None, force: bool
+) -> "tuple[Exported | None, dict[str, Any] | None]":
+    """The weights of a checkpoint, written some tensors at a time; None where a step was not saved: it may have been logged."""
+    from shrinkpoint.exporting import export_weights
+    from shrinkpoint.saving.address import Address
+    from shrinkpoint.store.single import looks_like_file
+
+    run, step, seq = split_address(url, step, seq)
+    address = run if looks_like_file(run) else str(Address(url=run, step=step, seq=seq))
+    try:
+        exported = export_weights(
+            address, out, max_shard_size=limit, force=force, storage_options=options or None
+        )
+    except NoCheckpointError:
+        if step is None:
+            raise
+        return None, None
+    found: dict[str, Any] = {"step": exported.step, "seq": exported.seq, "logged": False}
+    if len(exported.files) > 1:
+        found["files"] = [str(file) for file in exported.files]
+    return exported, found
 
 
 def _state(

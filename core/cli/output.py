@@ -91,6 +91,12 @@ def interval_text(mean: object, high: object) -> str:
     return f"{mean:+.2%}" + (f" (<{high:.2%})" if isinstance(high, (int, float)) and high != mean else "")
 
 
+def _cost_text(noted: Mapping[str, Any]) -> str:
+    """The measured degradation, and the upper end of what a restore costs, of older reports that of the degradation."""
+    high = noted.get("cost_high")
+    return interval_text(noted["degradation"], noted["degradation_high"] if high is None else high)
+
+
 def degradation_text(noted: Mapping[str, Any]) -> str:
     """The measured degradation of a checkpoint's restore, or why it is not known."""
     known = noted["measured"]
@@ -98,11 +104,7 @@ def degradation_text(noted: Mapping[str, Any]) -> str:
         return "-"  # nothing more can be lost
     if noted.get("adopted"):
         return "exact"  # the training itself went on from what is restored
-    return (
-        known
-        if known in ("unmeasured", "blind")
-        else interval_text(noted["degradation"], noted["degradation_high"])
-    )
+    return known if known in ("unmeasured", "blind") else _cost_text(noted)
 
 
 def adopted_text(noted: Mapping[str, Any]) -> str | None:
@@ -116,7 +118,7 @@ def adopted_text(noted: Mapping[str, Any]) -> str | None:
         if noted["measured"] == "exact"
         else "an unknown part of the loss"
         if noted["degradation"] is None
-        else interval_text(noted["degradation"], noted["degradation_high"])
+        else _cost_text(noted)
     )
     seconds = noted.get("adopt_s")
     took = f" in {seconds:.2g} s" if isinstance(seconds, int | float) else ""

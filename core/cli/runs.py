@@ -134,6 +134,8 @@ _MEASURED = (
     "degradation_low",
     "degradation_high",
     "degradation_luck",
+    "cost",
+    "cost_high",
     "measured",
     "allowed",
     "update_error",

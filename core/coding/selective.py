@@ -5,7 +5,8 @@ need of the one before, until nothing uses a reference any more. Then only these
 is compared as in a whole restore: checksums of sections, the parents' digests with each other, tensors with their digests.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeAlias
@@ -13,6 +14,7 @@ from typing import TypeAlias
 import torch
 
 from shrinkpoint.coding.decode import check_sizes, decode_planes, decode_values, required, stands_alone
+from shrinkpoint.coding.grouping import groups_of
 from shrinkpoint.coding.parts import merged_headers
 from shrinkpoint.container.layout import Entry
 from shrinkpoint.container.reader import ContainerReader, Header
@@ -26,7 +28,9 @@ from shrinkpoint.store.run import RunStore
 __all__ = [
     "AnySource",
     "PartsSource",
+    "Row",
     "Source",
+    "decode_batches",
     "decode_rows",
     "decode_selected",
     "header_of",
@@ -35,9 +39,18 @@ __all__ = [
 
 _WHOLE_BYTES = 2**20
 """Containers up to this size are fetched whole: one request costs more than their bytes."""
-_WHOLE_SHARE = 0.3
-"""Where more of a container than this is needed, it is fetched whole: one large request instead of many small ones."""
+_WHOLE_SHARE = 0.75
+"""Where more of a container than this is needed at once, it is fetched whole: one request, and a checksum over all of it."""
+_GAP = 64 * 2**10
+"""Bytes between two needed ranges that are read with them, unless the second one is shorter: never more than as much again."""
+_SPAN = 16 * 2**20
+"""A longer range is read by several requests side by side."""
+_BATCH = 2**27
+"""Bytes of tensors that are decoded together, about: what is read of them is forgotten before the next ones."""
 _READERS = 8
+
+Row: TypeAlias = tuple[Entry, ReferenceState, torch.Tensor]
+"""A stored tensor, what a reader holds of it for the next delta, and its value."""
 
 
 class Source:
@@ -57,6 +70,7 @@ class Source:
     ) -> None:
         self._size, self._fetch, self._fetch_range = size, fetch, fetch_range
         self._whole: bytes | None = None
+        self._spans: list[tuple[int, bytes]] = []
         if fetch_range is None or size <= _WHOLE_BYTES:
             self._whole = fetch()
         try:
@@ -73,28 +87,52 @@ class Source:
         return self._reader.header
 
     def entries(self, names: Collection[str]) -> list[Entry]:
-        """These tensors as they are stored, in decoding order.
+        """These tensors as they are stored, in decoding order; nothing of what was read for them is kept.
 
         Raises:
             CorruptionError: a section is damaged.
         """
         ordered = [name for name in self.header.tensors if name in names]
-        if self._whole is None:
-            needed = sum(self.header.tensors[name].nbytes for name in ordered)
-            if needed > _WHOLE_SHARE * self._size:
-                self._whole = self._fetch()
         if self._whole is not None:
             return [self._reader.entry(name) for name in ordered]
+        needed = sum(self.header.tensors[name].nbytes for name in ordered)
+        if needed <= _WHOLE_SHARE * self._size:
+            try:
+                self._spans = self._read_spans(ordered)
+                return [self._reader.entry(name) for name in ordered]
+            except CorruptionError:
+                pass  # what was damaged on its way is right the next time
+            finally:
+                self._spans = []
+        self._whole = self._fetch()
         try:
-            with ThreadPoolExecutor(_READERS, thread_name_prefix="shrinkpoint-read") as pool:
-                return list(pool.map(self._reader.entry, ordered))
-        except CorruptionError:
-            self._whole = self._fetch()
             return [self._reader.entry(name) for name in ordered]
+        finally:
+            self._whole = None
+
+    def _read_spans(self, names: Iterable[str]) -> list[tuple[int, bytes]]:
+        """The ranges of some tensors, neighbours together: where each begins, and its bytes."""
+        spans: list[list[int]] = []
+        for start, end in sorted(self._reader.span(name) for name in names):
+            gap = start - spans[-1][1] if spans else 0
+            if spans and gap <= min(_GAP, end - start) and end - spans[-1][0] <= _SPAN:
+                spans[-1][1] = max(end, spans[-1][1])
+            elif end > start:
+                spans.append([start, end])
+        fetch = self._fetch_range
+        assert fetch is not None
+        with ThreadPoolExecutor(_READERS, thread_name_prefix="shrinkpoint-read") as pool:
+            return [
+                (span[0], data)
+                for span, data in zip(spans, pool.map(lambda span: fetch(*span), spans), strict=True)
+            ]
 
     def _read(self, offset: int, length: int) -> bytes:
         if self._whole is not None:
             return self._whole[offset : offset + length]
+        if self._spans:
+            start, data = self._spans[bisect_right(self._spans, offset, key=lambda span: span[0]) - 1]
+            return data[offset - start : offset - start + length]
         assert self._fetch_range is not None
         return self._fetch_range(offset, offset + length)
 
@@ -213,8 +251,10 @@ def decode_selected(
         CorruptionError: a checksum or digest does not match.
         FormatError: a container is malformed.
     """
-    header, wanted, rows = decode_rows(chain, choose, threads=threads)
-    tensors = {entry.spec.name: value for entry, _, value in rows if entry.spec.name in wanted}
+    header, wanted, batches = decode_batches(chain, choose, threads=threads)
+    tensors = {
+        entry.spec.name: value for rows in batches for entry, _, value in rows if entry.spec.name in wanted
+    }
     return header, dict(joined(tensors, {name: header.tensors[name].spec for name in wanted})[0])
 
 
@@ -223,7 +263,7 @@ def decode_rows(
     choose: Callable[[Header], Collection[str]],
     *,
     threads: int = 1,
-) -> tuple[Header, set[str], list[tuple[Entry, ReferenceState, torch.Tensor]]]:
+) -> tuple[Header, set[str], list[Row]]:
     """As `decode_selected`, with all that a reader has of them afterwards, and of what they need.
 
     Returns:
@@ -232,15 +272,77 @@ def decode_rows(
     Raises:
         ShrinkpointError: as `decode_selected`.
     """
+    header, wanted, batches = decode_batches(chain, choose, threads=threads)
+    return header, wanted, [row for rows in batches for row in rows]
+
+
+def decode_batches(
+    chain: Sequence[Callable[[], AnySource]],
+    choose: Callable[[Header], Collection[str]],
+    *,
+    threads: int = 1,
+    batch: int = _BATCH,
+) -> tuple[Header, set[str], Iterator[list[Row]]]:
+    """As `decode_rows`, some tensors at a time: memory is bounded by a batch, or by the largest parameter.
+
+    Args:
+        chain: as of `decode_selected`.
+        choose: as of `decode_selected`.
+        threads: parameters of a batch decoded side by side.
+        batch: bytes of the tensors that are decoded together, about.
+
+    Returns:
+        The header; the names of the wanted tensors or blocks; the rows of one batch after the other, each read and decoded
+        when it is asked for.
+
+    Raises:
+        ShrinkpointError: as `decode_selected`; damage of a section where its batch is asked for.
+    """
     newest = chain[-1]()
     header = newest.header
     wanted = _stored(set(choose(header)), header)
     steps = _plan(chain, newest, wanted)
-    reference: Mapping[str, ReferenceState] = {}
-    for source, names in steps[:-1]:
-        reference = decode_planes(source.entries(names), reference, threads)
-    source, names = steps[-1]
-    return header, wanted, decode_values(source.entries(names), header.step, reference, threads)
+
+    def rows_of(names: set[str]) -> list[Row]:
+        reference: Mapping[str, ReferenceState] = {}
+        for source, needed in steps[:-1]:
+            reference = decode_planes(source.entries(needed & names), reference, threads)
+        source, needed = steps[-1]
+        return decode_values(source.entries(needed & names), header.step, reference, threads)
+
+    return header, wanted, map(rows_of, _batches(steps, batch))
+
+
+def _batches(steps: Sequence[tuple[AnySource, set[str]]], limit: int) -> Iterator[set[str]]:
+    """Names that are decoded together, in the newest checkpoint's order; a parameter's tensors in one batch, whatever the checkpoint."""
+    leader: dict[str, str] = {}
+
+    def led_by(name: str) -> str:
+        while leader.setdefault(name, name) != name:
+            leader[name] = name = leader[leader[name]]
+        return name
+
+    sizes: dict[str, int] = {}
+    for source, names in reversed(steps):
+        records = source.header.tensors
+        for group in groups_of(records[name].spec for name in records if name in names):
+            for spec in group:
+                leader[led_by(spec.name)] = led_by(group[0].name)
+                sizes[spec.name] = max(sizes.get(spec.name, 0), spec.nbytes)
+    together: dict[str, set[str]] = {}
+    for name in sizes:
+        together.setdefault(led_by(name), set()).add(name)
+    batch: set[str] = set()
+    size_now = 0
+    for names in together.values():
+        size = sum(sizes[name] for name in names)
+        if batch and size_now + size > limit:
+            yield batch
+            batch, size_now = set(), 0
+        batch |= names
+        size_now += size
+    if batch:
+        yield batch
 
 
 def _stored(wanted: set[str], header: Header) -> set[str]:

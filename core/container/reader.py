@@ -116,6 +116,12 @@ class ContainerReader:
         if self._sections_at + self.header.sections_nbytes != size:
             raise FormatError("the container's sections do not fill the file exactly")
 
+    def span(self, name: str) -> tuple[int, int]:
+        """Where a tensor's bytes begin in the file, and where they end."""
+        record = self.header.tensors[name]
+        start = self._sections_at + record.offset
+        return start, start + record.nbytes
+
     def entry(self, name: str) -> Entry:
         """One tensor, by reading its bytes and no others.
 

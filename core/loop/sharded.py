@@ -1,11 +1,9 @@
 """The objects of a hand-written loop whose model is sharded: what of their state each rank holds, and how it is filled again."""
 
-import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -21,13 +19,13 @@ from shrinkpoint.sharded.restoring import RANKS_KEY
 from shrinkpoint.sharded.saver import ShardedSaver
 from shrinkpoint.sharded.swapping import swapped_shards
 from shrinkpoint.sharded.targets import Targets, reshard
-from shrinkpoint.state.rng import capture_rng
+from shrinkpoint.state.rng import capture_rng, diverge_rng
 from shrinkpoint.state.training import TensorSpec, TrainingState, plain
 from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.urls import RunUrl
 from shrinkpoint.warn import warn
 
-__all__ = ["ShardedObjects", "has_shards", "sharded_saver"]
+__all__ = ["ShardedObjects", "has_shards", "refuse_deepspeed", "sharded_saver"]
 
 
 def has_shards(model: Any) -> bool:
@@ -53,6 +51,27 @@ def has_shards(model: Any) -> bool:
             " torch.distributed.init_process_group() first"
         )
     return True
+
+
+def refuse_deepspeed(model: Any, optimizers: Sequence[Any]) -> None:
+    """Refuse DeepSpeed, whose engine flattens and divides weights and optimizer state where no ``state_dict`` shows it.
+
+    Args:
+        model: as given.
+        optimizers: as given.
+
+    Raises:
+        ConfigError: one of these is DeepSpeed's, or the model's parameters are.
+    """
+    modules = model.modules() if isinstance(model, nn.Module) else [model]
+    kinds = [base for one in (*modules, *optimizers) for base in type(one).__mro__]
+    if any(kind.__module__.partition(".")[0] == "deepspeed" for kind in kinds) or (
+        isinstance(model, nn.Module) and any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+    ):
+        raise ConfigError(
+            "the model or its optimizer is DeepSpeed's, whose state no state_dict shows in whole: it is not supported. Use"
+            " torch.distributed.fsdp.fully_shard (FSDP2), or save with the engine's save_checkpoint"
+        )
 
 
 def sharded_saver(
@@ -136,18 +155,10 @@ class ShardedObjects(LoopObjects):
         if ranks is None or ranks["stored"] == ranks["here"]:
             return
         if ranks["rank"] >= ranks["stored"]:
-            _diverge(ranks["rank"])
+            diverge_rng(ranks["rank"])
         if self.stateful and warns and ranks["rank"] == 0:
             names = ", ".join(sorted(self.stateful))
             warn(
                 f"the run was written by {ranks['stored']} ranks, and is continued by {ranks['here']}: the state of {names} is"
                 " rank 0's on every rank"
             )
-
-
-def _diverge(rank: int) -> None:
-    """Give a rank that the writers had not its own random numbers: those of the first rank's state and its number."""
-    seed = int(torch.randint(2**62, (1,), dtype=torch.int64)) ^ rank
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)

@@ -9,6 +9,7 @@ import copy
 import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,6 +101,7 @@ def compare_updates(
     kinds: Sequence[OptimizerKind],
     *,
     parameters: Collection[str] | None = None,
+    threads: int = 1,
 ) -> Updates | str:
     """Compute the next updates from both states.
 
@@ -108,6 +110,7 @@ def compare_updates(
         restored: the same as a reader would restore it.
         kinds: of the optimizers, in the order of their states in the snapshot.
         parameters: the only ones to be used; None takes the smallest, up to `_MOST_ELEMENTS` elements.
+        threads: with more than one, both states are stepped at once.
 
     Returns:
         The comparison; or the reason why there is none, as a message.
@@ -127,7 +130,7 @@ def compare_updates(
         if holds_tensors(kind.kind.step):
             return f"{kind.kind.__name__}.step holds tensors or modules of its own, which it might change"
         try:
-            compared = _compare(kind, one, other, chosen, roles)
+            compared = _compare(kind, one, other, chosen, roles, threads)
         except Exception as error:  # noqa: BLE001 - a third-party optimizer may raise anything
             return f"{kind.kind.__name__} cannot be stepped on copies ({type(error).__name__}: {error})"
         if compared is not None:
@@ -291,12 +294,16 @@ def _compare(
     restored: Mapping[str, Any],
     weights: Mapping[Any, torch.Tensor],
     roles: Mapping[int, Role],
+    threads: int,
 ) -> tuple[float, float, float, float, float] | None:
     """None where the updates from the true state are zero, or not finite."""
     sizes = {
         index: _gradient_size(true["state"][index], _options_of(true, index), roles) for index in weights
     }
-    paths = [list(_displacements(kind, node, sizes, weights)) for node in (true, restored)]
+    with ThreadPoolExecutor(min(threads, 2), thread_name_prefix="shrinkpoint-guard") as pool:
+        paths = list(
+            pool.map(lambda node: list(_displacements(kind, node, sizes, weights)), (true, restored))
+        )
     results: list[float] = []
     kept = 1.0
     for one, other in zip(*paths, strict=True):

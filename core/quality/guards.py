@@ -142,7 +142,9 @@ class Guard:
     def _updates_differ(
         self, save_context: SaveContext, restored: TrainingState, chosen: frozenset[str]
     ) -> str | None:
-        found = compare_updates(save_context.state, restored, self._kinds, parameters=chosen)
+        found = compare_updates(
+            save_context.state, restored, self._kinds, parameters=chosen, threads=self._threads
+        )
         if isinstance(found, str):
             self.untried = found
             return None

@@ -14,7 +14,7 @@ from shrinkpoint.quality.fixed_strategy import FixedStrategy
 from shrinkpoint.quality.inshrinkerator_search.strategy import ConfigurationStrategy
 from shrinkpoint.quality.measurement import EXACT, Rise, absolute_error, relative_rise, single_rise
 from shrinkpoint.quality.recovery import RecoveryEstimate, without_delay, without_luck
-from shrinkpoint.quality.restore_budget import RestoreBudget
+from shrinkpoint.quality.restore_budget import RestoreBudget, RestoreCost, fall_of, restore_cost
 from shrinkpoint.quality.scale_strategy import ScaleStrategy
 from shrinkpoint.quality.snapshots import PlannedSnapshot
 from shrinkpoint.quality.strategy import Measure, Plan, Strategy, exactly
@@ -87,6 +87,7 @@ class Planner:
         self._recovery = RecoveryEstimate(config.probe_steps, config.search_overhead, spent_s, clock)
         self._strategy = _strategy(config, spent_s)
         self._cost = EXACT
+        self._baseline: tuple[int, float] | None = None  # step and loss of the last save that measured it
         self._sighted = False  # whether an evaluation was seen to change with the weights
         self._sees_network: bool | None = (
             None  # whether it sees the weights and not only their averages; None: not tried
@@ -127,7 +128,25 @@ class Planner:
         whole = snapshot or PlannedSnapshot(save_context.state, measure)
         plan = self._choose(save_context, whole, resume, exact)
         self._cost = plan.cost or plan.rise or EXACT
-        return replace(plan, allowed=share, overhead=self.overhead)
+        cost = self._whole_cost(plan, save_context.step)
+        if plan.baseline is not None:
+            self._baseline = save_context.step, plan.baseline
+        return replace(plan, allowed=share, whole=cost, overhead=self.overhead)
+
+    def _whole_cost(self, plan: Plan, step: int) -> RestoreCost | None:
+        """What a restore may cost in all: as measured at the restore or as it lasts, whichever may be more, and what is not measured."""
+        if plan.rise is None:
+            return None
+        if plan.is_exact:
+            return RestoreCost(0.0, 0.0)
+        measured = max(plan.rise, _cost(plan), key=lambda rise: rise.high)
+        fall = 0.0
+        if self._baseline is not None and plan.baseline is not None:
+            fall = fall_of(self._baseline, (step, plan.baseline), self._config.loss_floor)
+        lost = self.guard.lost_steps if self.guard is not None else 0.0
+        config = self._config
+        reserve = (1 - _measured_share(config)) * config.max_degradation / config.restore_budget
+        return restore_cost(measured.mean, measured.high, delay=lost * fall, reserve=reserve)
 
     def _choose(
         self,
@@ -338,6 +357,7 @@ class Planner:
             "scheme": self._config.scheme,
             "strategy": self._strategy.state_dict() if self._strategy is not None else {},
             "restores": {**self._budget.state_dict(), "cost": cost, "cost_high": high},
+            "baseline": list(self._baseline) if self._baseline is not None else None,
             "recovery": self._recovery.state_dict(),
         }
 
@@ -348,6 +368,7 @@ class Planner:
             ConfigError: it is no such state; what could be read of it is kept.
         """
         self._load_restores(state.get("restores"))
+        self._baseline = _baseline_of(state.get("baseline"))
         recovery, strategy = state.get("recovery"), state.get("strategy")
         if self._strategy is None or state.get("scheme") != self._config.scheme:
             if isinstance(
@@ -391,9 +412,21 @@ class Planner:
             self._budget.restored(cost, high)
 
 
+def _measured_share(config: SaverConfig) -> float:
+    return _MEASURED_OF_ADOPTIONS if config.adopt else _MEASURED
+
+
 def _budget(config: SaverConfig) -> RestoreBudget:
-    share = _MEASURED_OF_ADOPTIONS if config.adopt else _MEASURED
-    return RestoreBudget(share * config.max_degradation, config.restore_budget)
+    return RestoreBudget(_measured_share(config) * config.max_degradation, config.restore_budget)
+
+
+def _baseline_of(stored: object) -> tuple[int, float] | None:
+    """Step and loss of the last save that measured it; None where it is not known."""
+    if isinstance(stored, list) and len(stored) == 2:
+        step, loss = stored
+        if type(step) is int and isinstance(loss, float) and math.isfinite(loss):
+            return step, loss
+    return None
 
 
 def _cost(plan: Plan) -> Rise:
@@ -421,7 +454,11 @@ def _strategy(config: SaverConfig, spent_s: Callable[[], float]) -> Strategy | N
     options = config.scheme_options
     make: Mapping[Choice, Callable[[], Strategy | None]] = {
         "nothing": lambda: None,
-        "scale": lambda: ScaleStrategy(options, whole=config.adopt),
+        "scale": lambda: ScaleStrategy(
+            options,
+            whole=config.adopt,
+            threads=config.waiting_threads if config.adopt else 1,  # else it is the training that has them
+        ),
         "configurations": lambda: ConfigurationStrategy(
             options, config.max_degradation, config.search_overhead, spent_s
         ),

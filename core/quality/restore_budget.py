@@ -7,11 +7,52 @@ share.
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from shrinkpoint.errors import ConfigError
 
-__all__ = ["RestoreBudget"]
+__all__ = ["RestoreBudget", "RestoreCost", "fall_of", "restore_cost"]
+
+
+@dataclass(frozen=True)
+class RestoreCost:
+    """What one restore costs the run, as far as it is known at the save; costs of several restores add up."""
+
+    mean: float
+    """The expected rise of the final loss, relative."""
+    high: float
+    """Its upper end."""
+
+
+def restore_cost(mean: float, high: float, *, delay: float, reserve: float) -> RestoreCost:
+    """The cost of a restore from a measurement, with what no measurement at a save sees.
+
+    That has a share of `max_degradation` of its own, the reserve. The part of it that can be estimated is what lost steps of the
+    moments cost: a training that is set back by s steps is behind by what the loss falls by in s steps. This is the upper end,
+    because the loss mostly falls more slowly later; half of it is expected. Where it exceeds the reserve, it counts instead of it.
+
+    Args:
+        mean: of the measured rise of the loss, relative.
+        high: its upper end.
+        delay: the fall of the loss over the steps that the restore loses, see `fall_of`.
+        reserve: one restore's share of the part of `max_degradation` that measurements may not use.
+    """
+    return RestoreCost(mean + delay / 2, high + max(reserve, delay))
+
+
+def fall_of(before: tuple[int, float], now: tuple[int, float], floor: float) -> float:
+    """By how much the loss falls in a training step between two saves, relative to the later loss; 0 where it does not.
+
+    Args:
+        before: step and held-out loss of the earlier save.
+        now: of the later one.
+        floor: losses nearer to zero count as this one.
+    """
+    (begun, first), (ended, last) = before, now
+    if ended <= begun or not (math.isfinite(first) and math.isfinite(last)):
+        return 0.0
+    return max(0.0, (first - last) / max(abs(last), floor) / (ended - begun))
 
 
 class RestoreBudget:

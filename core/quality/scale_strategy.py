@@ -21,10 +21,12 @@ class ScaleStrategy:
     Args:
         options: the scheme's settings; a ``weight_scale`` among them is the only one to be considered.
         whole: see `ScaleSearch`.
+        threads: that quantize what is measured.
     """
 
-    def __init__(self, options: AutoOptions, *, whole: bool = False) -> None:
+    def __init__(self, options: AutoOptions, *, whole: bool = False, threads: int = 1) -> None:
         self._options = options
+        self._threads = threads
         self._search = ScaleSearch(whole=whole)
         self._scale = MILD_SCALE  # without a measurement
         self._finer = False  # whether this save's moments are to lose less than usual
@@ -77,7 +79,8 @@ class ScaleStrategy:
     def _rise(self, save_context: SaveContext, comparison: Comparison, scale: float) -> Rise:
         scheme = self._scheme(save_context, scale)
         return comparison.rise(
-            scale, lambda: restored_model(save_context.state, scheme, save_context.reference)
+            scale,
+            lambda: restored_model(save_context.state, scheme, save_context.reference, self._threads),
         )
 
     def _scheme(self, save_context: SaveContext, scale: float) -> Auto:

@@ -7,6 +7,7 @@ from typing import Protocol
 from shrinkpoint.quality.comparison import Comparison
 from shrinkpoint.quality.evaluation import Measure
 from shrinkpoint.quality.measurement import EXACT, Rise
+from shrinkpoint.quality.restore_budget import RestoreCost
 from shrinkpoint.reports import Measured
 from shrinkpoint.schemes.base import SaveContext, Scheme
 from shrinkpoint.schemes.lossless.scheme import Lossless
@@ -33,6 +34,8 @@ class Plan:
     """The rise that training does not recover; None where only `rise` is known."""
     allowed: float | None = None
     """The allowed cost of one restore."""
+    whole: RestoreCost | None = None
+    """The cost of a restore with what no measurement at a save sees; None where nothing could be measured."""
     options: str = ""
     """The settings other than the scale that determine the cost of a restore."""
     scale: float = 1.0

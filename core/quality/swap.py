@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from shrinkpoint.arrays import overwrite
 from shrinkpoint.state.candidate import Candidate
 from shrinkpoint.state.rng import capture_rng, restore_rng
 
@@ -45,7 +46,7 @@ def swapped_weights(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> I
                     exchanges.append(_Exchange(live[name].data, value))
                     exchanges[-1].forth()
                 else:
-                    live[name].data.copy_(value)
+                    overwrite(live[name].data, value)
             module.eval()
             yield
     finally:
@@ -53,7 +54,7 @@ def swapped_weights(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> I
             for exchange in reversed(exchanges):
                 exchange.back()
             for name, value in before.items():
-                live[name].data.copy_(value)
+                overwrite(live[name].data, value)
         for name, child in module.named_modules():
             child.training = modes[name]
         restore_rng(rng)
@@ -108,8 +109,8 @@ def swapped_tensors(live: Mapping[str, torch.Tensor], values: Mapping[str, torch
     before = {name: tensor.detach().clone() for name, tensor in wanted.items()}
     try:
         for name, tensor in wanted.items():
-            tensor.data.copy_(values[name])
+            overwrite(tensor.data, values[name])
         yield
     finally:
         for name, tensor in wanted.items():
-            tensor.data.copy_(before[name])
+            overwrite(tensor.data, before[name])

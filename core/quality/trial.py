@@ -37,7 +37,7 @@ def true_model(state: TrainingState) -> dict[str, torch.Tensor]:
 
 
 def restored_model(
-    state: TrainingState, scheme: Scheme, reference: Mapping[str, ReferenceState] | None
+    state: TrainingState, scheme: Scheme, reference: Mapping[str, ReferenceState] | None, threads: int = 1
 ) -> dict[str, torch.Tensor]:
     """The model as a reader of the snapshot under a scheme would restore it.
 
@@ -45,8 +45,9 @@ def restored_model(
         state: the snapshot.
         scheme: set up for this save.
         reference: the decoder's state of the previous checkpoint; not changed.
+        threads: parameters handled side by side; the values do not depend on it.
     """
-    values = restored_values(state, scheme, reference, roles=(Role.MASTER, *EVALUATED))
+    values = restored_values(state, scheme, reference, roles=(Role.MASTER, *EVALUATED), threads=threads)
     masters = {
         (spec.tag.parameter, spec.shape): values[spec.name]
         for spec in state.specs.values()

@@ -60,6 +60,11 @@ class MovementTracker:
         return bool(self._before)
 
     @property
+    def step(self) -> int | None:
+        """The training step of that snapshot; None where none was noted."""
+        return self._step if self._before else None
+
+    @property
     def noted(self) -> Mapping[str, torch.Tensor]:
         """The weights of the last snapshot, by name; not to be changed."""
         return self._before

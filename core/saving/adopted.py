@@ -27,6 +27,9 @@ class Adopted:
     """State of the search after it; stored as the checkpoint's own."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """See `shrinkpoint.saving.fingerprint`."""
+    since: int | None = None
+    """Step of the weights that the next save's movement is counted from: the last planned save's, or the training's first. None
+    where they are not known, in the undisturbed run either."""
     stand_ins: frozenset[str] = frozenset()
     """Tensors that were quantized then, but that its container holds exactly, or that are in no container."""
 
@@ -37,6 +40,7 @@ class Adopted:
             "count": self.count,
             "step": self.step,
             "settings": dict(self.settings),
+            "since": self.since,
             "stand_ins": sorted(self.stand_ins),
         }
 
@@ -47,13 +51,14 @@ def adopted_of(manifest: "Manifest") -> Adopted | None:
     if not isinstance(entry, dict):
         return None
     planned, count, step = (entry.get(name) for name in ("planned", "count", "step"))
-    settings, stand_ins = entry.get("settings"), entry.get("stand_ins")
+    settings, stand_ins, since = (entry.get(name) for name in ("settings", "stand_ins", "since"))
     right = (
         type(planned) is bool
         and type(count) is int
         and count >= 0
         and type(step) is int
         and step >= 0
+        and (since is None or (type(since) is int and since >= 0))
         and isinstance(settings, dict)
         and isinstance(stand_ins, list)
         and all(type(name) is str for name in stand_ins)
@@ -66,5 +71,6 @@ def adopted_of(manifest: "Manifest") -> Adopted | None:
         step=step or 0,
         search=search if isinstance(search, dict) else {},
         settings=settings or {},
+        since=since,
         stand_ins=frozenset(stand_ins or ()),
     )

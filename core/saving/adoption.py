@@ -31,6 +31,7 @@ from shrinkpoint.quality.planner import Plan, Planner
 from shrinkpoint.quality.strategy import exactly
 from shrinkpoint.reports import SaveReport
 from shrinkpoint.saving.adopted import Adopted, adopted_of
+from shrinkpoint.saving.carried import carried_in, carrying
 from shrinkpoint.saving.committer import Committer, Job, Link, provenance, report_of, with_updates
 from shrinkpoint.saving.fingerprint import changed_settings, settings_of
 from shrinkpoint.saving.finite import not_finite
@@ -139,28 +140,22 @@ class AdoptingCommitter(Committer):
             warn(f"the search starts over: {error}")
 
     def _continue_before(self, manifest: Manifest, last: Adopted, state: TrainingState) -> None:
-        """Continue the planned save before an exact one: its values are what the next save's movement is counted from."""
+        """Continue what the run had before an exact save: the weights of the last planned one, or of its beginning."""
         self.follow(manifest)
         self.forget()
         self._movement.forget()
         self._chain = PlannedChain(last if last.count else None)
         before = self._planned_before(manifest, last)
+        carried = carried_in(state)
         if before is not None:
             decoded, parent = before
             self._note(decoded.state, last.step)
             self._chain = PlannedChain(last, decoded.reference)
             self._link = Link(parent, {}, restored=True) if parent is not None else None
-        elif last.count and last.step == manifest.step:
-            self._note(
-                state, manifest.step
-            )  # saved again right after a planned save that could not be stored
-        else:
+        elif last.since == manifest.step:
             self._note(state, manifest.step)
-            warn(
-                f"where the weights were at the last planned save before step {manifest.step} is not stored"
-                f" ({'it could not be stored' if last.count else 'there was none'}): the next save's bits differ from those of an"
-                " undisturbed run. This run stays reproducible from there on"
-            )
+        elif carried is not None and last.since is not None:
+            self._note(carried, last.since)
 
     def _planned_before(self, manifest: Manifest, last: Adopted) -> tuple[Decoded, Manifest | None] | None:
         if manifest.kind == "base" or not last.count:
@@ -202,7 +197,7 @@ class AdoptingCommitter(Committer):
     ) -> SaveReport:
         try:
             reference = self._chain.reference(self._movement.noted, period_of(self._config))
-            staging = Staging(state, reference, takeover.exactly)
+            staging = Staging(state, reference, takeover.exactly, threads=self._config.waiting_threads)
             plan, guard = self._plan_here(job, state, reference, staging)
             staged = staging.by(plan.scheme)
             takeover.offer(changed_tensors(state, staged.state))
@@ -262,6 +257,7 @@ class AdoptingCommitter(Committer):
         )
         guard = Guard(
             job.optimizers,
+            self._config.waiting_threads,
             restored=lambda scheme: staging.by(scheme).state,
         )
         self.planner.guard = guard if self._config.guards else None
@@ -280,6 +276,7 @@ class AdoptingCommitter(Committer):
             step=job.step,
             search=search,
             settings=settings,
+            since=job.step,
             stand_ins=unstored(staged),
         )
         self._chain, self._link = PlannedChain(last), None
@@ -314,13 +311,18 @@ class AdoptingCommitter(Committer):
         )
 
     def _store_exactly(self, job: Job, state: TrainingState, started: float) -> SaveReport:
-        """A side branch of the chain, which stays as it is."""
+        """A side branch of the chain, which stays as it is.
+
+        Where the chain does not hold the last planned save (there was none, or it could not be stored), the branch carries the
+        weights that the next one is quantized by.
+        """
         plan, parent = (
             exactly(UNPLANNED, is_explained=True),
             self._link.parent if self._link is not None else None,
         )
+        carries = parent is None and self._movement.step not in (None, job.step)
         encoded = encode_state(
-            state,
+            carrying(state, self._movement.noted) if carries else state,
             plan.scheme,
             step=job.step,
             reference=self._chain.known if parent is not None else None,
@@ -329,7 +331,9 @@ class AdoptingCommitter(Committer):
             threads=self._config.encoder_threads,
             lasting=job.snapshot.lasting,
         )
-        last = self._chain.last or Adopted()
+        last = replace(self._chain.last or Adopted(), planned=False, since=self._movement.step)
+        if parent is None:
+            last = replace(last, stand_ins=last.stand_ins | self._chain.quantized)
 
         def report_for(encoded: EncodedState, size: int) -> SaveReport:
             return replace(
@@ -338,7 +342,7 @@ class AdoptingCommitter(Committer):
                 encode_s=time.perf_counter() - started,
             )
 
-        _, report = self._commit_with(job, encoded, parent, replace(last, planned=False), report_for)
+        _, report = self._commit_with(job, encoded, parent, last, report_for)
         self._warn_size(report)
         return report
 

@@ -65,6 +65,8 @@ class Job:
     blocked_s: float
     takeover: Takeover | None = None
     """Of a planned save that training goes on from."""
+    step_log: Mapping[str, JSON] | None = None
+    """What a step log has cost so far."""
 
 
 @dataclass(frozen=True)
@@ -404,6 +406,7 @@ def report_of(job: Job, plan: Plan, encoded: EncodedState, size: int = 0) -> Sav
         raw_sections=_by_role([(entry.spec, entry.spec.nbytes) for entry in entries]),
         **measured_of(plan),
         blocked_s=job.blocked_s,
+        step_log=job.step_log,
         search_s=0.0,
         encode_s=0.0,
         write_s=0.0,
@@ -423,6 +426,8 @@ def measured_of(plan: Plan) -> dict[str, Any]:
         "degradation_low": plan.degradation_low,
         "degradation_high": plan.degradation_high,
         "degradation_luck": plan.degradation_luck,
+        "cost": plan.whole.mean if plan.whole is not None else None,
+        "cost_high": plan.whole.high if plan.whole is not None else None,
         "measured": plan.measured,
         "allowed": plan.allowed,
         "resumed": {str(steps): rise.mean for steps, rise in plan.resumed.items()},

@@ -38,6 +38,7 @@ def settings_of(config: SaverConfig, more: Mapping[str, JSON]) -> dict[str, JSON
         "options": {name: _plain(value) for name, value in asdict(options).items()} if options else {},
         **more,
         "shrinkpoint": __version__,
+        "torch_threads": torch.get_num_threads(),
         "torch": str(torch.__version__),
         "numpy": np.__version__,
     }

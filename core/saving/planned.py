@@ -1,6 +1,5 @@
 """What planned saves are quantized after and by: the joints between an adopting training and its container chain."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +33,7 @@ class Staging:
         state: host tensors that nobody changes.
         reference: of the values adopted last; None quantizes for a base.
         exactly: tensors that are not quantized, with the reason.
+        threads: parameters quantized side by side.
     """
 
     def __init__(
@@ -41,8 +41,11 @@ class Staging:
         state: TrainingState,
         reference: Mapping[str, ReferenceState] | None,
         exactly: Mapping[str, str],
+        *,
+        threads: int,
     ) -> None:
         self._state, self._reference, self._exactly = state, reference, exactly
+        self._threads = threads
         self._last: tuple[Scheme, StagedState] | None = None
 
     def by(self, scheme: Scheme) -> StagedState:
@@ -54,7 +57,7 @@ class Staging:
                 scheme,
                 self._reference,
                 exactly=self._exactly,
-                threads=os.cpu_count() or 1,  # training waits, and leaves them all free
+                threads=self._threads,
             )
             self._last = scheme, staged
         return self._last[1]
@@ -82,6 +85,11 @@ class PlannedChain:
             return None
         stand_ins = {name: _as_reference(noted[name]) for name in self.last.stand_ins if name in noted}
         return {**self.known, **stand_ins}
+
+    @property
+    def quantized(self) -> frozenset[str]:
+        """Tensors whose values must stand in for their container where a reader does not get it."""
+        return frozenset(name for name, known in self.known.items() if known.codec == TrellisWeightCodec.id)
 
     @property
     def next_count(self) -> int:

@@ -96,6 +96,9 @@ def take_over(shards: Shards, takeover: Takeover, *, started: float) -> None:
         shards: of the state that is saved.
         takeover: as `takeover_for` gave it to this rank's background.
         started: `time.perf_counter` of when the training began to wait.
+
+    Raises:
+        StateMismatchError: a rank holds other values than its owner has restored; on every rank, and the save fails.
     """
     try:
         _wait_together(shards.ranks, takeover)
@@ -104,7 +107,7 @@ def take_over(shards: Shards, takeover: Takeover, *, started: float) -> None:
         if values is None or any(names is None for names in changed):
             return
         names = {name for own in changed if own is not None for name in own}
-        spread(shards, [name for name in shards.owners if name in names], values)
+        spread(shards, [name for name in shards.owners if name in names], values, proved=True)
         takeover.accept(tuple(sorted(names)), started=started)
     finally:
         takeover.leave()
@@ -154,12 +157,14 @@ def continue_adopting(
     before = _first(ranks, lambda: _planned_before(store, manifest, last))
     known = last if last.count else None
     if before is None:
-        background.continue_from(known, {}, decoded.own_state, step=manifest.step, digest=None)
-        if ranks.rank == 0 and not (last.count and last.step == manifest.step):
+        values = (
+            decoded.own_state if last.count else None
+        )  # before the first one, nothing is known of the movement
+        background.continue_from(known, {}, values, step=manifest.step, digest=None)
+        if ranks.rank == 0 and last.count and last.step != manifest.step:
             warn(
-                f"where the weights were at the last planned save before step {manifest.step} is not stored"
-                f" ({'it could not be stored' if last.count else 'there was none'}): the next save's bits differ from those of an"
-                " undisturbed run. This run stays reproducible from there on"
+                f"the last planned save before step {manifest.step} could not be stored, and with it where the weights were: the next"
+                " save's bits differ from those of an undisturbed run. This run stays reproducible from there on"
             )
         return None
     whole = read(before)
@@ -220,7 +225,7 @@ class AdoptingBackground(Background):
         self,
         last: Adopted | None,
         reference: Mapping[str, ReferenceState],
-        values: TrainingState,
+        values: TrainingState | None,
         *,
         step: int,
         digest: str | None,
@@ -230,14 +235,16 @@ class AdoptingBackground(Background):
         Args:
             last: what the restored checkpoint says of the last planned save; None where there is none.
             reference: what a reader holds of that save.
-            values: this rank's tensors at that save.
+            values: this rank's tensors at that save; None where no movement is known, in an undisturbed run either.
             step: of that save.
             digest: state digest of that save; None where its manifest is gone, so that nothing can build on it.
         """
         self.link = None if digest is None else Link(0, digest, dict(reference), restored=True)
         self._chain = PlannedChain(last, dict(reference))
         self._settings = last.settings if last is not None else None
-        self.movement.note(values, step, lasting=True)
+        self.movement.forget()
+        if values is not None:
+            self.movement.note(values, step, lasting=True)
 
     def forget(self) -> None:
         """See `Background.forget`."""
@@ -284,7 +291,7 @@ class AdoptingBackground(Background):
         try:
             state = self._recognised(save)
             reference = self._chain.reference(self.movement.noted, period_of(self._config))
-            staging = Staging(state, reference, takeover.exactly)
+            staging = Staging(state, reference, takeover.exactly, threads=self._config.waiting_threads)
             plan = self._plan_here(save, state, reference, staging)
             staged = staging.by(plan.scheme)
             takeover.offer(changed_tensors(state, staged.state))
@@ -330,6 +337,7 @@ class AdoptingBackground(Background):
         )
         guard = Guard(
             save.optimizers,
+            self._config.waiting_threads,
             restored=lambda scheme: staging.by(scheme).state,
         )
         warns = self._publisher is not None and not self._warned_unmeasured
@@ -351,6 +359,7 @@ class AdoptingBackground(Background):
                 count=self._chain.next_count,
                 step=job.step,
                 settings=self._settings_now(job, takeover),
+                since=job.step,
                 stand_ins=unstored(staged),
             )
         )

@@ -1,11 +1,34 @@
 """What all ranks decide together when a save is due: one collective of a few bytes, after which all do the same."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
+from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError, ShrinkpointError
 from shrinkpoint.sharded.ranks import Ranks, rebuilt
 
-__all__ = ["Agreed", "Status", "agree"]
+__all__ = ["Agreed", "Status", "agree", "require_same"]
+
+
+def require_same(ranks: Ranks, url: str, config: SaverConfig) -> None:
+    """Make sure that all ranks were given the same; a collective.
+
+    Args:
+        ranks: all of them.
+        url: of the run.
+        config: how to save.
+
+    Raises:
+        ConfigError: they were not, on every rank.
+    """
+    given = ranks.gather({"url": url} | asdict(config))
+    for rank, other in enumerate(given):
+        differ = [name for name, value in other.items() if value != given[0][name]]
+        if differ:
+            name = differ[0]
+            raise ConfigError(
+                f"rank 0 was given {name}={given[0][name]!r}, and rank {rank} {name}={other[name]!r}: every rank must give"
+                " the same"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from shrinkpoint.config import SaverConfig
-from shrinkpoint.errors import ConfigError, FencedError, SaveFailedError, ShrinkpointError, StoreError
+from shrinkpoint.errors import ConfigError, FencedError, ShrinkpointError, StoreError
 from shrinkpoint.optimizers.recognition import recognised
 from shrinkpoint.optimizers.updates import OptimizerKind, moments_of_direction
 from shrinkpoint.quality.guards import Guard
@@ -15,6 +15,7 @@ from shrinkpoint.quality.measurement import Losses
 from shrinkpoint.quality.planner import Plan, Planner
 from shrinkpoint.quantize.movement import MovementTracker
 from shrinkpoint.reports import SaveReport
+from shrinkpoint.saving.failures import Failures
 from shrinkpoint.saving.takeover import Takeover
 from shrinkpoint.saving.warmup import Warmup
 from shrinkpoint.schemes.auto.scheme import Auto
@@ -90,7 +91,7 @@ class Background:
         self.fatal: ShrinkpointError | None = None
         """On the first rank: why training must not go on."""
         self.reports: list[SaveReport] = []
-        self._failures = 0
+        self._failures = Failures(config, url)
 
     def forget(self) -> None:
         """Build on nothing."""
@@ -283,34 +284,25 @@ class Background:
             self.fatal = error
             return {"error": str(error)}
         except Exception as error:  # noqa: BLE001 - every rank gets it
-            self._note_failure(job, error)
+            self.fatal = self._failures.note(job.step, error)
             return {"error": str(error)}
 
     def _adoption(self, save: Save) -> AdoptedPart | None:
         """What the manifest says of adoption; None where the training does not adopt."""
         return None
 
-    def _note_failure(self, job: PartJob, error: Exception) -> None:
-        self._failures += 1
-        message = f"saving step {job.step} to {self._url} failed ({self._failures} in a row): {error}"
-        if self._failures < self._config.max_failures:
-            warn(f"{message}. The next save tries again")
-            return
-        self.fatal = SaveFailedError(
-            f"{message}. Nothing that was saved before is harmed; max_failures={self._config.max_failures} ends training here"
-            " rather than letting it go on unprotected"
-        )
-        self._failures = 0
+    def give_up(self, step: int, error: Exception) -> None:
+        """Count a save that has failed on all ranks before this thread had anything to do."""
+        self.link, self.failed = None, True
+        if self._publisher is not None:
+            self.fatal = self._failures.note(step, error)
 
     def _learn(self, job: PartJob, stored: StoredPart | None, outcome: Mapping[str, Any]) -> None:
         if stored is None or "digest" not in outcome:
             self.link, self.failed = None, True
             return
-        self.link, self.failed, self._failures = (
-            Link(job.number, outcome["digest"], stored.reference),
-            False,
-            0,
-        )
+        self.link, self.failed = Link(job.number, outcome["digest"], stored.reference), False
+        self._failures.over()
         report = dict(outcome["report"])
         exact = tuple(ExactPart(**part) for part in report.pop("exact"))
         self.reports.append(SaveReport(**report, exact=exact))

@@ -1,8 +1,10 @@
 """Which part of a whole tensor a rank holds, as a box; everything that asks torch about shards is here."""
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from shrinkpoint.errors import CannotRepresentError
 from shrinkpoint.state.blocks import boxes_meet
 
-__all__ = ["Box", "Piece", "check_tiling", "intersection", "is_sharded", "pieces_of"]
+__all__ = ["Box", "Piece", "check_tiling", "intersection", "is_sharded", "pieces_of", "ranks_of"]
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,21 @@ class Piece:
 def is_sharded(tensor: object) -> bool:
     """Whether a tensor is one whose ranks hold parts, or copies, of a whole one that they all know."""
     return type(tensor).__name__ in ("DTensor", "ShardedTensor")
+
+
+def ranks_of(tensor: Any) -> str:
+    """Which ranks share a tensor, as torch knows: those of a DTensor's mesh, as a digest; ``""`` where it does not say.
+
+    Ranks of one mesh that hold the same box of a tensor hold copies of it. Those of different meshes may, or may not.
+    """
+    mesh = getattr(tensor, "device_mesh", None)
+    return "" if mesh is None else _ranks_of_mesh(mesh)
+
+
+@lru_cache(maxsize=64)
+def _ranks_of_mesh(mesh: Any) -> str:
+    numbers = sorted(mesh.mesh.flatten().tolist())
+    return hashlib.sha256(repr(numbers).encode()).hexdigest()[:16]
 
 
 def pieces_of(name: str, tensor: Any) -> list[Piece]:
@@ -114,17 +131,32 @@ def _box_of(name: str, tensor: Any) -> Box:
     if own is not None:  # the protocol by which uneven layouts describe themselves
         [chunk] = own()
         return Box(tuple(chunk.offsets), tuple(chunk.sizes))
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
     try:
-        size, offset = compute_local_shape_and_global_offset(
-            tensor.shape, tensor.device_mesh, tensor.placements
-        )
+        mesh = tensor.device_mesh
+        place = tuple(mesh.get_coordinate())
+        return _computed_box(tuple(tensor.shape), mesh, tuple(tensor.placements), place)
     except NotImplementedError as error:
         raise CannotRepresentError(
             f"{name} is sharded unevenly by FSDP and tensor parallelism together, and torch {torch.__version__} does not say"
             f" which rows each rank has ({error}): upgrade torch, or make its size divisible"
         ) from error
+
+
+@lru_cache(maxsize=4096)
+def _computed_box(
+    shape: tuple[int, ...], mesh: Any, placements: tuple[Any, ...], place: tuple[int, ...]
+) -> Box:
+    """What torch says; asked once for all tensors that are cut alike, since it takes a while and training waits.
+
+    Args:
+        shape: of the whole tensor.
+        mesh: that it is on.
+        placements: one for each dimension of the mesh.
+        place: of this rank in the mesh, on which the answer depends.
+    """
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    size, offset = compute_local_shape_and_global_offset(torch.Size(shape), mesh, placements)
     return Box(tuple(offset), tuple(size))
 
 

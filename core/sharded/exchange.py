@@ -1,41 +1,214 @@
-"""Moves pieces of tensors between ranks: from shards to owners of whole ones at a save, and back at a restore."""
+"""Moves pieces of tensors between ranks: from shards to owners of whole ones at a save, and back at a restore.
+
+What moves where is planned once for a layout (`ExchangePlan`), by each rank for itself: it looks up what its own boxes meet,
+not all pairs of boxes.
+"""
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from shrinkpoint.errors import StoreError
 from shrinkpoint.sharded.boxes import Box, intersection
 from shrinkpoint.sharded.ranks import Ranks
 from shrinkpoint.state.training import TensorSpec
 
-__all__ = ["Target", "exchange"]
+__all__ = ["Buffers", "ExchangePlan", "Move", "Sources", "Take", "Target", "exchange", "moves", "plain_bytes"]
 
 Take = Callable[[str, Box], torch.Tensor]
-Sources = Mapping[str, Mapping[Box, tuple[int, ...]]]
+Holders = Mapping[Box, tuple[int, ...]]
+Sources = Mapping[str, Holders]
 
-_BUCKET = 2**28
-"""Bytes that a rank sends and receives at once, about."""
+_BUCKETS = 8
+_BUCKET_BYTES = 2**22, 2**26
+"""Bytes that a rank sends and receives at once, about: an eighth of its share, between these; more takes memory, and is no faster."""
+_ALIGNED = 16
+"""Every piece begins at a multiple of so many bytes of a buffer, so that a view of any dtype can be taken of it."""
 
 
-@dataclass(frozen=True)
-class Target:
+class Target(NamedTuple):
     """A box that a rank is to be given."""
 
     box: Box
     rank: int
 
 
-@dataclass(frozen=True)
-class _Move:
+class Move(NamedTuple):
+    """A piece that one rank sends to another, or copies."""
+
     name: str
+    dtype: torch.dtype
     source: Box
     target: Box
     cut: Box
     sender: int
     receiver: int
+
+    @property
+    def room(self) -> int:
+        """Bytes of a buffer that it takes."""
+        return -(-self.cut.numel * self.dtype.itemsize // _ALIGNED) * _ALIGNED
+
+    def in_buffer(self, buffer: torch.Tensor, at: int) -> torch.Tensor:
+        """The piece, as a view of a buffer."""
+        size = self.cut.numel * self.dtype.itemsize
+        return buffer[at : at + size].view(self.dtype).reshape(self.cut.size)
+
+
+class Buffers(NamedTuple):
+    """Memory for what a rank sends and receives at once, on the device of the process group."""
+
+    sending: torch.Tensor
+    receiving: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """What one rank does in one collective."""
+
+    own: Sequence[Move]
+    """From its own memory to its own."""
+    out: Sequence[Move]
+    """In the order of their receivers."""
+    into: Sequence[Move]
+    """In the order of their senders."""
+    sizes_out: Sequence[int]
+    """Bytes for each receiver."""
+    sizes_in: Sequence[int]
+
+    @classmethod
+    def of(cls, moves: Sequence[Move], rank: int, world: int) -> "_Bucket":
+        out: list[list[Move]] = [[] for _ in range(world)]
+        into: list[list[Move]] = [[] for _ in range(world)]
+        own = []
+        for move in moves:
+            if move.sender == move.receiver:
+                own.append(move)
+            else:
+                (out[move.receiver] if move.sender == rank else into[move.sender]).append(move)
+        sizes_out, sizes_in = ([sum(move.room for move in moves) for moves in way] for way in (out, into))
+        return cls(own, [m for ms in out for m in ms], [m for ms in into for m in ms], sizes_out, sizes_in)
+
+
+class ExchangePlan:
+    """What one rank gives and takes to fill boxes of tensors from those that hold them.
+
+    Args:
+        rank: this one.
+        world: number of ranks.
+        specs: of the whole tensors, in the same order on every rank, like the tables.
+        sources: for each box of a tensor, the ranks that hold it; different boxes do not overlap.
+        targets: the boxes to be filled.
+        first_alone: of which tensors the first of the ranks that hold a box gives it, whatever the others hold.
+        bucket: bytes that a rank sends and receives at once, about; None chooses it by the tensors' size.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world: int,
+        specs: Mapping[str, TensorSpec],
+        sources: Sources,
+        targets: Mapping[str, Sequence[Target]],
+        *,
+        first_alone: Callable[[str], bool] = lambda name: False,
+        bucket: int | None = None,
+    ) -> None:
+        if bucket is None:
+            share = sum(specs[name].nbytes for name in targets) // (_BUCKETS * world)
+            bucket = min(max(share, _BUCKET_BYTES[0]), _BUCKET_BYTES[1])
+        self._rank = rank
+        self._boxes: dict[int, tuple[Holders, _Boxes]] = {}
+        self._buckets = [
+            _Bucket.of(
+                [
+                    move
+                    for name in names
+                    for move in self._moves(specs[name], sources[name], targets[name], first_alone(name))
+                ],
+                rank,
+                world,
+            )
+            for names in _buckets(specs, targets, bucket * world)
+        ]
+        self._boxes.clear()
+        self._world = world
+
+    def _moves(
+        self, spec: TensorSpec, sources: Holders, targets: Sequence[Target], first_alone: bool
+    ) -> Iterator[Move]:
+        # tensors that are cut alike share their table
+        known = self._boxes.get(id(sources))
+        if known is None:
+            table = _Boxes.of(list(sources), list(sources.values()), self._rank)
+            known = self._boxes[id(sources)] = sources, table
+        return _moves(spec.name, spec.dtype, known[1], targets, self._rank, first_alone=first_alone)
+
+    def buffers(self, device: torch.device) -> Buffers:
+        """Memory for the exchange.
+
+        Args:
+            device: of the process group.
+
+        Raises:
+            StoreError: there is too little.
+        """
+        out = max((sum(bucket.sizes_out) for bucket in self._buckets), default=0)
+        into = max((sum(bucket.sizes_in) for bucket in self._buckets), default=0)
+        try:
+            return Buffers(*(torch.empty(size, dtype=torch.uint8, device=device) for size in (out, into)))
+        except (MemoryError, RuntimeError) as error:  # torch's allocators raise RuntimeErrors
+            raise StoreError(
+                f"too little memory on {device} for what this rank sends to others and receives, {out / 1e6:.3g} and"
+                f" {into / 1e6:.3g} MB: {str(error).splitlines()[0][:200]}"
+            ) from error
+
+    def run(self, ranks: Ranks, buffers: Buffers, give: Take, take: Take) -> int:
+        """Fill the boxes; a collective, on the training thread. Its memory is there already, so that no rank stays away from it.
+
+        Args:
+            ranks: all of them.
+            buffers: as `buffers` gave them.
+            give: what this rank holds of a box of the sources.
+            take: memory for a box of this rank's targets.
+
+        Returns:
+            Bytes that this rank has sent to others.
+        """
+        with torch.no_grad():
+            return sum(self._run(ranks, bucket, buffers, give, take) for bucket in self._buckets)
+
+    def _run(self, ranks: Ranks, bucket: _Bucket, buffers: Buffers, give: Take, take: Take) -> int:
+        for move in bucket.own:
+            taken = move.target.cut(take(move.name, move.target), move.cut)
+            taken.copy_(move.source.cut(give(move.name, move.source), move.cut))
+        if self._world == 1:
+            return 0
+        at = 0
+        for move in bucket.out:
+            given = move.source.cut(give(move.name, move.source), move.cut)
+            move.in_buffer(buffers.sending, at).copy_(given)
+            at += move.room
+        sent, received = sum(bucket.sizes_out), sum(bucket.sizes_in)
+        dist.all_to_all_single(
+            buffers.receiving[:received],
+            buffers.sending[:sent],
+            list(bucket.sizes_in),
+            list(bucket.sizes_out),
+            group=ranks.group,
+        )
+        at = 0
+        for move in bucket.into:
+            taken = move.target.cut(take(move.name, move.target), move.cut)
+            taken.copy_(move.in_buffer(buffers.receiving, at))
+            at += move.room
+        return sent
 
 
 def exchange(
@@ -45,28 +218,77 @@ def exchange(
     targets: Mapping[str, Sequence[Target]],
     give: Take,
     take: Take,
-    *,
-    bucket: int = _BUCKET,
 ) -> int:
-    """Fill boxes of tensors from those that hold them; a collective, on the training thread.
+    """Plan an exchange and run it; a collective, on the training thread. See `ExchangePlan`.
+
+    Raises:
+        StoreError: a rank has too little memory for it; on every rank, and nothing is filled.
+    """
+    plan = ExchangePlan(ranks.rank, ranks.world, specs, sources, targets)
+    buffers = ranks.on_every(lambda: plan.buffers(ranks.device))
+    return plan.run(ranks, buffers, give, take)
+
+
+def moves(name: str, sources: Holders, targets: Sequence[Target], rank: int) -> Iterator[Move]:
+    """What this rank sends or receives of a tensor, in an order that both sides know; as bytes, for lack of its dtype.
 
     Args:
-        ranks: all of them.
-        specs: of the whole tensors, in the same order on every rank, like the tables.
-        sources: for each box of a tensor, the ranks that hold it; different boxes do not overlap.
-        targets: the boxes to be filled.
-        give: what this rank holds of a box of `sources`.
-        take: memory for a box of `targets` of this rank.
-        bucket: bytes that a rank sends and receives at once, about.
-
-    Returns:
-        Bytes that this rank has sent to others.
+        name: of the tensor.
+        sources: its entry of `exchange`'s.
+        targets: its entry of `exchange`'s.
+        rank: this one.
     """
-    sent = 0
-    for names in _buckets(specs, targets, bucket * ranks.world):
-        moves = [move for name in names for move in _moves(name, sources[name], targets[name], ranks.rank)]
-        sent += _move(ranks, moves, specs, give, take)
-    return sent
+    table = _Boxes.of(list(sources), list(sources.values()), rank)
+    return _moves(name, torch.uint8, table, targets, rank, first_alone=False)
+
+
+def _moves(
+    name: str, dtype: torch.dtype, given: "_Boxes", targets: Sequence[Target], rank: int, *, first_alone: bool
+) -> Iterator[Move]:
+    wanted = _Boxes.of([target.box for target in targets], [(target.rank,) for target in targets], rank)
+    pairs = {(i, j) for i in wanted.own for j in given.meeting(wanted.boxes[i])}
+    pairs |= {(i, j) for j in given.own for i in wanted.meeting(given.boxes[j])}
+    for i, j in sorted(pairs):
+        box, target = given.boxes[j], targets[i]
+        cut = intersection(box, target.box)
+        holders = given.holders[j]
+        sender = min(holders) if first_alone else _sender(name, box, holders, target.rank)
+        if cut is not None and rank in (sender, target.rank):
+            yield Move(name, dtype, box, target.box, cut, sender, target.rank)
+
+
+def plain_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's elements as bytes, on its device."""
+    return tensor.contiguous().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+
+
+@dataclass(frozen=True)
+class _Boxes:
+    """Boxes of one tensor, to be searched for those that another one meets."""
+
+    boxes: Sequence[Box]
+    holders: Sequence[tuple[int, ...]]
+    own: Sequence[int]
+    """Those of this rank."""
+    low: npt.NDArray[np.int64]
+    """First indices, a row for each."""
+    high: npt.NDArray[np.int64]
+    """Behind the last ones."""
+
+    @classmethod
+    def of(cls, boxes: Sequence[Box], holders: Sequence[tuple[int, ...]], rank: int) -> "_Boxes":
+        shape = len(boxes), len(boxes[0].offset) if boxes else 0
+        low = np.array([box.offset for box in boxes], dtype=np.int64).reshape(shape)
+        size = np.array([box.size for box in boxes], dtype=np.int64).reshape(shape)
+        own = [number for number, ranks in enumerate(holders) if rank in ranks]
+        return cls(boxes, holders, own, low, low + size)
+
+    def meeting(self, box: Box) -> list[int]:
+        """Numbers of those that have elements in common with a box."""
+        offset = np.array(box.offset, dtype=np.int64)
+        end = offset + np.array(box.size, dtype=np.int64)
+        meets = ((self.low < end) & (self.high > offset)).all(axis=1)
+        return [int(number) for number in np.flatnonzero(meets)]
 
 
 def _buckets(
@@ -87,70 +309,8 @@ def _buckets(
         yield names
 
 
-def _moves(
-    name: str, sources: Mapping[Box, tuple[int, ...]], targets: Sequence[Target], rank: int
-) -> Iterator[_Move]:
-    """What this rank sends or receives of a tensor, in an order that both sides know."""
-    for target in targets:
-        for box, holders in sources.items():
-            if rank != target.rank and rank not in holders:
-                continue
-            cut = intersection(box, target.box)
-            if cut is None:
-                continue
-            sender = _sender(name, box, holders, target.rank)
-            if rank in (sender, target.rank):
-                yield _Move(name, box, target.box, cut, sender, target.rank)
-
-
 def _sender(name: str, box: Box, holders: tuple[int, ...], receiver: int) -> int:
     """Of several that hold the same box: the receiver itself, or one that is chosen by a hash."""
     if receiver in holders:
         return receiver
     return holders[zlib.crc32(f"{name}{box.offset}{receiver}".encode()) % len(holders)]
-
-
-def _move(
-    ranks: Ranks, moves: Sequence[_Move], specs: Mapping[str, TensorSpec], give: Take, take: Take
-) -> int:
-    with torch.no_grad():
-        for move in moves:
-            if move.sender == move.receiver:
-                taken = move.target.cut(take(move.name, move.target), move.cut)
-                taken.copy_(move.source.cut(give(move.name, move.source), move.cut))
-        if ranks.world == 1:
-            return 0
-        out: list[list[_Move]] = [[] for _ in range(ranks.world)]
-        into: list[list[_Move]] = [[] for _ in range(ranks.world)]
-        for move in moves:
-            if move.sender != move.receiver:
-                sends = move.sender == ranks.rank
-                (out[move.receiver] if sends else into[move.sender]).append(move)
-        sizes_out, sizes_in = ([sum(_nbytes(m, specs) for m in ms) for ms in way] for way in (out, into))
-        chunks = [_bytes(m.source.cut(give(m.name, m.source), m.cut), ranks.device) for ms in out for m in ms]
-        sending = torch.cat(chunks) if chunks else torch.empty(0, dtype=torch.uint8, device=ranks.device)
-        del chunks
-        received = torch.empty(sum(sizes_in), dtype=torch.uint8, device=ranks.device)
-        dist.all_to_all_single(received, sending, sizes_in, sizes_out, group=ranks.group)
-        _unpack(received, [m for ms in into for m in ms], specs, take)
-    return sum(sizes_out)
-
-
-def _unpack(
-    received: torch.Tensor, moves: Sequence[_Move], specs: Mapping[str, TensorSpec], take: Take
-) -> None:
-    at = 0
-    for move in moves:
-        taken = move.target.cut(take(move.name, move.target), move.cut)
-        size = _nbytes(move, specs)
-        # in memory of its own, since a dtype's view must be aligned
-        taken.copy_(received[at : at + size].clone().view(specs[move.name].dtype).reshape(taken.shape))
-        at += size
-
-
-def _nbytes(move: _Move, specs: Mapping[str, TensorSpec]) -> int:
-    return move.cut.numel * specs[move.name].dtype.itemsize
-
-
-def _bytes(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return tensor.to(device).contiguous().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)

@@ -7,12 +7,20 @@ from dataclasses import dataclass
 import torch
 
 from shrinkpoint.errors import CannotRepresentError
-from shrinkpoint.sharded.boxes import Box, Piece, check_tiling, is_sharded, pieces_of
+from shrinkpoint.sharded.boxes import Box, Piece, check_tiling, is_sharded, pieces_of, ranks_of
 from shrinkpoint.sharded.ranks import Ranks
 from shrinkpoint.state.blocks import BLOCK_ELEMENTS, blocks_of
-from shrinkpoint.state.training import TensorSpec
+from shrinkpoint.state.training import Role, TensorSpec
 
-__all__ = ["Layout", "RankTensors", "agreed_layout", "block_box", "owners_of", "tensors_of_rank"]
+__all__ = [
+    "Layout",
+    "RankTensors",
+    "agreed_layout",
+    "block_box",
+    "layout_of",
+    "owners_of",
+    "tensors_of_rank",
+]
 
 _IMBALANCE = 1.02
 """Times the mean that a rank may own before blocks are moved to others."""
@@ -29,6 +37,8 @@ class RankTensors:
     """The tensors that are known to be parts or copies of whole ones; of the others the first rank's are stored."""
     ties: Mapping[str, str]
     """The first name of each tensor's memory, for those that have some here."""
+    owners: Mapping[str, str]
+    """For each of `sharded`, the ranks that share it as torch knows (see `ranks_of`)."""
 
 
 def tensors_of_rank(
@@ -53,8 +63,15 @@ def tensors_of_rank(
             place = (local.device, local.data_ptr(), *view, tuple(tensors[name].shape))
             ties[name] = first.setdefault(place, name)
     sharded = frozenset(name for name, tensor in tensors.items() if is_sharded(tensor))
-    boxes = {name: tuple(piece.box for piece in own) for name, own in pieces.items()}
-    return RankTensors(dict(specs), boxes, sharded, ties), pieces
+    alike: dict[tuple[Box, ...], tuple[Box, ...]] = {}
+    boxes = {}
+    for name, own in pieces.items():
+        all_boxes = tuple(piece.box for piece in own)
+        boxes[name] = alike.setdefault(
+            all_boxes, all_boxes
+        )  # one object, for `layout_of` and for the message to other ranks
+    owners = {name: ranks_of(tensors[name]) for name in sharded}
+    return RankTensors(dict(specs), boxes, sharded, ties, owners), pieces
 
 
 @dataclass(frozen=True)
@@ -64,20 +81,16 @@ class Layout:
     specs: Mapping[str, TensorSpec]
     """Of the whole tensors, tied ones once."""
     holders: Mapping[str, Mapping[Box, tuple[int, ...]]]
-    """For each box, the ranks that hold it."""
+    """For each box, the ranks that hold it; tensors that are cut alike share one table."""
     aliases: Mapping[str, str]
     """Tied tensors: the name under which each is stored."""
     sharded: frozenset[str]
+    unproven: tuple[tuple[str, Box], ...]
+    """What several ranks hold without being known to torch as copies of each other: see `shrinkpoint.sharded.copies`."""
 
-    @property
-    def sources(self) -> dict[str, dict[Box, tuple[int, ...]]]:
-        """Of `holders`, those from whom a save takes a tensor: of what is no shard, the first rank alone."""
-        return {
-            name: dict(boxes)
-            if name in self.sharded
-            else {box: (min(ranks),) for box, ranks in boxes.items()}
-            for name, boxes in self.holders.items()
-        }
+    def first_alone(self, name: str) -> bool:
+        """Whether a save takes a tensor from the first of the ranks that hold it: what is no shard."""
+        return name not in self.sharded
 
 
 def agreed_layout(own: RankTensors, ranks: Ranks) -> Layout:
@@ -88,44 +101,84 @@ def agreed_layout(own: RankTensors, ranks: Ranks) -> Layout:
         ranks: all of them.
 
     Raises:
-        CannotRepresentError: the shards of a tensor do not make it up; on every rank.
+        CannotRepresentError: see `layout_of`; on every rank.
     """
-    everyone: list[RankTensors] = ranks.gather(own)
+    return layout_of(ranks.gather(own))
+
+
+def layout_of(everyone: Sequence[RankTensors]) -> Layout:
+    """The table of some ranks' tensors.
+
+    Args:
+        everyone: by rank.
+
+    Raises:
+        CannotRepresentError: the shards of a tensor do not make it up, or one name stands for different tensors.
+    """
     specs: dict[str, TensorSpec] = {}
     sharded: set[str] = set()
     for one in everyone:
         sharded |= one.sharded
         for name, spec in one.specs.items():
+            # a plain weight is the same everywhere; other plain tensors are each rank's own matter
             if name not in specs:
                 specs[name] = spec
-            elif name in sharded and _differ(specs[name], spec):
+            elif (name in sharded or spec.tag.role is Role.WEIGHT) and _differ(specs[name], spec):
                 raise CannotRepresentError(
-                    f"{name} is {specs[name].dtype} {specs[name].shape} on one rank and {spec.dtype} {spec.shape} on another:"
-                    " pipeline stages that use one name for different tensors cannot be saved"
+                    f"{name} is {_described(specs[name])} on one rank and {_described(spec)} on another: pipeline stages that use"
+                    " one name for different tensors cannot be saved to one run. Give each stage's tensors names of their own, or"
+                    " each stage a run of its own"
                 )
     aliases = _aliases(everyone, specs)
+    tables: dict[tuple[object, ...], tuple[dict[Box, tuple[int, ...]], dict[Box, tuple[int, ...]]]] = {}
     holders: dict[str, dict[Box, tuple[int, ...]]] = {}
-    for name in specs:
+    unproven: list[tuple[str, Box]] = []
+    for name, spec in specs.items():
         if name in aliases:
             continue
-        found: dict[Box, list[int]] = {}
-        for rank, one in enumerate(everyone):
-            if name in sharded or _has_shape(one, name, specs[name]):
-                for box in one.boxes.get(name, ()):
-                    found.setdefault(box, []).append(rank)
-        check_tiling(name, specs[name].shape, list(found))
-        holders[name] = {box: tuple(numbers) for box, numbers in found.items()}
+        all_boxes = [
+            one.boxes.get(name, ()) if name in sharded or _has_shape(one, name, spec) else ()
+            for one in everyone
+        ]
+        # by identity, which is much cheaper to compare: a rank's equal tables are one object
+        key = (spec.shape, *map(id, all_boxes))
+        if key not in tables:
+            table = _table(all_boxes)
+            check_tiling(name, spec.shape, list(table))
+            tables[key] = table, {box: numbers for box, numbers in table.items() if len(numbers) > 1}
+        holders[name], copied = tables[key]
+        unproven += [(name, box) for box, numbers in copied.items() if _is_unproven(spec, numbers, everyone)]
     kept = {name: spec for name, spec in specs.items() if name not in aliases}
-    return Layout(kept, holders, aliases, frozenset(sharded))
+    return Layout(kept, holders, aliases, frozenset(sharded), tuple(unproven))
+
+
+def _table(all_boxes: Sequence[tuple[Box, ...]]) -> dict[Box, tuple[int, ...]]:
+    found: dict[Box, list[int]] = {}
+    for rank, boxes in enumerate(all_boxes):
+        for box in boxes:
+            found.setdefault(box, []).append(rank)
+    return {box: tuple(numbers) for box, numbers in found.items()}
+
+
+def _is_unproven(spec: TensorSpec, holders: tuple[int, ...], everyone: Sequence[RankTensors]) -> bool:
+    owners = [everyone[rank].owners.get(spec.name) for rank in holders]
+    if owners.count(None) == len(owners):
+        return spec.tag.role is Role.WEIGHT
+    return len(set(owners)) > 1 or "" in owners
 
 
 def _differ(one: TensorSpec, other: TensorSpec) -> bool:
-    return (one.dtype, one.shape) != (other.dtype, other.shape)
+    return (one.dtype, one.shape, one.tag.parameter) != (other.dtype, other.shape, other.tag.parameter)
+
+
+def _described(spec: TensorSpec) -> str:
+    of = f" of {spec.tag.parameter}" if spec.tag.parameter not in (None, spec.name) else ""
+    return f"{spec.dtype} {spec.shape}{of}"
 
 
 def _has_shape(own: RankTensors, name: str, spec: TensorSpec) -> bool:
     """Whether a rank's own tensor of this name, which is no shard, is like the first rank's."""
-    return name in own.specs and not _differ(own.specs[name], spec)
+    return name in own.specs and (own.specs[name].dtype, own.specs[name].shape) == (spec.dtype, spec.shape)
 
 
 def _aliases(everyone: Sequence[RankTensors], specs: Mapping[str, TensorSpec]) -> dict[str, str]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from shrinkpoint.coding.parts import PartsHeader
-from shrinkpoint.coding.selective import decode_rows, header_of, sources_of_run
+from shrinkpoint.coding.selective import decode_batches, header_of, sources_of_run
 from shrinkpoint.container.reader import Header
 from shrinkpoint.errors import ChainError, CorruptionError, FormatError, ShrinkpointError, StoreError
 from shrinkpoint.schemes.base import ReferenceState
@@ -176,13 +176,19 @@ def _decode(store: RunStore, ranks: Ranks, plan: ReadPlan, threads: int, limit: 
     if not wanted:
         return Decoded(plan, {}, {}, owners)
     chain = sources_of_run(store, plan.manifest, parts)
-    header, _, rows = decode_rows(chain, lambda header: wanted & header.tensors.keys(), threads=threads)
+    header, _, batches = decode_batches(chain, lambda header: wanted & header.tensors.keys(), threads=threads)
     if header.state_digest != plan.manifest.state_digest:
         raise CorruptionError(f"{plan.manifest.chain[-1].key} is not what its manifest says")
-    values = {entry.spec.name: value for entry, _, value in rows if entry.spec.name in wanted}
+    values: dict[str, torch.Tensor] = {}
+    reference: dict[str, ReferenceState] = {}
+    for rows in batches:  # not all at once: what was read of a batch is forgotten with it
+        for entry, now, value in rows:
+            reference[entry.spec.name] = now
+            if entry.spec.name in wanted:
+                values[entry.spec.name] = value
     if values.keys() != wanted:
         raise FormatError(f"the checkpoint of step {header.step} lacks {min(wanted - values.keys())!r}")
-    return Decoded(plan, values, {entry.spec.name: now for entry, now, _ in rows}, owners)
+    return Decoded(plan, values, reference, owners)
 
 
 def _owners(specs: Mapping[str, TensorSpec], world: int, limit: int) -> dict[str, tuple[TensorSpec, int]]:

@@ -1,6 +1,5 @@
 """Saves a sharded training from all its ranks in the background, and restores it on any number of them."""
 
-import dataclasses
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,21 +26,14 @@ from shrinkpoint.sharded.adopting import (
     take_over,
     takeover_for,
 )
-from shrinkpoint.sharded.agreement import Agreed, Status, agree
+from shrinkpoint.sharded.agreement import Agreed, Status, agree, require_same
 from shrinkpoint.sharded.background import Background, Save
-from shrinkpoint.sharded.boxes import Box, Piece
-from shrinkpoint.sharded.capture import captured, renamed_tensors
+from shrinkpoint.sharded.boxes import Piece
+from shrinkpoint.sharded.capture import captured
 from shrinkpoint.sharded.encoding import Link, PartJob
 from shrinkpoint.sharded.ending import Ending
-from shrinkpoint.sharded.exchange import Target, exchange
-from shrinkpoint.sharded.layout import (
-    Layout,
-    RankTensors,
-    agreed_layout,
-    block_box,
-    owners_of,
-    tensors_of_rank,
-)
+from shrinkpoint.sharded.gathering import Gathering, NoMemoryError
+from shrinkpoint.sharded.layout import Layout, RankTensors, agreed_layout, owners_of, tensors_of_rank
 from shrinkpoint.sharded.limits import refuse_options
 from shrinkpoint.sharded.own import OwnState
 from shrinkpoint.sharded.planning import measurable
@@ -52,7 +44,6 @@ from shrinkpoint.sharded.restoring import Decoded, fill, read_newest, read_one
 from shrinkpoint.sharded.spreading import Shards
 from shrinkpoint.state.blocks import BLOCK_ELEMENTS
 from shrinkpoint.state.training import Describe, TensorSpec, TrainingState, plain
-from shrinkpoint.state.tree import JSON
 from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.keys import probe_key
 from shrinkpoint.store.manifest import Manifest
@@ -115,6 +106,7 @@ class ShardedSaver:
         self._rank_tensors: RankTensors | None = None
         self._layout: Layout | None = None
         self._owners: Mapping[str, tuple[TensorSpec, int]] = {}
+        self._gathering: Gathering | None = None
         self._newest: Decoded | None = None
         self._publisher: Publisher | None = None
         self._background: Background | None = None
@@ -135,15 +127,7 @@ class ShardedSaver:
         """
         ranks = self._ranks
         ranks.on_every(lambda: refuse_options(self.config))
-        given = ranks.gather({"url": self.url} | dataclasses.asdict(self.config))
-        for rank, other in enumerate(given):
-            differ = [name for name, value in other.items() if value != given[0][name]]
-            if differ:
-                name = differ[0]
-                raise ConfigError(
-                    f"rank 0 was given {name}={given[0][name]!r}, and rank {rank} {name}={other[name]!r}: every rank must give"
-                    " the same"
-                )
+        require_same(ranks, self.url, self.config)
         if ranks.rank == 0 and self._publisher is None:
             self._publisher = Publisher(self.store, self.config)
         ranks.on_every(self._open)
@@ -239,8 +223,8 @@ class ShardedSaver:
             wait: return when it is committed.
 
         Returns:
-            What was accepted; None when a save was still being written and `busy` is ``skip``, or when it was to be
-            waited for and has failed.
+            What was accepted; None when a save was still being written and `busy` is ``skip``, when a rank has too little
+            memory (which counts as a failed save), or when it was to be waited for and has failed.
 
         Raises:
             SaveFailedError, FencedError, ConfigError, CannotRepresentError: as `Saver.save`; on every rank.
@@ -267,7 +251,12 @@ class ShardedSaver:
                     stacklevel=3,
                 )
             return None
-        job = self._job(*found, step=step, agreed=agreed)
+        try:
+            job = self._job(*found, step=step, agreed=agreed)
+        except NoMemoryError as error:
+            assert self._background is not None
+            self._background.give_up(step, error)
+            return None
         assert self._layout is not None
         shards = Shards(self._ranks, self._layout, found[2], self._owners)
         planned = adoption if not agreed.exact else None
@@ -358,9 +347,12 @@ class ShardedSaver:
         ranks, background = self._ranks, self._background
         assert background is not None
         if agreed.new_layout or self._layout is None:
-            self._rank_tensors, self._layout = own, agreed_layout(own, ranks)
-            self._owners = owners_of(self._layout.specs, ranks.world, self._limit)
-        state = self._gathered(self._layout, live.tree, pieces)
+            layout = agreed_layout(own, ranks)
+            owners = owners_of(layout.specs, ranks.world, self._limit)
+            self._gathering = ranks.on_every(lambda: Gathering(ranks.rank, ranks.world, layout, owners))
+            self._rank_tensors, self._layout, self._owners = own, layout, owners
+        assert self._gathering is not None
+        state, self.moved = self._gathering.gathered(ranks, live.tree, pieces)
         self._number += 1
         link = None if agreed.base else background.link
         background.link = None  # coding uses it up
@@ -375,29 +367,6 @@ class ShardedSaver:
             link=link,
             exact=agreed.exact,
         )
-
-    def _gathered(self, layout: Layout, tree: JSON, pieces: Mapping[str, Sequence[Piece]]) -> TrainingState:
-        """What this rank codes: whole tensors, in host memory of their own."""
-        rank = self._ranks.rank
-        blocks = {name: spec for name, (spec, owner) in self._owners.items() if owner == rank}
-        tensors = {name: torch.empty(spec.shape, dtype=spec.dtype) for name, spec in blocks.items()}
-        places: dict[tuple[str, Box], torch.Tensor] = {
-            block_box(blocks[name]): t for name, t in tensors.items()
-        }
-        targets: dict[str, list[Target]] = {}
-        for spec, owner in self._owners.values():
-            name, box = block_box(spec)
-            targets.setdefault(name, []).append(Target(box, owner))
-        locals_ = {(name, piece.box): piece.local for name, own in pieces.items() for piece in own}
-        self.moved = exchange(
-            self._ranks,
-            layout.specs,
-            layout.sources,
-            targets,
-            lambda name, box: locals_[name, box],
-            lambda name, box: places[name, box],
-        )
-        return TrainingState(renamed_tensors(tree, layout.aliases), tensors, blocks)
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait for the save that is under way, on every rank.

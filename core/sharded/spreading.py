@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from shrinkpoint.sharded.boxes import Box, Piece
+from shrinkpoint.sharded.comparing import compare_moved
 from shrinkpoint.sharded.exchange import Target, exchange
 from shrinkpoint.sharded.layout import Layout, block_box
 from shrinkpoint.sharded.ranks import Ranks
@@ -26,13 +27,19 @@ class Shards:
     """Of each stored tensor, its spec and its owner."""
 
 
-def spread(shards: Shards, names: Sequence[str], values: Mapping[str, torch.Tensor]) -> None:
+def spread(
+    shards: Shards, names: Sequence[str], values: Mapping[str, torch.Tensor], *, proved: bool = False
+) -> None:
     """Write stored tensors into the pieces of everyone that holds something of them; a collective.
 
     Args:
         shards: where they are.
         names: of the stored tensors, the same on every rank.
         values: those of them that this rank owns, in whole.
+        proved: whether all ranks make sure, by digests, that every one has its owner's values.
+
+    Raises:
+        StateMismatchError: with `proved`, a rank has not; on every rank.
     """
     sources: dict[str, dict[Box, tuple[int, ...]]] = {}
     whole: dict[tuple[str, Box], torch.Tensor] = {}
@@ -47,11 +54,13 @@ def spread(shards: Shards, names: Sequence[str], values: Mapping[str, torch.Tens
         of: [Target(box, rank) for box, ranks in holders[of].items() for rank in ranks] for of in sources
     }
     locals_ = {(name, piece.box): piece.local for name, own in shards.pieces.items() for piece in own}
-    exchange(
-        shards.ranks,
-        shards.layout.specs,
-        sources,
-        targets,
-        lambda name, box: whole[name, box],
-        lambda name, box: locals_[name, box],
-    )
+
+    def give(name: str, box: Box) -> torch.Tensor:
+        return whole[name, box]
+
+    def take(name: str, box: Box) -> torch.Tensor:
+        return locals_[name, box]
+
+    exchange(shards.ranks, shards.layout.specs, sources, targets, give, take)
+    if proved:
+        compare_moved(shards.ranks, sources, targets, give, take)

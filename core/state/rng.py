@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["capture_rng", "restore_rng"]
+__all__ = ["capture_rng", "diverge_rng", "restore_rng"]
 
 
 def capture_rng() -> dict[str, Any]:
@@ -42,3 +42,11 @@ def restore_rng(state: Mapping[str, Any]) -> None:
     np.random.set_state((name, keys.cpu().numpy().astype(np.uint32), position, has_gauss, cached))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"].cpu())
+
+
+def diverge_rng(rank: int) -> None:
+    """Give a rank that the writers had not its own random numbers: those of the first rank's state and its number."""
+    seed = int(torch.randint(2**62, (1,), dtype=torch.int64)) ^ rank
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)

@@ -1,5 +1,6 @@
 """The exact step log of a training: recording every step, handling checkpoints, replaying when a run is resumed."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -8,9 +9,11 @@ import torch
 from torch import nn
 
 from shrinkpoint.errors import ConfigError, StoreError
+from shrinkpoint.state.tree import JSON
 from shrinkpoint.steps.buffers import Buffers, CopiedState
 from shrinkpoint.steps.fingerprint import fingerprint
 from shrinkpoint.steps.folder import LogFolder
+from shrinkpoint.steps.measured import Measured
 from shrinkpoint.steps.moment import Moment
 from shrinkpoint.steps.options import StepLog, refuse_optimizers
 from shrinkpoint.steps.patience import Patience
@@ -76,6 +79,7 @@ class ExactLog(Supervised):
         self._recorder = Recorder(
             self._optimizers, failed=self._turn_off, before=self._before_step, counted=self.counted
         )
+        self._measured = Measured("exact")
         self._writer: SegmentWriter | None = None
         self._inherits: list[Reference] = []
         self._rehearsal: Rehearsal | None = None
@@ -99,6 +103,10 @@ class ExactLog(Supervised):
     def written(self) -> int | None:
         """The step up to which all is written; None before the first segment."""
         return self._writer.written if self._writer is not None else None
+
+    def measured(self) -> dict[str, JSON] | None:
+        """What it has cost so far, for the report of a save; None where it is off."""
+        return None if self.off is not None else self._measured.report(self._writer, self.blocked_s)
 
     def open(self, run: str) -> None:
         """Make sure, before training starts, that the log's folder can be written, and record from now on.
@@ -132,13 +140,14 @@ class ExactLog(Supervised):
         except StoreError as error:
             warn(f"the step log is not used: {error}", stacklevel=5)
             return step
-        reached, problems = step, survey.problems
+        started, reached, problems = time.perf_counter(), step, survey.problems
         if survey.references:
             with ReplayBar() as bar:
                 replay = Replay(self._optimizers, self._remainder, self._after_step, reader, bar)
                 replayed = replay.run(step, survey.references, prepare)
             self._inherits, reached = replayed.used, replayed.step
             problems = problems + replayed.problems
+            self._measured.replayed(reached - step, time.perf_counter() - started)
         if problems:
             more = f" (and {len(problems) - _WARNED} more)" if len(problems) > _WARNED else ""
             warn(
@@ -158,6 +167,7 @@ class ExactLog(Supervised):
         if self._writer is not None:
             self._writer.close()
         self._writer = self._folder.writer(self._inherits)
+        self._measured.begins(self.blocked_s)
         self._last = step
 
     def restart(self, step: int) -> None:

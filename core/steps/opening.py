@@ -86,7 +86,8 @@ def log_of_training(
         return None
     if not alone:
         raise ConfigError(
-            f"step_log={options.kind!r} is for one process so far, and no shards: leave it out where there are several, or FSDP2"
+            f"step_log={options.kind!r} is for one process so far, and no shards: leave it out where there are several, or FSDP2. With DDP, the"
+            " callbacks of Lightning and Composer can log"
         )
     if config.adopt:
         raise ConfigError("adopt=True and step_log= exclude each other: a logged step knows no adoption")

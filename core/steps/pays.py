@@ -125,9 +125,16 @@ def best_interval(costs: Costs, log: LogCosts | None = None) -> float:
     return math.exp(_least(waste, math.log(low), math.log(max(_LONGEST * costs.mtbf, 2 * low))))
 
 
-def worth(costs: Costs, log: LogCosts) -> float:
-    """The overhead at which a log costs as much as it saves, each with its own best interval; below 0 it never pays."""
+def worth(costs: Costs, log: LogCosts, with_log: Costs | None = None) -> float:
+    """The overhead at which a log costs as much as it saves, each with its own best interval; below 0 it never pays.
+
+    Args:
+        costs: without the log.
+        log: its costs.
+        with_log: costs with the log, if its checkpoints are others.
+    """
     without = waste_without_log(best_interval(costs), costs)
+    costs = with_log or costs
     if not math.isfinite(without):
         return math.inf
 

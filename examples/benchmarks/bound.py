@@ -37,6 +37,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 
 from bound_cache import Cells
 from bound_run import PARTS, UNDISTURBED, Setting, Task, library_digest, machine_digest, measure
+from bound_summary import reported_of
 from bound_table import document
 from bound_trainings import KINDS
 
@@ -115,8 +116,8 @@ def _outcome(task: Task, result: dict[str, Any], cells: Cells) -> str:
     truth = (
         "" if undisturbed is None else f", truth {100 * (result['final'] / undisturbed['final'] - 1):+.2f} %"
     )
-    told = result["told"]
-    return f"{ratio:.1f}x, told {100 * told['mean']:+.2f} ({100 * told['low']:+.2f} to {100 * told['high']:+.2f}) %{truth}"
+    reported = reported_of(result["saves"][:-1], task.key["config"])
+    return f"{ratio:.1f}x, reported {100 * reported.mean:+.2f} (<{100 * reported.high:.2f}) %{truth}"
 
 
 def plan(missing: Sequence[Task], cells: Cells) -> str:

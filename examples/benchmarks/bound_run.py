@@ -44,7 +44,7 @@ UNDISTURBED = ("plain", "nudged")
 _NUDGE = 1e-6
 """Of each weight: what rounding to fp32 changes it by a few times over, and no scheme could do less but by changing nothing."""
 
-_WARNED = (
+_REPORTED = (
     "step",
     "kind",
     "bytes",
@@ -59,7 +59,7 @@ _WARNED = (
     "search_s",
     "encode_s",
 )
-_TOLD_LATER = (
+_REPORTED_LATER = (
     "degradation_low",
     "degradation_high",
     "measured",
@@ -68,6 +68,8 @@ _TOLD_LATER = (
     "update_error",
     "update_length",
     "lost_steps",
+    "cost",
+    "cost_high",
     "overhead",
 )
 """Of a report, where the library has them."""
@@ -247,7 +249,6 @@ class _Restored:
             **final,
             "last": {**_losses(training), "frozen_changes": training.frozen_changes()},
             "saves": self._saves,
-            "told": _told(self._saves[:-1]),
             "curve": _thin(self._losses),
             "train_s": round(self._train_s, 3),
             "wall_s": round(self._wall_s, 3),
@@ -292,11 +293,11 @@ class _Restored:
         if not reports or reports[-1].step != step:
             raise RuntimeError(f"the save of step {step} has failed")
         report = reports[-1]
-        told = {name: getattr(report, name) for name in _WARNED}
-        told |= {name: getattr(report, name) for name in _TOLD_LATER if hasattr(report, name)}
-        told["stored_exactly"] = _stored_exactly(report.raw_sections, report.sections)
-        told["kept_exactly"] = len(report.kept_exactly)
-        self._saves.append(_plain_numbers(told))
+        kept = {name: getattr(report, name) for name in _REPORTED}
+        kept |= {name: getattr(report, name) for name in _REPORTED_LATER if hasattr(report, name)}
+        kept["stored_exactly"] = _stored_exactly(report.raw_sections, report.sections)
+        kept["kept_exactly"] = len(report.kept_exactly)
+        self._saves.append(_plain_numbers(kept))
 
 
 def _losses(training: Training) -> dict[str, Any]:
@@ -306,41 +307,6 @@ def _losses(training: Training) -> dict[str, Any]:
         "abilities": {name: measured() for name, measured in training.abilities.items()},
         "also": {name: measured() for name, measured in training.also.items()},
     }
-
-
-def _told(saves: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the user was told that the restores have cost together: sums over the checkpoints that were restored.
-
-    The training steps that the restores have lost count at what the loss falls by in a step of the later half: up to that much,
-    half of it on average.
-    """
-    unmeasured = sum(save["degradation"] is None for save in saves)
-
-    def total(*names: str) -> float:
-        """The sum of the first of these numbers that a report has."""
-        numbers = ([save.get(name) for name in names] for save in saves)
-        return math.fsum(next((n for n in row if isinstance(n, (int, float))), 0.0) for row in numbers)
-
-    delay = total("lost_steps") * _fall(saves)
-    return {
-        "low": total("degradation_low", "degradation"),
-        "mean": total("degradation") + delay / 2,
-        "high": total("degradation_high", "degradation") + delay,
-        "delay": delay,
-        "interval": any(isinstance(save.get("degradation_high"), (int, float)) for save in saves),
-        "unmeasured": unmeasured,
-        "exact": sum(save["configuration"] == "exact" for save in saves),
-    }
-
-
-def _fall(saves: list[dict[str, Any]]) -> float:
-    """What the probe's loss falls by in a step, relative, over the later half of the checkpoints; 0 where it does not fall."""
-    known = [(save["step"], save["baseline"]) for save in saves if isinstance(save.get("baseline"), float)]
-    known = known[len(known) // 2 :]
-    if len(known) < 2 or known[-1][0] == known[0][0]:
-        return 0.0
-    (begun, before), (ended, after) = known[0], known[-1]
-    return max(0.0, (before - after) / max(abs(after), 1e-8) / (ended - begun))
 
 
 def _stored_exactly(raw: Mapping[str, int], stored: Mapping[str, int]) -> list[str]:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from bound_trainings import KINDS, source_digest
 
-__all__ = ["ABILITY_LIMIT", "LIMIT", "SAME", "Row", "rows_of"]
+from shrinkpoint.config import SaverConfig
+from shrinkpoint.quality.restore_budget import fall_of, restore_cost
+
+__all__ = ["ABILITY_LIMIT", "LIMIT", "SAME", "Reported", "Row", "reported_of", "rows_of"]
 
 Cell = Mapping[str, Any]
 
@@ -20,6 +23,62 @@ ABILITY_LIMIT = 0.002
 """What they may cost of an ability from before, which no probe measures."""
 SAME = ("auto", "{}")
 """The setting that is the library's default."""
+
+
+_FLOOR = SaverConfig().loss_floor
+_RESERVED = 0.5
+"""Share of `max_degradation` that the library reserves for what no measurement at a save sees."""
+
+
+@dataclass(frozen=True)
+class Reported:
+    """What the library has reported that the restores cost together: sums over the checkpoints that were restored."""
+
+    mean: float
+    high: float
+    unmeasured: int
+    """Checkpoints of which nothing could be measured."""
+    exact: int
+    recomputed: int
+    """Checkpoints whose cost was computed here, by the library's own functions from the other numbers of their reports, because a
+    state of the library without `SaveReport.cost_high` has written them."""
+
+
+def reported_of(saves: Sequence[Cell], config: Mapping[str, Any]) -> Reported:
+    """Sum up the reports.
+
+    Args:
+        saves: of the checkpoints that were restored.
+        config: fields of `SaverConfig` that are not at their defaults.
+    """
+    default = SaverConfig()
+    bound, restores = (
+        config.get(name, getattr(default, name)) for name in ("max_degradation", "restore_budget")
+    )
+    mean = high = 0.0
+    recomputed, before = 0, None
+    for save in saves:
+        now = save["step"], save.get("baseline")
+        if isinstance(save.get("cost_high"), (int, float)):
+            mean, high = mean + save["cost"], high + save["cost_high"]
+        elif save["configuration"] != "exact" and save["degradation"] is not None:
+            known = before is not None and isinstance(now[1], float)
+            fall = fall_of(before, now, _FLOOR) if known else 0.0
+            cost = restore_cost(
+                save["degradation"],
+                save.get("degradation_high", save["degradation"]),
+                delay=fall * (save.get("lost_steps") or 0.0),
+                reserve=_RESERVED * bound / restores,
+            )
+            mean, high, recomputed = mean + cost.mean, high + cost.high, recomputed + 1
+        before = now if isinstance(now[1], float) else before
+    return Reported(
+        mean,
+        high,
+        unmeasured=sum(save["degradation"] is None for save in saves),
+        exact=sum(save["configuration"] == "exact" for save in saves),
+        recomputed=recomputed,
+    )
 
 
 @dataclass
@@ -84,15 +143,32 @@ class Row:
         return {seed: cell["frozen_changes"] for seed, cell in self.cells.items()}
 
     @property
-    def held(self) -> dict[int, bool | None]:
-        """Whether the truth is within the upper end of what was told; None where something was not measured."""
-        slack = 2 * (self.spread or 0.0)
+    def reports(self) -> dict[int, Reported]:
+        """What was reported of the ten checkpoints that were restored."""
+        options = json.loads(self.options)
+        return {seed: reported_of(cell["saves"][:-1], options) for seed, cell in self.cells.items()}
+
+    @property
+    def covered(self) -> dict[int, bool | None]:
+        """Whether the reported upper end is no less than the truth; None where something was not measured."""
+        return self._covered(0.0)
+
+    @property
+    def covered_with_spreads(self) -> dict[int, bool | None]:
+        """The same with two spreads of the undisturbed runs added to the upper end."""
+        return self._covered(2 * (self.spread or 0.0))
+
+    def _covered(self, slack: float) -> dict[int, bool | None]:
+        reports = self.reports
         return {
-            seed: None
-            if self.cells[seed]["told"]["unmeasured"]
-            else self.cells[seed]["told"]["high"] + slack >= truth
+            seed: None if reports[seed].unmeasured else reports[seed].high + slack >= truth
             for seed, truth in self.truths.items()
         }
+
+    @property
+    def within(self) -> dict[int, bool]:
+        """Whether the change of the final loss is at most the limit, no spread added."""
+        return {seed: truth <= LIMIT for seed, truth in self.truths.items()}
 
     def kept(self, seed: int) -> bool:
         """Whether the promise was kept in one run."""

@@ -58,13 +58,17 @@ class Training:
         """Elements of all parameters."""
         return sum(p.numel() for p in self.parameters)
 
-    def backward(self) -> None:
-        """The gradients of one batch, clipped."""
+    def accumulate(self) -> None:
+        """Add the gradients of one batch to those that are there."""
         block = self.config.block
         places = torch.randint(len(self._text) - block - 1, (self.config.batch,), generator=self.generator)
         windows = torch.stack([self._text[place : place + block + 1] for place in places])
-        self.optimizer.zero_grad()
         self.model.loss(windows.long()).backward()
+
+    def backward(self) -> None:
+        """The gradients of one batch, clipped."""
+        self.optimizer.zero_grad()
+        self.accumulate()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
 
     def step(self) -> None:

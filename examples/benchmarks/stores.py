@@ -30,7 +30,7 @@ from shrinkpoint.store.striped.parity import p_of, q_of
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from stores_bandwidth import by_rate, containers, over_links, over_server
+from stores_bandwidth import by_rate, containers, over_links, over_server, random_bytes
 from stores_links import Distant
 
 
@@ -129,6 +129,10 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=20e6, help="bytes a second of each store")
     parser.add_argument("--rates", default="4e6,20e6,100e6", help="of the table by rate")
     parser.add_argument("--server-rate", type=float, default=4e6, help="of each bucket of the server")
+    parser.add_argument(
+        "--sizes",
+        help="random bytes instead of a training's states: MB of torch.save, lossless, default scheme",
+    )
     parser.add_argument("--every", type=int, default=8)
     parser.add_argument("--steps", type=int, default=48)
     parser.add_argument("--repeats", type=int, default=5, help="turns of the tables of bandwidth")
@@ -142,7 +146,8 @@ def main() -> None:
         folder = Path(root)
         parts = {"latency": latency(folder, options.rounds), "parity": parity()}
         if {"bandwidth", "rates", "server"} & set(wanted):
-            made = containers(options.every, options.steps)
+            sizes = [float(size) for size in options.sizes.split(",")] if options.sizes else []
+            made = random_bytes(sizes) if sizes else containers(options.every, options.steps)
             rates = [float(rate) for rate in options.rates.split(",")]
             parts["bandwidth"] = over_links(made, options.rate, options.repeats)
             parts["rates"] = by_rate(folder, made, rates, options.repeats)

@@ -5,15 +5,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
-from shrinkpoint.errors import CannotRepresentError, ConfigError, StateMismatchError
+from shrinkpoint.errors import CannotRepresentError, ConfigError
 from shrinkpoint.integrations.common.probe import KeptBatches, to_host
-from shrinkpoint.integrations.common.ranks import broadcast, broadcast_tensors, on_every, world_size
+from shrinkpoint.integrations.common.ranks import world_size
 from shrinkpoint.integrations.common.settings import RunSettings
 from shrinkpoint.integrations.common.triggers import Schedule
 from shrinkpoint.reports import SaveReport
-from shrinkpoint.state.training import TrainingState, plain
+from shrinkpoint.sharded import replicas
+from shrinkpoint.sharded.ranks import Ranks
 from shrinkpoint.state.tree import encode_tree
 from shrinkpoint.warn import warn
 
@@ -126,22 +125,7 @@ def share_adopted(names: Sequence[str], live: Callable[[], object]) -> None:
         live: returns the state whose tensors are the training's own, alike on every rank.
 
     Raises:
-        StateMismatchError: the ranks do not train the same model with the same optimizers.
+        StateMismatchError: as `shrinkpoint.sharded.replicas.share_adopted`; on every rank.
     """
-    if world_size() == 1:
-        return
-
-    def find() -> list[torch.Tensor]:
-        if not wanted:
-            return []
-        tensors = TrainingState.capture(live(), plain).tensors
-        missing = [name for name in wanted if name not in tensors]
-        if missing:
-            raise StateMismatchError(
-                f"the first process has adopted {missing[0]!r}, which this one does not have: with adopt=True every process must"
-                " train the same model with the same optimizers"
-            )
-        return [tensors[name] for name in wanted]
-
-    wanted = broadcast(list(names))
-    broadcast_tensors(on_every(find))
+    if world_size() > 1:
+        replicas.share_adopted(Ranks(), names, live)

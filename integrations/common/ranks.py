@@ -1,23 +1,24 @@
 """Collective helpers for actions on the first process that no other process can be blocked by.
 
 Over ``torch.distributed`` alone: where it is not initialized, a process is alone. Of several processes every one must
-call `any_of`, `broadcast`, `gather`, `on_first`, `on_every`, `raise_together` and `Outcome.share`, in the same order.
+call `any_of`, `broadcast`, `gather`, `gather_first`, `on_first`, `on_every`, `raise_together` and `Outcome.share`, in the same order.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 
 import shrinkpoint.errors as errors
+from shrinkpoint.runtime.processes import is_first, rank, world_size
 
 __all__ = [
     "Outcome",
     "any_of",
     "broadcast",
-    "broadcast_tensors",
     "gather",
+    "gather_first",
     "is_first",
     "on_every",
     "on_first",
@@ -27,21 +28,6 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-
-
-def rank() -> int:
-    """This process's number, from 0."""
-    return dist.get_rank() if _connected() else 0
-
-
-def world_size() -> int:
-    """The number of processes that train together."""
-    return dist.get_world_size() if _connected() else 1
-
-
-def is_first() -> bool:
-    """Whether this is the process that decides, and that saves for all."""
-    return rank() == 0
 
 
 def broadcast(value: T) -> T:
@@ -54,26 +40,6 @@ def broadcast(value: T) -> T:
     return shared
 
 
-def broadcast_tensors(tensors: Sequence[torch.Tensor]) -> None:
-    """Give tensors the first rank's values, in place.
-
-    Args:
-        tensors: of the same shapes and dtypes on every rank, in the same order.
-    """
-    if world_size() == 1:
-        return
-    with torch.no_grad():
-        for tensor in tensors:
-            if not tensor.numel():
-                continue
-            sent = tensor.detach().contiguous()
-            if dist.get_backend() == "nccl":
-                sent = sent.to(torch.device("cuda", torch.cuda.current_device()))
-            dist.broadcast(sent.reshape(-1).view(torch.uint8), src=0)
-            if sent.data_ptr() != tensor.data_ptr() and not is_first():
-                tensor.copy_(sent)
-
-
 def gather(value: T) -> list[T]:
     """`value` of every rank, in their order, on every rank."""
     if world_size() == 1:
@@ -81,6 +47,15 @@ def gather(value: T) -> list[T]:
     values: list[T] = [value] * world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def gather_first(value: T) -> list[T]:
+    """`value` of every rank, in their order, on the first rank alone; on the others nothing. For what is large."""
+    if world_size() == 1:
+        return [value]
+    values: list[T] | None = [value] * world_size() if is_first() else None
+    dist.gather_object(value, values, dst=0)
+    return values if values is not None else []
 
 
 def any_of(flag: bool, device: torch.device) -> bool:
@@ -184,10 +159,6 @@ class Outcome(Generic[T]):
             self.run(self.get)
         raise_together(self.error if is_first() else None)
         return broadcast(self._results[0] if is_first() else None)  # type: ignore[return-value]
-
-
-def _connected() -> bool:
-    return dist.is_available() and dist.is_initialized()
 
 
 def _rebuilt(name: str, message: str, *, where: str) -> Exception:

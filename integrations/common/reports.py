@@ -86,6 +86,8 @@ def numbers(report: SaveReport) -> dict[str, float]:
         "write_s": report.write_s,
         "degradation": report.degradation,
         "degradation_high": report.degradation_high,
+        "cost": report.cost,
+        "cost_high": report.cost_high,
         "overhead": report.overhead,
         "update_error": report.update_error,
         "update_length": report.update_length,

@@ -6,17 +6,20 @@ the first rank's must be called on every rank.
 
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch.optim import Optimizer
 
 from shrinkpoint.coding.selective import header_of
-from shrinkpoint.errors import ShrinkpointError, ShrinkpointWarning
-from shrinkpoint.integrations.common.ranks import broadcast, is_first, on_every, on_first
+from shrinkpoint.errors import ConfigError, ShrinkpointError, ShrinkpointWarning
+from shrinkpoint.integrations.common.hook_states import HookStates, hidden_state
+from shrinkpoint.integrations.common.ranks import broadcast, is_first, on_every, on_first, world_size
 from shrinkpoint.integrations.common.reports import BestCheckpoints, metrics_of
 from shrinkpoint.integrations.common.settings import RunSettings
 from shrinkpoint.integrations.common.step_log import SessionLog
+from shrinkpoint.loop.gradient_buckets import stateful_hook
 from shrinkpoint.quality.evaluation import Evaluate, Loss, ResumedSteps
 from shrinkpoint.quality.resumed_steps import UntilFailure
 from shrinkpoint.reports import SaveReport
@@ -56,7 +59,9 @@ class RunSession:
         """The last and the best checkpoint: on the first rank at any time, on the others after `finish`."""
         self.saved_step = 0
         """The step of this run's last checkpoint; the framework's session keeps it up to date on every rank."""
-        self.log = SessionLog(settings)
+        self.hooks = HookStates(wanted=settings.saver.scheme == "lossless")
+        """The states of DDP's communication hooks, for checkpoints and the log."""
+        self.log = SessionLog(settings, self.hooks)
         """The step log."""
         self.continued: int | None = None
         """The step of the checkpoint that was chosen to continue from; on the first rank."""
@@ -276,6 +281,9 @@ class RunSession:
             SaveFailedError, FencedError, CannotRepresentError: as `Saver.save`.
         """
         self._require_monitor(step, metrics)
+        if adoption is not None:
+            own = {"probe_batches": self.settings.probe_batches, "ranks": world_size()}
+            adoption = replace(adoption, settings={**adoption.settings, **own})
         accepted = self.saver.save(
             state,
             step=step,
@@ -288,6 +296,7 @@ class RunSession:
             exact=exact,
             wait=last and self.saver.busy,
             adoption=adoption,
+            step_log=self.log.measured(),
         )
         return accepted is not None
 
@@ -297,12 +306,32 @@ class RunSession:
             self._warned.add(topic or message)
             warn(message)
 
-    def warn_hook(self, name: str | None) -> None:
-        """Warn of the state of a DDP communication hook, of each process's own and as large as the model; None has none."""
-        if name is not None:
+    def check_hooks(self, model: object) -> None:
+        """Check whether the states of DDP's communication hooks are stored: each process's own, and as large as the model.
+
+        Args:
+            model: as it is trained.
+
+        Raises:
+            ConfigError: they cannot be, and the step log is to continue the training exactly.
+        """
+        hidden, name = hidden_state(model), stateful_hook(model)
+        if hidden is not None and self.log.is_exact:
+            raise ConfigError(
+                f"step_log='exact' cannot continue this training exactly: {hidden}. Give register_comm_hook a state that is a dict or an"
+                " object, with tensors, numbers and generators in it, or with state_dict and load_state_dict; or leave step_log out"
+            )
+        if not is_first():
+            return
+        afresh = "a continued run starts with a fresh one, and is not bit-identical"
+        if hidden is not None:
             self.warn_once(
-                f"checkpoints leave out the state of the DDP communication hook, a {name}: a continued run starts with a fresh"
-                " one, and is not bit-identical"
+                f"checkpoints leave out the state of the DDP communication hook: {hidden}; {afresh}"
+            )
+        elif name is not None and self.settings.saver.scheme != "lossless":
+            self.warn_once(
+                f"checkpoints leave out the state of the DDP communication hook, a {name}: {afresh}. With scheme='lossless' it is"
+                " stored, of each process"
             )
 
     def _has_room(self, last: bool) -> bool:

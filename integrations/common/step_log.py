@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shrinkpoint.errors import ConfigError
+from shrinkpoint.integrations.common.hook_states import HookStates
 from shrinkpoint.integrations.common.ranks import broadcast, is_first, on_first, world_size
 from shrinkpoint.integrations.common.settings import RunSettings
 from shrinkpoint.loading import weights_of_step
@@ -38,8 +39,13 @@ class FrameworkState:
         """The present state, set before each segment ends."""
         self.replayed: dict[str, Any] | None = None
         """The state at the end of a replay; None where nothing was replayed."""
-        self.log_allowance = world_size() * _ALLOWANCE
-        """Bytes of this state that may be logged: the generators of each process take most of them."""
+        self.hook_bytes = 0
+        """Of these, in the states of communication hooks."""
+
+    @property
+    def log_allowance(self) -> int:
+        """Bytes of this state that may be logged: the generators of each process take most of the others."""
+        return world_size() * _ALLOWANCE + self.hook_bytes
 
     def state_dict(self) -> Mapping[str, Any]:
         """The present state."""
@@ -55,10 +61,12 @@ class SessionLog:
 
     Args:
         settings: the callback's options.
+        hooks: the states of DDP's communication hooks, which are part of the framework's state.
     """
 
-    def __init__(self, settings: RunSettings) -> None:
+    def __init__(self, settings: RunSettings, hooks: HookStates) -> None:
         self._settings = settings
+        self._hooks = hooks
         self._options = settings.step_log.options
         self._state = FrameworkState()
         self._steps = 0
@@ -75,7 +83,8 @@ class SessionLog:
         return self._options is not None
 
     @property
-    def _is_exact(self) -> bool:
+    def is_exact(self) -> bool:
+        """Whether the log continues a training exactly."""
         return self._options is not None and self._options.kind == "exact"
 
     def begin(self, model: nn.Module, optimizers: Sequence[Optimizer], saver: Saver) -> None:
@@ -164,11 +173,11 @@ class SessionLog:
             return
         since, self._last = self._last, step
         self._since += 1
-        due = allowed and self._is_exact and self._since >= self._steps
+        due = allowed and self.is_exact and self._since >= self._steps
         if due:
             # The log counts what the training waits for it: on the first rank, that of all.
             with self.log.counted() if self.log is not None else nullcontext():
-                self._state.captured = capture()
+                self._take(capture())
             self._since = 0
         if self.log is not None:
             self.log.end_step(step, since=since, boundary=due)
@@ -184,16 +193,23 @@ class SessionLog:
         if self._options is None:
             return
         self._since, self._last = 0, step
-        self._state.captured = captured
+        self._take(captured)
         if self.log is not None:
             self.log.boundary(step)
         self._state.captured = {}
+
+    def _take(self, captured: Mapping[str, Any]) -> None:
+        self._state.captured, self._state.hook_bytes = captured, self._hooks.nbytes
 
     def committed(self, reports: Sequence[SaveReport]) -> None:
         """Checkpoints are stored."""
         for report in reports:
             if self.log is not None:
                 self.log.committed(report.step)
+
+    def measured(self) -> Mapping[str, Any] | None:
+        """What the log has cost so far, for the report of a save; on the first rank."""
+        return None if self.log is None else self.log.measured()
 
     def close(self) -> None:
         """Finish the log; does not communicate with other ranks."""

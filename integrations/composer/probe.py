@@ -14,7 +14,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.integrations.common.alone import alone
 from shrinkpoint.integrations.common.probe import (
     MORE_BATCHES,
     KeptBatches,
@@ -24,6 +23,7 @@ from shrinkpoint.integrations.common.probe import (
 )
 from shrinkpoint.integrations.common.ranks import broadcast, gather
 from shrinkpoint.integrations.composer.state import parameter_names, trained_module
+from shrinkpoint.loop.alone import alone
 from shrinkpoint.quality.swap import swapped_weights
 from shrinkpoint.sharded.swapping import swapped_shards
 

@@ -14,10 +14,10 @@ from composer.core import Event, Precision, State, get_precision_context
 from composer.utils import ensure_tuple
 from torch import nn
 
-from shrinkpoint.integrations.common.alone import alone, wrapper_obstacle
 from shrinkpoint.integrations.common.probe import RecentBatches, to_host
 from shrinkpoint.integrations.composer.probe import LossProbe
 from shrinkpoint.integrations.composer.state import parameter_names, trained_module
+from shrinkpoint.loop.alone import alone, wrapper_obstacle
 from shrinkpoint.quality.evaluation import Loss, ResumedSteps
 from shrinkpoint.quality.resumed_steps import ResumedRun, obstacle
 

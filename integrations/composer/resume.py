@@ -2,14 +2,13 @@
 
 import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from composer.core import State
 from composer.loggers import Logger
 
 from shrinkpoint.errors import ConfigError, ShrinkpointWarning
-from shrinkpoint.integrations.common.gradient_buckets import Buckets
 from shrinkpoint.integrations.common.ranks import is_first, on_first, world_size
 from shrinkpoint.integrations.common.run_session import RunSession
 from shrinkpoint.integrations.composer.data import DataPlace
@@ -23,6 +22,7 @@ from shrinkpoint.integrations.composer.state import (
     shards_model,
 )
 from shrinkpoint.integrations.composer.step_log import replayed, start_log
+from shrinkpoint.loop.gradient_buckets import Buckets
 from shrinkpoint.saving.resume import overridden_rates
 from shrinkpoint.saving.retention import is_weights_only
 from shrinkpoint.sharded.restoring import RANKS_KEY
@@ -65,7 +65,7 @@ def continue_run(
     *,
     lineage: str | None = None,
     take: Callable[[Mapping[str, Any]], None] | None = None,
-) -> Buckets:
+) -> tuple[Buckets, Sequence[Any]]:
     """Continue a run from its newest sound checkpoint, unless it was loaded from a load_path already.
 
     Args:
@@ -77,7 +77,7 @@ def continue_run(
         take: gets the whole stored state, if there is one.
 
     Returns:
-        The buckets to sum gradients in, when DDP exists.
+        When DDP exists: the buckets to sum gradients in, and the states of all processes' communication hooks.
 
     Raises:
         NoCheckpointError: there is none, and ``resume="must"``.
@@ -94,7 +94,7 @@ def continue_run(
             run.saved_step = int(state.timestamp.batch)
             run.go_on_with(lineage)
             _warn_newer(run, state, str(loaded))
-        return []
+        return [], []
     url = run.settings.url
     start_log(run, state)
     live = model_state(state)
@@ -119,7 +119,7 @@ def continue_run(
     run.saved_step = manifest.step
     run.remember()
     _warn_resumed(run, state)
-    return stored["buckets"] if known else []
+    return (stored["buckets"], stored.get("hooks", [])) if known else ([], [])
 
 
 def _warn_overridden(stored: Mapping[str, Any], state: State) -> None:

@@ -2,7 +2,7 @@
 
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -14,13 +14,8 @@ from composer.utils import dist
 
 from shrinkpoint.errors import ConfigError, ShrinkpointWarning
 from shrinkpoint.integrations.common.adopting import PathBatches, share_adopted, with_adoptions
-from shrinkpoint.integrations.common.gradient_buckets import (
-    Buckets,
-    bucket_order,
-    restore_buckets,
-    stateful_hook,
-)
 from shrinkpoint.integrations.common.gradients import GradientCollector
+from shrinkpoint.integrations.common.hook_states import restore_hook_states
 from shrinkpoint.integrations.common.ranks import (
     Outcome,
     broadcast,
@@ -47,6 +42,11 @@ from shrinkpoint.integrations.composer.state import (
     unloadable_optimizer,
 )
 from shrinkpoint.integrations.composer.step_log import rest_of
+from shrinkpoint.loop.gradient_buckets import (
+    Buckets,
+    bucket_order,
+    restore_buckets,
+)
 from shrinkpoint.runtime.termination import TerminationRequest
 from shrinkpoint.saving.takeover import Adoption
 
@@ -74,6 +74,7 @@ class Session:
         self._steps = StepProbe(self._probe, steps=self.run.probe_steps)
         self._data = DataPlace()
         self._buckets: Buckets = []
+        self._hooks: Sequence[Any] = []
         self._gradients = GradientCollector()
         self._termination = TerminationRequest()
         self._loaded_lineage: str | None = None
@@ -137,7 +138,7 @@ class Session:
         Raises:
             ShrinkpointError: as `continue_run`.
         """
-        self._buckets = continue_run(
+        self._buckets, self._hooks = continue_run(
             self.run, self._data, state, logger, lineage=self._loaded_lineage, take=self._take
         )
 
@@ -157,11 +158,11 @@ class Session:
                 f"Composer cannot load the state of {unloadable}, so that weights can be exported from {self.settings.run.url} with"
                 " `shrinkpoint export`, but the run cannot be continued"
             )
-        if is_first():
-            self.run.warn_hook(stateful_hook(state.model))
+        self.run.check_hooks(state.model)
         self._termination.watch()
         restore_buckets(state.model, self._buckets)  # DDP exists only now
-        self._buckets = []
+        restore_hook_states(state.model, self._hooks)
+        self._buckets, self._hooks = [], []
         self._data.fit_starts(state)
         self._steps.starts(state)
         self._begin_saving(state)
@@ -337,8 +338,9 @@ class Session:
         places, buckets = gather(self._data.state(state)), bucket_order(state.model)
         if state.fsdp_enabled:
             return stored_state(state, places, buckets)
+        hooks = self.run.hooks.capture(state.model)
         return on_every(
-            lambda: stored_state(state, places, buckets)
+            lambda: stored_state(state, places, buckets, hooks)
         )  # a callback's own state may fail on one rank alone
 
     def _evaluation(self, state: State) -> Callable[[Mapping[str, torch.Tensor]], tuple[float, ...]]:

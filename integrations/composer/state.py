@@ -2,7 +2,7 @@
 
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 from shrinkpoint.errors import StateMismatchError
-from shrinkpoint.integrations.common.gradient_buckets import Buckets
 from shrinkpoint.integrations.common.ranks import on_first, rank, world_size
+from shrinkpoint.loop.gradient_buckets import Buckets
 from shrinkpoint.saving.resume import require_same_groups, require_same_model
 from shrinkpoint.state.averages import AverageFinder
 from shrinkpoint.state.roles import model_tags, state_tag
@@ -87,7 +87,9 @@ def model_state(state: State) -> dict[str, Any]:
 # ---- saving
 
 
-def stored_state(state: State, ranks: list[Any], buckets: Buckets) -> dict[str, Any]:
+def stored_state(
+    state: State, ranks: list[Any], buckets: Buckets, hooks: Sequence[Any] = ()
+) -> dict[str, Any]:
     """The complete state from which a run is continued; its tensors are the live ones.
 
     Called on every rank: with FSDP the shards are gathered, and the first rank alone gets them.
@@ -96,10 +98,19 @@ def stored_state(state: State, ranks: list[Any], buckets: Buckets) -> dict[str, 
         state: at one of Composer's checkpoint events, after the first step.
         ranks: every process's position in the data.
         buckets: in which gradients are summed.
+        hooks: the states of all processes' communication hooks.
     """
     stored = state.state_dict()
     _begin_next_epoch(stored, state)
-    return {"format": FORMAT, "version": _VERSION, "state": stored, "ranks": ranks, "buckets": buckets}
+    more = {"hooks": list(hooks)} if hooks else {}
+    return {
+        "format": FORMAT,
+        "version": _VERSION,
+        "state": stored,
+        "ranks": ranks,
+        "buckets": buckets,
+        **more,
+    }
 
 
 def sharded_state(state: State, place: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ the checkpoints that shrinkpoint writes, and of no others.
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -15,9 +15,10 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from shrinkpoint.integrations.common.gradient_buckets import bucket_order, restore_buckets
+from shrinkpoint.integrations.common.hook_states import restore_hook_states
 from shrinkpoint.integrations.common.ranks import gather
 from shrinkpoint.integrations.lightning.loaders import DataPlace, missing_internals
+from shrinkpoint.loop.gradient_buckets import bucket_order, restore_buckets
 from shrinkpoint.sharded.boxes import is_sharded
 from shrinkpoint.state.rng import capture_rng, restore_rng
 
@@ -79,6 +80,7 @@ class Position:
         mid_accumulation: bool,
         validation_pending: bool,
         sharded: bool = False,
+        hooks: Sequence[Any] = (),
     ) -> dict[str, Any]:
         """The state that a checkpoint taken now needs in addition to Lightning's own; must be called on every rank.
 
@@ -88,6 +90,7 @@ class Position:
             mid_accumulation: keep the gradients, of which some batches have been accumulated.
             validation_pending: the validation after the last batch has not begun, or was interrupted.
             sharded: give what this rank has for itself, under `OWN_KEYS`, instead of all ranks' together.
+            hooks: the states of all processes' communication hooks.
         """
         epochs = trainer.fit_loop.epoch_progress
         between = epochs.current.processed == epochs.current.ready
@@ -104,6 +107,7 @@ class Position:
             "validation_pending": validation_pending,
             **({"world": trainer.world_size, **mine} if sharded else {"ranks": gather(mine)}),
             "buckets": bucket_order(trainer.strategy.model),
+            **({"hooks": list(hooks)} if hooks else {}),
             "callback_metrics": metrics,
             "seed": os.environ.get(_SEED),
             "gradients": _gradients(trainer) if mid_accumulation else {},
@@ -160,6 +164,7 @@ class Position:
         if loaded["plateau_pending"]:
             _step_plateau_schedulers(trainer, module)
         restore_buckets(trainer.strategy.model, loaded["buckets"])
+        restore_hook_states(trainer.strategy.model, loaded.get("hooks", []))
         for name, gradient in loaded["gradients"].items():
             parameter = module.get_parameter(name)
             parameter.grad = gradient.to(parameter.device)

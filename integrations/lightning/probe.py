@@ -16,7 +16,6 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.integrations.common.alone import alone
 from shrinkpoint.integrations.common.probe import (
     MORE_BATCHES,
     KeptBatches,
@@ -24,6 +23,7 @@ from shrinkpoint.integrations.common.probe import (
     number_of,
     to_host,
 )
+from shrinkpoint.loop.alone import alone
 from shrinkpoint.quality.swap import swapped_weights
 from shrinkpoint.sharded.swapping import swapped_shards
 from shrinkpoint.state.averages import without_averages

@@ -16,10 +16,10 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.integrations.common.alone import alone, wrapper_obstacle
 from shrinkpoint.integrations.common.probe import RecentBatches, to_host
 from shrinkpoint.integrations.lightning.probe import LossProbe, arguments, captured_logs
 from shrinkpoint.integrations.lightning.state import trained_key
+from shrinkpoint.loop.alone import alone, wrapper_obstacle
 from shrinkpoint.quality.evaluation import Loss, ResumedSteps
 from shrinkpoint.quality.resumed_steps import ResumedRun, obstacle
 

@@ -8,7 +8,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.integrations.common.adopting import PathBatches, saves_of, share_adopted, with_adoptions
-from shrinkpoint.integrations.common.gradient_buckets import stateful_hook
 from shrinkpoint.integrations.common.gradients import GradientCollector
 from shrinkpoint.integrations.common.ranks import broadcast, is_first, on_first, world_size
 from shrinkpoint.integrations.common.run_session import RunSession
@@ -162,10 +161,10 @@ class Session:
             self._begin_saving(trainer, module)
 
     def _begin_saving(self, trainer: Trainer, module: LightningModule) -> None:
+        self.run.check_hooks(trainer.strategy.model)
         if not is_first():  # only the first process saves deltas to the checkpoint that it has read
             self._saver.forget()
             return
-        self.run.warn_hook(stateful_hook(trainer.strategy.model))
         weights = followed_state(trainer, module)
         self._saver.begin(
             weights, step=trainer.global_step, describe=describe_checkpoint(trainer, module, weights)
@@ -295,6 +294,7 @@ class Session:
                 mid_accumulation=not self._stepped,
                 validation_pending=self._validation_pending,
                 sharded=self._sharded,
+                hooks=self.run.hooks.capture(trainer.strategy.model),
             )
             if self._path is not None and not self._planned and (batches := self._path.state()):
                 checkpoint[POSITION_KEY][_BATCHES] = batches
@@ -383,6 +383,7 @@ class Session:
         settings = {
             "every_n_train_steps": schedule.every_n_train_steps,
             "every_n_epochs": schedule.every_n_epochs,
+            "gradient_clip_val": trainer.gradient_clip_val,
         }
         return Adoption(live=live, settings=settings)
 

@@ -15,7 +15,6 @@ from torch import nn
 from transformers import Trainer
 
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.integrations.common.alone import alone, wrapper_obstacle
 from shrinkpoint.integrations.common.probe import (
     MORE_BATCHES,
     KeptBatches,
@@ -26,6 +25,7 @@ from shrinkpoint.integrations.common.probe import (
 )
 from shrinkpoint.integrations.common.ranks import world_size
 from shrinkpoint.integrations.transformers.state import optimizers_of
+from shrinkpoint.loop.alone import alone, wrapper_obstacle
 from shrinkpoint.quality.evaluation import Loss, ResumedSteps
 from shrinkpoint.quality.resumed_steps import ResumedRun, obstacle
 from shrinkpoint.quality.swap import swapped_weights

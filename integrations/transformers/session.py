@@ -13,13 +13,8 @@ import torch
 
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.integrations.common.adopting import PathBatches, share_adopted, with_adoptions
-from shrinkpoint.integrations.common.gradient_buckets import (
-    Buckets,
-    bucket_order,
-    restore_buckets,
-    stateful_hook,
-)
 from shrinkpoint.integrations.common.gradients import GradientCollector
+from shrinkpoint.integrations.common.hook_states import restore_hook_states
 from shrinkpoint.integrations.common.ranks import (
     any_of,
     broadcast,
@@ -54,6 +49,11 @@ from shrinkpoint.integrations.transformers.state import (
     load_scaler,
     optimizers_of,
     stored_state,
+)
+from shrinkpoint.loop.gradient_buckets import (
+    Buckets,
+    bucket_order,
+    restore_buckets,
 )
 from shrinkpoint.runtime.termination import TerminationRequest
 from shrinkpoint.saving.address import Address
@@ -212,10 +212,10 @@ class Session:
                 "CompressedCheckpoint is in a trainer whose train() does not go through transformers.Trainer.train, and so can"
                 " neither continue nor save it"
             )
-        trainer, buckets = self._trainer, Buckets()
+        trainer, buckets, hooks = self._trainer, Buckets(), []
         if self._stored is not None:
             if len(self._stored["ranks"]) == world_size():
-                buckets = self._stored["buckets"]
+                buckets, hooks = self._stored["buckets"], self._stored.get("hooks", [])
             self._progress.restore(trainer, self._stored)
             if trainer.args.load_best_model_at_end and self._takes_over:
                 state.best_model_checkpoint = broadcast(self.run.best.best_path) or None
@@ -225,9 +225,10 @@ class Session:
         self._trigger.start(step=state.global_step, epochs=int(state.epoch or 0))
         self._termination.watch()
         restore_buckets(trainer.model_wrapped, buckets)
+        restore_hook_states(trainer.model_wrapped, hooks)
         self._steps.starts(trainer)
+        self.run.check_hooks(trainer.model_wrapped)
         if is_first():
-            self.run.warn_hook(stateful_hook(trainer.model_wrapped))
             self.run.saver.begin(
                 followed_state(trainer), step=state.global_step, describe=describe_state(trainer)
             )
@@ -402,6 +403,7 @@ class Session:
         settings = {
             "every_n_train_steps": schedule.every_n_train_steps,
             "every_n_epochs": schedule.every_n_epochs,
+            "max_grad_norm": trainer.args.max_grad_norm,
         }
         return Adoption(live=live, settings=settings)
 
@@ -411,7 +413,8 @@ class Session:
         place = on_every(lambda: self._data.state(inside_epoch=inside_epoch(trainer.state)))
         ranks = gather({"place": place, **self._progress.state(trainer, tr_loss)})
         buckets = bucket_order(trainer.model_wrapped)
-        return on_every(lambda: stored_state(trainer, ranks, buckets))
+        hooks = self.run.hooks.capture(trainer.model_wrapped)
+        return on_every(lambda: stored_state(trainer, ranks, buckets, hooks))
 
     # ---- after training
 

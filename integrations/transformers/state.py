@@ -9,7 +9,7 @@ from torch import nn
 from transformers.trainer_callback import EarlyStoppingCallback, ExportableState, TrainerControl
 
 from shrinkpoint.errors import StateMismatchError
-from shrinkpoint.integrations.common.gradient_buckets import Buckets
+from shrinkpoint.loop.gradient_buckets import Buckets
 from shrinkpoint.saving.resume import overridden_rates, require_optimizers, require_same_model
 from shrinkpoint.state.roles import describe_training
 from shrinkpoint.state.training import Describe
@@ -51,13 +51,16 @@ def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
 # ---- saving
 
 
-def stored_state(trainer: Any, ranks: Sequence[Any], buckets: Buckets) -> dict[str, Any]:
+def stored_state(
+    trainer: Any, ranks: Sequence[Any], buckets: Buckets, hooks: Sequence[Any] = ()
+) -> dict[str, Any]:
     """The complete state from which a run is continued; its tensors are the live ones.
 
     Args:
         trainer: between two steps.
         ranks: every process's own part.
         buckets: in which gradients are summed.
+        hooks: the states of all processes' communication hooks.
     """
     scheduler, scaler = trainer.lr_scheduler, _scaler(trainer)
     return {
@@ -73,6 +76,7 @@ def stored_state(trainer: Any, ranks: Sequence[Any], buckets: Buckets) -> dict[s
         "steps_per_epoch": _steps_per_epoch(trainer),
         "ranks": list(ranks),
         "buckets": buckets,
+        **({"hooks": list(hooks)} if hooks else {}),
     }
 
 

@@ -74,11 +74,7 @@ def seen(folder: Path, name: str, rank: int) -> Any:
 def test_two_processes_continue_bit_by_bit(name: str, outcomes: Any) -> None:
     first, second = outcomes[name]
     for one in (first, second):
-        scenario, resumed_at = SCENARIOS[name], one["rest"].trace[0][2]
-        if scenario.logs:
-            assert scenario.resumes_at < resumed_at <= scenario.batch
-        else:
-            assert resumed_at == scenario.resumes_at
+        assert one["rest"].trace[0][2] == SCENARIOS[name].resumes_at
         assert_continues(one["whole"], one["rest"])
     assert first["rest"].trace[0][2] == second["rest"].trace[0][2]
     assert first["whole"].trace != second["whole"].trace
@@ -102,7 +98,11 @@ def test_three_processes_continue_bit_by_bit(tmp_path: Path) -> None:
     for name, scenario in OF_THREE.items():
         for rank in range(3):
             one = seen(tmp_path, name, rank)
-            assert one["rest"].trace[0][2] == scenario.resumes_at
+            resumed_at = one["rest"].trace[0][2]
+            if scenario.logs:  # the first process alone has logged the gradients
+                assert scenario.resumes_at < resumed_at <= scenario.batch
+            else:
+                assert resumed_at == scenario.resumes_at
             assert_continues(one["whole"], one["rest"])
             with pytest.raises(AssertionError):  # the gradients are summed in the order of a fresh DDP
                 assert_same(one["whole"].final["model"], one["control"].final["model"])

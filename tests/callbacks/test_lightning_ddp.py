@@ -1,5 +1,7 @@
 """Two or three processes on a CPU, interrupted and continued."""
 
+import json
+import math
 import os
 import subprocess
 import sys
@@ -103,3 +105,51 @@ def test_three_processes_continue_bit_by_bit_from_a_step_log(tmp_path: Path) -> 
         assert whole["trace"][step:] == rest["trace"]
         assert_same(whole["final"], rest["final"])
     assert len({str(result(tmp_path, "whole", rank)["trace"]) for rank in range(3)}) == 3
+
+
+def gradient_bits(folder: Path) -> float:
+    """Bits per element and step of the gradients in a log; nothing else of its segments."""
+    bits = elements = 0
+    for path in folder.rglob("*.steps"):
+        data = path.read_bytes()
+        head = json.loads(data[80 : 80 + int.from_bytes(data[16:24], "little")])
+        sizes = [DTYPE_BITS[dtype] * math.prod(shape) for dtype, shape in head["tensors"]]
+        for event in (event for record in head["records"] for event in record["events"]):
+            for gradient in event["gradients"]:
+                parts = [gradient] if isinstance(gradient, int) else [gradient["gaps"], gradient["values"]]
+                bits += sum(sizes[part] for part in parts)
+                elements += math.prod(
+                    head["tensors"][gradient][1] if isinstance(gradient, int) else gradient["shape"]
+                )
+    return bits / elements
+
+
+DTYPE_BITS = {"float32": 32, "uint8": 8, "uint16": 16, "uint32": 32}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hook", ["top", "feedback", "PowerSGD"])
+def test_three_processes_that_compress_their_gradients(hook: str, tmp_path: Path) -> None:
+    """What a hook feeds back is each process's own, and continued too; left out, the run is another one."""
+    run(tmp_path, "plain", "log", "3", hook)
+    step = result(tmp_path, "rest", 0)["trace"][0][2]
+    assert step in (7, 8)  # the checkpoints are of steps 3 and 6
+    for rank in range(3):
+        whole, rest, control = (result(tmp_path, name, rank) for name in ("whole", "rest", "control"))
+        assert whole["trace"][step:] == rest["trace"]
+        assert_same(whole["final"], rest["final"])
+        assert control["trace"][0][2] in (3, 6)  # from the checkpoint, without the log
+        if hook == "top":
+            assert_same(whole["final"], control["final"])
+        else:
+            with pytest.raises(AssertionError):
+                assert_same(whole["final"]["weights"], control["final"]["weights"])
+    bits = gradient_bits(tmp_path / "log")
+    print(f"{hook}: {bits:.2f} bits per element and step")
+    assert bits < (2 if hook != "PowerSGD" else 33)
+
+
+@pytest.mark.slow
+def test_a_hook_whose_state_cannot_be_found_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"hidden.*top_with_hidden_feedback keeps a state of its own"):
+        run(tmp_path, "plain", "log", "2", "hidden")

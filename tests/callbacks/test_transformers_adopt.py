@@ -4,7 +4,8 @@ import uuid
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from support.transformers_models import Setup, assert_continues, train
 
 from shrinkpoint.callbacks.transformers import CompressedCheckpoint
 from shrinkpoint.errors import ConfigError
+from shrinkpoint.integrations.common.triggers import Schedule
+from shrinkpoint.integrations.transformers.settings import Settings
 from shrinkpoint.saver import Saver
 
 pytestmark = pytest.mark.filterwarnings(
@@ -88,6 +91,45 @@ def test_adopting_training_continues_bit_by_bit(name: str, tmp_path: Path) -> No
     assert_continues(whole, rest)
     manifests = Saver(f"{url}/whole").store.manifests()
     assert any(m.meta["adoption"]["planned"] and m.meta["save"]["measured"] == "measured" for m in manifests)
+
+
+def test_training_that_does_not_adopt_differs(tmp_path: Path) -> None:
+    """The negative control: the same checkpoints, which the training does not go on from."""
+    torch.set_num_threads(1)
+    case, url = CASES["masking, mid epoch"], f"memory://transformers-adopt/{uuid.uuid4()}"
+
+    def saving(where: str) -> CompressedCheckpoint:
+        return CompressedCheckpoint(f"{url}/{where}", busy="wait", max_degradation=0.5)
+
+    whole = train(case.setup, str(tmp_path), saving("whole"))
+    assert not train(case.setup, str(tmp_path), saving("run"), crash=case.crashes[0], seed=0).finished
+    assert Saver(f"{url}/run").store.manifests()[0].meta["save"]["measured"] == "measured"
+    rest = train(case.setup, str(tmp_path), saving("run"), seed=999)
+    assert rest.steps[0][0] == case.begins
+    with pytest.raises(AssertionError):
+        assert_continues(whole, rest)
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments", "planned"),
+    [
+        ({"every_n_train_steps": 5}, {"max_steps": 44}, 8),
+        ({"every_n_train_steps": 5}, {"max_steps": -1}, None),
+        ({"every_n_epochs": 2}, {"num_train_epochs": 5}, 2),
+        ({}, {"save_strategy": "steps", "save_steps": 6, "max_steps": 44}, 7),
+        ({}, {"save_strategy": "steps", "save_steps": 0.1, "max_steps": 44}, None),
+        ({}, {"save_strategy": "epoch", "num_train_epochs": 3}, 3),
+        ({}, {"save_strategy": "best", "max_steps": 44}, None),
+    ],
+)
+def test_planned_saves_follow_from_the_trainers_limits(
+    options: dict[str, int], arguments: dict[str, Any], planned: int | None
+) -> None:
+    settings = Settings(
+        run=cast(Any, None), schedule=Schedule(**options) if options else None, keep_trainer_saves=False
+    )
+    known = {"save_strategy": "no", "save_steps": 500, "max_steps": -1, "num_train_epochs": 3, **arguments}
+    assert settings.planned_for(SimpleNamespace(**known)) == planned
 
 
 def test_adoption_is_refused_where_it_is_no_replay(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from support.containers import identical
 from support.transformers_models import Outcome, assert_continues
 
 from shrinkpoint.saver import Saver
+from shrinkpoint.store.run import RunStore
 
 PROGRAM = Path(__file__).parents[1] / "support" / "transformers_killed.py"
 LOOP = PROGRAM.with_name("accelerate_killed.py")
@@ -157,5 +158,9 @@ def test_two_processes_that_adopt_are_killed_and_continue_bit_by_bit(tmp_path: P
     assert killed == [-signal.SIGKILL] * 2
     rest = finish(tmp_path, "adopting rest", processes=2)
     assert rest[0].steps[0][0] in (6, 11)  # the save of step 10 may have been under way
+    saves = [
+        m.meta["save"] for m in RunStore(str(tmp_path / "run")).manifests() if m.meta["adoption"]["planned"]
+    ]
+    assert any(save["measured"] == "measured" for save in saves)  # and not stored exactly
     for undisturbed, continued in zip(whole, rest, strict=True):
         assert_continues(undisturbed, continued)

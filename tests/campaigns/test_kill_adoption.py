@@ -31,9 +31,9 @@ class Nursery:
     def __init__(self, process: "subprocess.Popen[str]", errors: Path, stores: int) -> None:
         self._process, self._errors, self._stores = process, errors, stores
 
-    def start(self, folder: Path, end: int, point: str = "", save: int = 0) -> int:
+    def start(self, folder: Path, end: int, point: str = "", save: int = 0, case: str = "adamw") -> int:
         """The process id of a new training."""
-        return self._ask([str(folder), point, save, end, self._stores])
+        return self._ask([str(folder), point, save, end, self._stores, case])
 
     def reap(self, child: int) -> int:
         """Its exit status, when it has ended."""
@@ -127,6 +127,19 @@ def _at_points(folder: Path, saves: range, stores: int = 1) -> None:
                 again = _check(place, true)
                 assert _noted(place)[-1]["step"] == end
                 print(f"killed {point}, at save {save}: {again} steps were made again, alike")
+
+
+@pytest.mark.slow
+def test_killed_with_a_gradient_scaler(tmp_path):
+    """Its scale and its count of steps are part of what is compared; some steps are skipped for an overflow."""
+    end = 4 * EVERY
+    true = truth(tmp_path, "scaled", steps=end, adoptions=end // EVERY)
+    with nursery(tmp_path) as trainings:
+        status = trainings.reap(trainings.start(tmp_path, end, "after adopting", 2, "scaled"))
+        assert os.WIFSIGNALED(status), trainings.said()
+        assert trainings.reap(trainings.start(tmp_path, end, case="scaled")) == 0, trainings.said()
+    assert [line["resumed"] for line in _noted(tmp_path) if "resumed" in line] == [0, EVERY]
+    assert _check(tmp_path, true)
 
 
 @pytest.mark.slow

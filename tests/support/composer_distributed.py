@@ -79,7 +79,6 @@ SCENARIOS = {
     "DDP, adopting": Scenario(
         interval="3ba", batch=11, resumes_at=9, setup=_ddp(batch_norm=False), adopts=True
     ),
-    "DDP, step log": Scenario(interval="4ba", batch=11, resumes_at=8, setup=_ddp(), logs=True),
     "FSDP2, mid epoch": Scenario(interval="3ba", batch=11, resumes_at=9, setup=_fsdp(), options=FSDP2),
     "FSDP2, epoch end": Scenario(
         interval="1ep", batch=10, resumes_at=8, setup=_fsdp(optimizer="DecoupledAdamW"), options=FSDP2
@@ -90,7 +89,8 @@ SCENARIOS = {
 }
 
 OF_THREE = {
-    "DDP, three processes": Scenario(interval="2ba", batch=5, resumes_at=4, setup=_ddp(), control=True)
+    "DDP, three processes": Scenario(interval="2ba", batch=5, resumes_at=4, setup=_ddp(), control=True),
+    "DDP, step log": Scenario(interval="4ba", batch=7, resumes_at=4, setup=_ddp(), control=True, logs=True),
 }
 
 
@@ -122,9 +122,13 @@ def play(scenario: Scenario, url: str) -> dict[str, Outcome]:
         shutil.copytree(url, f"{url}-copy")
     outcomes = {"whole": whole, "rest": fit(saving(), setup=scenario.setup, seed=999, **scenario.options)}
     if scenario.control:
-        composer_session.restore_buckets = lambda model, buckets: None
+        restore, composer_session.restore_buckets = (
+            composer_session.restore_buckets,
+            lambda model, buckets: None,
+        )
         copied = saving(f"{url}-copy")
         outcomes["control"] = fit(copied, setup=scenario.setup, seed=999, **scenario.options)
+        composer_session.restore_buckets = restore
     return outcomes
 
 

@@ -8,6 +8,8 @@ import torch.distributed as dist
 
 from shrinkpoint.errors import ConfigError, StoreError
 from shrinkpoint.integrations.common import ranks
+from shrinkpoint.sharded.ranks import Ranks
+from shrinkpoint.sharded.replicas import broadcast_tensors
 
 
 def fails(error: Exception) -> Any:
@@ -45,7 +47,7 @@ def given_to_all(rank: int) -> list[list[float]]:
         torch.empty(0),
     ]
     places = [tensor.data_ptr() for tensor in tensors]
-    ranks.broadcast_tensors(tensors)
+    broadcast_tensors(Ranks(), tensors)
     assert places == [tensor.data_ptr() for tensor in tensors]
     return [tensor.detach().reshape(-1).tolist() for tensor in tensors]
 

@@ -4,7 +4,6 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
-import random
 import signal
 import sys
 import time
@@ -27,7 +26,8 @@ from shrinkpoint.runtime.memory import give_back  # noqa: F401
 
 __all__ = ["Toy", "batch", "build", "full_state", "launch", "train", "warm"]
 
-LIMIT_S = 120.0
+LIMIT_S = float(os.environ.get("SHRINKPOINT_RANKS_LIMIT_S", "120"))
+"""Seconds that the ranks of a test may take; more on a machine that does much else."""
 
 
 def warm() -> None:
@@ -91,6 +91,7 @@ def launch(
     ends: Sequence[int] | None = None,
     killed: bool = False,
     kill_after_s: float | None = None,
+    victim: int = 0,
 ) -> list[Any]:
     """The results of ``function(rank, world, *arguments)`` in as many processes, by rank.
 
@@ -102,7 +103,8 @@ def launch(
         limit_s: after which all are killed, and the test fails.
         ends: the exit codes to expect; None: all 0. Results of processes that were killed are None.
         killed: one of them kills itself: the others end by an error, soon.
-        kill_after_s: kill a random one so many seconds after all have joined, as `killed`: before, torch's own rendezvous waits.
+        kill_after_s: kill one so many seconds after all have joined, as `killed`: before, torch's own rendezvous waits.
+        victim: which one.
     """
     context = _context(function.__module__)
     meeting = folder / f"meeting-{os.getpid()}-{time.monotonic_ns()}"
@@ -123,9 +125,9 @@ def launch(
                 and joined_at is not None
                 and time.monotonic() > joined_at + kill_after_s
             ):
-                victim, kill_after_s = random.choice(processes), None
-                if victim.is_alive():
-                    victim.kill()
+                kill_after_s = None
+                if processes[victim].is_alive():
+                    processes[victim].kill()
             time.sleep(0.01)
         hung = [rank for rank, process in enumerate(processes) if process.is_alive()]
         assert not hung, f"ranks {hung} of {world} hang"

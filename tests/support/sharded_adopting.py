@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Collection
 from typing import Any
 
+import torch
 from support.sharded import build, full_state, train, warm
 from support.sharded_programs import POINTS, _at
 
@@ -18,6 +19,7 @@ __all__ = [
     "Ranked",
     "behind_a_kill",
     "continued",
+    "corrupted",
     "failing",
     "from_an_exact_save",
     "refused",
@@ -140,6 +142,29 @@ def until_killed(rank: int, world: int, folder: str, noted: str) -> bool:
             time.sleep(0.05)
     part.end()
     return True
+
+
+def corrupted(rank: int, world: int, folder: str) -> str:
+    """What is raised where the second rank gets another value of one tensor than its owner has restored."""
+    from shrinkpoint.sharded import spreading
+
+    original = spreading.exchange
+
+    def damaging(ranks: Any, specs: Any, sources: Any, targets: Any, give: Any, take: Any) -> int:
+        sent = original(ranks, specs, sources, targets, give, take)
+        name = sorted(targets)[1]
+        for target in targets[name]:
+            if target.rank == rank == 1:
+                with torch.no_grad():
+                    take(name, target.box).view(-1)[:1] += 1
+        return sent
+
+    spreading.exchange = damaging  # type: ignore[assignment]
+    try:
+        Ranked(rank, world, f"{folder}/run").run(EVERY)
+    except Exception as error:  # noqa: BLE001 - compared
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
 
 
 def refused(rank: int, world: int, folder: str) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from support.sharded import launch
+from support.sharded import LIMIT_S, launch
 from support.sharded_programs import POINTS, saves
 
 import shrinkpoint
@@ -70,7 +70,7 @@ def kill_ranks(
         folder: for what the ranks note.
         url: the run.
         kills: how many.
-        seed: of the moments.
+        seed: of the moments and the ranks.
         lifetime: seconds from the ranks' start to a random kill, at least and at most.
         faulted: storage options of the ranks.
         direct: those of the account.
@@ -98,9 +98,12 @@ def kill_ranks(
             lazily,
             killed=True,
             kill_after_s=after_s,
-            limit_s=200.0,
+            victim=chance.randrange(world),
+            limit_s=max(200.0, LIMIT_S),
         )
         account.kills += 1
         account.at[point if named else "a random moment"] += 1
         account.stored = check(url, log, direct)
+        if account.kills % 10 == 0:
+            print(account, flush=True)  # a long campaign that is stopped has counted so far
     return account

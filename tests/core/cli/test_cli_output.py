@@ -2,7 +2,7 @@
 
 import pytest
 
-from shrinkpoint.cli.output import degradation_text, interval_text
+from shrinkpoint.cli.output import adopted_text, degradation_text, interval_text
 
 
 @pytest.mark.parametrize(
@@ -32,3 +32,36 @@ def test_a_rise_with_its_upper_end(mean: object, high: object, text: str) -> Non
 def test_why_there_is_none(measured: str | None, text: str) -> None:
     noted = {"measured": measured, "degradation": 0.0007, "degradation_high": 0.0012}
     assert degradation_text(noted) == text
+    if measured != "unmeasured" and measured != "blind":
+        assert degradation_text({**noted, "cost_high": 0.0021}) == "+0.07% (<0.21%)"
+
+
+def noted(**more: object) -> dict[str, object]:
+    """A checkpoint that its training has gone on from."""
+    known = {"measured": "measured", "degradation": 0.0007, "degradation_high": 0.0012, "adopted": True}
+    return {**known, "adopt_s": 1.26, **more}
+
+
+def test_a_restore_of_what_was_adopted_is_exact() -> None:
+    assert degradation_text(noted()) == "exact"
+    assert degradation_text(noted(measured="unmeasured", degradation=None)) == "exact"
+    assert degradation_text(noted(adopted=None)) == "+0.07% (<0.12%)"
+    assert degradation_text(noted(not_finite="NaN in model/w")) == "-"
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ({}, "adopted in 1.3 s, for +0.07% (<0.12%)"),
+        ({"adopt_s": None}, "adopted, for +0.07% (<0.12%)"),
+        ({"measured": "exact", "degradation": 0.0}, "adopted in 1.3 s, for nothing"),
+        (
+            {"measured": "unmeasured", "degradation": None},
+            "adopted in 1.3 s, for an unknown part of the loss",
+        ),
+        ({"adopted": False, "measured": "exact"}, "not planned: exact"),
+        ({"adopted": None}, None),
+    ],
+)
+def test_what_was_adopted(more: dict[str, object], text: str | None) -> None:
+    assert adopted_text(noted(**more)) == text

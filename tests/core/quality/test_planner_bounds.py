@@ -1,5 +1,6 @@
 """The bound over many restores, and the probe of resumed steps, with losses that are made up."""
 
+import json
 import math
 import warnings
 
@@ -14,6 +15,7 @@ from shrinkpoint.quality.candidates import Candidates
 from shrinkpoint.quality.comparison import BlindEvaluationError, Comparison
 from shrinkpoint.quality.evaluation import EvaluationUnavailableError
 from shrinkpoint.quality.planner import Planner
+from shrinkpoint.quality.restore_budget import fall_of, restore_cost
 from shrinkpoint.quality.trial import restored_model, restored_state, true_model
 from shrinkpoint.schemes.auto.scheme import Auto, AutoOptions
 from shrinkpoint.schemes.base import SaveContext
@@ -435,6 +437,66 @@ def test_a_loss_near_zero_is_bounded_relative_to_the_floor(states):
         assert (plan.baseline, plan.measured) == (0.0, "measured")
         measured[floor] = plan.scale
     assert measured[1e-8] < measured[1.0] / 10
+
+
+# ---- the reported cost of a restore
+
+
+def test_the_cost_of_ten_restores_is_bounded_by_what_the_user_allows():
+    """With nothing lost, ten upper ends are ten shares and the reserve: `max_degradation` together."""
+    config = SaverConfig()
+    share = 0.5 * config.max_degradation / config.restore_budget
+    costs = [restore_cost(0.5 * share, share, delay=0.0, reserve=share) for _ in range(10)]
+    assert sum(cost.high for cost in costs) == pytest.approx(config.max_degradation)
+
+
+@pytest.mark.parametrize(("delay", "high"), [(0.0, 0.0013), (0.0003, 0.0013), (0.002, 0.0028)])
+def test_a_delay_is_within_the_reserve_or_replaces_it(delay, high):
+    cost = restore_cost(0.0004, 0.0008, delay=delay, reserve=0.0005)
+    assert (cost.mean, cost.high) == (pytest.approx(0.0004 + delay / 2), pytest.approx(high))
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "fall"),
+    [
+        ((10, 2.0), (20, 1.6), 0.4 / 1.6 / 10),
+        ((10, 1.6), (20, 2.0), 0.0),
+        ((20, 2.0), (20, 1.0), 0.0),
+        ((10, math.nan), (20, 1.0), 0.0),
+        ((10, 1e-9), (20, 0.0), 1e-9 / 1e-8 / 10),
+    ],
+)
+def test_the_fall_of_the_loss_in_a_step(before, now, fall):
+    assert fall_of(before, now, 1e-8) == pytest.approx(fall)
+
+
+def test_a_report_holds_what_lost_steps_cost_and_what_is_reserved(states):
+    run = Run(states)
+    run.planner.guard = Refusing(lambda scheme: None)
+    run.planner.guard.lost_steps = 0.5
+    run.measure = lambda weights, run=run: 1.0 + 1e-8 * run.distance(weights)
+    first = run.save(resume=False)
+    assert first.whole.high == pytest.approx(first.degradation_high + 0.0005)  # no fall is known yet
+    assert first.whole.mean == pytest.approx(first.degradation)
+    step, loss = run.planner._baseline
+    run.measure = lambda weights, run=run: 0.9 + 1e-8 * run.distance(weights)
+    second = run.save(resume=False)
+    delay = 0.5 * (loss - 0.9) / 0.9 / (run.planner._baseline[0] - step)
+    assert delay > 0.0005
+    assert second.whole.mean == pytest.approx(second.degradation + delay / 2)
+    assert second.whole.high == pytest.approx(second.degradation_high + delay)
+
+
+def test_the_last_loss_outlives_a_restart_and_exact_checkpoints_cost_nothing(states):
+    run = Run(states)
+    run.save(resume=False)
+    again = Run(states)
+    again.planner.load_state_dict(json.loads(json.dumps(run.planner.state_dict())))
+    assert again.planner._baseline == run.planner._baseline is not None
+    exact = run.save(exact=True)
+    assert (exact.whole.mean, exact.whole.high) == (0.0, 0.0)
+    with pytest.warns(ShrinkpointWarning, match="Give evaluate="):
+        assert run.save(measure=False).whole is None
 
 
 # ---- guards

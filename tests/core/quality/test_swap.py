@@ -175,3 +175,15 @@ def test_a_candidate_without_its_averages_stays_one():
     assert isinstance(found, Candidate)
     assert found.lent == {"w"} == found.keys()
     assert not isinstance(without_averages(weights), Candidate)
+
+
+def test_expanded_buffers_are_put_back():
+    """Each of their places in memory is several elements, which copy_ refuses to write to."""
+    module = torch.nn.Linear(3, 2)
+    module.register_buffer("wide", torch.tensor([1.0, 2.0, 3.0]).expand(2, 3))
+    memory = module.wide.data_ptr()
+    with swapped_weights(module, {"bias": torch.ones(2), "wide": torch.tensor([4.0, 5.0, 6.0]).expand(2, 3)}):
+        assert module.wide.tolist() == [[4.0, 5.0, 6.0]] * 2
+        module.wide[0] += 1
+    assert module.wide.tolist() == [[1.0, 2.0, 3.0]] * 2
+    assert module.wide.data_ptr() == memory

@@ -1,15 +1,20 @@
 """A training that adopts its checkpoints is the undisturbed one after any crash, bit for bit."""
 
+import gc
+import os
 import shutil
 import warnings
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from support.adopting import EVERY, OPTIMIZERS, STEPS, Training, truth
 from support.matrices import some_fast
 
 import shrinkpoint
-from shrinkpoint.errors import ConfigError, ShrinkpointWarning, StoreError
+from shrinkpoint.errors import ConfigError, SaveFailedError, ShrinkpointWarning, StoreError
+from shrinkpoint.runtime.memory import give_back
 from shrinkpoint.saving.takeover import WaitingShare, unsuitable
 from shrinkpoint.state.training import TrainingState, plain
 from shrinkpoint.store.run import RunWriter
@@ -26,7 +31,7 @@ def assert_same(noted, true):
     assert {step: true[step] for step in noted} == noted
 
 
-@pytest.mark.parametrize("case", some_fast(OPTIMIZERS, ["two", "bfloat16"]))
+@pytest.mark.parametrize("case", some_fast(OPTIMIZERS, ["two", "bfloat16", "scaled"]))
 def test_resumed_training_is_the_undisturbed_one(tmp_path, case):
     true = truth(tmp_path, case)
     for stop in (EVERY + 1, 3 * EVERY, 5 * EVERY + 3):
@@ -61,7 +66,7 @@ def test_saves_are_small_and_the_bound_counts_adoptions(undisturbed):
     assert [m.kind for m in manifests] == ["base", *["delta"] * 3] * 2
     spent = [m.meta["search"]["restores"] for m in manifests]
     assert [s["restores"] for s in spent] == list(range(STEPS // EVERY))
-    assert spent[-1]["spent_high"] <= 0.1  # half of max_degradation
+    assert 0 < spent[-1]["spent_high"] <= 0.2 / 4  # a quarter of max_degradation is for what is measured
     assert any(
         "trellis-weight" in str(m.meta["save"]) or m.meta["save"]["degradation"] > 0 for m in manifests
     )
@@ -107,12 +112,49 @@ def test_last_save_is_exact(tmp_path, undisturbed):
     assert_same(again.run(STEPS).end(), true)
 
 
-def test_before_the_first_planned_save_it_is_said(tmp_path):
+def test_continued_from_before_the_first_planned_save(tmp_path, undisturbed):
+    """How far the weights have moved since training began is known to the undisturbed run's first save."""
+    true, _ = undisturbed
     first = Training().save_to(tmp_path / "run").run(2)
     first.checkpointer.save(2, wait=True)
     first.end()
-    with pytest.warns(ShrinkpointWarning, match="there was none.*next save's bits differ"):
-        Training().save_to(tmp_path / "run").run(STEPS).end()
+    again = Training().save_to(tmp_path / "run")
+    assert again.reached == 2
+    assert again.digest == true[2][1]
+    assert_same(again.run(STEPS).end(), true)
+
+
+def test_continued_from_behind_a_planned_save_that_failed(tmp_path, monkeypatch, undisturbed):
+    true, _ = undisturbed
+    url, calls, commit = tmp_path / "run", [], RunWriter.commit
+
+    def failing_commit(self, *args, **kwargs):
+        calls.append(1)
+        if len(calls) in (2, 3):
+            raise StoreError("the store is away")
+        return commit(self, *args, **kwargs)
+
+    monkeypatch.setattr(RunWriter, "commit", failing_commit)
+    first = Training().save_to(url).run(3 * EVERY + 2)
+    first.checkpointer.save(first.reached, wait=True)
+    first.end()
+    assert [m.step for m in shrinkpoint.Saver(url).store.manifests()] == [3 * EVERY + 2, EVERY]
+    again = Training().save_to(url)
+    assert again.reached == 3 * EVERY + 2
+    assert_same(again.run(4 * EVERY + 1).end(), true)
+    last = Training().save_to(url)  # from a planned save that was quantized after one that is not stored
+    assert last.reached == 4 * EVERY
+    assert_same(last.run(STEPS).end(), true)
+
+
+def test_an_exact_save_without_its_predecessor_restores_what_was_given(tmp_path):
+    """What it carries for the next save is no part of the state that a reader gets."""
+    first = Training().save_to(tmp_path / "run").run(2)
+    first.checkpointer.save(2, wait=True)
+    first.end()
+    state = shrinkpoint.Saver(tmp_path / "run").restore().state
+    assert any(name.startswith("adopted before/") for name in state.tensors)
+    assert set(state.to_object()) == {"format", "step", "model", "optimizers", "stateful", "rng"}
 
 
 @pytest.mark.parametrize("failing", some_fast([{1}, {2, 3}, {4, 5}], [{2, 3}]))
@@ -143,10 +185,14 @@ def test_failed_saves_change_nothing(tmp_path, monkeypatch, undisturbed, failing
 def test_changed_settings_are_said(tmp_path):
     url = tmp_path / "run"
     Training().save_to(url).run(2 * EVERY).end()
-    with pytest.warns(
-        ShrinkpointWarning, match=r"max_degradation=0.1 instead of 0.2.*From step 12 on, its bits differ"
-    ):
-        Training().save_to(url, max_degradation=0.1).run(3 * EVERY).end()
+    torch.set_num_threads(torch.get_num_threads() + 1)
+    try:
+        with pytest.warns(ShrinkpointWarning, match="From step 12 on, its bits differ") as said:
+            Training().save_to(url, max_degradation=0.1, clip_grad_norm=0.5).run(3 * EVERY).end()
+    finally:
+        torch.set_num_threads(torch.get_num_threads() - 1)
+    [text] = [str(one.message) for one in said if "settings have changed" in str(one.message)]
+    assert "clip_grad_norm=0.5 instead of None; max_degradation=0.1 instead of 0.2; torch_threads=" in text
 
 
 def test_run_is_not_switched_without_a_word(tmp_path):
@@ -287,21 +333,151 @@ def test_copies_are_stored_exactly_with_the_reason(tmp_path):
     assert all(torch.equal(shadow.values[name], value) for name, value in before.items())
 
 
-def test_store_that_stays_away_takes_no_memory(tmp_path, monkeypatch, undisturbed):
+def away(self, *args, **kwargs):
+    raise StoreError("the store is away")
+
+
+def test_an_outage_does_not_end_training(tmp_path, monkeypatch, undisturbed):
+    """Of the default of max_failures=3, five saves fail; what is stored afterwards, and before, is the undisturbed run's."""
     true, _ = undisturbed
-
-    def away(self, *args, **kwargs):
-        raise StoreError("the store is away")
-
-    training = Training().save_to(tmp_path / "run")
+    training = Training().save_to(tmp_path / "run", max_failures=3).run(EVERY)
+    training.checkpointer.flush()
+    assert [m.step for m in shrinkpoint.Saver(tmp_path / "run").store.manifests()] == [EVERY]
     monkeypatch.setattr(RunWriter, "commit", away)
-    with pytest.warns(ShrinkpointWarning, match="the store is away"):
+    with pytest.warns(
+        ShrinkpointWarning, match=r"failed \(5 in a row\).*Nothing has been stored for .* minutes"
+    ):
         training.run(STEPS - EVERY - 1).checkpointer.flush()
-    committer = training.checkpointer.saver._committer
-    assert committer._link is None
-    assert (
-        not committer._chain.known
-    )  # one copy of the weights, in the movement's tracker, is all that is kept
     monkeypatch.undo()
     assert_same(training.run(STEPS).end(), true)
-    assert [m.step for m in shrinkpoint.Saver(tmp_path / "run").store.manifests()] == [STEPS, STEPS - EVERY]
+    assert [m.step for m in shrinkpoint.Saver(tmp_path / "run").store.manifests()] == [
+        STEPS,
+        STEPS - EVERY,
+        EVERY,
+    ]
+
+
+def test_a_store_that_is_gone_ends_training_after_hours(tmp_path, monkeypatch):
+    hours = iter(range(100))
+    monkeypatch.setattr("shrinkpoint.saving.failures.monotonic", lambda: 3600.0 * next(hours))
+    training = Training(average=False).save_to(tmp_path / "run", max_failures=2)
+    monkeypatch.setattr(RunWriter, "commit", away)
+    with pytest.raises(SaveFailedError, match=r"max_failures=2, and the store has been away for 3\.0 hours"):
+        training.run(STEPS)
+    assert 4 * EVERY <= training.reached <= 5 * EVERY
+    training.checkpointer.saver.close()
+
+
+@pytest.mark.slow
+def test_a_store_that_stays_away_takes_no_memory(tmp_path, monkeypatch):
+    """Resident memory of the process, after the second failed save and after the tenth."""
+    model = torch.nn.Linear(1024, 1024)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    monkeypatch.setattr(RunWriter, "commit", away)
+    checkpointer = shrinkpoint.Checkpointer(
+        tmp_path / "run", model, optimizer, every=1, adopt=True, adoptions=10, save_last=False
+    )
+    resident = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in range(checkpointer.resume(), 10):
+            optimizer.zero_grad()
+            model(torch.randn(64, 1024)).square().mean().backward()
+            optimizer.step()
+            checkpointer.step(step + 1)
+            checkpointer.flush()
+            gc.collect()
+            give_back()
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            resident.append(pages * os.sysconf("SC_PAGE_SIZE"))
+        checkpointer.close()
+    state = 3 * 4 * 1024 * 1025
+    assert (
+        resident[-1] - resident[1] < state / 2
+    )  # a copy of the weights for each save would be eight thirds of it
+
+
+class _Tables(torch.nn.Module):
+    """Weights in memory that cannot be given values, or where one value is several elements."""
+
+    def __init__(self, folder):
+        super().__init__()
+        np.save(folder / "table.npy", np.linspace(-1, 1, 600, dtype=np.float32).reshape(30, 20))
+        mapped = np.load(folder / "table.npy", mmap_mode="c")  # copied on write: the file stays
+        self.mapped = torch.nn.Parameter(torch.from_numpy(mapped))
+        self.body = torch.nn.Linear(20, 20)
+        self.register_buffer("wide", torch.linspace(0, 1, 20).expand(30, 20), persistent=False)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("noise", torch.linspace(1, 2, 400).reshape(20, 20))
+
+
+class _Wide:
+    """An object whose state is an expanded tensor, which torch's own load_state_dict refuses to fill."""
+
+    def __init__(self, net):
+        self.net = net
+
+    def state_dict(self):
+        return {"wide": self.net.wide}
+
+    def load_state_dict(self, state):
+        assert torch.equal(self.net.wide, state["wide"])
+
+
+def _tables(folder, url):
+    torch.manual_seed(0)
+    net = _Tables(folder)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    checkpointer = shrinkpoint.Checkpointer(
+        url,
+        net,
+        optimizer,
+        every=EVERY,
+        adopt=True,
+        adoptions=4,
+        save_last=False,
+        compile_ahead=False,
+        evaluate=lambda: [float((net.mapped @ net.noise).square().mean()) + 1 for _ in range(2)],
+        max_degradation=0.5,
+        wide=_Wide(net),
+    )
+    digests = {}
+    for step in range(checkpointer.resume(), 3 * EVERY):
+        generator = torch.Generator().manual_seed(step)
+        optimizer.zero_grad()
+        x = torch.randn(30, 20, generator=generator)
+        (net.body(x + net.mapped + net.wide) @ net.noise).square().mean().backward()
+        optimizer.step()
+        net.count += 1
+        checkpointer.step(step + 1)
+        digests[step + 1] = [value.clone() for value in net.state_dict().values()]
+    checkpointer.close()
+    return net, digests
+
+
+def test_mapped_expanded_and_other_tensors_that_stay(tmp_path):
+    """A weight in a mapped file is adopted and its file untouched; buffers, expanded or not, are not changed by adoption."""
+    url, before = tmp_path / "run", np.linspace(-1, 1, 600, dtype=np.float32).reshape(30, 20)
+    net, true = _tables(tmp_path, url)
+    assert np.array_equal(np.load(tmp_path / "table.npy"), before)
+    assert torch.equal(net.noise, torch.linspace(1, 2, 400).reshape(20, 20))
+    assert torch.equal(net.wide, torch.linspace(0, 1, 20).expand(30, 20))
+    assert int(net.count) == 3 * EVERY
+    manifests = shrinkpoint.Saver(url).store.manifests()
+    assert all(m.meta["save"]["measured"] == "measured" for m in manifests)
+    newest = max((url / "commits").iterdir())
+    newest.unlink()  # as if training had been killed before its last commit
+    _, rest = _tables(tmp_path, url)
+    assert min(rest) == 2 * EVERY + 1
+    assert all(torch.equal(a, b) for step in rest for a, b in zip(rest[step], true[step], strict=True))
+
+
+def test_saves_at_every_step_are_said_at_the_second(tmp_path):
+    training = Training(average=False).save_to(tmp_path / "run", every=1, adoptions=STEPS)
+    training.run(1)
+    training.checkpointer.flush()
+    with pytest.warns(
+        ShrinkpointWarning, match=r"training waits for \d+% of its time: .* s at this save, of .* s since"
+    ):
+        training.run(2, quiet=False)
+    training.end()

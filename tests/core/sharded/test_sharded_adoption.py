@@ -12,6 +12,7 @@ from support.sharded_adopting import (
     STEPS,
     behind_a_kill,
     continued,
+    corrupted,
     failing,
     from_an_exact_save,
     refused,
@@ -124,6 +125,13 @@ def test_killed_at_random_moments(
             break
     print(f"{kills} kills of a rank; {again} steps were made again, all of them alike")
     assert again > 0
+
+
+def test_a_rank_that_holds_something_else_is_an_error_on_all(tmp_path: Path) -> None:
+    answers = launch(corrupted, 2, tmp_path, str(tmp_path))
+    assert len(set(answers)) == 1
+    assert answers[0].startswith("StateMismatchError: rank 1 does not have the values of 'model/")
+    assert not RunStore(str(tmp_path / "run")).manifests()
 
 
 def test_ranks_that_were_given_different_numbers(tmp_path: Path) -> None:

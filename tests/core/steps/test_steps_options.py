@@ -96,7 +96,7 @@ def test_fields(fields):
         StepLog(kind="small", **fields)
 
 
-@pytest.mark.parametrize("fields", [{"every": 2}, {"overhead": None}, {"resume_weights": True}])
+@pytest.mark.parametrize("fields", [{"every": 2}, {"quantization_step": 4.0}, {"resume_weights": True}])
 def test_fields_of_the_other_kind(fields):
     with pytest.raises(ConfigError, match="is of use with kind='small' only"):
         StepLog(**fields)

@@ -235,15 +235,3 @@ def test_an_outline_has_shapes_only(session: Make) -> None:
     assert outline.keys() == {"model"}
     assert outline["model"]["w"].shape == (4,)
     assert outline["model"]["w"].is_meta
-
-
-def test_the_state_of_a_communication_hook_is_missed_once(session: Make) -> None:
-    run = session()
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        run.warn_hook(None)
-        assert not told
-        run.warn_hook("PowerSGDState")
-        run.warn_hook("PowerSGDState")
-    (warning,) = told
-    assert "PowerSGDState" in str(warning.message)

@@ -9,7 +9,7 @@ pytest.importorskip("composer")
 from composer.core import Event, Time, Timestamp
 
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.integrations.composer.schedule import batches_between, save_scheduler
+from shrinkpoint.integrations.composer.schedule import batches_between, save_scheduler, saves_until
 
 
 class Clock:
@@ -80,3 +80,25 @@ def test_anything_else_is_refused_with_its_value_and_the_way_out(interval: Any) 
 )
 def test_batches_between_saves_are_known_where_batches_count(interval: Any, batches: int | None) -> None:
     assert batches_between(interval) == batches
+
+
+@pytest.mark.parametrize(
+    ("interval", "end", "saves"),
+    [
+        ("5ba", "44ba", 8),
+        ("50ba", "44ba", 1),
+        ("1k ba", "2500ba", 2),
+        (2, "7ep", 3),
+        ("0.1dur", "44ba", 10),
+        ("5ba", "2ep", None),
+    ],
+)
+def test_saves_until_the_end(interval: Any, end: str, saves: int | None) -> None:
+    assert saves_until(interval, Time.from_timestring(end)) == saves
+
+
+def test_saves_that_a_function_or_a_clock_decides() -> None:
+    assert saves_until(lambda state, event: True, Time.from_timestring("2ep")) is None
+    assert saves_until("5ba", None) is None
+    with pytest.raises(ConfigError, match="a clock would decide"):
+        saves_until("60sec", Time.from_timestring("2ep"))

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shrinkpoint.integrations.common.ranks import is_first, world_size
 from shrinkpoint.quality.preserve import preserved_state
+from shrinkpoint.runtime.processes import is_first, world_size
 from shrinkpoint.warn import warn
 
 __all__ = ["Buckets", "bucket_order", "restore_buckets", "stateful_hook"]

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.integrations.common.ranks import world_size
+from shrinkpoint.runtime.processes import world_size
 
 __all__ = ["alone", "wrapper_obstacle"]
 

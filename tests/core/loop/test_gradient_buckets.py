@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.bucket_program import CASES, PROCESSES, program
 
-from shrinkpoint.integrations.common.gradient_buckets import bucket_order, restore_buckets, stateful_hook
+from shrinkpoint.loop.gradient_buckets import bucket_order, restore_buckets, stateful_hook
 
 Seen = list[dict[str, dict[str, Any]]]
 

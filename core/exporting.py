@@ -1,0 +1,226 @@
+"""Exports the weights of a stored checkpoint to safetensors, some tensors at a time: a model larger than memory can be exported.
+
+The optimizer's state is neither read nor decoded. One file, or several with an index, which Hugging Face's ``from_pretrained`` reads.
+"""
+
+import json
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shrinkpoint.coding.selective import AnySource, decode_batches
+from shrinkpoint.config import SaverConfig
+from shrinkpoint.errors import ConfigError, StoreError
+from shrinkpoint.export import Exported, check_target, put_in_place
+from shrinkpoint.loading import model_names, read_chain
+from shrinkpoint.safetensors_file import SafetensorsWriter, check_file
+from shrinkpoint.state.blocks import whole_specs
+from shrinkpoint.state.training import TensorSpec
+
+if TYPE_CHECKING:
+    from shrinkpoint.container.reader import Header
+    from shrinkpoint.store.connect import StorageOptions
+    from shrinkpoint.store.urls import RunUrl
+
+__all__ = ["ExportedWeights", "bytes_of", "export_weights"]
+
+_BATCH = 2**26
+"""Bytes of tensors that are decoded together, about."""
+_UNITS = {
+    "": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportedWeights(Exported):
+    """Written weights: one file, or the index of several."""
+
+    step: int
+    """Of the checkpoint."""
+    seq: int | None
+    """Number of its commit; None of a single file."""
+    files: tuple[Path, ...]
+    """With the tensors."""
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """One file of an export."""
+
+    name: str
+    specs: dict[str, TensorSpec]
+    """By the tensors' names in the model."""
+    aliases: dict[str, str]
+
+
+def export_weights(
+    url: "RunUrl",
+    path: str | os.PathLike[str],
+    *,
+    max_shard_size: int | None = None,
+    force: bool = False,
+    storage_options: "StorageOptions" = None,
+) -> ExportedWeights:
+    """Write the weights and buffers of a checkpoint; memory is bounded by the largest tensor and some buffers.
+
+    Args:
+        url: as of `shrinkpoint.load_weights`.
+        path: ``*.safetensors``.
+        max_shard_size: bytes of tensors from which on several files are written in the place of `path`,
+            ``model-00001-of-00002.safetensors`` ..., with an index ``model.safetensors.index.json``; a larger tensor has a file of
+            its own. None: one file.
+        force: replace existing files.
+        storage_options: as of `shrinkpoint.load_weights`.
+
+    Raises:
+        ConfigError: the path cannot be written, or exists and `force` is not given.
+        CannotRepresentError: the state does not show which tensors are the model's, or safetensors has no such tensors.
+        NoCheckpointError, FormatError, ChainError, StoreError: as `shrinkpoint.load_weights`; or a file cannot be written.
+
+    Examples:
+        >>> from shrinkpoint.exporting import export_weights
+        >>> export_weights("runs/7#step=2000", "weights.safetensors").tensors
+        4
+    """
+    target = check_target(path, force=force)
+    if target.suffix != ".safetensors":
+        raise ConfigError(f"{target} must end in .safetensors: other formats are written whole")
+    if max_shard_size is not None and max_shard_size < 1:
+        raise ConfigError(f"max_shard_size={max_shard_size} must be a number of bytes, at least 1")
+
+    def read(chain: Sequence[Callable[[], AnySource]]) -> "tuple[Header, Exported]":
+        stored: dict[str, str] = {}
+
+        def choose(header: "Header") -> set[str]:
+            stored.update(model_names(header))
+            return set(stored.values())
+
+        header, wanted, batches = decode_batches(
+            chain, choose, threads=SaverConfig().encoder_threads, batch=_BATCH
+        )
+        shards = _shards(target, header, stored, max_shard_size)
+        places = {place: name for name, place in reversed(stored.items())}
+        with _writing(target, shards, force=force) as writers:
+            for rows in batches:
+                for entry, _, value in rows:
+                    spec = entry.spec
+                    if spec.name in wanted:
+                        name = places[spec.block.of if spec.block is not None else spec.name]
+                        writers[name].put(name, value, spec.block.offset if spec.block is not None else None)
+                rows.clear()
+        files = [target.parent / shard.name for shard in shards]
+        aliases = {alias: kept for shard in shards for alias, kept in shard.aliases.items()}
+        exported = ExportedWeights(
+            path=target if len(files) == 1 else _index_of(target),
+            bytes=sum(file.stat().st_size for file in files),
+            tensors=sum(len(shard.specs) for shard in shards),
+            notes=tuple(
+                f"{alias} is tied to {kept}, which contains the tensor" for alias, kept in aliases.items()
+            ),
+            step=header.step,
+            seq=None,
+            files=tuple(files),
+        )
+        return header, exported
+
+    _, exported, manifest = read_chain(url, storage_options, read)
+    return ExportedWeights(**(vars(exported) | {"seq": None if manifest is None else manifest.seq}))
+
+
+def bytes_of(text: str) -> int:
+    """A size such as ``5GB``, ``500MiB`` or ``1000000``, in bytes.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    if match is None or match[2].upper() not in _UNITS:
+        raise ConfigError(f"{text!r} is no size: write it as 5GB, 500MiB or 1000000")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def _index_of(target: Path) -> Path:
+    return target.with_name(target.name + ".index.json")
+
+
+def _shards(target: Path, header: "Header", stored: Mapping[str, str], limit: int | None) -> list[_Shard]:
+    """Which tensors are in which file, in the model's order."""
+    whole = whole_specs(record.spec for record in header.tensors.values())
+    kept: dict[str, str] = {}
+    files: list[dict[str, TensorSpec]] = [{}]
+    size = 0
+    for name, place in stored.items():
+        if kept.setdefault(place, name) != name:
+            continue
+        spec = whole[place]
+        if limit is not None and files[-1] and size + spec.nbytes > limit:
+            files.append({})
+            size = 0
+        files[-1][name] = spec
+        size += spec.nbytes
+    aliases = {name: kept[place] for name, place in stored.items() if kept[place] != name}
+    count = len(files)
+    return [
+        _Shard(
+            target.name if count == 1 else f"{target.stem}-{number:05}-of-{count:05}{target.suffix}",
+            specs,
+            {alias: name for alias, name in aliases.items() if name in specs},
+        )
+        for number, specs in enumerate(files, 1)
+    ]
+
+
+@contextmanager
+def _writing(
+    target: Path, shards: Sequence[_Shard], *, force: bool
+) -> Iterator[Mapping[str, SafetensorsWriter]]:
+    """Writers by tensor, to files next to the target that get their names when all are written, the index last."""
+    nonce = secrets.token_hex(8)
+    temporary = [target.parent / f".{shard.name}.tmp-{nonce}" for shard in shards]
+    index = target.parent / f".{target.name}.index.tmp-{nonce}"
+    try:
+        with ExitStack() as opened:
+            writers: dict[str, SafetensorsWriter] = {}
+            for file, shard in zip(temporary, shards, strict=True):
+                metadata = {"format": "pt", **shard.aliases}
+                writer = opened.enter_context(SafetensorsWriter(file, shard.specs, metadata))
+                writers.update(dict.fromkeys(shard.specs, writer))
+            yield writers
+        for file in temporary:
+            check_file(file)
+        for file, shard in zip(temporary, shards, strict=True):
+            put_in_place(file, target.parent / shard.name, force=force)
+        if len(shards) > 1:
+            index.write_text(_index(shards))
+            put_in_place(index, _index_of(target), force=force)
+            with suppress(FileNotFoundError):
+                target.unlink()  # an older export in one file, which readers would prefer
+    except OSError as error:
+        raise StoreError(f"cannot write {target}: {error.strerror or error}") from error
+    finally:
+        for file in (*temporary, index):
+            with suppress(OSError):  # the original error is the one to show
+                file.unlink()
+
+
+def _index(shards: Sequence[_Shard]) -> str:
+    """As Hugging Face's libraries write and read it."""
+    return json.dumps(
+        {
+            "metadata": {"total_size": sum(spec.nbytes for shard in shards for spec in shard.specs.values())},
+            "weight_map": {name: shard.name for shard in shards for name in shard.specs},
+        },
+        indent=2,
+    )

@@ -1,0 +1,285 @@
+"""The objects of a hand-written loop in several processes that train copies of a model, and the saver that all of them share."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from shrinkpoint.config import SaverConfig
+from shrinkpoint.errors import ConfigError
+from shrinkpoint.loop.alone import alone
+from shrinkpoint.loop.gradient_buckets import bucket_order, restore_buckets, stateful_hook
+from shrinkpoint.loop.objects import LoopObjects, Stateful
+from shrinkpoint.quality.evaluation import Evaluate, Loss
+from shrinkpoint.reports import Accepted, SaveReport
+from shrinkpoint.saver import Restored, Saver
+from shrinkpoint.saving.address import Address
+from shrinkpoint.saving.takeover import Adoption
+from shrinkpoint.sharded.agreement import require_same
+from shrinkpoint.sharded.ending import Ending
+from shrinkpoint.sharded.own import OwnState
+from shrinkpoint.sharded.ranks import Mailbox, Ranks
+from shrinkpoint.sharded.replicas import share_adopted
+from shrinkpoint.state.rng import capture_rng, diverge_rng
+from shrinkpoint.state.training import Describe, plain
+from shrinkpoint.store.connect import StorageOptions
+from shrinkpoint.store.manifest import Manifest
+from shrinkpoint.store.run import RunStore
+from shrinkpoint.store.urls import RunUrl
+from shrinkpoint.warn import warn
+
+__all__ = ["ReplicatedObjects", "ReplicatedSaver", "replicated_saver"]
+
+T = TypeVar("T")
+
+_RANKS, _BUCKETS = "ranks", "buckets"
+
+
+class ReplicatedObjects(LoopObjects):
+    """As `LoopObjects`, on one of the processes that train copies of a model together.
+
+    Args:
+        model: the trained model, or the ``DistributedDataParallel`` around it, whose order of sums is stored then.
+        optimizer: see `LoopObjects`.
+        stateful: see `LoopObjects`; what differs between the processes (samplers, say) is stored for each of them.
+    """
+
+    def __init__(self, model: Any, optimizer: Any, stateful: Mapping[str, Stateful]) -> None:
+        wrapped = isinstance(model, DistributedDataParallel)
+        super().__init__(model.module if wrapped else model, optimizer, stateful)
+        self._ranks, self._wrapper = Ranks(), model if wrapped else None
+        if self._ranks.rank == 0:
+            _warn_of_sums(model, self._ranks.world)
+
+    def state(self, step: int) -> dict[str, Any]:
+        """See `LoopObjects.state`; a collective."""
+        state = super().state(step)
+        own = self._ranks.on_every(self._own)
+        known = self._ranks.broadcast(own.digests())
+        kept: dict[str, dict[str, Any]] = {}
+        for (group, name), part in own.without(known).parts.items():
+            kept.setdefault(group, {})[name] = part.to_object()
+        return {**state, _RANKS: self._ranks.gather(kept), _BUCKETS: bucket_order(self._wrapper)}
+
+    def _own(self) -> OwnState:
+        groups = {
+            "rng": capture_rng(),
+            "stateful": {name: value.state_dict() for name, value in self.stateful.items()},
+        }
+        return OwnState.take(groups, self._ranks.rank)
+
+    def load(self, state: Any, url: str, *, warns: bool = True) -> None:
+        """See `LoopObjects.load`; a collective."""
+        stored = state.get(_RANKS) if isinstance(state, dict) else None
+        rank, world = self._ranks.rank, self._ranks.world
+        written = len(stored) if isinstance(stored, list) else 1
+        if isinstance(stored, list) and rank < written:
+            own = stored[rank]
+            merged = {group: {**state[group], **values} for group, values in own.items() if group in state}
+            state = {**state, **merged}
+        super().load(state, url, warns=warns)
+        restore_buckets(self._wrapper, state.get(_BUCKETS) or [])
+        if written == world:
+            return
+        if rank >= written:
+            diverge_rng(rank)
+        if warns and rank == 0:
+            warn(
+                f"the run was written by {written} processes, and is continued by {world}: it goes on from the same weights, but not bit"
+                " by bit"
+            )
+
+
+def _warn_of_sums(model: Any, world: int) -> None:
+    if not isinstance(model, DistributedDataParallel):
+        if world > 2:  # a + b = b + a
+            warn(
+                "the model that the Checkpointer was given is no DistributedDataParallel: where it is inside of one, give that one, for"
+                " the order in which it sums gradients is needed to continue bit by bit",
+                stacklevel=5,
+            )
+    elif (hook := stateful_hook(model)) is not None:
+        warn(
+            f"checkpoints leave out the state of the DDP communication hook, a {hook}: a continued run starts with a fresh one, and is"
+            " not bit-identical",
+            stacklevel=5,
+        )
+
+
+def replicated_saver(
+    url: RunUrl,
+    config: SaverConfig,
+    *,
+    storage_options: StorageOptions,
+    parity: int | None,
+    tried: bool,
+) -> "ReplicatedSaver":
+    """The saver of a loop that several processes run on copies of a model.
+
+    Args:
+        url: as of `Checkpointer`.
+        config: how to save.
+        storage_options: as of `Checkpointer`.
+        parity: as of `Checkpointer`.
+        tried: whether steps from a restored state could be tried, which is not done yet.
+    """
+    saver = ReplicatedSaver(url, config, storage_options=storage_options, parity=parity)
+    if tried and dist.get_rank() == 0:
+        warn("train_loss= is not used where several processes train: evaluate= alone measures", stacklevel=4)
+    return saver
+
+
+class ReplicatedSaver:
+    """As `shrinkpoint.saver.Saver`, for processes that train copies of a model: the first one measures, quantizes and stores.
+
+    Every method but `begin`, `poll`, `reports` and `close` is a collective: all ranks call it, with the same arguments. An error on
+    one rank is raised on all.
+
+    Args:
+        url: see `Saver`.
+        config: how to save, with ``adopt=True``.
+        storage_options: see `Saver`.
+        parity: see `Saver`.
+    """
+
+    def __init__(
+        self,
+        url: RunUrl,
+        config: SaverConfig,
+        *,
+        storage_options: StorageOptions = None,
+        parity: int | None = None,
+    ) -> None:
+        self._ranks = Ranks()
+        self._saver = Saver(url, config, storage_options=storage_options, parity=parity)
+        self._mailbox: Mailbox | None = None
+        self.url = self._saver.url
+        self.config = config
+        self.failed = False
+        """Whether the last save that was accepted could not be stored, as of the last `flush`."""
+
+    @property
+    def store(self) -> RunStore:
+        """The run's checkpoints."""
+        return self._saver.store
+
+    def check(self) -> None:
+        """See `Saver.check`; all ranks must have been given the same.
+
+        Raises:
+            ConfigError: they were not.
+            StoreError, RunMismatchError: as `Saver.check`.
+        """
+        require_same(self._ranks, self.url, self.config)
+        self._on_first(self._saver.check)
+        self._mailbox = Mailbox(self._ranks)
+
+    def ending(self) -> Ending:
+        """See `ShardedSaver.ending`."""
+        mailbox = self._mailbox
+        if mailbox is None:
+            raise ConfigError("call check() first, on every rank")
+        return self._ranks.on_every(lambda: Ending(mailbox))
+
+    def begin(self, state: object, *, step: int = 0, describe: Describe = plain) -> None:
+        """See `Saver.begin`."""
+        if self._ranks.rank == 0:
+            self._saver.begin(state, step=step, describe=describe)
+
+    def save(
+        self,
+        state: object,
+        *,
+        step: int,
+        describe: Describe = plain,
+        metrics: Mapping[str, float] | None = None,
+        evaluate: Evaluate | None = None,
+        resumed: object = None,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+        exact: bool = False,
+        wait: bool = False,
+        adoption: Adoption | None = None,
+    ) -> Accepted | None:
+        """See `Saver.save`; with `adoption` every rank has the values that are stored when this returns.
+
+        Args:
+            evaluate: called on the first rank alone, where it must not communicate with the others.
+            resumed: not used yet.
+        """
+        if adoption is not None:
+            settings = {**adoption.settings, "ranks": self._ranks.world}
+            adoption = Adoption(live=adoption.live, settings=settings)
+        accepted = self._on_first(
+            lambda: self._saver.save(
+                state,
+                step=step,
+                describe=describe,
+                metrics=metrics,
+                evaluate=None if evaluate is None else _alone(evaluate),
+                optimizers=optimizers,
+                exact=exact,
+                wait=wait,
+                adoption=adoption,
+            )
+        )
+        if adoption is not None:
+            share_adopted(self._ranks, self._saver.adopted, adoption.live)
+        if wait:
+            self._learn()
+        return accepted
+
+    def poll(self) -> float:
+        """See `Saver.poll`."""
+        return self._saver.poll() if self._ranks.rank == 0 else 0.0
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """See `Saver.flush`."""
+        done = self._on_first(lambda: self._saver.flush(timeout_s))
+        self._learn()
+        return done
+
+    def _learn(self) -> None:
+        self.failed = self._ranks.broadcast(self._saver.failed)
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """See `Saver.close`; no collective, so that it may be called after an error."""
+        return self._saver.close(timeout_s) if self._ranks.rank == 0 else True
+
+    def reports(self) -> list[SaveReport]:
+        """See `Saver.reports`: those of the first rank."""
+        return self._saver.reports()
+
+    def newest(self) -> Manifest | None:
+        """See `Saver.newest`."""
+        return self._on_first(self._saver.newest)
+
+    def restore(self, which: Manifest | int | None = None, *, adopt: bool = True) -> Restored | None:
+        """See `Saver.restore`; every rank reads the checkpoint that the first one has found."""
+
+        def find() -> Manifest | None:
+            if isinstance(which, Manifest):
+                return which
+            if which is None:
+                return self._saver.newest()
+            return Address(url=self.url, step=which).find(self.store.manifests())
+
+        manifest = self._on_first(find)
+        if manifest is None:
+            return None
+        first = self._ranks.rank == 0
+        return self._ranks.on_every(lambda: self._saver.restore(manifest, adopt=adopt and first))
+
+    def _on_first(self, action: Callable[[], T]) -> T:
+        return self._ranks.broadcast(
+            self._ranks.on_every(lambda: action() if self._ranks.rank == 0 else None)
+        )
+
+
+def _alone(evaluate: Evaluate) -> Evaluate:
+    def evaluated(weights: Mapping[str, torch.Tensor]) -> Loss:
+        with alone():
+            return evaluate(weights)
+
+    return evaluated

@@ -1,0 +1,105 @@
+"""Brings a state from the ranks' shards to the owners of its tensors, as planned for a layout."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from shrinkpoint.errors import StoreError
+from shrinkpoint.sharded.boxes import Box, Piece
+from shrinkpoint.sharded.capture import renamed_tensors
+from shrinkpoint.sharded.copies import check_copies, fingerprints
+from shrinkpoint.sharded.exchange import Buffers, ExchangePlan, Target
+from shrinkpoint.sharded.layout import Layout, block_box
+from shrinkpoint.sharded.ranks import Ranks
+from shrinkpoint.state.training import TensorSpec, TrainingState
+from shrinkpoint.state.tree import JSON
+
+__all__ = ["Gathering", "NoMemoryError"]
+
+
+class NoMemoryError(StoreError):
+    """A rank has too little memory for a save."""
+
+
+class _Prepared(NamedTuple):
+    tensors: dict[str, torch.Tensor]
+    buffers: Buffers
+    fingerprints: list[int | None]
+
+
+class Gathering:
+    """What one rank does at each save of a layout.
+
+    Args:
+        rank: this one.
+        world: number of ranks.
+        layout: what all ranks hold.
+        owners: by the name of each stored tensor, its spec and its owner.
+    """
+
+    def __init__(
+        self, rank: int, world: int, layout: Layout, owners: Mapping[str, tuple[TensorSpec, int]]
+    ) -> None:
+        self._layout = layout
+        self._blocks = {name: spec for name, (spec, owner) in owners.items() if owner == rank}
+        targets: dict[str, list[Target]] = {}
+        for spec, owner in owners.values():
+            name, box = block_box(spec)
+            targets.setdefault(name, []).append(Target(box, owner))
+        self._plan = ExchangePlan(
+            rank, world, layout.specs, layout.holders, targets, first_alone=layout.first_alone
+        )
+        self._is_new = True
+
+    def gathered(
+        self, ranks: Ranks, tree: JSON, pieces: Mapping[str, Sequence[Piece]]
+    ) -> tuple[TrainingState, int]:
+        """Whole tensors of this rank's own, in host memory; a collective, on the training thread.
+
+        Args:
+            ranks: all of them.
+            tree: of this rank's state.
+            pieces: what this rank holds of each tensor.
+
+        Returns:
+            What this rank is to code, and the bytes that it has sent to others.
+
+        Raises:
+            NoMemoryError: a rank has too little memory. CannotRepresentError: see `check_copies`. On every rank.
+        """
+        # what may fail on one rank comes before the first collective that the others would wait in
+        try:
+            prepared = ranks.on_every(lambda: self._prepared(ranks, pieces))
+        except StoreError as error:
+            raise NoMemoryError(str(error)) from error
+        check_copies(ranks, self._layout.unproven, prepared.fingerprints)
+        self._is_new = False
+        places: dict[tuple[str, Box], torch.Tensor] = {
+            block_box(self._blocks[name]): tensor for name, tensor in prepared.tensors.items()
+        }
+        locals_ = {(name, piece.box): piece.local for name, own in pieces.items() for piece in own}
+        moved = self._plan.run(
+            ranks,
+            prepared.buffers,
+            lambda name, box: locals_[name, box],
+            lambda name, box: places[name, box],
+        )
+        state = TrainingState(
+            renamed_tensors(tree, self._layout.aliases), prepared.tensors, dict(self._blocks)
+        )
+        return state, moved
+
+    def _prepared(self, ranks: Ranks, pieces: Mapping[str, Sequence[Piece]]) -> _Prepared:
+        try:
+            return _Prepared(
+                {name: torch.empty(spec.shape, dtype=spec.dtype) for name, spec in self._blocks.items()},
+                self._plan.buffers(ranks.device),
+                fingerprints(self._layout.unproven, pieces, whole=self._is_new),
+            )
+        except (MemoryError, RuntimeError) as error:  # torch's allocators raise RuntimeErrors
+            size = sum(spec.nbytes for spec in self._blocks.values())
+            raise StoreError(
+                f"too little host memory for a copy of what this rank stores, {size / 1e6:.3g} MB:"
+                f" {str(error).splitlines()[0][:200]}"
+            ) from error

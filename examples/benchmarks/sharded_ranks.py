@@ -1,0 +1,199 @@
+"""What a sharded training waits for at a save, and what a restore reads and takes; by real ranks with gloo, on this machine.
+
+    python examples/benchmarks/sharded_ranks.py [--ranks 4] [--width 512] [--layers 12] [--saves 6]
+
+First table: how long training is blocked at each save, beside the exchange alone, which is the snapshot as well: each rank's shards are
+copied into the memory of their owners. The first save plans the exchange, later ones use the plan. Second table: the same run
+restored by other numbers of ranks, each in a process of its own: the bytes that a rank reads for each byte that it needs, the greatest
+of all ranks; and by how much its resident memory grows at most, for each byte of its shard. All times are of this machine, as it is.
+"""
+
+import argparse
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import shrinkpoint
+from shrinkpoint.coding.selective import Source
+from shrinkpoint.sharded.exchange import ExchangePlan
+from shrinkpoint.store.run import RunStore
+
+
+def join(rank: int, world: int, meeting: str) -> None:
+    """Become one of some ranks."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
+
+
+def build(width: int, layers: int, world: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A stack of layers, sharded by FSDP2, after a step of AdamW on made-up gradients."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(width, 4 * width) for _ in range(layers)))
+    mesh = init_device_mesh("cpu", (world,))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    step(model, optimizer)
+    return model, optimizer
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """One step on made-up gradients."""
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+
+
+def checkpointer_of(url: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    """As a training makes it."""
+    return shrinkpoint.Checkpointer(
+        url, model, optimizer, scheme="lossless", busy="wait", threads=1, save_last=False
+    )
+
+
+def most(value: float) -> float:
+    """Of all ranks."""
+    tensor = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return float(tensor)
+
+
+def save(rank: int, world: int, meeting: str, url: str, options: Any, out: Any) -> None:
+    """Some saves; what training waited for at each."""
+    join(rank, world, meeting)
+    model, optimizer = build(options.width, options.layers, world)
+    checkpointer = checkpointer_of(url, model, optimizer)
+    run, spent = ExchangePlan.run, [0.0]
+
+    def timed(self: ExchangePlan, *given: Any) -> int:
+        started = time.perf_counter()
+        moved = run(self, *given)
+        spent[0] = time.perf_counter() - started
+        return moved
+
+    ExchangePlan.run = timed  # type: ignore[method-assign]
+    for number in range(1, options.saves + 1):
+        step(model, optimizer)
+        dist.barrier()
+        accepted = checkpointer.save(number)
+        blocked = most(accepted.blocked_s)
+        exchange = most(spent[0])
+        checkpointer.flush()
+        if rank == 0:
+            out.put((number, blocked, exchange))
+    checkpointer.close()
+    dist.barrier()
+
+
+def memory(field: str) -> int:
+    """Of this process, in bytes."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split(f"{field}:")[1].split()[0]) * 1024
+
+
+def restore(rank: int, world: int, meeting: str, url: str, options: Any, out: Any) -> None:
+    """A restore; what it read, and what memory it took."""
+    join(rank, world, meeting)
+    model, optimizer = build(options.width, options.layers, world)
+    fetched, needed = [0], [0]
+    ranged, blob, entries = RunStore.fetch_range, RunStore.fetch_blob, Source.entries
+
+    def fetch_range(store: RunStore, ref: Any, start: int, end: int) -> bytes:
+        fetched[0] += end - start
+        return ranged(store, ref, start, end)
+
+    def fetch_blob(store: RunStore, ref: Any, *rest: Any) -> bytes:
+        fetched[0] += ref.size
+        return blob(store, ref, *rest)
+
+    def of(source: Source, names: Any) -> Any:
+        found = entries(source, names)
+        needed[0] += sum(len(data) for entry in found for data in entry.encoded.sections.values())
+        return found
+
+    RunStore.fetch_range, RunStore.fetch_blob, Source.entries = fetch_range, fetch_blob, of  # type: ignore[method-assign]
+    checkpointer = checkpointer_of(url, model, optimizer)
+    local = sum(
+        tensor.to_local().nbytes if hasattr(tensor, "to_local") else tensor.nbytes
+        for tensor in (
+            *model.parameters(),
+            *(value for state in optimizer.state.values() for value in state.values()),
+        )
+    )
+    largest = max(parameter.numel() * 4 for parameter in model.parameters())
+    Path("/proc/self/clear_refs").write_text("5")
+    before = memory("VmRSS")
+    checkpointer.resume()
+    grown = memory("VmHWM") - before
+    answer = (
+        most(fetched[0] / max(1, needed[0])),
+        most(grown / local),
+        most(grown / (1.5 * local + largest)),
+        most(local),
+    )
+    if rank == 0:
+        out.put(answer)
+    dist.barrier()
+
+
+def spawned(function: Any, world: int, folder: Path, *arguments: Any) -> list[Any]:
+    """What the first of some ranks puts out."""
+    queue = mp.get_context("spawn").SimpleQueue()
+    meeting = str(folder / f"meeting-{time.monotonic_ns()}")
+    mp.spawn(function, (world, meeting, *arguments, queue), nprocs=world)  # type: ignore[no-untyped-call]
+    found = []
+    while not queue.empty():
+        found.append(queue.get())
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--saves", type=int, default=6)
+    parser.add_argument("--restores", type=int, nargs="*", default=[2, 3, 4])
+    options = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    console = Console(width=120)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        url = str(folder / "run")
+        table = Table(title=f"{options.ranks} ranks: milliseconds, the slowest rank's")
+        for column in ("save", "blocked", "snapshot and exchange", "more than these"):
+            table.add_column(column, justify="right")
+        for number, blocked, exchange in spawned(save, options.ranks, folder, url, options):
+            table.add_row(
+                str(number), *(f"{1e3 * value:.1f}" for value in (blocked, exchange, blocked - exchange))
+            )
+        console.print(table)
+        table = Table(title=f"restored, after {options.ranks} ranks have written a base and deltas")
+        for column in (
+            "ranks",
+            "MB of a rank's shard",
+            "bytes read / needed",
+            "memory grown / shard",
+            "grown / (1.5 shards + largest tensor)",
+        ):
+            table.add_column(column, justify="right")
+        for world in options.restores:
+            [(read, grown, bound, local)] = spawned(restore, world, folder, url, options)
+            table.add_row(str(world), f"{local / 1e6:.1f}", f"{read:.2f}", f"{grown:.2f}", f"{bound:.2f}")
+        console.print(table)
+
+
+if __name__ == "__main__":
+    main()

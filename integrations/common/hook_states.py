@@ -1,0 +1,240 @@
+"""The states of DDP's communication hooks: errors of compressed gradients that are fed back, counters and generators.
+
+Each process has its own, which follow neither from the weights nor from the gradients that all processes share, and may be as large
+as the model. So they are part of exact checkpoints, and of an exact step log. torch's own hooks keep them in an object that is
+given to ``register_comm_hook``; what a hook keeps elsewhere cannot be found.
+"""
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shrinkpoint.integrations.common.ranks import gather_first, is_first, rank, world_size
+from shrinkpoint.warn import warn
+
+__all__ = ["HookStates", "hidden_state", "restore_hook_states"]
+
+_ITEMS = "items"
+_LEFT = (ModuleType, FunctionType, BuiltinFunctionType, MethodType, type)
+"""Settings that a program makes again, and no state."""
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+
+
+class HookStates:
+    """Captures the states of a model's hooks for checkpoints and logs.
+
+    Args:
+        wanted: whether they are stored; otherwise `capture` returns none.
+    """
+
+    def __init__(self, *, wanted: bool) -> None:
+        self._wanted = wanted
+        self.nbytes = 0
+        """Of the tensors captured last, of all processes; on the first rank."""
+
+    def capture(self, model: Any) -> list[Any]:
+        """The states of all processes, in the order of their ranks; on the first rank, and called on every one.
+
+        Args:
+            model: as it is trained; one that is no ``DistributedDataParallel`` has none.
+        """
+        states = _states(model)
+        if not self._wanted or not states or hidden_state(model) is not None:
+            return []
+        found = gather_first([_captured(state) for state in states])
+        self.nbytes = _bytes_of(found)
+        return found
+
+
+def restore_hook_states(model: Any, stored: Sequence[Any]) -> None:
+    """Restore this process's states; called on every rank, before the first step and after the buckets are restored.
+
+    Args:
+        model: as it is to be trained.
+        stored: from `HookStates.capture`; empty where there were none.
+    """
+    live = _states(model)
+    if not stored or len(stored) != world_size():
+        return  # of another number of processes: there is a warning where the rest is restored
+    mine = stored[rank()]
+    names = [type(state).__qualname__ for state in live]
+    before = [one["type"] for one in mine]
+    if names != before:
+        if is_first():
+            warn(
+                f"the checkpoint has the states of the DDP communication hooks {before or 'none'}, and this training has {names or 'none'}:"
+                " they start afresh, and the run is not bit-identical"
+            )
+        return
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    for state, values in zip(live, mine, strict=True):
+        _load(state, values, device)
+
+
+def hidden_state(model: object) -> str | None:
+    """Why the states of a model's hooks cannot be stored; None where they can."""
+    for hook, state in _hooks(model):
+        name = getattr(hook, "__qualname__", type(hook).__qualname__)
+        found = _hidden_in(hook, state)
+        if found is not None:
+            return f"the DDP communication hook {name} keeps a state of its own ({found}) besides the one it was registered with"
+        if state is not None and not isinstance(state, dist.ProcessGroup) and not _has_methods(state):
+            for key, value in _values(state).items():
+                problem = None if _is_left(value) else _unknown_in(value, key)
+                if problem is not None:
+                    return f"the state of the DDP communication hook {name}, a {type(state).__qualname__}, contains {problem}"
+    return None
+
+
+def _hooks(model: object) -> list[tuple[Any, Any]]:
+    if not dist.is_available() or not isinstance(model, nn.parallel.DistributedDataParallel):
+        return []
+    if getattr(model, "mixed_precision", None) is not None:  # a hook of DDP's own
+        return []
+    return [(hook, state) for hook, state in getattr(model, "_comm_hooks", [])]
+
+
+def _states(model: object) -> list[Any]:
+    return [
+        state for _, state in _hooks(model) if state is not None and not isinstance(state, dist.ProcessGroup)
+    ]
+
+
+def _has_methods(state: object) -> bool:
+    return hasattr(state, "state_dict") and hasattr(state, "load_state_dict")
+
+
+def _is_left(value: object) -> bool:
+    return isinstance(value, (*_LEFT, dist.ProcessGroup))
+
+
+def _values(state: Any) -> dict[Any, Any]:
+    if isinstance(state, Mapping):
+        return dict(state)
+    if isinstance(state, list):
+        return {_ITEMS: state}
+    slots = [
+        name
+        for kind in type(state).__mro__
+        for name in getattr(kind, "__slots__", ())
+        if hasattr(state, name)
+    ]
+    return {name: getattr(state, name) for name in slots} | dict(getattr(state, "__dict__", {}))
+
+
+def _captured(state: Any) -> dict[str, Any]:
+    kind = type(state).__qualname__
+    if _has_methods(state):
+        return {"type": kind, "state": state.state_dict()}
+    kept = {name: _content(value) for name, value in _values(state).items() if not _is_left(value)}
+    return {"type": kind, "values": kept}
+
+
+def _content(value: Any) -> Any:
+    if isinstance(value, (np.random.RandomState, torch.Generator)):
+        return value.get_state()
+    return value
+
+
+def _load(state: Any, stored: Mapping[str, Any], device: torch.device) -> None:
+    if "state" in stored:
+        state.load_state_dict(stored["state"])
+        return
+    values = {name: _on(value, device) for name, value in stored["values"].items()}
+    if isinstance(state, MutableMapping):
+        kept = {name: value for name, value in state.items() if _is_left(value)}
+        state.clear()
+        state.update(kept | values)
+    elif isinstance(state, list):
+        state[:] = values[_ITEMS]
+    else:
+        for name, value in values.items():
+            live = getattr(state, name, None)
+            if isinstance(live, torch.Generator):
+                live.set_state(value.cpu())
+            elif isinstance(live, np.random.RandomState):
+                live.set_state(value)
+            elif isinstance(live, MutableMapping):  # a defaultdict stays one
+                live.clear()
+                live.update(value)
+            else:
+                setattr(state, name, value)
+
+
+def _on(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: _on(item, device) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_on(item, device) for item in value)
+    return value
+
+
+def _unknown_in(value: Any, where: object) -> str | None:
+    """The first part of a value that cannot be stored, for a message."""
+    if isinstance(value, (torch.Tensor, np.ndarray, np.generic, *_PLAIN)):
+        return None
+    if isinstance(value, (np.random.RandomState, torch.Generator)):
+        return None
+    if isinstance(value, Mapping):
+        parts = [(f"{where}[{key!r}]", item) for key, item in value.items()]
+    elif type(value) in (list, tuple, set, frozenset):
+        parts = [(f"{where}[{index}]", item) for index, item in enumerate(value)]
+    else:
+        return f"{where}, a {type(value).__qualname__}, which cannot be stored"
+    return next((found for name, item in parts if (found := _unknown_in(item, name)) is not None), None)
+
+
+def _hidden_in(hook: Any, state: object, depth: int = 8) -> str | None:
+    """What a hook's closure or object keeps that may change."""
+    inner = getattr(hook, "func", None)  # a partial function
+    if inner is not None and not isinstance(hook, FunctionType):
+        given = [*getattr(hook, "args", ()), *getattr(hook, "keywords", {}).values()]
+        return _first_hidden([inner, *given], ["function", *(["argument"] * len(given))], state, depth)
+    if not isinstance(hook, _LEFT):
+        return None if hook is state else f"its object, a {type(hook).__qualname__}"
+    owner = getattr(hook, "__self__", None)
+    if owner is not None and owner is not state and not _is_left(owner):
+        return f"its object, a {type(owner).__qualname__}"
+    code = getattr(hook, "__code__", None)
+    cells = getattr(hook, "__closure__", None) or ()
+    names = code.co_freevars if code is not None and cells else ()
+    return _first_hidden([_cell(cell) for cell in cells], names, state, depth)
+
+
+def _first_hidden(values: Sequence[Any], names: Sequence[str], state: object, depth: int) -> str | None:
+    for name, value in zip(names, values, strict=True):
+        if value is state or isinstance(value, (dist.ProcessGroup, ModuleType, type, *_PLAIN)):
+            continue
+        if isinstance(value, tuple) and all(isinstance(item, _PLAIN) for item in value):
+            continue
+        if callable(value) and not isinstance(value, nn.Module) and depth:
+            found = _hidden_in(value, state, depth - 1)
+            if found is None and isinstance(value, _LEFT):
+                continue
+            if found is not None:
+                return found
+        return f"{name!r}, a {type(value).__qualname__}"
+    return None
+
+
+def _cell(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return None
+
+
+def _bytes_of(value: Any) -> int:
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return int(value.nbytes)
+    items = (
+        value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    )
+    return sum(map(_bytes_of, items))

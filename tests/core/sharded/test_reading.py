@@ -1,0 +1,140 @@
+"""What a restore reads, in bytes: each rank what it needs of a chain, whatever the number of ranks."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import shrinkpoint
+from shrinkpoint.coding.selective import Source, decode_batches, decode_rows, sources_of_run
+from shrinkpoint.sharded import restoring
+from shrinkpoint.state.blocks import BLOCK_ELEMENTS
+from shrinkpoint.store.run import RunStore
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base and a delta, each of some MB."""
+    url = tmp_path_factory.mktemp("reading") / "run"
+    model = torch.nn.Sequential(*(torch.nn.Linear(128, 128) for _ in range(12)))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    checkpointer = shrinkpoint.Checkpointer(
+        url,
+        model,
+        optimizer,
+        every=1,
+        scheme="lossless",
+        busy="wait",
+        threads=1,
+        key_every=9,
+        save_last=False,
+    )
+    for step in range(2):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step))
+        optimizer.step()
+        checkpointer.step(step + 1)
+    checkpointer.close()
+    return url
+
+
+class Counted:
+    """Bytes that are fetched from runs, and bytes of the tensors that are decoded of these."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.fetched = self.needed = self.whole = 0
+        ranged, blob, entries = RunStore.fetch_range, RunStore.fetch_blob, Source.entries
+
+        def fetch_range(store: RunStore, ref: Any, start: int, end: int) -> bytes:
+            self.fetched += end - start
+            return ranged(store, ref, start, end)
+
+        def fetch_blob(store: RunStore, ref: Any, *rest: Any) -> bytes:
+            self.fetched += ref.size
+            self.whole += 1
+            return blob(store, ref, *rest)
+
+        def of(source: Source, names: Any) -> Any:
+            found = entries(source, names)
+            self.needed += sum(len(data) for entry in found for data in entry.encoded.sections.values())
+            return found
+
+        patch.setattr(RunStore, "fetch_range", fetch_range)
+        patch.setattr(RunStore, "fetch_blob", fetch_blob)
+        patch.setattr(Source, "entries", of)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_ranks_read_less_than_twice_what_they_need(
+    run: Path, world: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, whoever needed more than 30 % of a container fetched all of it: three times as much for three ranks."""
+    store = RunStore(run)
+    manifest = store.manifests()[0]
+    assert len(manifest.chain) == 2
+    assert all(ref.size > 2**20 for ref in manifest.chain)
+    plan = restoring._plan(store, manifest)
+    found: dict[str, torch.Tensor] = {}
+    for rank in range(world):
+        counted = Counted(monkeypatch)
+        ranks: Any = SimpleNamespace(rank=rank, world=world)
+        decoded = restoring._decode(store, ranks, plan, 1, BLOCK_ELEMENTS)
+        monkeypatch.undo()
+        print(f"rank {rank} of {world}: read {counted.fetched}, needed {counted.needed}")
+        assert 0 < counted.needed <= counted.fetched <= 2 * counted.needed
+        assert counted.whole == 0
+        found |= decoded.values
+    wanted = shrinkpoint.load(run)["model"]
+    assert all(torch.equal(found[f"model/{name}"], tensor) for name, tensor in wanted.items())
+
+
+def test_batches_are_the_same_rows_and_forget_what_they_have_read(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = RunStore(run)
+    manifest = store.manifests()[0]
+    chain = sources_of_run(store, manifest)
+    _, wanted, rows = decode_rows(chain, lambda header: header.tensors.keys())
+    opened: list[Source] = []
+    original = Source.__init__
+    monkeypatch.setattr(
+        Source, "__init__", lambda self, *rest: (opened.append(self), original(self, *rest))[1]
+    )
+    _, again, batches = decode_batches(chain, lambda header: header.tensors.keys(), batch=2**18)
+    assert again == wanted
+    found: dict[str, torch.Tensor] = {}
+    count = 0
+    for batch in batches:
+        count += 1
+        assert sum(value.nbytes for _, _, value in batch) <= 2**18
+        found |= {entry.spec.name: value for entry, _, value in batch}
+        assert all(source._whole is None and not source._spans for source in opened)
+    assert count > 5
+    assert found.keys() == {entry.spec.name for entry, _, _ in rows}
+    assert all(torch.equal(found[entry.spec.name], value) for entry, _, value in rows)
+
+
+def test_a_range_that_was_damaged_on_its_way_is_read_again(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = RunStore(run)
+    manifest = store.manifests()[0]
+    original, calls = RunStore.fetch_range, []
+
+    def damaged(self: RunStore, ref: Any, start: int, end: int) -> bytes:
+        data = bytearray(original(self, ref, start, end))
+        calls.append(start)
+        if start > 0 and len(data) > 1000:
+            data[500] ^= 1
+        return bytes(data)
+
+    monkeypatch.setattr(RunStore, "fetch_range", damaged)
+    names = [f"model/{number}.weight" for number in range(3)]
+    _, _, rows = decode_rows(sources_of_run(store, manifest), lambda header: names)
+    wanted = shrinkpoint.load(run)["model"]
+    for entry, _, value in rows:
+        if entry.spec.name in names:
+            assert torch.equal(value, wanted[entry.spec.name.removeprefix("model/")])
+    assert len(calls) > 3
