@@ -406,9 +406,22 @@ class _Tables(torch.nn.Module):
         mapped = np.load(folder / "table.npy", mmap_mode="c")  # copied on write: the file stays
         self.mapped = torch.nn.Parameter(torch.from_numpy(mapped))
         self.body = torch.nn.Linear(20, 20)
-        self.register_buffer("wide", torch.linspace(0, 1, 20).expand(30, 20))
+        self.register_buffer("wide", torch.linspace(0, 1, 20).expand(30, 20), persistent=False)
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
         self.register_buffer("noise", torch.linspace(1, 2, 400).reshape(20, 20))
+
+
+class _Wide:
+    """An object whose state is an expanded tensor, which torch's own load_state_dict refuses to fill."""
+
+    def __init__(self, net):
+        self.net = net
+
+    def state_dict(self):
+        return {"wide": self.net.wide}
+
+    def load_state_dict(self, state):
+        assert torch.equal(self.net.wide, state["wide"])
 
 
 def _tables(folder, url):
@@ -426,6 +439,7 @@ def _tables(folder, url):
         compile_ahead=False,
         evaluate=lambda: [float((net.mapped @ net.noise).square().mean()) + 1 for _ in range(2)],
         max_degradation=0.5,
+        wide=_Wide(net),
     )
     digests = {}
     for step in range(checkpointer.resume(), 3 * EVERY):

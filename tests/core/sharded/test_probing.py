@@ -23,9 +23,11 @@ def _compare(tmp_path: Path, kind: str, world: int, limit: int | None = None) ->
     seen, reports = answers[0]
     assert [(report.step, report.measured) for report in reports] == [(2, "measured"), (4, "measured")]
     assert sum(report.evaluations for report in reports) == len(seen) >= 7
+    # tensor parallelism adds parts of products in another order: fp32's spacing at such losses is 1e-6
+    near = {"rel": 1e-6} if kind == "tp" else {"abs": 1e-6}
     for own, _ in answers:
         for on_shards, whole, _ in own:
-            assert on_shards == pytest.approx(whole, abs=1e-6)
+            assert on_shards == pytest.approx(whole, **near)
     evaluated = [[at for *_, at in own] for own, _ in answers]
     assert all(other == evaluated[0] for other in evaluated), "the ranks evaluated different weights"
     # noise, the true weights, what is restored, and its mirror image
