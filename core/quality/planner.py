@@ -129,7 +129,7 @@ class Planner:
         plan = self._choose(save_context, whole, resume, exact)
         self._cost = plan.cost or plan.rise or EXACT
         cost = self._whole_cost(plan, save_context.step)
-        if plan.baseline is not None:
+        if plan.baseline is not None and math.isfinite(plan.baseline):
             self._baseline = save_context.step, plan.baseline
         return replace(plan, allowed=share, whole=cost, overhead=self.overhead)
 
@@ -141,7 +141,7 @@ class Planner:
             return RestoreCost(0.0, 0.0)
         measured = max(plan.rise, _cost(plan), key=lambda rise: rise.high)
         fall = 0.0
-        if self._baseline is not None and plan.baseline is not None:
+        if self._baseline is not None and plan.baseline is not None and math.isfinite(plan.baseline):
             fall = fall_of(self._baseline, (step, plan.baseline), self._config.loss_floor)
         lost = self.guard.lost_steps if self.guard is not None else 0.0
         config = self._config

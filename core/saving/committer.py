@@ -1,5 +1,6 @@
 """Turns snapshots into committed checkpoints, each a base or a delta against the one before: the background half."""
 
+import math
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -419,6 +420,11 @@ def report_of(job: Job, plan: Plan, encoded: EncodedState, size: int = 0) -> Sav
     )
 
 
+def _finite(value: float) -> float | None:
+    """The value, or None for what JSON has no number for: the evaluation gave none either."""
+    return value if math.isfinite(value) else None
+
+
 def measured_of(plan: Plan) -> dict[str, Any]:
     """What a report says of the measurements behind a plan."""
     return {
@@ -426,8 +432,8 @@ def measured_of(plan: Plan) -> dict[str, Any]:
         "degradation_low": plan.degradation_low,
         "degradation_high": plan.degradation_high,
         "degradation_luck": plan.degradation_luck,
-        "cost": plan.whole.mean if plan.whole is not None else None,
-        "cost_high": plan.whole.high if plan.whole is not None else None,
+        "cost": _finite(plan.whole.mean) if plan.whole is not None else None,
+        "cost_high": _finite(plan.whole.high) if plan.whole is not None else None,
         "measured": plan.measured,
         "allowed": plan.allowed,
         "resumed": {str(steps): rise.mean for steps, rise in plan.resumed.items()},

@@ -59,7 +59,7 @@ def test_training_that_does_not_adopt_differs() -> None:
 
     def saving(where: str) -> CompressedCheckpoint:
         return CompressedCheckpoint(
-            f"{url}/{where}", save_interval=case.interval, busy="wait", max_degradation=0.5
+            f"{url}/{where}", save_interval=case.interval, busy="wait", max_degradation=0.5, guards=False
         )
 
     whole = fit(saving("whole"), setup=case.setup)
