@@ -224,8 +224,13 @@ def exchange(
     Raises:
         StoreError: a rank has too little memory for it; on every rank, and nothing is filled.
     """
-    plan = ExchangePlan(ranks.rank, ranks.world, specs, sources, targets)
-    buffers = ranks.on_every(lambda: plan.buffers(ranks.device))
+
+
+    def planned() -> tuple[ExchangePlan, Buffers]:
+        plan = ExchangePlan(ranks.rank, ranks.world, specs, sources, targets)
+        return plan, plan.buffers(ranks.device)
+
+    plan, buffers = ranks.on_every(planned)
     return plan.run(ranks, buffers, give, take)
 
 
@@ -285,6 +290,8 @@ class _Boxes:
 
     def meeting(self, box: Box) -> list[int]:
         """Numbers of those that have elements in common with a box."""
+        if not self.boxes:  # nobody has any: not even the number of dimensions is known
+            return []
         offset = np.array(box.offset, dtype=np.int64)
         end = offset + np.array(box.size, dtype=np.int64)
         meets = ((self.low < end) & (self.high > offset)).all(axis=1)

@@ -93,23 +93,6 @@ def test_adopting_training_continues_bit_by_bit(name: str, tmp_path: Path) -> No
     assert any(m.meta["adoption"]["planned"] and m.meta["save"]["measured"] == "measured" for m in manifests)
 
 
-def test_training_that_does_not_adopt_differs(tmp_path: Path) -> None:
-    """The negative control: the same checkpoints, which the training does not go on from."""
-    torch.set_num_threads(1)
-    case, url = CASES["masking, mid epoch"], f"memory://transformers-adopt/{uuid.uuid4()}"
-
-    def saving(where: str) -> CompressedCheckpoint:
-        return CompressedCheckpoint(f"{url}/{where}", busy="wait", max_degradation=0.5, guards=False)
-
-    whole = train(case.setup, str(tmp_path), saving("whole"))
-    assert not train(case.setup, str(tmp_path), saving("run"), crash=case.crashes[0], seed=0).finished
-    assert Saver(f"{url}/run").store.manifests()[0].meta["save"]["measured"] == "measured"
-    rest = train(case.setup, str(tmp_path), saving("run"), seed=999)
-    assert rest.steps[0][0] == case.begins
-    with pytest.raises(AssertionError):
-        assert_continues(whole, rest)
-
-
 @pytest.mark.parametrize(
     ("options", "arguments", "planned"),
     [
