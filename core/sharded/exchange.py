@@ -225,7 +225,6 @@ def exchange(
         StoreError: a rank has too little memory for it; on every rank, and nothing is filled.
     """
 
-
     def planned() -> tuple[ExchangePlan, Buffers]:
         plan = ExchangePlan(ranks.rank, ranks.world, specs, sources, targets)
         return plan, plan.buffers(ranks.device)
