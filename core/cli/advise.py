@@ -31,6 +31,7 @@ __all__ = ["advise"]
 _UNITS = {"": 1.0, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(s|min|h|d|)")
 _LONGEST_WRITE = 3600.0
+_TIME_STAMP = 1.0  # what stores round times to: S3 to seconds, file systems to their kernel's clock
 _LOOKED_AT = 50  # of the newest checkpoints
 _LOGGED = 20  # steps of a log whose share of the time counts
 _ASSUMED = {"log_overhead": 0.02, "replay_ratio": 0.1, "segment_steps": 8.0}
@@ -256,15 +257,16 @@ def _step_seconds(manifests: Sequence[Manifest]) -> float | None:
 
 def _write_seconds(run: OpenRun, manifests: Sequence[Manifest]) -> float | None:
     """Time from a manifest's creation, by its writer's clock, to its commit, by the store's; None where the clocks
-    disagree."""
+    disagree by more than a store's time stamps are rounded."""
     appeared = {seq_of_commit(info.key): info.modified for info in run.objects.list("commits/")}
     found = [
         when - manifest.wall_time
         for manifest in manifests
         if (when := appeared.get(manifest.seq)) is not None
     ]
-    middle = _median(found) if found else -1.0
-    return middle if 0 <= middle < _LONGEST_WRITE else None
+    if not found or not -_TIME_STAMP <= (middle := _median(found)) < _LONGEST_WRITE:
+        return None
+    return max(0.0, middle)
 
 
 def _timed_restore(run: OpenRun) -> float:

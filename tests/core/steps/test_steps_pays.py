@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from shrinkpoint.steps.pays import (
     waste_without_log,
     worth,
 )
+from shrinkpoint.store.keys import commit_key
 from shrinkpoint.store.run import RunStore
 
 # seconds: a demo on two cores; 1.3 B on a spot GPU; 7 B on 64 GPUs; 70 B on 1024
@@ -228,6 +230,7 @@ def test_what_is_assumed_is_said(run_url):
 def test_a_run_that_is_not_exact_has_other_saves_with_a_log(tmp_path):
     """Without evaluations, and with more bytes to write."""
     train(f"{tmp_path}/run", 50, scheme="auto")
+    written_after(f"{tmp_path}/run", 2.0)
     said = json.loads(advise(f"{tmp_path}/run", "--mtbf", "2h", "--json").stdout)
     measured, costs, exactly = said["measured"], said["costs"], said["costs_with_log"]
     assert exactly["stall"] == measured["copy_s"] <= costs["stall"]
@@ -242,6 +245,22 @@ def test_a_run_that_is_not_exact_has_other_saves_with_a_log(tmp_path):
     assert found == pytest.approx(said["with_log"]["waste"], rel=0.03)
     text = " ".join(advise(f"{tmp_path}/run", "--mtbf", "2h").stdout.split())
     assert "a lossless save stalls" in text
+
+
+def written_after(url: str, seconds: float) -> None:
+    """Set the times of a folder's manifests to be so long after they were made."""
+    for manifest in RunStore(url).manifests():
+        when = manifest.wall_time + seconds
+        os.utime(f"{url}/{commit_key(manifest.seq)}", (when, when))
+
+
+@pytest.mark.parametrize(("after", "said"), [(2.0, 2.0), (-0.5, 0.0), (-30.0, None), (7200.0, None)])
+def test_how_long_a_write_takes_by_two_clocks(tmp_path, after, said):
+    """Stores round the times that they give, and their clocks may be wrong."""
+    train(f"{tmp_path}/run", 31, scheme="lossless")
+    written_after(f"{tmp_path}/run", after)
+    measured = json.loads(advise(f"{tmp_path}/run", "--mtbf", "2h", "--json").stdout)["measured"]
+    assert measured["write_s"] == (None if said is None else pytest.approx(said, abs=1e-3))
 
 
 def test_advice_in_words(run_url):
