@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shrinkpoint.arrays import Int32s, Int64s, UInt8s, UInt16s
-from shrinkpoint.entropy.kernels import LOWER, pop, push, refill
+from shrinkpoint.entropy.rans_kernels import LOWER, pop, push, refill
 from shrinkpoint.entropy.tables import SCALE_BITS
 from shrinkpoint.runtime.jit import jit, jit_inlined
 

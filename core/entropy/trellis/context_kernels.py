@@ -23,7 +23,7 @@ from shrinkpoint.entropy.contexts.segment_lowrank_kernels import (
     refresh_segments,
     start_row,
 )
-from shrinkpoint.entropy.kernels import pop, refill
+from shrinkpoint.entropy.rans_kernels import pop, refill
 from shrinkpoint.entropy.trellis.margin_kernels import (
     FARTHEST_RANK,
     Margins,
