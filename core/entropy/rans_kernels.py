@@ -11,7 +11,7 @@ one IEEE double division, which modern CPUs pipeline where they do not pipeline 
 
 import numpy as np
 
-from shrinkpoint.arrays import Int64s, UInt8s, UInt16s
+from shrinkpoint.arrays import Int64s, Integer, UInt8s, UInt16s
 from shrinkpoint.entropy.tables import SCALE_BITS
 from shrinkpoint.runtime.jit import jit, jit_part
 
@@ -25,8 +25,6 @@ __all__ = [
     "push",
     "refill",
 ]
-
-Integer = int | np.int64
 
 LOWER = 1 << 32
 """States of the four-lane coder are in [LOWER, LOWER * 2^16)."""

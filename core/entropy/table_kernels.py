@@ -7,14 +7,11 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from shrinkpoint.arrays import Float64s, Int64s, UInt8s
+from shrinkpoint.arrays import Bools, Float64s, Int64s, Integer, UInt8s
 from shrinkpoint.runtime.jit import jit, jit_inlined, jit_part
 
 __all__ = ["cluster", "count_pairs", "payload_bits"]
-
-Integer = int | np.int64
 
 
 @jit
@@ -126,7 +123,7 @@ class _Merging(NamedTuple):
     totals: Int64s
     costs: Float64s
     gain: Float64s
-    alive: npt.NDArray[np.bool_]
+    alive: Bools
     parents: Int64s
     numbers: Int64s
 

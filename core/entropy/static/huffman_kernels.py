@@ -5,12 +5,10 @@ Importing this module imports numba, so it is only ever imported from inside a f
 
 import numpy as np
 
-from shrinkpoint.arrays import Int64s, UInt8s
+from shrinkpoint.arrays import Int64s, Integer, UInt8s
 from shrinkpoint.runtime.jit import jit
 
 __all__ = ["huffman_decode", "huffman_encode"]
-
-Integer = int | np.int64
 
 
 @jit
