@@ -51,7 +51,9 @@ def warm() -> None:
 def _entry(
     rank: int, world: int, meeting: str, function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
-    assert os.getpid() != _IMPORTED_BY, "the fork server has not preloaded: every process imports torch by itself"
+    assert os.getpid() != _IMPORTED_BY, (
+        "the fork server has not preloaded: every process imports torch by itself"
+    )
     faulthandler.enable()
     faulthandler.dump_traceback_later(LIMIT_S - 20, exit=False)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
@@ -94,7 +96,8 @@ def _context(module: str) -> Any:
         forkserver._forkserver._stop()  # type: ignore[attr-defined]
         _PRELOADED[:] = ["shrinkpoint.checkpointer", *_PROGRAMS, module]
         context.set_forkserver_preload(_PRELOADED)
-        with pytest.MonkeyPatch.context() as patch:  # Python 3.11's server does not get this process's sys.path
+        with pytest.MonkeyPatch.context() as patch:
+            # Python 3.11's server does not get this process's sys.path
             patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
             forkserver.ensure_running()
     return context
