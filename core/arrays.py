@@ -1,4 +1,6 @@
-"""Aliases of the library's array types, and conversion of tensors to such arrays."""
+"""Aliases of the types of arrays and of kernels' integers, and conversion of tensors to such arrays."""
+
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -8,13 +10,17 @@ __all__ = [
     "Bools",
     "Float32s",
     "Float64s",
+    "Indices",
     "Int8s",
     "Int16s",
     "Int32s",
     "Int64s",
+    "Integer",
+    "Signed",
     "UInt8s",
     "UInt16s",
     "UInt32s",
+    "Unsigned",
     "overwrite",
     "widened",
 ]
@@ -29,6 +35,12 @@ Int64s = npt.NDArray[np.int64]
 UInt8s = npt.NDArray[np.uint8]
 UInt16s = npt.NDArray[np.uint16]
 UInt32s = npt.NDArray[np.uint32]
+Indices = npt.NDArray[np.intp]
+Signed = npt.NDArray[np.signedinteger[Any]]
+Unsigned = npt.NDArray[np.unsignedinteger[Any]]
+
+Integer = int | np.signedinteger[Any]
+"""Of a kernel: numba does not tell Python's integers from numpy's."""
 
 
 def widened(tensor: torch.Tensor) -> Float32s:

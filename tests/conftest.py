@@ -13,6 +13,9 @@ from hypothesis import settings
 # Before torch is imported, here or in a test's process: the models are tiny, and where two workers with two threads each share
 # two cores, torch's threads spend their time waiting for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Hundreds of processes import the package: where this is set, as in images of containers, each would compile it anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 ROOT = Path(__file__).parents[1]
 SUBPACKAGE = {

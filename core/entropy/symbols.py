@@ -64,7 +64,7 @@ def count_symbols(symbols: UInt8s, contexts: UInt8s | None, alphabet: int, n_con
     Raises:
         ValueError: a symbol or context is out of range, or an array has the wrong shape or dtype.
     """
-    from shrinkpoint.entropy import kernels  # numba
+    from shrinkpoint.entropy import table_kernels  # numba
 
     check_sizes(alphabet, n_contexts)
     check_array(symbols, "symbols")
@@ -74,6 +74,6 @@ def count_symbols(symbols: UInt8s, contexts: UInt8s | None, alphabet: int, n_con
     lanes = 1 if cells > min(_FEW_CELLS, symbols.size // 4) else 4
     counts = np.zeros((lanes, cells), dtype=np.int64)
     view, step = context_view(contexts, 0, symbols.size)
-    if not kernels.count_pairs(frozen(symbols), view, step, alphabet, counts):
+    if not table_kernels.count_pairs(frozen(symbols), view, step, alphabet, counts):
         raise ValueError(f"every symbol must be below {alphabet} and every context below {n_contexts}")
     return np.asarray(counts.sum(axis=0).reshape(n_contexts, alphabet), dtype=np.int64)

@@ -1,4 +1,4 @@
-"""The compiled search for contexts that share a table, and what tables and the symbols under them take.
+"""The compiled counting of symbols, the search for contexts that share a table, and what tables and their symbols take.
 
 Importing this module imports numba, so it is only ever imported from inside a function of its callers.
 """
@@ -7,14 +7,38 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from shrinkpoint.arrays import Float64s, Int64s
+from shrinkpoint.arrays import Bools, Float64s, Int64s, Integer, UInt8s
 from shrinkpoint.runtime.jit import jit, jit_inlined, jit_part
 
-__all__ = ["cluster", "payload_bits"]
+__all__ = ["cluster", "count_pairs", "payload_bits"]
 
-Integer = int | np.int64
+
+@jit
+def count_pairs(symbols: UInt8s, contexts: UInt8s, step: int, alphabet: int, counts: Int64s) -> bool:
+    """Add the (context, symbol) pairs to ``counts`` of shape (4 or 1, n_contexts * alphabet); False if one is out of range.
+
+    Four tables are filled in turn: with one, a skewed plane would wait for its own last increment each time. ``step`` is
+    1, or 0 where ``contexts`` is one zero.
+    """
+    highest, widest = np.uint8(0), np.uint8(0)
+    for i in range(symbols.size):
+        highest = max(highest, symbols[i])
+    for i in range(contexts.size):
+        widest = max(widest, contexts[i])
+    lanes, width = counts.shape[0], np.uint64(alphabet)
+    if symbols.size and (highest >= alphabet or widest >= counts.shape[1] // alphabet):
+        return False
+    first, second, third, fourth = counts[0], counts[1 % lanes], counts[2 % lanes], counts[3 % lanes]
+    whole = symbols.size // 4 * 4
+    for i in range(0, whole, 4):
+        first[contexts[i * step] * width + symbols[i]] += 1
+        second[contexts[(i + 1) * step] * width + symbols[i + 1]] += 1
+        third[contexts[(i + 2) * step] * width + symbols[i + 2]] += 1
+        fourth[contexts[(i + 3) * step] * width + symbols[i + 3]] += 1
+    for i in range(whole, symbols.size):
+        first[contexts[i * step] * width + symbols[i]] += 1
+    return True
 
 
 @jit_part
@@ -99,7 +123,7 @@ class _Merging(NamedTuple):
     totals: Int64s
     costs: Float64s
     gain: Float64s
-    alive: npt.NDArray[np.bool_]
+    alive: Bools
     parents: Int64s
     numbers: Int64s
 

@@ -8,9 +8,8 @@ costs about 0.001 bit per symbol coded at one bit or more, and proportionally le
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from shrinkpoint.arrays import Float64s, Int64s, UInt8s
+from shrinkpoint.arrays import Bools, Float64s, Int64s, UInt8s
 from shrinkpoint.entropy.wire import ByteReader
 from shrinkpoint.errors import FormatError
 
@@ -24,7 +23,6 @@ __all__ = [
     "weights_of",
     "write_tables",
 ]
-
 
 SCALE_BITS = 20
 """Probabilities are multiples of 2^-SCALE_BITS."""
@@ -162,7 +160,7 @@ def _cluster(counts: Int64s) -> Int64s:
     return labels
 
 
-def write_tables(out: bytearray, tables: TableSet, used: npt.NDArray[np.bool_]) -> None:
+def write_tables(out: bytearray, tables: TableSet, used: Bools) -> None:
     """Append tables to ``out``: number of tables, table of each used context unless that is obvious, each table.
 
     Args:
@@ -183,7 +181,7 @@ def write_tables(out: bytearray, tables: TableSet, used: npt.NDArray[np.bool_]) 
         out += row[symbols].tobytes()
 
 
-def read_tables(reader: ByteReader, used: npt.NDArray[np.bool_], alphabet: int) -> TableSet:
+def read_tables(reader: ByteReader, used: Bools, alphabet: int) -> TableSet:
     """Inverse of :func:`write_tables`.
 
     Raises:

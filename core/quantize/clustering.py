@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from shrinkpoint.arrays import Float64s, Int32s, Int64s
 from shrinkpoint.errors import CannotRepresentError, ConfigError
 from shrinkpoint.quantize.sketch import Histogram
 
@@ -33,10 +33,8 @@ DEFAULT_MAGNITUDE_SHARE = 0.1
 _CHUNK = 1 << 18  # elements: the temporaries of a chunk stay in cache
 _TABLE_PAYS = 1 << 17  # elements; below, filling the table of 2^16 entries takes longer than it saves
 
-_Array = npt.NDArray[np.float64]
 
-
-def sample_weights(histogram: Histogram, magnitude_share: float = DEFAULT_MAGNITUDE_SHARE) -> _Array:
+def sample_weights(histogram: Histogram, magnitude_share: float = DEFAULT_MAGNITUDE_SHARE) -> Float64s:
     """The weight of each bucket in k-means: ``(1 - lambda) f + lambda h``, float64, sum 1.
 
     f is the bucket's share of the elements, h is |value| over the sum of |value|: it gives the few large weights more
@@ -57,17 +55,17 @@ def sample_weights(histogram: Histogram, magnitude_share: float = DEFAULT_MAGNIT
         raise ConfigError(f"magnitude_share={magnitude_share} must lie in [0, 1]; 0.1 is a good value")
     if len(histogram.counts) == 0:
         return np.empty(0)
-    frequency: _Array = histogram.counts / histogram.counts.sum()
-    magnitude: _Array = np.abs(histogram.values)
+    frequency: Float64s = histogram.counts / histogram.counts.sum()
+    magnitude: Float64s = np.abs(histogram.values)
     largest = magnitude.max()
     if largest == 0.0:
         return frequency
     magnitude = magnitude / largest  # first, so that the sum cannot overflow
-    weights: _Array = (1.0 - magnitude_share) * frequency + magnitude_share * (magnitude / magnitude.sum())
+    weights: Float64s = (1.0 - magnitude_share) * frequency + magnitude_share * (magnitude / magnitude.sum())
     return weights
 
 
-def optimal_clusters(values: _Array, weights: _Array, k: int) -> torch.Tensor:
+def optimal_clusters(values: Float64s, weights: Float64s, k: int) -> torch.Tensor:
     """The codebook of at most k entries with the least weighted squared error: the optimum, not an approximation.
 
     Args:
@@ -88,7 +86,7 @@ def optimal_clusters(values: _Array, weights: _Array, k: int) -> torch.Tensor:
     return optimal_codebooks(values, weights, [k])[k]
 
 
-def optimal_codebooks(values: _Array, weights: _Array, ks: Sequence[int]) -> dict[int, torch.Tensor]:
+def optimal_codebooks(values: Float64s, weights: Float64s, ks: Sequence[int]) -> dict[int, torch.Tensor]:
     """`optimal_clusters` for several k, in the time of the largest.
 
     Raises:
@@ -112,7 +110,7 @@ def optimal_codebooks(values: _Array, weights: _Array, ks: Sequence[int]) -> dic
 
 
 def kmeans_plus_plus(
-    values: _Array, weights: _Array, k: int, seed: int, iterations: int = 100, tolerance: float = 1e-6
+    values: Float64s, weights: Float64s, k: int, seed: int, iterations: int = 100, tolerance: float = 1e-6
 ) -> torch.Tensor:
     """The published clustering: weighted k-means++ seeding, then Lloyd's iterations, on the buckets.
 
@@ -227,7 +225,7 @@ def _check_codebook(codebook: torch.Tensor) -> None:
         )
 
 
-def _checked(values: _Array, weights: _Array) -> tuple[_Array, _Array]:
+def _checked(values: Float64s, weights: Float64s) -> tuple[Float64s, Float64s]:
     """The buckets of positive weight, after checks."""
     values, weights = np.asarray(values, np.float64), np.asarray(weights, np.float64)
     if values.ndim != 1 or values.shape != weights.shape:
@@ -240,48 +238,48 @@ def _checked(values: _Array, weights: _Array) -> tuple[_Array, _Array]:
     return values[used], weights[used]
 
 
-def _mean(values: _Array, weights: _Array) -> float:
+def _mean(values: Float64s, weights: Float64s) -> float:
     return float(values @ weights / weights.sum())
 
 
-def _prefix_sums(values: _Array, weights: _Array) -> tuple[_Array, _Array, _Array]:
+def _prefix_sums(values: Float64s, weights: Float64s) -> tuple[Float64s, Float64s, Float64s]:
     """Sums of w, w v and w v^2 over the first 0..n values, which give the error of any range of them."""
     first = np.zeros(1)
     sums = [np.concatenate((first, np.cumsum(weights * values**power))) for power in (0, 1, 2)]
     return sums[0], sums[1], sums[2]
 
 
-def _codebook(values: _Array, weights: _Array, bounds: npt.NDArray[np.int64]) -> torch.Tensor:
+def _codebook(values: Float64s, weights: Float64s, bounds: Int64s) -> torch.Tensor:
     """The weighted mean of each range between bounds; neighbours that round to one float32 become one."""
     means = _weighted_means(values, weights, bounds[:-1])
     return torch.from_numpy(np.unique(means.astype(np.float32)))
 
 
-def _weighted_means(values: _Array, weights: _Array, starts: npt.NDArray[np.int64]) -> _Array:
+def _weighted_means(values: Float64s, weights: Float64s, starts: Int64s) -> Float64s:
     """The mean of each range, which lies within it even where products with the smallest weights are rounded."""
     means = np.add.reduceat(weights * values, starts) / np.add.reduceat(weights, starts)
     ends = np.append(starts[1:], len(values)) - 1
     return np.asarray(np.clip(means, values[starts], values[ends]))
 
 
-def _splits(values: _Array, centres: _Array) -> npt.NDArray[np.int64]:
+def _splits(values: Float64s, centres: Float64s) -> Int64s:
     """bounds[j]..bounds[j + 1] are the values nearest to centre j."""
     inner = np.searchsorted(values, (centres[:-1] + centres[1:]) / 2, side="right")
     return np.concatenate(([0], inner, [len(values)]))
 
 
-def _error(values: _Array, weights: _Array, centres: _Array, splits: npt.NDArray[np.int64]) -> float:
+def _error(values: Float64s, weights: Float64s, centres: Float64s, splits: Int64s) -> float:
     nearest = np.repeat(centres, np.diff(splits))
     return float(weights @ (values - nearest) ** 2)
 
 
-def _means(values: _Array, weights: _Array, splits: npt.NDArray[np.int64]) -> _Array:
+def _means(values: Float64s, weights: Float64s, splits: Int64s) -> Float64s:
     """The means of the clusters that have members; a centre without any is dropped."""
     starts = splits[:-1][np.diff(splits) > 0]
     return _weighted_means(values, weights, starts)
 
 
-def _seed_centres(values: _Array, weights: _Array, k: int, generator: np.random.Generator) -> _Array:
+def _seed_centres(values: Float64s, weights: Float64s, k: int, generator: np.random.Generator) -> Float64s:
     """k-means++: the first centre by weight, each further one by weight times squared distance to the nearest."""
     centres: list[float] = []
     odds = weights
@@ -297,7 +295,7 @@ def _seed_centres(values: _Array, weights: _Array, k: int, generator: np.random.
 
 
 @lru_cache(maxsize=1)
-def _solver() -> Callable[[_Array, _Array, _Array, int], npt.NDArray[np.int32]]:
+def _solver() -> Callable[[Float64s, Float64s, Float64s, int], Int32s]:
     from shrinkpoint.runtime.jit import (
         jit_allocating,  # numba takes longer to import than everything else in this package
     )
@@ -305,7 +303,7 @@ def _solver() -> Callable[[_Array, _Array, _Array, int], npt.NDArray[np.int32]]:
     return jit_allocating(_solve)
 
 
-def _solve(mass: _Array, moment: _Array, square: _Array, rows: int) -> npt.NDArray[np.int32]:
+def _solve(mass: Float64s, moment: Float64s, square: Float64s, rows: int) -> Int32s:
     """The optimal last cluster's start for the first 1..n values and each number of clusters 1..rows.
 
     starts[r, j] belongs to values 0..j in r + 1 clusters. It does not decrease with j, so positions are visited at

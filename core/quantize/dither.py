@@ -13,9 +13,8 @@ from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 
-from shrinkpoint.arrays import Float32s, UInt8s
+from shrinkpoint.arrays import Float32s, Int16s, Int64s, UInt8s
 
 __all__ = ["EDGE_CLASSES", "EDGE_PLACES", "SEEDS", "dither", "dither_edges", "edge_starts", "edge_table"]
 
@@ -65,11 +64,11 @@ def edge_table() -> UInt8s:
     """uint8 (512,): the class of each of 512 equal parts of a cell."""
     distance = np.minimum(np.arange(512), np.arange(512)[::-1])
     near = np.searchsorted(np.array(_ENDS), distance, side="right")
-    classes: npt.NDArray[np.int64] = np.where(np.arange(512) < 256, near, EDGE_CLASSES - 1 - near)
+    classes: Int64s = np.where(np.arange(512) < 256, near, EDGE_CLASSES - 1 - near)
     return classes.astype(np.uint8)
 
 
 @lru_cache(maxsize=1)
-def edge_starts() -> npt.NDArray[np.int16]:
+def edge_starts() -> Int16s:
     """int16 (`EDGE_CLASSES` - 1,): the part at which each class but the first begins."""
     return (np.flatnonzero(np.diff(edge_table())) + 1).astype(np.int16)

@@ -13,9 +13,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from shrinkpoint.arrays import Float64s, Int32s, Int64s
 from shrinkpoint.errors import CannotRepresentError, ConfigError
 
 if TYPE_CHECKING:
@@ -39,8 +39,8 @@ _CHUNK_DEVICE = 1 << 22
 class Histogram:
     """Distinct values, float64 and strictly ascending, and how often each occurs, int64 and positive; equal lengths."""
 
-    values: npt.NDArray[np.float64]
-    counts: npt.NDArray[np.int64]
+    values: Float64s
+    counts: Int64s
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -51,10 +51,10 @@ class _Grid:
     """A magnitude's float32 bits, shifted right by this, are its absolute cell."""
     offset: int
     """Absolute cell of cell 0."""
-    bucket_of_cell: npt.NDArray[np.int32]
-    edges: npt.NDArray[np.float64]
+    bucket_of_cell: Int32s
+    edges: Float64s
     """Bucket b holds edges[b] <= x < edges[b + 1]; every edge but the last (2^128) is a float32."""
-    values: npt.NDArray[np.float64]
+    values: Float64s
     """The representative of each bucket: 0, then the value whose relative error is least over the bucket."""
 
 
@@ -98,7 +98,7 @@ class _BucketCounts(ABC):
         self.alpha = alpha
         self.x_min = x_min
         self._grid = _grid(alpha, x_min)
-        self.counts: npt.NDArray[np.int64] = np.zeros((self._rows, len(self._grid.values)), dtype=np.int64)
+        self.counts: Int64s = np.zeros((self._rows, len(self._grid.values)), dtype=np.int64)
         """Elements per bucket, int64, C-contiguous: ranks merge by summing this array in place."""
 
     @property

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shrinkpoint.arrays import Float32s, UInt8s
+from shrinkpoint.arrays import Float32s, Float64s, UInt8s
 from shrinkpoint.entropy.static.rans import decode_symbols, encode_symbols, predict_bytes
 from shrinkpoint.entropy.symbols import count_symbols
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
@@ -214,7 +214,7 @@ class SecondMomentCodec:
         return value
 
 
-def _normal(values: npt.NDArray[np.float64]) -> Float32s:
+def _normal(values: Float64s) -> Float32s:
     """As fp32 without subnormals, which a process after ``torch.set_flush_denormal(True)`` reads as zero."""
     return np.where(values < _TINY, 0, values).astype(np.float32)
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from shrinkpoint.arrays import Int64s
 from shrinkpoint.errors import StoreError
 from shrinkpoint.sharded.boxes import Box, intersection
 from shrinkpoint.sharded.ranks import Ranks
@@ -274,9 +274,9 @@ class _Boxes:
     holders: Sequence[tuple[int, ...]]
     own: Sequence[int]
     """Those of this rank."""
-    low: npt.NDArray[np.int64]
+    low: Int64s
     """First indices, a row for each."""
-    high: npt.NDArray[np.int64]
+    high: Int64s
     """Behind the last ones."""
 
     @classmethod

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from shrinkpoint.arrays import UInt8s
 from shrinkpoint.errors import CannotRepresentError, FormatError
 
 __all__ = ["DTYPES", "dtype_from_name", "dtype_name", "tensor_from_bytes", "tensor_to_bytes"]
@@ -49,7 +49,7 @@ def dtype_from_name(name: str) -> torch.dtype:
         raise FormatError(f"unknown dtype {name!r} in the header") from None
 
 
-def tensor_to_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
+def tensor_to_bytes(tensor: torch.Tensor) -> UInt8s:
     """The elements of a host tensor in C order as little-endian bytes, shape (numel * itemsize,).
 
     The result shares memory with the tensor where it is contiguous already.
@@ -61,9 +61,7 @@ def tensor_to_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy()
 
 
-def tensor_from_bytes(
-    data: npt.NDArray[np.uint8], dtype: torch.dtype, shape: tuple[int, ...]
-) -> torch.Tensor:
+def tensor_from_bytes(data: UInt8s, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     """The inverse of `tensor_to_bytes`; the tensor uses `data` without a copy if that is writable.
 
     Raises:

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from gpt import GPT, GPTConfig, TextWindows, build_optimizer, load_corpus
 
+from shrinkpoint.arrays import Float32s, UInt8s
 from shrinkpoint.quantize.clustering import optimal_clusters
 from shrinkpoint.schemes.base import Context
 from shrinkpoint.schemes.inshrinkerator.codec import InshrinkeratorWeightCodec
@@ -21,8 +22,6 @@ from shrinkpoint.schemes.inshrinkerator.partition import Thresholds
 from shrinkpoint.schemes.moments import FirstMomentCodec, SecondMomentCodec
 from shrinkpoint.state.training import Role, TensorSpec
 
-UInt8s = npt.NDArray[np.uint8]
-Float32s = npt.NDArray[np.float32]
 Tensors = dict[str, tuple[Float32s, Float32s, Float32s]]
 """Weight, first and second moment of every matrix, by name."""
 Levels = dict[str, dict[str, UInt8s]]

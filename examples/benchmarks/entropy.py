@@ -17,12 +17,12 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
+from shrinkpoint.arrays import UInt8s
 from shrinkpoint.entropy.static.bytes import decode_bytes, delta_bits, encode_bytes
 from shrinkpoint.entropy.symbols import count_symbols
 from shrinkpoint.entropy.tables import data_bits
 from shrinkpoint.schemes.inshrinkerator.level_deltas import LevelCoder, decode_levels, encode_levels
 
-UInt8s = npt.NDArray[np.uint8]
 Result = TypeVar("Result")
 
 

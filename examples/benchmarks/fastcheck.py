@@ -11,13 +11,11 @@ from typing import Any
 
 import numba
 import numpy as np
-import numpy.typing as npt
 import zstandard
 
-__all__ = ["differences", "from_differences", "from_index", "indexed", "ordered"]
+from shrinkpoint.arrays import UInt8s, UInt16s, UInt32s
 
-UInt32s = npt.NDArray[np.uint32]
-UInt8s = npt.NDArray[np.uint8]
+__all__ = ["differences", "from_differences", "from_index", "indexed", "ordered"]
 
 _SIGN = np.uint32(1 << 31)
 
@@ -113,7 +111,7 @@ def _pack(bits: UInt32s, place: UInt32s, suffixes: int, places: int, indices: UI
 def _unpack(
     indices: UInt8s,
     rest: UInt8s,
-    prefixes: npt.NDArray[np.uint16],
+    prefixes: UInt16s,
     suffixes: int,
     places: int,
     bits: UInt32s,

@@ -31,7 +31,6 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from context_planes import Levels, Quantization, Tensors, UInt8s, excp
 from rich.console import Console
@@ -41,6 +40,7 @@ from schemes_measure import Chain
 from schemes_models import MODELS, Undisturbed
 from schemes_settings import Setting
 
+from shrinkpoint.arrays import Float32s, Float64s, Int16s, Int64s
 from shrinkpoint.entropy.contexts import coder as context
 from shrinkpoint.entropy.contexts.coder import Effort, Side
 from shrinkpoint.entropy.lstm import coder as lstm
@@ -71,7 +71,7 @@ def chosen(spec: TensorSpec, pattern: str) -> str | None:
 
 def matrices(state: TrainingState, pattern: str) -> Tensors:
     """Weight, first and second moment, as rows and columns, of every parameter of that name which has several rows."""
-    found: dict[str, dict[Role, npt.NDArray[np.float32]]] = {}
+    found: dict[str, dict[Role, Float32s]] = {}
     for name, spec in state.specs.items():
         parameter = chosen(spec, pattern)
         if parameter is not None:
@@ -139,7 +139,7 @@ def recorded(symbols: str) -> Iterator[list[UInt8s]]:
     """The symbols of every plane of points or of levels that is coded meanwhile, in the order of the checkpoint's tensors."""
     found: list[UInt8s] = []
 
-    def record(points: npt.NDArray[np.int16], path: trellis_planes.Path, threads: int = 1) -> CodedPoints:
+    def record(points: Int16s, path: trellis_planes.Path, threads: int = 1) -> CodedPoints:
         coded = trellis_planes.encode_points(points, path, threads)
         moves = coded.ranks.astype(np.int64) if symbols == "ranks" else moves_of(points, path)
         found.append((np.clip(moves, -RADIUS, RADIUS) + RADIUS).astype(np.uint8))
@@ -156,7 +156,7 @@ def recorded(symbols: str) -> Iterator[list[UInt8s]]:
         yield found
 
 
-def moves_of(points: npt.NDArray[np.int16], path: trellis_planes.Path) -> npt.NDArray[np.int64]:
+def moves_of(points: Int16s, path: trellis_planes.Path) -> Int64s:
     """How many points each lies from the one nearest to where it is expected, among those of its state."""
     beside = points.astype(np.int64) & 1  # half a step, in states whose points lie there
     nearest = (path.places.astype(np.int64) - 128 * beside + 128) >> 8
@@ -216,7 +216,7 @@ class Timer:
 
 def row(
     quantization: Quantization, key: str, names: list[str], options: LstmOptions, timer: Timer
-) -> npt.NDArray[np.float64]:
+) -> Float64s:
     """Bits per symbol of one kind of plane: the columns of `HEADS`."""
     now, before = quantization.levels[-1], quantization.levels[-2]
     siblings = quantization.order[: quantization.order.index(key)]
@@ -245,12 +245,12 @@ def row(
     return total / sum(now[name][key].size for name in names)
 
 
-def ratios(bits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def ratios(bits: Float64s) -> Float64s:
     """How many times the bits that are used, by effort, the LSTM's are."""
     return bits[LSTM_COLUMN] / bits[6 : 6 + len(EFFORTS)]
 
 
-def line(name: str, key: str, bits: npt.NDArray[np.float64]) -> str:
+def line(name: str, key: str, bits: Float64s) -> str:
     """One line of the table."""
     return (
         f"{name:<36}{key:>4}"
@@ -259,9 +259,7 @@ def line(name: str, key: str, bits: npt.NDArray[np.float64]) -> str:
     )
 
 
-def measure(
-    name: str, quantization: Quantization, network: LstmOptions, timer: Timer
-) -> npt.NDArray[np.float64]:
+def measure(name: str, quantization: Quantization, network: LstmOptions, timer: Timer) -> Float64s:
     """Print the lines of one checkpoint, and return the last: bits per parameter."""
     names = list(quantization.levels[-1])
     total = np.zeros(len(HEADS))
@@ -275,7 +273,7 @@ def measure(
     return total
 
 
-def summary(name: str, bits: dict[int, list[npt.NDArray[np.float64]]]) -> str:
+def summary(name: str, bits: dict[int, list[Float64s]]) -> str:
     """How many times the bits that are used the LSTM's are, over all checkpoints of a seed, and over the seeds."""
     quotients = np.stack([ratios(np.sum(checkpoints, axis=0)) for checkpoints in bits.values()])
     alone = np.stack([ratios(b) for checkpoints in bits.values() for b in checkpoints])
@@ -310,14 +308,14 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def compare(run: Undisturbed, options: argparse.Namespace) -> dict[str, list[npt.NDArray[np.float64]]]:
+def compare(run: Undisturbed, options: argparse.Namespace) -> dict[str, list[Float64s]]:
     """Print the lines of one training's checkpoints; bits per parameter of each, by kind of symbols."""
     network = LstmOptions(width=options.width, rate=options.rate)
     steps = run.course.save_steps[1:] if options.deltas else run.course.probes
     coded = {}
     if options.only != "excp":
         coded = chains(run, steps, options.scale, options.parameters, options.effort, options.symbols)
-    found: dict[str, list[npt.NDArray[np.float64]]] = {}
+    found: dict[str, list[Float64s]] = {}
     for step in steps:
         quantizations = [coded[step]] if coded else []
         if options.only != "auto":
@@ -335,7 +333,7 @@ def main() -> None:
     options = arguments()
     torch.set_num_threads(1)
     print(f"{'bits per symbol':<40}" + "".join(f"{head:>10}" for head in HEADS) + " LSTM/def LSTM/max")
-    found: dict[str, dict[int, list[npt.NDArray[np.float64]]]] = {}
+    found: dict[str, dict[int, list[Float64s]]] = {}
     for seed in map(int, options.seeds.split(",")):
         run = Undisturbed(
             course_of(options.model, seed, options.every, options.quick), options.cache / "runs"

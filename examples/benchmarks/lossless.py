@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import zstandard
 from torch.distributed.checkpoint._extension import ZStandard
@@ -39,7 +38,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from fastcheck import differences, from_differences, from_index, indexed, ordered
 from gpt import GPT, GPTConfig, build_optimizer, load_corpus, train_loader
 
-UInt8s = npt.NDArray[np.uint8]
 Tensors = dict[str, dict[str, torch.Tensor]]
 """By role, then by parameter's name."""
 

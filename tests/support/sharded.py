@@ -14,6 +14,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -50,6 +51,9 @@ def warm() -> None:
 def _entry(
     rank: int, world: int, meeting: str, function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
+    assert os.getpid() != _IMPORTED_BY, (
+        "the fork server has not preloaded: every process imports torch by itself"
+    )
     faulthandler.enable()
     faulthandler.dump_traceback_later(LIMIT_S - 20, exit=False)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
@@ -69,7 +73,20 @@ def _entry(
     os._exit(0)  # a process group that is destroyed while others still use theirs may wait for them
 
 
+_IMPORTED_BY = os.getpid()
 _PRELOADED: list[str] = []
+_PROGRAMS = [
+    f"support.{name}"
+    for name in (
+        "sharded_programs",
+        "sharded_adopting",
+        "sharded_probing",
+        "sharded_refusals",
+        "sharded_stages",
+        "dcp_programs",
+        "replicas",
+    )
+]
 
 
 def _context(module: str) -> Any:
@@ -77,8 +94,12 @@ def _context(module: str) -> Any:
     context = multiprocessing.get_context("forkserver")
     if module not in _PRELOADED:
         forkserver._forkserver._stop()  # type: ignore[attr-defined]
-        _PRELOADED[:] = ["support.sharded_programs", module]
+        _PRELOADED[:] = ["shrinkpoint.checkpointer", *_PROGRAMS, module]
         context.set_forkserver_preload(_PRELOADED)
+        with pytest.MonkeyPatch.context() as patch:
+            # Python 3.11's server does not get this process's sys.path
+            patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+            forkserver.ensure_running()
     return context
 
 

@@ -13,22 +13,19 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 
-from shrinkpoint.arrays import Int64s, UInt8s
+from shrinkpoint.arrays import Float64s, Int64s, UInt8s
 from shrinkpoint.entropy.tables import data_bits
 from shrinkpoint.entropy.wire import BitReader, BitWriter
 from shrinkpoint.errors import FormatError
 
 __all__ = ["Cells", "grow_cells"]
 
-
 MAX_CELLS = 1 << 16
 _MAX_LEAVES = 64
 _SPLIT_BITS = 8.0
 _MIN_MEMBERS = 64
 _WORTH_PREDICTING = 0.005  # share of the bits that the first feature must save
-
 
 Split = tuple[int, int, int]
 
@@ -195,7 +192,7 @@ def _grow(
 
 
 @lru_cache(maxsize=4)
-def _lengths(bits: int) -> npt.NDArray[np.float64]:
+def _lengths(bits: int) -> Float64s:
     """``n log2 n`` for n below ``2 ** bits``."""
     numbers = np.arange(1 << bits, dtype=np.float64)
     return np.asarray(numbers * np.log2(np.maximum(numbers, 1)), dtype=np.float64)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shrinkpoint.arrays import Int32s, Int64s, UInt8s
+from shrinkpoint.arrays import Int32s, Int64s, Integer, UInt8s
 from shrinkpoint.entropy.contexts.lowrank_kernels import (
     RANK,
     Room,
@@ -41,8 +41,6 @@ __all__ = [
     "turn",
     "turn_symbols",
 ]
-
-Integer = int | np.int64
 
 BLOCK_ROWS = 8
 """Rows between two updates of the directions."""

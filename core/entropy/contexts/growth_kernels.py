@@ -6,14 +6,11 @@ Importing this module imports numba, so it is only ever imported from inside a f
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from shrinkpoint.arrays import Float64s, Int32s, Int64s, UInt8s, UInt16s, UInt32s
+from shrinkpoint.arrays import Bools, Float64s, Int32s, Int64s, Integer, UInt8s, UInt16s, UInt32s
 from shrinkpoint.runtime.jit import jit, jit_inlined, jit_part
 
 __all__ = ["Limits", "Sample", "grow", "name_leaves", "rename"]
-
-Integer = int | np.int64
 
 _BLOCK = 1024
 _SYMBOL_BITS = 6.0  # of a table, for every symbol that occurs in it: its count and its position
@@ -70,7 +67,7 @@ class _Growth(NamedTuple):
     counts: Int32s
     gains: Float64s
     choices: Int64s
-    used: npt.NDArray[np.bool_]
+    used: Bools
     everything: Int64s
     below: Int64s
     above: Int64s

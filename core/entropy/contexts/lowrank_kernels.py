@@ -21,12 +21,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shrinkpoint.arrays import Int32s, Int64s
+from shrinkpoint.arrays import Int32s, Int64s, Integer
 from shrinkpoint.runtime.jit import jit, jit_inlined, jit_part
 
 __all__ = ["RANK", "Room", "advance", "clamp", "correct", "predict", "refresh", "start_directions"]
-
-Integer = int | np.int64
 
 RANK = 16
 """Directions that effort ``max`` follows."""

@@ -15,13 +15,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shrinkpoint.arrays import Int32s, Int64s, UInt8s, UInt32s
+from shrinkpoint.arrays import Int32s, Int64s, Integer, UInt8s, UInt32s
 from shrinkpoint.entropy.contexts.lowrank_kernels import clamp
 from shrinkpoint.runtime.jit import jit_part
 
 __all__ = ["BROAD", "LOGIT_LIMIT", "Decisions", "Logits", "Mixer", "code_symbol", "finish", "new_mixer"]
-
-Integer = int | np.int64
 
 LOGIT_LIMIT = 2047
 """Largest logit, in 1/256."""

@@ -5,7 +5,7 @@ Importing this module imports numba, so it is only ever imported from inside a f
 
 import numpy as np
 
-from shrinkpoint.arrays import Int64s, UInt8s
+from shrinkpoint.arrays import Int64s, Integer, UInt8s
 from shrinkpoint.entropy.contexts.feature_kernels import (
     ACTIVITIES,
     AROUND,
@@ -35,8 +35,6 @@ from shrinkpoint.entropy.range_coder_kernels import new_coder
 from shrinkpoint.runtime.jit import jit_allocating, jit_part
 
 __all__ = ["COARSE_CLASSES", "FINE_CLASSES", "code_chunk"]
-
-Integer = int | np.int64
 
 FINE_CLASSES, COARSE_CLASSES = 48, 16
 """Classes of a side's levels alone, and with another context."""

@@ -13,10 +13,9 @@ Source: S. Golomb, "Run-length encodings" (1966), with rANS instead of his code;
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from shrinkpoint.arrays import Int32s, Int64s, UInt8s, UInt16s
-from shrinkpoint.entropy.kernels import LOWER, pop, push, refill
+from shrinkpoint.arrays import Bools, Int32s, Int64s, UInt8s, UInt16s
+from shrinkpoint.entropy.rans_kernels import LOWER, pop, push, refill
 from shrinkpoint.entropy.tables import SCALE_BITS
 from shrinkpoint.runtime.jit import jit, jit_inlined
 
@@ -30,8 +29,6 @@ __all__ = [
     "set_gaps",
     "take_runs",
 ]
-
-Integer = int | np.int64
 
 LONGEST = 63
 """A gap of so many zeros says nothing of the symbol behind it."""
@@ -55,7 +52,7 @@ class Tables(NamedTuple):
     """
 
     zero: int
-    runs: npt.NDArray[np.bool_]
+    runs: Bools
     levels: Int64s
     gaps: Int64s
     level_lookup: UInt8s

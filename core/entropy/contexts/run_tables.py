@@ -82,7 +82,7 @@ def new_counters(tables: Any) -> Int32s:
 
 def check_end(words: UInt16s, cursor: Int64s) -> None:
     """Raise unless a chunk has ended where the encoder began."""
-    from shrinkpoint.entropy.kernels import LOWER  # numba
+    from shrinkpoint.entropy.rans_kernels import LOWER  # numba
 
     if cursor[4] != words.size or not bool((cursor[:4] == LOWER).all()):
         raise CorruptionError("context chunk: the data do not end in the state from which the encoder began")

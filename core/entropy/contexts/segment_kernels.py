@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shrinkpoint.arrays import Int32s, Int64s, UInt8s, UInt16s
+from shrinkpoint.arrays import Int32s, Int64s, Integer, UInt8s, UInt16s
 from shrinkpoint.entropy.contexts.feature_kernels import ACTIVITIES, BLOCK_ROWS, FINE, Scene, turn_symbols
 from shrinkpoint.entropy.contexts.run_kernels import Tables, take_runs
 from shrinkpoint.entropy.contexts.segment_lowrank_kernels import (
@@ -39,8 +39,6 @@ __all__ = [
     "find_features",
     "measure",
 ]
-
-Integer = int | np.int64
 
 LEVELS = (44, ACTIVITIES)
 """Levels of the features that every plane has: prediction, activity. Predictions without a place take 2 * FINE + 1."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shrinkpoint.arrays import Int32s, Int64s, UInt8s
+from shrinkpoint.arrays import Int32s, Int64s, Integer, UInt8s
 from shrinkpoint.entropy.lstm.network_kernels import (
     BATCH,
     GATES,
@@ -28,8 +28,6 @@ from shrinkpoint.entropy.lstm.network_kernels import (
 from shrinkpoint.runtime.jit import jit, jit_allocating, jit_part
 
 __all__ = ["Learner", "code_span", "finish"]
-
-Integer = int | np.int64
 
 _SLOTS = 1024  # of the table of a batch's contexts
 _TOTAL_BITS = 16

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shrinkpoint.arrays import Int32s, Int64s, UInt8s
+from shrinkpoint.arrays import Int32s, Int64s, Integer, UInt8s
 from shrinkpoint.entropy.contexts.lowrank_kernels import clamp
 from shrinkpoint.runtime.jit import jit, jit_part
 
@@ -35,8 +35,6 @@ __all__ = [
     "improve",
     "shares",
 ]
-
-Integer = int | np.int64
 
 BATCH = 256
 """Symbols whose probabilities come from the same weights."""

@@ -16,15 +16,13 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from shrinkpoint.arrays import UInt8s
+from shrinkpoint.arrays import Int64s, UInt8s, Unsigned
 from shrinkpoint.entropy.static.rans import decode_symbols, encode_symbols, map_in_threads, predict_bytes
 from shrinkpoint.entropy.symbols import check_array, count_symbols
 from shrinkpoint.entropy.wire import ByteReader, Payload, write_uvarint
 from shrinkpoint.errors import CorruptionError, FormatError
 
 __all__ = ["decode_bytes", "delta_bits", "encode_bytes", "undelta_bits"]
-
-Unsigned = npt.NDArray[np.unsignedinteger[Any]]
 
 _RAW, _ZSTD, _RANS = 0, 1, 2
 _CHUNK_BYTES = 1 << 20
@@ -138,7 +136,7 @@ def _encode_chunk(chunk: UInt8s, level: int) -> tuple[int, bytes]:
     return best_method, best
 
 
-def _order_0_bytes(counts: npt.NDArray[np.int64]) -> float:
+def _order_0_bytes(counts: Int64s) -> float:
     """A size that no coder with one static table can reach: the entropy, and a byte for each symbol in the table."""
     present = counts[counts > 0].astype(np.float64)
     total = present.sum()

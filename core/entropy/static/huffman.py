@@ -33,7 +33,7 @@ def encode_huffman(symbols: Int64s) -> bytes:
     Returns:
         The payload.
     """
-    from shrinkpoint.entropy import kernels  # numba
+    from shrinkpoint.entropy.static import huffman_kernels  # numba
 
     out = bytearray()
     write_uvarint(out, symbols.size)
@@ -48,7 +48,7 @@ def encode_huffman(symbols: Int64s) -> bytes:
         write_uvarint(out, int(distance))
     out += lengths.astype(np.uint8).tobytes()
     stream = np.empty(-(-int((counts * lengths).sum()) // 8), dtype=np.uint8)
-    kernels.huffman_encode(indices, _canonical_codes(lengths), lengths, stream)
+    huffman_kernels.huffman_encode(indices, _canonical_codes(lengths), lengths, stream)
     return bytes(out) + stream.tobytes()
 
 
@@ -168,7 +168,7 @@ def _read_table(reader: ByteReader, count: int) -> tuple[Int64s, Int64s]:
 
 def _decode_stream(stream: memoryview, count: int, lengths: Int64s) -> Int64s:
     """Decode ``count`` codes to ranks in canonical order; they must fill the stream to the last byte."""
-    from shrinkpoint.entropy import kernels  # numba
+    from shrinkpoint.entropy.static import huffman_kernels  # numba
 
     if count > 8 * len(stream):
         raise FormatError(f"Huffman payload: {len(stream)} bytes cannot hold {count} codes")
@@ -181,7 +181,9 @@ def _decode_stream(stream: memoryview, count: int, lengths: Int64s) -> Int64s:
     lookup[: filled.size] = filled  # canonical codes count up, so buckets of short codes lie side by side
     data = np.frombuffer(bytes(stream), dtype=np.uint8)
     ranks = np.empty(count, dtype=np.int64)
-    used = kernels.huffman_decode(data, lookup, _LOOKUP_BITS, first_code, first_rank, per_length, ranks)
+    used = huffman_kernels.huffman_decode(
+        data, lookup, _LOOKUP_BITS, first_code, first_rank, per_length, ranks
+    )
     if used < 0 or -(-used // 8) != data.size:
         raise CorruptionError(f"Huffman payload: the codes do not end at the end of their {data.size} bytes")
     if used % 8 and int(data[-1]) & ((1 << (8 - used % 8)) - 1):

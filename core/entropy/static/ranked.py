@@ -49,7 +49,7 @@ def rank_lengths(counts: Int64s) -> list[int]:
 
 def encode_ranks(ranks: Int64s, lengths: list[int]) -> bytes:
     """The codes of symbols under given code lengths, first bit highest, zero-padded; the lengths are not within."""
-    from shrinkpoint.entropy import kernels  # numba
+    from shrinkpoint.entropy.static import huffman_kernels  # numba
 
     sizes = np.array(lengths, dtype=np.int64)
     if sizes.size == 1:
@@ -61,7 +61,7 @@ def encode_ranks(ranks: Int64s, lengths: list[int]) -> bytes:
         codes[symbol] = (codes[before] + 1) << (sizes[symbol] - sizes[before])
     bits = int((np.bincount(ranks, minlength=sizes.size) * sizes).sum())
     stream = np.empty(-(-bits // 8), dtype=np.uint8)
-    kernels.huffman_encode(ranks, codes, sizes, stream)
+    huffman_kernels.huffman_encode(ranks, codes, sizes, stream)
     return stream.tobytes()
 
 

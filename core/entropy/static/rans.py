@@ -224,18 +224,18 @@ def _encode_rans(
 
 
 def _encode_chunk(symbols: UInt8s, contexts: UInt8s, step: int, entries: Int64s, four_states: bool) -> bytes:
-    from shrinkpoint.entropy import kernels  # numba
+    from shrinkpoint.entropy import rans_kernels  # numba
 
     # Filled from its end: what is not written is never touched, and takes address space only.
     words = np.empty(2 * symbols.size, dtype=np.uint16)
     head = bytearray()
     if four_states:
         states = np.empty(4, dtype=np.int64)
-        position = kernels.encode_four(symbols, contexts, step, entries, words, states)
+        position = rans_kernels.encode_four(symbols, contexts, step, entries, words, states)
         for state in states:
             head += int(state).to_bytes(_STATE_BYTES, "little")
     else:
-        position, state = kernels.encode_one(symbols, contexts, step, entries, words)
+        position, state = rans_kernels.encode_one(symbols, contexts, step, entries, words)
         write_uvarint(head, int(state))
     return bytes(head) + words[position:].astype("<u2", copy=False).tobytes()
 
@@ -292,7 +292,7 @@ def _decode_rans(
 def _decode_chunk(
     chunk: memoryview, out: UInt8s, contexts: UInt8s, step: int, tables: _DecoderTables, four_states: bool
 ) -> None:
-    from shrinkpoint.entropy import kernels  # numba
+    from shrinkpoint.entropy import rans_kernels  # numba
 
     reader = ByteReader(chunk, "rANS chunk")
     if four_states:
@@ -305,6 +305,10 @@ def _decode_chunk(
         raise FormatError(f"rANS chunk: {reader.remaining} bytes are not whole 16-bit words")
     words = np.frombuffer(bytes(reader.rest()), dtype="<u2").astype(np.uint16)
     arguments = (out, contexts, step, tables.rows, tables.lookup, tables.shift, tables.entries, words)
-    sound = kernels.decode_four(*arguments, states) if four_states else kernels.decode_one(*arguments, state)
+    sound = (
+        rans_kernels.decode_four(*arguments, states)
+        if four_states
+        else rans_kernels.decode_one(*arguments, state)
+    )
     if not sound:
         raise CorruptionError("rANS chunk: the data do not end in the state from which the encoder began")

@@ -9,15 +9,12 @@ modulo 2^64.
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from shrinkpoint.arrays import Int64s, UInt8s, UInt16s, UInt32s
+from shrinkpoint.arrays import Int64s, Integer, Signed, UInt8s, UInt16s, UInt32s
 from shrinkpoint.runtime.jit import jit, jit_part
 
 __all__ = ["Blocks", "Classes", "Given", "classify", "new_blocks", "pack", "unpack"]
 
-Signed = npt.NDArray[np.signedinteger[Any]]
-Integer = int | np.signedinteger[Any]
 Plan = tuple[int, int, int, int, int, int]
 """Width in bits, cut, whether magnitudes are predicted, shares of previous and sibling, whether signs are aligned."""
 

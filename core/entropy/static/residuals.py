@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from shrinkpoint.arrays import Int64s, UInt8s, UInt16s
+from shrinkpoint.arrays import Int64s, UInt8s, UInt16s, Unsigned
 from shrinkpoint.entropy.static.bytes import decode_bytes, encode_bytes
 from shrinkpoint.entropy.static.rans import decode_symbols, encode_symbols, map_in_threads
 from shrinkpoint.entropy.symbols import count_symbols
@@ -42,8 +42,6 @@ __all__ = [
     "decode_residuals",
     "encode_residuals",
 ]
-
-Unsigned = npt.NDArray[np.unsignedinteger[Any]]
 
 WHOLE = 64
 """Shares are multiples of 1 / WHOLE."""

@@ -6,8 +6,8 @@ a signed difference -3 would be emitted as +3 and read as a run length.
 """
 
 import numpy as np
-import numpy.typing as npt
 
+from shrinkpoint.arrays import Int64s, UInt8s
 from shrinkpoint.errors import FormatError
 
 __all__ = ["MAX_RUN", "decode_runs", "encode_runs"]
@@ -16,7 +16,7 @@ MAX_RUN = (1 << 16) - 1
 """Longest run that one run-length symbol states."""
 
 
-def encode_runs(values: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
+def encode_runs(values: UInt8s) -> Int64s:
     """Turn values into run symbols.
 
     Args:
@@ -41,7 +41,7 @@ def encode_runs(values: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
     return symbols
 
 
-def decode_runs(symbols: npt.NDArray[np.int64], count: int, alphabet: int) -> npt.NDArray[np.uint8]:
+def decode_runs(symbols: Int64s, count: int, alphabet: int) -> UInt8s:
     """Inverse of :func:`encode_runs`.
 
     Args:

@@ -22,9 +22,8 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from shrinkpoint.arrays import Int8s, Int16s, Int32s, Int64s, UInt8s, UInt16s
+from shrinkpoint.arrays import Bools, Int8s, Int16s, Int32s, Int64s, UInt8s, UInt16s
 from shrinkpoint.entropy.contexts.cells import Cells
 from shrinkpoint.entropy.contexts.leaves import (
     Span,
@@ -48,7 +47,6 @@ from shrinkpoint.entropy.wire import ByteReader, Payload
 from shrinkpoint.errors import FormatError
 
 __all__ = ["FAR_RADIUS", "CodedPoints", "Path", "decode_points", "encode_points"]
-
 
 FAR_RADIUS = 126
 """With this radius, the two last points on either side stand for all beyond of their parity."""
@@ -132,7 +130,7 @@ class CodedPoints:
         return errors
 
     @cached_property
-    def far(self) -> npt.NDArray[np.bool_]:
+    def far(self) -> Bools:
         """bool (n,): which elements may lie beyond what their points say."""
         if self.ranks.size == 0 or max(int(self.ranks.max()), -int(self.ranks.min())) < FAR_RADIUS - 1:
             return np.zeros(self.ranks.size, np.bool_)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shrinkpoint.arrays import Int8s, Int16s, Int32s, Int64s, UInt8s, UInt16s
+from shrinkpoint.arrays import Int8s, Int16s, Int32s, Int64s, Integer, UInt8s, UInt16s
 from shrinkpoint.entropy.contexts.feature_kernels import ACTIVITIES, BLOCK_ROWS
 from shrinkpoint.entropy.contexts.run_kernels import GAP_SHIFT, LEVEL_SHIFT, LONGEST, Tables
 from shrinkpoint.entropy.contexts.segment_lowrank_kernels import (
@@ -23,7 +23,7 @@ from shrinkpoint.entropy.contexts.segment_lowrank_kernels import (
     refresh_segments,
     start_row,
 )
-from shrinkpoint.entropy.kernels import pop, refill
+from shrinkpoint.entropy.rans_kernels import pop, refill
 from shrinkpoint.entropy.trellis.margin_kernels import (
     FARTHEST_RANK,
     Margins,
@@ -46,8 +46,6 @@ __all__ = [
     "measure",
     "sum_energies",
 ]
-
-Integer = int | np.int64
 
 _LARGEST = 1023  # energy of an element, in 1/256 square steps
 _FLOOR = 8 * 16  # energy that noise has, in 1/2048

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shrinkpoint.arrays import Int16s, Int32s, UInt8s
+from shrinkpoint.arrays import Int16s, Int32s, Integer, UInt8s
 from shrinkpoint.entropy.contexts.segment_lowrank_kernels import SEGMENT
 from shrinkpoint.runtime.jit import jit_inlined, jit_part
 
@@ -30,8 +30,6 @@ __all__ = [
     "place_points",
     "rank_path",
 ]
-
-Integer = int | np.int64
 
 MARGINS = 44
 """Classes of leads."""

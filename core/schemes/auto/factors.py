@@ -11,9 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from shrinkpoint.arrays import Float32s, Float64s, Int16s
+from shrinkpoint.arrays import Float32s, Float64s, Int16s, UInt8s
 from shrinkpoint.entropy.static.bytes import decode_bytes, encode_bytes
 from shrinkpoint.entropy.static.rans import decode_symbols, encode_symbols
 from shrinkpoint.errors import FormatError
@@ -22,7 +21,6 @@ from shrinkpoint.schemes.codec_io import section
 from shrinkpoint.state.training import TensorSpec
 
 __all__ = ["EMPTY", "Factors", "matrix_shape", "row_and_column_means"]
-
 
 _PER_OCTAVE = 4
 # 2 ** (k / 4), written out: a library's power function may differ by a rounding from one machine to another
@@ -227,5 +225,5 @@ def _power(exponents: Int16s) -> Float32s:
     return powers
 
 
-def _contexts(height: int, width: int) -> npt.NDArray[np.uint8]:
+def _contexts(height: int, width: int) -> UInt8s:
     return np.repeat(np.array([0, 1], np.uint8), [height, width])

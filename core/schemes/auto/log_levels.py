@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shrinkpoint.arrays import Bools, Float32s, Int16s, Int32s
+from shrinkpoint.arrays import Bools, Float32s, Int16s, Int32s, UInt8s
 from shrinkpoint.entropy.contexts.coder import decode_plane, encode_plane
 from shrinkpoint.entropy.static.bytes import decode_bytes, encode_bytes
 from shrinkpoint.errors import ConfigError, FormatError
@@ -34,7 +34,6 @@ from shrinkpoint.state.training import TensorSpec
 from shrinkpoint.state.tree import JSON
 
 __all__ = ["LogLevelsCodec"]
-
 
 PER_OCTAVE = 16
 # 2 ** (k / 16), written out: a library's power function may differ by a rounding from one machine to another
@@ -239,7 +238,7 @@ class _Levels:
 
 @dataclass(frozen=True)
 class _Residuals:
-    symbols: npt.NDArray[np.uint8]
+    symbols: UInt8s
     """0 for zeros, else ``residual - lowest + 1``."""
     rounded: Int32s
     lowest: int

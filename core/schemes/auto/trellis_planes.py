@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shrinkpoint.arrays import Float32s, Int8s, Int16s, UInt8s
+from shrinkpoint.arrays import Float32s, Indices, Int8s, Int16s, UInt8s
 from shrinkpoint.schemes.auto.factors import matrix_shape
 from shrinkpoint.schemes.auto.lattice_points import join_exponents, split_exponents
 from shrinkpoint.schemes.auto.trellis_points import Grid
@@ -24,7 +24,7 @@ __all__ = ["KeptRows", "TrellisPlanes"]
 class KeptRows:
     """Rows of a matrix that lie on the points of earlier checkpoints."""
 
-    rows: npt.NDArray[np.intp]
+    rows: Indices
     values: Float32s
     """(rows, columns)."""
 

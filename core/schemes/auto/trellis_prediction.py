@@ -7,7 +7,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from shrinkpoint.arrays import Float32s, Float64s, Int8s, Int16s, UInt8s
+from shrinkpoint.arrays import Float32s, Float64s, Indices, Int8s, Int16s, UInt8s
 from shrinkpoint.entropy.contexts.sample import Side
 from shrinkpoint.entropy.trellis.coder import Path
 from shrinkpoint.entropy.trellis.states import States
@@ -22,7 +22,6 @@ from shrinkpoint.state.tree import JSON
 
 __all__ = [
     "ERRORS",
-    "Rows",
     "TrellisPrediction",
     "TrellisReference",
     "deviations",
@@ -33,7 +32,6 @@ __all__ = [
     "with_noise",
 ]
 
-Rows = npt.NDArray[np.intp]
 T = TypeVar("T", bound=np.generic)
 
 ERRORS = "errors"
@@ -101,7 +99,7 @@ class TrellisPrediction:
         carried: int,
         states: States,
         spec: TensorSpec,
-        rows: Rows | None = None,
+        rows: Indices | None = None,
     ) -> "TrellisPrediction":
         """From the reference, or around zero.
 
@@ -148,13 +146,13 @@ def expected_points(grid: Grid, reference: TrellisReference, carried: int) -> tu
     return even, places
 
 
-def rows_of(plane: npt.NDArray[T], rows: Rows | None, columns: int) -> npt.NDArray[T]:
+def rows_of(plane: npt.NDArray[T], rows: Indices | None, columns: int) -> npt.NDArray[T]:
     """The elements of some rows of a matrix, flat as it is; None takes all."""
     return plane if rows is None else np.ascontiguousarray(plane.reshape(-1, columns)[rows]).reshape(-1)
 
 
 def deviations(
-    values: Float32s, grid: Grid, reference: TrellisReference, columns: int, rows: Rows | None = None
+    values: Float32s, grid: Grid, reference: TrellisReference, columns: int, rows: Indices | None = None
 ) -> tuple[Float64s, Float64s]:
     """Sums of squares of how far weights are from where they were expected to have been, and their numbers, by exponent; of
     some rows, or of all."""

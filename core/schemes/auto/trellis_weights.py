@@ -13,13 +13,12 @@ Rows that training has not moved are kept as they were restored before: nothing 
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from shrinkpoint.arrays import Float32s, Int8s, Int16s, widened
+from shrinkpoint.arrays import Bools, Float32s, Indices, Int8s, Int16s, Signed, widened
 from shrinkpoint.entropy.static.bytes import decode_bytes, encode_bytes
 from shrinkpoint.entropy.trellis.coder import CodedPoints, Path, decode_points, encode_points
 from shrinkpoint.entropy.trellis.states import States
@@ -44,7 +43,6 @@ from shrinkpoint.schemes.auto.trellis_points import (
 )
 from shrinkpoint.schemes.auto.trellis_prediction import (
     ERRORS,
-    Rows,
     TrellisPrediction,
     TrellisReference,
     deviations,
@@ -60,7 +58,6 @@ from shrinkpoint.state.training import TensorSpec
 from shrinkpoint.state.tree import JSON
 
 __all__ = ["TrellisWeightCodec"]
-
 
 _FARTHEST = 30_000  # half steps from 0
 _NOTHING = np.zeros(0, np.float32)
@@ -93,7 +90,7 @@ class TrellisWeightCodec:
     """The previous checkpoint's steps are kept while the loss is at most this share larger than with the wanted ones."""
     states: States = 4
     """Of the trellis."""
-    kept: npt.NDArray[np.bool_] | None = None
+    kept: Bools | None = None
     """(rows,): which ones stay as the previous checkpoint has them, if there is one; None for none."""
 
     def __post_init__(self) -> None:
@@ -198,7 +195,7 @@ class TrellisWeightCodec:
         grid: Grid,
         walk: int,
         carried: int,
-        rows: Rows | None,
+        rows: Indices | None,
         spec: TensorSpec,
         threads: int,
         coding: bool,
@@ -339,7 +336,7 @@ class _Quantized:
     walk: int
     carried: int
     expectation: Expectation
-    rows: Rows | None
+    rows: Indices | None
     """That are coded; None for all."""
     kept: KeptRows | None
     """The others."""
@@ -363,9 +360,7 @@ def _code(points: Int16s, path: Path, threads: int) -> tuple[CodedPoints, dict[s
     return coded, {"points": coded.payload, "far": far}
 
 
-def _reached(
-    points: npt.NDArray[np.signedinteger[Any]], even: Int16s, rows: Rows | None, columns: int
-) -> Int16s | None:
+def _reached(points: Signed, even: Int16s, rows: Indices | None, columns: int) -> Int16s | None:
     """Points from 0, of all rows, from those of the coded ones; None if one is too far from 0."""
     expected = rows_of(even, rows, columns)
     reached = np.empty(points.size, np.int16)
@@ -391,7 +386,7 @@ def _has_steps_of(grid: Grid, reference: TrellisReference | None) -> bool:
     )
 
 
-def _kept_rows(reference: TrellisReference | None, rows: Rows | None, spec: TensorSpec) -> KeptRows | None:
+def _kept_rows(reference: TrellisReference | None, rows: Indices | None, spec: TensorSpec) -> KeptRows | None:
     """The rows that stay as the reference has them; None where all are coded."""
     if rows is None or reference is None:
         return None
@@ -407,7 +402,7 @@ def _planes(
     before: Int8s | None,
     carried: int,
     expectation: Expectation,
-    rows: Rows | None,
+    rows: Indices | None,
     kept: KeptRows | None,
     spec: TensorSpec,
 ) -> TrellisPlanes:
@@ -464,7 +459,7 @@ def _read_grid(
 
 def _read_rows(
     encoded: EncodedTensor, reference: TrellisReference | None, spec: TensorSpec, threads: int
-) -> Rows | None:
+) -> Indices | None:
     """The rows that are coded; None for all.
 
     Raises:

@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from shrinkpoint.arrays import Bools, Float64s, Int8s
@@ -173,7 +172,7 @@ class WeightSteps:
         sizes: Float64s = squares.double().sqrt().numpy()
         return _UNKNOWN_MOVEMENT * sizes
 
-    def _kept(self, spec: TensorSpec) -> npt.NDArray[np.bool_] | None:
+    def _kept(self, spec: TensorSpec) -> Bools | None:
         """(rows,): those that keep the values of the previous checkpoint, since training has not moved them.
 
         Through a chain of 32 checkpoints they move by half of what the tensor moves between two of them at most.

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from shrinkpoint.arrays import UInt8s
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
 from shrinkpoint.quantize.clustering import assign, kmeans_plus_plus, optimal_clusters, sample_weights
 from shrinkpoint.quantize.sketch import SignedHistogram
@@ -164,9 +164,7 @@ def _within(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return values.clamp(-largest, largest)
 
 
-def _previous(
-    reference: ReferenceState | None, spec: TensorSpec
-) -> tuple[npt.NDArray[np.uint8] | None, int | None]:
+def _previous(reference: ReferenceState | None, spec: TensorSpec) -> tuple[UInt8s | None, int | None]:
     if reference is None:
         return None, None
     plane = np.asarray(reference.planes["levels"], dtype=np.uint8)

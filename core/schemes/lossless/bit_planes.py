@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 import zstandard
 
+from shrinkpoint.arrays import UInt8s, Unsigned
 from shrinkpoint.entropy.static.bytes import decode_bytes, delta_bits, encode_bytes, undelta_bits
 from shrinkpoint.entropy.static.residuals import Layout, decode_residuals, encode_residuals
 from shrinkpoint.errors import CannotRepresentError, FormatError
@@ -26,7 +27,6 @@ from shrinkpoint.schemes.codec_io import check_sections, integer, section
 from shrinkpoint.schemes.exact import fitted
 from shrinkpoint.schemes.lossless.bit_prediction import (
     SCALES,
-    Bits,
     Format,
     Prediction,
     Problem,
@@ -157,12 +157,12 @@ def _numbers(spec: TensorSpec) -> int:
     return spec.numel * (2 if spec.dtype.is_complex else 1)
 
 
-def _before(reference: ReferenceState | None, count: int, form: Format) -> Bits | None:
+def _before(reference: ReferenceState | None, count: int, form: Format) -> Unsigned | None:
     found = fitted(reference, count, form.width // 8)
     return None if found is None else np.ascontiguousarray(found)
 
 
-def _plane(reference: ReferenceState | None, count: int, form: Format) -> Bits | None:
+def _plane(reference: ReferenceState | None, count: int, form: Format) -> Unsigned | None:
     plane = reference.planes.get("bits") if reference is not None else None
     if plane is None or plane.size != count or plane.dtype != np.dtype(f"<u{form.width // 8}"):
         return None
@@ -184,7 +184,7 @@ def _problem(bits: npt.NDArray[Any], form: Format, spec: TensorSpec, context: Co
     )
 
 
-def _contexts(problem: Problem, prediction: Prediction) -> npt.NDArray[np.uint8] | None:
+def _contexts(problem: Problem, prediction: Prediction) -> UInt8s | None:
     source = getattr(problem, prediction.context) if prediction.context else None
     return None if source is None else contexts_of(source, problem.format)
 
@@ -204,7 +204,7 @@ def _deltas(problem: Problem) -> tuple[bool, ...]:
     return (False,) if problem.previous is None else (False, True)
 
 
-def _difference(problem: Problem, part: slice) -> Bits:
+def _difference(problem: Problem, part: slice) -> Unsigned:
     assert problem.previous is not None
     return delta_bits(problem.bits[part], problem.previous[part])
 
@@ -264,8 +264,8 @@ def _prediction(encoded: EncodedTensor, spec: TensorSpec, form: Format) -> Predi
 
 
 def _decode_classes(
-    encoded: EncodedTensor, spec: TensorSpec, previous: Bits | None, context: Context
-) -> Bits:
+    encoded: EncodedTensor, spec: TensorSpec, previous: Unsigned | None, context: Context
+) -> Unsigned:
     form = _format(spec)
     prediction = _prediction(encoded, spec, form)
     layout, count = prediction.layout, _numbers(spec)

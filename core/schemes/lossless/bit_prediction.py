@@ -14,12 +14,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shrinkpoint.arrays import Float64s, Int64s, UInt8s
+from shrinkpoint.arrays import Float64s, Int64s, UInt8s, Unsigned
 from shrinkpoint.entropy.static.residuals import WHOLE, Layout, Sources, class_widths, classes_of
 
 __all__ = [
     "SCALES",
-    "Bits",
     "Format",
     "Prediction",
     "Problem",
@@ -32,8 +31,6 @@ __all__ = [
 
 SCALES = (2.0**-20, 1.0)
 """The range of `Prediction.scale`."""
-
-Bits = npt.NDArray[np.unsignedinteger[Any]]
 
 _SAMPLE = 1 << 14  # elements, at most
 _LEAST = 1 << 12  # elements, at least, where the tensor has them
@@ -58,7 +55,7 @@ class Format:
         """The quantum of offsets: a quarter of an octave."""
         return 1 << max(self.mantissa - 2, 0)
 
-    def exponents(self, bits: Bits) -> npt.NDArray[Any]:
+    def exponents(self, bits: Unsigned) -> npt.NDArray[Any]:
         """The exponents' fields."""
         exponent_mask = (1 << (self.width - 1 - self.mantissa)) - 1
         return (bits >> bits.dtype.type(self.mantissa)) & bits.dtype.type(exponent_mask)
@@ -105,14 +102,14 @@ class Problem:
     """A tensor's numbers and those that may predict them, all of one size and flat in C order."""
 
     format: Format
-    bits: Bits
+    bits: Unsigned
     rows: int
     """The first dimension; 1 for vectors."""
-    previous: Bits | None = None
-    sibling: Bits | None = None
+    previous: Unsigned | None = None
+    sibling: Unsigned | None = None
 
 
-def contexts_of(source: Bits, form: Format) -> UInt8s:
+def contexts_of(source: Unsigned, form: Format) -> UInt8s:
     """Contexts by a source's exponents, uint8 (n,): those that occur, numbered; of more than 256 the lowest share one."""
     exponents = form.exponents(source)
     top = int(exponents.max())
@@ -124,7 +121,7 @@ def contexts_of(source: Bits, form: Format) -> UInt8s:
     return (np.cumsum(present) - 1).astype(np.uint8)[fields]
 
 
-def scaled(bits: Bits, form: Format, factor: float) -> Bits:
+def scaled(bits: Unsigned, form: Format, factor: float) -> Unsigned:
     """The patterns of the numbers times a factor, one IEEE multiplication each; subnormals count and come as zero.
 
     Not all processes have subnormals (`torch.set_flush_denormal`), and decoders must agree.
@@ -134,7 +131,7 @@ def scaled(bits: Bits, form: Format, factor: float) -> Bits:
     return _normal(product.view(bits.dtype), form)
 
 
-def _normal(bits: Bits, form: Format) -> Bits:
+def _normal(bits: Unsigned, form: Format) -> Unsigned:
     exponents = form.exponents(bits)
     special = (exponents == 0) | (
         exponents == exponents.dtype.type((1 << (form.width - 1 - form.mantissa)) - 1)
@@ -185,7 +182,7 @@ def _sample(problem: Problem) -> _Sample:
     column_at = _thin(columns, max(side, wanted // row_at.size))
     where = (row_at[:, None] * columns + column_at).reshape(-1)
 
-    def some(source: Bits | None) -> Bits | None:
+    def some(source: Unsigned | None) -> Unsigned | None:
         return None if source is None else source[where]
 
     taken = Problem(
@@ -258,7 +255,7 @@ def sources_of(problem: Problem, prediction: Prediction, rows: Int64s, columns: 
     )
 
 
-def _integers(bits: Bits, layout: Layout) -> Int64s:
+def _integers(bits: Unsigned, layout: Layout) -> Int64s:
     """Bit patterns as integers in the order of the values, or magnitudes, as in the kernels."""
     signed = bits.view(f"i{layout.width // 8}").astype(np.int64)
     mask = np.int64((1 << (layout.width - 1)) - 1)

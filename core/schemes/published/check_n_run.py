@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shrinkpoint.arrays import Float32s, UInt8s
+from shrinkpoint.arrays import Float32s, Float64s, UInt8s
 from shrinkpoint.entropy.static.rans import decode_symbols, encode_symbols
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
 from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes, TensorCodec
@@ -110,11 +110,11 @@ def search_bounds(rows: Float32s, bits: int, bins: int, iterations: int) -> tupl
     return best_low, best_high
 
 
-def _error(rows: Float32s, low: Float32s, high: Float32s, bits: int) -> npt.NDArray[np.float64]:
+def _error(rows: Float32s, low: Float32s, high: Float32s, bits: int) -> Float64s:
     scale = _scale(low, high, bits)
     levels = _levels(rows, low, scale, bits)
     error = levels * scale[:, None] + low[:, None] - rows
-    squares: npt.NDArray[np.float64] = np.einsum("ij,ij->i", error, error, dtype=np.float64)
+    squares: Float64s = np.einsum("ij,ij->i", error, error, dtype=np.float64)
     return squares
 
 

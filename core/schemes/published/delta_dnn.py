@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 
-from shrinkpoint.arrays import Float32s
+from shrinkpoint.arrays import Float32s, Int32s
 from shrinkpoint.entropy.static.bytes import decode_bytes, encode_bytes
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
 from shrinkpoint.schemes.base import Context, EncodedTensor, TensorCodec
@@ -111,7 +111,7 @@ class DeltaDnnCodec(ClosedLoopCodec):
         return {VALUE: add(previous, moved)}
 
 
-def _narrow(steps: npt.NDArray[np.int32]) -> tuple[int, npt.NDArray[Any]]:
+def _narrow(steps: Int32s) -> tuple[int, npt.NDArray[Any]]:
     """Zigzagged integers in as few bytes as the largest needs, and their size."""
     zigzag = ((steps << 1) ^ (steps >> 31)).view(np.uint32)
     size = next(size for size in (1, 2, 4) if int(zigzag.max()) < 1 << 8 * size)

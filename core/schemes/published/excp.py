@@ -16,9 +16,8 @@ from functools import partial
 from typing import ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
-from shrinkpoint.arrays import Float32s
+from shrinkpoint.arrays import Bools, Float32s
 from shrinkpoint.errors import CannotRepresentError
 from shrinkpoint.schemes.base import Makers, ReferenceState, TensorCodec
 from shrinkpoint.schemes.closed_loop import previous_value
@@ -61,7 +60,7 @@ class _Joint:
     first: str | None
     second: str
     alpha: float
-    _mask: npt.NDArray[np.bool_] | None = None
+    _mask: Bools | None = None
 
     def residual(self) -> Float32s:
         target = as_float32(self.state.tensors[self.weight.name], self.weight)
@@ -98,9 +97,9 @@ class _Joint:
         return ExcpMomentCodec(options=self.options, keep=self._mask, coder=self.coder)
 
 
-def _large(state: TrainingState, first: str, beta: float) -> npt.NDArray[np.bool_]:
+def _large(state: TrainingState, first: str, beta: float) -> Bools:
     magnitudes = np.abs(as_float32(state.tensors[first], state.specs[first]))
-    large: npt.NDArray[np.bool_] = magnitudes > np.float32(beta * float(magnitudes.mean(dtype=np.float64)))
+    large: Bools = magnitudes > np.float32(beta * float(magnitudes.mean(dtype=np.float64)))
     return large
 
 

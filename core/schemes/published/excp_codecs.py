@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shrinkpoint.arrays import Float32s, UInt8s
+from shrinkpoint.arrays import Bools, Float32s, UInt8s
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
 from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes, ReferenceState
 from shrinkpoint.schemes.closed_loop import VALUE, ClosedLoopCodec, Delta, add
@@ -174,7 +174,7 @@ class ExcpMomentCodec:
     needs: ClassVar[tuple[str, ...]] = ()
 
     options: ExcpSettings = field(default_factory=ExcpOptions)
-    keep: npt.NDArray[np.bool_] | None = None
+    keep: Bools | None = None
     """Which elements are not pruned, flat; None for all."""
     coder: PlaneCoder | None = None
     """What codes the symbols; None for what the options say."""

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from shrinkpoint.arrays import Float32s, UInt8s
+from shrinkpoint.arrays import Bools, Float32s, UInt8s
 from shrinkpoint.errors import CannotRepresentError
 from shrinkpoint.quantize.clustering import assign, optimal_clusters
 from shrinkpoint.quantize.sketch import SignedHistogram
@@ -58,9 +57,7 @@ class Symbols:
         return values
 
 
-def cluster(
-    values: Float32s, keep: npt.NDArray[np.bool_], bits: int, clustering: Clustering, codebook: Codebook
-) -> Symbols:
+def cluster(values: Float32s, keep: Bools, bits: int, clustering: Clustering, codebook: Codebook) -> Symbols:
     """Quantize the kept nonzero values to at most ``2^bits - 1`` clusters.
 
     Few enough distinct values are their own clusters, where the repository stores the tensor itself: the same values.

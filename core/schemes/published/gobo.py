@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shrinkpoint.arrays import Float32s, UInt8s, widened
+from shrinkpoint.arrays import Bools, Float32s, UInt8s, widened
 from shrinkpoint.entropy.static.bytes import decode_bytes, encode_bytes
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
 from shrinkpoint.quantize.clustering import assign
@@ -74,7 +74,7 @@ class GoboOptions(WeightOptions):
             raise ConfigError(f"coder must be 'packed' or 'rans', not {self.coder!r}")
 
 
-def outliers(values: Float32s, threshold: float, standardized: bool) -> npt.NDArray[np.bool_]:
+def outliers(values: Float32s, threshold: float, standardized: bool) -> Bools:
     """Which values are outliers of their own normal distribution; none if they are all equal."""
     wide = values.astype(np.float64)
     mean, deviation = float(wide.mean()), float(wide.std())

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shrinkpoint.arrays import Float32s, widened
+from shrinkpoint.arrays import Bools, Float32s, widened
 from shrinkpoint.entropy.static.bytes import decode_bytes, encode_bytes
 from shrinkpoint.entropy.static.rans import decode_symbols, encode_symbols
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
@@ -149,7 +149,7 @@ class PartialCodec(ClosedLoopCodec):
         return {VALUE: value}
 
 
-def _elements(chosen: npt.NDArray[np.bool_], spec: TensorSpec) -> npt.NDArray[np.bool_]:
+def _elements(chosen: Bools, spec: TensorSpec) -> Bools:
     """Whether each element is chosen, flat, from the same for elements or rows."""
     return chosen if chosen.size == spec.numel else np.repeat(chosen, spec.numel // chosen.size)
 

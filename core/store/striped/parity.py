@@ -9,13 +9,13 @@ from functools import lru_cache
 from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
+from shrinkpoint.arrays import Bools, UInt8s
 from shrinkpoint.errors import CorruptionError
 
 __all__ = ["MAX_PARITY", "Shard", "parity_of", "rebuild"]
 
-Shard: TypeAlias = npt.NDArray[np.uint8]
+Shard: TypeAlias = UInt8s
 
 MAX_PARITY = 2
 """Parity shards that can be computed; more spare shards than that are mirrors."""
@@ -66,7 +66,7 @@ _REDUCE = np.uint8(_POLYNOMIAL & 0xFF)
 _ZERO = np.int8(0)
 
 
-def _times_g(total: Shard, overflow: npt.NDArray[np.bool_]) -> None:
+def _times_g(total: Shard, overflow: Bools) -> None:
     """Each byte times g, in place: doubled, and reduced by the polynomial where its highest bit was set."""
     reduce = overflow.view(np.uint8)
     np.less(total.view(np.int8), _ZERO, out=overflow)

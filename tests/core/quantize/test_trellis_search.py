@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shrinkpoint.arrays import Float32s
+from shrinkpoint.arrays import Float32s, Int16s
 from shrinkpoint.entropy.trellis.states import NOISE, States, path_width
 from shrinkpoint.errors import CannotRepresentError, ConfigError
 from shrinkpoint.schemes.auto.lattice_points import MAX_EXPONENT
@@ -37,7 +37,7 @@ def check_paths(points: Ints, width: int, states: int) -> None:
             state = step_on(state, (point - state % 2) // 2, states)
 
 
-def search(values: Float32s, width: int, states: int) -> npt.NDArray[np.int16]:
+def search(values: Float32s, width: int, states: int) -> Int16s:
     from shrinkpoint.quantize.viterbi_kernels import nearest_path  # numba
 
     points = np.full(values.size, 12_345, np.int16)

@@ -153,7 +153,7 @@ def test_a_mark_in_a_folder_that_may_only_be_read_counts(
 
 
 def test_nothing_lasts_where_compiling_is_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shrinkpoint.entropy.kernels.encode_one", lambda *arguments: None)
+    monkeypatch.setattr("shrinkpoint.entropy.rans_kernels.encode_one", lambda *arguments: None)
     assert compilation.cache_folder() is None
     assert not is_compiled("auto")
 

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.payloads import damaged, damages, untimed
 
+from shrinkpoint.arrays import Float64s, Int16s
 from shrinkpoint.entropy.contexts.sample import Side
 from shrinkpoint.entropy.trellis.coder import FAR_RADIUS, CodedPoints, Path, decode_points, encode_points
 from shrinkpoint.entropy.trellis.states import MAX_WIDTH, NOISE, UNIT, States, path_width
@@ -20,7 +21,7 @@ HEAD = 7
 """Bytes of a model's fields before the indices of the sides."""
 
 
-def path_of(indices: Ints, columns: int, states: States) -> npt.NDArray[np.int16]:
+def path_of(indices: Ints, columns: int, states: States) -> Int16s:
     """The points of these indices: any sequence of indices is a path. Written apart from the coder, from the definition."""
     width = path_width(columns)
     paths = -(-indices.size // width)
@@ -35,7 +36,7 @@ def path_of(indices: Ints, columns: int, states: States) -> npt.NDArray[np.int16
     return points.reshape(-1)[: indices.size].astype(np.int16)
 
 
-def nearest(values: npt.NDArray[np.float64], places: Ints, columns: int, states: States) -> Path:
+def nearest(values: Float64s, places: Ints, columns: int, states: States) -> Path:
     """What a coder has of values in steps that are expected at places."""
     from shrinkpoint.schemes.auto.trellis_points import nearest_points  # numba
 
@@ -43,12 +44,12 @@ def nearest(values: npt.NDArray[np.float64], places: Ints, columns: int, states:
     return nearest_points(measured, columns, states)
 
 
-def dithered(size: int, seed: int = 0) -> npt.NDArray[np.int16]:
+def dithered(size: int, seed: int = 0) -> Int16s:
     """Places anywhere between two even points."""
     return np.random.default_rng(seed).integers(-UNIT, UNIT, size).astype(np.int16)
 
 
-def check_round_trip(points: npt.NDArray[np.int16], path: Path, threads: int = 1) -> CodedPoints:
+def check_round_trip(points: Int16s, path: Path, threads: int = 1) -> CodedPoints:
     """Code and decode; what a reader has must be what the encoder says, and the points themselves wherever they can be told."""
     kept = points.copy()
     coded = encode_points(points, path, threads)
@@ -89,7 +90,7 @@ def test_paths_are_whole_rows_of_at_least_64_elements(columns: int, width: int) 
     assert path_width(columns) == width
 
 
-Case = tuple[npt.NDArray[np.int16], Path]
+Case = tuple[Int16s, Path]
 
 
 @st.composite

@@ -1,4 +1,4 @@
-"""The compiled inner loops of the entropy coders.
+"""The compiled inner loops of the range coder.
 
 Importing this module imports numba, so it is only ever imported from inside a function of its callers. Kernels release
 the GIL, keep no state and are compiled on first use. numba checks no bounds: every kernel states what its caller must
@@ -11,25 +11,20 @@ one IEEE double division, which modern CPUs pipeline where they do not pipeline 
 
 import numpy as np
 
-from shrinkpoint.arrays import Int64s, UInt8s, UInt16s
+from shrinkpoint.arrays import Int64s, Integer, UInt8s, UInt16s
 from shrinkpoint.entropy.tables import SCALE_BITS
 from shrinkpoint.runtime.jit import jit, jit_part
 
 __all__ = [
     "LOWER",
-    "count_pairs",
     "decode_four",
     "decode_one",
     "encode_four",
     "encode_one",
-    "huffman_decode",
-    "huffman_encode",
     "pop",
     "push",
     "refill",
 ]
-
-Integer = int | np.int64
 
 LOWER = 1 << 32
 """States of the four-lane coder are in [LOWER, LOWER * 2^16)."""
@@ -38,33 +33,6 @@ _WORD_BITS = 16
 _LIMIT_SHIFT = 32 - SCALE_BITS + _WORD_BITS
 _SLOT_MASK = (1 << SCALE_BITS) - 1
 _LOW32 = (1 << 32) - 1
-
-
-@jit
-def count_pairs(symbols: UInt8s, contexts: UInt8s, step: int, alphabet: int, counts: Int64s) -> bool:
-    """Add the (context, symbol) pairs to ``counts`` of shape (4 or 1, n_contexts * alphabet); False if one is out of range.
-
-    Four tables are filled in turn: with one, a skewed plane would wait for its own last increment each time. ``step`` is
-    1, or 0 where ``contexts`` is one zero.
-    """
-    highest, widest = np.uint8(0), np.uint8(0)
-    for i in range(symbols.size):
-        highest = max(highest, symbols[i])
-    for i in range(contexts.size):
-        widest = max(widest, contexts[i])
-    lanes, width = counts.shape[0], np.uint64(alphabet)
-    if symbols.size and (highest >= alphabet or widest >= counts.shape[1] // alphabet):
-        return False
-    first, second, third, fourth = counts[0], counts[1 % lanes], counts[2 % lanes], counts[3 % lanes]
-    whole = symbols.size // 4 * 4
-    for i in range(0, whole, 4):
-        first[contexts[i * step] * width + symbols[i]] += 1
-        second[contexts[(i + 1) * step] * width + symbols[i + 1]] += 1
-        third[contexts[(i + 2) * step] * width + symbols[i + 2]] += 1
-        fourth[contexts[(i + 3) * step] * width + symbols[i + 3]] += 1
-    for i in range(whole, symbols.size):
-        first[contexts[i * step] * width + symbols[i]] += 1
-    return True
 
 
 @jit_part
@@ -217,73 +185,3 @@ def decode_four(
         x0, position = refill(x0, words, position)
         x0, x1, x2 = x1, x2, x0
     return bool(position == words.size and x0 == LOWER and x1 == LOWER and x2 == LOWER and x3 == LOWER)
-
-
-@jit
-def huffman_encode(indices: Int64s, codes: Int64s, lengths: Int64s, out: UInt8s) -> None:
-    """Write the code of each symbol, first bit highest, into ``out``, which has exactly the bytes needed."""
-    buffer = np.int64(0)
-    filled = 0
-    position = 0
-    for i in range(indices.size):
-        length = lengths[indices[i]]
-        buffer = (buffer << length) | codes[indices[i]]
-        filled += length
-        while filled >= 8:
-            filled -= 8
-            out[position] = (buffer >> filled) & 0xFF
-            position += 1
-        buffer &= (1 << filled) - 1
-    if filled:
-        out[position] = (buffer << (8 - filled)) & 0xFF
-
-
-@jit
-def huffman_decode(
-    stream: UInt8s,
-    lookup: Int64s,
-    lookup_bits: int,
-    first_code: Int64s,
-    first_index: Int64s,
-    per_length: Int64s,
-    out: Int64s,
-) -> Integer:
-    """Fill ``out`` with ranks in canonical order from a complete code; return the bits used, or -1 past the end.
-
-    ``lookup`` maps the next ``lookup_bits`` bits to ``rank << 8 | length``, or to 0 where the code is longer. The other
-    tables are indexed by code length.
-    """
-    longest = per_length.size - 1
-    total = stream.size * 8
-    used: Integer = 0
-    buffer = np.int64(0)
-    filled = 0
-    position = 0
-    for i in range(out.size):
-        while filled <= 48:
-            byte = np.int64(0)
-            if position < stream.size:
-                byte = np.int64(stream[position])
-            buffer = (buffer << 8) | byte
-            position += 1
-            filled += 8
-        entry = lookup[(buffer >> (filled - lookup_bits)) & ((1 << lookup_bits) - 1)]
-        length = entry & 0xFF
-        rank = entry >> 8
-        if length == 0:
-            length = lookup_bits + 1
-            while length <= longest:
-                offset = ((buffer >> (filled - length)) & ((1 << length) - 1)) - first_code[length]
-                if 0 <= offset < per_length[length]:
-                    rank = first_index[length] + offset
-                    break
-                length += 1
-            if length > longest:
-                return -1
-        used += length
-        if used > total:
-            return -1
-        filled -= length
-        buffer &= (1 << filled) - 1
-        out[i] = rank
-    return used
