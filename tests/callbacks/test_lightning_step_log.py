@@ -79,6 +79,20 @@ class Accumulating(TwoOptimizers):
         return loss.detach()
 
 
+class ValidatesOthers(Tiny):
+    """Validates other weights than it trains, and puts these back."""
+
+    def on_validation_start(self) -> None:
+        self.stored = [p.detach().clone() for p in self.parameters()]
+        for parameter in self.parameters():
+            parameter.data.mul_(0.5)
+
+    def on_validation_end(self) -> None:
+        for parameter, value in zip(self.parameters(), self.stored, strict=True):
+            parameter.data.copy_(value)
+        super().on_validation_end()
+
+
 class CompiledStep(Tiny):
     """As a user compiles it: after the scheduler, which refuses to wrap a compiled step."""
 
@@ -116,6 +130,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "scaler, manual": {"plugins": scaled, "module": TwoOptimizers},
     "accumulation, manual": {"module": Accumulating, "max_epochs": 8},
+    "swapped for validation": {"module": ValidatesOthers, "val_check_interval": 0.25},
     "compiled step": {"module": CompiledStep},
     "compiled module": {"module": CompiledNet},
 }
