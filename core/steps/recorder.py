@@ -53,6 +53,7 @@ class Recorder:
         self._buffers = Buffers()
         self._first = True
         self._active = False
+        self._evaluations = 0
         self._pending: tuple[Event, CopiedState] | None = None
         self._events: list[Event] = []
         self._copied: list[CopiedState] = []
@@ -156,25 +157,29 @@ class Recorder:
     def _with(
         self, closure: Callable[[], Any], which: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        calls = 0
+        self._evaluations = 0
+        # A compiled step traces its closure: the user's part of it as ever, the recorder's not.
+        evaluated = torch.compiler.disable(self._on_evaluated)
 
         def recorded() -> Any:
-            nonlocal calls
             loss = closure()
-            calls += 1
-            if calls > 1 and self._active:
-                name = type(self._optimizers[which]).__name__
-                self._fail(
-                    f"{name} evaluates its closure several times in one step, so that its gradients are not those of one moment"
-                )
-            elif self._active:
-                with self._counted():
-                    self._record(which, closure=True, loss=loss)
+            evaluated(which, loss)
             return loss
 
         if "closure" in kwargs:
             return args, {**kwargs, "closure": recorded}
         return (args[0], recorded, *args[2:]), kwargs
+
+    def _on_evaluated(self, which: int, loss: object) -> None:
+        self._evaluations += 1
+        if self._evaluations > 1 and self._active:
+            name = type(self._optimizers[which]).__name__
+            self._fail(
+                f"{name} evaluates its closure several times in one step, so that its gradients are not those of one moment"
+            )
+        elif self._active:
+            with self._counted():
+                self._record(which, closure=True, loss=loss)
 
     def _on_after(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -1,5 +1,7 @@
 """A Lightning run that logs its steps continues, bit by bit, from a later step than its last checkpoint's."""
 
+import itertools
+import json
 import os
 import signal
 from functools import cache
@@ -11,6 +13,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins import MixedPrecision
 from support.lightning_models import Crash, Outcome, Setup, Tiny, assert_continues, assert_same, fit
 
 import shrinkpoint
@@ -51,6 +54,49 @@ class TwoOptimizers(Tiny):
         ]
 
 
+def scaled() -> MixedPrecision:
+    """As ``precision="16-mixed"`` on a GPU; the first steps are skipped, until the scale is small enough."""
+    return MixedPrecision(
+        "16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=4)
+    )
+
+
+class Accumulating(TwoOptimizers):
+    """Manual optimization that accumulates over two batches, and has gradients left where a segment may end."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = Tiny.training_step(self, batch, batch_idx)
+        first, second = self.optimizers()
+        self.manual_backward(loss / 2)
+        if batch_idx % 2:
+            self.clip_gradients(first, 0.1, "norm")
+            first.step()
+            first.zero_grad()
+        self.manual_backward((self.other(batch[1]) - self.net(batch[1]).detach()).square().mean())
+        if batch_idx % 3 == 2:
+            second.step()
+            second.zero_grad()
+        return loss.detach()
+
+
+class CompiledStep(Tiny):
+    """As a user compiles it: after the scheduler, which refuses to wrap a compiled step."""
+
+    def configure_optimizers(self) -> Any:
+        configured = super().configure_optimizers()
+        optimizer = configured["optimizer"]
+        optimizer.step = torch.compile(optimizer.step, backend="eager")
+        return configured
+
+
+class CompiledNet(Tiny):
+    """The forward and the backward pass are compiled."""
+
+    def __init__(self, setup: Setup | None = None) -> None:
+        super().__init__(setup)
+        self.net.compile(backend="aot_eager")
+
+
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "norm": {"gradient_clip_val": 0.1},
@@ -63,7 +109,18 @@ CASES: dict[str, dict[str, Any]] = {
     "plateau": {"setup": {"plateau": "val_loss"}},
     "manual": {"module": TwoOptimizers},
     "fused": {"setup": {"optimizer": lambda p, lr: torch.optim.AdamW(p, lr=lr, fused=True)}},
+    "scaler": {"plugins": scaled, "gradient_clip_val": 0.1},
+    "scaler, fused": {
+        "plugins": scaled,
+        "setup": {"optimizer": lambda p, lr: torch.optim.AdamW(p, lr=lr, fused=True)},
+    },
+    "scaler, manual": {"plugins": scaled, "module": TwoOptimizers},
+    "accumulation, manual": {"module": Accumulating, "max_epochs": 8},
+    "compiled step": {"module": CompiledStep},
+    "compiled module": {"module": CompiledNet},
 }
+COMPILED_ANEW = ("compiled step",)
+"""Lightning gives each step another closure, for which it is compiled again, until torch no longer tries."""
 
 
 def train(case: str, *callbacks: Callback, **more: Any) -> Outcome:
@@ -73,6 +130,8 @@ def train(case: str, *callbacks: Callback, **more: Any) -> Outcome:
     monitor = None if options.get("limit_val_batches") == 0 else "val_loss"
     pl.seed_everything(more.get("seed", 1), verbose=False)
     module = options.pop("module", Tiny)(setup)
+    if "plugins" in options:
+        options["plugins"] = options["plugins"]()
     return fit(*callbacks, module=module, monitor=monitor, **options, **more)
 
 
@@ -96,14 +155,45 @@ def saving(folder: Path, **options: Any) -> CompressedCheckpoint:
     )
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.slow) if case in COMPILED_ANEW else case for case in CASES],
+)
 def test_continues_bit_by_bit_from_the_log(case: str, tmp_path: Path) -> None:
-    crash = 24 if case == "manual" else 25
+    crash = 24 if "manual" in case else 25
     train(case, saving(tmp_path), Crash(crash))
     rest = train(case, saving(tmp_path), seed=999)
     step = rest.trace[0][2]
     assert 20 < step <= crash
     assert_continues(whole(case), rest)
+
+
+def test_a_scaler_skips_steps_and_unscales_within_the_fused_optimizer(tmp_path: Path) -> None:
+    """So that the cases of it say something."""
+    for case, inside in (("scaler", False), ("scaler, fused", True)):
+        scales: list[float] = []
+
+        class Look(Callback):
+            def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+                scales.append(trainer.precision_plugin.scaler.get_scale())  # noqa: B023
+
+        callback = saving(tmp_path / case.replace(", ", "-"))
+        train(case, callback, Look(), Crash(25))
+        assert scales[0] < 2.0**20
+        assert any(later > before for before, later in itertools.pairwise(scales))
+        names = {
+            name
+            for path in (tmp_path / case.replace(", ", "-") / "log").rglob("*.steps")
+            for record in _header(path)["records"]
+            for event in record["events"]
+            for name in event["attributes"]
+        }
+        assert names == ({"grad_scale", "found_inf"} if inside else set())
+
+
+def _header(path: Path) -> Any:
+    data = path.read_bytes()
+    return json.loads(data[80 : 80 + int.from_bytes(data[16:24], "little")])
 
 
 def test_a_log_begins_at_every_checkpoint_again(tmp_path: Path) -> None:

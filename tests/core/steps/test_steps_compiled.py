@@ -13,7 +13,7 @@ import shrinkpoint
 class Training:
     """Least squares; `own` says whether the optimizer's step is the compiled one, or the training calls another function."""
 
-    def __init__(self, url: str, log: str | None, *, own: bool) -> None:
+    def __init__(self, url: str, log: str | None, *, own: bool, closure: bool = False) -> None:
         torch.manual_seed(0)
         torch._dynamo.reset()
         self.model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
@@ -21,7 +21,7 @@ class Training:
         compiled = torch.compile(self.optimizer.step, backend="eager")
         if own:
             self.optimizer.step = compiled  # type: ignore[method-assign]
-        self.step = compiled
+        self.step, self.closure = compiled, closure
         logged = (
             {} if log is None else {"step_log": shrinkpoint.StepLog(segment_steps=2), "step_log_url": log}
         )
@@ -40,14 +40,19 @@ class Training:
         losses = []
         for step in range(begin, end):
             x = torch.randn(16, 8, generator=torch.Generator().manual_seed(step))
-            self.optimizer.zero_grad()
-            loss = (self.model(x) - x.sum(1, keepdim=True)).square().mean()
-            loss.backward()
-            self.step()
+            loss = self.step(lambda x=x: self.loss(x)) if self.closure else self.loss(x)
+            if not self.closure:
+                self.step()
             self.checkpointer.step(step + 1)
             self.checkpointer.flush()
             losses.append(loss.item())
         return losses
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        self.optimizer.zero_grad()
+        loss = (self.model(x) - x.sum(1, keepdim=True)).square().mean()
+        loss.backward()
+        return loss
 
     def crash(self) -> None:
         """What remains after a kill -9: all that was written, and no hooks."""
@@ -56,18 +61,19 @@ class Training:
         self.checkpointer.saver.close()
 
 
-def test_an_optimizers_own_compiled_step_is_replayed():
+@pytest.mark.parametrize("closure", [False, True])
+def test_an_optimizers_own_compiled_step_is_replayed(closure: bool):
     name = uuid4().hex
-    truth = Training(f"memory://{name}/truth", None, own=True)
+    truth = Training(f"memory://{name}/truth", None, own=True, closure=closure)
     losses = truth.run(truth.checkpointer.resume(), 10)
     truth.checkpointer.close()
 
-    killed = Training(f"memory://{name}/run", f"memory://{name}/log", own=True)
+    killed = Training(f"memory://{name}/run", f"memory://{name}/log", own=True, closure=closure)
     assert killed.run(killed.checkpointer.resume(), 6) == losses[:6]
     assert killed.checkpointer.step_log.off is None
     killed.crash()
 
-    again = Training(f"memory://{name}/run", f"memory://{name}/log", own=True)
+    again = Training(f"memory://{name}/run", f"memory://{name}/log", own=True, closure=closure)
     assert again.checkpointer.resume() == 6  # the checkpoint is of step 4
     assert again.run(6, 10) == losses[6:]
     again.checkpointer.close()
