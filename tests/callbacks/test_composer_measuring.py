@@ -1,0 +1,224 @@
+"""How Composer's callback measures the quality of a save, and averages gradients, without training noticing."""
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("composer")
+
+from composer import DataSpec
+from composer.core import Event, State
+from composer.loggers import InMemoryLogger
+from support import composer_models
+from support.composer_callbacks import At, Make, first, url_of
+from support.composer_data import BATCH, Points
+from support.composer_models import Crash, Setup, Tiny, assert_same, fit
+from torch.utils.data import DataLoader
+
+from shrinkpoint.errors import ShrinkpointWarning, StateMismatchError
+from shrinkpoint.saver import Saver
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
+)
+
+
+def test_saving_is_invisible_to_training(saving: Make) -> None:
+    wide = Setup(width=512)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ShrinkpointWarning)
+        plain = fit(setup=wide)
+        logger = InMemoryLogger()
+        saved = fit(
+            saving(scheme="inshrinkerator", save_top_k=-1, save_interval="4ba"), setup=wide, loggers=[logger]
+        )
+    assert plain.trace == saved.trace
+    assert plain.evaluations == saved.evaluations
+    assert_same(plain.final, saved.final)
+    assert len(logger.data["checkpoint/degradation"]) == 8
+
+
+class Watched(Tiny):
+    """Notes the batches on which it is evaluated in the midst of training, by their indices and sizes."""
+
+    seen_by_probe: list[Any]
+
+    def loss(self, outputs: Any, batch: Any, *rest: Any) -> Any:
+        if not self.training:
+            self.seen_by_probe.append(batch[0].tolist())
+        return super().loss(outputs, batch, *rest)
+
+
+@pytest.mark.parametrize("microbatch", [None, 4])
+@pytest.mark.parametrize("eval_interval", ["1ba", None])
+def test_the_loss_is_measured_on_what_the_model_gets(
+    saving: Make, monkeypatch: pytest.MonkeyPatch, eval_interval: str | None, microbatch: int | None
+) -> None:
+    monkeypatch.setattr("support.composer_models.Tiny", Watched)
+    monkeypatch.setattr(Watched, "seen_by_probe", [], raising=False)
+    setup = Setup(width=512, eval_interval=eval_interval, microbatch=microbatch)
+    outcome = fit(saving(scheme="inshrinkerator", save_interval="10ba"), setup=setup)
+    trained = [list(indices) for row in outcome.trace[:2] for indices, _ in row[3]][:2]
+    held_out = [list(range(BATCH)), list(range(BATCH, 2 * BATCH))]
+    expected = held_out if eval_interval else trained
+    assert Watched.seen_by_probe
+    assert all(batch in expected for batch in Watched.seen_by_probe)
+    assert {len(batch) for batch in Watched.seen_by_probe} == {
+        BATCH if eval_interval else microbatch or BATCH
+    }
+
+
+class Scaled(Tiny):
+    """Only learns from batches that were transformed on the device."""
+
+    def forward(self, batch: Any) -> Any:
+        assert batch[1].abs().max() > 100
+        return super().forward(batch)
+
+
+def test_the_batches_that_are_kept_have_been_transformed(
+    saving: Make, monkeypatch: pytest.MonkeyPatch, warned_in_background: list[Warning]
+) -> None:
+    monkeypatch.setattr("support.composer_models.Tiny", Scaled)
+
+    def data() -> DataSpec:
+        return DataSpec(
+            DataLoader(Points(), batch_size=BATCH),
+            microbatch_transforms=lambda batch: [batch[0], batch[1] * 1000, batch[2]],
+        )
+
+    # A DataSpec that wraps a loader cannot be wrapped again.
+    monkeypatch.setattr("support.composer_models.DataSpec", lambda made, **_: made)
+    monkeypatch.setitem(composer_models.DATA, "transformed", data)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ShrinkpointWarning)
+        for more in ({}, {"eval_dataloader": data(), "eval_interval": "1ba"}):
+            fit(
+                saving(scheme="inshrinkerator", resume="never"),
+                setup=Setup(width=512, eval_interval=None, duration="1ep", data="transformed"),
+                **more,
+            )
+    (told,) = warned_in_background  # the second run began beside the first one
+    assert "that this training does not continue" in str(told)
+    warned_in_background.clear()
+
+
+class Talkative(Tiny):
+    """Its loss is gathered from all processes."""
+
+    def loss(self, outputs: Any, batch: Any, *rest: Any) -> Any:
+        loss = super().loss(outputs, batch, *rest)
+        torch.distributed.all_reduce(loss.detach())
+        return loss
+
+
+@pytest.fixture(name="_connected")
+def _with_a_process_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("RANK", "LOCAL_RANK", "NODE_RANK"):
+        monkeypatch.setenv(name, "0")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_connected")
+def test_a_loss_that_asks_the_other_processes_is_not_waited_for(
+    saving: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("support.composer_models.Tiny", Talkative)
+    monkeypatch.setattr("shrinkpoint.loop.alone.world_size", lambda: 2)
+    with pytest.warns(
+        ShrinkpointWarning, match=r"cannot be measured.*communicates with the other processes \(allreduce_"
+    ):
+        assert fit(saving(scheme="inshrinkerator"), setup=Setup(width=512)).finished
+
+
+class Lossless(Tiny):
+    """Tells a loss in training only."""
+
+    def loss(self, outputs: Any, batch: Any, *rest: Any) -> Any:
+        return super().loss(outputs, batch, *rest) if self.training else None
+
+
+def test_a_loss_that_cannot_be_measured_is_told_once(saving: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("support.composer_models.Tiny", Lossless)
+    callback = saving(scheme="inshrinkerator")
+    with pytest.warns(ShrinkpointWarning) as told:
+        outcome = fit(callback, setup=Setup(width=512))
+    assert sum("cannot be measured" in str(warning.message) for warning in told) == 1
+    restored = Saver(url_of(callback)).restore()
+    assert restored is not None
+    assert_same(dict(restored.state.to_object()["state"]["model"]), outcome.final["model"])
+
+
+@pytest.fixture(name="_closures")
+def _with_closures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Optimizers that compute the loss several times a batch."""
+    from composer.algorithms import SAM
+
+    def lbfgs(parameters: Any) -> list[torch.optim.Optimizer]:
+        return [torch.optim.LBFGS(parameters, lr=0.1, max_iter=3, history_size=4)]
+
+    monkeypatch.setitem(composer_models.OPTIMIZERS, "LBFGS", lbfgs)
+    monkeypatch.setitem(composer_models.ALGORITHMS, "SAM", lambda: [SAM(rho=0.05)])
+
+
+@pytest.mark.usefixtures("_closures")
+@pytest.mark.parametrize(
+    "options", [{"optimizer": "LBFGS"}, {"optimizer": "SGD", "algorithms": "SAM"}], ids=str
+)
+def test_an_optimizer_that_composer_cannot_load_is_told(saving: Make, options: dict[str, str]) -> None:
+    setup = Setup(**options, scheduler="none", duration="2ep")  # type: ignore[arg-type]
+    with pytest.warns(ShrinkpointWarning, match="Composer cannot load the state of"):
+        fit(saving(), Crash(7), setup=setup)
+    with pytest.raises(StateMismatchError, match=r"cannot load the state of .*resume='never'"):
+        fit(saving(), setup=setup)
+    assert first(fit(saving(resume="never"), Crash(7), setup=setup)) == 0
+
+
+@pytest.mark.usefixtures("_closures")
+@pytest.mark.parametrize(
+    ("optimizer", "algorithms", "given"),
+    [
+        ("Adam", "none", False),
+        ("SGD", "none", True),
+        ("SGD", "SAM", True),
+        ("plain SGD", "none", True),
+        ("LBFGS", "none", True),
+    ],
+)
+def test_gradients_are_averaged_where_the_optimizer_does_not(
+    saving: Make, optimizer: str, algorithms: str, given: bool
+) -> None:
+    callback = saving(scheme="inshrinkerator", save_interval="4ba")
+    seen: list[Any] = []
+    updates: list[int] = []
+
+    def start(state: State) -> None:
+        saver, average = callback._session.run.saver, callback._session._gradients._average
+        save, update = saver.save, average.update
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            seen.append(kwargs["gradients"])
+            return save(*args, **kwargs)
+
+        def counted(*args: Any) -> Any:
+            updates.append(int(state.timestamp.batch))
+            return update(*args)
+
+        saver.save, average.update = watched, counted  # type: ignore[method-assign]
+
+    setup = Setup(optimizer=optimizer, algorithms=algorithms, duration="1ep", scheduler="none")
+    names = dict(Tiny(setup).named_parameters()).keys()
+    fit(callback, At(Event.FIT_START, start), setup=setup)
+    assert [None if gradients is None else gradients.keys() for gradients in seen] == [
+        names if given else None
+    ] * 2
+    assert updates == (
+        list(range(1, 9)) if given else []
+    )  # once a batch, however often its loss was computed
