@@ -79,20 +79,6 @@ class Accumulating(TwoOptimizers):
         return loss.detach()
 
 
-class ValidatesOthers(Tiny):
-    """Validates other weights than it trains, and puts these back."""
-
-    def on_validation_start(self) -> None:
-        self.stored = [p.detach().clone() for p in self.parameters()]
-        for parameter in self.parameters():
-            parameter.data.mul_(0.5)
-
-    def on_validation_end(self) -> None:
-        for parameter, value in zip(self.parameters(), self.stored, strict=True):
-            parameter.data.copy_(value)
-        super().on_validation_end()
-
-
 class CompiledStep(Tiny):
     """As a user compiles it: after the scheduler, which refuses to wrap a compiled step."""
 
@@ -130,7 +116,6 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "scaler, manual": {"plugins": scaled, "module": TwoOptimizers},
     "accumulation, manual": {"module": Accumulating, "max_epochs": 8},
-    "swapped for validation": {"module": ValidatesOthers, "val_check_interval": 0.25},
     "compiled step": {"module": CompiledStep},
     "compiled module": {"module": CompiledNet},
 }
@@ -209,6 +194,28 @@ def test_a_scaler_skips_steps_and_unscales_within_the_fused_optimizer(tmp_path: 
 def _header(path: Path) -> Any:
     data = path.read_bytes()
     return json.loads(data[80 : 80 + int.from_bytes(data[16:24], "little")])
+
+
+class ValidatesOthers(Callback):
+    """Validates other weights than are trained, and puts these back."""
+
+    def on_validation_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.stored = [p.detach().clone() for p in module.parameters()]
+        for parameter in module.parameters():
+            parameter.data.mul_(0.5)
+
+    def on_validation_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        for parameter, value in zip(module.parameters(), self.stored, strict=True):
+            parameter.data.copy_(value)
+
+
+def test_weights_that_are_swapped_for_a_validation(tmp_path: Path) -> None:
+    often = {"val_check_interval": 0.25}
+    undisturbed = train("plain", ValidatesOthers(), **often)
+    train("plain", ValidatesOthers(), saving(tmp_path), Crash(25), **often)
+    rest = train("plain", ValidatesOthers(), saving(tmp_path), seed=999, **often)
+    assert 20 < rest.trace[0][2] <= 25
+    assert_continues(undisturbed, rest)
 
 
 def test_a_log_begins_at_every_checkpoint_again(tmp_path: Path) -> None:
