@@ -1,5 +1,6 @@
 """The exact step log of a training: recording every step, handling checkpoints, replaying when a run is resumed."""
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -85,7 +86,7 @@ class ExactLog(Supervised):
         self._rehearsal: Rehearsal | None = None
         self._rehearse = options.rehearse and after_step is None
         self._begin: Moment | Place | None = None
-        self._sealed: Moment | None = None
+        self._sealed: Pending | None = None
         self._last: int | None = None
         self._records: list[Record] = []
         self._copied: list[CopiedState] = []
@@ -173,7 +174,7 @@ class ExactLog(Supervised):
     def restart(self, step: int) -> None:
         """Start a new record after the state was set to that of `step` by other means than the recorded steps."""
         self._recorder.start()
-        self._begin, self._last = None, None
+        self._begin, self._sealed, self._last = None, None, None
         self._forget_records()
         self.begin(step)
 
@@ -226,8 +227,13 @@ class ExactLog(Supervised):
             self._writer.committed(step)
 
     def flush(self) -> None:
-        """Wait until all whole segments are written."""
-        if self._writer is not None:
+        """Wait until all whole segments are written; one whose digest was postponed, only if the weights are back."""
+        if self._writer is None:
+            return
+        self._writer.flush()
+        if self._sealed is not None and self._sealed.is_left and self._sealed.end.is_back():
+            with self._guarded():
+                self._settle()
             self._writer.flush()
 
     def close(self, *, whole: bool) -> None:
@@ -242,17 +248,38 @@ class ExactLog(Supervised):
         self._recorder.close()
         self._forget_records()
         if self._writer is not None:
+            self.flush()
             self._writer.close()
             self._failed()
 
     def _before_step(self, first: bool) -> None:
         """Called right before each recorded step, while the state is still that of the step before."""
-        sealed, self._sealed = self._sealed, None
-        if sealed is not None:
-            with self._guarded():
-                sealed.settle()
+        with self._guarded():
+            self._settle()
         if first:
             self._before_first()
+
+    def _settle(self) -> None:
+        """Have the digest of the last segment, and hand that over again if it was postponed until now."""
+        sealed, self._sealed = self._sealed, None
+        if sealed is None:
+            return
+        sealed.end.settle()
+        if sealed.is_left:
+            self._submit(replace(sealed, again=True))
+
+    def _submit(self, pending: Pending) -> bool:
+        assert self._writer is not None
+        writer = self._writer
+        # Only when the segment before is written: a crash then loses the steps of two segments at most. The second time, that
+        # has been waited for.
+        with self._patience.spent():
+            return writer.submit(
+                lambda: pending.write(writer),
+                pending.nbytes,
+                patience_s=math.inf if pending.again else self._patience.left_s,
+                release=pending.release,
+            )
 
     def _before_first(self) -> None:
         with self._guarded():
@@ -287,6 +314,7 @@ class ExactLog(Supervised):
         """Make a segment of all records since the last one, with a digest of the state after it."""
         assert self._writer is not None
         assert self._last is not None
+        self._settle()  # where no optimizer has made a step since
         self._remainder.check()
         if self._records[-1].remainder is None:
             self._records[-1] = self._with_remainder(self._records[-1])
@@ -297,22 +325,13 @@ class ExactLog(Supervised):
         pending = Pending(begin=begin, end=end, records=self._records, copied=self._copied)
         if self._rehearsal is not None:
             self._rehearsed(pending)
-        writer = self._writer
-        # Only when the segment before is written: a crash then loses the steps of two segments at most.
-        with self._patience.spent():
-            accepted = writer.submit(
-                lambda: pending.write(writer),
-                pending.nbytes,
-                patience_s=self._patience.left_s,
-                release=pending.release,
-            )
-        if not accepted:
+        if not self._submit(pending):
             self._leave_gap(
                 f"it cannot be written as fast as the training makes steps, which have waited for it by {self._options.overhead:.1%}"
                 " of their time"
             )
             return
-        self._begin, self._sealed, self._records, self._copied = end, end, [], []
+        self._begin, self._sealed, self._records, self._copied = end, pending, [], []
         self._recorder.forget_gradients()
 
     def _rehearsed(self, pending: Pending) -> None:
@@ -343,7 +362,7 @@ class ExactLog(Supervised):
         """Log nothing until the next checkpoint: steps after a gap cannot be replayed without one."""
         self._gap = True
         self.gaps += 1
-        self._begin = None
+        self._begin, self._sealed = None, None
         self._recorder.stop()
         self._forget_records()
         if self.gaps == 1:
@@ -359,5 +378,6 @@ class ExactLog(Supervised):
         self._records, self._copied = [], []
 
     def _stop(self) -> None:
+        self._sealed = None
         self._recorder.stop()
         self._forget_records()

@@ -12,6 +12,8 @@ from shrinkpoint.steps.segment import Place
 
 __all__ = ["Moment"]
 
+_SAMPLED = 32
+
 
 class Moment:
     """A step, and the digest of the state after it.
@@ -19,6 +21,10 @@ class Moment:
     Weights and optimizer states change in `optimizer.step()` only. From the end of one step to the beginning of the next one
     another thread can read them as they are, without a copy. The training calls `settle` before the next step: it then waits for
     a digest that has begun, and takes one itself that has not.
+
+    Some trainings swap the weights in between, to validate averages of them. Then the thread's digest is `postponed`: the training
+    takes it in `settle`, when the weights are back. That they are is not proven by it, since it looks at few elements; where they are
+    not, the digest is that of no replayed state, and a replay ends before.
 
     Args:
         step: training steps done.
@@ -35,43 +41,102 @@ class Moment:
         self.step = step
         self._parts: dict[str, Any] = parts_of(optimizers, more)
         self._versions = _versions(self._parts)
+        self._sample = _sample(self._parts)
         self._digest: str | None = None
         self._is_settled = False
+        self.postponed = False
+        """Whether the thread could not take the digest, since the state was another one just then; never False again."""
         self._lock = threading.Lock()
         if any(torch.is_tensor(value) and not value.is_cpu for value in self._parts.values()):
             self.settle()  # the device's work is queued behind that of the training, by the training's own thread
 
+    def take(self) -> bool:
+        """Take the digest, for the writer's thread.
+
+        Returns:
+            Whether it can be had now; otherwise the training's `settle` takes it.
+        """
+        with self._lock:
+            if self._is_settled:
+                return True
+            if self._is_undisturbed():
+                digest = self._digested()
+                if self._is_undisturbed():
+                    self._set(digest)
+                    return True
+            self.postponed = True
+            return False
+
     def settle(self) -> None:
-        """Make sure that the digest is taken: the state may change afterwards."""
+        """Make sure that the digest is taken: the state may change afterwards. For the training's thread.
+
+        Raises:
+            CannotLogError: the state is another one now.
+        """
         with self._lock:
             if self._is_settled:
                 return
-            try:
-                digest = combined(digests_of(self._parts))
-                if _versions(self._parts) == self._versions:
-                    self._digest = digest
-            finally:
-                self._parts, self._is_settled = {}, True
+            if _sample(self._parts) != self._sample:
+                self._set(None)
+                raise self._changed()
+            self._set(self._digested())
+
+    def is_back(self) -> bool:
+        """Whether the state is, as far as one sees, what it was; for the training's thread, before `settle`."""
+        with self._lock:
+            return not self._is_settled and _sample(self._parts) == self._sample
 
     def place(self) -> Place:
-        """The step with its digest, which is taken now if it is not yet.
+        """The step with its digest, once it is taken.
 
         Raises:
-            CannotLogError: the state was changed meanwhile, or `abandon` was called before.
+            CannotLogError: there is none: the state was changed, or `abandon` was called before.
         """
-        self.settle()
         if self._digest is None:
-            raise CannotLogError(
-                f"weights or optimizer states were changed outside of optimizer.step() right after step {self.step}, while their"
-                " digest was taken"
-            )
+            raise self._changed()
         return Place(self.step, self._digest)
 
     def abandon(self) -> None:
         """Take no digest any more, and forget the state."""
         with self._lock:
-            self._parts, self._is_settled = {}, True
+            self._set(self._digest)
+
+    def _digested(self) -> str:
+        try:
+            return combined(digests_of(self._parts))
+        except BaseException:
+            self._set(None)
+            raise
+
+    def _set(self, digest: str | None) -> None:
+        self._digest, self._parts, self._is_settled = digest, {}, True
+
+    def _is_undisturbed(self) -> bool:
+        return _versions(self._parts) == self._versions and _sample(self._parts) == self._sample
+
+    def _changed(self) -> CannotLogError:
+        return CannotLogError(
+            f"weights or optimizer states were changed outside of optimizer.step() right after step {self.step}:"
+            " averages, say, that were put in their place and are still there at the next step"
+        )
 
 
 def _versions(parts: Mapping[str, Any]) -> list[int]:
     return [value._version for value in parts.values() if torch.is_tensor(value) and not value.is_inference()]
+
+
+def _sample(parts: Mapping[str, Any]) -> list[str]:
+    """One element each of some parameters on the host: what swaps weights may do it through ``data``, of which torch counts no
+    changes."""
+    found = [
+        value
+        for name, value in parts.items()
+        if name.count("/") == 1
+        and torch.is_tensor(value)
+        and value.is_cpu
+        and value.layout == torch.strided
+        and value.numel()
+    ]
+    some = found[:: -(-len(found) // _SAMPLED) or 1]
+    # as text, in which a NaN equals itself
+    return [repr(value[tuple(size // 2 for size in value.shape)].item()) for value in some]

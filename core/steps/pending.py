@@ -20,19 +20,29 @@ class Pending:
     end: Moment
     records: Sequence[Record]
     copied: Sequence[CopiedState]
+    again: bool = False
+    """Whether it waits for the second time, since its digest was postponed."""
 
     @property
     def nbytes(self) -> int:
         """Of its tensors."""
         return sum(copied.nbytes for copied in self.copied)
 
+    @property
+    def is_left(self) -> bool:
+        """Whether it is not written and keeps its memory, since the training is to take its digest."""
+        return self.end.postponed and not self.again
+
     def write(self, writer: SegmentWriter) -> None:
-        """Write it; for the writer's thread, which takes the digest of the state first: the training may wait for that.
+        """Write it, unless its digest is postponed; for the writer's thread, which takes the digest of the state first: the
+        training may wait for that.
 
         Raises:
             ShrinkpointError: it cannot be written.
             CannotLogError: the digest cannot be taken.
         """
+        if not self.end.take():
+            return
         end = self.end.place()
         begin = self.begin if isinstance(self.begin, Place) else self.begin.place()
         for copied in self.copied:
@@ -42,7 +52,9 @@ class Pending:
         writer.write(begin, end, records, table)
 
     def release(self) -> None:
-        """Return its memory, and let the training change the state."""
+        """Return its memory, and let the training change the state; not yet where its digest is postponed."""
+        if self.is_left:
+            return
         self.end.abandon()
         for copied in self.copied:
             copied.release()

@@ -196,6 +196,28 @@ def _header(path: Path) -> Any:
     return json.loads(data[80 : 80 + int.from_bytes(data[16:24], "little")])
 
 
+class ValidatesOthers(Callback):
+    """Validates other weights than are trained, and puts these back."""
+
+    def on_validation_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.stored = [p.detach().clone() for p in module.parameters()]
+        for parameter in module.parameters():
+            parameter.data.mul_(0.5)
+
+    def on_validation_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        for parameter, value in zip(module.parameters(), self.stored, strict=True):
+            parameter.data.copy_(value)
+
+
+def test_weights_that_are_swapped_for_a_validation(tmp_path: Path) -> None:
+    often = {"val_check_interval": 0.25}
+    undisturbed = train("plain", ValidatesOthers(), **often)
+    train("plain", ValidatesOthers(), saving(tmp_path), Crash(25), **often)
+    rest = train("plain", ValidatesOthers(), saving(tmp_path), seed=999, **often)
+    assert 20 < rest.trace[0][2] <= 25
+    assert_continues(undisturbed, rest)
+
+
 def test_a_log_begins_at_every_checkpoint_again(tmp_path: Path) -> None:
     for crash in (13, 19, 23):
         train("plain", saving(tmp_path), Crash(crash), seed=1 if crash == 13 else 999)

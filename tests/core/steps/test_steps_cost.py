@@ -143,7 +143,7 @@ def test_a_step_waits_for_no_other_work_of_the_writer(monkeypatch):
     assert Training().log(*where).checkpointer.resume() == 2
 
 
-def test_weights_that_change_while_their_digest_is_taken_turn_the_log_off(monkeypatch):
+def test_weights_that_change_while_their_digest_is_taken_and_stay_so_turn_the_log_off(monkeypatch):
     digests_of = moment.digests_of
     began, go = threading.Event(), threading.Event()
 
@@ -176,6 +176,7 @@ def test_an_abandoned_moment_has_no_digest_and_keeps_nobody_waiting():
     left.settle()
     with pytest.raises(CannotLogError, match="step 3"):
         left.place()
+    assert taken.take()
     place = taken.place()
     taken.abandon()
     taken.settle()
