@@ -12,7 +12,7 @@ LLMFOUNDRY_TESTS = --ignore=tests/core/store/striped $(addprefix tests/core/, st
 # What asks little of torch: the coders' bytes are checked there by the golden files and by runs under both versions.
 NOT_ON_NEWEST = $(addprefix --ignore=tests/, campaigns test_documents.py $(addprefix core/, entropy schemes store cli container \
   saving/test_slimming.py $(addprefix quality/, inshrinkerator_search test_planner.py test_planner_bounds.py test_scale_search.py \
-  test_search_measure.py test_restore_budget.py test_bound_controls.py))) --ignore-glob='tests/examples/test_*_bench.py'
+  test_measurement.py test_restore_budget.py test_bound_controls.py))) --ignore-glob='tests/examples/test_*_bench.py'
 
 .PHONY: demo demo-stores demo-composer bench bench-bound bench-steps test test-newest test-llmfoundry test-slow lint docs format clean help
 

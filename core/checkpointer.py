@@ -1,7 +1,6 @@
 """Checkpoints for a hand-written PyTorch loop."""
 
 import copy
-import os
 import signal
 import sys
 import weakref
@@ -16,10 +15,11 @@ import torch.distributed as dist
 from torch import nn
 
 from shrinkpoint.config import SaverConfig
-from shrinkpoint.errors import ConfigError, StoreError
+from shrinkpoint.errors import StoreError
 from shrinkpoint.loading import weights_of_step
 from shrinkpoint.loop.measuring import LoopMeasurements
 from shrinkpoint.loop.objects import LoopObjects, Stateful
+from shrinkpoint.loop.options import check_adoption, check_options, split_fields
 from shrinkpoint.loop.replicas import ReplicatedObjects, ReplicatedSaver, replicated_saver
 from shrinkpoint.loop.replicated_log import ReplicatedLog
 from shrinkpoint.loop.sharded import ShardedObjects, has_shards, refuse_deepspeed, sharded_saver
@@ -40,11 +40,9 @@ from shrinkpoint.steps.options import StepLog
 from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.urls import RunUrl
-from shrinkpoint.warn import brief, warn
+from shrinkpoint.warn import warn
 
 __all__ = ["Checkpointer", "Stateful"]
-
-_FORMAT = "torch-loop"
 
 
 class Checkpointer:
@@ -128,51 +126,20 @@ class Checkpointer:
         **stateful: Any,
     ) -> None:
         check_policy(resume)
-        if not isinstance(url, str | os.PathLike | list | tuple):
-            raise ConfigError(
-                f"url must be a folder or a URL, as in 'runs/7', or a list of several, not {brief(url)}"
-            )
-        for name, function in (("evaluate", evaluate), ("train_loss", train_loss)):
-            if function is not None and not callable(function):
-                raise ConfigError(
-                    f"{name} must be a function that returns a loss, or None, not {brief(function)}"
-                )
-        if clip_grad_norm is not None and not (
-            isinstance(clip_grad_norm, int | float)
-            and not isinstance(clip_grad_norm, bool)
-            and clip_grad_norm > 0
-        ):
-            raise ConfigError(
-                f"clip_grad_norm must be a positive number, or None, not {brief(clip_grad_norm)}"
-            )
-        if type(save_last) is not bool:
-            raise ConfigError(f"save_last must be True or False, not {brief(save_last)}")
-        if config is not None and not isinstance(config, SaverConfig):
-            raise ConfigError(f"config must be a shrinkpoint.SaverConfig, or None, not {brief(config)}")
-        if "#" in str(url):
-            raise ConfigError(
-                f"url={str(url)!r} must name a run without '#', which separates a checkpoint's step"
-            )
-        if every is not None and (type(every) is not int or every < 1):
-            raise ConfigError(f"every must be a positive number of steps, or None, not {brief(every)}")
-        if train_loss is not None and evaluate is None:
-            raise ConfigError(
-                "train_loss is of use with evaluate= only: what the steps come to is measured by that"
-            )
-        fields = {name: stateful.pop(name) for name in list(stateful) if name in SaverConfig.names()}
-        if fields and config is not None:
-            raise ConfigError(f"give either config= or its fields ({', '.join(fields)}), not both")
-        for name, value in stateful.items():
-            if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
-                raise ConfigError(
-                    f"{name}={brief(value)} is neither an option of Checkpointer nor an object with state_dict and"
-                    f" load_state_dict; the options are: {', '.join(sorted(SaverConfig.names()))}"
-                )
+        check_options(
+            url,
+            every=every,
+            evaluate=evaluate,
+            train_loss=train_loss,
+            clip_grad_norm=clip_grad_norm,
+            save_last=save_last,
+            config=config,
+        )
+        config, stateful = split_fields(stateful, config)
         refuse_deepspeed(model, optimizer if isinstance(optimizer, list) else [optimizer])
-        config = config or SaverConfig(**fields)
         sharded, several = has_shards(model), _is_distributed()
         if config.adopt:
-            _check_adoption(config, every, step_log)
+            check_adoption(config, every, step_log)
         # Who gives the wrapper calls on every process; a log needs that, and adoption does.
         logged = step_log is not None and isinstance(model, nn.parallel.DistributedDataParallel)
         replicated = several and not sharded and (config.adopt or logged)
@@ -217,23 +184,15 @@ class Checkpointer:
         """The step log; None without one."""
         self._committed = 0
         self._overdue = False
-        self.saver: Saver | ShardedSaver | ReplicatedSaver
+        self.saver = self._new_saver(
+            url,
+            config,
+            storage_options=storage_options,
+            parity=parity,
+            evaluated=evaluate is not None,
+            tried=train_loss is not None,
+        )
         """The saver, which has the reports of the saves."""
-        if isinstance(self._objects, ShardedObjects):
-            self.saver = sharded_saver(
-                url,
-                config,
-                self._objects,
-                storage_options=storage_options,
-                parity=parity,
-                evaluated=evaluate is not None,
-            )
-        elif replicated:
-            self.saver = replicated_saver(
-                url, config, storage_options=storage_options, parity=parity, tried=train_loss is not None
-            )
-        else:
-            self.saver = Saver(url, config, storage_options=storage_options, parity=parity)
         self.saver.check()
         if several and isinstance(self.saver, Saver) and dist.get_rank() > 0:
             _warn_of_copies()
@@ -243,6 +202,34 @@ class Checkpointer:
             weakref.finalize(self, self._ending.close)
         if self.step_log is not None:
             self.step_log.open(self.saver.store.run_id())
+
+    def _new_saver(
+        self,
+        url: RunUrl,
+        config: SaverConfig,
+        *,
+        storage_options: StorageOptions,
+        parity: int | None,
+        evaluated: bool,
+        tried: bool,
+    ) -> Saver | ShardedSaver | ReplicatedSaver:
+        """The saver for the objects' kind; of a measured training, or one whose restores are tried, where that matters."""
+        match self._objects:
+            case ShardedObjects() as objects:
+                return sharded_saver(
+                    url,
+                    config,
+                    objects,
+                    storage_options=storage_options,
+                    parity=parity,
+                    evaluated=evaluated,
+                )
+            case ReplicatedObjects():
+                return replicated_saver(
+                    url, config, storage_options=storage_options, parity=parity, tried=tried
+                )
+            case _:
+                return Saver(url, config, storage_options=storage_options, parity=parity)
 
     def resume(self, step: int | None = None) -> int:
         """Restore the newest sound checkpoint, if the policy allows it.
@@ -522,18 +509,6 @@ class Checkpointer:
             self._close_log(whole=False)
             self.saver.close()
         return False
-
-
-def _check_adoption(config: SaverConfig, every: int | None, step_log: object) -> None:
-    if every is None:
-        raise ConfigError("adopt=True needs every=: only planned saves are adopted, and without it none is")
-    if config.adoptions is None:
-        raise ConfigError(
-            "adopt=True needs adoptions=, the number of planned saves of the whole run (total steps / every):"
-            " max_degradation is divided among them"
-        )
-    if step_log is not None:
-        raise ConfigError("adopt=True and step_log= exclude each other: a logged step knows no adoption")
 
 
 def _is_distributed() -> bool:

@@ -7,6 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"\]\(([^)\s#]+)(?:#[^)]*)?\)")
+NAMED_TEST = re.compile(r"([\w/]*\btest_\w+\.py)(?:::(\w+))?")
 
 
 def test_the_readme_is_for_a_user_in_a_hurry() -> None:
@@ -22,3 +23,23 @@ def test_links_lead_to_files(name: str) -> None:
 def test_every_page_is_in_the_index_by_question() -> None:
     index = set(LINK.findall((ROOT / "docs" / "index.md").read_text(encoding="utf-8")))
     assert {page.name for page in (ROOT / "docs").glob("*.md")} - {"index.md"} <= index
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Makefile",
+        "CONTRIBUTING.md",
+        "tests/campaigns/README.md",
+        "tests/core/store/README.md",
+        *sorted(page.relative_to(ROOT).as_posix() for page in (ROOT / "docs").rglob("*.md")),
+    ],
+)
+def test_test_files_and_tests_that_are_named_exist(name: str) -> None:
+    files = {path.as_posix(): path for path in (ROOT / "tests").rglob("test_*.py")}
+    for path, test in NAMED_TEST.findall((ROOT / name).read_text(encoding="utf-8")):
+        found = [file for posix, file in files.items() if posix.endswith(f"/{path}")]
+        assert found, f"{name} names {path}, which is no file"
+        assert not test or any(f"def {test}(" in file.read_text(encoding="utf-8") for file in found), (
+            f"{name} names {path}::{test}, which is no test"
+        )

@@ -32,9 +32,10 @@ from shrinkpoint.quality.strategy import exactly
 from shrinkpoint.reports import SaveReport
 from shrinkpoint.saving.adopted import Adopted, adopted_of
 from shrinkpoint.saving.carried import carried_in, carrying
-from shrinkpoint.saving.committer import Committer, Job, Link, provenance, report_of, with_updates
+from shrinkpoint.saving.committer import Committer
 from shrinkpoint.saving.fingerprint import changed_settings, settings_of
 from shrinkpoint.saving.finite import not_finite
+from shrinkpoint.saving.job import Job, Link
 from shrinkpoint.saving.planned import (
     UNPLANNED,
     PlannedChain,
@@ -43,6 +44,7 @@ from shrinkpoint.saving.planned import (
     period_of,
     unstored,
 )
+from shrinkpoint.saving.reporting import provenance, report_of, with_updates
 from shrinkpoint.saving.takeover import NotAdoptedError, Takeover
 from shrinkpoint.schemes.base import ReferenceState, SaveContext
 from shrinkpoint.state.averages import confirmed

@@ -1,85 +1,37 @@
 """Turns snapshots into committed checkpoints, each a base or a delta against the one before: the background half."""
 
-import math
-import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
-
-import torch
+from dataclasses import replace
 
 from shrinkpoint.coding.encode import EncodedState, encode_state
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.errors import ChainError, FencedError, ShrinkpointError
 from shrinkpoint.optimizers.recognition import recognised
-from shrinkpoint.optimizers.updates import OptimizerKind, moments_of_direction
-from shrinkpoint.quality.evaluation import ResumedSteps
+from shrinkpoint.optimizers.updates import moments_of_direction
 from shrinkpoint.quality.guards import Guard
-from shrinkpoint.quality.planner import Measure, Plan, Planner
+from shrinkpoint.quality.planner import Plan, Planner
 from shrinkpoint.quantize.movement import Movement, MovementTracker
 from shrinkpoint.reports import SaveReport
 from shrinkpoint.runtime.memory import give_back
-from shrinkpoint.saving.finite import LOSS_ALONE, is_finite, not_finite
-from shrinkpoint.saving.retention import WEIGHTS_ONLY, Record, RetentionPolicy, lineage_of
+from shrinkpoint.saving.finite import LOSS_ALONE, not_finite
+from shrinkpoint.saving.job import Job, Link
+from shrinkpoint.saving.reporting import provenance, report_of, with_updates
+from shrinkpoint.saving.retention import WEIGHTS_ONLY, RetentionPolicy, lineage_of, record_of
 from shrinkpoint.saving.slimming import Slimmer
-from shrinkpoint.saving.takeover import Takeover
 from shrinkpoint.schemes.base import ReferenceState, SaveContext
-from shrinkpoint.schemes.exactness import exact_parts, large_share
+from shrinkpoint.schemes.exactness import large_share
 from shrinkpoint.state.averages import confirmed
-from shrinkpoint.state.snapshot import Snapshot
-from shrinkpoint.state.training import TensorSpec, TrainingState
-from shrinkpoint.state.tree import JSON
+from shrinkpoint.state.training import TrainingState
 from shrinkpoint.store.keys import new_nonce
 from shrinkpoint.store.manifest import BlobRef, Manifest
 from shrinkpoint.store.run import RunStore, RunWriter
-from shrinkpoint.version import __version__
 from shrinkpoint.warn import warn
 
-__all__ = [
-    "Committer",
-    "Job",
-    "Link",
-    "measured_of",
-    "provenance",
-    "record_of",
-    "report_of",
-    "with_updates",
-]
+__all__ = ["Committer"]
 
 _PAID_OFF = 2.0  # times its bytes, that a base's deltas take together before another base is made
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """One save, as the training thread hands it over."""
-
-    snapshot: Snapshot
-    step: int
-    metrics: Mapping[str, float]
-    measure: Measure | None
-    resume: ResumedSteps | None = None
-    gradients: Mapping[str, torch.Tensor] | None
-    optimizers: Sequence[OptimizerKind] = ()
-    exact: bool
-    blocked_s: float
-    takeover: Takeover | None = None
-    """Of a planned save that training goes on from."""
-    step_log: Mapping[str, JSON] | None = None
-    """What a step log has cost so far."""
-
-
-@dataclass(frozen=True)
-class Link:
-    """What the next delta builds on."""
-
-    parent: Manifest
-    reference: dict[str, ReferenceState]
-    restored: bool = False
-    """Whether the training went on from a restore of it."""
-    exact: bool = False
-    """Whether nothing of it was quantized, so that its weights stand for themselves, as after a restore."""
 
 
 class Committer:
@@ -213,7 +165,7 @@ class Committer:
         self,
         job: Job,
         state: TrainingState,
-        link: "Link | None",
+        link: Link | None,
         movement: Movement | None,
         started: float,
         spent: float,
@@ -247,7 +199,7 @@ class Committer:
         )
 
     def _plan(
-        self, job: Job, state: TrainingState, link: "Link | None", movement: Movement | None
+        self, job: Job, state: TrainingState, link: Link | None, movement: Movement | None
     ) -> tuple[Plan, Guard]:
         """What to store the snapshot with; and the guard, which has seen the next updates of what was chosen."""
         save_context = SaveContext(
@@ -263,7 +215,7 @@ class Committer:
         self.planner.guard = guard if self._config.guards else None
         return self.planner.plan(save_context, job.measure, job.resume, exact=job.exact), guard
 
-    def _encode(self, job: Job, state: TrainingState, link: "Link | None", plan: Plan) -> EncodedState:
+    def _encode(self, job: Job, state: TrainingState, link: Link | None, plan: Plan) -> EncodedState:
         return encode_state(
             state,
             plan.scheme,
@@ -278,7 +230,7 @@ class Committer:
         )
 
     def _commit(
-        self, job: Job, link: "Link | None", encoded: EncodedState, container: bytes, report: SaveReport
+        self, job: Job, link: Link | None, encoded: EncodedState, container: bytes, report: SaveReport
     ) -> Manifest:
         return self.open().commit(
             container,
@@ -355,106 +307,3 @@ class Committer:
             warn(
                 f"the checkpoint is stored, but older ones keep their optimizer state: {error}. The next save tries again"
             )
-
-
-def record_of(manifest: Manifest, monitor: str | None) -> Record:
-    """What retention needs to know of a checkpoint."""
-    save = manifest.meta.get("save")
-    metrics = save.get("metrics") if isinstance(save, dict) else None
-    metric = metrics.get(monitor) if isinstance(metrics, dict) and monitor is not None else None
-    measured = float(metric) if isinstance(metric, int | float) else None
-    return Record(
-        seq=manifest.seq,
-        step=manifest.step,
-        epoch=manifest.epoch,
-        replaces=manifest.replaces,
-        metric=measured,
-        finite=is_finite(manifest),
-    )
-
-
-def with_updates(report: SaveReport, job: Job, plan: Plan, guard: Guard) -> SaveReport:
-    """With what a restore does to the optimizer's next updates, or why that is not known."""
-    if plan.is_exact:
-        return report
-    if guard.untried is not None and job.optimizers:
-        untried = f"what a restore does to the next updates was not tried: {guard.untried}"
-        report = replace(report, reason=f"{report.reason}; {untried}")
-    if guard.updates is None:
-        return report
-    updates = guard.updates
-    return replace(
-        report,
-        update_error=updates.error,
-        update_length=updates.length,
-        lost_steps=updates.lost_steps,
-    )
-
-
-def report_of(job: Job, plan: Plan, encoded: EncodedState, size: int = 0) -> SaveReport:
-    """The report of a save before it is committed, in a container of `size` bytes; times but `blocked_s` are not known yet."""
-    entries = encoded.checkpoint.entries
-    return SaveReport(
-        step=job.step,
-        seq=-1,
-        kind=encoded.checkpoint.kind,
-        scheme=plan.scheme.name,
-        configuration=plan.configuration,
-        reason=plan.reason,
-        bytes=size,
-        raw_bytes=sum(entry.spec.nbytes for entry in entries),
-        sections=_by_role([(entry.spec, entry.encoded.nbytes) for entry in entries]),
-        raw_sections=_by_role([(entry.spec, entry.spec.nbytes) for entry in entries]),
-        **measured_of(plan),
-        blocked_s=job.blocked_s,
-        step_log=job.step_log,
-        search_s=0.0,
-        encode_s=0.0,
-        write_s=0.0,
-        metrics=job.metrics,
-        kept_exactly={
-            **{e.spec.name: e.spec.tag.why for e in entries if e.spec.tag.why is not None},
-            **encoded.kept_exactly,
-        },
-        exact=exact_parts(((entry.spec, entry.encoded.nbytes) for entry in entries), encoded.exact),
-    )
-
-
-def _finite(value: float) -> float | None:
-    """The value, or None for what JSON has no number for: the evaluation gave none either."""
-    return value if math.isfinite(value) else None
-
-
-def measured_of(plan: Plan) -> dict[str, Any]:
-    """What a report says of the measurements behind a plan."""
-    return {
-        "degradation": plan.degradation,
-        "degradation_low": plan.degradation_low,
-        "degradation_high": plan.degradation_high,
-        "degradation_luck": plan.degradation_luck,
-        "cost": _finite(plan.whole.mean) if plan.whole is not None else None,
-        "cost_high": _finite(plan.whole.high) if plan.whole is not None else None,
-        "measured": plan.measured,
-        "allowed": plan.allowed,
-        "resumed": {str(steps): rise.mean for steps, rise in plan.resumed.items()},
-        "resumed_high": {str(steps): rise.high for steps, rise in plan.resumed.items()},
-        "baseline": plan.baseline,
-        "overhead": plan.overhead,
-        "evaluations": plan.evaluations,
-    }
-
-
-def _by_role(sizes: Sequence[tuple[TensorSpec, int]]) -> dict[str, int]:
-    totals: dict[str, int] = {}
-    for spec, size in sizes:
-        totals[spec.tag.role.value] = totals.get(spec.tag.role.value, 0) + size
-    return totals
-
-
-def provenance() -> JSON:
-    """What a container's header says of the software that wrote it."""
-    return {
-        "shrinkpoint": __version__,
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-    }

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from shrinkpoint.errors import ConfigError
+from shrinkpoint.saving.finite import is_finite
+from shrinkpoint.store.manifest import Manifest
 
 __all__ = [
     "WEIGHTS_ONLY",
@@ -21,6 +23,7 @@ __all__ = [
     "RetentionPolicy",
     "is_weights_only",
     "lineage_of",
+    "record_of",
 ]
 
 WEIGHTS_ONLY = "weights_only"
@@ -206,3 +209,19 @@ def _position(record: Record) -> tuple[int, int, int, int]:
 def _check_positive(name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"{name}={value!r}: use a whole number from 1, or leave it out")
+
+
+def record_of(manifest: Manifest, monitor: str | None) -> Record:
+    """What retention needs to know of a checkpoint."""
+    save = manifest.meta.get("save")
+    metrics = save.get("metrics") if isinstance(save, dict) else None
+    metric = metrics.get(monitor) if isinstance(metrics, dict) and monitor is not None else None
+    measured = float(metric) if isinstance(metric, int | float) else None
+    return Record(
+        seq=manifest.seq,
+        step=manifest.step,
+        epoch=manifest.epoch,
+        replaces=manifest.replaces,
+        metric=measured,
+        finite=is_finite(manifest),
+    )

@@ -11,8 +11,8 @@ from shrinkpoint.config import SaverConfig
 from shrinkpoint.container.layout import PartOf
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.quality.strategy import Plan
-from shrinkpoint.saving.committer import measured_of, provenance
 from shrinkpoint.saving.finite import not_finite
+from shrinkpoint.saving.reporting import measured_of, provenance
 from shrinkpoint.schemes.base import ReferenceState
 from shrinkpoint.schemes.exactness import exact_parts
 from shrinkpoint.sharded.own import OwnState

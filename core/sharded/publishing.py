@@ -9,8 +9,7 @@ from shrinkpoint.errors import FencedError, ShrinkpointError, StoreError
 from shrinkpoint.reports import Measured, SaveReport
 from shrinkpoint.saving.adopted import KEY as ADOPTION
 from shrinkpoint.saving.adopted import Adopted
-from shrinkpoint.saving.committer import record_of
-from shrinkpoint.saving.retention import RetentionPolicy, lineage_of
+from shrinkpoint.saving.retention import RetentionPolicy, lineage_of, record_of
 from shrinkpoint.schemes.exactness import ExactPart
 from shrinkpoint.state.tree import JSON
 from shrinkpoint.store.keys import new_nonce

@@ -10,7 +10,9 @@ from shrinkpoint.coding.decode import decode_checkpoint
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.container.reader import read_container
 from shrinkpoint.errors import RunMismatchError
-from shrinkpoint.saving.committer import Committer, Job, record_of
+from shrinkpoint.saving.committer import Committer
+from shrinkpoint.saving.job import Job
+from shrinkpoint.saving.retention import record_of
 from shrinkpoint.schemes.auto.scheme import AutoOptions
 from shrinkpoint.state.snapshot import Snapshot
 from shrinkpoint.store.manifest import BlobRef, Manifest

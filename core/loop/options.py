@@ -1,0 +1,95 @@
+"""The options of a hand-written loop, checked before anything is built of them."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from shrinkpoint.config import SaverConfig
+from shrinkpoint.errors import ConfigError
+from shrinkpoint.warn import brief
+
+__all__ = ["check_adoption", "check_options", "split_fields"]
+
+
+def check_options(
+    url: object,
+    *,
+    every: object,
+    evaluate: object,
+    train_loss: object,
+    clip_grad_norm: object,
+    save_last: object,
+    config: object,
+) -> None:
+    """Check what `Checkpointer` was given, each option as it documents it.
+
+    Raises:
+        ConfigError: one cannot work.
+    """
+    if not isinstance(url, str | os.PathLike | list | tuple):
+        raise ConfigError(
+            f"url must be a folder or a URL, as in 'runs/7', or a list of several, not {brief(url)}"
+        )
+    for name, function in (("evaluate", evaluate), ("train_loss", train_loss)):
+        if function is not None and not callable(function):
+            raise ConfigError(
+                f"{name} must be a function that returns a loss, or None, not {brief(function)}"
+            )
+    if clip_grad_norm is not None and not (
+        isinstance(clip_grad_norm, int | float)
+        and not isinstance(clip_grad_norm, bool)
+        and clip_grad_norm > 0
+    ):
+        raise ConfigError(f"clip_grad_norm must be a positive number, or None, not {brief(clip_grad_norm)}")
+    if type(save_last) is not bool:
+        raise ConfigError(f"save_last must be True or False, not {brief(save_last)}")
+    if config is not None and not isinstance(config, SaverConfig):
+        raise ConfigError(f"config must be a shrinkpoint.SaverConfig, or None, not {brief(config)}")
+    if "#" in str(url):
+        raise ConfigError(
+            f"url={str(url)!r} must name a run without '#', which separates a checkpoint's step"
+        )
+    if every is not None and (type(every) is not int or every < 1):
+        raise ConfigError(f"every must be a positive number of steps, or None, not {brief(every)}")
+    if train_loss is not None and evaluate is None:
+        raise ConfigError(
+            "train_loss is of use with evaluate= only: what the steps come to is measured by that"
+        )
+
+
+def split_fields(
+    keywords: Mapping[str, Any], config: SaverConfig | None
+) -> tuple[SaverConfig, dict[str, Any]]:
+    """How to save, and the objects with a state, of the keyword arguments that may be either.
+
+    Raises:
+        ConfigError: there is a configuration beside its fields, or a keyword is neither.
+    """
+    fields = {name: value for name, value in keywords.items() if name in SaverConfig.names()}
+    if fields and config is not None:
+        raise ConfigError(f"give either config= or its fields ({', '.join(fields)}), not both")
+    stateful = {name: value for name, value in keywords.items() if name not in fields}
+    for name, value in stateful.items():
+        if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+            raise ConfigError(
+                f"{name}={brief(value)} is neither an option of Checkpointer nor an object with state_dict and"
+                f" load_state_dict; the options are: {', '.join(sorted(SaverConfig.names()))}"
+            )
+    return config or SaverConfig(**fields), stateful
+
+
+def check_adoption(config: SaverConfig, every: int | None, step_log: object) -> None:
+    """Check that an adopting training plans its saves.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if every is None:
+        raise ConfigError("adopt=True needs every=: only planned saves are adopted, and without it none is")
+    if config.adoptions is None:
+        raise ConfigError(
+            "adopt=True needs adoptions=, the number of planned saves of the whole run (total steps / every):"
+            " max_degradation is divided among them"
+        )
+    if step_log is not None:
+        raise ConfigError("adopt=True and step_log= exclude each other: a logged step knows no adoption")

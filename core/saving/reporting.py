@@ -1,0 +1,108 @@
+"""What is said of a save: its report, and the provenance in its container."""
+
+import math
+import platform
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from shrinkpoint.coding.encode import EncodedState
+from shrinkpoint.quality.guards import Guard
+from shrinkpoint.quality.planner import Plan
+from shrinkpoint.reports import SaveReport
+from shrinkpoint.saving.job import Job
+from shrinkpoint.schemes.exactness import exact_parts
+from shrinkpoint.state.training import TensorSpec
+from shrinkpoint.state.tree import JSON
+from shrinkpoint.version import __version__
+
+__all__ = ["measured_of", "provenance", "report_of", "with_updates"]
+
+
+def with_updates(report: SaveReport, job: Job, plan: Plan, guard: Guard) -> SaveReport:
+    """With what a restore does to the optimizer's next updates, or why that is not known."""
+    if plan.is_exact:
+        return report
+    if guard.untried is not None and job.optimizers:
+        untried = f"what a restore does to the next updates was not tried: {guard.untried}"
+        report = replace(report, reason=f"{report.reason}; {untried}")
+    if guard.updates is None:
+        return report
+    updates = guard.updates
+    return replace(
+        report,
+        update_error=updates.error,
+        update_length=updates.length,
+        lost_steps=updates.lost_steps,
+    )
+
+
+def report_of(job: Job, plan: Plan, encoded: EncodedState, size: int = 0) -> SaveReport:
+    """The report of a save before it is committed, in a container of `size` bytes; times but `blocked_s` are not known yet."""
+    entries = encoded.checkpoint.entries
+    return SaveReport(
+        step=job.step,
+        seq=-1,
+        kind=encoded.checkpoint.kind,
+        scheme=plan.scheme.name,
+        configuration=plan.configuration,
+        reason=plan.reason,
+        bytes=size,
+        raw_bytes=sum(entry.spec.nbytes for entry in entries),
+        sections=_by_role([(entry.spec, entry.encoded.nbytes) for entry in entries]),
+        raw_sections=_by_role([(entry.spec, entry.spec.nbytes) for entry in entries]),
+        **measured_of(plan),
+        blocked_s=job.blocked_s,
+        step_log=job.step_log,
+        search_s=0.0,
+        encode_s=0.0,
+        write_s=0.0,
+        metrics=job.metrics,
+        kept_exactly={
+            **{e.spec.name: e.spec.tag.why for e in entries if e.spec.tag.why is not None},
+            **encoded.kept_exactly,
+        },
+        exact=exact_parts(((entry.spec, entry.encoded.nbytes) for entry in entries), encoded.exact),
+    )
+
+
+def _finite(value: float) -> float | None:
+    """The value, or None for what JSON has no number for: the evaluation gave none either."""
+    return value if math.isfinite(value) else None
+
+
+def measured_of(plan: Plan) -> dict[str, Any]:
+    """What a report says of the measurements behind a plan."""
+    return {
+        "degradation": plan.degradation,
+        "degradation_low": plan.degradation_low,
+        "degradation_high": plan.degradation_high,
+        "degradation_luck": plan.degradation_luck,
+        "cost": _finite(plan.whole.mean) if plan.whole is not None else None,
+        "cost_high": _finite(plan.whole.high) if plan.whole is not None else None,
+        "measured": plan.measured,
+        "allowed": plan.allowed,
+        "resumed": {str(steps): rise.mean for steps, rise in plan.resumed.items()},
+        "resumed_high": {str(steps): rise.high for steps, rise in plan.resumed.items()},
+        "baseline": plan.baseline,
+        "overhead": plan.overhead,
+        "evaluations": plan.evaluations,
+    }
+
+
+def _by_role(sizes: Sequence[tuple[TensorSpec, int]]) -> dict[str, int]:
+    totals: dict[str, int] = {}
+    for spec, size in sizes:
+        totals[spec.tag.role.value] = totals.get(spec.tag.role.value, 0) + size
+    return totals
+
+
+def provenance() -> JSON:
+    """What a container's header says of the software that wrote it."""
+    return {
+        "shrinkpoint": __version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+    }
