@@ -63,7 +63,7 @@ def split_fields(
     """How to save, and the objects with a state, of the keyword arguments that may be either.
 
     Raises:
-        ConfigError: there is a configuration beside its fields, or a keyword is neither.
+        ConfigError: there are a configuration and its fields, or a keyword is neither.
     """
     fields = {name: value for name, value in keywords.items() if name in SaverConfig.names()}
     if fields and config is not None:
