@@ -40,7 +40,7 @@ Signed = npt.NDArray[np.signedinteger[Any]]
 Unsigned = npt.NDArray[np.unsignedinteger[Any]]
 
 Integer = int | np.signedinteger[Any]
-"""Of a kernel: numba does not tell Python's integers from numpy's."""
+"""Of a kernel: numba does not distinguish Python's integers from numpy's."""
 
 
 def widened(tensor: torch.Tensor) -> Float32s:

@@ -6,6 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal
 
@@ -20,6 +21,7 @@ from shrinkpoint.loop.measuring import LoopMeasurements
 from shrinkpoint.loop.objects import LoopObjects, Stateful
 from shrinkpoint.loop.options import check_adoption, check_options, split_fields
 from shrinkpoint.loop.replicas import ReplicatedObjects, ReplicatedSaver, replicated_saver
+from shrinkpoint.loop.replicated_log import ReplicatedLog
 from shrinkpoint.loop.sharded import ShardedObjects, has_shards, refuse_deepspeed, sharded_saver
 from shrinkpoint.quality.evaluation import Loss
 from shrinkpoint.reports import Accepted, SaveReport
@@ -33,7 +35,7 @@ from shrinkpoint.saving.resume import (
 from shrinkpoint.saving.takeover import Adoption
 from shrinkpoint.sharded.ending import Ending
 from shrinkpoint.sharded.saver import ShardedSaver
-from shrinkpoint.steps.opening import LogRequest, log_of_training
+from shrinkpoint.steps.opening import LogRequest, TrainingLog, log_of_training
 from shrinkpoint.steps.options import StepLog
 from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.manifest import Manifest
@@ -65,8 +67,8 @@ class Checkpointer:
     Args:
         url: the run's prefix: a folder, ``s3://bucket/prefix``, or any URL that fsspec knows; or a list of several stores, of
             which `parity` may be lost permanently at any moment (docs/stores.md).
-        model: the module; of a DataParallel or DDP wrapper give the inner one. With ``adopt=True`` every process of a DDP training
-            makes a Checkpointer, and gives it the DDP wrapper: the first one stores (docs/adopt.md).
+        model: the module; of a DataParallel or DDP wrapper give the inner one. With ``adopt=True`` or a step log every process of a DDP
+            training makes a Checkpointer, and gives it the DDP wrapper: the first one stores (docs/adopt.md).
         optimizer: one or several.
         every: save at every so many calls of `step`; None saves on `save` only.
         evaluate: the held-out loss of `model` with its current weights: one number, or better one for each batch (a
@@ -82,7 +84,7 @@ class Checkpointer:
         clip_grad_norm: the greatest norm of all gradients together, if training limits it.
         save_last: with `every`, save once more when training ends: at `close`, and after a Ctrl-C or SIGTERM, which
             takes effect at the next `step` (in single-process training, and of sharded models, whose ranks agree on the step
-            even if one alone was asked; with DDP only if ``adopt=True``). A second signal ends the process at once, as does the first if there
+            even if one alone was asked; with DDP only with ``adopt=True`` or a step log). A second signal ends the process at once, as does the first if there
             was no `step` for a minute and for ten times the longest interval before.
         resume: continue from the newest sound checkpoint if there is one (``auto``), never (a new training starts in
             the same run, whose checkpoints are kept), or refuse to start without one (``must``).
@@ -138,7 +140,9 @@ class Checkpointer:
         sharded, several = has_shards(model), _is_distributed()
         if config.adopt:
             check_adoption(config, every, step_log)
-        replicated = several and config.adopt and not sharded
+        # Who gives the wrapper calls on every process; a log needs that, and adoption does.
+        logged = step_log is not None and isinstance(model, nn.parallel.DistributedDataParallel)
+        replicated = several and not sharded and (config.adopt or logged)
         kind = ShardedObjects if sharded else ReplicatedObjects if replicated else LoopObjects
         self._objects = kind(model, optimizer, stateful)
         self._measurements = LoopMeasurements(self._objects, evaluate, train_loss, clip_grad_norm)
@@ -155,19 +159,28 @@ class Checkpointer:
         self._termination = TerminationRequest(answered=self._pace.expected)
         weakref.finalize(self, self._termination.unwatch)
         self._began = False
-        self.step_log = log_of_training(
-            model,
-            self._objects.optimizers,
-            stateful,
-            LogRequest(step_log=step_log, url=step_log_url, after_step=after_step),
-            run_url=url,
-            storage_options=storage_options,
-            parity=parity,
-            config=config,
-            every=every,
-            alone=not (sharded or several),
-            read_base=lambda step: weights_of_step(url, step, storage_options),
-        )
+        request = LogRequest(step_log=step_log, url=step_log_url, after_step=after_step)
+
+        def make_log(more: Mapping[str, Any], options: StepLog | None) -> TrainingLog | None:
+            return log_of_training(
+                self._objects.model,
+                self._objects.optimizers,
+                {**stateful, **more},
+                replace(request, step_log=options),
+                run_url=url,
+                storage_options=storage_options,
+                parity=parity,
+                config=config,
+                every=every,
+                alone=replicated or not (sharded or several),
+                read_base=lambda step: weights_of_step(url, step, storage_options),
+            )
+
+        self.step_log: TrainingLog | ReplicatedLog | None
+        if isinstance(self._objects, ReplicatedObjects) and request.options is not None:
+            self.step_log = ReplicatedLog(self._objects, request.options, make_log)
+        else:
+            self.step_log = make_log({}, request.options)
         """The step log; None without one."""
         self._committed = 0
         self._overdue = False
@@ -275,16 +288,23 @@ class Checkpointer:
         return reached
 
     def _way_back(self, manifest: Manifest | None) -> Callable[[], None]:
-        """A function that restores the present state: that of a checkpoint, or of a fresh start."""
-        fresh = copy.deepcopy(self._objects.state(0)) if manifest is None else None
+        """A function that restores the present state: that of a checkpoint, or of a fresh start.
+
+        Both are called on the first process alone, and call nothing that communicates with others.
+        """
+        objects, saver = self._objects, self.saver
+        fresh = copy.deepcopy(LoopObjects.state(objects, 0)) if manifest is None else None
 
         def reload() -> None:
             if manifest is None:  # a copy, since an optimizer may keep and change it
-                self._objects.load(copy.deepcopy(fresh), self.saver.url, warns=False)
+                LoopObjects.load(objects, copy.deepcopy(fresh), saver.url, warns=False)
                 return
-            again = self.saver.restore(manifest, adopt=False)
+            if isinstance(saver, ReplicatedSaver):
+                again = saver.restore_alone(manifest)
+            else:
+                again = saver.restore(manifest, adopt=False)
             assert again is not None
-            self._objects.load(again.state.to_object(), self.saver.url, warns=False)
+            LoopObjects.load(objects, again.state.to_object(), saver.url, warns=False)
 
         return reload
 
@@ -329,7 +349,7 @@ class Checkpointer:
         self._committed = len(reports)
 
     def _watch(self) -> None:
-        """Install signal handlers, unless there are several processes that do not agree on a step: DDP's without adoption."""
+        """Install signal handlers, unless there are several processes that do not agree on a step: DDP's without adoption and without a log."""
         if self._save_last and (self._ending is not None or not _is_distributed()):
             self._termination.watch()
         else:

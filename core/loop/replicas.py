@@ -24,6 +24,7 @@ from shrinkpoint.sharded.ranks import Mailbox, Ranks
 from shrinkpoint.sharded.replicas import share_adopted
 from shrinkpoint.state.rng import capture_rng, diverge_rng
 from shrinkpoint.state.training import Describe, plain
+from shrinkpoint.state.tree import JSON
 from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.run import RunStore
@@ -55,13 +56,21 @@ class ReplicatedObjects(LoopObjects):
 
     def state(self, step: int) -> dict[str, Any]:
         """See `LoopObjects.state`; a collective."""
-        state = super().state(step)
+        return {**super().state(step), **self.of_ranks()}
+
+    def of_ranks(self) -> dict[str, Any]:
+        """The part of `state` that is each rank's own; a collective."""
         own = self._ranks.on_every(self._own)
         known = self._ranks.broadcast(own.digests())
         kept: dict[str, dict[str, Any]] = {}
         for (group, name), part in own.without(known).parts.items():
             kept.setdefault(group, {})[name] = part.to_object()
-        return {**state, _RANKS: self._ranks.gather(kept), _BUCKETS: bucket_order(self._wrapper)}
+        return {_RANKS: self._ranks.gather(kept), _BUCKETS: bucket_order(self._wrapper)}
+
+    @property
+    def stateful_hook(self) -> str | None:
+        """The name of the state of DDP's communication hook, which is in no state here; None where it has none."""
+        return stateful_hook(self._wrapper)
 
     def _own(self) -> OwnState:
         groups = {
@@ -139,7 +148,7 @@ class ReplicatedSaver:
 
     Args:
         url: see `Saver`.
-        config: how to save, with ``adopt=True``.
+        config: how to save.
         storage_options: see `Saver`.
         parity: see `Saver`.
     """
@@ -201,12 +210,14 @@ class ReplicatedSaver:
         exact: bool = False,
         wait: bool = False,
         adoption: Adoption | None = None,
+        step_log: Mapping[str, JSON] | None = None,
     ) -> Accepted | None:
         """See `Saver.save`; with `adoption` every rank has the values that are stored when this returns.
 
         Args:
             evaluate: called on the first rank alone, where it must not communicate with the others.
             resumed: not used yet.
+            step_log: the first rank's counts.
         """
         if adoption is not None:
             settings = {**adoption.settings, "ranks": self._ranks.world}
@@ -222,6 +233,7 @@ class ReplicatedSaver:
                 exact=exact,
                 wait=wait,
                 adoption=adoption,
+                step_log=step_log,
             )
         )
         if adoption is not None:
@@ -242,6 +254,10 @@ class ReplicatedSaver:
 
     def _learn(self) -> None:
         self.failed = self._ranks.broadcast(self._saver.failed)
+
+    def restore_alone(self, manifest: Manifest) -> Restored | None:
+        """What `restore` returns, on one rank that the others wait for."""
+        return self._saver.restore(manifest, adopt=False)
 
     def close(self, timeout_s: float | None = None) -> bool:
         """See `Saver.close`; no collective, so that it may be called after an error."""

@@ -14,6 +14,7 @@ from shrinkpoint.state.tree import JSON
 from shrinkpoint.steps.buffers import Buffers, CopiedState
 from shrinkpoint.steps.fingerprint import fingerprint
 from shrinkpoint.steps.folder import LogFolder
+from shrinkpoint.steps.hyperparameters import parameters_of
 from shrinkpoint.steps.measured import Measured
 from shrinkpoint.steps.moment import Moment
 from shrinkpoint.steps.options import StepLog, refuse_optimizers
@@ -220,6 +221,14 @@ class ExactLog(Supervised):
                 self._note(step)
             if self._records:
                 self._seal()
+
+    def accumulates(self) -> bool:
+        """Whether there are gradients that no recorded step has used."""
+        parameters = [parameter for one in self._optimizers for parameter in parameters_of(one)]
+        try:
+            return any(isinstance(self._recorder.fate(parameter), torch.Tensor) for parameter in parameters)
+        except CannotLogError:
+            return False  # a capture raises it again
 
     def committed(self, step: int) -> None:
         """A checkpoint of this step is stored."""

@@ -75,7 +75,7 @@ def log_of_training(
         parity: of `run_url`.
         config: how the checkpoints are saved.
         every: steps between two of them, if known.
-        alone: whether one process trains a whole model.
+        alone: whether the processes train whole models, and this one's log is that of all.
         read_base: the weights of the checkpoint of a step, for a small log; called in a thread of its own.
 
     Raises:
@@ -86,8 +86,8 @@ def log_of_training(
         return None
     if not alone:
         raise ConfigError(
-            f"step_log={options.kind!r} is for one process so far, and no shards: leave it out where there are several, or FSDP2. With DDP, the"
-            " callbacks of Lightning and Composer can log"
+            f"step_log={options.kind!r} needs one process, or a DistributedDataParallel that every process gives to a Checkpointer as"
+            " the model, and no shards (FSDP2): leave it out elsewhere, or use the callbacks of Lightning and Composer"
         )
     if config.adopt:
         raise ConfigError("adopt=True and step_log= exclude each other: a logged step knows no adoption")

@@ -12,7 +12,10 @@ from shrinkpoint.steps.segment import Kind
 from shrinkpoint.store.urls import Location, parse_url
 from shrinkpoint.warn import brief
 
-__all__ = ["StepLog", "chosen_log", "log_location", "refuse_optimizers"]
+__all__ = ["StepLog", "chosen_log", "log_location", "refuse_optimizers", "steps_of_segment"]
+
+_SEGMENT = 256 * 2**20
+_STEPS = 2, 8  # least and most of a segment
 
 _SMALL_ONLY = ("every", "quantization_step", "resume_weights")
 
@@ -179,3 +182,17 @@ def refuse_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> None:
                 f"step_log='exact' needs the step hooks of torch.optim.Optimizer, and {type(optimizer).__name__} has none:"
                 " leave step_log out"
             )
+
+
+def steps_of_segment(options: StepLog, optimizers: Sequence[torch.optim.Optimizer]) -> int:
+    """Steps of a segment: the same number on every process of a training.
+
+    Args:
+        options: of the log.
+        optimizers: of the training.
+    """
+    if options.segment_steps is not None:
+        return options.segment_steps
+    size = sum(p.nbytes for one in optimizers for group in one.param_groups for p in group["params"])
+    least, most = _STEPS
+    return int(min(most, max(least, _SEGMENT // max(1, size))))

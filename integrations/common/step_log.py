@@ -21,12 +21,10 @@ from shrinkpoint.loading import weights_of_step
 from shrinkpoint.reports import SaveReport
 from shrinkpoint.saver import Saver
 from shrinkpoint.steps.opening import TrainingLog, log_of_training
-from shrinkpoint.steps.options import StepLog
+from shrinkpoint.steps.options import StepLog, steps_of_segment
 
 __all__ = ["FrameworkState", "SessionLog"]
 
-_SEGMENT = 256 * 2**20
-_STEPS = 2, 8  # least and most of a segment
 _NEVER = 10_000
 _ALLOWANCE = 256 * 1024  # for each process
 
@@ -101,7 +99,7 @@ class SessionLog:
             raise ConfigError(
                 "resume_weights=True is for Checkpointer: leave it out, and resume from checkpoints"
             )
-        self._steps, self._state = _segment_steps(options, optimizers), FrameworkState()
+        self._steps, self._state = steps_of_segment(options, optimizers), FrameworkState()
         on_first(lambda: self._open(options, model, optimizers, saver))
 
     def _open(
@@ -216,15 +214,6 @@ class SessionLog:
         log, self.log = self.log, None
         if log is not None and is_first():
             log.close(whole=False)
-
-
-def _segment_steps(options: StepLog, optimizers: Sequence[Optimizer]) -> int:
-    """Steps of a segment: the same number on every rank."""
-    if options.segment_steps is not None:
-        return options.segment_steps
-    size = sum(p.nbytes for one in optimizers for group in one.param_groups for p in group["params"])
-    least, most = _STEPS
-    return int(min(most, max(least, _SEGMENT // max(1, size))))
 
 
 def _share(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:

@@ -14,7 +14,7 @@ import shrinkpoint
 from shrinkpoint.state.digest import state_digest, tensor_digest
 from shrinkpoint.state.training import TrainingState
 
-__all__ = ["EVERY", "STEPS", "Replica", "asked_to_end", "corrupted", "differing", "journey"]
+__all__ = ["EVERY", "STEPS", "Replica", "asked_to_end", "corrupted", "differing", "journey", "logged"]
 
 EVERY, STEPS = 3, 14
 _WORDS, _WIDTH = 60, 32
@@ -126,6 +126,33 @@ def journey(rank: int, world: int, url: str, stop: int | None = None, adopts: bo
         replica.run(STEPS)
     replica.checkpointer.close()
     return replica.began, replica.noted
+
+
+LOGGED = {
+    "adopt": False,
+    "adoptions": None,
+    "evaluate": None,
+    "scheme": "lossless",
+    "max_degradation": 0.03,
+    "key_every": 10,
+    "busy": "wait",
+}
+"""Options of a training with an exact log."""
+
+
+def logged(rank: int, world: int, folder: str, every: int, stop: int | None = None) -> Any:
+    """As `journey`, of a training that logs its steps where `stop` is given or a log is there."""
+    log = {"step_log": shrinkpoint.StepLog(segment_steps=2, busy="wait"), "step_log_url": f"{folder}/log"}
+    replica = Replica(rank, world, f"{folder}/run", every=every, **LOGGED, **log).run(stop or STEPS)
+    replica.checkpointer.step_log.flush()
+    replica.checkpointer.flush()
+    off = replica.checkpointer.step_log.off
+    if stop is not None:
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        replica.run(STEPS)
+    replica.checkpointer.close()
+    return replica.began, replica.noted, off
 
 
 def asked_to_end(rank: int, world: int, url: str) -> str:

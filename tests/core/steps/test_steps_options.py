@@ -67,7 +67,7 @@ def test_options_of_a_log_without_one():
 
 def test_several_processes(monkeypatch):
     monkeypatch.setattr("shrinkpoint.checkpointer._is_distributed", lambda: True)
-    refused("is for one process so far", step_log="exact")
+    refused("needs one process, or a DistributedDataParallel that every process gives", step_log="exact")
 
 
 def test_lbfgs():

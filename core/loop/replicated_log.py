@@ -1,0 +1,221 @@
+"""The step log of a hand-written loop that several processes run on copies of a model: the first one writes and replays it.
+
+Gradients are the same on all. What differs, generators and positions in the data, is gathered once for each segment, and not for
+each step; it is one object of the rest of the state. After a replay the first process gives its state to the others.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from shrinkpoint.errors import ConfigError
+from shrinkpoint.loop.objects import LoopObjects
+from shrinkpoint.loop.replicas import ReplicatedObjects
+from shrinkpoint.sharded.ranks import Ranks
+from shrinkpoint.state.tree import JSON
+from shrinkpoint.steps.exact import ExactLog
+from shrinkpoint.steps.hyperparameters import parameters_of
+from shrinkpoint.steps.opening import TrainingLog
+from shrinkpoint.steps.options import StepLog, steps_of_segment
+from shrinkpoint.steps.recorder import CannotLogError
+
+__all__ = ["ReplicatedLog"]
+
+_NEVER = 10_000
+_ALLOWANCE = 256 * 1024  # for each process
+_NAME = "every process"  # no keyword of a Checkpointer
+
+
+class ReplicatedLog:
+    """As `ExactLog` or `SmallLog`, on one of the processes that train copies of a model.
+
+    Every method but `measured`, `committed`, `flush` and `close` is called on every rank.
+
+    Args:
+        objects: of the loop.
+        options: of the log.
+        make: makes the first rank's log, with further objects with a state, and these options.
+
+    Raises:
+        ConfigError: there can be no such log of this training; on every rank.
+    """
+
+    def __init__(
+        self,
+        objects: ReplicatedObjects,
+        options: StepLog,
+        make: Callable[[Mapping[str, Any], StepLog], TrainingLog | None],
+    ) -> None:
+        if options.resume_weights:
+            raise ConfigError(
+                "resume_weights=True is for one process: leave it out, and resume from checkpoints"
+            )
+        self._objects = objects
+        self._ranks = Ranks()
+        self._states = _StatesOfRanks(self._ranks.world)
+        self._is_exact = options.kind == "exact"
+        self._steps = steps_of_segment(options, objects.optimizers)
+        self._since = 0
+        if self._is_exact:
+            options = replace(options, segment_steps=_NEVER)  # segments end here, on every rank
+        self.log = self._ranks.on_every(
+            lambda: make({_NAME: self._states}, options) if self._ranks.rank == 0 else None
+        )
+        """The log itself, on the first rank."""
+
+    @property
+    def off(self) -> str | None:
+        """Why the log is off; known on the first rank."""
+        return None if self.log is None else self.log.off
+
+    @property
+    def blocked_s(self) -> float:
+        """Seconds that the first rank's training has spent in the log so far, and the others have waited for."""
+        return 0.0 if self.log is None else self.log.blocked_s
+
+    @property
+    def blocked_cpu_s(self) -> float:
+        """The CPU seconds of `blocked_s`."""
+        return 0.0 if self.log is None else self.log.blocked_cpu_s
+
+    @property
+    def bytes(self) -> int:
+        """Bytes written so far; known on the first rank."""
+        return 0 if self.log is None else self.log.bytes
+
+    @property
+    def written(self) -> int | None:
+        """The step up to which all is written; known on the first rank."""
+        return None if self.log is None else self.log.written
+
+    def measured(self) -> dict[str, JSON] | None:
+        """See `ExactLog.measured`."""
+        return None if self.log is None else self.log.measured()
+
+    def open(self, run: str) -> None:
+        """See `ExactLog.open`."""
+        self._ranks.on_every(lambda: None if self.log is None else self.log.open(run))
+
+    def recover(self, step: int, prepare: Callable[[], Callable[[], None]]) -> int:
+        """See `ExactLog.recover`.
+
+        Args:
+            step: of the restored state.
+            prepare: called on the first rank alone.
+        """
+        self._states.replayed = None
+        log = self.log
+        reached = self._ranks.broadcast(
+            self._ranks.on_every(lambda: step if log is None else log.recover(step, prepare))
+        )
+        if reached > step:
+            self._share(reached)
+        self._states.replayed = None
+        return reached
+
+    def _share(self, step: int) -> None:
+        """Give the first rank's state to the others, with what is each one's own."""
+        first = self._ranks.rank == 0
+        state = gradients = None
+        if first:
+            state = _on_host({**LoopObjects.state(self._objects, step), **(self._states.replayed or {})})
+            gradients = [_on_host(parameter.grad) for parameter in self._parameters()]
+        self._objects.load(self._ranks.broadcast(state), "", warns=False)
+        found = self._ranks.broadcast(gradients)
+        if not first:
+            for parameter, gradient in zip(self._parameters(), found, strict=True):
+                parameter.grad = None if gradient is None else gradient.to(parameter.device)
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [parameter for one in self._objects.optimizers for parameter in parameters_of(one)]
+
+    def restart(self, step: int) -> None:
+        """See `ExactLog.restart`."""
+        self._since = 0
+        if self.log is not None:
+            self.log.restart(step)
+
+    def end_step(self, step: int, *, since: int, boundary: bool = False) -> None:
+        """See `ExactLog.end_step`."""
+        self._since += 1
+        due = boundary or self._since >= self._steps
+        if due:
+            self._take()
+        if self.log is not None:
+            self.log.end_step(step, since=since, boundary=due)
+
+    def boundary(self, step: int) -> None:
+        """See `ExactLog.boundary`."""
+        self._take()
+        if self.log is not None:
+            self.log.boundary(step)
+
+    def _take(self) -> None:
+        """Gather what is each rank's own, where a segment ends."""
+        self._since = 0
+        if not self._is_exact:
+            return
+        with nullcontext() if self.log is None else self.log.counted():
+            self._states.captured = self._objects.of_ranks()
+            if isinstance(self.log, ExactLog):
+                self._states.accumulated = self.log.accumulates()
+                self._states.hook = self._objects.stateful_hook
+
+    def committed(self, step: int) -> None:
+        """See `ExactLog.committed`."""
+        if self.log is not None:
+            self.log.committed(step)
+
+    def flush(self) -> None:
+        """See `ExactLog.flush`."""
+        if self.log is not None:
+            self.log.flush()
+
+    def close(self, *, whole: bool) -> None:
+        """See `ExactLog.close`."""
+        if self.log is not None:
+            self.log.close(whole=whole)
+
+
+class _StatesOfRanks:
+    """What is each rank's own, as an object that the first one's log stores and restores."""
+
+    def __init__(self, world: int) -> None:
+        self.log_allowance = world * _ALLOWANCE
+        self.captured: Mapping[str, Any] = {}
+        self.accumulated = False
+        self.hook: str | None = None
+        self.replayed: dict[str, Any] | None = None
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """What was gathered last.
+
+        Raises:
+            CannotLogError: there is more that is each rank's own.
+        """
+        if self.accumulated:
+            raise CannotLogError(
+                "gradients are accumulated over several calls of Checkpointer.step, other ones on each process: call it after"
+                " optimizer.step() only"
+            )
+        if self.hook is not None:
+            raise CannotLogError(
+                f"the state of the DDP communication hook, a {self.hook}, is each process's own, and not logged here: the callbacks"
+                " of Lightning and Composer log it"
+            )
+        return self.captured
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Keep them for all ranks."""
+        self.replayed = state
+
+
+def _on_host(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    if isinstance(value, dict):
+        return {key: _on_host(item) for key, item in value.items()}
+    return [_on_host(item) for item in value] if isinstance(value, list) else value
