@@ -2,88 +2,21 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from shrinkpoint.errors import FormatError
-from shrinkpoint.state.tree import JSON
+from shrinkpoint.state.specs import Block, TensorSpec
 
-if TYPE_CHECKING:
-    from shrinkpoint.state.training import TensorSpec
-
-__all__ = ["BLOCK_ELEMENTS", "Block", "blocks_of", "boxes_meet", "joined", "whole_specs"]
+__all__ = ["BLOCK_ELEMENTS", "blocks_of", "boxes_meet", "joined", "whole_specs"]
 
 BLOCK_ELEMENTS = 2**24
 """Elements of a block at most, unless a single row has more. A tensor's blocks depend on its shape alone."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Block:
-    """Which part of a larger tensor a stored tensor is: a box of it, mostly some of its rows."""
-
-    of: str
-    """The larger tensor's name."""
-    offset: tuple[int, ...]
-    """The box's first index in each dimension of it."""
-    shape: tuple[int, ...]
-    """The larger tensor's shape."""
-    parameter: str | None
-    """The larger tensor's `Tag.parameter`; the block's own one has its place behind."""
-
-    def is_rows(self, size: Sequence[int]) -> bool:
-        """Whether a block of this size is whole rows of the larger tensor."""
-        return not any(self.offset[1:]) and tuple(size[1:]) == self.shape[1:]
-
-    def to_json(self, size: Sequence[int]) -> JSON:
-        """As in a container's header: of rows, the first one's number; of another box, the offset.
-
-        Args:
-            size: the block's shape.
-        """
-        at: JSON = self.offset[0] if self.is_rows(size) else list(self.offset)
-        return [self.of, at, list(self.shape), self.parameter]
-
-    @classmethod
-    def from_json(cls, node: JSON) -> "Block":
-        """Read what `to_json` gave.
-
-        Raises:
-            FormatError: it is something else.
-        """
-        if type(node) is not list or len(node) != 4:
-            raise FormatError(f"{node!r:.80} is not a block of a tensor")
-        of, at, shape, parameter = node
-        sound = (
-            type(of) is str
-            and (parameter is None or type(parameter) is str)
-            and type(shape) is list
-            and 0 < len(shape) <= 1024
-            and all(type(n) is int and 0 <= n < 2**48 for n in shape)
-        )
-        if sound and type(at) is int:
-            at = [at, *(0 for _ in shape[1:])]
-        if (
-            not sound
-            or type(at) is not list
-            or len(at) != len(shape)
-            or not all(type(n) is int and 0 <= n < 2**48 for n in at)
-        ):
-            raise FormatError(f"{node!r:.80} is not a block of a tensor")
-        return cls(of=of, offset=tuple(at), shape=tuple(shape), parameter=parameter)
-
-    def holds(self, size: Sequence[int]) -> bool:
-        """Whether a tensor of this shape may be such a block."""
-        return (
-            len(size) == len(self.shape)
-            and all(at + n <= of for at, n, of in zip(self.offset, size, self.shape, strict=True))
-            and math.prod(n or 1 for n in self.shape) < 2**59
-        )
-
-
-def blocks_of(spec: "TensorSpec", limit: int = BLOCK_ELEMENTS) -> list["TensorSpec"]:
+def blocks_of(spec: TensorSpec, limit: int = BLOCK_ELEMENTS) -> list[TensorSpec]:
     """What a tensor is stored as: itself, or blocks of its rows.
 
     Args:
@@ -115,7 +48,7 @@ def blocks_of(spec: "TensorSpec", limit: int = BLOCK_ELEMENTS) -> list["TensorSp
     return blocks
 
 
-def whole_specs(specs: Iterable["TensorSpec"]) -> dict[str, "TensorSpec"]:
+def whole_specs(specs: Iterable[TensorSpec]) -> dict[str, TensorSpec]:
     """The tensors that these belong to, by name: themselves, or the longer ones of which they are blocks."""
     found: dict[str, TensorSpec] = {}
     for spec in specs:
@@ -129,8 +62,8 @@ def whole_specs(specs: Iterable["TensorSpec"]) -> dict[str, "TensorSpec"]:
 
 
 def joined(
-    tensors: Mapping[str, torch.Tensor], specs: Mapping[str, "TensorSpec"]
-) -> tuple[Mapping[str, torch.Tensor], Mapping[str, "TensorSpec"]]:
+    tensors: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec]
+) -> tuple[Mapping[str, torch.Tensor], Mapping[str, TensorSpec]]:
     """The same with all blocks put together; what is no block is passed on as it is.
 
     Args:
@@ -155,7 +88,7 @@ def joined(
     return whole, whole_specs(specs.values())
 
 
-def _joined(name: str, blocks: list["TensorSpec"], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def _joined(name: str, blocks: list[TensorSpec], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     if any(spec.block is None or not spec.block.is_rows(spec.shape) for spec in blocks):
         return _joined_boxes(name, blocks, tensors)
     ordered = sorted(blocks, key=lambda spec: spec.block.offset[0] if spec.block else 0)
@@ -171,7 +104,7 @@ def _joined(name: str, blocks: list["TensorSpec"], tensors: Mapping[str, torch.T
     return torch.cat([tensors[spec.name] for spec in ordered])
 
 
-def _joined_boxes(name: str, blocks: list["TensorSpec"], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def _joined_boxes(name: str, blocks: list[TensorSpec], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     places = [spec.block for spec in blocks if spec.block is not None]
     shape, found = places[0].shape, sum(spec.numel for spec in blocks if spec.name in tensors)
     if found != math.prod(shape):
