@@ -13,8 +13,20 @@ from torch.nn.parallel import DistributedDataParallel
 import shrinkpoint
 from shrinkpoint.state.digest import state_digest, tensor_digest
 from shrinkpoint.state.training import TrainingState
+from shrinkpoint.steps import replay
+from shrinkpoint.steps.record import decode_record
 
-__all__ = ["EVERY", "STEPS", "Replica", "asked_to_end", "corrupted", "differing", "journey", "logged"]
+__all__ = [
+    "EVERY",
+    "STEPS",
+    "Replica",
+    "asked_to_end",
+    "corrupted",
+    "differing",
+    "journey",
+    "logged",
+    "spoiled",
+]
 
 EVERY, STEPS = 3, 14
 _WORDS, _WIDTH = 60, 32
@@ -140,8 +152,24 @@ LOGGED = {
 """Options of a training with an exact log."""
 
 
-def logged(rank: int, world: int, folder: str, every: int, stop: int | None = None) -> Any:
-    """As `journey`, of a training that logs its steps where `stop` is given or a log is there."""
+def spoiled(end: int) -> Any:
+    """Decodes records, and that of the step `end` wrongly: its replay leads to another state, which must be undone."""
+
+    def decode(*arguments: Any) -> Any:
+        decoded = decode_record(*arguments)
+        if decoded.end == end:
+            decoded.events[0].gradients[0].values.mul_(2)
+        return decoded
+
+    return decode
+
+
+def logged(
+    rank: int, world: int, folder: str, every: int, stop: int | None = None, wrong: int | None = None
+) -> Any:
+    """As `journey`, of a training that logs its steps; `wrong` is one that is replayed wrongly."""
+    if wrong is not None:
+        replay.decode_record = spoiled(wrong)
     log = {"step_log": shrinkpoint.StepLog(segment_steps=2, busy="wait"), "step_log_url": f"{folder}/log"}
     replica = Replica(rank, world, f"{folder}/run", every=every, **LOGGED, **log).run(stop or STEPS)
     replica.checkpointer.step_log.flush()

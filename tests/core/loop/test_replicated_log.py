@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.replicas import LOGGED, STEPS, Replica, logged
+from support.replicas import LOGGED, STEPS, Replica, logged, spoiled
 from support.sharded import launch
 
 import shrinkpoint
@@ -51,19 +51,41 @@ def test_three_killed_processes_continue_from_the_log(every: int, stop: int, tmp
         assert rest == {step: whole[step] for step in whole if step > began}
 
 
-@pytest.mark.slow
-def test_three_processes_go_back_together_where_a_segment_is_damaged(tmp_path: Path) -> None:
-    true = launch(logged, 3, tmp_path, str(tmp_path / "whole"), 6)
-    launch(logged, 3, tmp_path, str(tmp_path / "killed"), 6, 11, killed=True)
-    last = sorted((tmp_path / "killed" / "log").rglob("*.steps"))[-1]
+def damaged(folder: Path) -> None:
+    last = sorted(folder.rglob("*.steps"))[-1]
     data = bytearray(last.read_bytes())
     data[-10] ^= 1
     last.write_bytes(data)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("every", "stop"), [(6, 11), (50, 5)])
+@pytest.mark.parametrize("how", ["damaged", "spoiled"])
+def test_three_processes_go_back_together(how: str, every: int, stop: int, tmp_path: Path) -> None:
+    true = launch(logged, 3, tmp_path, str(tmp_path / "whole"), every)
+    launch(logged, 3, tmp_path, str(tmp_path / "killed"), every, stop, killed=True)
+    if how == "damaged":
+        damaged(tmp_path / "killed" / "log")
+    wrong = stop - 1 if how == "spoiled" else None
     for (_, whole, _), (began, rest, _) in zip(
-        true, launch(logged, 3, tmp_path, str(tmp_path / "killed"), 6), strict=True
+        true, launch(logged, 3, tmp_path, str(tmp_path / "killed"), every, None, wrong), strict=True
     ):
-        assert began == 8
+        assert began == stop - 3
         assert rest == {step: whole[step] for step in whole if step > began}
+
+
+@pytest.mark.parametrize("every", [6, 50])
+def test_the_state_before_the_replay_is_restored(
+    every: int, alone: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = replica(alone, every=every).run(11)
+    crash(killed)
+    monkeypatch.setattr("shrinkpoint.steps.replay.decode_record", spoiled(10))
+    with pytest.warns(ShrinkpointWarning, match="give another state"):
+        again = replica(alone, every=every)
+    assert (again.began, again.place.at) == (8, 8)
+    assert again.run(11).noted == {step: noted for step, noted in killed.noted.items() if step > 8}
+    again.checkpointer.close()
 
 
 @pytest.mark.parametrize("every", [6, 50])
