@@ -10,17 +10,14 @@ from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.quality.comparison import BlindEvaluationError, Comparison
 from shrinkpoint.quality.evaluation import EvaluationUnavailableError, ResumedSteps, losses_of
-from shrinkpoint.quality.fixed_strategy import FixedStrategy
-from shrinkpoint.quality.inshrinkerator_search.strategy import ConfigurationStrategy
 from shrinkpoint.quality.measurement import EXACT, Rise, absolute_error, relative_rise, single_rise
 from shrinkpoint.quality.recovery import RecoveryEstimate, without_delay, without_luck
-from shrinkpoint.quality.restore_budget import RestoreBudget, RestoreCost, fall_of, restore_cost
-from shrinkpoint.quality.scale_strategy import ScaleStrategy
+from shrinkpoint.quality.restore_budget import RestoreCost, budget_of, fall_of, measured_share, restore_cost
 from shrinkpoint.quality.snapshots import PlannedSnapshot
+from shrinkpoint.quality.strategies import strategy_of
 from shrinkpoint.quality.strategy import Measure, Plan, Strategy, exactly
 from shrinkpoint.quality.trial import restored_state
 from shrinkpoint.schemes.base import SaveContext, Scheme
-from shrinkpoint.schemes.catalogue import ENTRIES, Choice
 from shrinkpoint.warn import warn
 
 __all__ = ["Guard", "Measure", "Plan", "Planner"]
@@ -46,13 +43,6 @@ class Guard(Protocol):
 
 _NAMED = 5
 _AIM = 0.7  # safety factor on a cost predicted by proportion
-_MEASURED = 0.5
-"""Share of `max_degradation` that the measured costs of all restores may use. Over 23 trainings that used it up, the
-mean harm was as measured; the rest of a run's path, which no measurement at a save covers, carried one run in thirty
-beyond the bound."""
-_MEASURED_OF_ADOPTIONS = 0.25
-"""The same where all of them are certain, since training adopts every checkpoint: what no measurement covers then adds up with
-each of them (docs/adopt.md): rows that are rarely trained, as a recommender's, hardly recover from it."""
 _AVERAGES_ONLY = "averaged weights alone are measured, so that the network's own have mild steps"
 _MILDER = 3  # how many milder settings are tried where a guard refuses
 
@@ -83,9 +73,9 @@ class Planner:
         self.guard = guard
         self._clock = clock
         self._started = clock(), spent_s()
-        self._budget = _budget(config)
+        self._budget = budget_of(config)
         self._recovery = RecoveryEstimate(config.probe_steps, config.search_overhead, spent_s, clock)
-        self._strategy = _strategy(config, spent_s)
+        self._strategy = strategy_of(config, spent_s)
         self._cost = EXACT
         self._baseline: tuple[int, float] | None = None  # step and loss of the last save that measured it
         self._sighted = False  # whether an evaluation was seen to change with the weights
@@ -145,7 +135,7 @@ class Planner:
             fall = fall_of(self._baseline, (step, plan.baseline), self._config.loss_floor)
         lost = self.guard.lost_steps if self.guard is not None else 0.0
         config = self._config
-        reserve = (1 - _measured_share(config)) * config.max_degradation / config.restore_budget
+        reserve = (1 - measured_share(config)) * config.max_degradation / config.restore_budget
         return restore_cost(measured.mean, measured.high, delay=lost * fall, reserve=reserve)
 
     def _choose(
@@ -393,12 +383,12 @@ class Planner:
         self._recovery = RecoveryEstimate(
             config.probe_steps, config.search_overhead, self._spent_s, self._clock
         )
-        self._strategy = _strategy(config, self._spent_s)
+        self._strategy = strategy_of(config, self._spent_s)
         self.load_state_dict(state)
 
     def _load_restores(self, stored: object) -> None:
         """Add this restore to the budget spent before; a restore counts even where its checkpoint stores no cost."""
-        self._budget = _budget(self._config)
+        self._budget = budget_of(self._config)
         known: dict[str, object] = (
             stored if isinstance(stored, dict) else {"spent": 0.0, "spent_high": 0.0, "restores": 0}
         )
@@ -410,14 +400,6 @@ class Planner:
             self._budget.load_state_dict(known)
         finally:
             self._budget.restored(cost, high)
-
-
-def _measured_share(config: SaverConfig) -> float:
-    return _MEASURED_OF_ADOPTIONS if config.adopt else _MEASURED
-
-
-def _budget(config: SaverConfig) -> RestoreBudget:
-    return RestoreBudget(_measured_share(config) * config.max_degradation, config.restore_budget)
 
 
 def _baseline_of(stored: object) -> tuple[int, float] | None:
@@ -447,21 +429,3 @@ def _stricter(plan: Plan, share: float) -> float:
     if not math.isfinite(cost.high):
         return _AIM * share / 4  # four times narrower steps at least
     return _AIM * max(at.high, 0.0) * share / cost.high
-
-
-def _strategy(config: SaverConfig, spent_s: Callable[[], float]) -> Strategy | None:
-    """The scheme's strategy; None for a lossless scheme, which has nothing to choose."""
-    options = config.scheme_options
-    make: Mapping[Choice, Callable[[], Strategy | None]] = {
-        "nothing": lambda: None,
-        "scale": lambda: ScaleStrategy(
-            options,
-            whole=config.adopt,
-            threads=config.waiting_threads if config.adopt else 1,  # else it is the training that has them
-        ),
-        "configurations": lambda: ConfigurationStrategy(
-            options, config.max_degradation, config.search_overhead, spent_s
-        ),
-        "settings": lambda: FixedStrategy(config.scheme, options),
-    }
-    return make[ENTRIES[config.scheme].choice]()

@@ -10,9 +10,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError
 
-__all__ = ["RestoreBudget", "RestoreCost", "fall_of", "restore_cost"]
+__all__ = ["RestoreBudget", "RestoreCost", "budget_of", "fall_of", "measured_share", "restore_cost"]
+
+_MEASURED = 0.5
+"""Share of `max_degradation` that the measured costs of all restores may use. Over 23 trainings that used it up, the
+mean harm was as measured; the rest of a run's path, which no measurement at a save covers, carried one run in thirty
+beyond the bound."""
+_MEASURED_OF_ADOPTIONS = 0.25
+"""The same where all of them are certain, since training adopts every checkpoint: what no measurement covers then adds up with
+each of them (docs/adopt.md): rows that are rarely trained, as a recommender's, hardly recover from it."""
 
 
 @dataclass(frozen=True)
@@ -126,3 +135,13 @@ class RestoreBudget:
             raise ConfigError(f"the restore budget {dict(state)!r} is malformed: it starts over")
         self.spent, self.made = float(spent), made  # type: ignore[assignment, arg-type]
         self._doubt = float(high) - self.spent  # type: ignore[arg-type]
+
+
+def measured_share(config: SaverConfig) -> float:
+    """The share of `max_degradation` that the measured costs of all restores may use."""
+    return _MEASURED_OF_ADOPTIONS if config.adopt else _MEASURED
+
+
+def budget_of(config: SaverConfig) -> RestoreBudget:
+    """A run's budget, of which no restore has used anything yet."""
+    return RestoreBudget(measured_share(config) * config.max_degradation, config.restore_budget)
