@@ -176,11 +176,11 @@ class Checkpointer:
                 read_base=lambda step: weights_of_step(url, step, storage_options),
             )
 
-        self.step_log: TrainingLog | ReplicatedLog | None
-        if isinstance(self._objects, ReplicatedObjects) and request.options is not None:
-            self.step_log = ReplicatedLog(self._objects, request.options, make_log)
-        else:
-            self.step_log = make_log({}, request.options)
+        self.step_log: TrainingLog | ReplicatedLog | None = (
+            ReplicatedLog(self._objects, request.options, make_log)
+            if isinstance(self._objects, ReplicatedObjects) and request.options is not None
+            else make_log({}, request.options)
+        )
         """The step log; None without one."""
         self._committed = 0
         self._overdue = False
