@@ -1,10 +1,12 @@
 """Aliases of the types of arrays and of kernels' integers, and conversion of tensors to such arrays."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
+
+if TYPE_CHECKING:  # torch takes seconds to import, and the command line starts without it
+    import torch
 
 __all__ = [
     "Bools",
@@ -43,19 +45,21 @@ Integer = int | np.signedinteger[Any]
 """Of a kernel: numba does not distinguish Python's integers from numpy's."""
 
 
-def widened(tensor: torch.Tensor) -> Float32s:
+def widened(tensor: "torch.Tensor") -> Float32s:
     """The elements of a host tensor as flat fp32 in C order; dense fp32 is not copied, only float64 is rounded."""
-    values: Float32s = tensor.detach().to(torch.float32).contiguous().reshape(-1).numpy()
+    values: Float32s = tensor.detach().float().contiguous().reshape(-1).numpy()
     return values
 
 
-def overwrite(memory: torch.Tensor, value: torch.Tensor) -> None:
+def overwrite(memory: "torch.Tensor", value: "torch.Tensor") -> None:
     """Give a tensor other values, in place; of one that is expanded, each place in memory once.
 
     Args:
         memory: of any layout.
         value: of the same shape; where `memory` is expanded, alike along the same axes.
     """
+    import torch
+
     strides = memory.stride() if memory.layout is torch.strided else ()
     for axis, (size, stride) in enumerate(zip(memory.shape, strides, strict=False)):
         if size > 1 and not stride:

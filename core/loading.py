@@ -21,7 +21,7 @@ from shrinkpoint.errors import (
 from shrinkpoint.export import model_places
 from shrinkpoint.runtime.progress import waiting_for
 from shrinkpoint.saving.address import Address
-from shrinkpoint.saving.finite import not_finite_text
+from shrinkpoint.saving.meta import not_finite_text
 from shrinkpoint.state.blocks import whole_specs
 from shrinkpoint.state.training import TrainingState
 from shrinkpoint.state.tree import JSON, dense_only, tensor_names

@@ -32,9 +32,8 @@ from shrinkpoint.saving.adopted import adopted_of
 from shrinkpoint.saving.adoption import AdoptingCommitter
 from shrinkpoint.saving.committer import Committer
 from shrinkpoint.saving.failures import Failures
-from shrinkpoint.saving.finite import is_finite, not_finite_text
 from shrinkpoint.saving.job import Job
-from shrinkpoint.saving.retention import is_weights_only
+from shrinkpoint.saving.meta import is_finite, is_weights_only, not_finite_text
 from shrinkpoint.saving.slimming import without_optimizer
 from shrinkpoint.saving.takeover import Adoption, Takeover, WaitingShare, unsuitable
 from shrinkpoint.saving.warmup import Warmup

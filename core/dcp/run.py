@@ -21,7 +21,7 @@ from shrinkpoint.dcp.table import table_to_store
 from shrinkpoint.errors import ConfigError, StoreError
 from shrinkpoint.quality.strategy import exactly
 from shrinkpoint.reports import SaveReport
-from shrinkpoint.saving.retention import lineage_of
+from shrinkpoint.saving.meta import lineage_of
 from shrinkpoint.saving.warmup import Warmup
 from shrinkpoint.schemes.base import ReferenceState
 from shrinkpoint.sharded.encoding import Link, PartJob, StoredPart, store_part

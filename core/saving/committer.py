@@ -17,8 +17,9 @@ from shrinkpoint.reports import SaveReport
 from shrinkpoint.runtime.memory import give_back
 from shrinkpoint.saving.finite import LOSS_ALONE, not_finite
 from shrinkpoint.saving.job import Job, Link
+from shrinkpoint.saving.meta import WEIGHTS_ONLY, lineage_of
 from shrinkpoint.saving.reporting import provenance, report_of, with_updates
-from shrinkpoint.saving.retention import WEIGHTS_ONLY, RetentionPolicy, lineage_of, record_of
+from shrinkpoint.saving.retention import RetentionPolicy, record_of
 from shrinkpoint.saving.slimming import Slimmer
 from shrinkpoint.schemes.base import ReferenceState, SaveContext
 from shrinkpoint.schemes.exactness import large_share

@@ -7,9 +7,8 @@ from dataclasses import replace
 import torch
 
 from shrinkpoint.state.training import Role, TensorSpec, TrainingState
-from shrinkpoint.store.manifest import Manifest
 
-__all__ = ["LOSS_ALONE", "is_finite", "not_finite", "not_finite_text"]
+__all__ = ["LOSS_ALONE", "not_finite"]
 
 LOSS_ALONE = "the held-out loss"
 """What begins the words where all tensors are finite and their loss is not."""
@@ -50,18 +49,6 @@ def _effective(spec: TensorSpec, optimized: Collection[str | None]) -> TensorSpe
     if spec.tag.role is Role.WEIGHT and optimized and spec.tag.parameter not in optimized:
         return replace(spec, tag=replace(spec.tag, role=Role.BUFFER))
     return spec
-
-
-def not_finite_text(manifest: Manifest) -> str | None:
-    """What was not finite of a stored checkpoint, as its writer noted it; None where all was, or nothing is noted."""
-    save = manifest.meta.get("save")
-    noted = save.get("not_finite") if isinstance(save, dict) else None
-    return noted if isinstance(noted, str) and noted else None
-
-
-def is_finite(manifest: Manifest) -> bool:
-    """Whether nothing of a stored checkpoint is known to be NaN or infinite."""
-    return not_finite_text(manifest) is None
 
 
 def _is_bad(tensor: torch.Tensor, spec: TensorSpec, no_roles: bool) -> bool:

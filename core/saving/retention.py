@@ -5,43 +5,23 @@ the manifests of the checkpoints in between.
 """
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.saving.finite import is_finite
+from shrinkpoint.saving.meta import is_finite
 from shrinkpoint.store.manifest import Manifest
 
 __all__ = [
-    "WEIGHTS_ONLY",
     "KeepBest",
     "KeepEvery",
     "KeepLast",
     "Policy",
     "Record",
     "RetentionPolicy",
-    "is_weights_only",
-    "lineage_of",
     "record_of",
 ]
-
-WEIGHTS_ONLY = "weights_only"
-"""Under which name a manifest's meta says that the optimizer's state is not in the checkpoint."""
-
-
-def lineage_of(meta: Mapping[str, object]) -> str | None:
-    """Which training a checkpoint belongs to, by its manifest's meta; None where its writer did not note that.
-
-    A training that was killed and resumed is the same one. Retention judges the checkpoints of its own training alone.
-    """
-    noted = meta.get("lineage")
-    return noted if isinstance(noted, str) else None
-
-
-def is_weights_only(meta: Mapping[str, object]) -> bool:
-    """Whether the optimizer's state was left out of a checkpoint, or taken out later, by its manifest's meta."""
-    return meta.get(WEIGHTS_ONLY) is True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from shrinkpoint.container.layout import Checkpoint, Entry
 from shrinkpoint.container.reader import Header
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.errors import ChainError, CorruptionError, FormatError, ShrinkpointError
-from shrinkpoint.saving.retention import WEIGHTS_ONLY, is_weights_only, lineage_of
+from shrinkpoint.saving.meta import WEIGHTS_ONLY, is_weights_only, lineage_of
 from shrinkpoint.schemes.exactness import pack_reasons, unpack_reasons
 from shrinkpoint.state.training import TrainingState
 from shrinkpoint.state.tree import JSON, tensor_names

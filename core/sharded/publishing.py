@@ -9,7 +9,8 @@ from shrinkpoint.errors import FencedError, ShrinkpointError, StoreError
 from shrinkpoint.reports import Measured, SaveReport
 from shrinkpoint.saving.adopted import KEY as ADOPTION
 from shrinkpoint.saving.adopted import Adopted
-from shrinkpoint.saving.retention import RetentionPolicy, lineage_of, record_of
+from shrinkpoint.saving.meta import lineage_of
+from shrinkpoint.saving.retention import RetentionPolicy, record_of
 from shrinkpoint.schemes.exactness import ExactPart
 from shrinkpoint.state.tree import JSON
 from shrinkpoint.store.keys import new_nonce

@@ -16,8 +16,7 @@ from shrinkpoint.runtime.progress import waiting_for
 from shrinkpoint.runtime.worker import Worker
 from shrinkpoint.saver import Restored
 from shrinkpoint.saving.address import Address
-from shrinkpoint.saving.finite import not_finite_text
-from shrinkpoint.saving.retention import lineage_of
+from shrinkpoint.saving.meta import lineage_of, not_finite_text
 from shrinkpoint.saving.takeover import Adoption, Takeover, WaitingShare
 from shrinkpoint.saving.warmup import Warmup
 from shrinkpoint.sharded.adopting import (

@@ -1,4 +1,4 @@
-"""What is known of a tensor beside its elements: name, type, shape, function, and of which larger tensor it is a part."""
+"""What is known of a tensor next to its elements: name, type, shape, function, and of which larger tensor it is a part."""
 
 import math
 from collections.abc import Sequence

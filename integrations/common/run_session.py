@@ -24,9 +24,8 @@ from shrinkpoint.quality.evaluation import Evaluate, Loss, ResumedSteps
 from shrinkpoint.quality.resumed_steps import UntilFailure
 from shrinkpoint.reports import SaveReport
 from shrinkpoint.saver import Saver
-from shrinkpoint.saving.finite import is_finite
+from shrinkpoint.saving.meta import is_finite, lineage_of
 from shrinkpoint.saving.resume import resume_from
-from shrinkpoint.saving.retention import lineage_of
 from shrinkpoint.saving.takeover import Adoption
 from shrinkpoint.state.blocks import whole_specs
 from shrinkpoint.state.training import Describe, TrainingState

@@ -23,8 +23,8 @@ from shrinkpoint.integrations.composer.state import (
 )
 from shrinkpoint.integrations.composer.step_log import replayed, start_log
 from shrinkpoint.loop.gradient_buckets import Buckets
+from shrinkpoint.saving.meta import is_weights_only
 from shrinkpoint.saving.resume import overridden_rates
-from shrinkpoint.saving.retention import is_weights_only
 from shrinkpoint.sharded.restoring import RANKS_KEY
 from shrinkpoint.warn import warn
 

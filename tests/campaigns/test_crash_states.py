@@ -112,6 +112,17 @@ def _losing(
     return examples, total
 
 
+def _first_loss(operations: Sequence[Operation], folder: Path, runs: Sequence[str]) -> tuple[int, str | None]:
+    """How many crash states were tried until one lost something, and what: nothing if none does."""
+    tried = 0
+    for tried, state in enumerate(crash_states(operations, most=6), 1):
+        lost = _lost(state, folder / "state", runs)
+        shutil.rmtree(folder / "state", ignore_errors=True)
+        if lost:
+            return tried, lost[0]
+    return tried, None
+
+
 @pytest.mark.filterwarnings("ignore::shrinkpoint.errors.ShrinkpointWarning")
 @pytest.mark.parametrize(("saves", "least"), [(9, 150), pytest.param(34, 1000, marks=pytest.mark.slow)])
 def test_no_state_loses_an_acknowledged_save(
@@ -169,8 +180,8 @@ def test_without_one_safeguard_saves_are_lost(
     sabotage: Callable[[Sequence[Operation]], list[Operation]],
     runs: Sequence[str],
 ) -> None:
+    """No sample: the order of what several stores record differs from run to run, and so does which states lose."""
     operations = sabotage(_record(tmp_path / "recorded", monkeypatch, 3, runs))
-    every = 1 if len(runs) == 1 else 5
-    examples, total = _losing(operations, tmp_path, most=6, runs=runs, every=every)
-    print(f"{sabotage.__name__}: {len(examples)} of {total} crash states lose an acknowledged save")
-    assert examples
+    total, example = _first_loss(operations, tmp_path, runs)
+    print(f"{sabotage.__name__}: crash state {total} loses an acknowledged save: {example}")
+    assert example

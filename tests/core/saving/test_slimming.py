@@ -19,7 +19,7 @@ from shrinkpoint.coding.selective import sources_of_run
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError, ShrinkpointWarning
 from shrinkpoint.saver import Saver
-from shrinkpoint.saving.retention import is_weights_only
+from shrinkpoint.saving.meta import is_weights_only
 from shrinkpoint.saving.slimming import Slimmer, make_weights, without_optimizer
 from shrinkpoint.schemes.exactness import unpack_reasons
 from shrinkpoint.state.training import TrainingState
