@@ -63,17 +63,17 @@ def measure_lightning(text: Tensor, config: GPTConfig, log: str, *, steps: int, 
         steps: that are timed.
         segment: steps of a segment.
     """
+    before = _WARM_UP * segment
     with tempfile.TemporaryDirectory() as run:
         checkpoint = CompressedCheckpoint(
             run,
-            every_n_train_steps=10**6,
+            every_n_train_steps=before + steps + 1,  # none is due
             scheme="lossless",
             step_log="exact",
             step_log_url=log,
             save_last=False,
         )
         clock = _Clock(checkpoint)
-        before = _WARM_UP * segment
         trainer = Trainer(
             max_steps=before + steps,
             gradient_clip_val=1.0,

@@ -113,7 +113,7 @@ def gradient_bits(folder: Path) -> float:
     for path in folder.rglob("*.steps"):
         data = path.read_bytes()
         head = json.loads(data[80 : 80 + int.from_bytes(data[16:24], "little")])
-        sizes = [DTYPE_BITS[dtype] * math.prod(shape) for dtype, shape in head["tensors"]]
+        sizes = [8 * getattr(torch, dtype).itemsize * math.prod(shape) for dtype, shape in head["tensors"]]
         for event in (event for record in head["records"] for event in record["events"]):
             for gradient in event["gradients"]:
                 parts = [gradient] if isinstance(gradient, int) else [gradient["gaps"], gradient["values"]]
@@ -122,9 +122,6 @@ def gradient_bits(folder: Path) -> float:
                     head["tensors"][gradient][1] if isinstance(gradient, int) else gradient["shape"]
                 )
     return bits / elements
-
-
-DTYPE_BITS = {"float32": 32, "uint8": 8, "uint16": 16, "uint32": 32}
 
 
 @pytest.mark.slow

@@ -54,7 +54,7 @@ class Nursery:
 
 
 @contextmanager
-def nursery(folder: Path, stores: int) -> Iterator[Nursery]:
+def nursery(folder: Path, stores: int = 1) -> Iterator[Nursery]:
     tests = str(Path(adopting.__file__).parents[1])
     places = [tests, *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(places)}
