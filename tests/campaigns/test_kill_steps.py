@@ -99,6 +99,13 @@ class _Nursery:
             assert time.monotonic() < deadline, self.errors
             time.sleep(0.01)
 
+    def wait_for_a_save(self, process: int) -> None:
+        """Wait until it has committed a checkpoint: of two processes that have opened a run at once, and not committed, either may win."""
+        lines = len(self.lines(process))
+        while not any(line.get("saves") for line in self.lines(process)):
+            lines += 1
+            self.wait(process, lines)
+
     def close(self) -> None:
         """End the server."""
         assert self._server.stdin is not None
@@ -231,6 +238,7 @@ def _killed(
         time.sleep(rng.uniform(0.0, 0.05))
         if number == 1 or rng.random() < left_running:  # in every campaign one at least
             stops = rng.random() < 0.5
+            nursery.wait_for_a_save(process)
             if stops:
                 os.kill(process, signal.SIGSTOP)
             course.check(nursery.lines(process))

@@ -256,7 +256,16 @@ def main(life: Life) -> None:
             log = checkpointer.step_log
             line = {"step": step + 1, "loss": loss, "digest": training.digest}
             journal.write(
-                json.dumps({**line, "written": log.written, "gaps": log.gaps, "off": log.off}) + "\n"
+                json.dumps(
+                    {
+                        **line,
+                        "written": log.written,
+                        "gaps": log.gaps,
+                        "off": log.off,
+                        "saves": len(checkpointer.reports()),
+                    }
+                )
+                + "\n"
             )
             time.sleep(PAUSE_S)
 
