@@ -71,7 +71,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--exhaustive",
         action="store_true",
-        help="with --run-slow: campaigns of several stores try every fault at every request, and every system call",
+        help="with --run-slow: try every fault at every request, and of several stores every system call",
     )
     parser.addoption(
         "--kills",

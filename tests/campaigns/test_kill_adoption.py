@@ -159,6 +159,7 @@ def test_a_few_kills_with_several_stores(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(0)
 def test_killed_at_each_point_of_many_saves(tmp_path):
     _at_points(tmp_path, range(1, 8))

@@ -25,7 +25,7 @@ from shrinkpoint.store.run import RunStore
 
 FAULTED = 0.25
 FAULTED_OF_SEVERAL = 0.1
-KILLS_REAL = 20
+KILLS_REAL = 12
 
 
 def _campaign(

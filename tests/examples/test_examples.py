@@ -70,6 +70,7 @@ def test_demo_kills_resumes_and_reports(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_demo_with_composer_is_shown_beside_lightning(tmp_path, result):
     pytest.importorskip("composer")
     settings = {"every": 10, "seed": 1, "config": QUICK_CONFIG}
@@ -359,6 +360,7 @@ def test_the_sharded_example_continues_on_more_ranks(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_example_of_torchs_own_saves_continues_on_more_ranks(tmp_path):
     shown = []
     for ranks, steps in ((2, 8), (3, 12)):
@@ -376,6 +378,7 @@ def test_the_example_of_torchs_own_saves_continues_on_more_ranks(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_lightnings_sharded_example_continues_on_more_ranks(tmp_path):
     url = tmp_path / "run"
     shown = [
@@ -387,6 +390,7 @@ def test_lightnings_sharded_example_continues_on_more_ranks(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_composers_sharded_example_continues_on_more_ranks(tmp_path):
     pytest.importorskip("composer")
     url, launcher = tmp_path / "run", "composer.cli.launcher"

@@ -101,6 +101,7 @@ def test_damage_is_always_noticed():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_damage_is_always_noticed_in_a_long_campaign():
     damage_campaign(100_000, seed=2)
 
@@ -112,6 +113,7 @@ def test_hostile_files_are_read_or_refused():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_hostile_files_are_read_or_refused_in_a_long_campaign():
     assert hostile_campaign(100_000, seed=4) > 5_000

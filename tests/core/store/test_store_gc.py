@@ -473,4 +473,4 @@ class ManyCollectionsOfSeveral(CollectionsOfSeveral):
 ManyCollectionsOfSeveral.TestCase.settings = settings(
     CollectionsOfSeveral.TestCase.settings, max_examples=400
 )
-TestManyCollectionsOfSeveral = pytest.mark.slow(ManyCollectionsOfSeveral.TestCase)
+TestManyCollectionsOfSeveral = pytest.mark.long(pytest.mark.slow(ManyCollectionsOfSeveral.TestCase))
