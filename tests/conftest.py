@@ -31,6 +31,11 @@ settings.load_profile("suite")
 sys.path.insert(0, str(Path(__file__).parent))  # `from support...` for the tools that several tests share
 
 
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # as a shell leaves it to what it starts in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # Importing Composer takes these over for the whole process, and Lightning then leaves them alone.
 SIGNALS = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 

@@ -88,7 +88,7 @@ def test_killed_after_the_end_of_an_epoch(tmp_path: Path, whole: Outcome) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
 def test_asked_to_end(tmp_path: Path, whole: Outcome, number: signal.Signals) -> None:
     assert interrupt(tmp_path, 1, "1000ba", batch=37, number=number) == 128 + number
     last = progress(tmp_path)[-1]

@@ -39,8 +39,8 @@ def result(folder: Path, name: str, rank: int) -> Any:
 @pytest.mark.parametrize(
     ("loader", "how"),
     [
-        ("stateful", "error"),
-        pytest.param("plain", "error", marks=pytest.mark.slow),
+        pytest.param("stateful", "error", marks=pytest.mark.slow),
+        pytest.param("plain", "error", marks=[pytest.mark.slow, pytest.mark.long]),
         pytest.param("plain", "sigterm", marks=pytest.mark.slow),
     ],
 )
@@ -125,7 +125,9 @@ def gradient_bits(folder: Path) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hook", ["top", "feedback", "PowerSGD"])
+@pytest.mark.parametrize(
+    "hook", ["feedback", *(pytest.param(hook, marks=pytest.mark.long) for hook in ("top", "PowerSGD"))]
+)
 def test_three_processes_that_compress_their_gradients(hook: str, tmp_path: Path) -> None:
     """What a hook feeds back is each process's own, and continued too; left out, the run is another one."""
     run(tmp_path, "plain", "log", "3", hook)

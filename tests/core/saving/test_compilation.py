@@ -180,7 +180,9 @@ def test_command_compiles_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("effort", ["fast", "default", "max"])
+@pytest.mark.parametrize(
+    "effort", ["default", *(pytest.param(effort, marks=pytest.mark.long) for effort in ("fast", "max"))]
+)
 def test_nothing_is_left_to_compile_for_a_save(tmp_path: Path, effort: str) -> None:
     """In a process of its own with an empty cache, and then in another, which saves and restores what real models have."""
     environment = {

@@ -477,7 +477,7 @@ def test_old_writer_is_fenced_whichever_store_is_gone() -> None:
 
 @pytest.mark.parametrize("views", ["all live", "one dead", "dead for some"])
 @pytest.mark.parametrize(
-    "rounds", [25, pytest.param(2000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
+    "rounds", [100, pytest.param(2000, marks=[pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(3600)])]
 )
 def test_race_of_eight_writers_has_one_winner(views: str, rounds: int, tmp_path: Any) -> None:
     roots = [str(tmp_path / str(i)) for i in range(3)]
