@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 from support import stepped
-from support.stepped import SEGMENT, Life, Training, journal_of, overtaken
+from support.stepped import SEGMENT, Life, Training, journal_of, overtaken, saves_no_more
 
 QUICK = 5
 THOROUGH = 50
@@ -103,6 +103,14 @@ class _Nursery:
         """Wait until it has committed a checkpoint: of two processes that have opened a run at once, and not committed, either may win."""
         lines = len(self.lines(process))
         while not any(line.get("saves") for line in self.lines(process)):
+            lines += 1
+            self.wait(process, lines)
+
+    def end_saves(self, process: int) -> None:
+        """Wait until it saves no more: one that commits beside its successor ends its log, and nothing is left to refuse."""
+        saves_no_more(self._life.folder, process).touch()
+        lines = len(self.lines(process))
+        while self.lines(process)[-1].get("saves_on", True):
             lines += 1
             self.wait(process, lines)
 
@@ -239,6 +247,8 @@ def _killed(
         if number == 1 or rng.random() < left_running:  # in every campaign one at least
             stops = rng.random() < 0.5
             nursery.wait_for_a_save(process)
+            if number == 1 or rng.random() < 0.5:
+                nursery.end_saves(process)
             if stops:
                 os.kill(process, signal.SIGSTOP)
             course.check(nursery.lines(process))

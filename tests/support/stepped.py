@@ -223,6 +223,11 @@ def journal_of(folder: str | Path, process: int) -> Path:
     return Path(folder) / f"journal-{process}"
 
 
+def saves_no_more(folder: str | Path, process: int) -> Path:
+    """A file that is there once this process is to save no more."""
+    return Path(folder) / f"saves-no-more-{process}"
+
+
 def overtaken(folder: str | Path, process: int) -> Path:
     """A file that is there once another process has continued the training of this one."""
     return Path(folder) / f"overtaken-{process}"
@@ -233,12 +238,14 @@ def main(life: Life) -> None:
 
     Where another process has taken over, the gradients are other ones from then on, so that nothing that is logged here may
     ever be replayed. There are no more checkpoints either: that they are refused is the run's matter, not that of its log.
+    A process that commits one beside its successor finds the successor's log and ends its own, so one of which the log is to
+    go on must save no more before the successor begins.
     """
     log = shrinkpoint.StepLog(segment_steps=SEGMENT, copy=life.copy)
     training = Training().log(f"{life.folder}/run", life.log, every=20, step_log=log)
     checkpointer = training.checkpointer
     begin = checkpointer.resume()
-    stray = overtaken(life.folder, os.getpid())
+    stray, last_save = (place(life.folder, os.getpid()) for place in (overtaken, saves_no_more))
     with journal_of(life.folder, os.getpid()).open("x", buffering=1) as journal:
         first = {
             "resumed": begin,
@@ -248,8 +255,11 @@ def main(life: Life) -> None:
         replayed = [str(reference.key) for reference in checkpointer.step_log._inherits]
         journal.write(json.dumps({**first, "replayed": replayed}) + "\n")
         for step in itertools.count(begin):
-            if stray.exists():
+            if checkpointer._every is not None and (last_save.exists() or stray.exists()):
                 checkpointer._every = None
+                if not stray.exists():
+                    checkpointer.flush()
+            if stray.exists():
                 training.clip = 1e-3
             loss = training.step(step)
             checkpointer.step(step + 1)
@@ -263,6 +273,7 @@ def main(life: Life) -> None:
                         "gaps": log.gaps,
                         "off": log.off,
                         "saves": len(checkpointer.reports()),
+                        "saves_on": checkpointer._every is not None,
                     }
                 )
                 + "\n"
