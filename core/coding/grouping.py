@@ -66,11 +66,10 @@ def siblings_of(values: Mapping[str, V], spec: TensorSpec, group: Sequence[Tenso
 
     A weight also gets its master, and an average its weight, the first one of its shape, wherever that stands.
     """
-    folder = spec.name.rpartition("/")[0]
     siblings = {
         other.tag.role.value: values[other.name]
         for other in group
-        if other.name in values and other.name.rpartition("/")[0] == folder
+        if other.name in values and other.place == spec.place
     }
     followed = {Role.WEIGHT: Role.MASTER, Role.AVERAGE: Role.WEIGHT}.get(spec.tag.role)
     if followed is not None:

@@ -69,17 +69,13 @@ def _is_open(spec: TensorSpec) -> bool:
     return spec.tag.role is Role.STATE or spec.tag.role is Role.SQUARES
 
 
-def _key(name: str) -> str:
-    return name.rpartition("/")[2]
-
-
 def _with_role(
     spec: TensorSpec,
     tensor: torch.Tensor,
     behaviour: Behaviour | None,
     weights: Mapping[str | None, torch.Tensor],
 ) -> TensorSpec:
-    key, negative = _key(spec.name), bool((tensor < 0).any())
+    key, negative = spec.key, bool((tensor < 0).any())
     if spec.tag.role is Role.SQUARES:  # by its name
         return spec if not negative else _exactly(spec, "squares of gradients cannot be negative")
     if key in _SIZES:
@@ -100,10 +96,10 @@ def _with_second_moments(
     specs: dict[str, TensorSpec], found: Mapping[str, Behaviour]
 ) -> dict[str, TensorSpec]:
     """Mark second moments like Adam's: a parameter's only squares, along with a first moment of the same gradients."""
-    folders: dict[str, list[str]] = {}
+    places: dict[str, list[str]] = {}
     for name in found:
-        folders.setdefault(name.rpartition("/")[0], []).append(name)
-    for names in folders.values():
+        places.setdefault(specs[name].place, []).append(name)
+    for names in places.values():
         kinds = [found[name] for name in names]
         squares = [name for name in names if found[name].role is Role.SQUARES]
         firsts = [kind for kind in kinds if kind.role is Role.EXP_AVG and not kind.last_only]
@@ -119,9 +115,9 @@ def _found_by_behaviour(
 ) -> dict[str, Behaviour]:
     """Behaviours of all state tensors of those parameters that have an entry of unknown name."""
     asked = {
-        name.rpartition("/")[0]
-        for name in open_names
-        if _key(name) == _SECOND or (state.specs[name].tag.role is Role.STATE and _key(name) not in _SIZES)
+        spec.place
+        for spec in (state.specs[name] for name in open_names)
+        if spec.key == _SECOND or (spec.tag.role is Role.STATE and spec.key not in _SIZES)
     }
     if not asked:
         return {}
@@ -139,7 +135,7 @@ def _found_by_behaviour(
                 if isinstance(entry, Mapping)
             ]
             siblings = [
-                entry for entry in siblings if any(n.rpartition("/")[0] in asked for n in entry.values())
+                entry for entry in siblings if any(state.specs[n].place in asked for n in entry.values())
             ]
             behaviour = behaviours(kind, group) if siblings else {}
             for entry in siblings:

@@ -209,11 +209,11 @@ def moments_of_direction(state: TrainingState, kinds: Sequence[OptimizerKind]) -
 
 def _alone(state: TrainingState) -> frozenset[str]:
     """First moments of parameters without a second moment."""
-    paired = {
-        name.rpartition("/")[0] for name, spec in state.specs.items() if spec.tag.role is Role.EXP_AVG_SQ
-    }
+    paired = {spec.place for spec in state.specs.values() if spec.tag.role is Role.EXP_AVG_SQ}
     return frozenset(
-        name for name in state.specs if _is_first(state, name) and name.rpartition("/")[0] not in paired
+        name
+        for name, spec in state.specs.items()
+        if spec.tag.role is Role.EXP_AVG and spec.place not in paired
     )
 
 

@@ -42,9 +42,7 @@ def why_left(spec: TensorSpec, options: object) -> str:
     if spec.tag.why is not None:
         return f"needed:{spec.tag.why[:_LONGEST]}"
     if role in (Role.OTHER, Role.STATE, Role.SQUARES):
-        *folders, key = spec.name.split("/")
-        of_optimizer = any("optim" in folder.lower() for folder in folders)
-        return f"state:{key}" if of_optimizer else "role"
+        return f"state:{spec.key}" if "optim" in spec.place.lower() else "role"
     if spec.dtype not in WEIGHT_DTYPES:
         return f"dtype:{dtype_name(spec.dtype)}"
     if role in (Role.EXP_AVG, Role.EXP_AVG_SQ):

@@ -22,12 +22,12 @@ from shrinkpoint.schemes.auto.scheme import Auto
 from shrinkpoint.schemes.base import SaveContext
 from shrinkpoint.schemes.exactness import ExactPart
 from shrinkpoint.schemes.sums import WeightSums
-from shrinkpoint.sharded.capture import without_tensors
 from shrinkpoint.sharded.encoding import Link, PartJob, StoredPart, store_part
 from shrinkpoint.sharded.planning import Leader, follow, lead, sound
 from shrinkpoint.sharded.probing import Probe, owned_weights
 from shrinkpoint.sharded.publishing import AdoptedPart, Publisher, posted
 from shrinkpoint.sharded.ranks import Mailbox
+from shrinkpoint.sharded.trees import with_blocks, without_tensors
 from shrinkpoint.state.averages import confirmed
 from shrinkpoint.state.training import TrainingState
 from shrinkpoint.store.run import RunStore
@@ -183,15 +183,18 @@ class Background:
             plan = self._planner.plan(SaveContext(state=job.state, step=job.step), None, exact=job.exact)
             return store_part(self._store, self._config, job, plan, known)
         state = self._recognised(save)
-        plan = self._plan(save, state)
+        guard = Guard(save.optimizers, self._config.encoder_threads)
+        plan = self._plan(save, state, guard)
         job = replace(job, state=TrainingState(job.state.tree, state.tensors, state.specs))
-        return store_part(self._store, self._config, job, plan, known)
+        stored = store_part(self._store, self._config, job, plan, known)
+        if plan.is_exact or not self._config.guards or not save.optimizers:
+            return stored
+        return replace(stored, report={**stored.report, **_next_updates(guard)})
 
-    def _plan(self, save: Save, state: TrainingState) -> Plan:
+    def _plan(self, save: Save, state: TrainingState, guard: Guard) -> Plan:
         job = save.job
         movement = self.movement.since(state, job.step)
         self.movement.note(state, job.step, lasting=True)
-        guard = Guard(save.optimizers, self._config.encoder_threads)
         self._planner.guard = guard if self._config.guards else None
         link = job.link
         context = SaveContext(
@@ -234,7 +237,7 @@ class Background:
     def _recognised(self, save: Save) -> TrainingState:
         """This rank's tensors, as if the model had these alone."""
         state = save.job.state
-        tree = without_tensors(state.tree, state.tensors)
+        tree = without_tensors(with_blocks(state.tree, state.specs), state.tensors)
         return recognised(confirmed(TrainingState(tree, state.tensors, state.specs)), save.optimizers)
 
     def _with_sums(self, job: PartJob, context: SaveContext) -> SaveContext:
@@ -319,3 +322,12 @@ class Background:
                 self._mailbox.drop([*several, f"{number}/own", f"{number}/sums", f"{number}/outcome"])
             except StoreError as error:
                 warn(str(error))
+
+
+def _next_updates(guard: Guard) -> dict[str, Any]:
+    """What a restore does to the next updates of this rank's parameters, or why that was not tried; for the first rank's report."""
+    updates = guard.updates
+    return {
+        "untried": guard.untried,
+        "updates": None if updates is None else [updates.error, updates.length, updates.lost_steps],
+    }

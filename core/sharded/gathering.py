@@ -7,11 +7,11 @@ import torch
 
 from shrinkpoint.errors import StoreError
 from shrinkpoint.sharded.boxes import Box, Piece
-from shrinkpoint.sharded.capture import renamed_tensors
 from shrinkpoint.sharded.copies import check_copies, fingerprints
 from shrinkpoint.sharded.exchange import Buffers, ExchangePlan, Target
 from shrinkpoint.sharded.layout import Layout, block_box
 from shrinkpoint.sharded.ranks import Ranks
+from shrinkpoint.sharded.trees import renamed_tensors
 from shrinkpoint.state.training import TensorSpec, TrainingState
 from shrinkpoint.state.tree import JSON
 

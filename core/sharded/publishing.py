@@ -235,7 +235,23 @@ def _report(
         kept_exactly={name: why for part in parts for name, why in part["kept_exactly"].items()},
         exact=_exact([tuple(row) for part in parts for row in part["exact"]]),
     )
+    report = _with_updates(report, parts)
     return report if known is None else replace(report, **known)
+
+
+def _with_updates(report: SaveReport, parts: Sequence[Mapping[str, Any]]) -> SaveReport:
+    """With what a restore does to the next updates of the rank where that is most, and on which ranks it is not known."""
+    untried = [(rank, part["untried"]) for rank, part in enumerate(parts) if part.get("untried")]
+    if untried:
+        ranks = "all ranks" if len(untried) == len(parts) else f"rank {', '.join(str(r) for r, _ in untried)}"
+        told = f"what a restore does to the next updates was not tried on {ranks}: {untried[0][1]}"
+        report = replace(report, reason=f"{report.reason}; {told}")
+    tried = [part["updates"] for part in parts if part.get("updates")]
+    if not tried:
+        return report
+    error, length, _ = max(tried)
+    lost = max(steps for *_, steps in tried)
+    return replace(report, update_error=error, update_length=length, lost_steps=lost)
 
 
 def _added(sizes: Sequence[Mapping[str, int]]) -> dict[str, int]:

@@ -86,13 +86,26 @@ class TrainingState:
         return cls(encode_tree(state, put), tensors, specs)
 
     def to_object(self) -> Any:
-        """The nested state again, with this state's own tensors in their places."""
+        """The nested state again, with this state's own tensors in their places.
 
-        tensors, _ = joined(self.tensors, self.specs)
+        Blocks are joined where the tree refers to the tensor that they make up: a rank's part of a state has some of a tensor's
+        blocks, and a tree without it.
+
+        Raises:
+            FormatError: a tensor that the tree refers to is not there, or not all of it.
+        """
+        blocks: dict[str, dict[str, TensorSpec]] = {}
+        for spec in self.specs.values():
+            if spec.block is not None:
+                blocks.setdefault(spec.block.of, {})[spec.name] = spec
+        whole: dict[str, torch.Tensor] = {}
 
         def get(name: str) -> torch.Tensor:
+            if name in blocks and name not in whole:
+                tensors = {block: self.tensors[block] for block in blocks[name] if block in self.tensors}
+                whole.update(joined(tensors, blocks[name])[0])
             try:
-                return tensors[name]
+                return whole[name] if name in blocks else self.tensors[name]
             except KeyError:
                 raise FormatError(
                     f"the tree refers to the tensor {name!r}, which is not in the checkpoint"

@@ -78,9 +78,9 @@ class _Names:
         return _Names(
             _by_parameter(state, Role.MASTER),
             _by_parameter(state, Role.WEIGHT),
-            _by_folder(state, Role.EXP_AVG),
-            _by_folder(state, Role.EXP_AVG_SQ),
-            _by_folder(state, Role.SQUARES),
+            _by_place(state, Role.EXP_AVG),
+            _by_place(state, Role.EXP_AVG_SQ),
+            _by_place(state, Role.SQUARES),
         )
 
 
@@ -117,7 +117,7 @@ class Auto:
             elif spec.tag.role in (Role.SQUARES, Role.STATE) or self._by_element(spec, names):
                 makers[name] = self._log_levels(spec)
             elif spec.tag.role is Role.EXP_AVG_SQ:
-                first = names.firsts.get(_folder(spec))
+                first = names.firsts.get(spec.place)
                 makers[name] = partial(
                     FactoredSecondMomentCodec, first_moment=state.tensors[first] if first else None
                 )
@@ -216,14 +216,14 @@ class Auto:
         for name, spec in state.specs.items():
             if spec.tag.role is not Role.EXP_AVG:
                 continue
-            directed, folder = name in self.save_context.directions, _folder(spec)
+            directed, place = name in self.save_context.directions, spec.place
             lost = allowed / max(remembered.get(name, UNKNOWN), _LEAST) / (_OF_DIRECTION if directed else 1)
             make: Callable[..., TensorCodec] = CentroidFirstMomentCodec
-            if folder not in names.seconds:
+            if place not in names.seconds:
                 # the update is a multiple of the momentum, or has its direction alone
                 make = partial(CentroidMomentumCodec, linear=not directed)
-            elif folder not in names.squares:  # where amsgrad keeps a maximum, it divides by that
-                second = names.seconds[folder]
+            elif place not in names.squares:  # where amsgrad keeps a maximum, it divides by that
+                second = names.seconds[place]
                 make = partial(make, second_moment=state.tensors[second], epsilon=added.get(second, EPSILON))
             loss = min(max(lost, _LEAST_LOST_OF_DIRECTION if directed else _LEAST_LOST), _MOST_LOST)
             loss /= _FINER if self.finer_moments else 1
@@ -242,8 +242,8 @@ class Auto:
         """
         return partial(
             LogLevelsCodec,
-            step=_FADING_STEP if _key(spec) in _FADING else _LASTING_STEP,
-            seed=None if self._continues(spec, LogLevelsCodec.id) else self._seed(_folder(spec)),
+            step=_FADING_STEP if spec.key in _FADING else _LASTING_STEP,
+            seed=None if self._continues(spec, LogLevelsCodec.id) else self._seed(spec.place),
             divides=spec.tag.role is not Role.STATE,
             alone=self.save_context.adopts,
         )
@@ -263,28 +263,18 @@ def _by_parameter(state: TrainingState, role: Role) -> dict[str | None, str]:
     return {spec.tag.parameter: name for name, spec in specs if spec.tag.role is role and spec.tag.parameter}
 
 
-def _by_folder(state: TrainingState, role: Role) -> dict[str, str]:
+def _by_place(state: TrainingState, role: Role) -> dict[str, str]:
     """Names of the tensors of a role, the first of each place where they stand."""
     found: dict[str, str] = {}
     for name, spec in state.specs.items():
         if spec.tag.role is role:
-            found.setdefault(_folder(spec), name)
+            found.setdefault(spec.place, name)
     return found
-
-
-def _folder(spec: TensorSpec) -> str:
-    """Where a tensor stands in the state: an optimizer's tensors of one parameter share it."""
-    return spec.name.rpartition("/")[0]
-
-
-def _key(spec: TensorSpec) -> str:
-    """What an optimizer calls it."""
-    return spec.name.rpartition("/")[2]
 
 
 def _has_maximum(spec: TensorSpec, names: _Names) -> bool:
     """Whether it is a second moment of which amsgrad keeps the maximum."""
-    return spec.tag.role is Role.EXP_AVG_SQ and _folder(spec) in names.squares
+    return spec.tag.role is Role.EXP_AVG_SQ and spec.place in names.squares
 
 
 def _master(state: TrainingState, spec: TensorSpec, masters: Mapping[str | None, str]) -> torch.Tensor | None:

@@ -201,7 +201,7 @@ def _gradients(
         for name, spec in state.specs.items()
         if spec.tag.role is Role.EXP_AVG
         and spec.tag.parameter is not None
-        and not spec.name.endswith("/momentum_buffer")  # SGD's is not an average but a sum over many steps
+        and spec.key != "momentum_buffer"  # SGD's is not an average but a sum over many steps
     }
     chosen = {}
     for spec in specs:

@@ -5,6 +5,7 @@ from support.containers import identical
 from support.states import states
 
 from shrinkpoint.errors import CannotRepresentError, FormatError
+from shrinkpoint.state.blocks import blocks_of
 from shrinkpoint.state.training import LayerType, Role, Tag, TensorSpec, TrainingState
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support", "ignore:Sparse CSR tensor support")
@@ -146,3 +147,33 @@ def test_missing_field_is_a_format_error(field):
 def test_spec_of_another_kind_is_a_format_error(node):
     with pytest.raises(FormatError):
         TensorSpec.from_json(node)
+
+
+def test_blocks_are_joined_where_the_tree_refers_to_the_whole_tensor():
+    """A rank's part of a state has some of a tensor's blocks, and a tree without it."""
+    spec = TensorSpec(name="w", dtype=torch.float32, shape=(4, 3))
+    blocks = {block.name: block for block in blocks_of(spec, 6)}
+    tensors = {name: torch.full(block.shape, float(i)) for i, (name, block) in enumerate(blocks.items())}
+    other = TensorSpec(name="b", dtype=torch.float32, shape=(1,))
+    all_specs, all_tensors = {**blocks, "b": other}, {**tensors, "b": torch.ones(1)}
+    tree = {"b": {"$": "tensor", "name": "b"}}
+    both = {**tree, "w": {"$": "tensor", "name": "w"}, "tied": {"$": "tensor", "name": "w"}}
+    whole = TrainingState(both, all_tensors, all_specs).to_object()
+    assert torch.equal(whole["w"], torch.tensor([0.0, 0.0, 1.0, 1.0])[:, None].expand(4, 3))
+    assert whole["tied"] is whole["w"]
+    first = next(iter(blocks))
+    some = (
+        {name: all_specs[name] for name in (first, "b")},
+        {name: all_tensors[name] for name in (first, "b")},
+    )
+    assert TrainingState(tree, some[1], some[0]).to_object() == {"b": all_tensors["b"]}
+    with pytest.raises(FormatError, match="lacks the rows of 'w' from 2 on"):
+        TrainingState(both, some[1], some[0]).to_object()
+
+
+def test_a_block_stands_with_the_other_tensors_of_its_rows():
+    spec = TensorSpec(name="optimizers/0/state/2/exp_avg", dtype=torch.float32, shape=(4, 3))
+    assert (spec.place, spec.key) == ("optimizers/0/state/2", "exp_avg")
+    first, second = blocks_of(spec, 6)
+    assert (first.place, first.key) == ("optimizers/0/state/2@0", "exp_avg")
+    assert second.place == "optimizers/0/state/2@1"

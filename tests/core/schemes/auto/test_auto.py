@@ -6,15 +6,17 @@ import pytest
 import torch
 from support.chains import save_chain, state_of
 from support.containers import identical
+from support.parts import blocks_in, part_of
 from support.training import OPTIMIZERS, TinyConvNet, TinyGPT, TinyMLP, capture, train
 
-from shrinkpoint.coding.encode import decode_chain, encode_state
+from shrinkpoint.coding.encode import decode_chain, encode_state, restored_values
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.quality.trial import restored_model
 from shrinkpoint.quantize.movement import Movement
 from shrinkpoint.schemes.auto.scheme import Auto, AutoOptions
 from shrinkpoint.schemes.auto.trellis_points import WIDER
 from shrinkpoint.schemes.base import SaveContext
+from shrinkpoint.sharded.trees import renamed_tensors
 from shrinkpoint.state.training import Role, Tag, TrainingState
 
 OPTIONS = AutoOptions(weight_scale=0.5)
@@ -682,3 +684,39 @@ def test_a_half_precision_weight_is_rounded_from_its_restored_master(dtype):
     scheme = Auto(options=OPTIONS, save_context=SaveContext(state=state, step=1))
     tried = restored_model(state, scheme, None)
     assert identical(tried, {state.specs[name].tag.parameter: restored[name] for name in weights})
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "AdamW-amsgrad", "RMSprop"])
+@pytest.mark.parametrize("finer", [False, True])
+def test_moments_of_a_long_tensors_blocks_are_quantized_as_if_each_were_a_tensor(optimizer, finer):
+    """Before, those of all blocks were quantized in units of the first block's second moment."""
+    part = part_of(training(optimizer, TinyMLP)[-1])
+    names = blocks_in(part, Role.EXP_AVG, Role.EXP_AVG_SQ, Role.SQUARES)
+    assert len(names) > 4
+    renamed = {
+        name: name.replace("/state/", f"/state/{name.rpartition('@')[2]}-").partition("@")[0]
+        for name in names
+    }
+    whole = TrainingState(
+        renamed_tensors(part.tree, renamed),
+        {renamed.get(name, name): tensor for name, tensor in part.tensors.items()},
+        {
+            renamed.get(name, name): replace(spec, name=renamed.get(name, name), block=None)
+            for name, spec in part.specs.items()
+        },
+    )
+    lost = []
+    for state in (part, whole):
+        save_context = SaveContext(state=state, step=1)
+        scheme = Auto(options=AutoOptions(min_elements=16), save_context=save_context, finer_moments=finer)
+        restored = restored_values(state, scheme, None)
+        lost.append(
+            {
+                name: float((restored[name] - tensor).norm() / tensor.norm())
+                for name, tensor in state.tensors.items()
+                if name in names or name in renamed.values()
+            }
+        )
+    blocks, tensors = lost
+    for name in names:
+        assert 0 < blocks[name] == pytest.approx(tensors[renamed[name]], rel=0.3)
