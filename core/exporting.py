@@ -114,12 +114,12 @@ def export_weights(
         places = {place: name for name, place in reversed(stored.items())}
         with _writing(target, shards, force=force) as writers:
             for rows in batches:
-                for entry, _, value in rows:
+                for entry, planes, value in rows:
                     spec = entry.spec
                     if spec.name in wanted:
                         name = places[spec.block.of if spec.block is not None else spec.name]
                         writers[name].put(name, value, spec.block.offset if spec.block is not None else None)
-                rows.clear()
+                    del entry, planes, value  # before the next ones are decoded
         files = [target.parent / shard.name for shard in shards]
         aliases = {alias: kept for shard in shards for alias, kept in shard.aliases.items()}
         exported = ExportedWeights(

@@ -1,6 +1,6 @@
 """Checkpoints back to states: the chain's codecs over all tensors, or over those that are wanted and what they need."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -72,7 +72,7 @@ def decode_chain(chain: Iterable[Checkpoint], *, threads: int = 1) -> Decoded:
         previous = checkpoint
     if previous is None:
         raise ChainError("the chain is empty")
-    rows = decode_values(previous.entries, previous.step, reference, threads)
+    rows = list(decode_values(previous.entries, previous.step, reference, threads))
     tensors = {entry.spec.name: value for entry, _, value in rows}
     specs = {entry.spec.name: entry.spec for entry, _, _ in rows}
     state = TrainingState(previous.tree, tensors, specs)
@@ -182,8 +182,8 @@ def decode_planes(
 
 def decode_values(
     entries: Iterable[Entry], step: int, reference: Mapping[str, ReferenceState], threads: int
-) -> list[tuple[Entry, ReferenceState, torch.Tensor]]:
-    """The tensors of a chain's last checkpoint, each compared with its digest.
+) -> Iterator[tuple[Entry, ReferenceState, torch.Tensor]]:
+    """The tensors of a chain's last checkpoint, each compared with its digest: one parameter's are decoded when they are asked for.
 
     Args:
         entries: its tensors, or those that are `required`.
@@ -220,7 +220,9 @@ def decode_values(
         return rows
 
     groups = groups_of(entry.spec for entry in by_name.values())
-    return [row for rows in mapped(decode, groups, threads) for row in rows]
+    for rows in mapped(decode, groups, threads):
+        yield from rows
+        rows.clear()  # whoever wants to keep them has them
 
 
 def _reader(

@@ -282,7 +282,7 @@ def decode_batches(
     *,
     threads: int = 1,
     batch: int = _BATCH,
-) -> tuple[Header, set[str], Iterator[list[Row]]]:
+) -> tuple[Header, set[str], Iterator[Iterator[Row]]]:
     """As `decode_rows`, some tensors at a time: memory is bounded by a batch, or by the largest parameter.
 
     Args:
@@ -292,8 +292,8 @@ def decode_batches(
         batch: bytes of the tensors that are decoded together, about.
 
     Returns:
-        The header; the names of the wanted tensors or blocks; the rows of one batch after the other, each read and decoded
-        when it is asked for.
+        The header; the names of the wanted tensors or blocks; the rows of one batch after the other, each read when it is
+        asked for, and decoded parameter by parameter.
 
     Raises:
         ShrinkpointError: as `decode_selected`; damage of a section where its batch is asked for.
@@ -303,7 +303,7 @@ def decode_batches(
     wanted = _stored(set(choose(header)), header)
     steps = _plan(chain, newest, wanted)
 
-    def rows_of(names: set[str]) -> list[Row]:
+    def rows_of(names: set[str]) -> Iterator[Row]:
         reference: Mapping[str, ReferenceState] = {}
         for source, needed in steps[:-1]:
             reference = decode_planes(source.entries(needed & names), reference, threads)

@@ -38,6 +38,7 @@ _FITTED = 64  # numbers from which the offset of a row or column is estimated
 _FEW = 8  # rows or columns for which offsets are not worth their bytes
 _CELL_BITS = 10.0  # estimated bits of a class in a context's table
 _OFFSET_BITS = 6.0  # estimated bits of an offset
+_CHUNK = 1 << 18  # numbers whose exponents are in memory at once
 _DECAYED = 0.05  # share of numbers with the same ratio to the previous ones that makes it a scale
 
 
@@ -111,14 +112,17 @@ class Problem:
 
 def contexts_of(source: Unsigned, form: Format) -> UInt8s:
     """Contexts by a source's exponents, uint8 (n,): those that occur, numbered; of more than 256 the lowest share one."""
-    exponents = form.exponents(source)
-    top = int(exponents.max())
-    if top > 255:
-        low = exponents.dtype.type(top - 255)
-        exponents = np.maximum(exponents, low) - low
-    fields = exponents.astype(np.uint8)
-    present = np.bincount(fields, minlength=256) > 0
-    return (np.cumsum(present) - 1).astype(np.uint8)[fields]
+    chunks = [slice(start, start + _CHUNK) for start in range(0, source.size, _CHUNK)]
+    top = max(int(form.exponents(source[part]).max()) for part in chunks)
+    low = source.dtype.type(max(top - 255, 0))
+    fields, present = np.empty(source.size, dtype=np.uint8), np.zeros(256, dtype=bool)
+    for part in chunks:
+        fields[part] = np.maximum(form.exponents(source[part]), low) - low
+        present |= np.bincount(fields[part], minlength=256) > 0
+    numbers = (np.cumsum(present) - 1).astype(np.uint8)
+    for part in chunks:
+        fields[part] = numbers[fields[part]]
+    return fields
 
 
 def scaled(bits: Unsigned, form: Format, factor: float) -> Unsigned:
