@@ -62,12 +62,14 @@ def interrupt(
     processes: int = 1,
     name: str = "killed",
     program: Path = PROGRAM,
+    saved: bool = False,
 ) -> list[int]:
-    """Train, and send a signal soon after the given step; gives the exit statuses."""
+    """Train, and send a signal soon after the given step, with `saved` not before a checkpoint is stored; the exit statuses."""
     running = start(folder, name, processes=processes, program=program)
     deadline = time.monotonic() + LONGEST_S
     try:
-        while max(progress(folder), default=0) < step:
+        commits = folder / "run" / "commits"
+        while max(progress(folder), default=0) < step or (saved and not any(commits.glob("*"))):
             assert all(each.poll() is None for each in running), (folder / "log.txt").read_text()
             assert time.monotonic() < deadline
             time.sleep(0.005)
@@ -125,7 +127,7 @@ def test_three_processes_with_several_gradient_buckets_are_killed_and_continue_b
 ) -> None:
     """From three on, sums depend on the buckets, which DDP makes anew after its first step."""
     whole = finish(tmp_path, "whole", processes=3)
-    killed = interrupt(tmp_path, step=8, number=signal.SIGKILL, processes=3)
+    killed = interrupt(tmp_path, step=8, number=signal.SIGKILL, processes=3, saved=True)
     assert killed == [-signal.SIGKILL] * 3
     stored = Saver(str(tmp_path / "run")).restore(adopt=False)
     assert stored is not None
