@@ -24,7 +24,8 @@ ADOPTING = ("shuffle - first epoch", "shuffle - later epoch", "shuffle - epoch e
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in ADOPTING else pytest.mark.slow) for n in CASES]
+    "name",
+    [pytest.param(n, marks=() if n in ADOPTING else [pytest.mark.slow, pytest.mark.long]) for n in CASES],
 )
 def test_adopting_training_continues_bit_by_bit(name: str) -> None:
     """With the default scheme, lossy as it is: the undisturbed run has gone on from its checkpoints, too."""

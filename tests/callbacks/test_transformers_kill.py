@@ -112,6 +112,7 @@ def test_asked_to_end_and_continued_bit_by_bit(tmp_path: Path, whole: Outcome) -
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_killed_and_continued_bit_by_bit(tmp_path: Path) -> None:
     whole = finish(tmp_path, "whole", processes=2)
     assert interrupt(tmp_path, step=11, number=signal.SIGKILL, processes=2) == [-signal.SIGKILL] * 2
@@ -122,6 +123,7 @@ def test_two_processes_killed_and_continued_bit_by_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_three_processes_with_several_gradient_buckets_are_killed_and_continue_bit_by_bit(
     tmp_path: Path,
 ) -> None:
@@ -153,6 +155,7 @@ def test_a_loop_of_two_processes_with_accelerate_is_killed_and_continues_bit_by_
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_that_adopt_are_killed_and_continue_bit_by_bit(tmp_path: Path) -> None:
     whole = finish(tmp_path, "adopting whole", processes=2)
     (tmp_path / "progress").unlink()

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 USERS = ROOT / "tests" / "support" / "new_users"
 LONGEST_S = 1500  # with the compilation of all coders, on a machine that does other things too
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(3600)]
 
 
 @pytest.fixture(scope="module", name="python")

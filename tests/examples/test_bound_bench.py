@@ -121,12 +121,14 @@ def test_lossless_restores_change_no_digit(name):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in FEW])
 def test_lossless_restores_change_no_digit_of_any_training(name):
     lossless_is_as_undisturbed(name, "spread")
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["gpt-zero", "resnet"])
 def test_lossless_late_restores_change_no_digit(name):
     lossless_is_as_undisturbed(name, "late")
@@ -397,6 +399,7 @@ def test_tables_leave_out_trainings_that_have_changed_since(cells):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_whole_of_it_in_quick_form(tmp_path):
     script = [
         sys.executable,

@@ -15,6 +15,7 @@ def printed(script: str, *arguments: str) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_memory_has_a_line_for_each_save_and_one_of_what_is_fixed() -> None:
     lines = printed(
         "memory.py",
@@ -37,6 +38,7 @@ def test_memory_has_a_line_for_each_save_and_one_of_what_is_fixed() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_cost_has_a_line_for_each_way_to_store_a_state() -> None:
     lines = printed("cost.py", "--width", "64", "--layers", "1")
     names = [line[:28].strip() for line in lines[2:]]

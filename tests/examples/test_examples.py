@@ -45,7 +45,8 @@ def modules(monkeypatch):
 # --- the demo -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow  # CI makes the demo itself
+@pytest.mark.slow
+@pytest.mark.long  # CI makes the demo itself
 def test_demo_kills_resumes_and_reports(tmp_path):
     out = tmp_path / "demo-out"
     shown = run("demo.py", "--quick", "--threads", 1, "--out", out)

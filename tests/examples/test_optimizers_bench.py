@@ -11,6 +11,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "benchmarks" / "opti
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_row_for_each_optimizer_that_is_asked_for(tmp_path):
     page = tmp_path / "optimizers.md"
     command = [

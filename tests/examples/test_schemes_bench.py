@@ -336,6 +336,7 @@ def test_the_page_in_docs_is_made_of_the_cells_beside_it(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_bench_runs_from_end_to_end_and_continues(tmp_path):
     only = ("--only", "auto:scale 1,excp:alpha 0.001,lossless")
@@ -363,6 +364,7 @@ def test_bench_runs_from_end_to_end_and_continues(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_lstm_is_compared_with_the_bytes_that_the_scheme_stores(tmp_path, monkeypatch, capsys):
     flags = ("--quick", "--deltas", "--seeds", "1,2", "--cache", str(tmp_path))

@@ -25,6 +25,7 @@ def run(script: str, *arguments: object) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_latency_of_three_folders_beside_one(tmp_path: Path) -> None:
     shown = run("stores.py", "--only", "latency", "--rounds", 3, "--folder", tmp_path)
     rows = re.findall(
@@ -37,6 +38,7 @@ def test_latency_of_three_folders_beside_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_saves_over_slow_links_and_over_a_server(tmp_path: Path) -> None:
     quick = (
         "--rate",
@@ -75,6 +77,7 @@ def test_saves_over_slow_links_and_over_a_server(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_fastchecks_tables(tmp_path: Path) -> None:
     quick = ("--steps", 9, "--rate", 1e9, "--repeats", 1, "--models", "gpt,recommender", "--folder", tmp_path)
     shown = run("stores_fastcheck.py", *quick)
