@@ -244,8 +244,8 @@ def _with_updates(report: SaveReport, parts: Sequence[Mapping[str, Any]]) -> Sav
     untried = [(rank, part["untried"]) for rank, part in enumerate(parts) if part.get("untried")]
     if untried:
         ranks = "all ranks" if len(untried) == len(parts) else f"rank {', '.join(str(r) for r, _ in untried)}"
-        told = f"what a restore does to the next updates was not tried on {ranks}: {untried[0][1]}"
-        report = replace(report, reason=f"{report.reason}; {told}")
+        warned = f"what a restore does to the next updates was not tried on {ranks}: {untried[0][1]}"
+        report = replace(report, reason=f"{report.reason}; {warned}")
     tried = [part["updates"] for part in parts if part.get("updates")]
     if not tried:
         return report

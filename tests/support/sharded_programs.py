@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from support.sharded import build, die, full_state, train, warm
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 
 import shrinkpoint
 from shrinkpoint.errors import StoreError
@@ -348,8 +349,21 @@ def hop_lossy(rank: int, world: int, url: str, kind: str, optimizer: str = "adam
 
 
 def sums_of_ranks(rank: int, world: int, url: str) -> Any:
-    """The step sizes of one save by ``auto``, by tensor, of this rank."""
+    """One save by ``auto`` of a state that is the same on any number of ranks, bit by bit, which training would not give."""
     filled = Filled(rank, world, d=64)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in filled.model.parameters():
+            for tensor, size in (
+                (parameter, 0.1),
+                (filled.optimizer.state[parameter]["exp_avg"], 1e-3),
+                (filled.optimizer.state[parameter]["exp_avg_sq"], 1e-6),
+            ):
+                whole = size * torch.rand(tensor.shape, generator=generator)
+                if hasattr(tensor, "to_local"):
+                    whole = distribute_tensor(whole, tensor.device_mesh, tensor.placements).to_local()
+                    tensor = tensor.to_local()
+                tensor.copy_(whole)
     checkpointer = filled.checkpointer(url, scheme="auto")
     checkpointer.save(1, wait=True)
     checkpointer.close()
