@@ -29,6 +29,7 @@ from shrinkpoint.store.run import RunStore
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_trajectory_is_that_of_composers_own_sharded_checkpoints(tmp_path: Path) -> None:
     """2 -> 3 -> 2 ranks, killed in the middle of an epoch: each loss, and at the end all weights and moments, bit by bit."""
     for world, steps in ((2, 3), (3, 6), (2, 9)):

@@ -166,6 +166,7 @@ def test_killed_at_each_point_of_many_saves(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(0)
 def test_many_kills(tmp_path, pytestconfig):
     _at_random(tmp_path, pytestconfig.getoption("--kills") or THOROUGH)

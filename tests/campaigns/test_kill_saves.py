@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from support import training_worker
@@ -137,8 +137,15 @@ def test_killed_while_saving(
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("stores", [1, 3])
-@pytest.mark.parametrize("scheme", get_args(Scheme))
+@pytest.mark.parametrize(
+    ("scheme", "stores"),
+    [
+        ("lossless", 1),
+        ("inshrinkerator", 3),
+        pytest.param("lossless", 3, marks=pytest.mark.long),
+        pytest.param("inshrinkerator", 1, marks=pytest.mark.long),
+    ],
+)
 def test_killed_while_saving_many_times(
     nursery: _Nursery,
     tmp_path: Path,

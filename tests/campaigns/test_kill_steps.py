@@ -294,12 +294,14 @@ def test_a_few_lost_machines(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(0)
 def test_many_lost_machines(tmp_path, pytestconfig):
     _campaign(tmp_path, pytestconfig.getoption("--kills") or THOROUGH, machines=0.3)
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(0)
 def test_many_kills(tmp_path, pytestconfig):
     _campaign(tmp_path, pytestconfig.getoption("--kills") or THOROUGH)

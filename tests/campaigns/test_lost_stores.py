@@ -139,6 +139,7 @@ def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[S3Server
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.real_s3
 def test_nothing_acknowledged_is_lost_of_two_gateways_and_a_folder(
     nurseries: list[Nursery], tmp_path: Path, pytestconfig: pytest.Config, gateways: list[S3Server]

@@ -75,6 +75,7 @@ def test_quick_chaos_on_moto(moto: S3Server, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_quick_chaos_on_several_stores(moto: S3Server, tmp_path: Path) -> None:
     """Two buckets and a folder. Each store has a shorter patience than one alone, and a start asks several times as much."""
     campaign = Campaign(kills=3, lifetime=(3.0, 5.0), limit_seconds=90)
@@ -85,7 +86,9 @@ def test_quick_chaos_on_several_stores(moto: S3Server, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.real_s3
 @pytest.mark.timeout(0)  # bounded by the campaign itself
-@pytest.mark.parametrize(("stores", "faulted"), [(1, FAULTED), (3, FAULTED_OF_SEVERAL)])
+@pytest.mark.parametrize(
+    ("stores", "faulted"), [pytest.param(1, FAULTED, marks=pytest.mark.long), (3, FAULTED_OF_SEVERAL)]
+)
 def test_chaos_on_a_real_server(
     real_s3: S3Server, tmp_path: Path, pytestconfig: pytest.Config, stores: int, faulted: float
 ) -> None:

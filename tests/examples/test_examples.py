@@ -325,6 +325,7 @@ def test_stores_goes_on_without_one_and_heals(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_demo_in_several_stores_loses_two_of_them(tmp_path):
     shown = run("demo.py", "--quick", "--stores", "--threads", 1, "--out", tmp_path)
     told = (tmp_path / "001" / "stores.txt").read_text()

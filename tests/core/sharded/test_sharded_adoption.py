@@ -101,6 +101,7 @@ def test_killed_between_adopting_and_committing(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(0)  # bounded by its trials
 def test_killed_at_random_moments(
     tmp_path: Path, played: tuple[Path, list[Any]], pytestconfig: pytest.Config
