@@ -370,7 +370,14 @@ def test_a_store_that_is_gone_ends_training_after_hours(tmp_path, monkeypatch):
 def test_a_store_that_stays_away_takes_no_memory(tmp_path):
     """Resident memory of a process: its least after the first six saves, and after the last six of thirty."""
     program = Path(away_program.__file__)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(program.parents[1])}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(program.parents[1]),
+        "MALLOC_MMAP_THRESHOLD_": str(
+            2**20
+        ),  # what is freed is given back at once, else it differs by 100 MB from save to save
+    }
     done = subprocess.run(
         [sys.executable, str(program), str(tmp_path)],
         env=environment,
@@ -382,8 +389,8 @@ def test_a_store_that_stays_away_takes_no_memory(tmp_path):
     resident = json.loads(done.stdout)
     assert len(resident) == away_program.SAVES
     weights = 4 * 1024 * 1025
-    # A copy of the weights for each save would be 24 of them; what the allocator keeps for a while differs by a few from save to save.
-    assert min(resident[-6:]) - min(resident[:6]) < 8 * weights
+    # a copy of the weights for each save would be 24 of them
+    assert min(resident[-6:]) - min(resident[:6]) < 2 * weights
 
 
 class _Tables(torch.nn.Module):
