@@ -185,8 +185,11 @@ class _Repair:
         group = self._group
         sound, damaged = self._look_at(key, layout)
         best = best_geometry(sound)
+        if best is None and damaged:  # blocks of several damaged shards may still be put together
+            likeliest = max(layout, key=lambda g: (len(layout[g]) - g.k, g))
+            best = likeliest, sound.get(likeliest, {})
         if best is None:
-            self._cannot(key, layout, damaged)
+            self._cannot(key, "too few shards are left")
             return
         geometry, places = best
         holders = {store for stores in places.values() for store in stores}
@@ -199,7 +202,7 @@ class _Repair:
         try:
             data = self._objects.get(key, max_size=geometry.length)
         except (FormatError, StoreError) as error:
-            self._lost[key] = str(error)
+            self._cannot(key, str(error))
             return
         files = encode_shards(key, geometry, data)
         free = [store for store in group.everyone if store not in holders and store not in bad.values()]
@@ -210,25 +213,9 @@ class _Repair:
                 self._repaired += place in bad
                 self._shards += place not in bad
 
-    def _cannot(self, key: str, layout: Layout, damaged: list[tuple[int, ShardName]]) -> None:
-        """Blocks of several damaged shards may still be put together."""
-        if damaged:
-            geometry = max(layout, key=lambda g: (len(layout[g]) - g.k, g))
-            try:
-                data = self._objects.get(key, max_size=geometry.length)
-            except (FormatError, StoreError) as error:
-                if key in self._needed:
-                    self._lost[key] = str(error)
-                    return
-            else:
-                files = encode_shards(key, geometry, data)
-                for store, name in damaged:
-                    if name.geometry == geometry:
-                        self._group.stores[store].put(str(name), files[name.place])
-                        self._repaired += 1
-                return
+    def _cannot(self, key: str, why: str) -> None:
         if key in self._needed and (key in self._acknowledged or key not in self._outdated):
-            self._lost[key] = "too few shards are left"
+            self._lost[key] = why
         else:
             self._orphans += 1
 

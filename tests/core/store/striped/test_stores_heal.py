@@ -132,6 +132,48 @@ def test_damage_in_every_shard_but_different_blocks() -> None:
     assert chains(stores)[0][1] == [data]
 
 
+def test_damage_in_some_shards_while_another_store_is_blank() -> None:
+    """Before, the damaged shards were repaired, and the blank store stayed without its own: the next losses were too many."""
+    stores = Stores(5, 2)
+    data = os.urandom(9 * BLOCK)
+    stores.run().writer().commit(data, step=1, kind="base", parent=None, state_digest="", meta={})
+    for store in range(2):
+        [name] = stores.shards(store)
+        stores.damage(store, str(name), name.geometry.header_bytes + store * BLOCK + 7)
+    stores.each[2] = NamedFake("new")
+    done = healed(stores)
+    assert (done.joined, done.shards, done.repaired, done.lost) == ((3,), 1, 2, {})
+    assert surveyed(stores).redundancy == 2
+    for other in (3, 4):
+        stores.each[other].lose()
+    assert chains(stores)[0][1] == [data]
+
+
+def test_a_shard_that_arrives_damaged_once_while_another_store_is_blank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a network may damage it: found by the campaign on two gateways, which lost a checkpoint after such a healing."""
+    stores = saved()
+    wanted = chains(stores)
+    stores.each[1] = NamedFake("new")
+    seen: set[str] = set()
+    original = stores.each[0].get
+
+    def get(key: str, *at: Any, **how: Any) -> bytes:
+        data = original(key, *at, **how)
+        if not key.startswith("data/") or key in seen:
+            return data
+        seen.add(key)
+        return data[:-1] + bytes([data[-1] ^ 1])
+
+    monkeypatch.setattr(stores.each[0], "get", get)
+    assert healed(stores).lost == {}
+    assert len(seen) == 3
+    assert surveyed(stores).redundancy == 1
+    stores.each[2].lose()
+    assert chains(stores) == wanted
+
+
 def test_what_cannot_be_healed_is_named() -> None:
     stores = saved()
     for store in (0, 1):
