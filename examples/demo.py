@@ -232,6 +232,8 @@ def _progress(console: Console) -> Progress:
 
 
 def _show(console: Console, result: DemoResult, demo: Demo, framework: str) -> None:
+    from shrinkpoint.store.urls import url_text  # imported late, as above
+
     folder, out = demo.folder, demo.folder.parent
     for name, text in (("demo.svg", picture(result)), ("table.md", markdown(result))):
         (folder / name).write_text(text, encoding="utf-8")
@@ -242,7 +244,7 @@ def _show(console: Console, result: DemoResult, demo: Demo, framework: str) -> N
     console.print(grid(findings(result)))
     _show_beside(console, out)
     console.print(f"\npicture      {out / 'demo.svg'}\ntable        {out / 'table.md'}")
-    console.print(f"checkpoints  {folder / 'run'}  (shrinkpoint ls {','.join(demo.urls)})")
+    console.print(f"checkpoints  {folder / 'run'}  (shrinkpoint ls {url_text(demo.urls)})")
     if demo.stores:
         _tell(console, demo.stores, folder)
 

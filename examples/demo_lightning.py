@@ -17,6 +17,7 @@ from lightning_gpt import GPTModule, train
 from torch.utils.data import DataLoader
 
 from shrinkpoint.callbacks.lightning import CompressedCheckpoint
+from shrinkpoint.store.urls import url_text
 
 __all__ = ["compressed", "reference", "restored", "version"]
 
@@ -90,5 +91,5 @@ def restored(task: Task) -> GPT:
     trainer = Trainer(accelerator="cpu", logger=False, callbacks=[CompressedCheckpoint(task.url)], **QUIET)
     module = GPTModule(task.config)
     batches = DataLoader(task.held_out, batch_size=None)
-    trainer.validate(module, batches, ckpt_path=f"{','.join(task.url)}#newest", verbose=False)
+    trainer.validate(module, batches, ckpt_path=f"{url_text(task.url)}#newest", verbose=False)
     return module.model

@@ -7,6 +7,7 @@ checkpoint is restored from what healing wrote.
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -86,7 +87,8 @@ class Stores:
 def _warnings(log: Path, url: str) -> list[str]:
     """The warnings that name a store as one that fails."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    found = [line.partition(WARNING)[2] for line in lines if WARNING in line and f"({url})" in line]
+    shown = f"({os.path.abspath(url)})"
+    found = [line.partition(WARNING)[2] for line in lines if WARNING in line and shown in line]
     if not found:
         raise DemoError(f"{log} does not tell that {url} is lost")
     return found

@@ -27,7 +27,7 @@ from shrinkpoint.store.retry import RetryingObjects, RetryPolicy
 from shrinkpoint.store.striped import StripedObjects
 from shrinkpoint.store.striped.members import read_member
 from shrinkpoint.store.trash import removed
-from shrinkpoint.store.urls import RunUrl
+from shrinkpoint.store.urls import COMMAS, RunUrl
 from shrinkpoint.store.writer import RunWriter
 from shrinkpoint.warn import warn
 
@@ -120,7 +120,8 @@ class RunStore:
         """
         keys = [info.key for info in self._objects.list("", limit=_LOOK_AT)]
         if not keys:
-            return "it is empty or does not exist. Check the URL"
+            one_name = "," in self.display and self.stores is None
+            return "it is empty or does not exist. Check the URL" + (f". {COMMAS}" if one_name else "")
         runs = sorted({key[: -len("/format.json")] for key in keys if key.endswith("/format.json")})
         if runs:
             return f"below it are the runs {_some(runs)}. Add one of these to the URL"

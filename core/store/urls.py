@@ -12,7 +12,7 @@ from fsspec.registry import known_implementations, registry
 
 from shrinkpoint.errors import ConfigError, MissingDependencyError
 
-__all__ = ["Location", "RunUrl", "parse_url", "split_urls", "url_text"]
+__all__ = ["COMMAS", "Location", "RunUrl", "parse_url", "split_urls", "url_text"]
 
 RunUrl: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 """Where a run lives: one URL, or several as a list, or as one string with commas between them."""
@@ -23,6 +23,8 @@ _PROTOCOL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)(://|:/|//)")
 _CREDENTIAL = re.compile(r"(?i)sig|token|secret|passw|credential|key")
 # A comma within a name stays one: only before a path from the root, or a protocol, does another URL begin.
 _BETWEEN = re.compile(r",\s*(?=/|~|\.{1,2}/|[A-Za-z][A-Za-z0-9+.-]*://)")
+COMMAS = "Behind a comma another store begins only with /, ./, ../, ~ or a protocol; else the comma is part of the name"
+"""For messages: how several URLs in one string differ from a name with commas."""
 _LOCAL = ("file", "local")
 _S3 = ("s3", "s3a")
 # Plain HTTP cannot list or write; the others would keep a cache between us and the store.

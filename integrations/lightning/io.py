@@ -156,7 +156,7 @@ def load_checkpoint(address: Address, saver: Saver, *, adopt: bool = True) -> di
         which = address.find(saver.store.manifests())
     restored = saver.restore(which, adopt=adopt)
     if restored is None:
-        raise NoCheckpointError(f"{address.url} contains no checkpoint")
+        raise NoCheckpointError(f"{address.url} contains no checkpoint: {saver.store.what_is_there()}")
     checkpoint: dict[str, Any] = restored.state.to_object()
     return checkpoint
 

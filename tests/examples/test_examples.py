@@ -23,7 +23,7 @@ def command(script: str, *arguments: object) -> list[str]:
     return [sys.executable, str(EXAMPLES / script), *map(str, arguments)]
 
 
-def run(script: str, *arguments: object) -> str:
+def run(script: str, *arguments: object, cwd: Path | None = None) -> str:
     done = subprocess.run(
         command(script, *arguments),
         capture_output=True,
@@ -31,6 +31,7 @@ def run(script: str, *arguments: object) -> str:
         text=True,
         timeout=240,
         env=os.environ | {"COLUMNS": "100"},
+        cwd=cwd,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -327,7 +328,8 @@ def test_stores_goes_on_without_one_and_heals(tmp_path):
 @pytest.mark.slow
 @pytest.mark.long
 def test_demo_in_several_stores_loses_two_of_them(tmp_path):
-    shown = run("demo.py", "--quick", "--stores", "--threads", 1, "--out", tmp_path)
+    # as by default, a relative folder: behind a comma it is no URL by itself
+    shown = run("demo.py", "--quick", "--stores", "--threads", 1, "--out", ".", cwd=tmp_path)
     told = (tmp_path / "001" / "stores.txt").read_text()
     assert told in shown
     assert "resumed by itself from step" in shown
