@@ -30,6 +30,7 @@ EMPTY = -(2**15)
 _LOW, _HIGH = -126 * _PER_OCTAVE, 127 * _PER_OCTAVE  # of normal numbers
 _TINY = np.float32(np.finfo(np.float32).tiny)
 _SYMBOLS, _BYTES = 0, 1
+_SAMPLE = 1 << 16  # elements by which the misfit is measured
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -95,6 +96,20 @@ class Factors:
             sides[axis] = _raised(sides[axis], factors._quotients(values)[axis])
             factors = Factors(rows=sides[0], columns=sides[1])
         return factors
+
+    def misfit(self, values: Float32s) -> float:
+        """Root mean square of ``log2(value / product)``, in octaves, over a sample of the elements where both are positive.
+
+        Args:
+            values: fp32 (rows, columns), as those that these factors are of.
+        """
+        stride = (
+            values.size // _SAMPLE | 1
+        )  # odd: it takes all columns of a matrix that has a power of two of them
+        sample, product = values.reshape(-1)[::stride], self.product()[::stride]
+        used = (sample > 0) & (product > 0)
+        octaves = np.log2(sample[used].astype(np.float64)) - np.log2(product[used].astype(np.float64))
+        return float(np.sqrt(np.square(octaves).mean())) if octaves.size else 0.0
 
     def _quotients(self, values: Float32s) -> tuple[Float64s, Float64s]:
         """The means by row and by column of values over the product."""

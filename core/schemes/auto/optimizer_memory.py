@@ -1,4 +1,4 @@
-"""For how many steps an optimizer remembers a gradient in its first moments, and what it adds to a root that it divides them by.
+"""For how many steps an optimizer remembers a gradient in its moments, and what it adds to a root that it divides first ones by.
 
 Both are read off its own settings in a state.
 
@@ -14,7 +14,7 @@ import torch
 from shrinkpoint.state.training import Role, TrainingState
 from shrinkpoint.state.tree import JSON
 
-__all__ = ["EPSILON", "UNKNOWN", "epsilons", "memories"]
+__all__ = ["EPSILON", "UNKNOWN", "epsilons", "memories", "second_memories"]
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -49,6 +49,25 @@ def memories(state: TrainingState) -> dict[str, float]:
         for place, name in enumerate(firsts if decays else ()):
             decay = decays[0] if paired and place == 0 else max(decays)
             found[name] = decay / (1 - decay)
+    return found
+
+
+def second_memories(state: TrainingState) -> dict[str, float]:
+    """How many steps of gradients each second moment of Adam and its kin holds: ``beta2 / (1 - beta2)``.
+
+    Args:
+        state: of a training, as copied: hyperparameters may be tensors.
+
+    Returns:
+        By the name of the moment's tensor; one whose optimizer has no second of ``betas`` is missing.
+    """
+    found: dict[str, float] = {}
+    for group, moments in _moments(state):
+        names = (name for name in moments.values() if name in state.specs)
+        seconds = [name for name in names if state.specs[name].tag.role is Role.EXP_AVG_SQ]
+        decays = _decays(group, state.tensors) if seconds else []
+        if len(decays) > 1:
+            found |= dict.fromkeys(seconds, decays[1] / (1 - decays[1]))
     return found
 
 

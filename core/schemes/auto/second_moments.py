@@ -22,7 +22,7 @@ from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes, Stag
 from shrinkpoint.schemes.codec_io import check_sections, emit, finite
 from shrinkpoint.state.training import TensorSpec
 
-__all__ = ["FactoredSecondMomentCodec"]
+__all__ = ["FactoredSecondMomentCodec", "rank_one_misfit"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +90,18 @@ class FactoredSecondMomentCodec:
         check_sections(encoded, spec, "factors")
         check_dtype(spec)
         return emit(Factors.read(encoded, spec, context.threads).product(), spec, own=True)
+
+
+def rank_one_misfit(tensor: torch.Tensor, spec: TensorSpec) -> float:
+    """How far a second moment is from a row times a column: the root mean square of ``log2(v / (row x column))``, in octaves.
+
+    Elements that are zero do not count; 0 where the codec refuses the tensor.
+    """
+    try:
+        matrix = fp32_values(tensor, spec).reshape(matrix_shape(spec.shape))
+    except CannotRepresentError:
+        return 0.0
+    return 0.0 if matrix.min() < 0 else Factors.of_second_moment(matrix).balanced(matrix).misfit(matrix)
 
 
 def _longer(first: Float32s, second: Float32s, factors: Factors) -> Mapping[int, float]:

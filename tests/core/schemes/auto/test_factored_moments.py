@@ -10,7 +10,7 @@ from shrinkpoint.entropy.static.rans import encode_symbols
 from shrinkpoint.errors import CannotRepresentError, FormatError
 from shrinkpoint.quantize import matrix_kernels
 from shrinkpoint.schemes.auto.factors import Factors, matrix_shape
-from shrinkpoint.schemes.auto.second_moments import FactoredSecondMomentCodec
+from shrinkpoint.schemes.auto.second_moments import FactoredSecondMomentCodec, rank_one_misfit
 from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Quantizer
 from shrinkpoint.state.training import Role
 
@@ -120,6 +120,39 @@ def test_columns_are_told_by_all_rows_and_not_by_the_largest():
     means = Factors.of_second_moment(values)
     assert away(means) > 0.13
     assert away(means.balanced(values)) < 0.1  # of which rounding to quarter octaves alone makes 0.072
+
+
+def misfit(second: torch.Tensor) -> float:
+    return rank_one_misfit(second, spec_of(second, role=Role.EXP_AVG_SQ))
+
+
+@pytest.mark.parametrize("shape", [(64, 200), (400, 512), (32, 8, 3, 3), (3000,)])
+@pytest.mark.parametrize("spread", [0.0, 0.3, 0.7, 1.5])
+def test_the_misfit_is_the_spread_of_elements_around_a_product(shape, spread):
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.exp(3 * torch.randn(shape[0] if len(shape) > 1 else 1, 1, generator=generator))
+    product = rows * torch.exp(3 * torch.randn(1, torch.Size(shape[-1:]).numel(), generator=generator))
+    product = product.reshape(product.shape[0], *[1] * max(0, len(shape) - 2), product.shape[1])
+    second = (product * torch.exp2(spread * torch.randn(shape, generator=generator))).reshape(shape)
+    if len(shape) == 1:  # each element has a factor of its own
+        assert misfit(second) < 0.1
+    else:  # factors are quarter octaves; a mean of quotients is above that of their logarithms
+        above = np.log(2) * spread**2 / 2
+        assert misfit(1e-9 * second) == pytest.approx(np.hypot(spread, above), rel=0.12, abs=0.12)
+
+
+def test_what_is_zero_does_not_count_as_misfit():
+    product = torch.rand(50, 1) * torch.rand(1, 300) + 1e-3
+    sparse = product * (torch.rand(50, 300) > 0.5)
+    assert misfit(sparse) < 0.15
+    assert misfit(0 * product) == 0
+
+
+def test_what_is_refused_has_no_misfit():
+    second = torch.rand(8, 9) ** 8
+    assert misfit(second) > 1
+    for odd in (-second, second * torch.nan, second.to(torch.complex64), second[:0], second * torch.inf):
+        assert misfit(odd) == 0
 
 
 def test_first_moments_that_are_unknown_or_nothing_change_nothing():

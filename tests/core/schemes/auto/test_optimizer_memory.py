@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.training import OPTIMIZERS, TinyMLP, capture, train
 
-from shrinkpoint.schemes.auto.optimizer_memory import EPSILON, UNKNOWN, epsilons, memories
+from shrinkpoint.schemes.auto.optimizer_memory import EPSILON, UNKNOWN, epsilons, memories, second_memories
 from shrinkpoint.state.training import LayerType, Role, Tag, TrainingState
 
 MOMENTS = {"exp_avg", "momentum_buffer", "exp_avg_diff"}
@@ -22,6 +22,12 @@ def describe(path, tensor):
 def remembered(saved):
     """By the last two parts of a moment's name, in whole and tenths of steps."""
     found = memories(TrainingState.capture(saved, describe))
+    return {"/".join(name.split("/")[-2:]): round(steps, 3) for name, steps in found.items()}
+
+
+def remembered_in_second(saved):
+    """The same of second moments."""
+    found = second_memories(TrainingState.capture(saved, describe))
     return {"/".join(name.split("/")[-2:]): round(steps, 3) for name, steps in found.items()}
 
 
@@ -51,6 +57,29 @@ def test_the_first_decay_of_adam_and_its_kin(kind):
     assert remembered(optimizer(kind, betas=(0.9, 0.999))) == {"0/exp_avg": 9.0}
     assert remembered({"a": {"b": (optimizer(kind, betas=(0.99, 0.95)),)}}) == {"0/exp_avg": 99.0}
     assert remembered(optimizer(kind, betas=(0.0, 0.95))) == {"0/exp_avg": 0.0}
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam])
+def test_the_second_decay_of_adam_and_its_kin_is_that_of_its_second_moment(kind):
+    assert remembered_in_second(optimizer(kind, betas=(0.9, 0.999))) == {"0/exp_avg_sq": 999.0}
+    assert remembered_in_second(optimizer(kind, each=[{"betas": (0.9, 0.95)}, {"betas": (0.9, 0.0)}])) == {
+        "0/exp_avg_sq": 19.0,
+        "1/exp_avg_sq": 0.0,
+    }
+
+
+def test_second_moments_whose_decay_is_not_given_are_missing():
+    assert remembered_in_second(optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)) == {}
+    assert remembered_in_second(optimizer(torch.optim.Adamax, betas=(0.8, 0.999))) == {}
+    for group in ({"betas": (0.9,), "params": [0]}, {"beta": 0.9, "params": [0]}, {"params": [0]}):
+        assert remembered_in_second({"state": {0: entry("exp_avg_sq")}, "param_groups": [group]}) == {}
+
+
+def test_of_three_decays_the_second_is_that_of_the_second_moment():
+    """As AdEMAMix has them, whose third is that of its slow first moment."""
+    group = {"betas": (0.9, 0.99, 0.9999), "params": [0]}
+    saved = {"state": {0: entry("exp_avg", "exp_avg_sq")}, "param_groups": [group]}
+    assert remembered_in_second(saved) == {"0/exp_avg_sq": 99.0}
 
 
 def test_the_momentum_of_sgd():
