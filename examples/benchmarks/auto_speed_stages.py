@@ -9,37 +9,50 @@ from typing import Any
 
 __all__ = ["Stages"]
 
-# stage, module below shrinkpoint, names (a method's with its class)
+_CALLS = "stage", "encode", "decode", "reconstruct"
+
+_AUTO, _QUANTIZE = "schemes.auto", "quantize"
+# stage, module below shrinkpoint, names (a method's with its class): where it is looked up, which for a function is where it is imported to
 _STAGES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("sizes and mean curvature", "schemes.auto", ("Auto.codecs",)),
-    ("steps of rows and columns", "schemes.auto", ("curvature_exponents",)),
-    ("steps below the movement", "schemes.auto", ("narrowed",)),
-    ("second moment", "schemes.factored_moments", ("FactoredSecondMomentCodec.encode",)),
-    ("second moment", "schemes.factored_moments", ("FactoredSecondMomentCodec.reconstruct",)),
-    ("first moment, around the kernels", "schemes.centroid_moments", ("_CentroidCodec.encode",)),
-    ("first moment, around the kernels", "schemes.centroid_moments", ("_CentroidCodec.reconstruct",)),
-    ("first moment, choice of the step", "schemes.centroid_moments", ("_widest",)),
-    ("first moment, levels", "schemes.moment_kernels", ("levels", "unlevel", "square_sum", "count_beyond")),
-    ("weights, around the kernels", "schemes.lattice", ("LatticeCodec.encode", "LatticeCodec.decode")),
-    ("weights, around the kernels", "schemes.lattice", ("LatticeCodec.reconstruct",)),
-    ("weights, points", "schemes.dither_kernels", ("nearest", "points")),
-    ("weights, moves", "schemes.dither_kernels", ("moves", "unmove")),
-    ("weights, contexts", "schemes.dither_kernels", ("carry", "halves", "remember")),
-    ("dither's classes", "schemes.dither_kernels", ("edges",)),
-    ("entropy coding of first moments", "schemes.centroid_moments", ("encode_plane", "decode_plane")),
-    ("entropy coding of weights", "schemes.lattice", ("encode_plane", "decode_plane")),
-    ("entropy coding, bytes", "schemes.lattice", ("encode_bytes", "decode_bytes")),
-    ("dither's places", "schemes.trellis_dither", ("places",)),
-    ("nearest paths", "schemes.trellis_search", ("nearest_path",)),
-    ("weights, around the kernels", "schemes.auto.trellis_weights", ("TrellisWeightCodec.encode",)),
-    ("weights, around the kernels", "schemes.auto.trellis_weights", ("TrellisWeightCodec.decode",)),
-    ("weights, around the kernels", "schemes.auto.trellis_weights", ("TrellisWeightCodec.reconstruct",)),
-    ("weights, points", "schemes.trellis_dither", ("scaled", "values")),
-    ("weights, noise", "schemes.trellis_dither", ("sum_squares", "carry", "note_errors")),
-    ("weights, expectation", "schemes.trellis_dither", ("expect", "halves", "remember")),
-    ("entropy coding of weights", "schemes.auto.trellis_weights", ("encode_points", "decode_points")),
-    ("entropy coding, bytes", "schemes.auto.trellis_weights", ("encode_bytes", "decode_bytes")),
-    ("digests", "coding", ("tensor_digest",)),
+    ("choice of codecs", f"{_AUTO}.scheme", ("Auto.codecs",)),
+    ("steps of rows and columns", f"{_AUTO}.weight_steps", ("curvature_exponents", "narrowed")),
+    ("second moment, its form", f"{_AUTO}.scheme", ("rank_one_misfit",)),
+    (
+        "second moment",
+        f"{_AUTO}.second_moments",
+        tuple(f"FactoredSecondMomentCodec.{name}" for name in _CALLS),
+    ),
+    ("second moment", f"{_AUTO}.log_levels", tuple(f"LogLevelsCodec.{name}" for name in _CALLS)),
+    (
+        "first moment, around the kernels",
+        f"{_AUTO}.first_moments",
+        tuple(f"_CentroidCodec.{n}" for n in _CALLS),
+    ),
+    ("first moment, choice of the step", f"{_AUTO}.first_moments", ("_widest",)),
+    ("first moment, levels", f"{_AUTO}.moment_kernels", ("levels", "unlevel", "square_sum", "count_beyond")),
+    ("entropy coding of moments", f"{_AUTO}.first_moments", ("encode_plane", "decode_plane")),
+    ("entropy coding of moments", f"{_AUTO}.log_levels", ("encode_plane", "decode_plane")),
+    ("weights, around the kernels", f"{_AUTO}.lattice", tuple(f"LatticeCodec.{name}" for name in _CALLS)),
+    ("weights, points", f"{_QUANTIZE}.dither_kernels", ("nearest", "points")),
+    ("weights, moves", f"{_QUANTIZE}.dither_kernels", ("moves", "unmove")),
+    ("weights, contexts", f"{_QUANTIZE}.dither_kernels", ("carry", "halves", "remember")),
+    ("dither's classes", f"{_QUANTIZE}.dither_kernels", ("edges",)),
+    ("entropy coding of weights", f"{_AUTO}.lattice", ("encode_plane", "decode_plane")),
+    ("entropy coding, bytes", f"{_AUTO}.lattice", ("encode_bytes", "decode_bytes")),
+    (
+        "weights, around the kernels",
+        f"{_AUTO}.trellis_weights",
+        tuple(f"TrellisWeightCodec.{n}" for n in _CALLS),
+    ),
+    ("nearest paths", f"{_QUANTIZE}.viterbi_kernels", ("nearest_path",)),
+    ("dither's places", f"{_QUANTIZE}.trellis_dither_kernels", ("places",)),
+    ("weights, points", f"{_QUANTIZE}.trellis_dither_kernels", ("scaled", "values")),
+    ("weights, noise", f"{_QUANTIZE}.trellis_dither_kernels", ("sum_squares", "carry", "note_errors")),
+    ("weights, expectation", f"{_QUANTIZE}.trellis_dither_kernels", ("expect", "halves", "remember")),
+    ("entropy coding of weights", f"{_AUTO}.trellis_weights", ("encode_points", "decode_points")),
+    ("entropy coding, bytes", f"{_AUTO}.trellis_weights", ("encode_bytes", "decode_bytes")),
+    ("digests", "coding.encode", ("tensor_digest",)),
+    ("digests", "coding.decode", ("tensor_digest",)),
     ("exactly stored", "schemes.exact", ("ExactCodec.encode", "ExactCodec.reconstruct")),
 )
 
@@ -61,10 +74,9 @@ class Stages:
                 *path, last = name.split(".")
                 for part in path:
                     owner = getattr(owner, part)
-                original = vars(owner).get(last)
-                if original is not None:
-                    self._before.append((owner, last, original))
-                    setattr(owner, last, self._wrapped(stage, original))
+                original = vars(owner)[last]
+                self._before.append((owner, last, original))
+                setattr(owner, last, self._wrapped(stage, original))
         self._start = time.process_time()
         return self
 

@@ -3,8 +3,8 @@
     python examples/benchmarks/second_moments.py [--only gpt,recommender] [--seeds 2] [--at 6] [--quick]
 
 Trainings of the bench of the bound are taken to a checkpoint, the one in the middle unless another is named, of which the moments alone are restored. Second
-moments are a row times a column, as `auto` has them; that times a residual in levels of so many octaves; every element to a
-share of itself; or exact. First moments are coded as they are, or such that they make up for what second ones have lost
+moments are a row times a column; that times a residual in levels of so many octaves; every element to a share of itself; or
+exact. `auto` takes the first or, with levels of half an octave, the last but one. First moments are coded as they are, or such that they make up for what second ones have lost
 (`auto`). For the columns of updates their levels are so fine that nothing else is lost.
 """
 
@@ -40,7 +40,7 @@ from shrinkpoint.schemes.auto.second_moments import FactoredSecondMomentCodec
 from shrinkpoint.schemes.base import Context
 from shrinkpoint.state.training import Role, TensorSpec, TrainingState
 
-TRAININGS = ("gpt", "warm-restarts", "recommender")
+TRAININGS = ("gpt", "recommender", "forecasting", "fine-tuning")
 MARKS, QUICK_MARKS = (5, 10, 20, 40), (1, 2)
 _FINE = 0.05  # step of first moments, of which 0.001 of the update's square remains
 _FARTHEST = 9  # levels of a residual
@@ -57,10 +57,14 @@ def factored(second: Tensor, first: Tensor, spec: TensorSpec) -> Coded:
     return coded.value, coded.encoded.nbytes
 
 
-def shares(second: Tensor, first: Tensor, spec: TensorSpec) -> Coded:
-    """Levels of an octave, with dither."""
-    coded = LogLevelsCodec(step=16, divides=True).encode(second, spec, Context())
-    return coded.value, coded.encoded.nbytes
+def by_element(sixteenths: int) -> Way:
+    """Levels of so many sixteenths of an octave, with dither."""
+
+    def code(second: Tensor, first: Tensor, spec: TensorSpec) -> Coded:
+        coded = LogLevelsCodec(step=sixteenths, divides=True).encode(second, spec, Context())
+        return coded.value, coded.encoded.nbytes
+
+    return code
 
 
 def exactly(second: Tensor, first: Tensor, spec: TensorSpec) -> Coded:
@@ -90,10 +94,11 @@ def with_residual(octaves: float) -> Way:
 
 WAYS: Mapping[str, tuple[Way, bool]] = {
     "row x column; first moments as they are": (factored, False),
-    "row x column (`auto`)": (factored, True),
+    "row x column": (factored, True),
     "and a residual, 2 octaves": (with_residual(2), True),
     "and a residual, 1 octave": (with_residual(1), True),
-    "each to a share of itself, 1 octave": (shares, True),
+    "each to a share of itself, 1 octave": (by_element(16), True),
+    "each to a share of itself, half an octave": (by_element(8), True),
     "exact": (exactly, True),
 }
 """How second moments are restored, and whether first ones make up for what is lost."""
