@@ -11,7 +11,7 @@ from shrinkpoint.errors import ConfigError
 from shrinkpoint.quality.comparison import BlindEvaluationError, Comparison
 from shrinkpoint.quality.evaluation import EvaluationUnavailableError, ResumedSteps, losses_of
 from shrinkpoint.quality.measurement import EXACT, Rise, absolute_error, relative_rise, single_rise
-from shrinkpoint.quality.recovery import RecoveryEstimate, without_delay, without_luck
+from shrinkpoint.quality.recovery import RecoveryEstimate, with_luck_of_updates, without_delay, without_luck
 from shrinkpoint.quality.restore_budget import RestoreCost, budget_of, fall_of, measured_share, restore_cost
 from shrinkpoint.quality.snapshots import PlannedSnapshot
 from shrinkpoint.quality.strategies import strategy_of
@@ -34,6 +34,11 @@ class Guard(Protocol):
     @property
     def lost_steps(self) -> float:
         """Training steps that a restore under the last plan checked would set training back by; 0 where unknown."""
+        ...
+
+    @property
+    def update_error(self) -> float:
+        """Relative error of the first update after a restore under the last plan checked; 0 where unknown."""
         ...
 
     def __call__(self, save_context: SaveContext, scheme: Scheme) -> str | None:
@@ -318,7 +323,11 @@ class Planner:
         if self.guard is not None and plan.baseline is not None:
             last = sum(true[-1]) / len(true[-1])
             fall = max(0.0, -relative_rise(last, plan.baseline, floor)) / marks[-1]
-            rises = {mark: without_delay(rise, self.guard.lost_steps * fall) for mark, rise in rises.items()}
+            lost, error = self.guard.lost_steps, self.guard.update_error
+            rises = {
+                mark: with_luck_of_updates(without_delay(rise, lost * fall), mark * fall, error)
+                for mark, rise in rises.items()
+            }
         cost = self._recovery.measured(at, rises, plan.options, plan.scale)
         return replace(plan, resumed=rises, cost=cost)
 

@@ -14,7 +14,7 @@ from typing import Any
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.quality.measurement import CONFIDENCE, Rise, pooled
 
-__all__ = ["RecoveryEstimate", "without_delay", "without_luck"]
+__all__ = ["RecoveryEstimate", "with_luck_of_updates", "without_delay", "without_luck"]
 
 _LEAST, _MOST = 0.25, 16.0  # limits of the remaining share of a restore's rise, against noisy measurements
 _UNKNOWN = 0.5  # standard error of the share that remains before anything was measured
@@ -25,6 +25,7 @@ _MARGIN = 1.2  # duration of a resumed step in training steps: evaluations and c
 _SHORT = 2, 5  # steps: enough to distinguish a rise that recovers from one that grows
 _CREDIT_S = 1800.0  # seconds of training whose share a probe may take in advance
 _CREDIT_PROBES = 2
+_LUCK_OF_UPDATES = 0.5  # times the fall and the update's error; chosen on the first probes of half of the trainings of docs/bound.md
 
 
 def without_luck(rise: Rise, at: Rise) -> Rise:
@@ -57,6 +58,23 @@ def without_delay(rise: Rise, delay: float) -> Rise:
         return rise
     taken = min(delay, max(0.0, rise.mean))
     return replace(rise, mean=rise.mean - taken, doubt=math.hypot(rise.doubt, taken / 2)).expecting(0.0)
+
+
+def with_luck_of_updates(rise: Rise, fall: float, update_error: float) -> Rise:
+    """The rise some steps after a restore, less certain by the luck in the updates that restored moments have changed.
+
+    What moments lose changes the direction of the next updates. To first order the loss then falls by more or by less, by a part of
+    what it falls by anyway, whichever way these batches have it: a later batch knows nothing of it.
+
+    Args:
+        rise: of the loss over the same steps from the true state.
+        fall: of the loss over these steps from the true state, relative to it.
+        update_error: of the first update after the restore, relative to the true one's length.
+    """
+    luck = _LUCK_OF_UPDATES * fall * update_error
+    if not (math.isfinite(rise.mean) and math.isfinite(luck)):
+        return rise
+    return replace(rise, doubt=math.hypot(rise.doubt, luck)).expecting(0.0)
 
 
 class RecoveryEstimate:

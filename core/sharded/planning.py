@@ -220,6 +220,11 @@ class _SharedGuard:
         """Of this rank's parameters; it is asked for after steps from a restored state only, which shards do not make."""
         return self._own.lost_steps
 
+    @property
+    def update_error(self) -> float:
+        """As `lost_steps`."""
+        return self._own.update_error
+
     def __call__(self, save_context: SaveContext, scheme: Scheme) -> str | None:
         asked = self._leader.say("guard", **_settings_of(scheme))
         reasons = [(self._own(save_context, scheme), self._own.refuses_moments)]

@@ -506,6 +506,7 @@ class Refusing:
     """A guard that refuses schemes by a function of them, and blames weights or moments."""
 
     lost_steps = 0.0
+    update_error = 0.0
 
     def __init__(self, reason, *, refuses_moments=False):
         self.reason, self.refuses_moments, self.asked = reason, refuses_moments, []

@@ -65,6 +65,7 @@ class Refusing:
 
     refuses_moments = False
     lost_steps = 0.0
+    update_error = 0.0
 
     def __init__(self, reason: str | None) -> None:
         self._reason = reason
