@@ -487,6 +487,20 @@ def test_a_report_holds_what_lost_steps_cost_and_what_is_reserved(states):
     assert second.whole.high == pytest.approx(second.degradation_high + delay)
 
 
+@pytest.mark.parametrize(("update_error", "kept"), [(0.0, False), (0.3, True)])
+def test_a_rise_that_updates_luck_explains_refuses_nothing(states, update_error, kept):
+    """After eight steps from a steep start: the loss has fallen by a fifth, and from the restore by half a per cent less."""
+    run = Run(states)
+    run.planner.guard = Refusing(lambda scheme: None)
+    run.planner.guard.update_error = update_error
+    usual = Run(states).save(resume=False).scale
+    fallen = iter([0.8] + [0.805] * 9)
+    run.resume = lambda state, marks: [[2.0 * after, 4.0 * after] for after in [next(fallen)] for _ in marks]
+    plan = run.save()
+    assert (plan.scale == usual) is kept
+    assert ("resumed steps" in plan.reason) is not kept
+
+
 def test_the_last_loss_outlives_a_restart_and_exact_checkpoints_cost_nothing(states):
     run = Run(states)
     run.save(resume=False)

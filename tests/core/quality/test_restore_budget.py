@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.quality.measurement import CONFIDENCE, Rise, single_rise
-from shrinkpoint.quality.recovery import RecoveryEstimate, without_luck
+from shrinkpoint.quality.recovery import RecoveryEstimate, with_luck_of_updates, without_delay, without_luck
 from shrinkpoint.quality.restore_budget import RestoreBudget
 
 
@@ -265,6 +265,42 @@ def test_half_of_the_luck_is_taken_off_a_probe_and_the_other_half_is_doubt():
     assert rise.mean == pytest.approx(0.003)
     assert rise.error == pytest.approx(math.hypot(single_rise([1.003, 1.003], [1.0, 1.0]).error, 0.001))
     assert without_luck(Rise(math.inf), Rise(0.001, luck=0.002)).mean == math.inf
+
+
+def test_half_the_fall_times_the_error_of_updates_is_a_doubt():
+    measured = single_rise([1.004, 1.004], [1.0, 1.0])
+    doubted = with_luck_of_updates(measured, 0.05, 0.2)
+    assert doubted.mean == measured.mean
+    assert doubted.error == pytest.approx(math.hypot(measured.error, 0.005))
+    assert with_luck_of_updates(measured, 0.0, 0.2) == with_luck_of_updates(measured, 0.05, 0.0) == measured
+    both = with_luck_of_updates(without_delay(measured, 0.002), 0.05, 0.2)
+    assert both.mean == pytest.approx(0.002)
+    assert both.doubt == pytest.approx(math.hypot(0.001, 0.005))
+    assert with_luck_of_updates(Rise(math.inf), 0.05, 0.2).mean == math.inf
+    assert with_luck_of_updates(measured, math.inf, 0.2) == measured
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_short_probe_from_a_steep_start_says_little(sign):
+    """What the updates' luck could have done is neither taken for harm nor for recovery."""
+    at = Rise(0.0002, 0.0001, batches=1)
+    certain, doubted = RecoveryEstimate(20, 0.01), RecoveryEstimate(20, 0.01)
+    rise = single_rise([1 + sign * 0.006], [1.0], absolute=1e-4)
+    plain = certain.measured(at, {5: rise}, "", 0.5)
+    cost = doubted.measured(at, {5: with_luck_of_updates(rise, 0.15, 0.25)}, "", 0.5)
+    assert abs(cost.mean - 0.0002) < 0.0001
+    assert abs(doubted.remains - 1) < 0.05
+    if sign > 0:
+        assert plain.mean > 0.005
+        assert certain.remains == 16
+
+
+def test_harm_beyond_the_luck_of_updates_is_seen_however_steep_the_start():
+    at = Rise(0.0002, 0.0001, batches=1)
+    recovery = RecoveryEstimate(20, 0.01)
+    rise = with_luck_of_updates(single_rise([1.06], [1.0], absolute=1e-4), 0.15, 0.25)
+    assert recovery.measured(at, {5: rise}, "", 0.5).mean > 0.05
+    assert recovery.remains == 16
 
 
 def test_marks():
