@@ -11,7 +11,13 @@ from shrinkpoint.errors import ConfigError
 from shrinkpoint.quality.comparison import BlindEvaluationError, Comparison
 from shrinkpoint.quality.evaluation import EvaluationUnavailableError, ResumedSteps, losses_of
 from shrinkpoint.quality.measurement import EXACT, Rise, absolute_error, relative_rise, single_rise
-from shrinkpoint.quality.recovery import RecoveryEstimate, with_luck_of_updates, without_delay, without_luck
+from shrinkpoint.quality.recovery import (
+    RecoveryEstimate,
+    with_luck_of_falls,
+    with_luck_of_updates,
+    without_delay,
+    without_luck,
+)
 from shrinkpoint.quality.restore_budget import RestoreCost, budget_of, fall_of, measured_share, restore_cost
 from shrinkpoint.quality.snapshots import PlannedSnapshot
 from shrinkpoint.quality.strategies import strategy_of
@@ -316,10 +322,12 @@ class Planner:
         tried = [losses_of(loss) for loss in resume(restored.to_object(), marks)]
         at, floor = plan.rise or EXACT, self._config.loss_floor
         absolute = absolute_error(self._budget.share)
-        rises = {
-            mark: without_luck(single_rise(losses, baseline, floor=floor, absolute=absolute), at)
-            for mark, losses, baseline in zip(marks, tried, true, strict=True)
-        }
+        rises = with_luck_of_falls(
+            {
+                mark: without_luck(single_rise(losses, baseline, floor=floor, absolute=absolute), at)
+                for mark, losses, baseline in zip(marks, tried, true, strict=True)
+            }
+        )
         if self.guard is not None and plan.baseline is not None:
             last = sum(true[-1]) / len(true[-1])
             fall = max(0.0, -relative_rise(last, plan.baseline, floor)) / marks[-1]

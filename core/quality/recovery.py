@@ -14,7 +14,7 @@ from typing import Any
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.quality.measurement import CONFIDENCE, Rise, pooled
 
-__all__ = ["RecoveryEstimate", "with_luck_of_updates", "without_delay", "without_luck"]
+__all__ = ["RecoveryEstimate", "with_luck_of_falls", "with_luck_of_updates", "without_delay", "without_luck"]
 
 _LEAST, _MOST = 0.25, 16.0  # limits of the remaining share of a restore's rise, against noisy measurements
 _UNKNOWN = 0.5  # standard error of the share that remains before anything was measured
@@ -75,6 +75,26 @@ def with_luck_of_updates(rise: Rise, fall: float, update_error: float) -> Rise:
     if not (math.isfinite(rise.mean) and math.isfinite(luck)):
         return rise
     return replace(rise, doubt=math.hypot(rise.doubt, luck)).expecting(0.0)
+
+
+def with_luck_of_falls(rises: Mapping[int, Rise]) -> dict[int, Rise]:
+    """The rises of one probe, less certain by the luck that its falls show.
+
+    A restore does no good: where the loss is lower after some steps from it, that is luck, and as much could raise it. Luck grows
+    with the steps that it is collected in.
+
+    Args:
+        rises: by the number of steps.
+    """
+    in_a_step = max(
+        (-rise.mean / mark for mark, rise in rises.items() if math.isfinite(rise.mean)), default=0.0
+    )
+    if in_a_step <= 0:
+        return dict(rises)
+    return {
+        mark: replace(rise, doubt=math.hypot(rise.doubt, in_a_step * mark)).expecting(0.0)
+        for mark, rise in rises.items()
+    }
 
 
 class RecoveryEstimate:
