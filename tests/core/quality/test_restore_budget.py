@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.quality.measurement import CONFIDENCE, Rise, single_rise
-from shrinkpoint.quality.recovery import RecoveryEstimate, with_luck_of_updates, without_delay, without_luck
+from shrinkpoint.quality.recovery import (
+    RecoveryEstimate,
+    with_luck_of_falls,
+    with_luck_of_updates,
+    without_delay,
+    without_luck,
+)
 from shrinkpoint.quality.restore_budget import RestoreBudget
 
 
@@ -278,6 +284,31 @@ def test_half_the_fall_times_the_error_of_updates_is_a_doubt():
     assert both.doubt == pytest.approx(math.hypot(0.001, 0.005))
     assert with_luck_of_updates(Rise(math.inf), 0.05, 0.2).mean == math.inf
     assert with_luck_of_updates(measured, math.inf, 0.2) == measured
+
+
+def test_falls_show_how_much_luck_there_is():
+    two, five = (single_rise([1 + rise], [1.0]) for rise in (-0.004, 0.006))
+    found = with_luck_of_falls({2: two, 5: five})
+    assert [rise.mean for rise in found.values()] == [two.mean, five.mean]
+    assert found[2].error == pytest.approx(math.hypot(two.error, 0.004))
+    assert found[5].error == pytest.approx(math.hypot(five.error, 0.010))  # more steps, more luck
+    alone = with_luck_of_falls({5: five, 2: single_rise([1.0], [1.0])})
+    assert alone[5] == five
+    assert with_luck_of_falls({2: Rise(math.inf), 5: five}) == {2: Rise(math.inf), 5: five}
+    assert with_luck_of_falls({}) == {}
+
+
+def test_a_rise_after_a_fall_that_is_as_large_refuses_nothing():
+    at = Rise(0.0002, 0.0001, batches=1)
+    for first, is_harm in ((-0.004, False), (0.0, True)):
+        recovery = RecoveryEstimate(20, 0.01)
+        rises = {
+            2: single_rise([1 + first], [1.0], absolute=1e-4),
+            5: single_rise([1.006], [1.0], absolute=1e-4),
+        }
+        cost = recovery.measured(at, with_luck_of_falls(rises), "", 0.5)
+        assert (cost.mean > 0.005) is is_harm
+        assert (recovery.remains > 10) is is_harm
 
 
 @pytest.mark.parametrize("sign", [1, -1])
