@@ -12,10 +12,10 @@ from torch.amp.grad_scaler import GradScaler
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.loop.objects import LoopObjects
 from shrinkpoint.quality.evaluation import Evaluate, Loss, ResumedSteps, losses_of
-from shrinkpoint.quality.resumed_steps import ResumedRun, UntilFailure, obstacle
+from shrinkpoint.quality.resumed_steps import ResumedRun, UntilFailure
 from shrinkpoint.quality.swap import swapped_tensors, swapped_weights
 from shrinkpoint.state.averages import averages_in, live_tensors, without_averages
-from shrinkpoint.state.training import Role, TrainingState
+from shrinkpoint.state.training import Role
 from shrinkpoint.state.tree import join_path
 from shrinkpoint.warn import warn
 
@@ -76,7 +76,7 @@ class LoopMeasurements:
         objects, loss, evaluate = self._objects, self._train_loss, self._loss
         if loss is None or evaluate is None or not config.probe_steps or config.scheme == "lossless":
             return None
-        reason = obstacle(objects.model, objects.inner)
+        reason = objects.obstacle()
         if reason is not None:
             self._until_failure.give_up(reason)
             return None
@@ -87,11 +87,12 @@ class LoopMeasurements:
             evaluate=evaluate,
             clip=self._clip,
             scale=self._scale(),
+            settle=objects.settle,
         )
         describe = objects.describe()
 
         def resumed(state: Any, marks: Sequence[int]) -> Sequence[Loss]:
-            found = TrainingState.capture({"stateful": state["stateful"]}, describe)
+            found = objects.captured({"stateful": state["stateful"]}, describe)
             values = {
                 name: found.tensors[name]
                 for name, spec in found.specs.items()

@@ -9,11 +9,12 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from shrinkpoint.errors import ConfigError, StateMismatchError
+from shrinkpoint.quality.resumed_steps import obstacle
 from shrinkpoint.quality.swap import swapped_weights
 from shrinkpoint.saving.resume import overridden_rates, require_optimizers, require_same_model
 from shrinkpoint.state.rng import capture_rng, restore_rng
 from shrinkpoint.state.roles import describe_training
-from shrinkpoint.state.training import Describe, TrainingState
+from shrinkpoint.state.training import Describe, TrainingState, plain
 from shrinkpoint.state.wrappers import unwrapped
 from shrinkpoint.warn import brief, warn
 
@@ -159,9 +160,16 @@ class LoopObjects:
         """Inside the block the model has other weights; arguments as of `swapped_weights`."""
         return swapped_weights(self.model, weights)
 
-    def captured(self, state: object) -> TrainingState:
+    def captured(self, state: object, describe: Describe = plain) -> TrainingState:
         """A part of `state` as tensors by name."""
-        return TrainingState.capture(state)
+        return TrainingState.capture(state, describe)
+
+    def obstacle(self) -> str | None:
+        """Why steps from another state could not be taken and undone; None where they can."""
+        return obstacle(self.model, self.inner)
+
+    def settle(self) -> None:
+        """Let all parameters be in memory of their own."""
 
     def _counted(self) -> int:
         return sum(p._version for p in self._parameters if not p.is_inference())

@@ -11,6 +11,7 @@ from torch import nn
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.loop.objects import LoopObjects, Stateful
+from shrinkpoint.quality.resumed_steps import obstacle
 from shrinkpoint.sharded.boxes import is_sharded
 from shrinkpoint.sharded.capture import captured
 from shrinkpoint.sharded.limits import obstacle_of, unmeasured
@@ -18,9 +19,9 @@ from shrinkpoint.sharded.planning import measurable
 from shrinkpoint.sharded.restoring import RANKS_KEY
 from shrinkpoint.sharded.saver import ShardedSaver
 from shrinkpoint.sharded.swapping import swapped_shards
-from shrinkpoint.sharded.targets import Targets, reshard
+from shrinkpoint.sharded.targets import Targets, reshard, unreduced
 from shrinkpoint.state.rng import capture_rng, diverge_rng
-from shrinkpoint.state.training import TensorSpec, TrainingState, plain
+from shrinkpoint.state.training import Describe, TensorSpec, TrainingState, plain
 from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.urls import RunUrl
 from shrinkpoint.warn import warn
@@ -123,9 +124,17 @@ class ShardedObjects(LoopObjects):
         """See `LoopObjects.swapped`; the weights are this rank's shards, and what is inside the block is a collective."""
         return swapped_shards(self.model, weights)
 
-    def captured(self, state: object) -> TrainingState:
+    def captured(self, state: object, describe: Describe = plain) -> TrainingState:
         """See `LoopObjects.captured`."""
-        return captured(state, plain)
+        return captured(state, describe)
+
+    def obstacle(self) -> str | None:
+        """See `LoopObjects.obstacle`; of steps that all ranks take together."""
+        return obstacle(self.model, self.inner, shards=True) or unreduced(self.model)
+
+    def settle(self) -> None:
+        """See `LoopObjects.settle`."""
+        reshard(self.model)
 
     def own(self) -> dict[str, dict[str, Any]]:
         """What this rank has for itself: its generators, and the other objects' state."""

@@ -9,7 +9,7 @@ from typing import Protocol
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.quality.comparison import BlindEvaluationError, Comparison
-from shrinkpoint.quality.evaluation import EvaluationUnavailableError, ResumedSteps, losses_of
+from shrinkpoint.quality.evaluation import EvaluationUnavailableError, ResumedSteps
 from shrinkpoint.quality.measurement import EXACT, Rise, absolute_error, relative_rise, single_rise
 from shrinkpoint.quality.recovery import (
     RecoveryEstimate,
@@ -22,7 +22,6 @@ from shrinkpoint.quality.restore_budget import RestoreCost, budget_of, fall_of, 
 from shrinkpoint.quality.snapshots import PlannedSnapshot
 from shrinkpoint.quality.strategies import strategy_of
 from shrinkpoint.quality.strategy import Measure, Plan, Strategy, exactly
-from shrinkpoint.quality.trial import restored_state
 from shrinkpoint.schemes.base import SaveContext, Scheme
 from shrinkpoint.warn import warn
 
@@ -203,7 +202,7 @@ class Planner:
             averages_only = self._sees_averages_only(strategy, snapshot, comparison)
             snapshot.sees(averages_only=averages_only)
             save_context = replace(save_context, averages_only=averages_only)
-            plan = self._bounded(strategy, save_context, comparison, resume)
+            plan = self._bounded(strategy, save_context, snapshot, comparison, resume)
             if save_context.averages_only and not plan.is_exact:
                 plan = replace(plan, reason=f"{plan.reason}; {_AVERAGES_ONLY}")
             return plan
@@ -243,6 +242,7 @@ class Planner:
         self,
         strategy: Strategy,
         save_context: SaveContext,
+        snapshot: PlannedSnapshot,
         comparison: Comparison,
         resume: ResumedSteps | None,
     ) -> Plan:
@@ -253,7 +253,7 @@ class Planner:
         plan = self._settled(strategy, save_context, comparison, allowed, remains)
         if resume is None or plan.is_exact or not self._recovery.marks(plan.options, plan.scale):
             return plan
-        plan = self._probed(plan, save_context, resume)
+        plan = self._probed(plan, save_context, snapshot, resume)
         if _cost(plan).within(share):
             return plan
         outcome = f"after {max(plan.resumed)} resumed steps the loss was {plan.resumed[max(plan.resumed)].mean:+.3g}"
@@ -262,7 +262,7 @@ class Planner:
         plan = replace(plan, reason=f"{outcome}; {plan.reason}")
         if plan.is_exact:
             return plan
-        plan = self._probed(plan, save_context, resume)
+        plan = self._probed(plan, save_context, snapshot, resume)
         if _cost(plan).within(share):
             return plan
         return exactly(f"{outcome}, and with milder settings too: stored exactly")
@@ -312,14 +312,15 @@ class Planner:
             return exactly(f"{reason}: stored exactly")
         return plan if first is None else replace(plan, reason=f"{plan.reason}; with wider steps {first}")
 
-    def _probed(self, plan: Plan, save_context: SaveContext, resume: ResumedSteps) -> Plan:
+    def _probed(
+        self, plan: Plan, save_context: SaveContext, snapshot: PlannedSnapshot, resume: ResumedSteps
+    ) -> Plan:
         """The plan with a probe: the loss after some steps from a restore against the same steps from the true
         state."""
         marks = self._recovery.marks(plan.options, plan.scale) or self._recovery.shortest
         threads = self._config.encoder_threads
-        true = [losses_of(loss) for loss in resume(save_context.state.to_object(), marks)]
-        restored = restored_state(save_context.state, plan.scheme, save_context.reference, threads)
-        tried = [losses_of(loss) for loss in resume(restored.to_object(), marks)]
+        true = snapshot.stepped(resume, marks, save_context, None, threads)
+        tried = snapshot.stepped(resume, marks, save_context, plan.scheme, threads)
         at, floor = plan.rise or EXACT, self._config.loss_floor
         absolute = absolute_error(self._budget.share)
         rises = with_luck_of_falls(

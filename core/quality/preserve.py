@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-__all__ = ["is_plain_tensor", "preserved_state"]
+__all__ = ["is_plain_tensor", "own_part", "preserved_state"]
 
 # A longer container (such as a data set kept by a model) is assumed to change in its order only, not in its elements.
 _LOOKED_INTO = 100_000
@@ -32,12 +32,18 @@ def is_plain_tensor(tensor: torch.Tensor) -> bool:
     return type(tensor) in _TENSORS and tensor.layout == torch.strided and not tensor.is_meta
 
 
+def own_part(tensor: torch.Tensor) -> torch.Tensor | None:
+    """What this process has of a tensor: all of a plain one, its shard of a DTensor, None of any other."""
+    local = tensor if is_plain_tensor(tensor) else getattr(tensor, "_local_tensor", None)
+    return local if isinstance(local, torch.Tensor) and is_plain_tensor(local) else None
+
+
 @contextmanager
 def preserved_state(*roots: object) -> Iterator[None]:
     """Run a block, and then put back everything reachable from the roots bit by bit, after an error too.
 
     Tensors are copied to the host meanwhile, each piece of memory once, and get their values back in place, so that
-    references to them stay valid. Gradients are kept by reference, so the block must take its own. An object of any
+    references to them stay valid; of DTensors this process's shards. Gradients are kept by reference, so the block must take its own. An object of any
     other class is not looked into.
 
     Args:
@@ -106,24 +112,25 @@ class _Memory:
         return ()
 
     def _remember_tensor(self, tensor: torch.Tensor) -> None:
-        if not is_plain_tensor(tensor):
+        own = own_part(tensor)
+        if own is None:
             return
-        alias = tensor.detach()
+        alias = own.detach()
         gradient = tensor.grad if tensor.is_leaf else None
 
         def undo() -> None:
-            if _layout(tensor) != _layout(alias):
+            if own is tensor and _layout(tensor) != _layout(alias):
                 tensor.data = alias
             if tensor.is_leaf and tensor.grad is not gradient:
                 tensor.grad = gradient
 
         self._undo.append(undo)
-        storage = tensor.untyped_storage()
-        place = (tensor.device, storage.data_ptr())
+        storage = own.untyped_storage()
+        place = (own.device, storage.data_ptr())
         if storage.nbytes() and place not in self._storages:
             self._storages.add(place)
             with torch.inference_mode(False):  # a tensor of that mode could not be written afterwards
-                memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+                memory = torch.empty(0, dtype=torch.uint8, device=own.device).set_(storage)
             copy = memory.to("cpu", copy=True)
             self._undo.append(lambda: _write(memory, copy))
 

@@ -22,7 +22,7 @@ from torch.optim import optimizer as optimizer_hooks
 
 from shrinkpoint.errors import ConfigError, StateMismatchError
 from shrinkpoint.quality.evaluation import Loss, ResumedSteps, losses_of
-from shrinkpoint.quality.preserve import is_plain_tensor, preserved_state
+from shrinkpoint.quality.preserve import is_plain_tensor, own_part, preserved_state
 from shrinkpoint.state.rng import capture_rng, restore_rng
 
 __all__ = ["ResumedRun", "UntilFailure", "obstacle"]
@@ -45,6 +45,8 @@ class ResumedRun:
             eval mode and without gradients.
         clip: limits the gradients, as the training does before a step.
         scale: by which losses are multiplied and gradients divided, as a gradient scaler of half-precision training does.
+        settle: called before anything is written to the module's parameters, and before they are put back, where they are not
+            always in memory of their own: those that FSDP2 shards.
     """
 
     module: nn.Module
@@ -53,6 +55,7 @@ class ResumedRun:
     evaluate: Callable[[], Loss]
     clip: Callable[[], None] | None = None
     scale: float = 1.0
+    settle: Callable[[], None] = lambda: None
 
     def steps(
         self,
@@ -77,7 +80,13 @@ class ResumedRun:
             StateMismatchError: the state is another model's or optimizer's.
             ConfigError: there is no loss to differentiate.
         """
-        with torch.inference_mode(False), torch.enable_grad(), _left_alone(self.module, self.optimizers):
+        self.settle()
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            _left_alone(self.module, self.optimizers),
+            _at_the_end(self.settle),
+        ):
             _load_weights(self.module, weights)
             for optimizer, stored in zip(self.optimizers, optimizer_states, strict=True):
                 _load_optimizer(optimizer, stored)
@@ -171,21 +180,25 @@ class UntilFailure:
             )
 
 
-def obstacle(module: nn.Module, optimizers: Sequence[Optimizer], *, alone: bool = False) -> str | None:
+def obstacle(
+    module: nn.Module, optimizers: Sequence[Optimizer], *, alone: bool = False, shards: bool = False
+) -> str | None:
     """Why resumed steps could not be undone completely in this training; None where they can.
 
     Args:
         module: the live model.
         optimizers: all that train it.
         alone: whether it is certain that no step waits for another process.
+        shards: whether all processes that have shards of the model make the same steps together.
     """
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    if several and not alone:
+    if several and not (alone or shards):
         return "several processes train together"
     if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
         return "the model is compiled by torch.jit"
     tensors = [*_trained(module, optimizers), *module.buffers()]
-    if not all(is_plain_tensor(tensor) for tensor in tensors):
+    known = own_part if shards else _plain
+    if any(known(tensor) is None for tensor in tensors):
         return "some parameters or buffers are no plain tensors"
     if not {tensor.device for tensor in tensors} <= _restorable_devices():
         return "the model is on a device whose random numbers cannot be put back"
@@ -195,10 +208,14 @@ def obstacle(module: nn.Module, optimizers: Sequence[Optimizer], *, alone: bool 
         return "modules have hooks on their gradients"
     if any(getattr(optimizer_hooks, name, None) for name in _GLOBAL_HOOKS):
         return "there are hooks on all optimizers' steps"
-    return next(filter(None, (_optimizer_obstacle(optimizer) for optimizer in optimizers)), None)
+    return next(filter(None, (_optimizer_obstacle(optimizer, shards) for optimizer in optimizers)), None)
 
 
-def _optimizer_obstacle(optimizer: Optimizer) -> str | None:
+def _plain(tensor: torch.Tensor) -> torch.Tensor | None:
+    return tensor if is_plain_tensor(tensor) else None
+
+
+def _optimizer_obstacle(optimizer: Optimizer, shards: bool) -> str | None:
     kind = type(optimizer)
     attributes = vars(optimizer)
     if not isinstance(optimizer, Optimizer) or not {"state", "param_groups"} <= attributes.keys():
@@ -212,7 +229,7 @@ def _optimizer_obstacle(optimizer: Optimizer) -> str | None:
         on_gpu = any(parameter.is_cuda for parameter in group["params"])
         if group.get("differentiable") or (on_gpu and (group.get("fused") or group.get("capturable"))):
             return f"{kind.__name__} is differentiable, fused or capturable"
-    if not all(_is_copyable(entries) for entries in optimizer.state.values()):
+    if not all(_is_copyable(entries, shards) for entries in optimizer.state.values()):
         return f"{kind.__name__} keeps objects in its state"
     return None
 
@@ -222,13 +239,13 @@ def _must_be_given(parameter: inspect.Parameter) -> bool:
     return parameter.default is inspect.Parameter.empty and parameter.kind not in several
 
 
-def _is_copyable(value: Any) -> bool:
+def _is_copyable(value: Any, shards: bool) -> bool:
     if isinstance(value, torch.Tensor):
-        return is_plain_tensor(value)
+        return (own_part if shards else _plain)(value) is not None
     if type(value) is dict:
-        return all(_is_copyable(item) for item in value.values())
+        return all(_is_copyable(item, shards) for item in value.values())
     if type(value) in (list, tuple):
-        return all(_is_copyable(item) for item in value)
+        return all(_is_copyable(item, shards) for item in value)
     return value is None or isinstance(value, (bool, int, float, str))
 
 
@@ -260,6 +277,14 @@ def _left_alone(module: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[
             yield
     finally:
         restore_rng(rng)
+
+
+@contextmanager
+def _at_the_end(call: Callable[[], None]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        call()
 
 
 def _seed() -> None:

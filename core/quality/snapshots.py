@@ -1,9 +1,15 @@
 """A snapshot as the planner sees it: which of its weights can be quantized, and how its candidates are measured."""
 
+from collections.abc import Sequence
+
 import torch
 
 from shrinkpoint.quality.candidates import Candidates
+from shrinkpoint.quality.evaluation import ResumedSteps, losses_of
+from shrinkpoint.quality.measurement import Losses
 from shrinkpoint.quality.strategy import Measure, Strategy
+from shrinkpoint.quality.trial import restored_state
+from shrinkpoint.schemes.base import SaveContext, Scheme
 from shrinkpoint.state.training import Role, TrainingState
 
 __all__ = ["PlannedSnapshot"]
@@ -36,6 +42,28 @@ class PlannedSnapshot:
     def candidates(self) -> Candidates | None:
         """Its models, to be measured; None where there is no way to evaluate the model."""
         return None if self._measure is None else Candidates(self._state, self._measure)
+
+    def stepped(
+        self,
+        steps: ResumedSteps,
+        marks: Sequence[int],
+        save_context: SaveContext,
+        scheme: Scheme | None,
+        threads: int,
+    ) -> list[Losses]:
+        """The held-out losses after some steps from it, or from what a scheme restores of it.
+
+        Args:
+            steps: takes them.
+            marks: after how many.
+            save_context: of the save.
+            scheme: None takes the true state.
+            threads: parameters handled side by side.
+        """
+        state = self._state
+        if scheme is not None:
+            state = restored_state(state, scheme, save_context.reference, threads)
+        return [losses_of(loss) for loss in steps(state.to_object(), marks)]
 
     def sees(self, *, averages_only: bool) -> None:
         """Learn what the evaluation measures, before candidates are made.

@@ -46,6 +46,8 @@ class Status:
     exact: bool = False
     measures: bool = False
     """Whether it can evaluate candidates."""
+    steps: bool = False
+    """Whether it can take training steps from a restored state."""
     failed: bool = False
     """Whether the save before was not committed, as far as it knows."""
     fatal: ShrinkpointError | None = None
@@ -63,6 +65,7 @@ class Agreed:
     new_layout: bool
     exact: bool
     measures: bool
+    steps: bool
     failed: bool
 
 
@@ -83,6 +86,7 @@ def agree(ranks: Ranks, status: Status) -> Agreed:
         status.new_layout,
         status.exact,
         not status.measures,
+        not status.steps,
         status.failed,
     )
     numbers = [status.step, -status.step, status.link, -status.link, *map(int, flags)]
@@ -93,7 +97,7 @@ def agree(ranks: Ranks, status: Status) -> Agreed:
         raise ConfigError(
             f"the ranks are at different steps, {-most[2]} to {most[1]}: every rank must save in the same batch"
         )
-    busy, base, new_layout, exact, blind, failed = map(bool, most[5:])
+    busy, base, new_layout, exact, blind, still, failed = map(bool, most[5:])
     lost = most[3] < 0 or most[3] != -most[4]
     return Agreed(
         busy=busy,
@@ -101,6 +105,7 @@ def agree(ranks: Ranks, status: Status) -> Agreed:
         new_layout=new_layout,
         exact=exact,
         measures=not blind and not exact,
+        steps=not blind and not exact and not still,
         failed=failed,
     )
 

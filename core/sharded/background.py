@@ -54,6 +54,8 @@ class Save:
     """Of a planned save that training goes on from."""
     measures: bool = False
     """Whether the ranks evaluate candidates."""
+    steps: bool = False
+    """Whether they take steps from restored states."""
 
 
 class Background:
@@ -186,7 +188,7 @@ class Background:
         guard = Guard(save.optimizers, self._config.encoder_threads)
         plan = self._plan(save, state, guard)
         job = replace(job, state=TrainingState(job.state.tree, state.tensors, state.specs))
-        stored = store_part(self._store, self._config, job, plan, known)
+        stored = store_part(self._store, self._config, job, plan, known, tree=state.tree)
         if plan.is_exact or not self._config.guards or not save.optimizers:
             return stored
         return replace(stored, report={**stored.report, **_next_updates(guard)})
@@ -220,8 +222,9 @@ class Background:
         def measure(weights: Mapping[str, torch.Tensor]) -> Losses:
             return self._probe.measure(owned_weights(state, weights))
 
+        resume = self._probe.resume if save.steps else None
         if self._leader is not None:
-            return lead(self._leader, self._planner, context, measure)
+            return lead(self._leader, self._planner, context, measure, resume)
         assert self._planner.strategy is not None
         return follow(
             self._mailbox,
@@ -231,6 +234,7 @@ class Background:
             context,
             measure,
             guard,
+            resume,
             patience_s=self._patience_s,
         )
 

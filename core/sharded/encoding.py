@@ -73,6 +73,7 @@ def store_part(
     *,
     staged: StagedState | None = None,
     table: JSON = None,
+    tree: JSON = None,
 ) -> StoredPart:
     """Code a rank's tensors and put them into the run.
 
@@ -84,6 +85,7 @@ def store_part(
         known: `OwnState.digests` of the first rank, empty there and where they did not arrive.
         staged: the tensors that are quantized already; the job's state then has their restored values.
         table: plain data that takes the place of the rank's own (`shrinkpoint.dcp`).
+        tree: the plain data by which the rank's tensors are coded, such as its optimizers' settings; None takes the job's.
 
     Raises:
         ShrinkpointError: the state cannot be coded, or not be stored.
@@ -91,12 +93,16 @@ def store_part(
     started = time.perf_counter()
     own = job.own.without(known) if job.rank else OwnState()
     state = TrainingState(
-        job.state.tree if job.rank == 0 else None,
+        job.state.tree if tree is None else tree,
         {**job.state.tensors, **own.tensors},
         {**job.state.specs, **own.specs},
     )
     encoded = _encode(config, job, state, plan, staged)
-    checkpoint = replace(encoded.checkpoint, part=PartOf(job.rank, job.world, own.tree or table))
+    checkpoint = replace(
+        encoded.checkpoint,
+        tree=job.state.tree if job.rank == 0 else None,
+        part=PartOf(job.rank, job.world, own.tree or table),
+    )
     container = write_container(checkpoint)
     encoded_at = time.perf_counter()
     ref = store.put_part(data_key(job.step, job.session), container)

@@ -5,7 +5,7 @@ rank asks for: commands and answers are messages between background threads. The
 """
 
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -15,14 +15,14 @@ import torch
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import StoreError
 from shrinkpoint.quality.candidates import Candidates, Change
-from shrinkpoint.quality.evaluation import EvaluationUnavailableError
+from shrinkpoint.quality.evaluation import EvaluationUnavailableError, ResumedSteps, losses_of
 from shrinkpoint.quality.guards import Guard
 from shrinkpoint.quality.measurement import Losses
 from shrinkpoint.quality.planner import Guard as PlannersGuard
 from shrinkpoint.quality.planner import Planner
 from shrinkpoint.quality.snapshots import PlannedSnapshot
 from shrinkpoint.quality.strategy import Measure, Plan, Strategy, exactly
-from shrinkpoint.quality.trial import restored_model
+from shrinkpoint.quality.trial import restored_model, restored_state
 from shrinkpoint.schemes.auto.scheme import Auto
 from shrinkpoint.schemes.base import SaveContext, Scheme
 from shrinkpoint.schemes.catalogue import ENTRIES, build
@@ -117,7 +117,13 @@ def _command_key(number: int, index: int) -> str:
     return f"{number}/plan/{index}"
 
 
-def lead(leader: Leader, planner: Planner, save_context: SaveContext, measure: Measure) -> Plan:
+def lead(
+    leader: Leader,
+    planner: Planner,
+    save_context: SaveContext,
+    measure: Measure,
+    resume: ResumedSteps | None = None,
+) -> Plan:
     """Choose for all ranks, and let them know.
 
     Args:
@@ -125,13 +131,15 @@ def lead(leader: Leader, planner: Planner, save_context: SaveContext, measure: M
         planner: whose guard is this rank's.
         save_context: with this rank's tensors, and the sums of all ranks.
         measure: the losses of all ranks, for this rank's part of a candidate.
+        resume: the losses of all ranks after some steps, from this rank's part of a state; None where some rank takes none.
 
     Raises:
         StoreError: another rank has failed.
     """
     if planner.guard is not None:
         planner.guard = _SharedGuard(leader, planner.guard)
-    plan = planner.plan(save_context, None, snapshot=_SharedSnapshot(leader, save_context.state, measure))
+    snapshot = _SharedSnapshot(leader, save_context.state, measure)
+    plan = planner.plan(save_context, None, resume, snapshot=snapshot)
     leader.say(
         "plan",
         exact=plan.is_exact,
@@ -167,8 +175,34 @@ class _SharedSnapshot(PlannedSnapshot):
     def candidates(self) -> Candidates:
         return _SharedCandidates(self._leader, self._state, self._shared)
 
+    def stepped(
+        self,
+        steps: ResumedSteps,
+        marks: Sequence[int],
+        save_context: SaveContext,
+        scheme: Scheme | None,
+        threads: int,
+    ) -> list[Losses]:
+        settings = {} if scheme is None else _settings_of(scheme)
+        self._leader.say("steps", marks=list(marks), true=scheme is None, **settings)
+        return _stepped(steps, marks, save_context, scheme, threads)
+
     def sees(self, *, averages_only: bool) -> None:
         self._leader.averages_only = averages_only
+
+
+def _stepped(
+    steps: ResumedSteps,
+    marks: Sequence[int],
+    save_context: SaveContext,
+    scheme: Scheme | None,
+    threads: int = 1,
+) -> list[Losses]:
+    """The losses after some steps from this rank's part of the true state, or of what a scheme restores."""
+    state = save_context.state
+    if scheme is not None:
+        state = restored_state(state, scheme, save_context.reference, threads)
+    return [losses_of(loss) for loss in steps(state.tensors, marks)]
 
 
 class _SharedCandidates(Candidates):
@@ -209,6 +243,7 @@ class _SharedGuard:
     def __init__(self, leader: Leader, own: PlannersGuard) -> None:
         self._leader, self._own = leader, own
         self._moments = False
+        self._lost_steps = self._update_error = 0.0
 
     @property
     def refuses_moments(self) -> bool:
@@ -217,18 +252,21 @@ class _SharedGuard:
 
     @property
     def lost_steps(self) -> float:
-        """Of this rank's parameters; it is asked for after steps from a restored state only, which shards do not make."""
-        return self._own.lost_steps
+        """The most of any rank."""
+        return self._lost_steps
 
     @property
     def update_error(self) -> float:
-        """As `lost_steps`."""
-        return self._own.update_error
+        """The greatest of any rank."""
+        return self._update_error
 
     def __call__(self, save_context: SaveContext, scheme: Scheme) -> str | None:
         asked = self._leader.say("guard", **_settings_of(scheme))
         reasons = [(self._own(save_context, scheme), self._own.refuses_moments)]
-        reasons += [(answer["reason"], answer["moments"]) for answer in self._leader.answers(asked)]
+        answers = self._leader.answers(asked)
+        reasons += [(answer["reason"], answer["moments"]) for answer in answers]
+        self._lost_steps = max([self._own.lost_steps, *(answer["lost_steps"] for answer in answers)])
+        self._update_error = max([self._own.update_error, *(answer["update_error"] for answer in answers)])
         refused = [(reason, moments) for reason, moments in reasons if reason is not None]
         if not refused:
             return None
@@ -247,6 +285,7 @@ def follow(
     save_context: SaveContext,
     measure: Measure,
     guard: Guard,
+    resume: ResumedSteps | None = None,
     *,
     patience_s: float,
 ) -> Plan:
@@ -260,12 +299,13 @@ def follow(
         save_context: with this rank's tensors, and the sums of all ranks.
         measure: as of `lead`.
         guard: of this rank's tensors.
+        resume: as of `lead`.
         patience_s: seconds to wait for a command.
 
     Raises:
         StoreError: the first rank has failed, or is gone.
     """
-    own = _Follower(config, strategy, save_context, guard, Candidates(save_context.state, measure))
+    own = _Follower(config, strategy, save_context, guard, Candidates(save_context.state, measure), resume)
     for index in count():
         key = _command_key(number, index)
         command = sound(mailbox.wait(key, patience_s))
@@ -290,6 +330,7 @@ class _Follower:
     save_context: SaveContext
     guard: Guard
     candidates: Candidates
+    resume: ResumedSteps | None
 
     def answer(self, command: Mapping[str, Any]) -> dict[str, Any] | None:
         """Do what a command says; what the first rank waits for, if it does."""
@@ -298,11 +339,18 @@ class _Follower:
             return self._weights()
         if op == "guard":
             reason = self.guard(self._context(command), self._scheme(command))
-            return {"reason": reason, "moments": self.guard.refuses_moments}
+            return {
+                "reason": reason,
+                "moments": self.guard.refuses_moments,
+                "lost_steps": self.guard.lost_steps,
+                "update_error": self.guard.update_error,
+            }
         if op == "take":
             change = candidates.take(command["scale"], lambda: self._restored(command))
             return {"names": sorted(change.names), "squares": change.squares}
-        if op == "noisy":
+        if op == "steps":
+            self._step(command)
+        elif op == "noisy":
             candidates.noisy(command["share"], changed=command["changed"], averages=command["averages"])
         else:
             {"true": candidates.true, "restored": candidates.restored, "mirrored": candidates.mirrored}[op]()
@@ -318,6 +366,13 @@ class _Follower:
         finite, not_finite = snapshot.weights(self.strategy)
         averages, taken = snapshot.averages(self.strategy)
         return {"finite": finite[:1], "not_finite": not_finite, "averages": averages, "taken": taken}
+
+    def _step(self, command: Mapping[str, Any]) -> None:
+        if self.resume is None:
+            raise EvaluationUnavailableError("this rank takes no steps from a state")
+        context = self._context(command)
+        scheme = None if command["true"] else _scheme(self.config, context, command)
+        _stepped(self.resume, command["marks"], context, scheme)
 
     def _restored(self, command: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         context = self._context(command)

@@ -1,22 +1,28 @@
-"""Evaluations that all ranks make together, of candidates that their background threads have made.
+"""Evaluations, and steps from a state, that all ranks make together, of candidates that their background threads have made.
 
 The training threads look, in a collective of a few bytes at every batch while a save is being planned, whether all background
 threads wait for an evaluation. If so, the candidate's tensors travel from their owners into tensors with the model's shards, and
-every rank evaluates these in the model's place. What the ranks' evaluations come to is said over the store, since a rank whose
+every rank evaluates these in the model's place, or trains from them for some steps that are undone. What the ranks' evaluations come to is said over the store, since a rank whose
 evaluation has failed must enter no further collective: others may still be in one of the evaluation's own.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.quality.evaluation import Evaluate, EvaluationDesk, EvaluationUnavailableError, losses_of
+from shrinkpoint.quality.evaluation import (
+    Evaluate,
+    EvaluationDesk,
+    EvaluationUnavailableError,
+    ResumedSteps,
+    losses_of,
+)
 from shrinkpoint.quality.measurement import Losses
-from shrinkpoint.quality.trial import EVALUATED, evaluated
+from shrinkpoint.quality.trial import evaluated
 from shrinkpoint.sharded.boxes import Piece, pieces_of
 from shrinkpoint.sharded.layout import block_box
 from shrinkpoint.sharded.ranks import Mailbox, Ranks
@@ -76,10 +82,12 @@ class ProbedSave:
     """Of the save."""
     shards: Shards
     """Of the state that is saved."""
-    live: Mapping[str, torch.Tensor]
-    """The training's tensors that an evaluation may get, by name: only their layout is used."""
+    live: TrainingState
+    """The state, with DTensors: of its tensors only the layout is used."""
     evaluate: Evaluate
     """Gets DTensors with this rank's shards, and plain tensors, by their names in the model; a collective."""
+    resumed: ResumedSteps | None = None
+    """Steps from a state with this rank's shards; a collective. None takes none."""
     evaluations: int = 0
     """Made so far."""
     names: dict[str, str] = field(default_factory=dict)
@@ -87,24 +95,15 @@ class ProbedSave:
     speakers: tuple[int, ...] = ()
     """On the first rank: the ranks whose losses count. Others have the same batches as these, as with tensor parallelism."""
 
-    @classmethod
-    def of(cls, number: int, shards: Shards, live: TrainingState, evaluate: Evaluate) -> "ProbedSave":
-        """Of the state that is saved.
+    def targets(self, names: Collection[str]) -> tuple[dict[str, torch.Tensor], dict[str, list[Piece]]]:
+        """Memory for stored tensors: tensors with the layout of the training's own, and this rank's pieces of them.
 
         Args:
-            number: of the save.
-            shards: of the state.
-            live: the state, with DTensors.
-            evaluate: as below.
+            names: of the stored tensors.
         """
-        kept = {name: live.tensors[name] for name, spec in live.specs.items() if spec.tag.role in EVALUATED}
-        return cls(number, shards, kept, evaluate)
-
-    def targets(self) -> tuple[dict[str, torch.Tensor], dict[str, list[Piece]]]:
-        """Memory for a candidate: tensors with the layout of the training's own, and this rank's pieces of them."""
         tensors, pieces = {}, {}
-        for name in dict.fromkeys(block_box(self.shards.owners[stored][0])[0] for stored in self.names):
-            own = self.live.get(name)
+        for name in dict.fromkeys(block_box(self.shards.owners[stored][0])[0] for stored in names):
+            own = self.live.tensors.get(name)
             if own is None or tuple(own.shape) != self.shards.layout.specs[name].shape:
                 continue  # this rank has no such tensor
             mesh = getattr(own, "device_mesh", None)
@@ -150,6 +149,21 @@ class Probe:
             EvaluationUnavailableError: an evaluation has failed, a rank plans no longer, or this one's training has ended.
         """
         return self._desk.measure(weights)
+
+    def resume(self, tensors: object, marks: Sequence[int]) -> Sequence[tuple[float, ...]]:
+        """Wait until all ranks have trained from a state for some steps, and have come back.
+
+        Args:
+            tensors: what this rank owns of the state, by name.
+            marks: ascending numbers of optimizer steps, the same on every rank.
+
+        Returns:
+            The losses of all ranks after each; the same on every one.
+
+        Raises:
+            EvaluationUnavailableError: as `measure`.
+        """
+        return self._desk.resume(tensors, marks)
 
     def leave(self) -> None:
         """This rank asks for no evaluation any more."""
@@ -220,7 +234,10 @@ class Probe:
         return 0.0, bool(most[2])
 
     def _evaluate(self, save: ProbedSave) -> float:
-        seconds = self._desk.serve(lambda weights: self._losses(save, weights))
+        seconds = self._desk.serve(
+            lambda weights: self._losses(save, weights),
+            lambda tensors, marks: self._resumed(save, tensors, marks),
+        )
         if self._fatal is not None:
             fatal, self._fatal = self._fatal, None
             raise fatal
@@ -232,20 +249,50 @@ class Probe:
         if not save.names:
             for names in ranks.gather(dict(weights.evaluated_as)):
                 save.names |= names
-        tensors, pieces = ranks.on_every(save.targets)
-        shards = Shards(ranks, save.shards.layout, pieces, save.shards.owners)
-        spread(shards, [name for name in shards.owners if name in save.names], weights)
+        tensors = self._spread(save, save.names, weights)
         values = {}
         for name, key in save.names.items():
-            of, _ = block_box(shards.owners[name][0])
+            of, _ = block_box(save.shards.owners[name][0])
             if of in tensors:
                 values[key] = tensors[of]
         own: dict[str, Any]
         try:
-            own = {"losses": losses_of(save.evaluate(values))}
+            own = {"losses": [losses_of(save.evaluate(values))]}
         except Exception as error:  # noqa: BLE001 - all ranks learn of it
             own = {"error": f"{type(error).__name__}: {error}"}
-        del values, tensors, pieces, shards
+        del values, tensors
+        return self._of_all(save, own)[0]
+
+    def _resumed(self, save: ProbedSave, tensors: Any, marks: Sequence[int]) -> Sequence[Losses]:
+        assert save.resumed is not None
+        found = self._spread(save, save.shards.owners, tensors)
+        live = save.live
+        state = TrainingState(live.tree, {**live.tensors, **found}, live.specs).to_object()
+        own: dict[str, Any]
+        try:
+            own = {"losses": [losses_of(loss) for loss in save.resumed(state, marks)]}
+        except Exception as error:  # noqa: BLE001 - all ranks learn of it
+            own = {"error": f"{type(error).__name__}: {error}"}
+        del found, state
+        return self._of_all(save, own)
+
+    def _spread(
+        self, save: ProbedSave, names: Collection[str], values: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Stored tensors from their owners in this rank's shards; a collective.
+
+        Args:
+            save: the save.
+            names: of the stored tensors, the same on every rank.
+            values: those of them that this rank owns.
+        """
+        tensors, pieces = self._ranks.on_every(lambda: save.targets(names))
+        shards = Shards(self._ranks, save.shards.layout, pieces, save.shards.owners)
+        spread(shards, [name for name in shards.owners if name in names], values)
+        return tensors
+
+    def _of_all(self, save: ProbedSave, own: dict[str, Any]) -> list[Losses]:
+        """The losses of all ranks at each mark, from this rank's."""
         save.evaluations += 1
         self._made = {save.number: save.evaluations}
         try:
@@ -256,7 +303,7 @@ class Probe:
         if "error" in together:
             self._warn_failed(together["error"], own)
             raise EvaluationUnavailableError(together["error"])
-        return tuple(map(float, together["losses"]))
+        return [tuple(map(float, losses)) for losses in together["losses"]]
 
     def _warn_failed(self, error: str, own: Mapping[str, Any]) -> None:
         if self._ranks.rank == 0 and "error" not in own and not self._warned:
@@ -307,11 +354,12 @@ class Probe:
         for rank, one in enumerate(found):
             if "error" in one:
                 return {"error": f"on rank {rank}: {one['error']}"}
-        losses = [tuple(one["losses"]) for one in found]
+        losses = [[tuple(at_mark) for at_mark in one["losses"]] for one in found]
         if not save.speakers:
-            first = {own: rank for rank, own in reversed(list(enumerate(losses)))}
+            first = {tuple(own): rank for rank, own in reversed(list(enumerate(losses)))}
             save.speakers = tuple(sorted(first.values()))
-        return {"losses": [loss for rank in save.speakers for loss in losses[rank]]}
+        spoken = zip(*(losses[rank] for rank in save.speakers), strict=True)
+        return {"losses": [[loss for own in at_mark for loss in own] for at_mark in spoken]}
 
     def messages(self, number: int, world: int) -> list[str]:
         """The messages of a save's evaluations, which all ranks have read when the next save begins.

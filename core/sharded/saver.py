@@ -215,7 +215,8 @@ class ShardedSaver:
             evaluate: the losses with other weights in the model's place: gets this rank's shards as DTensors, and plain tensors, by
                 their names in the model; called on all ranks at the same time, by `poll`, `save` and `flush` only. Each rank's
                 losses are of its own batches; ranks with the same losses count once. None on any rank: nothing is measured.
-            resumed: not used: shards make no steps from a restored state.
+            resumed: the losses after steps from a state, which has this rank's shards as DTensors; called as `evaluate` is, on all
+                ranks at the same time. None on any rank: none are taken.
             optimizers: whose states are in `state`, in the same order.
             adoption: as of `Saver.save`; the ranks' tensors get the values that are stored before this returns.
             exact: store this one bit-exactly.
@@ -239,6 +240,7 @@ class ShardedSaver:
             new_layout=found is not None and found[1] != self._rank_tensors,
             exact=exact or (self.config.adopt and adoption is None),
             measures=evaluate is not None and measurable(self.config),
+            steps=resumed is not None,
         )
         assert found is not None
         if agreed.busy:
@@ -268,13 +270,14 @@ class ShardedSaver:
             began=self._publisher.open().now() if self._publisher else 0.0,
             takeover=takeover,
             measures=agreed.measures,
+            steps=agreed.steps,
         )
         self.blocked_s += save.blocked_s
         handed_over, background, probe = [save], self._background, self._probe
         assert background is not None
         assert probe is not None
         if agreed.measures and evaluate is not None:
-            probe.begin(ProbedSave.of(self._number, shards, found[0], evaluate))
+            probe.begin(ProbedSave(self._number, shards, found[0], evaluate, resumed))
         self._worker.submit(lambda: background.run(handed_over))
         accepted = Accepted(step=step, blocked_s=save.blocked_s)
         del save, job
@@ -307,6 +310,7 @@ class ShardedSaver:
         new_layout: bool = False,
         exact: bool = False,
         measures: bool = False,
+        steps: bool = False,
     ) -> Agreed:
         if self._background is None:
             raise ConfigError("call check() first, on every rank")
@@ -323,6 +327,7 @@ class ShardedSaver:
             new_layout=new_layout,
             exact=exact,
             measures=measures,
+            steps=steps,
             failed=not busy and background.failed,
             fatal=fatal,
             error=error,

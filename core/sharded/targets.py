@@ -13,7 +13,7 @@ from shrinkpoint.sharded.capture import captured
 from shrinkpoint.state.roles import describe_training, optimizer_parameter_names
 from shrinkpoint.state.training import TensorSpec
 
-__all__ = ["Targets", "require_model", "reshard", "target_for"]
+__all__ = ["Targets", "require_model", "reshard", "target_for", "unreduced"]
 
 
 def reshard(model: nn.Module) -> None:
@@ -21,6 +21,26 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if type(module).__name__.startswith("FSDP") and callable(again := getattr(module, "reshard", None)):
             again()
+
+
+def unreduced(model: nn.Module) -> str | None:
+    """Why steps taken now would change gradients of the training that FSDP2 has not reduced yet; None where there are none."""
+    for module in model.modules():
+        if not type(module).__name__.startswith("FSDP"):
+            continue
+        state_of = getattr(module, "_get_fsdp_state", None)
+        state = state_of() if callable(state_of) else None
+        groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.10 and newer
+        if groups is None:
+            group = getattr(state, "_fsdp_param_group", None)
+            groups = [] if group is None else [group]
+        for group in groups:
+            parts = getattr(group, "fsdp_params", ())
+            waiting = [getattr(part, "unsharded_accumulated_grad", None) for part in parts]
+            waiting.append(getattr(group, "_partial_reduce_output", None))
+            if not (group.reduce_grads and group.all_reduce_grads) or any(one is not None for one in waiting):
+                return "gradients of the model are not reduced yet"
+    return None
 
 
 class Targets:

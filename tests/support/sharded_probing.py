@@ -1,6 +1,7 @@
 """What ranks do in the tests of evaluations on shards."""
 
 import hashlib
+import math
 import random
 import warnings
 from collections.abc import Callable
@@ -114,7 +115,9 @@ def traces(rank: int, world: int, url: str, kind: str, measured: bool) -> Any:
         np.random.rand(2)
         return [loss(900).item(), loss(901).item()]
 
-    given = {"evaluate": evaluate} if measured else {}
+    given: dict[str, Any] = {}
+    if measured:
+        given = {"evaluate": evaluate, "train_loss": lambda index: loss(800 + index), **TRIAL}
     checkpointer = shrinkpoint.Checkpointer(
         url, model, optimizer, every=2, busy="wait", threads=1, save_last=False, **given
     )
@@ -147,7 +150,9 @@ def traces(rank: int, world: int, url: str, kind: str, measured: bool) -> Any:
             }
         )
     checkpointer.close()
-    return seen, [(report.measured, report.evaluations) for report in checkpointer.reports()]
+    return seen, [
+        (report.measured, report.evaluations, sorted(report.resumed)) for report in checkpointer.reports()
+    ]
 
 
 def _local(tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -156,6 +161,142 @@ def _local(tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
         for name, value in tensors.items()
         if value is not None
     }
+
+
+TRIAL = {"search_overhead": math.inf, "probe_steps": 4}
+"""Options by which every save is tried for as many steps."""
+
+
+def stepped(rank: int, world: int, url: str, kind: str, limit: int | None = None) -> Any:
+    """Save with trial steps.
+
+    Args:
+        limit: elements of a block.
+
+    Returns:
+        At each evaluation the trial steps taken by then, and a digest of the whole weights; and the reports.
+    """
+    model, optimizer = build(kind, world, rank, **SIZE)
+    train(model, optimizer, 0)
+    part, taken, seen = _part(kind, rank), list[int](), list[tuple[int, str]]()
+
+    def evaluate() -> list[float]:
+        own = losses_on(model, [2 * part, 2 * part + 1])
+        seen.append((len(taken), _digest_of(model, optimizer)))
+        return own
+
+    def train_loss(index: int) -> torch.Tensor:
+        taken.append(index)
+        return _trial_loss(model, index, part)
+
+    checkpointer = shrinkpoint.Checkpointer(
+        url,
+        model,
+        optimizer,
+        every=2,
+        busy="wait",
+        threads=1,
+        evaluate=evaluate,
+        train_loss=train_loss,
+        clip_grad_norm=_clip(kind),
+        save_last=False,
+        **TRIAL,
+    )
+    if limit is not None:
+        checkpointer.saver._limit = limit
+    checkpointer.resume()
+    for step in range(1, 3):
+        train(model, optimizer, step)
+        checkpointer.step(step)
+    checkpointer.close()
+    return taken, seen, list(checkpointer.reports())
+
+
+def trained(rank: int, world: int, url: str, kind: str, restored: bool) -> list[str]:
+    """Digests of the weights after two and four of the trial steps, taken by training itself.
+
+    Args:
+        url: of the run that `stepped` has written.
+        restored: whether from its checkpoint; else from the state that was saved.
+    """
+    model, optimizer = build(kind, world, rank, **SIZE)
+    if restored:
+        checkpointer = shrinkpoint.Checkpointer(url, model, optimizer, threads=1, save_last=False)
+        assert checkpointer.resume() == 2
+        checkpointer.close()
+    else:
+        for step in range(3):
+            train(model, optimizer, step)
+    found = []
+    for index in range(4):
+        optimizer.zero_grad()
+        _trial_loss(model, index, _part(kind, rank)).backward()
+        if (most := _clip(kind)) is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), most)
+        optimizer.step()
+        if index in (1, 3):
+            found.append(_digest_of(model, optimizer))
+    return found
+
+
+def _clip(kind: str) -> float | None:
+    """torch cannot clip gradients of several meshes together."""
+    return None if kind == "tp" else 0.5
+
+
+def _part(kind: str, rank: int) -> int:
+    """The ranks of one tensor-parallel group have the same batches."""
+    return rank // 2 if kind == "tp" else rank
+
+
+def _digest_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    found = full_state(model, optimizer)
+    return digest({name.removeprefix("model."): value for name, value in found.items() if "model." in name})
+
+
+def _trial_loss(model: nn.Module, index: int, part: int) -> torch.Tensor:
+    tokens, labels = batch(500 + 10 * index + part)
+    return nn.functional.cross_entropy(model(tokens).flatten(0, 1).float(), labels.flatten())
+
+
+def steps_failing(rank: int, world: int, url: str, how: str) -> Any:
+    """Trial steps that fail ``everywhere``, on one rank ``before`` it trains together with others, or ``never``.
+
+    Returns:
+        What reports say of each save, the weights' digests after it, and the warnings.
+    """
+    model, optimizer = build("fsdp", world, rank, **SIZE)
+
+    def train_loss(index: int) -> torch.Tensor:
+        if how == "everywhere" or (how == "before" and rank == 1):
+            raise RuntimeError("no batch")
+        return _trial_loss(model, index, rank)
+
+    digests = []
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        checkpointer = shrinkpoint.Checkpointer(
+            url,
+            model,
+            optimizer,
+            every=1,
+            busy="wait",
+            threads=1,
+            save_last=False,
+            evaluate=lambda: losses_on(model, [0, 1]),
+            train_loss=train_loss,
+            **TRIAL,
+        )
+        checkpointer.saver._probe._patience_s = 2.0  # type: ignore[union-attr]  # instead of 300
+        checkpointer.resume()
+        for step in range(1, 4):
+            train(model, optimizer, step)
+            checkpointer.step(step)
+            checkpointer.flush()
+            digests.append(_digest_of(model, optimizer))
+        checkpointer.close()
+    reported = [(report.measured, sorted(report.resumed)) for report in checkpointer.reports()]
+    return reported, digests, [str(warning.message) for warning in shown]
 
 
 def bounded(rank: int, world: int, url: str, options: dict[str, Any], steps: int = 2) -> Any:

@@ -5,7 +5,17 @@ from pathlib import Path
 import pytest
 import torch
 from support.sharded import launch
-from support.sharded_probing import bounded, digest, failing, leaves, shards_and_whole, traces
+from support.sharded_probing import (
+    bounded,
+    digest,
+    failing,
+    leaves,
+    shards_and_whole,
+    stepped,
+    steps_failing,
+    traces,
+    trained,
+)
 
 import shrinkpoint
 from shrinkpoint.saving.compilation import compile_coders
@@ -15,6 +25,12 @@ from shrinkpoint.saving.compilation import compile_coders
 def compiled() -> None:
     """Once here, and not by each of the ranks at the same time."""
     compile_coders("auto", "default")
+
+
+HSDP = pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 8),
+    reason="the backward pass of HSDP needs a GPU before torch 2.8",
+)
 
 
 def _compare(tmp_path: Path, kind: str, world: int, limit: int | None = None) -> None:
@@ -69,9 +85,10 @@ def test_evaluations_leave_no_trace(kind: str, tmp_path: Path) -> None:
     with_them = launch(traces, 2, tmp_path, str(tmp_path / "measured"), kind, True)
     without = launch(traces, 2, tmp_path, str(tmp_path / "unmeasured"), kind, False)
     for (seen, reports), (wanted, unmeasured) in zip(with_them, without, strict=True):
-        assert [measured for measured, _ in reports] == ["measured"] * 3
-        assert [measured for measured, _ in unmeasured] == ["unmeasured"] * 3
-        assert sum(evaluations for _, evaluations in reports) > 8
+        assert {measured for measured, *_ in reports} <= {"measured", "exact"}
+        assert [measured for measured, *_ in unmeasured] == ["unmeasured"] * 3
+        assert sum(evaluations for _, evaluations, _ in reports) > 8
+        assert ["2", "4"] in [steps for *_, steps in reports]
         for found, other in zip(seen, wanted, strict=True):
             _same(found, other)
 
@@ -90,6 +107,55 @@ def _same(found: object, wanted: object) -> None:
             _same(one, other)
     else:
         assert str(found) == str(wanted)
+
+
+def _try_steps(tmp_path: Path, kind: str, world: int, limit: int | None = None) -> None:
+    url = str(tmp_path / "run")
+    answers = launch(stepped, world, tmp_path, url, kind, limit)
+    taken, seen, [report] = answers[0]
+    assert taken == 2 * [0, 1, 2, 3], "from the true state, and from the restored one"
+    assert sorted(report.resumed) == ["2", "4"]
+    assert report.measured == "measured"
+    assert all(
+        (other[0], other[1], other[2][0].resumed) == (taken, seen, report.resumed) for other in answers
+    )
+    *_, two, four, again_two, again_four = seen
+    assert [steps for steps, _ in (two, four, again_two, again_four)] == [2, 4, 6, 8]
+    for restored, (first, second) in ((False, (two, four)), (True, (again_two, again_four))):
+        for found in launch(trained, world, tmp_path, url, kind, restored):
+            assert found == [first[1], second[1]], "training itself goes elsewhere"
+
+
+@pytest.mark.parametrize("limit", [None, 1000], ids=["whole", "blocks"])
+def test_trial_steps_on_shards_are_those_that_training_takes(limit: int | None, tmp_path: Path) -> None:
+    _try_steps(tmp_path, "fsdp", 2, limit)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "world"), [("fsdp", 3), ("bf16", 2), pytest.param("hsdp", 4, marks=HSDP), ("tp", 4)]
+)
+def test_trial_steps_are_those_that_training_takes_on_any_mesh(kind: str, world: int, tmp_path: Path) -> None:
+    _try_steps(tmp_path, kind, world)
+
+
+@pytest.mark.slow
+def test_trial_steps_that_fail_are_not_taken_again(tmp_path: Path) -> None:
+    answers = launch(steps_failing, 2, tmp_path, str(tmp_path / "run"), "everywhere")
+    wanted = launch(steps_failing, 2, tmp_path, str(tmp_path / "other"), "never")
+    for (reported, digests, _), (_, undisturbed, _) in zip(answers, wanted, strict=True):
+        assert [measured for measured, _ in reported] == ["exact", "measured", "measured"]
+        assert [steps for _, steps in reported] == [[], [], []]
+        assert digests == undisturbed
+    shown = [warning for *_, warnings in answers for warning in warnings]
+    assert any("resumed steps cannot be taken" in warning and "no batch" in warning for warning in shown)
+
+
+@pytest.mark.slow
+def test_a_rank_that_alone_leaves_trial_steps_ends_the_training_on_all(tmp_path: Path) -> None:
+    url = str(tmp_path / "run")
+    launch(steps_failing, 2, tmp_path, url, "before", ends=[3, 3], limit_s=60.0)
+    assert shrinkpoint.Saver(url).store.manifests() == []
 
 
 @pytest.mark.slow
