@@ -80,7 +80,8 @@ class Checkpointer:
         train_loss: the training loss of `model` on the i-th of some fixed training batches, i = 0, ..., `probe_steps` - 1
             (19; take them in turn if they are fewer), as training computes it (under autocast, if it does), unscaled.
             With `evaluate`, `max_degradation` is measured after some steps from a restore, which are made and undone
-            between two of the training's own. Called in train mode; it must not read from the training's iterators.
+            between two of the training's own. Called in train mode; it must not read from the training's iterators. Of a sharded
+            model it is called on all ranks at the same time, each with batches of its own.
         clip_grad_norm: the greatest norm of all gradients together, if training limits it.
         save_last: with `every`, save once more when training ends: at `close`, and after a Ctrl-C or SIGTERM, which
             takes effect at the next `step` (in single-process training, and of sharded models, whose ranks agree on the step
