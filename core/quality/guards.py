@@ -72,9 +72,9 @@ class Guard:
         return self.updates.lost_steps if self.updates is not None else 0.0
 
     @property
-    def update_error(self) -> float:
-        """Relative error of the first update after a restore under the last scheme checked; 0 where that is not known."""
-        return self.updates.error if self.updates is not None else 0.0
+    def update_error(self) -> float | None:
+        """Relative error of the first update after a restore under the last scheme checked; None where that is not known."""
+        return self.updates.error if self.updates is not None else None
 
     def __call__(self, save_context: SaveContext, scheme: Scheme) -> str | None:
         """Check the tensors that a scheme would restore.

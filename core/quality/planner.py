@@ -42,8 +42,8 @@ class Guard(Protocol):
         ...
 
     @property
-    def update_error(self) -> float:
-        """Relative error of the first update after a restore under the last plan checked; 0 where unknown."""
+    def update_error(self) -> float | None:
+        """Relative error of the first update after a restore under the last plan checked; None where unknown."""
         ...
 
     def __call__(self, save_context: SaveContext, scheme: Scheme) -> str | None:
@@ -52,6 +52,9 @@ class Guard(Protocol):
 
 
 _NAMED = 5
+_USUAL_ERROR = (
+    0.25  # of updates, where the optimizer could not be stepped: what most trainings of docs/bound.md have
+)
 _AIM = 0.7  # safety factor on a cost predicted by proportion
 _AVERAGES_ONLY = "averaged weights alone are measured, so that the network's own have mild steps"
 _MILDER = 3  # how many milder settings are tried where a guard refuses
@@ -333,6 +336,7 @@ class Planner:
             last = sum(true[-1]) / len(true[-1])
             fall = max(0.0, -relative_rise(last, plan.baseline, floor)) / marks[-1]
             lost, error = self.guard.lost_steps, self.guard.update_error
+            error = _USUAL_ERROR if error is None else error
             rises = {
                 mark: with_luck_of_updates(without_delay(rise, lost * fall), mark * fall, error)
                 for mark, rise in rises.items()

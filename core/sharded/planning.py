@@ -243,7 +243,8 @@ class _SharedGuard:
     def __init__(self, leader: Leader, own: PlannersGuard) -> None:
         self._leader, self._own = leader, own
         self._moments = False
-        self._lost_steps = self._update_error = 0.0
+        self._lost_steps = 0.0
+        self._update_error: float | None = None
 
     @property
     def refuses_moments(self) -> bool:
@@ -256,8 +257,8 @@ class _SharedGuard:
         return self._lost_steps
 
     @property
-    def update_error(self) -> float:
-        """The greatest of any rank."""
+    def update_error(self) -> float | None:
+        """The greatest of the ranks that know it."""
         return self._update_error
 
     def __call__(self, save_context: SaveContext, scheme: Scheme) -> str | None:
@@ -266,7 +267,8 @@ class _SharedGuard:
         answers = self._leader.answers(asked)
         reasons += [(answer["reason"], answer["moments"]) for answer in answers]
         self._lost_steps = max([self._own.lost_steps, *(answer["lost_steps"] for answer in answers)])
-        self._update_error = max([self._own.update_error, *(answer["update_error"] for answer in answers)])
+        errors = [self._own.update_error, *(answer["update_error"] for answer in answers)]
+        self._update_error = max((error for error in errors if error is not None), default=None)
         refused = [(reason, moments) for reason, moments in reasons if reason is not None]
         if not refused:
             return None

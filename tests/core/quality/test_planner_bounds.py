@@ -487,7 +487,7 @@ def test_a_report_holds_what_lost_steps_cost_and_what_is_reserved(states):
     assert second.whole.high == pytest.approx(second.degradation_high + delay)
 
 
-@pytest.mark.parametrize(("update_error", "kept"), [(0.0, False), (0.3, True)])
+@pytest.mark.parametrize(("update_error", "kept"), [(0.0, False), (0.3, True), (None, True)])
 def test_a_rise_that_updates_luck_explains_refuses_nothing(states, update_error, kept):
     """After eight steps from a steep start: the loss has fallen by a fifth, and from the restore by half a per cent less."""
     run = Run(states)
