@@ -19,6 +19,7 @@ __all__ = [
     "MORE_BATCHES",
     "KeptBatches",
     "RecentBatches",
+    "as_many",
     "loss_of",
     "metrics_preserved",
     "number_of",
@@ -171,6 +172,11 @@ class RecentBatches:
                 self._kept.popleft()
             self._current = _Kept()
             self._kept.append(self._current)
+
+
+def as_many(batches: list[list[Any]]) -> list[list[Any]]:
+    """The first ones of each rank's batches, as many on every rank; a collective."""
+    return batches[: min(gather(len(batches)))]
 
 
 def _nbytes(batch: Any) -> int:

@@ -67,8 +67,8 @@ class ShardedRun(RunSession):
 
     @property
     def probe_steps(self) -> int:
-        """None: on shards no steps are made from a restored state."""
-        return 0
+        """See `RunSession.probe_steps`; all ranks make them together, where they measure."""
+        return super().probe_steps if self.measures else 0
 
     fills_in_place = True
 
@@ -150,6 +150,7 @@ class ShardedRun(RunSession):
             describe=describe,
             metrics=metrics,
             evaluate=None if evaluate is None else self._warning(evaluate),
+            resumed=self._until_failure.guard(resumed),
             optimizers=optimizers,
             exact=exact,
             wait=last,

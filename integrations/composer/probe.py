@@ -66,15 +66,16 @@ class LossProbe:
 
         return evaluate
 
-    def measurement(self, state: State) -> Callable[[], tuple[float, ...]]:
+    def measurement(self, state: State, together: list[Any] | None = None) -> Callable[[], tuple[float, ...]]:
         """The losses of the model with its current weights on the batches that are kept now, even if others are kept
         later.
 
         Args:
             state: of the only process, or of the one that measures. The caller of the returned function puts the model
                 in eval mode, and back afterwards.
+            together: the batches to use where all ranks measure at the same time; None takes those that are kept.
         """
-        batches = list(self.kept.batches)
+        batches = list(self.kept.batches) if together is None else together
         return lambda: _losses(state, trained_module(state), batches)
 
     def evaluation_together(self, state: State) -> Callable[[Mapping[str, torch.Tensor]], tuple[float, ...]]:

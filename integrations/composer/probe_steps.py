@@ -5,6 +5,7 @@ computed on recent batches, and the rest of a step is implemented here, for trai
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,12 +15,14 @@ from composer.core import Event, Precision, State, get_precision_context
 from composer.utils import ensure_tuple
 from torch import nn
 
-from shrinkpoint.integrations.common.probe import RecentBatches, to_host
+from shrinkpoint.errors import ConfigError
+from shrinkpoint.integrations.common.probe import RecentBatches, as_many, to_host
 from shrinkpoint.integrations.composer.probe import LossProbe
 from shrinkpoint.integrations.composer.state import parameter_names, trained_module
 from shrinkpoint.loop.alone import alone, wrapper_obstacle
 from shrinkpoint.quality.evaluation import Loss, ResumedSteps
 from shrinkpoint.quality.resumed_steps import ResumedRun, obstacle
+from shrinkpoint.sharded.targets import reshard, unreduced
 
 __all__ = ["StepProbe"]
 
@@ -42,16 +45,18 @@ class StepProbe:
     Args:
         losses: measures the loss after the steps.
         steps: how many batches to keep, in host memory; 0 keeps none and makes none.
+        shards: whether each rank has shards of the model, and all make the steps together.
     """
 
-    def __init__(self, losses: LossProbe, *, steps: int) -> None:
+    def __init__(self, losses: LossProbe, *, steps: int, shards: bool = False) -> None:
         self._losses = losses
+        self._shards = shards
         self._recent = RecentBatches(steps)
         self._first = True
 
     def starts(self, state: State) -> None:
         """Keep no batches in a training that does not allow probes."""
-        if _obstacle(state) is not None:
+        if self._obstacle(state) is not None:
             self._recent.stop()
 
     def batch_starts(self) -> None:
@@ -64,12 +69,14 @@ class StepProbe:
         self._first = False
 
     def resumed(self, state: State) -> ResumedSteps | None:
-        """Resumed steps from a present `stored_state`; None where that is impossible.
+        """Resumed steps from a present `stored_state`, of shards `sharded_state`; None where that is impossible. Of shards a collective.
 
         Gradients are clipped as in training. No event is fired.
         """
-        batches = self._recent.take()
-        if not batches or _obstacle(state) is not None:
+        batches, together = self._recent.take(), None
+        if self._shards:
+            batches, together = as_many(batches), self._losses.kept.agreed()
+        if not batches or self._obstacle(state) is not None:
             return None
         module = trained_module(state)
         names = {stored: own for own, stored in parameter_names(module).items()}
@@ -78,25 +85,38 @@ class StepProbe:
             module=module,
             optimizers=[optimizer],
             losses=lambda index: _losses(state, module, batches[index % len(batches)]),
-            evaluate=self._losses.measurement(state),
+            evaluate=self._losses.measurement(state, together),
             clip=lambda: _clip(state, module),
             scale=_scale(state),
+            settle=lambda: reshard(module) if self._shards else None,
         )
 
         def resumed(stored: Any, marks: Sequence[int]) -> Sequence[Loss]:
             weights = {
                 names[name]: value for name, value in stored["state"]["model"].items() if name in names
             }
-            with alone():
+            reason = self._obstacle(state)
+            if reason is not None:
+                raise ConfigError(reason)
+            with nullcontext() if self._shards else alone():
                 return run.steps(
                     weights, [stored["state"]["optimizers"][type(optimizer).__qualname__]], marks
                 )
 
         return resumed
 
+    def _obstacle(self, state: State) -> str | None:
+        reason = _obstacle(state, shards=self._shards)
+        if reason is not None:
+            return reason
+        module = trained_module(state)
+        if self._shards:
+            return obstacle(module, state.optimizers, shards=True) or unreduced(module)
+        return wrapper_obstacle(state.model) or obstacle(module, state.optimizers, alone=True)
 
-def _obstacle(state: State) -> str | None:
-    if state.fsdp_enabled or state.precision not in _PRECISIONS:
+
+def _obstacle(state: State, *, shards: bool) -> str | None:
+    if state.fsdp_enabled is not shards or state.precision not in _PRECISIONS:
         return "the model is sharded, or its precision is a library's"
     if len(state.optimizers) != 1 or getattr(state.optimizers[0], "_step_supports_amp_closure", False):
         return "there are several optimizers, or one that computes the loss itself"
@@ -105,7 +125,7 @@ def _obstacle(state: State) -> str | None:
             algorithm.match(event, state) for event in _EVENTS_OF_A_STEP
         ):
             return f"{type(algorithm).__name__} takes part in every step"
-    return wrapper_obstacle(state.model) or obstacle(trained_module(state), state.optimizers, alone=True)
+    return None
 
 
 def _scale(state: State) -> float:
@@ -135,5 +155,5 @@ def _clip(state: State, module: nn.Module) -> None:
     for algorithm in state.algorithms:
         if isinstance(algorithm, GradientClipping):
             apply_gradient_clipping(
-                module, algorithm.clipping_type, algorithm.clipping_threshold, fsdp_enabled=False
+                module, algorithm.clipping_type, algorithm.clipping_threshold, fsdp_enabled=state.fsdp_enabled
             )

@@ -67,7 +67,7 @@ class ShardedSession(Session):
     def _keep_batches(self) -> None:
         if not self._shards.measures:
             self._probe.kept = KeptBatches(0)
-        self._steps = StepProbe(self._probe, steps=0)
+        self._steps = StepProbe(self._probe, steps=self.run.probe_steps, shards=True)
 
     def _require_adoptable(self, state: State) -> None:
         """Nothing: the owners' restored values travel back to the shards."""
@@ -146,12 +146,14 @@ class ShardedSession(Session):
         place = self._data.state(state)
         stored = on_every(lambda: sharded_state(state, place))
         self._own = {_PLACE: place}
+        measures = self._shards.measures
         saved = self._shards.hand_over(
             stored,
             step=batch,
             describe=describe_state(state),
             metrics=current_metrics(state),
-            evaluate=self._probe.evaluation_together(state) if self._shards.measures else None,
+            evaluate=self._probe.evaluation_together(state) if measures else None,
+            resumed=self._steps.resumed(state) if measures else None,
             optimizers=state.optimizers,
             exact=exact,
             last=last,

@@ -66,7 +66,7 @@ class ShardedSession(Session):
         self.run = self._shards
         if not self._shards.measures:
             self.probe.kept = KeptBatches(0)
-        self._steps = StepProbe(self.probe, steps=0)
+        self._steps = StepProbe(self.probe, steps=self.run.probe_steps, shards=True)
         self._own: Mapping[str, Mapping[str, Any]] = {}
         self._found: Targets | None = None
         # Lightning's own handler broadcasts, which is another collective than the other ranks are at.
@@ -161,12 +161,14 @@ class ShardedSession(Session):
             trainer.save_checkpoint(captured.path, weights_only=False)
         checkpoint = storable(captured.checkpoint())
         self._own = {POSITION_KEY: {key: checkpoint[POSITION_KEY][key] for key in OWN_KEYS}}
+        measures = self._shards.measures
         saved = self._shards.hand_over(
             checkpoint,
             step=trainer.global_step,
             describe=describe_checkpoint(trainer, module, checkpoint),
             metrics=finite_metrics(trainer),
-            evaluate=self.probe.evaluation_together(trainer, module) if self._shards.measures else None,
+            evaluate=self.probe.evaluation_together(trainer, module) if measures else None,
+            resumed=self._steps.resumed(trainer, module) if measures else None,
             optimizers=trainer.optimizers,
             exact=exact,
             last=last,

@@ -16,6 +16,7 @@ from support.sharded_composer import (
     hop,
     journey,
     killed,
+    measured,
     native,
     rest,
     signalled,
@@ -98,6 +99,17 @@ def test_killed_ranks_that_adopt_continue_bit_by_bit(tmp_path: Path) -> None:
     manifests = RunStore(tmp_path / "run-True").manifests()
     assert all(manifest.meta["adoption"]["planned"] for manifest in manifests)
     assert not any(manifest.meta["save"]["measured"] == "exact" for manifest in manifests)
+
+
+@pytest.mark.slow
+def test_measurements_and_trial_steps_leave_no_trace(tmp_path: Path) -> None:
+    lossy = launch(measured, 2, tmp_path, str(tmp_path / "auto"), "auto")
+    exact = launch(measured, 2, tmp_path, str(tmp_path / "lossless"), "lossless")
+    for (found, reports), (wanted, others) in zip(lossy, exact, strict=True):
+        assert_same(found.trace, wanted.trace)
+        assert_same(found.final, wanted.final)
+        assert {steps == ["2", "3"] for how, steps in reports if how == "measured"} == {True}
+        assert {how for how, _ in others} == {"exact"}
 
 
 @pytest.mark.slow

@@ -105,8 +105,8 @@ def test_measurements_leave_no_trace(tmp_path: Path) -> None:
     exact = launch(measured, 2, tmp_path, str(tmp_path / "lossless"), "lossless")
     for found, wanted in zip(lossy, exact, strict=True):
         assert_same(found[:3], wanted[:3])
-        assert found[3] == [(step, "measured", True) for step in (3, 6, 9)]
-        assert wanted[3] == [(step, "exact", False) for step in (3, 6, 9)]
+        assert found[3] == [(step, "measured", True, ["2", "3"]) for step in (3, 6, 9)]
+        assert wanted[3] == [(step, "exact", False, []) for step in (3, 6, 9)]
 
 
 @pytest.mark.slow

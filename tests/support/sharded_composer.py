@@ -1,5 +1,6 @@
 """What ranks do in the tests of Composer's trainings with shards: runs of `Tiny` that are ended and continued."""
 
+import math
 import os
 import random
 import signal
@@ -166,6 +167,15 @@ def adopting(rank: int, world: int, url: str, batch: int | None = None, adopt: b
     return fit(*seeded, *kill, callback, setup=setup_of("none"), **own, **SHARDED)
 
 
+def measured(rank: int, world: int, url: str, scheme: str) -> Any:
+    """A training whose checkpoints are measured, also after steps from them, or exact: what it was, and what reports say."""
+    prepare(rank, world)
+    seen: dict[str, Any] = {}
+    callback = saving(url, scheme=scheme, save_last=False, search_overhead=math.inf, probe_steps=3)
+    outcome = fit(Seeded(rank, 1), callback, Tried(seen, callback), setup=setup_of("none"), **SHARDED)
+    return outcome, seen["reports"]
+
+
 def signalled(
     rank: int, world: int, url: str, ranks: list[int], number: int, batch: int, algorithms: str = "none"
 ) -> Any:
@@ -243,6 +253,14 @@ class Keep(Callback):  # type: ignore[misc]
     def fit_end(self, state: Any, logger: Any) -> None:
         reports = self.callback._session.run.saver.reports()
         self.seen[self.name] = [(report.step, report.kind, report.measured) for report in reports]
+
+
+class Tried(Keep):
+    """The same, with the trial steps."""
+
+    def fit_end(self, state: Any, logger: Any) -> None:
+        reports = self.callback._session.run.saver.reports()
+        self.seen[self.name] = [(report.measured, sorted(report.resumed)) for report in reports]
 
 
 class Compare(Callback):  # type: ignore[misc]

@@ -1,5 +1,6 @@
 """What ranks do in the tests of Lightning's trainings with shards: a model, and runs of it that are ended and continued."""
 
+import math
 import os
 import random
 import signal
@@ -187,7 +188,7 @@ def adopting(rank: int, world: int, url: str, stop: int | None = None, adopt: bo
             time.sleep(0.01)
         die()
 
-    options = {"adopt": True, "guards": False} if adopt else {"guards": False}
+    options = {"adopt": True, "guards": False} if adopt else {"guards": False, "probe_steps": 0}
     callback = saving(url, scheme="auto", save_last=False, **options)
     kill = [At(stop, end)] if stop else []
     trainer, state = trained(
@@ -197,13 +198,15 @@ def adopting(rank: int, world: int, url: str, stop: int | None = None, adopt: bo
 
 
 def measured(rank: int, world: int, url: str, scheme: str) -> Any:
-    """A training whose checkpoints are measured on validation batches, or exact."""
+    """A training whose checkpoints are measured on validation batches, also after steps from them, or exact."""
     seed(rank, 1)
     module = Sharded()
-    callback = saving(url, scheme=scheme, save_last=False)
+    callback = saving(url, scheme=scheme, save_last=False, search_overhead=math.inf, probe_steps=3)
     trainer, state = trained(world, module, callback, max_steps=9, limit_val_batches=2, val_check_interval=2)
     reports = callback._session.run.saver.reports()
-    said = [(report.step, report.measured, report.evaluations > 1) for report in reports]
+    said = [
+        (report.step, report.measured, report.evaluations > 1, sorted(report.resumed)) for report in reports
+    ]
     return module.trace, state, counters(trainer), said
 
 
