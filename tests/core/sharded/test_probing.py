@@ -187,12 +187,10 @@ def test_moments_take_as_many_bytes_on_any_number_of_ranks(tmp_path: Path) -> No
     """Each rank must know the decays of its tensors' optimizer: with unknown ones, moments are stored more finely."""
     sizes = []
     for world in (1, 3):
-        options = {"options": {"weight_scale": 0.5}, "probe_steps": 0}
-        reports, *_ = launch(bounded, world, tmp_path, str(tmp_path / f"{world}"), options)[0]
-        assert {report.measured for report in reports} == {"measured"}
-        sizes.append([report.sections[role] for report in reports for role in ("exp_avg", "exp_avg_sq")])
+        _, _, [report] = launch(stepped, world, tmp_path, str(tmp_path / f"{world}"), "fsdp")[0]
+        sizes.append([report.sections[role] for role in ("exp_avg", "exp_avg_sq")])
     for one, three in zip(*sizes, strict=True):
-        assert three == pytest.approx(one, rel=0.02)
+        assert three == pytest.approx(one, rel=0.03)
 
 
 @pytest.mark.slow
