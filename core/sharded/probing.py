@@ -131,6 +131,8 @@ class Probe:
         self._fatal: Exception | None = None
         self._warned = False
         self._made: dict[int, int] = {}
+        self.takes_steps = True
+        """Whether there was always memory for the state that trial steps begin from; the same on every rank."""
 
     @property
     def seconds(self) -> float:
@@ -265,7 +267,15 @@ class Probe:
 
     def _resumed(self, save: ProbedSave, tensors: Any, marks: Sequence[int]) -> Sequence[Losses]:
         assert save.resumed is not None
-        found = self._spread(save, save.shards.owners, tensors)
+        try:
+            found = self._spread(save, save.shards.owners, tensors)
+        except Exception as error:
+            self.takes_steps = False
+            if self._ranks.rank == 0:
+                warn(
+                    f"the quality of checkpoints is measured at the restore alone: no steps can be taken from one ({error})"
+                )
+            raise
         live = save.live
         state = TrainingState(live.tree, {**live.tensors, **found}, live.specs).to_object()
         own: dict[str, Any]

@@ -240,7 +240,7 @@ class ShardedSaver:
             new_layout=found is not None and found[1] != self._rank_tensors,
             exact=exact or (self.config.adopt and adoption is None),
             measures=evaluate is not None and measurable(self.config),
-            steps=resumed is not None,
+            steps=resumed is not None and self._probe is not None and self._probe.takes_steps,
         )
         assert found is not None
         if agreed.busy:

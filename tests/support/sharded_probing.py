@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import shrinkpoint
+from shrinkpoint.sharded.probing import ProbedSave
 from shrinkpoint.state.rng import capture_rng
 
 warm()
@@ -260,7 +261,8 @@ def _trial_loss(model: nn.Module, index: int, part: int) -> torch.Tensor:
 
 
 def steps_failing(rank: int, world: int, url: str, how: str) -> Any:
-    """Trial steps that fail ``everywhere``, on one rank ``before`` it trains together with others, or ``never``.
+    """Trial steps that fail ``everywhere``, on one rank ``before`` it trains together with others, for want of ``memory`` on one,
+    or ``never``.
 
     Returns:
         What reports say of each save, the weights' digests after it, and the warnings.
@@ -272,6 +274,15 @@ def steps_failing(rank: int, world: int, url: str, how: str) -> Any:
             raise RuntimeError("no batch")
         return _trial_loss(model, index, rank)
 
+    targets = ProbedSave.targets
+
+    def too_many(save: ProbedSave, names: Any) -> Any:
+        if rank == 1 and any(name.endswith("exp_avg") for name in names):
+            raise MemoryError("no room for moments")
+        return targets(save, names)
+
+    if how == "memory":
+        ProbedSave.targets = too_many  # type: ignore[method-assign]
     digests = []
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("always")
