@@ -471,7 +471,6 @@ def test_mapped_expanded_and_other_tensors_that_stay(tmp_path):
 def test_saves_at_every_step_are_said_at_the_second(tmp_path):
     training = Training(average=False).save_to(tmp_path / "run", every=1, adoptions=STEPS)
     training.run(1)
-    training.checkpointer.flush()
     with pytest.warns(
         ShrinkpointWarning, match=r"training waits for \d+% of its time: .* s at this save, of .* s since"
     ):
