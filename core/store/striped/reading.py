@@ -117,8 +117,10 @@ class RangeReader:
         if not illness:
             return chosen
         hull = min(illness), max(illness) + 1
-        # To rebuild, every shard must reach over all of it.
-        chosen = {s: (p, (min(b[0], hull[0]), max(b[1], hull[1]))) for s, (p, b) in chosen.items()}
+        narrow = chosen
+        # To rebuild, every shard must reach over all of it. What was asked for in vain in this width is not asked for again.
+        wide = {s: (p, (min(b[0], hull[0]), max(b[1], hull[1]))) for s, (p, b) in chosen.items()}
+        chosen = {s: (p, b) for s, (p, b) in wide.items() if (s, p, *b) not in self._tried}
         short = self._cut.k - min(self._count(block) for block in illness) - len(chosen)
         for ill in (False, True):
             for place in range(self._cut.shards):
@@ -130,6 +132,7 @@ class RangeReader:
                 if store is not None:
                     chosen[store] = place, hull
                     short -= 1
+        chosen = chosen or narrow
         if not chosen:
             sound = min(self._count(block) for block in lacking)
             raise Insufficient(

@@ -149,6 +149,32 @@ def test_damage_in_some_shards_while_another_store_is_blank() -> None:
     assert chains(stores)[0][1] == [data]
 
 
+@pytest.mark.timeout(60)
+def test_damage_in_some_shards_while_one_store_is_blank_and_another_fails_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before, the same damaged shards were read again and again, for ever."""
+    stores = Stores(5, 2)
+    data = os.urandom(9 * BLOCK)
+    stores.run().writer().commit(data, step=1, kind="base", parent=None, state_digest="", meta={})
+    for store in range(2):
+        [name] = stores.shards(store)
+        stores.damage(store, str(name), name.geometry.header_bytes + store * BLOCK + 7)
+    stores.each[2] = NamedFake("new")
+    failed: list[str] = []
+    original = stores.each[3].get
+
+    def fails_once(key: str, *arguments: Any, **more: Any) -> bytes:
+        if key.startswith("data/") and not failed:
+            failed.append(key)
+            raise StoreError("does not answer")
+        return original(key, *arguments, **more)
+
+    monkeypatch.setattr(stores.each[3], "get", fails_once)
+    assert chains(stores)[0][1] == [data]
+    assert len(failed) == 1
+
+
 def test_a_shard_that_arrives_damaged_once_while_another_store_is_blank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
