@@ -78,8 +78,8 @@ class Rise:
 
     @property
     def high(self) -> float:
-        """Upper end of the interval."""
-        return self.mean + CONFIDENCE * self.error
+        """Upper end of the interval. A fall counts as no rise: a restore does no good, and as much luck could have raised the loss."""
+        return max(self.mean, 0.0) + CONFIDENCE * self.error
 
     @property
     def is_significant(self) -> bool:

@@ -10,7 +10,14 @@ from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.quality.comparison import BlindEvaluationError, Comparison
 from shrinkpoint.quality.evaluation import EvaluationUnavailableError, ResumedSteps
-from shrinkpoint.quality.measurement import EXACT, Rise, absolute_error, relative_rise, single_rise
+from shrinkpoint.quality.measurement import (
+    CONFIDENCE,
+    EXACT,
+    Rise,
+    absolute_error,
+    relative_rise,
+    single_rise,
+)
 from shrinkpoint.quality.recovery import (
     RecoveryEstimate,
     with_luck_of_falls,
@@ -283,7 +290,7 @@ class Planner:
         plan = replace(
             self._guarded(strategy, save_context, plan, comparison, allowed), baseline=comparison.loss
         )
-        if plan.rise is not None and plan.rise.high - plan.rise.low > allowed:
+        if plan.rise is not None and 2 * _half(plan.rise) > allowed:
             plan = replace(
                 plan,
                 reason=f"{plan.reason}; this is known from {_batches(plan.rise)} to ±{_half(plan.rise):.2g} only",
@@ -438,7 +445,7 @@ def _cost(plan: Plan) -> Rise:
 
 
 def _half(rise: Rise) -> float:
-    return (rise.high - rise.low) / 2
+    return CONFIDENCE * rise.error
 
 
 def _batches(rise: Rise) -> str:
@@ -450,4 +457,4 @@ def _stricter(plan: Plan, share: float) -> float:
     at, cost = plan.rise or EXACT, _cost(plan)
     if not math.isfinite(cost.high):
         return _AIM * share / 4  # four times narrower steps at least
-    return _AIM * max(at.high, 0.0) * share / cost.high
+    return _AIM * at.high * share / cost.high

@@ -487,6 +487,16 @@ def test_a_report_holds_what_lost_steps_cost_and_what_is_reserved(states):
     assert second.whole.high == pytest.approx(second.degradation_high + delay)
 
 
+def test_a_lucky_fall_narrows_the_steps_as_a_rise_does_and_is_not_stored_exactly(states):
+    """How far a loss falls at the restore by chance says how far another may rise."""
+    fallen, risen, none = (Run(states, slope=slope).save(resume=False) for slope in (-3e-3, 3e-3, 1e-6))
+    assert fallen.scheme.name == risen.scheme.name == "auto"
+    assert fallen.degradation <= 0 < fallen.degradation_high <= 0.0005
+    assert risen.scale <= fallen.scale < none.scale
+    tried = Run(states, slope=-3e-3).save()
+    assert tried.scale == fallen.scale
+
+
 @pytest.mark.parametrize(("update_error", "kept"), [(0.0, False), (0.3, True), (None, True)])
 def test_a_rise_that_updates_luck_explains_refuses_nothing(states, update_error, kept):
     """After eight steps from a steep start: the loss has fallen by a fifth, and from the restore by half a per cent less."""
