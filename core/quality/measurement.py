@@ -79,7 +79,8 @@ class Rise:
     @property
     def high(self) -> float:
         """Upper end of the interval. A fall counts as no rise: a restore does no good, and as much luck could have raised the loss."""
-        return max(self.mean, 0.0) + CONFIDENCE * self.error
+        fell = math.isfinite(self.mean) and self.mean < 0
+        return (0.0 if fell else self.mean) + CONFIDENCE * self.error
 
     @property
     def is_significant(self) -> bool:
