@@ -10,6 +10,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from shrinkpoint.config import SaverConfig
+from shrinkpoint.errors import ConfigError
 from shrinkpoint.loop.objects import LoopObjects
 from shrinkpoint.quality.evaluation import Evaluate, Loss, ResumedSteps, losses_of
 from shrinkpoint.quality.resumed_steps import ResumedRun, UntilFailure
@@ -92,6 +93,9 @@ class LoopMeasurements:
         describe = objects.describe()
 
         def resumed(state: Any, marks: Sequence[int]) -> Sequence[Loss]:
+            changed = objects.obstacle()
+            if changed is not None:
+                raise ConfigError(changed)
             found = objects.captured({"stateful": state["stateful"]}, describe)
             values = {
                 name: found.tensors[name]

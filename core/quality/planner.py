@@ -59,9 +59,8 @@ class Guard(Protocol):
 
 
 _NAMED = 5
-_USUAL_ERROR = (
-    0.25  # of updates, where the optimizer could not be stepped: what most trainings of docs/bound.md have
-)
+# Of updates, where the optimizer could not be stepped: what most trainings of docs/bound.md have.
+_USUAL_ERROR = 0.25
 _AIM = 0.7  # safety factor on a cost predicted by proportion
 _AVERAGES_ONLY = "averaged weights alone are measured, so that the network's own have mild steps"
 _MILDER = 3  # how many milder settings are tried where a guard refuses

@@ -63,7 +63,11 @@ class PlannedSnapshot:
         state = self._state
         if scheme is not None:
             state = restored_state(state, scheme, save_context.reference, threads)
-        return [losses_of(loss) for loss in steps(state.to_object(), marks)]
+        return [losses_of(loss) for loss in steps(self._given(state), marks)]
+
+    def _given(self, state: TrainingState) -> object:
+        """What steps are given of a state."""
+        return state.to_object()
 
     def sees(self, *, averages_only: bool) -> None:
         """Learn what the evaluation measures, before candidates are made.

@@ -15,14 +15,14 @@ import torch
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import StoreError
 from shrinkpoint.quality.candidates import Candidates, Change
-from shrinkpoint.quality.evaluation import EvaluationUnavailableError, ResumedSteps, losses_of
+from shrinkpoint.quality.evaluation import EvaluationUnavailableError, ResumedSteps
 from shrinkpoint.quality.guards import Guard
 from shrinkpoint.quality.measurement import Losses
 from shrinkpoint.quality.planner import Guard as PlannersGuard
 from shrinkpoint.quality.planner import Planner
 from shrinkpoint.quality.snapshots import PlannedSnapshot
 from shrinkpoint.quality.strategy import Measure, Plan, Strategy, exactly
-from shrinkpoint.quality.trial import restored_model, restored_state
+from shrinkpoint.quality.trial import restored_model
 from shrinkpoint.schemes.auto.scheme import Auto
 from shrinkpoint.schemes.base import SaveContext, Scheme
 from shrinkpoint.schemes.catalogue import ENTRIES, build
@@ -151,7 +151,14 @@ def lead(
     return plan
 
 
-class _SharedSnapshot(PlannedSnapshot):
+class _OwnSnapshot(PlannedSnapshot):
+    """This rank's part of a snapshot: steps get its tensors by name."""
+
+    def _given(self, state: TrainingState) -> object:
+        return state.tensors
+
+
+class _SharedSnapshot(_OwnSnapshot):
     def __init__(self, leader: Leader, state: TrainingState, measure: Measure) -> None:
         super().__init__(state, measure)
         self._leader = leader
@@ -185,24 +192,10 @@ class _SharedSnapshot(PlannedSnapshot):
     ) -> list[Losses]:
         settings = {} if scheme is None else _settings_of(scheme)
         self._leader.say("steps", marks=list(marks), true=scheme is None, **settings)
-        return _stepped(steps, marks, save_context, scheme, threads)
+        return super().stepped(steps, marks, save_context, scheme, threads)
 
     def sees(self, *, averages_only: bool) -> None:
         self._leader.averages_only = averages_only
-
-
-def _stepped(
-    steps: ResumedSteps,
-    marks: Sequence[int],
-    save_context: SaveContext,
-    scheme: Scheme | None,
-    threads: int = 1,
-) -> list[Losses]:
-    """The losses after some steps from this rank's part of the true state, or of what a scheme restores."""
-    state = save_context.state
-    if scheme is not None:
-        state = restored_state(state, scheme, save_context.reference, threads)
-    return [losses_of(loss) for loss in steps(state.tensors, marks)]
 
 
 class _SharedCandidates(Candidates):
@@ -374,7 +367,7 @@ class _Follower:
             raise EvaluationUnavailableError("this rank takes no steps from a state")
         context = self._context(command)
         scheme = None if command["true"] else _scheme(self.config, context, command)
-        _stepped(self.resume, command["marks"], context, scheme)
+        _OwnSnapshot(context.state, None).stepped(self.resume, command["marks"], context, scheme, 1)
 
     def _restored(self, command: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         context = self._context(command)

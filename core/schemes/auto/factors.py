@@ -103,9 +103,8 @@ class Factors:
         Args:
             values: fp32 (rows, columns), as those that these factors are of.
         """
-        stride = (
-            values.size // _SAMPLE | 1
-        )  # odd: it takes all columns of a matrix that has a power of two of them
+        # odd: it takes all columns of a matrix that has a power of two of them
+        stride = values.size // _SAMPLE | 1
         sample, product = values.reshape(-1)[::stride], self.product()[::stride]
         used = (sample > 0) & (product > 0)
         octaves = np.log2(sample[used].astype(np.float64)) - np.log2(product[used].astype(np.float64))

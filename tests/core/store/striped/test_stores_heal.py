@@ -132,8 +132,8 @@ def test_damage_in_every_shard_but_different_blocks() -> None:
     assert chains(stores)[0][1] == [data]
 
 
-def test_damage_in_some_shards_while_another_store_is_blank() -> None:
-    """Before, the damaged shards were repaired, and the blank store stayed without its own: the next losses were too many."""
+def damaged_and_blank() -> tuple[Stores, bytes]:
+    """Five stores of which two have a damaged shard each, in different blocks, and a third is blank; and what they hold."""
     stores = Stores(5, 2)
     data = os.urandom(9 * BLOCK)
     stores.run().writer().commit(data, step=1, kind="base", parent=None, state_digest="", meta={})
@@ -141,6 +141,12 @@ def test_damage_in_some_shards_while_another_store_is_blank() -> None:
         [name] = stores.shards(store)
         stores.damage(store, str(name), name.geometry.header_bytes + store * BLOCK + 7)
     stores.each[2] = NamedFake("new")
+    return stores, data
+
+
+def test_damage_in_some_shards_while_another_store_is_blank() -> None:
+    """Before, the damaged shards were repaired, and the blank store stayed without its own: the next losses were too many."""
+    stores, data = damaged_and_blank()
     done = healed(stores)
     assert (done.joined, done.shards, done.repaired, done.lost) == ((3,), 1, 2, {})
     assert surveyed(stores).redundancy == 2
@@ -154,13 +160,7 @@ def test_damage_in_some_shards_while_one_store_is_blank_and_another_fails_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Before, the same damaged shards were read again and again, for ever."""
-    stores = Stores(5, 2)
-    data = os.urandom(9 * BLOCK)
-    stores.run().writer().commit(data, step=1, kind="base", parent=None, state_digest="", meta={})
-    for store in range(2):
-        [name] = stores.shards(store)
-        stores.damage(store, str(name), name.geometry.header_bytes + store * BLOCK + 7)
-    stores.each[2] = NamedFake("new")
+    stores, data = damaged_and_blank()
     failed: list[str] = []
     original = stores.each[3].get
 
