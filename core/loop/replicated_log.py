@@ -20,7 +20,7 @@ from shrinkpoint.steps.exact import ExactLog
 from shrinkpoint.steps.hyperparameters import parameters_of
 from shrinkpoint.steps.opening import TrainingLog
 from shrinkpoint.steps.options import StepLog, steps_of_segment
-from shrinkpoint.steps.recorder import CannotLogError
+from shrinkpoint.steps.supervision import CannotLogError
 
 __all__ = ["ReplicatedLog"]
 

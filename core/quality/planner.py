@@ -4,64 +4,25 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.quality.comparison import BlindEvaluationError, Comparison
 from shrinkpoint.quality.evaluation import EvaluationUnavailableError, ResumedSteps
-from shrinkpoint.quality.measurement import (
-    CONFIDENCE,
-    EXACT,
-    Rise,
-    absolute_error,
-    relative_rise,
-    single_rise,
-)
-from shrinkpoint.quality.recovery import (
-    RecoveryEstimate,
-    with_luck_of_falls,
-    with_luck_of_updates,
-    without_delay,
-    without_luck,
-)
+from shrinkpoint.quality.measurement import CONFIDENCE, EXACT, Rise
+from shrinkpoint.quality.probe import Probe, stricter
+from shrinkpoint.quality.recovery import RecoveryEstimate
 from shrinkpoint.quality.restore_budget import RestoreCost, budget_of, fall_of, measured_share, restore_cost
 from shrinkpoint.quality.snapshots import PlannedSnapshot
 from shrinkpoint.quality.strategies import strategy_of
-from shrinkpoint.quality.strategy import Measure, Plan, Strategy, exactly
-from shrinkpoint.schemes.base import SaveContext, Scheme
+from shrinkpoint.quality.strategy import Guard, Measure, Plan, Strategy, exactly
+from shrinkpoint.schemes.base import SaveContext
 from shrinkpoint.warn import warn
 
-__all__ = ["Guard", "Measure", "Plan", "Planner"]
-
-
-class Guard(Protocol):
-    """Accepts or refuses a lossy plan by its tensors alone, see `shrinkpoint.quality.guards`."""
-
-    @property
-    def refuses_moments(self) -> bool:
-        """Whether the last refusal was for the optimizer's state: less noise in the weights would not help."""
-        ...
-
-    @property
-    def lost_steps(self) -> float:
-        """Training steps that a restore under the last plan checked would set training back by; 0 where unknown."""
-        ...
-
-    @property
-    def update_error(self) -> float | None:
-        """Relative error of the first update after a restore under the last plan checked; None where unknown."""
-        ...
-
-    def __call__(self, save_context: SaveContext, scheme: Scheme) -> str | None:
-        """Why a lossy scheme must not store a snapshot, or None where it may."""
-        ...
+__all__ = ["Planner"]
 
 
 _NAMED = 5
-# Of updates, where the optimizer could not be stepped: what most trainings of docs/bound.md have.
-_USUAL_ERROR = 0.25
-_AIM = 0.7  # safety factor on a cost predicted by proportion
 _AVERAGES_ONLY = "averaged weights alone are measured, so that the network's own have mild steps"
 _MILDER = 3  # how many milder settings are tried where a guard refuses
 
@@ -148,7 +109,7 @@ class Planner:
             return None
         if plan.is_exact:
             return RestoreCost(0.0, 0.0)
-        measured = max(plan.rise, _cost(plan), key=lambda rise: rise.high)
+        measured = max(plan.rise, plan.lasting, key=lambda rise: rise.high)
         fall = 0.0
         if self._baseline is not None and plan.baseline is not None and math.isfinite(plan.baseline):
             fall = fall_of(self._baseline, (step, plan.baseline), self._config.loss_floor)
@@ -262,17 +223,18 @@ class Planner:
         plan = self._settled(strategy, save_context, comparison, allowed, remains)
         if resume is None or plan.is_exact or not self._recovery.marks(plan.options, plan.scale):
             return plan
-        plan = self._probed(plan, save_context, snapshot, resume)
-        if _cost(plan).within(share):
+        probe = Probe(self._config, self._recovery, share, self.guard)
+        plan = probe.of(plan, save_context, snapshot, resume)
+        if plan.lasting.within(share):
             return plan
         outcome = f"after {max(plan.resumed)} resumed steps the loss was {plan.resumed[max(plan.resumed)].mean:+.3g}"
-        allowed = _stricter(plan, share)
+        allowed = stricter(plan, share)
         plan = self._settled(strategy, save_context, comparison, allowed, self._recovery.remains)
         plan = replace(plan, reason=f"{outcome}; {plan.reason}")
         if plan.is_exact:
             return plan
-        plan = self._probed(plan, save_context, snapshot, resume)
-        if _cost(plan).within(share):
+        plan = probe.of(plan, save_context, snapshot, resume)
+        if plan.lasting.within(share):
             return plan
         return exactly(f"{outcome}, and with milder settings too: stored exactly")
 
@@ -320,35 +282,6 @@ class Planner:
         if reason is not None:
             return exactly(f"{reason}: stored exactly")
         return plan if first is None else replace(plan, reason=f"{plan.reason}; with wider steps {first}")
-
-    def _probed(
-        self, plan: Plan, save_context: SaveContext, snapshot: PlannedSnapshot, resume: ResumedSteps
-    ) -> Plan:
-        """The plan with a probe: the loss after some steps from a restore against the same steps from the true
-        state."""
-        marks = self._recovery.marks(plan.options, plan.scale) or self._recovery.shortest
-        threads = self._config.encoder_threads
-        true = snapshot.stepped(resume, marks, save_context, None, threads)
-        tried = snapshot.stepped(resume, marks, save_context, plan.scheme, threads)
-        at, floor = plan.rise or EXACT, self._config.loss_floor
-        absolute = absolute_error(self._budget.share)
-        rises = with_luck_of_falls(
-            {
-                mark: without_luck(single_rise(losses, baseline, floor=floor, absolute=absolute), at)
-                for mark, losses, baseline in zip(marks, tried, true, strict=True)
-            }
-        )
-        if self.guard is not None and plan.baseline is not None:
-            last = sum(true[-1]) / len(true[-1])
-            fall = max(0.0, -relative_rise(last, plan.baseline, floor)) / marks[-1]
-            lost, error = self.guard.lost_steps, self.guard.update_error
-            error = _USUAL_ERROR if error is None else error
-            rises = {
-                mark: with_luck_of_updates(without_delay(rise, lost * fall), mark * fall, error)
-                for mark, rise in rises.items()
-            }
-        cost = self._recovery.measured(at, rises, plan.options, plan.scale)
-        return replace(plan, resumed=rises, cost=cost)
 
     def _warn_not_finite(self, names: Sequence[str]) -> None:
         if names:
@@ -439,21 +372,9 @@ def _baseline_of(stored: object) -> tuple[int, float] | None:
     return None
 
 
-def _cost(plan: Plan) -> Rise:
-    return plan.cost or EXACT
-
-
 def _half(rise: Rise) -> float:
     return CONFIDENCE * rise.error
 
 
 def _batches(rise: Rise) -> str:
     return "one number" if rise.batches < 2 else f"{rise.batches} batches"
-
-
-def _stricter(plan: Plan, share: float) -> float:
-    """The rise allowed at the restore so that the lasting rise is `share`, by proportion."""
-    at, cost = plan.rise or EXACT, _cost(plan)
-    if not math.isfinite(cost.high):
-        return _AIM * share / 4  # four times narrower steps at least
-    return _AIM * at.high * share / cost.high

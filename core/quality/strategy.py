@@ -1,4 +1,4 @@
-"""The interface between planner and strategies: `Strategy` chooses a scheme's settings, `Plan` carries the choice."""
+"""The interfaces of the planner: a `Strategy` chooses a scheme's settings, `Plan` carries the choice, a `Guard` may refuse it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from shrinkpoint.schemes.base import SaveContext, Scheme
 from shrinkpoint.schemes.lossless.scheme import Lossless
 from shrinkpoint.state.training import TensorSpec
 
-__all__ = ["Measure", "Plan", "Strategy", "exactly"]
+__all__ = ["Guard", "Measure", "Plan", "Strategy", "exactly"]
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,11 @@ class Plan:
         return None if self.rise is None else self.rise.luck
 
     @property
+    def lasting(self) -> Rise:
+        """The rise that training does not recover; zero where it is not known."""
+        return self.cost or EXACT
+
+    @property
     def measured(self) -> Measured:
         """Whether the degradation was measured, is 0 by exactness, or is unknown."""
         if self.is_exact:
@@ -80,6 +85,29 @@ class Plan:
     def is_exact(self) -> bool:
         """Whether the plan stores every tensor bit-exactly."""
         return self.configuration == "exact"
+
+
+class Guard(Protocol):
+    """Accepts or refuses a lossy plan by its tensors alone, see `shrinkpoint.quality.guards`."""
+
+    @property
+    def refuses_moments(self) -> bool:
+        """Whether the last refusal was for the optimizer's state: less noise in the weights would not help."""
+        ...
+
+    @property
+    def lost_steps(self) -> float:
+        """Training steps that a restore under the last plan checked would set training back by; 0 where unknown."""
+        ...
+
+    @property
+    def update_error(self) -> float | None:
+        """Relative error of the first update after a restore under the last plan checked; None where unknown."""
+        ...
+
+    def __call__(self, save_context: SaveContext, scheme: Scheme) -> str | None:
+        """Why a lossy scheme must not store a snapshot, or None where it may."""
+        ...
 
 
 class Strategy(Protocol):

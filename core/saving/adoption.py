@@ -27,8 +27,8 @@ from shrinkpoint.optimizers.recognition import recognised
 from shrinkpoint.optimizers.updates import moments_of_direction
 from shrinkpoint.quality.evaluation import Loss, ResumedSteps
 from shrinkpoint.quality.guards import Guard
-from shrinkpoint.quality.planner import Plan, Planner
-from shrinkpoint.quality.strategy import exactly
+from shrinkpoint.quality.planner import Planner
+from shrinkpoint.quality.strategy import Plan, exactly
 from shrinkpoint.reports import SaveReport
 from shrinkpoint.saving.adopted import Adopted, adopted_of
 from shrinkpoint.saving.carried import carried_in, carrying

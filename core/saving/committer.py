@@ -11,7 +11,8 @@ from shrinkpoint.errors import ChainError, FencedError, ShrinkpointError
 from shrinkpoint.optimizers.recognition import recognised
 from shrinkpoint.optimizers.updates import moments_of_direction
 from shrinkpoint.quality.guards import Guard
-from shrinkpoint.quality.planner import Plan, Planner
+from shrinkpoint.quality.planner import Planner
+from shrinkpoint.quality.strategy import Plan
 from shrinkpoint.quantize.movement import Movement, MovementTracker
 from shrinkpoint.reports import SaveReport
 from shrinkpoint.runtime.memory import give_back

@@ -10,7 +10,7 @@ import torch
 
 from shrinkpoint.coding.encode import EncodedState
 from shrinkpoint.quality.guards import Guard
-from shrinkpoint.quality.planner import Plan
+from shrinkpoint.quality.strategy import Plan
 from shrinkpoint.reports import SaveReport
 from shrinkpoint.saving.job import Job
 from shrinkpoint.schemes.exactness import exact_parts

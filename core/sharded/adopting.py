@@ -15,8 +15,8 @@ import torch
 from shrinkpoint.coding.selective import header_of
 from shrinkpoint.optimizers.updates import moments_of_direction
 from shrinkpoint.quality.guards import Guard
-from shrinkpoint.quality.planner import Plan, Planner
-from shrinkpoint.quality.strategy import exactly
+from shrinkpoint.quality.planner import Planner
+from shrinkpoint.quality.strategy import Plan, exactly
 from shrinkpoint.saving.adopted import Adopted, adopted_of
 from shrinkpoint.saving.fingerprint import changed_settings, settings_of
 from shrinkpoint.saving.planned import (

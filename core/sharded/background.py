@@ -12,7 +12,8 @@ from shrinkpoint.optimizers.recognition import recognised
 from shrinkpoint.optimizers.updates import OptimizerKind, moments_of_direction
 from shrinkpoint.quality.guards import Guard
 from shrinkpoint.quality.measurement import Losses
-from shrinkpoint.quality.planner import Plan, Planner
+from shrinkpoint.quality.planner import Planner
+from shrinkpoint.quality.strategy import Plan
 from shrinkpoint.quantize.movement import MovementTracker
 from shrinkpoint.reports import SaveReport
 from shrinkpoint.saving.failures import Failures

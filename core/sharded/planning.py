@@ -18,9 +18,9 @@ from shrinkpoint.quality.candidates import Candidates, Change
 from shrinkpoint.quality.evaluation import EvaluationUnavailableError, ResumedSteps
 from shrinkpoint.quality.guards import Guard
 from shrinkpoint.quality.measurement import Losses
-from shrinkpoint.quality.planner import Guard as PlannersGuard
 from shrinkpoint.quality.planner import Planner
 from shrinkpoint.quality.snapshots import PlannedSnapshot
+from shrinkpoint.quality.strategy import Guard as PlannersGuard
 from shrinkpoint.quality.strategy import Measure, Plan, Strategy, exactly
 from shrinkpoint.quality.trial import restored_model
 from shrinkpoint.schemes.auto.scheme import Auto

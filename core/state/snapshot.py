@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -65,7 +66,8 @@ class Snapshotter:
             if devices:
                 ready = self._copy_from_gpu(state, devices)
             else:
-                copies = {name: self._copy(name, tensor) for name, tensor in state.tensors.items()}
+                copies = {name: self._buffer(name, tensor) for name, tensor in state.tensors.items()}
+                _copy_all(copies, state.tensors)
                 self._buffers = copies
         host = dataclasses.replace(state, tensors=dict(self._buffers))
         if lasting:
@@ -95,8 +97,21 @@ class Snapshotter:
         return ready
 
     def _copy(self, name: str, tensor: torch.Tensor, pin: bool = False) -> torch.Tensor:
+        buffer = self._buffer(name, tensor, pin)
+        buffer.copy_(tensor, non_blocking=pin)
+        return buffer
+
+    def _buffer(self, name: str, tensor: torch.Tensor, pin: bool = False) -> torch.Tensor:
         buffer = self._buffers.get(name)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
             buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin)
-        buffer.copy_(tensor, non_blocking=pin)
         return buffer
+
+
+def _copy_all(copies: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Copy host tensors, ordinary ones in one call that does not take the GIL."""
+    plain = [name for name, tensor in tensors.items() if type(tensor) in (torch.Tensor, torch.nn.Parameter)]
+    if plain:
+        torch._foreach_copy_([copies[name] for name in plain], [tensors[name] for name in plain])
+    for name in tensors.keys() - set(plain):
+        copies[name].copy_(tensors[name])

@@ -1,7 +1,10 @@
 """A pool of host buffers for logged tensors: taken by the training thread, returned by the writer thread."""
 
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 
 import torch
 
@@ -12,26 +15,46 @@ __all__ = ["Buffers", "CopiedState"]
 
 
 class CopiedState:
-    """One snapshot, with a method that returns its memory to the pool."""
+    """One snapshot, with a method that returns its memory to the pool.
 
-    def __init__(self, snapshot: Snapshot, release: Callable[[], None]) -> None:
+    Args:
+        snapshot: or that of another thread, which is being made.
+        free: returns the memory.
+    """
+
+    def __init__(self, snapshot: Snapshot | Future[Snapshot], free: Callable[[], None]) -> None:
         self._snapshot = snapshot
-        self.release = release
-        """Returns the memory; called once, when the snapshot is no longer needed."""
+        self._free = free
 
     @property
     def state(self) -> TrainingState:
-        """The copied state; copies from a GPU may be incomplete until `wait` returns."""
-        return self._snapshot.state
+        """The copied state; copies from a GPU may be incomplete until `wait` returns.
+
+        Raises:
+            MemoryError: there was none for the copies.
+        """
+        return self._made.state
 
     @property
     def nbytes(self) -> int:
         """Of its tensors."""
-        return sum(tensor.nbytes for tensor in self._snapshot.state.tensors.values())
+        return sum(tensor.nbytes for tensor in self.state.tensors.values())
+
+    @property
+    def _made(self) -> Snapshot:
+        if isinstance(self._snapshot, Future):
+            self._snapshot = self._snapshot.result()
+        return self._snapshot
 
     def wait(self) -> None:
         """Wait until every copy has arrived; not on the training thread."""
-        self._snapshot.wait()
+        self._made.wait()
+
+    def release(self) -> None:
+        """Return the memory; called once, when the snapshot is no longer needed."""
+        if isinstance(self._snapshot, Future):
+            wait_for([self._snapshot])
+        self._free()
 
 
 class Buffers:
@@ -39,19 +62,44 @@ class Buffers:
 
     def __init__(self) -> None:
         self._free: dict[str, deque[Snapshotter]] = {}
+        self._thread: ThreadPoolExecutor | None = None
+        self.cpu_s = 0.0
+        """CPU seconds of the copies that were made in the other thread."""
 
-    def take(self, what: str, tensors: Mapping[str, torch.Tensor], tree: object = None) -> CopiedState:
+    def take(
+        self, what: str, tensors: Mapping[str, torch.Tensor], tree: object = None, *, during: bool = False
+    ) -> CopiedState:
         """Copy tensors to the host.
 
         Args:
             what: name of the buffers' purpose, for which the tensors keep their shapes.
             tensors: on any device.
             tree: plain data stored with them.
+            during: return at once, and copy in another thread; the tensors must not change before the result's `state` is there.
         """
         free = self._free.setdefault(what, deque())
         try:
             snapshotter = free.pop()
         except IndexError:
             snapshotter = Snapshotter()
-        snapshot = snapshotter.take(TrainingState(tree, dict(tensors), {}))
+        state = TrainingState(tree, dict(tensors), {})
+        snapshot: Snapshot | Future[Snapshot]
+        if during:
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, "shrinkpoint-gradients")
+            snapshot = self._thread.submit(self._taken, snapshotter, state)
+        else:
+            snapshot = snapshotter.take(state)
         return CopiedState(snapshot, lambda: free.append(snapshotter))
+
+    def close(self) -> None:
+        """End the other thread."""
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    def _taken(self, snapshotter: Snapshotter, state: TrainingState) -> Snapshot:
+        started = time.thread_time()
+        try:
+            return snapshotter.take(state)
+        finally:
+            self.cpu_s += time.thread_time() - started

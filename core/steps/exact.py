@@ -22,12 +22,12 @@ from shrinkpoint.steps.patience import Patience
 from shrinkpoint.steps.pending import Pending
 from shrinkpoint.steps.progress import ReplayBar
 from shrinkpoint.steps.record import Record
-from shrinkpoint.steps.recorder import CannotLogError, Recorder
+from shrinkpoint.steps.recorder import Recorder
 from shrinkpoint.steps.rehearsal import Rehearsal
 from shrinkpoint.steps.remainder import Remainder
 from shrinkpoint.steps.replay import Replay
 from shrinkpoint.steps.segment import Place, Reference
-from shrinkpoint.steps.supervision import Supervised
+from shrinkpoint.steps.supervision import CannotLogError, Supervised
 from shrinkpoint.steps.writer import SegmentWriter
 from shrinkpoint.warn import warn
 
@@ -108,7 +108,11 @@ class ExactLog(Supervised):
 
     def measured(self) -> dict[str, JSON] | None:
         """What it has cost so far, for the report of a save; None where it is off."""
-        return None if self.off is not None else self._measured.report(self._writer, self.blocked_s)
+        return (
+            None
+            if self.off is not None
+            else self._measured.report(self._writer, self.blocked_s, self._recorder.cpu_s)
+        )
 
     def open(self, run: str) -> None:
         """Make sure, before training starts, that the log's folder can be written, and record from now on.
@@ -194,7 +198,7 @@ class ExactLog(Supervised):
         with self._guarded():
             if self._writer is None:
                 self._take_turn(since)
-            if self._failed() or self._gap or self._last is None:
+            if self._failed() or self._is_torn() or self._gap or self._last is None:
                 return
             if step < self._last:
                 self._leave_gap(f"the steps go from {self._last} back to {step}")
@@ -212,7 +216,7 @@ class ExactLog(Supervised):
                 self._take_turn(step)
             if self._failed():
                 return
-            if self._gap:
+            if self._is_torn() or self._gap:
                 self._gap = False
                 self._recorder.start()
                 self._begin, self._last = Place(step, self._digest()), step
@@ -361,6 +365,15 @@ class ExactLog(Supervised):
 
     def _digest(self) -> str:
         return fingerprint(self._optimizers, self._remainder.made())
+
+    def _is_torn(self) -> bool:
+        """Whether a step was not recorded; no more steps are then, until the next checkpoint."""
+        if self._gap or not self._recorder.torn:
+            return False
+        self._leave_gap(
+            "the optimizer has begun to write to its gradients during its step, while they were copied: from now on they are copied before"
+        )
+        return True
 
     def _failed(self) -> bool:
         if self._writer is not None and self._writer.failure is not None:

@@ -9,9 +9,9 @@ import torch
 
 from shrinkpoint.errors import StoreError
 from shrinkpoint.steps.reader import LogReader
-from shrinkpoint.steps.recorder import CannotLogError
 from shrinkpoint.steps.room import Room
 from shrinkpoint.steps.segment import Kind, Reference
+from shrinkpoint.steps.supervision import CannotLogError
 from shrinkpoint.steps.tiers import NearAndRun
 from shrinkpoint.steps.writer import SegmentWriter
 from shrinkpoint.store.below import ObjectsBelow

@@ -36,19 +36,20 @@ class Measured:
         if steps > 0:
             self._replayed = steps, seconds
 
-    def report(self, writer: SegmentWriter | None, blocked_s: float) -> dict[str, JSON]:
+    def report(self, writer: SegmentWriter | None, blocked_s: float, copies_cpu_s: float) -> dict[str, JSON]:
         """For a save's report.
 
         Args:
             writer: of the segments since `begins`.
             blocked_s: seconds that the training has waited so far.
+            copies_cpu_s: CPU seconds of copies that were made in another thread.
         """
         steps, seconds = self._replayed
         return {
             "kind": self._kind,
             "seconds": 0.0 if self._since is None else time.perf_counter() - self._since,
             "blocked_s": blocked_s - self._blocked_before,
-            "cpu_s": 0.0 if writer is None else writer.cpu_s,
+            "cpu_s": copies_cpu_s + (0.0 if writer is None else writer.cpu_s),
             "cores": len(os.sched_getaffinity(0)),
             "segments": 0 if writer is None else writer.segments,
             "steps": 0 if writer is None else writer.steps,

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from shrinkpoint.steps.fingerprint import combined, digests_of, parts_of
-from shrinkpoint.steps.recorder import CannotLogError
 from shrinkpoint.steps.segment import Place
+from shrinkpoint.steps.supervision import CannotLogError
 
 __all__ = ["Moment"]
 

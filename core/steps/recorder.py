@@ -7,25 +7,23 @@ may clip. Frameworks' own events come earlier (Lightning's ``on_before_optimizer
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from shrinkpoint.errors import ShrinkpointError
-from shrinkpoint.steps.buffers import Buffers, CopiedState
+from shrinkpoint.steps.buffers import CopiedState
+from shrinkpoint.steps.capture import Capture, Captured
 from shrinkpoint.steps.hyperparameters import frozen, frozen_groups, parameters_of
-from shrinkpoint.steps.record import Dense, Event, Gradient, Sparse
+from shrinkpoint.steps.record import Event
+from shrinkpoint.steps.supervision import CannotLogError
 
-__all__ = ["KEPT", "ZERO", "CannotLogError", "Recorder", "dense_order"]
+__all__ = ["KEPT", "ZERO", "Recorder"]
 
 KEPT, ZERO = "kept", "zero"
 """The state of a gradient after its step: unchanged, or set to zeros."""
 
 _ATTRIBUTES = ("grad_scale", "found_inf")
-
-
-class CannotLogError(ShrinkpointError):
-    """This training's steps cannot be logged; the message gives the reason. Never raised into the training."""
 
 
 class Recorder:
@@ -50,11 +48,11 @@ class Recorder:
         self._failed = failed
         self._before = before
         self._counted = counted
-        self._buffers = Buffers()
+        self._capture = Capture()
         self._first = True
         self._active = False
         self._evaluations = 0
-        self._pending: tuple[Event, CopiedState] | None = None
+        self._pending: tuple[Event, Captured] | None = None
         self._events: list[Event] = []
         self._copied: list[CopiedState] = []
         self._consumed: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
@@ -65,6 +63,15 @@ class Recorder:
             for one in self._optimizers
         ]
 
+        self.torn = False
+        """Whether an optimizer has written to its gradients while they were copied, for the first time: that step is not known, and
+        none after it until `start`."""
+
+    @property
+    def cpu_s(self) -> float:
+        """CPU seconds of copies that were made in another thread."""
+        return self._capture.cpu_s
+
     @property
     def pending(self) -> bool:
         """Whether a step was made since the last `take`."""
@@ -74,6 +81,7 @@ class Recorder:
         """Record from now on."""
         self._drop()
         self._active = self._first = True
+        self.torn = False
 
     def stop(self) -> None:
         """Record no more until `start`."""
@@ -83,6 +91,7 @@ class Recorder:
     def close(self) -> None:
         """Remove the hooks."""
         self.stop()
+        self._capture.close()
         for handles in self._handles:
             for handle in handles:
                 handle.remove()
@@ -113,7 +122,7 @@ class Recorder:
         for copied in self._copied:
             copied.release()
         if self._pending is not None:
-            self._pending[1].release()
+            self._pending[1].copied.release()
         self._pending, self._events, self._copied = None, [], []
         self._consumed = {}
 
@@ -134,7 +143,7 @@ class Recorder:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Record the step, or wrap its closure, which is then to be called."""
         if self._pending is not None:  # a step that raised and was not completed
-            self._pending[1].release()
+            self._pending[1].copied.release()
             self._pending = None
         which = next(i for i, one in enumerate(self._optimizers) if one is optimizer)
         hooks = getattr(optimizer, "_optimizer_step_pre_hooks", {})
@@ -187,9 +196,16 @@ class Recorder:
         if self._pending is None or not self._active:
             return
         with self._counted():
-            (event, copied), self._pending = self._pending, None
-            self._events.append(event)
-            self._copied.append(copied)
+            (event, captured), self._pending = self._pending, None
+            try:
+                gradients = self._capture.end(captured)
+            except Exception as error:  # noqa: BLE001 - training continues after any error
+                captured.copied.release()
+                self._fail(f"{type(error).__name__}: {error}")
+                return
+            self.torn = self.torn or gradients is None
+            self._events.append(replace(event, gradients=gradients or []))
+            self._copied.append(captured.copied)
             for parameter in parameters_of(optimizer):
                 gradient = parameter.grad
                 if gradient is not None:
@@ -203,22 +219,9 @@ class Recorder:
                 str(error) if isinstance(error, CannotLogError) else f"{type(error).__name__}: {error}"
             )
 
-    def _captured(self, which: int, closure: bool, loss: object) -> tuple[Event, CopiedState]:
+    def _captured(self, which: int, closure: bool, loss: object) -> tuple[Event, Captured]:
         optimizer = self._optimizers[which]
-        parameters = parameters_of(optimizer)
-        live = {}
-        for index, parameter in enumerate(parameters):
-            gradient = parameter.grad
-            if gradient is None:
-                continue
-            if gradient.layout == torch.sparse_coo:
-                live[f"{index}/indices"], live[f"{index}/values"] = gradient._indices(), gradient._values()
-            elif gradient.layout == torch.strided:
-                live[str(index)] = gradient
-            else:
-                raise CannotLogError(f"a gradient has the layout {gradient.layout}")
-        copied = self._buffers.take(str(which), live)
-        copies = copied.state.tensors
+        captured = self._capture.begin(which, [parameter.grad for parameter in parameters_of(optimizer)])
         event = Event(
             optimizer=which,
             groups=frozen_groups(optimizer),
@@ -227,36 +230,9 @@ class Recorder:
             },
             closure=closure,
             loss=_number(loss),
-            gradients=[_gradient(index, p.grad, copies) for index, p in enumerate(parameters)],
+            gradients=[],  # known when the step is over
         )
-        return event, copied
-
-
-def _gradient(index: int, live: torch.Tensor | None, copies: Any) -> Gradient:
-    if live is None:
-        return None
-    if live.layout == torch.strided:
-        return Dense(copies[str(index)], dense_order(live))
-    return Sparse(
-        indices=copies[f"{index}/indices"],
-        values=copies[f"{index}/values"],
-        shape=tuple(live.shape),
-        coalesced=live.is_coalesced(),
-    )
-
-
-def dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """The dimensions of a tensor without holes, from the slowest to the fastest; None where that is their own order."""
-    if tensor.is_contiguous():
-        return None
-    strides = tensor.stride()
-    order = sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
-    expected = 1
-    for dim in reversed(order):
-        if tensor.shape[dim] != 1 and strides[dim] != expected:
-            return None  # overlapping or with holes: any order will do for its copy
-        expected *= tensor.shape[dim]
-    return tuple(order)
+        return event, captured
 
 
 def _number(loss: object) -> Any:

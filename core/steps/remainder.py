@@ -18,8 +18,9 @@ from shrinkpoint.state.rng import capture_rng, restore_rng
 from shrinkpoint.state.training import TrainingState
 from shrinkpoint.steps.fingerprint import device_sums
 from shrinkpoint.steps.hyperparameters import frozen_groups, parameters_of, set_groups
-from shrinkpoint.steps.recorder import KEPT, ZERO, CannotLogError, Recorder
+from shrinkpoint.steps.recorder import KEPT, ZERO, Recorder
 from shrinkpoint.steps.segment import Kind
+from shrinkpoint.steps.supervision import CannotLogError
 
 __all__ = ["Remainder"]
 

@@ -1,6 +1,7 @@
 """Replays logged steps with the training's own optimizers, and accepts the result only if its digest matches."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,7 @@ from shrinkpoint.errors import FormatError, StateMismatchError, StoreError
 from shrinkpoint.steps.fingerprint import fingerprint
 from shrinkpoint.steps.hyperparameters import parameters_of, set_groups
 from shrinkpoint.steps.reader import LogReader
-from shrinkpoint.steps.record import Dense, Event, Gradient, Sparse, Tensors, decode_record
+from shrinkpoint.steps.record import Dense, Event, Gradient, Record, Sparse, Tensors, decode_record
 from shrinkpoint.steps.remainder import Remainder
 from shrinkpoint.steps.segment import Place, Reference
 
@@ -61,6 +62,7 @@ class Replay:
         progress: Callable[[int, int], None] = lambda done, of: None,
     ) -> None:
         self._optimizers = optimizers
+        self._shapes = [[tuple(p.shape) for p in parameters_of(one)] for one in optimizers]
         self._remainder = remainder
         self._after_step = after_step
         self._reader = reader
@@ -116,32 +118,49 @@ class Replay:
         self, chain: Sequence[Reference]
     ) -> tuple[int, Mapping[str, Any] | None, _StoppedError | None]:
         remainder: Mapping[str, Any] | None = None
-        for index, reference in enumerate(chain):
-            try:
-                remainder = self._segment(reference)
-            except _StoppedError as stopped:
-                return index, remainder, stopped
-            self._progress(index + 1, len(chain))
+        with ThreadPoolExecutor(1, "shrinkpoint-replay") as thread:  # the next segment is read meanwhile
+            ahead = thread.submit(self._read, chain[0])
+            for index, reference in enumerate(chain):
+                now = ahead
+                if index + 1 < len(chain):
+                    ahead = thread.submit(self._read, chain[index + 1])
+                try:
+                    remainder = self._segment(reference, now)
+                except _StoppedError as stopped:
+                    return index, remainder, stopped
+                self._progress(index + 1, len(chain))
         return len(chain), remainder, None
 
-    def _segment(self, reference: Reference) -> Mapping[str, Any]:
+    def _read(self, reference: Reference) -> list[Record]:
+        """The steps of a segment.
+
+        Raises:
+            FormatError: it is damaged, or of another training.
+            StoreError: it cannot be read.
+        """
+        head, payload = self._reader.load(reference)
+        tensors, at = Tensors(head.tensors, payload), reference.begin.step
+        records = []
+        for node in head.records:
+            record = decode_record(node, tensors, self._shapes_of)
+            if record.begin != at:
+                raise FormatError(f"its steps are not one after the other: {at}, then {record.begin}")
+            at = record.end
+            records.append(record)
+        if at != reference.end.step or not records or records[-1].remainder is None:
+            raise FormatError(
+                "its last step is not the one in its header, or lacks the state other than the weights"
+            )
+        return records
+
+    def _segment(self, reference: Reference, read: Future[list[Record]]) -> Mapping[str, Any]:
         shown = self._reader.show(reference)
         dirty = False
         try:
-            head, payload = self._reader.load(reference)
-            tensors = Tensors(head.tensors, payload)
-            at, remainder = reference.begin.step, None
-            for node in head.records:
-                record = decode_record(node, tensors, self._shapes)
-                if record.begin != at:
-                    raise FormatError(f"its steps are not one after the other: {at}, then {record.begin}")
-                at, dirty = record.end, True
+            for record in read.result():
+                dirty = True
                 remainder = None if record.remainder is None else record.remainder.to_object()
                 self._make(record.events, remainder)
-            if at != reference.end.step or remainder is None:
-                raise FormatError(
-                    "its last step is not the one in its header, or lacks the state other than the weights"
-                )
         except (FormatError, StoreError, StateMismatchError) as error:
             raise _StoppedError(f"{shown}: {error}", dirty) from error
         except Exception as error:
@@ -166,12 +185,10 @@ class Replay:
                 self._remainder.load_buffers(remainder)
             self._after_step()
 
-    def _shapes(self, which: int) -> list[tuple[int, ...]]:
-        if not 0 <= which < len(self._optimizers):
-            raise FormatError(
-                f"a record names optimizer {which}, and this training has {len(self._optimizers)}"
-            )
-        return [tuple(parameter.shape) for parameter in parameters_of(self._optimizers[which])]
+    def _shapes_of(self, which: int) -> list[tuple[int, ...]]:
+        if not 0 <= which < len(self._shapes):
+            raise FormatError(f"a record names optimizer {which}, and this training has {len(self._shapes)}")
+        return self._shapes[which]
 
     def _digest(self) -> str:
         return fingerprint(self._optimizers, self._remainder.made())

@@ -14,10 +14,9 @@ from shrinkpoint.steps.folder import LogFolder
 from shrinkpoint.steps.layout import Layout
 from shrinkpoint.steps.logged import LoggedWeights, chain_to
 from shrinkpoint.steps.options import StepLog
-from shrinkpoint.steps.recorder import CannotLogError
 from shrinkpoint.steps.remainder import Remainder
 from shrinkpoint.steps.segment import Reference
-from shrinkpoint.steps.supervision import Supervised
+from shrinkpoint.steps.supervision import CannotLogError, Supervised
 from shrinkpoint.steps.update_sizes import UpdateSizes
 from shrinkpoint.steps.update_writer import ReadBase, UpdateWriter
 from shrinkpoint.warn import warn

@@ -4,10 +4,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from shrinkpoint.steps.recorder import CannotLogError
+from shrinkpoint.errors import ShrinkpointError
 from shrinkpoint.warn import warn
 
-__all__ = ["Supervised"]
+__all__ = ["CannotLogError", "Supervised"]
+
+
+class CannotLogError(ShrinkpointError):
+    """This training's steps cannot be logged; the message gives the reason. Never raised into the training."""
 
 
 class Supervised:

@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("composer")
 
 from support.composer_cases import CASES, NEVER
-from support.composer_models import assert_continues, fit
+from support.composer_models import assert_continues, assert_same, fit
 
 from shrinkpoint.callbacks.composer import CompressedCheckpoint
 from shrinkpoint.errors import ConfigError
@@ -51,6 +51,29 @@ def test_adopting_training_continues_bit_by_bit(name: str) -> None:
 def was_lossy(manifest: Manifest) -> bool:
     """Whether it was planned, and quantized by what was measured; an exact one would prove nothing."""
     return bool(manifest.meta["adoption"]["planned"]) and manifest.meta["save"]["measured"] == "measured"
+
+
+@pytest.mark.parametrize("name", ADOPTING)
+def test_training_that_does_not_adopt_differs(name: str) -> None:
+    """The same checkpoints, which the undisturbed run has not gone on from."""
+    torch.set_num_threads(1)
+    case = CASES[name]
+    url = f"memory://composer-adopt-not/{list(CASES).index(name)}"
+
+    def saving(where: str) -> CompressedCheckpoint:
+        return CompressedCheckpoint(
+            f"{url}/{where}", save_interval=case.interval, busy="wait", max_degradation=0.5
+        )
+
+    whole = fit(saving("whole"), setup=case.setup)
+    for number, crash in enumerate(case.crashes):
+        fit(saving("run"), crash, setup=case.setup, seed=1 + 100 * number)
+    [resumed, *_] = Saver(f"{url}/run").store.manifests()
+    assert resumed.meta["save"]["measured"] == "measured"
+    rest = fit(saving("run"), setup=case.setup, seed=999)
+    assert rest.trace[0][2] == case.resumes_at
+    with pytest.raises(AssertionError):
+        assert_same(whole.final["model"], rest.final["model"])
 
 
 def test_adoption_is_refused_where_a_clock_decides() -> None:

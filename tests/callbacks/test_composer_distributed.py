@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("composer")
 
-from support.composer_distributed import OF_THREE, SCENARIOS
+from support.composer_distributed import OF_THREE, SCENARIOS, Scenario
 from support.composer_models import Outcome, assert_continues, assert_same
 
 PROGRAM = Path(__file__).parents[1] / "support" / "composer_distributed.py"
@@ -69,13 +69,22 @@ def seen(folder: Path, name: str, rank: int) -> Any:
     return torch.load(folder / f"{name}-{rank}.pt", weights_only=False)
 
 
+def assert_continues_or_differs(scenario: Scenario, one: dict[str, Outcome]) -> None:
+    """Bit by bit, but from lossy checkpoints that the undisturbed run has not taken over."""
+    if not scenario.lossy:
+        assert_continues(one["whole"], one["rest"])
+        return
+    with pytest.raises(AssertionError):
+        assert_same(one["whole"].final["model"], one["rest"].final["model"])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_two_processes_continue_bit_by_bit(name: str, outcomes: Any) -> None:
     first, second = outcomes[name]
     for one in (first, second):
         assert one["rest"].trace[0][2] == SCENARIOS[name].resumes_at
-        assert_continues(one["whole"], one["rest"])
+        assert_continues_or_differs(SCENARIOS[name], one)
     assert first["rest"].trace[0][2] == second["rest"].trace[0][2]
     assert first["whole"].trace != second["whole"].trace
     assert first["whole"].final["model"]
@@ -103,6 +112,8 @@ def test_three_processes_continue_bit_by_bit(tmp_path: Path) -> None:
                 assert scenario.resumes_at < resumed_at <= scenario.batch
             else:
                 assert resumed_at == scenario.resumes_at
-            assert_continues(one["whole"], one["rest"])
+            assert_continues_or_differs(scenario, one)
+            if not scenario.control:
+                continue
             with pytest.raises(AssertionError):  # the gradients are summed in the order of a fresh DDP
                 assert_same(one["whole"].final["model"], one["control"].final["model"])

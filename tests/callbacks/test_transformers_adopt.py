@@ -93,6 +93,24 @@ def test_adopting_training_continues_bit_by_bit(name: str, tmp_path: Path) -> No
     assert any(m.meta["adoption"]["planned"] and m.meta["save"]["measured"] == "measured" for m in manifests)
 
 
+def test_training_that_does_not_adopt_differs(tmp_path: Path) -> None:
+    """The same checkpoints, which the undisturbed run has not gone on from."""
+    torch.set_num_threads(1)
+    case, url = CASES["masking, mid epoch"], f"memory://transformers-adopt-not/{uuid.uuid4()}"
+
+    def saving(where: str) -> CompressedCheckpoint:
+        return CompressedCheckpoint(f"{url}/{where}", busy="wait", max_degradation=0.5, **dict(case.options))
+
+    whole = train(case.setup, str(tmp_path), saving("whole"))
+    train(case.setup, str(tmp_path), saving("run"), crash=case.crashes[0], seed=0)
+    [resumed, *_] = Saver(f"{url}/run").store.manifests()
+    assert resumed.meta["save"]["measured"] == "measured"
+    rest = train(case.setup, str(tmp_path), saving("run"), seed=999)
+    assert rest.finished
+    assert rest.steps[0][0] == case.begins
+    assert any(not torch.equal(value, rest.weights[name]) for name, value in whole.weights.items())
+
+
 @pytest.mark.parametrize(
     ("options", "arguments", "planned"),
     [

@@ -169,3 +169,18 @@ def test_two_processes_that_adopt_are_killed_and_continue_bit_by_bit(tmp_path: P
     assert any(save["measured"] == "measured" for save in saves)  # and not stored exactly
     for undisturbed, continued in zip(whole, rest, strict=True):
         assert_continues(undisturbed, continued)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_two_processes_that_do_not_adopt_continue_as_another_run(tmp_path: Path) -> None:
+    whole = finish(tmp_path, "whole", processes=2)
+    killed = interrupt(tmp_path, step=12, number=signal.SIGKILL, processes=2, name="lossy killed", saved=True)
+    assert killed == [-signal.SIGKILL] * 2
+    rest = finish(tmp_path, "lossy rest", processes=2)
+    assert rest[0].finished
+    assert rest[0].steps[0][0] in (6, 11)
+    for undisturbed, continued in zip(whole, rest, strict=True):
+        assert any(
+            not torch.equal(value, continued.weights[name]) for name, value in undisturbed.weights.items()
+        )

@@ -44,6 +44,8 @@ class Scenario:
     signalled: int | None = None
     """The one process that gets a SIGTERM instead."""
     adopts: bool = False
+    lossy: bool = False
+    """The checkpoints that `adopts` takes over, without taking them over."""
     logs: bool = False
     """Log each step, so that it resumes at one after the checkpoint's at `resumes_at`."""
     control: bool = False
@@ -79,6 +81,9 @@ SCENARIOS = {
     "DDP, adopting": Scenario(
         interval="3ba", batch=11, resumes_at=9, setup=_ddp(batch_norm=False), adopts=True
     ),
+    "DDP, not adopting": Scenario(
+        interval="3ba", batch=11, resumes_at=9, setup=_ddp(batch_norm=False), lossy=True
+    ),
     "FSDP2, mid epoch": Scenario(interval="3ba", batch=11, resumes_at=9, setup=_fsdp(), options=FSDP2),
     "FSDP2, epoch end": Scenario(
         interval="1ep", batch=10, resumes_at=8, setup=_fsdp(optimizer="DecoupledAdamW"), options=FSDP2
@@ -91,6 +96,12 @@ SCENARIOS = {
 OF_THREE = {
     "DDP, three processes": Scenario(interval="2ba", batch=5, resumes_at=4, setup=_ddp(), control=True),
     "DDP, step log": Scenario(interval="4ba", batch=7, resumes_at=4, setup=_ddp(), control=True, logs=True),
+    "DDP, three processes, adopting": Scenario(
+        interval="2ba", batch=5, resumes_at=4, setup=_ddp(batch_norm=False), adopts=True
+    ),
+    "DDP, three processes, not adopting": Scenario(
+        interval="2ba", batch=5, resumes_at=4, setup=_ddp(batch_norm=False), lossy=True
+    ),
 }
 
 
@@ -101,6 +112,10 @@ def play(scenario: Scenario, url: str) -> dict[str, Outcome]:
         if scenario.adopts:
             return CompressedCheckpoint(
                 url, save_interval=scenario.interval, adopt=True, adoptions=8, max_degradation=0.5
+            )
+        if scenario.lossy:
+            return CompressedCheckpoint(
+                url, save_interval=scenario.interval, busy="wait", max_degradation=0.5
             )
         log = {}
         if scenario.logs:

@@ -3,7 +3,7 @@
 Usage: transformers_killed.py <folder> <name> [<process>...]
 
 It continues the run in ``<folder>/run``, or saves nothing if `name` is ``whole``; with names that begin with ``adopting`` it adopts
-what is saved, and ``adopting whole`` saves to a run of its own. It says the number of every step in ``<folder>/progress`` and
+what is saved, and ``adopting whole`` saves to a run of its own; with those that begin with ``lossy`` it saves the same without adopting. It says the number of every step in ``<folder>/progress`` and
 leaves its `Outcome` in ``<folder>/<name>-<rank>.pt``.
 """
 
@@ -56,6 +56,8 @@ def main(folder: str, name: str) -> None:
         options: dict[str, Any] = {"scheme": "lossless", "busy": "wait"}
         if name.startswith("adopting"):
             options = {"adopt": True, "adoptions": 8, "max_degradation": 0.5}
+        elif name.startswith("lossy"):
+            options = {"busy": "wait", "max_degradation": 0.5}
         saving = CompressedCheckpoint(f"{folder}/{run}", every_n_train_steps=5, **options)
         callbacks = [Progress(Path(folder, "progress")), saving]
     outcome = train(SETUP, f"{folder}/output", *callbacks, seed=3 if name.endswith("whole") else os.getpid())

@@ -15,7 +15,7 @@ from shrinkpoint.steps.buffers import Buffers
 from shrinkpoint.steps.jobs import JobQueue
 from shrinkpoint.steps.moment import Moment
 from shrinkpoint.steps.patience import Patience
-from shrinkpoint.steps.recorder import CannotLogError
+from shrinkpoint.steps.supervision import CannotLogError
 from shrinkpoint.steps.writer import SegmentWriter
 
 

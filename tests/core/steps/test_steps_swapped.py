@@ -14,7 +14,7 @@ from torch import nn
 from shrinkpoint.errors import ShrinkpointWarning
 from shrinkpoint.steps import moment
 from shrinkpoint.steps.moment import Moment
-from shrinkpoint.steps.recorder import CannotLogError
+from shrinkpoint.steps.supervision import CannotLogError
 
 
 def through_the_parameter(parameter: torch.Tensor, value: torch.Tensor) -> None:
