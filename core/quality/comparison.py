@@ -50,6 +50,10 @@ class Comparison:
         """Mean loss of the true weights."""
         return sum(self.baseline) / len(self.baseline)
 
+    def summed(self, numbers: Callable[[], list[float]]) -> list[float]:
+        """Numbers that this process has of its tensors, added to those of other processes that have parts of the snapshot."""
+        return self._candidates.summed(numbers)
+
     def rise(self, key: Hashable, restored: Callable[[], Mapping[str, torch.Tensor]]) -> Rise:
         """The rise of the loss after a restore, measured at true + error and true - error; each candidate once.
 

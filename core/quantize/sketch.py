@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from shrinkpoint.arrays import Float64s, Int32s, Int64s
-from shrinkpoint.errors import CannotRepresentError, ConfigError
+from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # in typing from Python 3.11 on
@@ -118,6 +118,26 @@ class _BucketCounts(ABC):
                 f" {type(self).__name__}(alpha={self.alpha}, x_min={self.x_min}); build both with the same options"
             )
         self.counts += other.counts
+        return self
+
+    def to_json(self) -> list[list[int]]:
+        """Bucket and count of all that are not empty, for a message to other ranks."""
+        flat = self.counts.reshape(-1)
+        buckets = np.flatnonzero(flat)
+        return [buckets.tolist(), flat[buckets].tolist()]
+
+    def count_json(self, node: Sequence[Sequence[int]]) -> "Self":
+        """Add the elements of a sketch with the same options, as its `to_json` gave them, and return this one.
+
+        Raises:
+            FormatError: there are no such buckets.
+        """
+        buckets, counts = (np.asarray(part, dtype=np.int64) for part in node)
+        if buckets.shape != counts.shape or (
+            buckets.size and not 0 <= buckets.min() <= buckets.max() < self.counts.size
+        ):
+            raise FormatError("a sketch's buckets are not those of its grid")
+        np.add.at(self.counts.reshape(-1), buckets, counts)
         return self
 
     def __add__(self, other: "Self") -> "Self":

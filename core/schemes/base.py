@@ -266,6 +266,9 @@ class SaveContext:
     """EMA of the gradients by parameter name, where they were collected."""
     sums: WeightSums | None = None
     """Of all weights of the model, where `state` has only some of them; None takes those of `state`."""
+    scores: JSON = None
+    """Sketches of the scores of all weights of the model (`shrinkpoint.schemes.inshrinkerator.partition`), where `state` has only
+    some of them; None takes those of `state`."""
 
     @property
     def interval(self) -> int:

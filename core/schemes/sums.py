@@ -1,11 +1,11 @@
 """Sums over all weights of a model, from which schemes take sizes and means; those of several ranks are added."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["WeightSums"]
+__all__ = ["WeightSums", "added_sums"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,3 +45,8 @@ class WeightSums:
         """Read what `to_json` gave."""
         levels = {kind: (float(total), int(count)) for kind, (total, count) in node["levels"].items()}
         return cls(squares=float(node["squares"]), count=int(node["count"]), levels=levels)
+
+
+def added_sums(messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The sums of several ranks' weights, as messages and as a message."""
+    return sum(map(WeightSums.from_json, messages), WeightSums()).to_json()

@@ -1,13 +1,14 @@
 """One rank's saves, in its background thread: code and store a part, report it to the first rank, learn whether it was committed."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from shrinkpoint.config import SaverConfig
-from shrinkpoint.errors import ConfigError, FencedError, ShrinkpointError, StoreError
+from shrinkpoint.errors import ConfigError, FencedError, FormatError, ShrinkpointError, StoreError
 from shrinkpoint.optimizers.recognition import recognised
 from shrinkpoint.optimizers.updates import OptimizerKind, moments_of_direction
 from shrinkpoint.quality.guards import Guard
@@ -22,7 +23,9 @@ from shrinkpoint.saving.warmup import Warmup
 from shrinkpoint.schemes.auto.scheme import Auto
 from shrinkpoint.schemes.base import SaveContext
 from shrinkpoint.schemes.exactness import ExactPart
-from shrinkpoint.schemes.sums import WeightSums
+from shrinkpoint.schemes.inshrinkerator.partition import added_scores
+from shrinkpoint.schemes.inshrinkerator.scheme import weights_of
+from shrinkpoint.schemes.sums import WeightSums, added_sums
 from shrinkpoint.sharded.encoding import Link, PartJob, StoredPart, store_part
 from shrinkpoint.sharded.planning import Leader, follow, lead, sound
 from shrinkpoint.sharded.probing import Probe, owned_weights
@@ -246,29 +249,41 @@ class Background:
         return recognised(confirmed(TrainingState(tree, state.tensors, state.specs)), save.optimizers)
 
     def _with_sums(self, job: PartJob, context: SaveContext) -> SaveContext:
-        """With the sums over all ranks' weights, where the scheme's step sizes depend on them."""
-        if self._config.scheme != "auto" or job.exact:
+        """With what step sizes or thresholds depend on, added up over all ranks' weights."""
+        if job.exact:
             return context
-        own = Auto(options=self._config.scheme_options, save_context=context).sums(context.state)
-        return replace(context, sums=self._summed(job, own))
+        options = self._config.scheme_options
+        if self._config.scheme == "auto":
+            own = Auto(options=options, save_context=context).sums(context.state)
+            return replace(context, sums=WeightSums.from_json(self._added(job, own.to_json(), added_sums)))
+        if self._config.scheme == "inshrinkerator":
+            scores = weights_of(context, options).sketches.to_json()
+            return replace(context, scores=self._added(job, scores, partial(added_scores, options.alpha)))
+        return context
 
-    def _summed(self, job: PartJob, own: WeightSums) -> WeightSums:
-        """The sums over all ranks' weights, on which step sizes depend.
+    def _added(
+        self, job: PartJob, own: dict[str, Any], add: Callable[[list[dict[str, Any]]], dict[str, Any]]
+    ) -> dict[str, Any]:
+        """The sum over all ranks, as a message.
+
+        Args:
+            job: of the save.
+            own: of this rank.
+            add: adds up those of all ranks.
 
         Raises:
             StoreError: a rank has failed, or has not sent its own.
         """
         key, timeout_s = f"{job.number}/sums", float(self._config.commit_timeout_s)
-        self._mailbox.post(f"{key}/{job.rank}", own.to_json())
+        self._mailbox.post(f"{key}/{job.rank}", own)
         if job.rank:
-            return WeightSums.from_json(sound(self._mailbox.wait(key, timeout_s + _OWN_S)))
+            return sound(self._mailbox.wait(key, timeout_s + _OWN_S))
         try:
-            found = [sound(message) for message in self._mailbox.collect(key, timeout_s)]
-        except StoreError as error:
+            total = add([sound(message) for message in self._mailbox.collect(key, timeout_s)])
+        except (StoreError, FormatError) as error:
             self._mailbox.post(key, {"error": str(error)})
             raise
-        total = sum(map(WeightSums.from_json, found), WeightSums())
-        self._mailbox.post(key, total.to_json())
+        self._mailbox.post(key, total)
         return total
 
     def _publish(self, publisher: Publisher, save: Save) -> dict[str, Any]:

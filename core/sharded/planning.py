@@ -17,15 +17,18 @@ from shrinkpoint.errors import StoreError
 from shrinkpoint.quality.candidates import Candidates, Change
 from shrinkpoint.quality.evaluation import EvaluationUnavailableError, ResumedSteps
 from shrinkpoint.quality.guards import Guard
+from shrinkpoint.quality.inshrinkerator_search.strategy import ConfigurationStrategy
 from shrinkpoint.quality.measurement import Losses
 from shrinkpoint.quality.planner import Planner
 from shrinkpoint.quality.snapshots import PlannedSnapshot
 from shrinkpoint.quality.strategy import Guard as PlannersGuard
 from shrinkpoint.quality.strategy import Measure, Plan, Strategy, exactly
-from shrinkpoint.quality.trial import restored_model
+from shrinkpoint.quality.trial import restored_model, true_model
 from shrinkpoint.schemes.auto.scheme import Auto
 from shrinkpoint.schemes.base import SaveContext, Scheme
 from shrinkpoint.schemes.catalogue import ENTRIES, build
+from shrinkpoint.schemes.inshrinkerator.scheme import Inshrinkerator, weights_of
+from shrinkpoint.schemes.inshrinkerator.space import Configuration
 from shrinkpoint.sharded.ranks import Mailbox
 from shrinkpoint.state.training import TrainingState
 
@@ -34,7 +37,7 @@ __all__ = ["Leader", "follow", "lead", "measurable", "sound"]
 
 def measurable(config: SaverConfig) -> bool:
     """Whether the settings of a scheme are chosen by measurements on shards."""
-    return not config.adopt and ENTRIES[config.scheme].choice in ("scale", "settings")
+    return not config.adopt and ENTRIES[config.scheme].choice != "nothing"
 
 
 def sound(message: dict[str, Any]) -> dict[str, Any]:
@@ -50,7 +53,16 @@ def sound(message: dict[str, Any]) -> dict[str, Any]:
 
 def _settings_of(scheme: Scheme) -> dict[str, Any]:
     """What distinguishes a scheme from the others of a save."""
-    return {"scale": scheme.scale, "finer": scheme.finer_moments} if isinstance(scheme, Auto) else {}
+    if isinstance(scheme, Auto):
+        return {"scale": scheme.scale, "finer": scheme.finer_moments}
+    return {"chosen": scheme.configuration.to_json()} if isinstance(scheme, Inshrinkerator) else {}
+
+
+def _candidate(key: Hashable) -> dict[str, Any]:
+    """What distinguishes a candidate for its weights."""
+    if isinstance(key, Configuration):
+        return {"chosen": key.to_json()}
+    return {"scale": key if isinstance(key, float) else None}
 
 
 def _scheme(config: SaverConfig, save_context: SaveContext, command: Mapping[str, Any]) -> Scheme:
@@ -62,6 +74,9 @@ def _scheme(config: SaverConfig, save_context: SaveContext, command: Mapping[str
             scale=command["scale"],
             finer_moments=command.get("finer", False),
         )
+    if ENTRIES[config.scheme].choice == "configurations":
+        weights = weights_of(save_context, config.scheme_options)
+        return Inshrinkerator(config.scheme_options, weights, Configuration.from_json(command["chosen"]))
     return build(config.scheme, config.scheme_options, save_context)
 
 
@@ -210,7 +225,7 @@ class _SharedCandidates(Candidates):
         return super().true()
 
     def take(self, key: Hashable, restored: Callable[[], Mapping[str, torch.Tensor]]) -> Change:
-        asked = self._leader.say("take", scale=key if isinstance(key, float) else None)
+        asked = self._leader.say("take", **_candidate(key))
         own = super().take(key, restored)
         names, squares = own.names, own.squares
         for answer in self._leader.answers(asked):
@@ -224,6 +239,13 @@ class _SharedCandidates(Candidates):
     def mirrored(self) -> Losses:
         self._leader.say("mirrored")
         return super().mirrored()
+
+    def summed(self, numbers: Callable[[], list[float]]) -> list[float]:
+        asked = self._leader.say("sizes")
+        total = super().summed(numbers)
+        for answer in self._leader.answers(asked):
+            total = [one + other for one, other in zip(total, answer["sizes"], strict=True)]
+        return total
 
     def noisy(self, share: float, *, changed: bool = False, averages: bool = True) -> Losses:
         self._leader.say("noisy", share=share, changed=changed, averages=averages)
@@ -341,8 +363,11 @@ class _Follower:
                 "update_error": self.guard.update_error,
             }
         if op == "take":
-            change = candidates.take(command["scale"], lambda: self._restored(command))
+            change = candidates.take(None, lambda: self._restored(command))
             return {"names": sorted(change.names), "squares": change.squares}
+        if op == "sizes":
+            assert isinstance(self.strategy, ConfigurationStrategy)
+            return {"sizes": self.strategy.sizes(self.save_context)}
         if op == "steps":
             self._step(command)
         elif op == "noisy":
@@ -371,7 +396,10 @@ class _Follower:
 
     def _restored(self, command: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         context = self._context(command)
-        return restored_model(context.state, _scheme(self.config, context, command), context.reference)
+        scheme = _scheme(self.config, context, command)
+        if isinstance(scheme, Inshrinkerator):
+            return true_model(context.state) | scheme.weights.restored(scheme.configuration)
+        return restored_model(context.state, scheme, context.reference)
 
     def _scheme(self, command: Mapping[str, Any]) -> Scheme:
         return _scheme(self.config, self._context(command), command)

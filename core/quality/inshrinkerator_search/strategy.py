@@ -5,11 +5,18 @@ from collections.abc import Callable, Mapping
 
 from shrinkpoint.quality.comparison import Comparison
 from shrinkpoint.quality.inshrinkerator_search.driver import SearchConfig, SearchDriver
+from shrinkpoint.quality.inshrinkerator_search.outcome import Predict
 from shrinkpoint.quality.measurement import Rise
 from shrinkpoint.quality.strategy import Plan, exactly
+from shrinkpoint.quality.trial import true_model
 from shrinkpoint.schemes.base import SaveContext
-from shrinkpoint.schemes.inshrinkerator.prediction import SizePredictor
-from shrinkpoint.schemes.inshrinkerator.scheme import Inshrinkerator, InshrinkeratorOptions, Weights
+from shrinkpoint.schemes.inshrinkerator.prediction import PredictedSizes, SizePredictor
+from shrinkpoint.schemes.inshrinkerator.scheme import (
+    Inshrinkerator,
+    InshrinkeratorOptions,
+    Weights,
+    weights_of,
+)
 from shrinkpoint.schemes.inshrinkerator.space import Configuration
 from shrinkpoint.schemes.recipe import is_weight
 from shrinkpoint.state.training import TensorSpec
@@ -46,18 +53,22 @@ class ConfigurationStrategy:
     def unmeasured(self, save_context: SaveContext) -> Plan:
         """See `Strategy.unmeasured`."""
         return self._plan(
-            self._weights(save_context),
+            weights_of(save_context, self._options),
             self._space.mildest,
             "the mildest configuration: nothing to measure the degradation with",
         )
 
     def measured(self, save_context: SaveContext, comparison: Comparison, allowed: float) -> Plan:
         """See `Strategy.measured`."""
-        weights = self._weights(save_context)
-        predict = SizePredictor(weights, self._options)
+        weights = weights_of(save_context, self._options)
+        predict: Predict = SizePredictor(weights, self._options)
+        if save_context.scores is not None:  # other processes have weights too
+            predict = PredictedSizes(self._space, lambda: comparison.summed(lambda: self.sizes(save_context)))
+
+        true = true_model(save_context.state)  # averages too: the live ones change between two evaluations
 
         def rise(configuration: Configuration) -> Rise:
-            return comparison.rise(configuration, lambda: weights.restored(configuration))
+            return comparison.rise(configuration, lambda: true | weights.restored(configuration))
 
         self._driver.bound(allowed)
         choice = self._driver.choose(predict, rise)
@@ -65,15 +76,16 @@ class ConfigurationStrategy:
             return exactly(choice.reason)
         return self._plan(weights, choice.configuration, choice.reason, choice.rise)
 
+    def sizes(self, save_context: SaveContext) -> list[float]:
+        """Predicted bytes of this process's weights, for `PredictedSizes`."""
+        return SizePredictor(weights_of(save_context, self._options), self._options).table(self._space)
+
     def _plan(
         self, weights: Weights, configuration: Configuration, reason: str, rise: Rise | None = None
     ) -> Plan:
         scheme = Inshrinkerator(self._options, weights, configuration)
         settings = f"inshrinkerator {self._options} {configuration}"
         return Plan(scheme, str(configuration), reason, rise, options=settings)
-
-    def _weights(self, save_context: SaveContext) -> Weights:
-        return Weights(save_context.state, self._options, save_context.gradients)
 
     def state_dict(self) -> dict[str, object]:
         """See `Strategy.state_dict`."""

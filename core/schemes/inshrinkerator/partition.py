@@ -5,8 +5,9 @@ pruned, with one threshold per layer type. Protection wins over pruning, which w
 """
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -14,7 +15,7 @@ from shrinkpoint.errors import ConfigError
 from shrinkpoint.quantize.sketch import DEFAULT_ALPHA, QuantileSketch
 from shrinkpoint.schemes.inshrinkerator.sensitivity import magnitude_score, sensitivity_score
 
-__all__ = ["Metric", "Partition", "ScoreSketches", "Thresholds", "partition"]
+__all__ = ["Metric", "Partition", "ScoreSketches", "Thresholds", "added_scores", "partition"]
 
 Metric = Literal["magnitude", "sensitivity"]
 """The score that decides what is pruned."""
@@ -90,6 +91,28 @@ class ScoreSketches:
             magnitude.add(part.abs())
             sensitivity.add(sensitivity_score(part, slope))
 
+    def to_json(self) -> dict[str, Any]:
+        """The sketches by score and layer type, for a message to other ranks."""
+        return {
+            score: {layer_type: sketch.to_json() for layer_type, sketch in sketches.items()}
+            for score, sketches in self._by_score.items()
+        }
+
+    def count_json(self, node: Mapping[str, Any]) -> "ScoreSketches":
+        """Add another rank's weights, as its `to_json` gave them, and return this one.
+
+        Raises:
+            FormatError: they are sketched in another way.
+        """
+        for score, sketches in self._by_score.items():
+            for layer_type, counts in node[score].items():
+                sketches.setdefault(layer_type, QuantileSketch(self.alpha)).count_json(counts)
+        return self
+
+    @property
+    def _by_score(self) -> dict[str, dict[str, QuantileSketch]]:
+        return {"magnitude": self._magnitude, "sensitivity": self._sensitivity}
+
     def thresholds(self, metric: Metric, prune: float, protect: float) -> dict[str, Thresholds]:
         """The thresholds of one configuration, by layer type.
 
@@ -117,6 +140,18 @@ class ScoreSketches:
                 protect_sensitivity=sensitivity.threshold_above(protect) if sensitivity else math.inf,
             )
         return found
+
+
+def added_scores(alpha: float, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The sketches of several ranks' weights, as messages and as a message: their counts are added.
+
+    Raises:
+        FormatError: they are sketched in another way.
+    """
+    total = ScoreSketches(alpha)
+    for message in messages:
+        total.count_json(message)
+    return total.to_json()
 
 
 def partition(weight: torch.Tensor, gradient: torch.Tensor | None, thresholds: Thresholds) -> Partition:

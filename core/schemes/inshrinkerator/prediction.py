@@ -1,19 +1,24 @@
 """Predicted sizes of a checkpoint under every configuration, from one histogram per weight and without coding any."""
 
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
 import numpy as np
 
 from shrinkpoint.arrays import Float64s
 from shrinkpoint.quantize.clustering import optimal_codebooks, sample_weights
 from shrinkpoint.quantize.sketch import Histogram, SignedHistogram
 from shrinkpoint.schemes.inshrinkerator.scheme import InshrinkeratorOptions, Weights
-from shrinkpoint.schemes.inshrinkerator.space import Configuration
+from shrinkpoint.schemes.inshrinkerator.space import Configuration, ConfigurationSpace
 from shrinkpoint.state.training import LayerType
 
-__all__ = ["SizePredictor"]
+__all__ = ["PredictedSizes", "SizePredictor"]
 
 
 _PROTECTED_BITS = 16  # a protected weight is stored in two bytes
 _CENTROID_BITS = 32
+_Part: TypeAlias = tuple[bool, int, float, float]
+"""Whether of embeddings, bins, prune, protect."""
 _USUAL_BINS = (4, 6, 8, 12, 16, 32)  # one run of the dynamic programme gives them all
 
 
@@ -38,17 +43,55 @@ class SizePredictor:
 
     def __call__(self, configuration: Configuration) -> float:
         """Predicted bytes of all weights."""
+        return sum(self._bytes(*part) for part in _parts(configuration))
+
+    def table(self, space: ConfigurationSpace) -> list[float]:
+        """Predicted bytes for every configuration of a space, as `PredictedSizes` takes them; tables of several processes add up."""
+        return [self._bytes(*part) for part in _all_parts(space)]
+
+    def _bytes(self, embeddings: bool, bins: int, prune: float, protect: float) -> float:
+        """Of the embeddings, or of the other weights."""
         bits = 0.0
         for index, (tensor, layer_type) in enumerate(self._tensors):
-            embedding = layer_type is LayerType.EMBEDDING
-            bins = configuration.embedding_bins if embedding else configuration.bins
-            key = (index, bins, configuration.prune, configuration.protect)
+            if (layer_type is LayerType.EMBEDDING) != embeddings:
+                continue
+            key = (index, bins, prune, protect)
             if key not in self._known:
-                self._known[key] = tensor.bits(
-                    bins, configuration.prune, configuration.protect, self._options
-                )
+                self._known[key] = tensor.bits(bins, prune, protect, self._options)
             bits += self._known[key]
         return bits / 8
+
+
+class PredictedSizes:
+    """Predicts as `SizePredictor` does, from the tables of several processes that have some weights each.
+
+    Args:
+        space: the configurations.
+        table: gives the sum of `SizePredictor.table` over all processes; called when a size is asked for.
+    """
+
+    def __init__(self, space: ConfigurationSpace, table: Callable[[], Sequence[float]]) -> None:
+        self._space, self._table = space, table
+        self._known: dict[_Part, float] = {}
+
+    def __call__(self, configuration: Configuration) -> float:
+        """Predicted bytes of all weights."""
+        if not self._known:
+            self._known = dict(zip(_all_parts(self._space), self._table(), strict=True))
+        return sum(self._known[part] for part in _parts(configuration))
+
+
+def _parts(configuration: Configuration) -> list[_Part]:
+    """What the weights' size depends on, and what the embeddings' does."""
+    settings = configuration.prune, configuration.protect
+    return [(False, configuration.bins, *settings), (True, configuration.embedding_bins, *settings)]
+
+
+def _all_parts(space: ConfigurationSpace) -> list[_Part]:
+    """Those of a whole space, each once, in an order that is the same in every process."""
+    return list(
+        dict.fromkeys(part for configuration in space.configurations for part in _parts(configuration))
+    )
 
 
 class _Tensor:

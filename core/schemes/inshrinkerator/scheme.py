@@ -7,12 +7,12 @@ else is stored exactly.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, get_args
+from typing import Any, ClassVar, get_args
 
 import torch
 
 from shrinkpoint.errors import CannotRepresentError, ConfigError
-from shrinkpoint.schemes.base import TensorCodec
+from shrinkpoint.schemes.base import SaveContext, TensorCodec
 from shrinkpoint.schemes.inshrinkerator.codec import Clustering, InshrinkeratorWeightCodec
 from shrinkpoint.schemes.inshrinkerator.level_deltas import LevelCoder
 from shrinkpoint.schemes.inshrinkerator.partition import ScoreSketches
@@ -23,7 +23,7 @@ from shrinkpoint.schemes.recipe import with_second_moment
 from shrinkpoint.state.training import LayerType, Role, TensorSpec, TrainingState
 from shrinkpoint.state.tree import JSON
 
-__all__ = ["Inshrinkerator", "InshrinkeratorOptions", "Weights"]
+__all__ = ["Inshrinkerator", "InshrinkeratorOptions", "Weights", "weights_of"]
 
 _RANGES = (  # those of the parts that the options are passed to, checked before training starts
     ("alpha", 0.001, 0.5),
@@ -74,13 +74,22 @@ class InshrinkeratorOptions:
 
 
 class Weights:
-    """The weights of one snapshot that the scheme may code, with their scores sketched once for all configurations."""
+    """The weights of one snapshot that the scheme may code, with their scores sketched once for all configurations.
+
+    Args:
+        state: the snapshot.
+        options: the scheme's settings.
+        gradients: their EMA by parameter name, where they were collected.
+        scores: of all weights of the model, as `ScoreSketches.to_json` gives them, where `state` has only some; None takes those of
+            `state`.
+    """
 
     def __init__(
         self,
         state: TrainingState,
         options: InshrinkeratorOptions,
         gradients: Mapping[str, torch.Tensor] | None = None,
+        scores: Mapping[str, Any] | None = None,
     ) -> None:
         self.specs = [spec for spec in state.specs.values() if _is_weight(spec, options)]
         self.tensors = {spec.name: state.tensors[spec.name] for spec in self.specs}
@@ -100,6 +109,9 @@ class Weights:
         self.gradients = _gradients(state, self.specs, gradients)
         self._options = options
         self.sketches = ScoreSketches(options.alpha)
+        if scores is not None:
+            self.sketches.count_json(scores)
+            return
         for spec in self.specs:
             tensor, gradient = self.tensors[spec.name], self.gradients.get(spec.name)
             self.sketches.add(tensor, gradient, spec.tag.layer_type.value)
@@ -130,6 +142,17 @@ class Weights:
             _parameter(spec): self.codec(spec, configuration).quantize(tensor).value(tensor.dtype)
             for spec, tensor in ((spec, self.tensors[spec.name]) for spec in self.specs)
         }
+
+
+def weights_of(save_context: SaveContext, options: InshrinkeratorOptions) -> Weights:
+    """The weights of a save, sketched."""
+    scores = save_context.scores
+    return Weights(
+        save_context.state,
+        options,
+        save_context.gradients,
+        scores if isinstance(scores, Mapping) else None,
+    )
 
 
 @dataclass(frozen=True)

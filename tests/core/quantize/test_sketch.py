@@ -1,5 +1,6 @@
 """The sketch's error bound, its exact thresholds, merging, and what it refuses."""
 
+import json
 import math
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shrinkpoint.errors import CannotRepresentError, ConfigError
+from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
 from shrinkpoint.quantize import sketch as sketch_module
 from shrinkpoint.quantize.sketch import QuantileSketch, SignedHistogram
 
@@ -186,3 +187,23 @@ def test_options_are_checked() -> None:
 def test_a_normal_tensor_has_under_two_thousand_buckets() -> None:
     weight = torch.randn(65_536, generator=torch.Generator().manual_seed(0)) * 0.02
     assert len(SignedHistogram().add(weight).histogram().values) < 1000
+
+
+@settings(deadline=None)
+@given(tensors(), tensors(), ALPHAS)
+def test_messages_of_several_ranks_add_up_to_the_sketch_of_all(one, other, alpha):
+    for kind in (QuantileSketch, SignedHistogram):
+        parts = [part.abs() if kind is QuantileSketch else part for part in (one, other)]
+        whole = kind(alpha).add(parts[0]).add(parts[1])
+        received = kind(alpha)
+        for part in parts:
+            received.count_json(json.loads(json.dumps(kind(alpha).add(part).to_json())))
+        assert np.array_equal(received.counts, whole.counts)
+
+
+@pytest.mark.parametrize("node", [[[0, 1], [5]], [[-1], [1]], [[10**6], [1]]])
+def test_messages_with_other_buckets_are_refused(node):
+    sketch = QuantileSketch(0.01)
+    with pytest.raises(FormatError, match="buckets"):
+        sketch.count_json(node)
+    assert sketch.count == 0

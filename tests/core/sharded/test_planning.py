@@ -1,8 +1,10 @@
 """One plan for all ranks, which are threads here: the first one chooses, by what all of them have."""
 
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +17,8 @@ from shrinkpoint.quality.planner import Planner
 from shrinkpoint.quality.strategy import Plan
 from shrinkpoint.schemes.auto.scheme import Auto
 from shrinkpoint.schemes.base import SaveContext, Scheme
+from shrinkpoint.schemes.inshrinkerator.partition import added_scores
+from shrinkpoint.schemes.inshrinkerator.scheme import weights_of
 from shrinkpoint.sharded.planning import Leader, follow, lead, measurable
 from shrinkpoint.state.training import LayerType, Role, Tag, TensorSpec, TrainingState
 
@@ -104,6 +108,10 @@ def planned(
     """
     world, kept = 2, {}
     contexts = [context(rank, broken=rank == broken) for rank in range(world)]
+    if config.scheme == "inshrinkerator":
+        own = [weights_of(one, config.scheme_options).sketches.to_json() for one in contexts]
+        scores = added_scores(config.scheme_options.alpha, own)
+        contexts = [replace(one, scores=scores) for one in contexts]
     true = {name: tensor for one in contexts for name, tensor in one.state.tensors.items()}
     together = Together(world, true, steepness)
     found: list[Any] = [None] * world
@@ -178,6 +186,36 @@ def test_all_ranks_take_the_scale_that_was_chosen() -> None:
     assert second.configuration == first.configuration
 
 
+@pytest.mark.parametrize("steepness", [1e-8, 3e-7, 1e-6])
+def test_the_search_of_inshrinkerator_is_that_of_one_process(steepness: float) -> None:
+    """The same thresholds from the sketches of all, the same order of sizes, and so the same candidates and choice."""
+    config = SaverConfig(scheme="inshrinkerator", commit_timeout_s=5, search_overhead=math.inf)
+    first, second, seen = planned(steepness, config=config)
+    assert first.measured == "measured"
+    assert first.scheme.describe() == second.scheme.describe()
+    assert second.configuration == first.configuration
+
+    parts = [context(rank).state for rank in range(2)]
+    whole = TrainingState(
+        None,
+        {name: tensor for part in parts for name, tensor in part.tensors.items()},
+        {name: spec for part in parts for name, spec in part.specs.items()},
+    )
+    together = Together(1, whole.tensors, steepness)
+    planner = Planner(config, lambda: 0.0, warns=False)
+    alone = planner.plan(SaveContext(state=whole, step=1), lambda weights: together.measure(0, weights))
+    assert alone.configuration == first.configuration
+    noise = 1  # is drawn for each rank
+    assert together.seen[:noise] + together.seen[noise + 1 :] == pytest.approx(
+        seen[:noise] + seen[noise + 1 :]
+    )
+    for name, tensor in whole.tensors.items():
+        plan = first if name in parts[0].tensors else second
+        restored = plan.scheme.weights.restored(plan.scheme.configuration)[name]
+        assert torch.equal(restored, alone.scheme.weights.restored(alone.scheme.configuration)[name])
+        assert not torch.equal(restored, tensor)
+
+
 def test_what_breaks_the_bound_is_exact_on_all() -> None:
     first, second, seen = planned(1.0)
     assert len(seen) == 4
@@ -227,5 +265,5 @@ def test_what_is_measured() -> None:
     assert measurable(SaverConfig())
     assert measurable(CONFIG)
     assert not measurable(SaverConfig(scheme="lossless"))
-    assert not measurable(SaverConfig(scheme="inshrinkerator"))
+    assert measurable(SaverConfig(scheme="inshrinkerator"))
     assert not measurable(SaverConfig(adopt=True, adoptions=10))

@@ -200,6 +200,19 @@ def test_moments_take_as_many_bytes_on_any_number_of_ranks(tmp_path: Path) -> No
         assert three == pytest.approx(one, rel=0.03)
 
 
+def test_inshrinkerator_searches_on_shards(tmp_path: Path) -> None:
+    url, options = str(tmp_path / "run"), {"scheme": "inshrinkerator", "max_degradation": 0.5}
+    options |= {"search_overhead": 0.9, "options": {"min_elements": 100}, "guards": False}
+    [(reports, state, _), (others, *_)] = launch(bounded, 2, tmp_path, url, options)
+    assert {report.measured for report in reports} == {"measured"}
+    assert sum(report.evaluations for report in reports) > 7, "three for each save without a search"
+    for report, other in zip(reports, others, strict=True):
+        assert report.degradation_high <= report.allowed
+        assert (report.configuration, report.reason) == (other.configuration, other.reason)
+    weights = shrinkpoint.load_weights(url)
+    assert any(not torch.equal(value, state[name]) for name, value in weights.items())
+
+
 @pytest.mark.slow
 def test_settings_that_are_too_coarse_are_refused(tmp_path: Path) -> None:
     coarse = {"scheme": "uniform", "options": {"bits": 2}}
