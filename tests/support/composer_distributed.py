@@ -82,7 +82,7 @@ SCENARIOS = {
         interval="3ba", batch=11, resumes_at=9, setup=_ddp(batch_norm=False), adopts=True
     ),
     "DDP, not adopting": Scenario(
-        interval="3ba", batch=11, resumes_at=9, setup=_ddp(batch_norm=False), lossy=True
+        interval="5ba", batch=15, resumes_at=10, setup=_ddp(batch_norm=False), lossy=True
     ),
     "FSDP2, mid epoch": Scenario(interval="3ba", batch=11, resumes_at=9, setup=_fsdp(), options=FSDP2),
     "FSDP2, epoch end": Scenario(
@@ -100,7 +100,7 @@ OF_THREE = {
         interval="2ba", batch=5, resumes_at=4, setup=_ddp(batch_norm=False), adopts=True
     ),
     "DDP, three processes, not adopting": Scenario(
-        interval="2ba", batch=5, resumes_at=4, setup=_ddp(batch_norm=False), lossy=True
+        interval="6ba", batch=17, resumes_at=12, setup=_ddp(batch_norm=False, duration="6ep"), lossy=True
     ),
 }
 
@@ -115,7 +115,11 @@ def play(scenario: Scenario, url: str) -> dict[str, Outcome]:
             )
         if scenario.lossy:
             return CompressedCheckpoint(
-                url, save_interval=scenario.interval, busy="wait", max_degradation=0.5
+                url,
+                save_interval=scenario.interval,
+                busy="wait",
+                max_degradation=1.0,
+                guards=False,
             )
         log = {}
         if scenario.logs:
