@@ -2,7 +2,7 @@
 
 An optimizer reads its gradients, and most leave them as they are. Once an optimizer was seen to do so, its gradients are
 copied by another thread during its step, and training waits for no more than what is left of the copy when the step is
-over. Until then, and for an optimizer that writes to its gradients (SGD with Nesterov momentum and ``foreach``, fused ones that
+over. That is checked again now and then, since torch does not count all changes of a tensor. Until then, and for an optimizer that writes to its gradients (SGD with Nesterov momentum and ``foreach``, fused ones that
 unscale), the copy is made before the step.
 """
 
@@ -21,6 +21,8 @@ __all__ = ["Capture", "Captured", "dense_order"]
 
 _PROVEN = 2
 """Steps that an optimizer must have left its gradients as they were before they are copied during its steps."""
+_CHECKED_EVERY = 64
+"""Steps from one that is copied before it, and whose gradients are compared after it, to the next."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class Captured:
     copied: CopiedState
     during: bool
     """Whether the copy is made during the step."""
+    scaled: bool
+    """Whether the optimizer unscales them itself, as fused ones do for a gradient scaler; it may also skip the step."""
 
 
 class Capture:
@@ -44,6 +48,7 @@ class Capture:
         self._buffers = Buffers()
         self._unchanged: dict[int, int] = {}
         self._writing: set[int] = set()
+        self._overlapped: set[int] = set()
 
     @property
     def cpu_s(self) -> float:
@@ -54,12 +59,15 @@ class Capture:
         """End the thread."""
         self._buffers.close()
 
-    def begin(self, which: int, gradients: Sequence[torch.Tensor | None]) -> Captured:
+    def begin(
+        self, which: int, gradients: Sequence[torch.Tensor | None], *, scaled: bool = False
+    ) -> Captured:
         """Copy the gradients, or begin to: right before the step, when they are final.
 
         Args:
             which: place of the optimizer among the training's.
             gradients: of its parameters.
+            scaled: as of `Captured`. It then writes to them, but in a step that it skips, which shows nothing of other ones.
 
         Raises:
             CannotLogError: one has a layout that cannot be stored.
@@ -74,14 +82,19 @@ class Capture:
                 live[str(index)] = gradient
             else:
                 raise CannotLogError(f"a gradient has the layout {gradient.layout}")
-        during = self._unchanged.get(which, 0) >= _PROVEN and which not in self._writing
+        unchanged = self._unchanged.get(which, 0)
+        during = unchanged >= _PROVEN and unchanged % _CHECKED_EVERY > 0 and which not in self._writing
+        during = during and not scaled
         during = during and all(g is None or (g.is_cpu and not g.is_sparse) for g in gradients)
+        if during:
+            self._overlapped.add(which)
         return Captured(
             optimizer=which,
             live=gradients,
             versions=_versions(gradients),
             copied=self._buffers.take(str(which), live, during=during),
             during=during,
+            scaled=scaled,
         )
 
     def end(self, captured: Captured) -> list[Gradient] | None:
@@ -91,21 +104,22 @@ class Capture:
             MemoryError: there was none for the copies.
         """
         copies = captured.copied.state.tensors
-        if self._has_written(captured, copies):
-            self._writing.add(captured.optimizer)
-            if captured.during:
-                return None
-        elif not captured.during:
-            self._unchanged[captured.optimizer] = self._unchanged.get(captured.optimizer, 0) + 1
+        if not captured.scaled:
+            which, unchanged = captured.optimizer, self._unchanged.get(captured.optimizer, 0)
+            if which not in self._writing and self._has_written(captured, copies):
+                self._writing.add(which)
+                if (
+                    which in self._overlapped
+                ):  # this step or one before it may have been copied while it wrote
+                    return None
+            self._unchanged[which] = unchanged + 1
         return [_gradient(index, live, copies) for index, live in enumerate(captured.live)]
 
     def _has_written(self, captured: Captured, copies: Mapping[str, torch.Tensor]) -> bool:
-        if captured.optimizer in self._writing or _versions(captured.live) != captured.versions:
+        if _versions(captured.live) != captured.versions:
             return True
-        # Torch does not count changes through `.data`.
-        if self._unchanged.get(captured.optimizer, 0) >= _PROVEN:
-            return False
-        return not all(
+        # Torch does not count changes through `.data`, nor those of fused optimizers.
+        return not captured.during and not all(
             gradient is None
             or not gradient.is_cpu
             or gradient.is_sparse

@@ -221,7 +221,11 @@ class Recorder:
 
     def _captured(self, which: int, closure: bool, loss: object) -> tuple[Event, Captured]:
         optimizer = self._optimizers[which]
-        captured = self._capture.begin(which, [parameter.grad for parameter in parameters_of(optimizer)])
+        captured = self._capture.begin(
+            which,
+            [parameter.grad for parameter in parameters_of(optimizer)],
+            scaled=any(getattr(optimizer, name, None) is not None for name in _ATTRIBUTES),
+        )
         event = Event(
             optimizer=which,
             groups=frozen_groups(optimizer),

@@ -10,6 +10,7 @@ from torch import nn
 
 from shrinkpoint.errors import ShrinkpointWarning
 from shrinkpoint.state.snapshot import Snapshotter
+from shrinkpoint.steps import capture as capture_module
 from shrinkpoint.steps.capture import Capture
 from shrinkpoint.steps.record import Dense
 
@@ -73,6 +74,27 @@ def test_gradients_that_the_optimizer_writes_to_are_copied_before_it():
     capture.close()
 
 
+def test_a_fused_optimizer_that_unscales_is_never_copied_during_its_step():
+    """In the steps that it skips it leaves the gradients as they are, and torch counts no changes of the others."""
+    capture = Capture()
+    optimizer = torch.optim.AdamW(parameters([torch.randn(300, 40)]), fused=True)
+    [gradient] = [p.grad for p in optimizer.param_groups[0]["params"]]
+    for infinite in (1.0, 1.0, 1.0, 0.0, 0.0):
+        gradient.copy_(torch.randn(gradient.shape))
+        before = gradient.clone()
+        optimizer.grad_scale, optimizer.found_inf = torch.tensor(8.0), torch.tensor(infinite)
+        captured = capture.begin(0, [gradient], scaled=True)
+        optimizer.step()
+        [copy] = capture.end(captured)
+        assert torch.equal(copy.values, before)
+        assert not captured.during
+        assert torch.equal(gradient, before) == bool(infinite)
+        captured.copied.release()
+    del optimizer.grad_scale, optimizer.found_inf
+    assert steps(capture, optimizer, 4) == [False, False, True, True]
+    capture.close()
+
+
 class Decaying(torch.optim.Optimizer):
     """As optimizers were written once: it changes gradients in a way that torch does not count, from some step on."""
 
@@ -101,6 +123,24 @@ def test_changes_that_torch_does_not_count_are_found(quietly, since):
     capture = Capture()
     optimizer = Decaying(parameters(gradients()), quietly=quietly, since=since)
     assert steps(capture, optimizer, 5) == [False] * 5
+    capture.close()
+
+
+def test_it_is_checked_again_now_and_then(monkeypatch):
+    """What changes later, and what torch does not count, is noticed by the contents; steps before it may be wrong."""
+    monkeypatch.setattr(capture_module, "_CHECKED_EVERY", 4)
+    capture = Capture()
+    optimizer = Decaying(parameters(gradients()), quietly=True, since=6)
+    assert steps(capture, optimizer, 6) == [False, False, True, True, False, True]
+    live = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
+    found = []
+    for _ in range(3):
+        captured = capture.begin(0, live)
+        optimizer.step()
+        found.append((captured.during, capture.end(captured) is None))
+        captured.copied.release()
+    assert found == [(True, False), (True, False), (False, True)]
+    assert steps(capture, optimizer, 3) == [False] * 3
     capture.close()
 
 
