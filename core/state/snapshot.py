@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -57,22 +57,41 @@ class Snapshotter:
         Returns:
             The copy. Its tensors are C-contiguous and stay valid until the next `take`; longer where it is `Snapshot.lasting`.
         """
+        return self.prepare(state)()
+
+    def prepare(self, state: TrainingState) -> Callable[[], Snapshot]:
+        """Everything that `take` does but the copying, which the returned function does.
+
+        Another thread may call that function: for tensors on the host it needs the GIL for a few microseconds only, so that the
+        calling thread does not wait for it.
+        """
         start = time.perf_counter()
         devices = {tensor.device for tensor in state.tensors.values() if tensor.is_cuda}
-        ready, lasting = None, not devices and state.nbytes >= LARGE
+        if devices:
+            return lambda: self._from_gpu(state, devices, start)
+        lasting = state.nbytes >= LARGE
         if lasting:
             self._buffers = {}
+        copies = {name: self._buffer(name, tensor) for name, tensor in state.tensors.items()}
+        self._buffers = {} if lasting else copies
+        host = dataclasses.replace(state, tensors=dict(copies))
+        ordinary, others = _pairs(copies, state.tensors)
+
+        def copy() -> Snapshot:
+            with torch.no_grad():
+                if ordinary[0]:
+                    torch._foreach_copy_(*ordinary)  # without the GIL
+                for buffer, tensor in others:
+                    buffer.copy_(tensor)
+            return Snapshot(host, time.perf_counter() - start, None, lasting)
+
+        return copy
+
+    def _from_gpu(self, state: TrainingState, devices: set[torch.device], start: float) -> Snapshot:
         with torch.no_grad():
-            if devices:
-                ready = self._copy_from_gpu(state, devices)
-            else:
-                copies = {name: self._buffer(name, tensor) for name, tensor in state.tensors.items()}
-                _copy_all(copies, state.tensors)
-                self._buffers = copies
+            ready = self._copy_from_gpu(state, devices)
         host = dataclasses.replace(state, tensors=dict(self._buffers))
-        if lasting:
-            self._buffers = {}
-        return Snapshot(host, time.perf_counter() - start, ready, lasting)
+        return Snapshot(host, time.perf_counter() - start, ready)
 
     def _copy_from_gpu(self, state: TrainingState, devices: set[torch.device]) -> torch.cuda.Event:
         for device in devices:
@@ -108,10 +127,16 @@ class Snapshotter:
         return buffer
 
 
-def _copy_all(copies: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Copy host tensors, ordinary ones in one call that does not take the GIL."""
-    plain = [name for name, tensor in tensors.items() if type(tensor) in (torch.Tensor, torch.nn.Parameter)]
-    if plain:
-        torch._foreach_copy_([copies[name] for name in plain], [tensors[name] for name in plain])
-    for name in tensors.keys() - set(plain):
-        copies[name].copy_(tensors[name])
+def _pairs(
+    copies: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]
+) -> tuple[tuple[list[torch.Tensor], list[torch.Tensor]], list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Buffers and tensors: lists of the ordinary ones, which one call copies, and pairs of the others."""
+    ordinary: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+    others = []
+    for name, tensor in tensors.items():
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+            ordinary[0].append(copies[name])
+            ordinary[1].append(tensor)
+        else:
+            others.append((copies[name], tensor))
+    return ordinary, others

@@ -87,7 +87,7 @@ class Buffers:
         if during:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, "shrinkpoint-gradients")
-            snapshot = self._thread.submit(self._taken, snapshotter, state)
+            snapshot = self._thread.submit(self._timed, snapshotter.prepare(state))
         else:
             snapshot = snapshotter.take(state)
         return CopiedState(snapshot, lambda: free.append(snapshotter))
@@ -97,9 +97,9 @@ class Buffers:
         if self._thread is not None:
             self._thread.shutdown()
 
-    def _taken(self, snapshotter: Snapshotter, state: TrainingState) -> Snapshot:
+    def _timed(self, copy: Callable[[], Snapshot]) -> Snapshot:
         started = time.thread_time()
         try:
-            return snapshotter.take(state)
+            return copy()
         finally:
             self.cpu_s += time.thread_time() - started

@@ -153,15 +153,16 @@ class Recorder:
                 " register it before the Checkpointer is made"
             )
             return None
-        first, self._first = self._first, False
-        self._before(first)
-        if not self._active:  # what was to be done before the step has failed
-            return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if not callable(closure):
+        first, self._first = self._first, False
+        if callable(closure):
+            if first:
+                self._before(True)
+            return self._with(closure, which, args, kwargs) if self._active else None
+        self._before(first)
+        if self._active:  # what was to be done before the step has not failed
             self._record(which, closure=False, loss=None)
-            return None
-        return self._with(closure, which, args, kwargs)
+        return None
 
     def _with(
         self, closure: Callable[[], Any], which: int, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -188,7 +189,10 @@ class Recorder:
             )
         elif self._active:
             with self._counted():
-                self._record(which, closure=True, loss=loss)
+                # Not before the closure, which is most of a step: until it is over, nothing waits for the segment before.
+                self._before(False)
+                if self._active:
+                    self._record(which, closure=True, loss=loss)
 
     def _on_after(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]

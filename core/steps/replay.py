@@ -1,7 +1,8 @@
 """Replays logged steps with the training's own optimizers, and accepts the result only if its digest matches."""
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,9 @@ from shrinkpoint.steps.remainder import Remainder
 from shrinkpoint.steps.segment import Place, Reference
 
 __all__ = ["Replay", "Replayed", "make_step"]
+
+_AHEAD = 8
+"""Steps that are read and decoded before they are asked for."""
 
 
 @dataclass(frozen=True)
@@ -118,46 +122,43 @@ class Replay:
         self, chain: Sequence[Reference]
     ) -> tuple[int, Mapping[str, Any] | None, _StoppedError | None]:
         remainder: Mapping[str, Any] | None = None
-        with ThreadPoolExecutor(1, "shrinkpoint-replay") as thread:  # the next segment is read meanwhile
-            ahead = thread.submit(self._read, chain[0])
+        with _read_ahead(self._records(chain)) as records:
             for index, reference in enumerate(chain):
-                now = ahead
-                if index + 1 < len(chain):
-                    ahead = thread.submit(self._read, chain[index + 1])
                 try:
-                    remainder = self._segment(reference, now)
+                    remainder = self._segment(reference, records)
                 except _StoppedError as stopped:
                     return index, remainder, stopped
                 self._progress(index + 1, len(chain))
         return len(chain), remainder, None
 
-    def _read(self, reference: Reference) -> list[Record]:
-        """The steps of a segment.
+    def _records(self, chain: Sequence[Reference]) -> Iterator[Record | None]:
+        """The steps of all segments, and None after each segment.
 
         Raises:
-            FormatError: it is damaged, or of another training.
+            FormatError: a segment is damaged, or of another training.
             StoreError: it cannot be read.
         """
-        head, payload = self._reader.load(reference)
-        tensors, at = Tensors(head.tensors, payload), reference.begin.step
-        records = []
-        for node in head.records:
-            record = decode_record(node, tensors, self._shapes_of)
-            if record.begin != at:
-                raise FormatError(f"its steps are not one after the other: {at}, then {record.begin}")
-            at = record.end
-            records.append(record)
-        if at != reference.end.step or not records or records[-1].remainder is None:
-            raise FormatError(
-                "its last step is not the one in its header, or lacks the state other than the weights"
-            )
-        return records
+        for reference in chain:
+            head, payload = self._reader.load(reference)
+            tensors, at = Tensors(head.tensors, payload), reference.begin.step
+            last = None
+            for node in head.records:
+                last = decode_record(node, tensors, self._shapes_of)
+                if last.begin != at:
+                    raise FormatError(f"its steps are not one after the other: {at}, then {last.begin}")
+                at = last.end
+                yield last
+            if at != reference.end.step or last is None or last.remainder is None:
+                raise FormatError(
+                    "its last step is not the one in its header, or lacks the state other than the weights"
+                )
+            yield None
 
-    def _segment(self, reference: Reference, read: Future[list[Record]]) -> Mapping[str, Any]:
+    def _segment(self, reference: Reference, records: Iterator[Record | None]) -> Mapping[str, Any]:
         shown = self._reader.show(reference)
         dirty = False
         try:
-            for record in read.result():
+            while (record := next(records)) is not None:
                 dirty = True
                 remainder = None if record.remainder is None else record.remainder.to_object()
                 self._make(record.events, remainder)
@@ -253,6 +254,25 @@ def _without_pre_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     finally:
         for place, hooks in zip(places, kept, strict=True):
             place.update(hooks)
+
+
+@contextmanager
+def _read_ahead(records: Iterator[Record | None]) -> Iterator[Iterator[Record | None]]:
+    """The same records, which another thread reads and decodes before they are asked for; what that raises is raised where the
+    record would have been."""
+    thread = ThreadPoolExecutor(1, "shrinkpoint-replay")
+    ahead = deque(thread.submit(next, records, None) for _ in range(_AHEAD))
+
+    def taken() -> Iterator[Record | None]:
+        while True:
+            record = ahead.popleft().result()
+            ahead.append(thread.submit(next, records, None))
+            yield record
+
+    try:
+        yield taken()
+    finally:
+        thread.shutdown(cancel_futures=True)
 
 
 def _run_up(references: Sequence[Reference], end: int) -> list[Reference]:

@@ -178,14 +178,19 @@ def test_the_next_record_waits_for_a_copy_that_was_left_behind(monkeypatch):
     [parameter] = parameters([torch.ones(4)])
     for _ in range(2):
         capture.end(capture.begin(0, [parameter.grad]))
-    take = Snapshotter.take
+    prepare = Snapshotter.prepare
 
     def slow(self, state):
-        began.set()
-        assert go.wait(60)
-        return take(self, state)
+        copy = prepare(self, state)
 
-    monkeypatch.setattr(Snapshotter, "take", slow)
+        def waits():
+            began.set()
+            assert go.wait(60)
+            return copy()
+
+        return waits
+
+    monkeypatch.setattr(Snapshotter, "prepare", slow)
     left = capture.begin(0, [parameter.grad])
     assert left.during
     assert began.wait(60)
@@ -196,18 +201,23 @@ def test_the_next_record_waits_for_a_copy_that_was_left_behind(monkeypatch):
 
 
 def test_no_memory_for_a_copy_turns_the_log_off_and_training_goes_on(monkeypatch):
-    name, take = uuid4().hex, Snapshotter.take
+    name, prepare = uuid4().hex, Snapshotter.prepare
     training = Training().log(f"memory://{name}/run", f"memory://{name}/log", every=50, steps=4)
     training.checkpointer.resume()
     training.run(0, 3)
 
     def fails(self, state):
-        if threading.current_thread().name.startswith("shrinkpoint-gradients"):
-            raise MemoryError("no memory for this")
-        return take(self, state)
+        copy = prepare(self, state)
+
+        def fails_in_the_thread():
+            if threading.current_thread().name.startswith("shrinkpoint-gradients"):
+                raise MemoryError("no memory for this")
+            return copy()
+
+        return fails_in_the_thread
 
     with monkeypatch.context() as patch:
-        patch.setattr(Snapshotter, "take", fails)
+        patch.setattr(Snapshotter, "prepare", fails)
         with pytest.warns(ShrinkpointWarning, match="step log is off: MemoryError: no memory for this"):
             training.run(3, 5)
     training.run(5, 6)

@@ -167,3 +167,52 @@ def test_a_moment_of_other_weights_cannot_be_settled():
         moment.settle()
     with pytest.raises(CannotLogError, match="right after step 1"):
         moment.place()
+
+
+class Evaluated(Training):
+    """Its closure begins and waits for the log's digest of the segment before."""
+
+    def __init__(self) -> None:
+        super().__init__(closure=True)
+        self.go = threading.Event()
+        self.digested = threading.Event()
+        self.waited = 0
+        step = self.optimizer.step
+
+        def evaluated(closure):
+            def work():
+                self.go.set()
+                self.waited += self.digested.wait(60)
+                return closure()
+
+            return step(work)
+
+        self.optimizer.step = evaluated
+
+
+def test_nothing_waits_for_a_digest_before_the_closure_is_evaluated(monkeypatch):
+    """Frameworks have the whole step in the closure: the writer's thread takes the digest meanwhile."""
+    digests_of = moment.digests_of
+    training = Evaluated().log(*(f"memory://{uuid4().hex}/{name}" for name in ("run", "log")), every=50)
+    training.checkpointer.resume()
+
+    def later(parts):
+        if threading.current_thread() is threading.main_thread():
+            return digests_of(parts)
+        assert training.go.wait(600)
+        found = digests_of(parts)
+        training.digested.set()
+        return found
+
+    training.digested.set()
+    for step in range(6):
+        training.go.clear()
+        training.step(step)
+        monkeypatch.setattr(moment, "digests_of", later)
+        if step % 2:
+            training.digested.clear()
+        training.checkpointer.step(step + 1)
+    training.go.set()
+    assert training.waited == 6
+    assert training.checkpointer.step_log.off is None
+    training.crash()
