@@ -27,13 +27,13 @@ from shrinkpoint.reports import Accepted, SaveReport
 from shrinkpoint.runtime.memory import LARGE, give_back
 from shrinkpoint.runtime.progress import waiting_for
 from shrinkpoint.runtime.worker import Worker
-from shrinkpoint.saving.address import Address
 from shrinkpoint.saving.adopted import adopted_of
 from shrinkpoint.saving.adoption import AdoptingCommitter
 from shrinkpoint.saving.committer import Committer
 from shrinkpoint.saving.failures import Failures
 from shrinkpoint.saving.job import Job
-from shrinkpoint.saving.meta import is_finite, is_weights_only, not_finite_text
+from shrinkpoint.saving.meta import is_weights_only
+from shrinkpoint.saving.reading import CheckpointReader
 from shrinkpoint.saving.slimming import without_optimizer
 from shrinkpoint.saving.takeover import Adoption, Takeover, WaitingShare, unsuitable
 from shrinkpoint.saving.warmup import Warmup
@@ -105,6 +105,7 @@ class Saver:
         near = NearCopies.of(url, self.config.near, self.config.near_keep)
         self.store = RunStore(url, storage_options=storage_options, parity=parity, near=near)
         """The run's checkpoints."""
+        self._reader = CheckpointReader(self.store, self.url, self._decode)
         self.skipped = 0
         """Saves that were skipped because one was still being written."""
         self.blocked_s = 0.0
@@ -414,8 +415,7 @@ class Saver:
             ChainError: there are checkpoints, and none of them is sound.
             StoreError: the store cannot be read.
         """
-        with waiting_for(f"reading the newest checkpoint of {self.store.display}"):
-            found = self.store.newest_sound(self._decode)
+        found = self._reader.newest()
         if found is None:
             return None
         self._newest = found
@@ -443,7 +443,8 @@ class Saver:
         if self._newest is not None and which in (None, self._newest[0], self._newest[0].step):
             manifest, decoded = self._newest
         else:
-            manifest, decoded = self._chosen(which)
+            assert which is not None
+            manifest, decoded = self._reader.chosen(which)
         self._newest, self._restored = None, (manifest, decoded)
         if adopted_of(manifest) is not None and not self.config.adopt:
             warn(
@@ -452,7 +453,7 @@ class Saver:
                 stacklevel=3,
             )
         self._go_on()
-        self._warn_if_diverged(manifest)
+        self._reader.warn_if_diverged(manifest)
         if is_weights_only(manifest.meta):
             warn(
                 f"resumed weights of step {manifest.step} from {self.store.display}; optimizer state was not stored: it"
@@ -462,39 +463,12 @@ class Saver:
         return Restored(manifest, decoded.state)
 
     def _read(self, which: Manifest | int | None) -> Restored | None:
-        if which is None:
-            found = self.store.newest_sound(self._decode)
-            if found is None:
-                return None
-            manifest, decoded = found
-        else:
-            manifest, decoded = self._chosen(which)
-        self._warn_if_diverged(manifest)
-        return Restored(manifest, decoded.state)
-
-    def _chosen(self, which: Manifest | int | None) -> tuple[Manifest, Decoded]:
-        manifest = which if isinstance(which, Manifest) else self._at_step(which)
-        with waiting_for(f"reading the checkpoint of step {manifest.step} of {self.store.display}"):
-            return manifest, self._decode(manifest, self.store.fetch(manifest))
-
-    def _warn_if_diverged(self, manifest: Manifest) -> None:
-        found = not_finite_text(manifest)
+        found = self._reader.newest() if which is None else self._reader.chosen(which)
         if found is None:
-            return
-        sound = next(
-            (m for m in self.store.manifests() if m.position < manifest.position and is_finite(m)), None
-        )
-        way_out = (
-            "The run holds no finite checkpoint of before"
-            if sound is None
-            else f"The last finite one is of step {sound.step}. To go on from there: Checkpointer.resume(step={sound.step}),"
-            f" Lightning's fit(ckpt_path='{Address(url=self.url, step=sound.step)}'), or `shrinkpoint export` and whatever loads"
-            " that"
-        )
-        warn(
-            f"the checkpoint of step {manifest.step} in {self.store.display} is not finite: {found}. {way_out}",
-            stacklevel=3,
-        )
+            return None
+        manifest, decoded = found
+        self._reader.warn_if_diverged(manifest)
+        return Restored(manifest, decoded.state)
 
     def forget(self, *, follows: Manifest | None = None) -> None:
         """Hold nothing of what was read: the next save makes a base.
@@ -515,9 +489,6 @@ class Saver:
     def _decode(self, manifest: Manifest, containers: list[bytes]) -> Decoded:
         with self._warmup.paused():
             return decode_checkpoint(manifest, containers, threads=self.config.encoder_threads)
-
-    def _at_step(self, step: int | None) -> Manifest:
-        return Address(url=self.url, step=step).find(self.store.manifests())
 
     def _go_on(self) -> None:
         """Let saves continue what was restored, or nothing; one that is under way belongs to the training before that."""

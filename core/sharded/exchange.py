@@ -72,6 +72,8 @@ class Buffers(NamedTuple):
 class _Bucket:
     """What one rank does in one collective."""
 
+    names: Sequence[str]
+    """Of the tensors that are moved in it."""
     own: Sequence[Move]
     """From its own memory to its own."""
     out: Sequence[Move]
@@ -83,7 +85,7 @@ class _Bucket:
     sizes_in: Sequence[int]
 
     @classmethod
-    def of(cls, moves: Sequence[Move], rank: int, world: int) -> "_Bucket":
+    def of(cls, names: Sequence[str], moves: Sequence[Move], rank: int, world: int) -> "_Bucket":
         out: list[list[Move]] = [[] for _ in range(world)]
         into: list[list[Move]] = [[] for _ in range(world)]
         own = []
@@ -93,7 +95,9 @@ class _Bucket:
             else:
                 (out[move.receiver] if move.sender == rank else into[move.sender]).append(move)
         sizes_out, sizes_in = ([sum(move.room for move in moves) for moves in way] for way in (out, into))
-        return cls(own, [m for ms in out for m in ms], [m for ms in into for m in ms], sizes_out, sizes_in)
+        return cls(
+            names, own, [m for ms in out for m in ms], [m for ms in into for m in ms], sizes_out, sizes_in
+        )
 
 
 class ExchangePlan:
@@ -127,6 +131,7 @@ class ExchangePlan:
         self._boxes: dict[int, tuple[Holders, _Boxes]] = {}
         self._buckets = [
             _Bucket.of(
+                names,
                 [
                     move
                     for name in names
@@ -169,7 +174,14 @@ class ExchangePlan:
                 f" {into / 1e6:.3g} MB: {str(error).splitlines()[0][:200]}"
             ) from error
 
-    def run(self, ranks: Ranks, buffers: Buffers, give: Take, take: Take) -> int:
+    def run(
+        self,
+        ranks: Ranks,
+        buffers: Buffers,
+        give: Take,
+        take: Take,
+        moved: Callable[[str], None] = lambda name: None,
+    ) -> int:
         """Fill the boxes; a collective, on the training thread. Its memory is there already, so that no rank stays away from it.
 
         Args:
@@ -177,12 +189,18 @@ class ExchangePlan:
             buffers: as `buffers` gave them.
             give: what this rank holds of a box of the sources.
             take: memory for a box of this rank's targets.
+            moved: called with the name of each tensor of which nothing will be given any more.
 
         Returns:
             Bytes that this rank has sent to others.
         """
+        sent = 0
         with torch.no_grad():
-            return sum(self._run(ranks, bucket, buffers, give, take) for bucket in self._buckets)
+            for bucket in self._buckets:
+                sent += self._run(ranks, bucket, buffers, give, take)
+                for name in bucket.names:
+                    moved(name)
+        return sent
 
     def _run(self, ranks: Ranks, bucket: _Bucket, buffers: Buffers, give: Take, take: Take) -> int:
         for move in bucket.own:
@@ -218,6 +236,7 @@ def exchange(
     targets: Mapping[str, Sequence[Target]],
     give: Take,
     take: Take,
+    moved: Callable[[str], None] = lambda name: None,
 ) -> int:
     """Plan an exchange and run it; a collective, on the training thread. See `ExchangePlan`.
 
@@ -230,7 +249,7 @@ def exchange(
         return plan, plan.buffers(ranks.device)
 
     plan, buffers = ranks.on_every(planned)
-    return plan.run(ranks, buffers, give, take)
+    return plan.run(ranks, buffers, give, take, moved)
 
 
 def moves(name: str, sources: Holders, targets: Sequence[Target], rank: int) -> Iterator[Move]:

@@ -10,6 +10,7 @@ from shrinkpoint.coding.parts import PartsHeader
 from shrinkpoint.coding.selective import decode_batches, header_of, sources_of_run
 from shrinkpoint.container.reader import Header
 from shrinkpoint.errors import ChainError, CorruptionError, FormatError, ShrinkpointError, StoreError
+from shrinkpoint.runtime.memory import Returns
 from shrinkpoint.schemes.base import ReferenceState
 from shrinkpoint.sharded.boxes import Box
 from shrinkpoint.sharded.exchange import Target, exchange
@@ -50,7 +51,8 @@ class Decoded:
     """What one rank has decoded of a checkpoint."""
 
     plan: ReadPlan
-    values: Mapping[str, torch.Tensor]
+    values: dict[str, torch.Tensor]
+    """What is still in memory of it: see `fill`."""
     reference: Mapping[str, ReferenceState]
     owners: Mapping[str, tuple[TensorSpec, int]]
 
@@ -207,14 +209,18 @@ def _owners(specs: Mapping[str, TensorSpec], world: int, limit: int) -> dict[str
 
 
 def fill(
-    ranks: Ranks, decoded: Decoded, targets: Callable[[Mapping[str, TensorSpec]], Mapping[str, torch.Tensor]]
+    ranks: Ranks,
+    decoded: Decoded,
+    targets: Callable[[Mapping[str, TensorSpec]], Mapping[str, torch.Tensor]],
+    keep: Callable[[TensorSpec], bool],
 ) -> TrainingState:
     """Put a decoded checkpoint into the training's own tensors; a collective.
 
     Args:
         ranks: all of them.
-        decoded: by each of them.
+        decoded: by each of them. Its values are forgotten as they are moved, so that no rank has them twice.
         targets: gives the tensors to be filled, with shards or whole, by name, for the specs of whole tensors.
+        keep: which decoded tensors stay in `decoded.values` all the same.
 
     Returns:
         The state, in these tensors; plain data of this rank in the place of the first rank's where it is known. The entry
@@ -229,20 +235,29 @@ def fill(
     into, own, pieces = ranks.on_every(lambda: _targets(whole, targets))
     layout = agreed_layout(own, ranks)
     sources: dict[str, dict[Box, tuple[int, ...]]] = {}
-    stored: dict[tuple[str, Box], torch.Tensor] = {}
+    stored: dict[str, dict[Box, str]] = {}
     for name, (spec, owner) in decoded.owners.items():
         of, box = block_box(spec)
         sources.setdefault(of, {})[box] = (owner,)
         if owner == ranks.rank:
-            stored[of, box] = decoded.values[name]
+            stored.setdefault(of, {})[box] = name
+
+    memory = Returns(sum(decoded.values[name].nbytes for names in stored.values() for name in names.values()))
+
+    def moved(of: str) -> None:
+        for name in stored.get(of, {}).values():
+            if not keep(decoded.owners[name][0]):
+                memory.after(decoded.values.pop(name).nbytes)
+
     locals_ = {(name, piece.box): piece.local for name, own in pieces.items() for piece in own}
     exchange(
         ranks,
         whole,
         sources,
         _all_targets(layout),
-        lambda name, box: stored[name, box],
+        lambda name, box: decoded.values[stored[name][box]],
         lambda name, box: locals_[name, box],
+        moved,
     )
     tree, own = _own_tree(plan, decoded, ranks)
     return TrainingState(tree, {**into, **own}, whole)

@@ -11,6 +11,7 @@ from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError, StoreError
 from shrinkpoint.optimizers.updates import OptimizerKind
 from shrinkpoint.quality.evaluation import Evaluate, ResumedSteps
+from shrinkpoint.quantize.movement import is_followed
 from shrinkpoint.reports import Accepted, SaveReport
 from shrinkpoint.runtime.progress import waiting_for
 from shrinkpoint.runtime.worker import Worker
@@ -446,7 +447,8 @@ class ShardedSaver:
         if decoded is None:
             return None
         manifest = decoded.plan.manifest
-        state = fill(self._ranks, decoded, self._targets)
+        follows = adopt and self.config.scheme != "lossless"  # the weights' movement from here
+        state = fill(self._ranks, decoded, self._targets, lambda spec: follows and is_followed(spec))
         found = not_finite_text(manifest)
         if found is not None and self._ranks.rank == 0:
             warn(f"the checkpoint of step {manifest.step} in {self.store.display} is not finite: {found}")

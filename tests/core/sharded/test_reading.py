@@ -1,5 +1,7 @@
 """What a restore reads, in bytes: each rank what it needs of a chain, whatever the number of ranks."""
 
+import weakref
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,8 +11,9 @@ import torch
 
 import shrinkpoint
 from shrinkpoint.coding.selective import Source, decode_batches, decode_rows, sources_of_run
-from shrinkpoint.sharded import restoring
+from shrinkpoint.sharded import exchange, restoring
 from shrinkpoint.state.blocks import BLOCK_ELEMENTS
+from shrinkpoint.state.specs import Role, TensorSpec
 from shrinkpoint.store.run import RunStore
 
 
@@ -138,3 +141,36 @@ def test_a_range_that_was_damaged_on_its_way_is_read_again(
         if entry.spec.name in names:
             assert torch.equal(value, wanted[entry.spec.name.removeprefix("model/")])
     assert len(calls) > 3
+
+
+def test_values_are_forgotten_as_they_are_moved(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, a rank had its whole share until the end, beside the tensors that are filled from it."""
+    monkeypatch.setattr(exchange, "_BUCKET_BYTES", (1, 1))
+    store = RunStore(run)
+    alone: Any = SimpleNamespace(
+        rank=0,
+        world=1,
+        device=torch.device("cpu"),
+        on_every=lambda work: work(),
+        gather=lambda value: [value],
+    )
+    plan = restoring._plan(store, store.manifests()[0])
+    true = restoring._decode(store, alone, plan, 1, BLOCK_ELEMENTS).values
+    decoded = restoring._decode(store, alone, plan, 1, BLOCK_ELEMENTS)
+    references = [weakref.ref(value) for value in decoded.values.values()]
+    alive: list[int] = []
+
+    def keep(spec: TensorSpec) -> bool:
+        alive.append(sum(reference() is not None for reference in references))
+        return spec.tag.role is Role.WEIGHT
+
+    def targets(specs: Mapping[str, TensorSpec]) -> Mapping[str, torch.Tensor]:
+        return {name: torch.empty(spec.shape, dtype=spec.dtype) for name, spec in specs.items()}
+
+    state = restoring.fill(alone, decoded, targets, keep)
+    kept = {name for name, (spec, _) in decoded.owners.items() if spec.tag.role is Role.WEIGHT}
+    assert decoded.values.keys() == kept
+    assert alive[0] == len(true) == len(alive)
+    assert alive == sorted(alive, reverse=True)
+    assert alive[-1] <= len(kept) + 1
+    assert all(torch.equal(state.tensors[name], value) for name, value in true.items())

@@ -1,0 +1,77 @@
+"""Reads the checkpoints of one run for a training that goes on from them, and reports what is wrong with them."""
+
+from collections.abc import Callable
+
+from shrinkpoint.coding.encode import Decoded
+from shrinkpoint.runtime.progress import waiting_for
+from shrinkpoint.saving.address import Address
+from shrinkpoint.saving.meta import is_finite, not_finite_text
+from shrinkpoint.store.manifest import Manifest
+from shrinkpoint.store.run import RunStore
+from shrinkpoint.warn import warn
+
+__all__ = ["CheckpointReader"]
+
+
+class CheckpointReader:
+    """Reads and verifies whole chains.
+
+    Args:
+        store: the run.
+        url: its URL, without credentials.
+        decode: decodes the containers of a chain.
+    """
+
+    def __init__(self, store: RunStore, url: str, decode: Callable[[Manifest, list[bytes]], Decoded]) -> None:
+        self._store = store
+        self._url = url
+        self._decode = decode
+
+    def newest(self) -> tuple[Manifest, Decoded] | None:
+        """The newest checkpoint whose whole chain is sound; None in an empty run.
+
+        Raises:
+            ChainError: there are checkpoints, and none of them is sound.
+            StoreError: the store cannot be read.
+        """
+        with waiting_for(f"reading the newest checkpoint of {self._store.display}"):
+            return self._store.newest_sound(self._decode)
+
+    def chosen(self, which: Manifest | int) -> tuple[Manifest, Decoded]:
+        """One checkpoint.
+
+        Args:
+            which: a manifest, or a step.
+
+        Raises:
+            NoCheckpointError: there is none of that step.
+            FormatError, ChainError: it is damaged.
+            StoreError: the store cannot be read.
+        """
+        manifest = (
+            which
+            if isinstance(which, Manifest)
+            else Address(url=self._url, step=which).find(self._store.manifests())
+        )
+        with waiting_for(f"reading the checkpoint of step {manifest.step} of {self._store.display}"):
+            return manifest, self._decode(manifest, self._store.fetch(manifest))
+
+    def warn_if_diverged(self, manifest: Manifest) -> None:
+        """Warn if a checkpoint is not finite, with the way to the last one that is."""
+        found = not_finite_text(manifest)
+        if found is None:
+            return
+        sound = next(
+            (m for m in self._store.manifests() if m.position < manifest.position and is_finite(m)), None
+        )
+        way_out = (
+            "The run holds no finite checkpoint of before"
+            if sound is None
+            else f"The last finite one is of step {sound.step}. To go on from there: Checkpointer.resume(step={sound.step}),"
+            f" Lightning's fit(ckpt_path='{Address(url=self._url, step=sound.step)}'), or `shrinkpoint export` and whatever loads"
+            " that"
+        )
+        warn(
+            f"the checkpoint of step {manifest.step} in {self._store.display} is not finite: {found}. {way_out}",
+            stacklevel=3,
+        )
