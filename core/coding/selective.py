@@ -45,8 +45,10 @@ _GAP = 64 * 2**10
 """Bytes between two needed ranges that are read with them, unless the second one is shorter: never more than as much again."""
 _SPAN = 16 * 2**20
 """A longer range is read by several requests side by side."""
-_BATCH = 2**27
-"""Bytes of tensors that are decoded together, about: what is read of them is forgotten before the next ones."""
+_BATCHES = 8
+_BATCH_BYTES = 2**25, 2**27
+"""Bytes of tensors that are decoded together, about: an eighth of all, between these. What is read of them is forgotten before the
+next ones, which take requests of their own."""
 _READERS = 8
 
 Row: TypeAlias = tuple[Entry, ReferenceState, torch.Tensor]
@@ -281,7 +283,7 @@ def decode_batches(
     choose: Callable[[Header], Collection[str]],
     *,
     threads: int = 1,
-    batch: int = _BATCH,
+    batch: int | None = None,
 ) -> tuple[Header, set[str], Iterator[Iterator[Row]]]:
     """As `decode_rows`, some tensors at a time: memory is bounded by a batch, or by the largest parameter.
 
@@ -289,7 +291,7 @@ def decode_batches(
         chain: as of `decode_selected`.
         choose: as of `decode_selected`.
         threads: parameters of a batch decoded side by side.
-        batch: bytes of the tensors that are decoded together, about.
+        batch: bytes of the tensors that are decoded together, about; None chooses it by the size of all.
 
     Returns:
         The header; the names of the wanted tensors or blocks; the rows of one batch after the other, each read when it is
@@ -302,6 +304,9 @@ def decode_batches(
     header = newest.header
     wanted = _stored(set(choose(header)), header)
     steps = _plan(chain, newest, wanted)
+    if batch is None:
+        least, most = _BATCH_BYTES
+        batch = min(max(sum(header.tensors[name].spec.nbytes for name in wanted) // _BATCHES, least), most)
 
     def rows_of(names: set[str]) -> Iterator[Row]:
         reference: Mapping[str, ReferenceState] = {}

@@ -187,5 +187,5 @@ def target_for(
         return live
     parameter = parameters.get(spec.tag.parameter or "")
     if parameter is not None and tuple(parameter.shape) == spec.shape:
-        return torch.zeros_like(parameter.detach(), dtype=spec.dtype)
+        return torch.empty_like(parameter.detach(), dtype=spec.dtype)
     return torch.empty(spec.shape, dtype=spec.dtype)
