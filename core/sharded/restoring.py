@@ -183,11 +183,13 @@ def _decode(store: RunStore, ranks: Ranks, plan: ReadPlan, threads: int, limit: 
         raise CorruptionError(f"{plan.manifest.chain[-1].key} is not what its manifest says")
     values: dict[str, torch.Tensor] = {}
     reference: dict[str, ReferenceState] = {}
+    memory = Returns(sum(plan.specs[name].nbytes for name in wanted))
     for rows in batches:  # not all at once: what was read of a batch is forgotten with it
         for entry, now, value in rows:
             reference[entry.spec.name] = now
             if entry.spec.name in wanted:
                 values[entry.spec.name] = value
+            memory.after(value.nbytes)
     if values.keys() != wanted:
         raise FormatError(f"the checkpoint of step {header.step} lacks {min(wanted - values.keys())!r}")
     return Decoded(plan, values, reference, owners)

@@ -1,5 +1,8 @@
-"""The benchmark of sharded saving: the bound that its second table is quoted for."""
+"""The benchmarks of sharded saving: the bound that a table is quoted for, and that they run."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,3 +27,32 @@ def test_records_of_many_ranks_are_small(monkeypatch: pytest.MonkeyPatch) -> Non
     head, manifest = sharded_scale.record_sizes(4096)
     assert head < 2**20
     assert manifest < 2**14
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "options", "shown"),
+    [
+        ("sharded_bytes.py", ["--model", "gpt", "--ranks", "2", "--saves", "2", "--every", "1"], "2 ranks"),
+        (
+            "sharded_bytes.py",
+            ["--model", "stack", "--width", "64", "--layers", "2", "--ranks", "3"],
+            "3 ranks",
+        ),
+        (
+            "sharded_ranks.py",
+            ["--width", "64", "--layers", "2", "--saves", "2", "--ranks", "2"],
+            "bytes read",
+        ),
+    ],
+)
+def test_they_run(script: str, options: list[str], shown: str) -> None:
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / script), *options],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert shown in done.stdout
