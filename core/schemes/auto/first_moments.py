@@ -15,6 +15,7 @@ comes back too large, the first moment is made as much larger before it is put o
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -270,7 +271,7 @@ def _read_centroids(stored: JSON, radius: int, spec: TensorSpec) -> tuple[int, .
 
 
 def _widest(values: Float32s, units: Float32s, loss: float, *, linear: bool) -> float:
-    """The widest step size, in quarter octaves of a unit, that loses at most such a share; the narrowest if none does.
+    """The widest step size, in quarter octaves of a unit, that loses at most such a share; the one that loses least if none does.
 
     What is lost of the values themselves is mostly lost of their largest rows. Where that counts, no more of them in units may
     be lost either: so small rows keep as much as large ones.
@@ -284,15 +285,44 @@ def _widest(values: Float32s, units: Float32s, loss: float, *, linear: bool) -> 
     totals = [float((weights * np.square(sizes)).sum()) for weights in counted]
     if not all(0 < total < math.inf for total in totals):
         return 1.0
-    low, high = _NARROWEST, _WIDEST + 1  # of which the first is taken, and the last is not
+
+    def lost(size: int) -> float:
+        step = _step_of(size)
+        return max(_lost(sizes, each, total, step) for each, total in zip(counted, totals, strict=True))
+
+    return _step_of(_widest_size(lost, math.log2(float(sizes.max()) / _CLIP_STEPS), loss))
+
+
+def _widest_size(lost: Callable[[int], float], clipped: float, loss: float) -> int:
+    """The number of the widest step size that loses at most `loss`; of that which loses least if none does.
+
+    Args:
+        lost: the share that a step size loses. It falls with the step size, until the largest values are beyond the last level;
+            from there on it rises again.
+        clipped: binary logarithm of the step size below which that begins.
+        loss: the greatest share.
+    """
+    low = max(_NARROWEST, min(math.ceil(clipped * _PER_OCTAVE), _WIDEST))
+    if (least := lost(low)) > loss:  # a few large values clipped may be less than all others rounded
+        best = low
+        for size in range(low - 1, _NARROWEST - 1, -1):
+            if (found := lost(size)) <= loss:
+                return size
+            if found < least:
+                best, least = size, found
+        return best
+    high = _WIDEST + 1  # of which the first is good enough, and the last is not taken
     while high - low > 1:
         middle = (low + high) // 2
-        step = 2.0 ** (middle / _PER_OCTAVE)
-        if all(_lost(sizes, each, total, step) <= loss for each, total in zip(counted, totals, strict=True)):
+        if lost(middle) <= loss:
             low = middle
         else:
             high = middle
-    return float(2.0 ** (low / _PER_OCTAVE))
+    return low
+
+
+def _step_of(size: int) -> float:
+    return float(2.0 ** (size / _PER_OCTAVE))
 
 
 def _lost(sizes: Float64s, weights: Float64s, total: float, step: float) -> float:

@@ -519,3 +519,18 @@ def test_published_schemes_leave_a_momentum_without_a_second_moment_exact(name):
         assert "a/exp_avg" not in one.kept_exactly
         restored = decode_chain(checkpoints[:length]).state
         assert torch.equal(restored.tensors["a/exp_avg"], state.tensors["a/exp_avg"])
+
+
+@pytest.mark.parametrize("largest", [5.0, 20.0, 100.0, 1000.0])
+@pytest.mark.parametrize("loss", [0.05, 0.002, 0.0002, 1e-7])
+def test_a_few_large_elements_do_not_make_a_finer_moment_coarser(largest, loss):
+    """Before, a step size that clipped more than `loss` was made narrower, down to one that clipped nearly all."""
+    moment = torch.randn(96, 64, generator=torch.Generator().manual_seed(2))
+    moment[::7, ::5] *= torch.linspace(1, largest, 14)[:, None]
+
+    def share_lost(codec: CentroidMomentumCodec) -> float:
+        return lost(*in_units(codec, moment, code(codec, moment, Context())[1], Context()))
+
+    least = min(share_lost(CentroidMomentumCodec(step=2.0 ** (size / 4))) for size in range(-24, 25))
+    # centroids are rounded to 1/256 of a step
+    assert share_lost(CentroidMomentumCodec(loss=loss)) <= max(1.01 * loss, 1.3 * least)
