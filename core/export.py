@@ -245,7 +245,7 @@ def model_places(state: TrainingState) -> tuple[dict[str, torch.Tensor], dict[st
     Raises:
         CannotRepresentError: no weights are found, or two have the same name.
     """
-    places = list(_tensor_places(state.to_object(), ()))
+    places = list(_tensor_places(state.to_object(own_tensors=True), ()))
     names = {id(tensor): name for name, tensor in state.tensors.items()}
     wanted = {name for name, spec in state.specs.items() if spec.tag.role in (Role.WEIGHT, Role.BUFFER)}
     if any(spec.tag.role is Role.WEIGHT for spec in state.specs.values()):
@@ -258,7 +258,7 @@ def model_places(state: TrainingState) -> tuple[dict[str, torch.Tensor], dict[st
         if _is_averaged(state):
             folder, chosen = _AVERAGED, places
     else:
-        folder = _folder_without_roles(state.to_object())
+        folder = _folder_without_roles(state.to_object(own_tensors=True))
         chosen = places
     return _named([(path[len(folder) :], t) for path, t in chosen if path[: len(folder)] == folder])
 

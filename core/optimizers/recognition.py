@@ -121,7 +121,7 @@ def _found_by_behaviour(
     }
     if not asked:
         return {}
-    nodes = list(optimizer_states(state.to_object()))
+    nodes = list(optimizer_states(state.to_object(own_tensors=True)))
     if len(nodes) != len(kinds):
         return {}
     names = {id(tensor): name for name, tensor in state.tensors.items()}

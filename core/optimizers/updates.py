@@ -117,7 +117,7 @@ def compare_updates(
     """
     if any(getattr(optimizer_hooks, name, None) for name in _GLOBAL_HOOKS):
         return "there are hooks on all optimizers' steps"
-    nodes = [list(optimizer_states(each.to_object())) for each in (true, restored)]
+    nodes = [list(optimizer_states(each.to_object(own_tensors=True))) for each in (true, restored)]
     roles = {id(tensor): true.specs[name].tag.role for name, tensor in true.tensors.items()}
     if not kinds or len(nodes[0]) != len(kinds):
         return "the optimizers' states are not found in what is saved"
@@ -181,7 +181,7 @@ def moments_of_direction(state: TrainingState, kinds: Sequence[OptimizerKind]) -
         Names of tensors. For optimizers that are not known, or cannot be stepped on copies, all first moments whose
         parameter has no second moment.
     """
-    nodes = list(optimizer_states(state.to_object()))
+    nodes = list(optimizer_states(state.to_object(own_tensors=True)))
     names = {id(tensor): name for name, tensor in state.tensors.items()}
     found: set[str] = set()
     if any(getattr(optimizer_hooks, name, None) for name in _GLOBAL_HOOKS) or len(nodes) != len(kinds):

@@ -30,6 +30,7 @@ __all__ = ["ResumedRun", "UntilFailure", "obstacle"]
 _SEED = 20230622
 _GLOBAL_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,10 +226,8 @@ def _optimizer_obstacle(optimizer: Optimizer, shards: bool) -> str | None:
     _, *parameters = inspect.signature(kind.step).parameters.values()
     if any(_must_be_given(parameter) for parameter in parameters):
         return f"{kind.__name__} computes the loss itself"
-    for group in optimizer.param_groups:
-        on_gpu = any(parameter.is_cuda for parameter in group["params"])
-        if group.get("differentiable") or (on_gpu and (group.get("fused") or group.get("capturable"))):
-            return f"{kind.__name__} is differentiable, fused or capturable"
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return f"{kind.__name__} is differentiable"
     if not all(_is_copyable(entries, shards) for entries in optimizer.state.values()):
         return f"{kind.__name__} keeps objects in its state"
     return None
@@ -325,28 +324,40 @@ def _load_optimizer(optimizer: Optimizer, stored: Mapping[str, Any]) -> None:
         )
     before = dict(optimizer.state)
     optimizer.state.clear()
+    on_device = {
+        parameter
+        for group in groups
+        if group.get("fused") or group.get("capturable")
+        for parameter in group["params"]
+    }
     for name, entries in stored["state"].items():
         parameter: Any = parameters.get(name, name)
         device = parameter.device if isinstance(parameter, torch.Tensor) else None
-        optimizer.state[parameter] = _placed(entries, before.get(parameter), device)
+        numbers = device if device is not None and parameter in on_device else _HOST
+        optimizer.state[parameter] = _placed(entries, before.get(parameter), device, numbers)
 
 
-def _placed(value: Any, live: Any, device: torch.device | None) -> Any:
+_HOST = torch.device("cpu")
+
+
+def _placed(value: Any, live: Any, device: torch.device | None, numbers: torch.device = _HOST) -> Any:
     """A writable copy of a stored value: in the memory of the `live` one where that fits.
 
     Args:
         value: only read.
         live: the value that it replaces.
-        device: of the parameter; single numbers stay on the host, as torch's optimizers have their counts of steps.
+        device: of the parameter.
+        numbers: the device of single numbers, which are counts of steps: torch's optimizers have them on the host, and those that
+            are fused or capturable beside the parameter.
     """
     if isinstance(value, torch.Tensor):
         if isinstance(live, torch.Tensor) and live.shape == value.shape and live.dtype == value.dtype:
             live.detach().copy_(value)
             return live
-        return value.detach().to(device if device is not None and value.dim() else "cpu", copy=True)
+        return value.detach().to(device if device is not None and value.dim() else numbers, copy=True)
     if isinstance(value, dict):
         inner = live if isinstance(live, dict) else {}
-        return {key: _placed(item, inner.get(key), device) for key, item in value.items()}
+        return {key: _placed(item, inner.get(key), device, numbers) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_placed(item, None, device) for item in value)
+        return type(value)(_placed(item, None, device, numbers) for item in value)
     return value

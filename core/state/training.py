@@ -85,11 +85,15 @@ class TrainingState:
 
         return cls(encode_tree(state, put), tensors, specs)
 
-    def to_object(self) -> Any:
-        """The nested state again, with this state's own tensors in their places.
+    def to_object(self, *, own_tensors: bool = False) -> Any:
+        """The nested state again, with this state's tensors in their places.
 
-        Blocks are joined where the tree refers to the tensor that they make up: a rank's part of a state has some of a tensor's
+        Tensors whose dimensions had another order in memory, such as channels last, are copied into that order: fused optimizers
+        depend on it. Blocks are joined where the tree refers to the tensor that they make up: a rank's part of a state has some of a tensor's
         blocks, and a tree without it.
+
+        Args:
+            own_tensors: put in the very tensors of `tensors`, to recognise them; their order in memory may be another one.
 
         Raises:
             FormatError: a tensor that the tree refers to is not there, or not all of it.
@@ -111,7 +115,7 @@ class TrainingState:
                     f"the tree refers to the tensor {name!r}, which is not in the checkpoint"
                 ) from None
 
-        return decode_tree(self.tree, get)
+        return decode_tree(self.tree, get, as_given=own_tensors)
 
     def whole(self) -> "TrainingState":
         """The same with long tensors in one piece that are stored as blocks of rows."""

@@ -20,6 +20,7 @@ import torch
 
 from shrinkpoint.errors import CannotRepresentError, FormatError
 from shrinkpoint.state.dtypes import dtype_from_name, dtype_name
+from shrinkpoint.state.memory_order import in_memory_order, memory_order
 
 __all__ = ["JSON", "Path", "decode_tree", "dense_only", "encode_tree", "join_path", "tensor_names"]
 
@@ -86,7 +87,9 @@ def _encode_tensor(value: torch.Tensor, put: Callable[[Path, torch.Tensor], str]
         parts = {"crow": value.crow_indices(), "col": value.col_indices(), "values": value.values()}
         kind, more = "sparse_csr", {}
     elif value.layout == torch.strided:
-        return {_TAG: "tensor", "name": put(path, value)}
+        reference: dict[str, JSON] = {_TAG: "tensor", "name": put(path, value)}
+        order = memory_order(value)
+        return reference if order is None else {**reference, "order": list(order)}
     else:
         raise CannotRepresentError(f"{join_path(path)}: tensors of layout {value.layout} cannot be stored")
     names = {part: put((*path, part), tensor) for part, tensor in parts.items()}
@@ -171,18 +174,20 @@ def _encode_numpy(value: Any, put: Callable[[Path, torch.Tensor], str], path: Pa
     return {_TAG: "ndarray", "name": put(path, torch.from_numpy(array))}
 
 
-def decode_tree(node: JSON, get: Callable[[str], torch.Tensor]) -> Any:
+def decode_tree(node: JSON, get: Callable[[str], torch.Tensor], *, as_given: bool = False) -> Any:
     """The inverse of `encode_tree`.
 
     Args:
         node: JSON as `encode_tree` made it.
         get: gives the tensor of a name.
+        as_given: take the tensors that `get` gives, so that they can be recognised; else those whose dimensions had another
+            order in memory are copied into that order, once each.
 
     Raises:
         FormatError: not such JSON.
     """
     try:
-        return _decode(node, get, 0)
+        return _decode(node, _Source(get, as_given), 0)
     except (
         KeyError,
         TypeError,
@@ -195,7 +200,28 @@ def decode_tree(node: JSON, get: Callable[[str], torch.Tensor]) -> Any:
         raise FormatError(f"the tree of plain data is malformed: {error!r}") from error
 
 
-def _decode(node: JSON, get: Callable[[str], torch.Tensor], depth: int) -> Any:
+class _Source:
+    """The tensors by name; one that is referred to twice is one tensor."""
+
+    def __init__(self, get: Callable[[str], torch.Tensor], as_given: bool) -> None:
+        self._get = get
+        self._as_given = as_given
+        self._ordered: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
+
+    def __call__(self, name: str) -> torch.Tensor:
+        return self._get(name)
+
+    def referred(self, node: Mapping[str, JSON]) -> torch.Tensor:
+        name = node["name"]
+        if "order" not in node or self._as_given:
+            return self._get(name)
+        key = name, tuple(node["order"])
+        if key not in self._ordered:
+            self._ordered[key] = in_memory_order(self._get(name), key[1])
+        return self._ordered[key]
+
+
+def _decode(node: JSON, get: _Source, depth: int) -> Any:
     if depth > 3 * (_MAX_DEPTH + 1):  # a namespace, its dict and a pair of it: three objects for one level
         raise FormatError("the tree of plain data is nested too deeply")
     if isinstance(node, list):
@@ -270,7 +296,7 @@ def tensor_names(node: JSON) -> set[str]:
         names.add(name)
         return torch.empty(0)
 
-    decode_tree(dense_only(node)[0], note)
+    decode_tree(dense_only(node)[0], note, as_given=True)
     return names
 
 
@@ -332,8 +358,8 @@ _COLLECTIONS: Mapping[str, Callable[[list[Any]], Any]] = {
     "frozenset": frozenset,
     "size": torch.Size,
 }
-_TENSORS: Mapping[str, Callable[[Mapping[str, JSON], Callable[[str], torch.Tensor]], Any]] = {
-    "tensor": lambda node, get: get(node["name"]),
+_TENSORS: Mapping[str, Callable[[Mapping[str, JSON], _Source], Any]] = {
+    "tensor": lambda node, get: get.referred(node),
     "ndarray": lambda node, get: get(node["name"]).numpy(),
     "sparse_coo": _sparse_coo,
     "sparse_csr": _sparse_csr,

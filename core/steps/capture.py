@@ -13,11 +13,12 @@ import numpy as np
 import torch
 
 from shrinkpoint.state.dtypes import tensor_to_bytes
+from shrinkpoint.state.memory_order import memory_order
 from shrinkpoint.steps.buffers import Buffers, CopiedState
 from shrinkpoint.steps.record import Dense, Gradient, Sparse
 from shrinkpoint.steps.supervision import CannotLogError
 
-__all__ = ["Capture", "Captured", "dense_order"]
+__all__ = ["Capture", "Captured"]
 
 _PROVEN = 2
 """Steps that an optimizer must have left its gradients as they were before they are copied during its steps."""
@@ -136,24 +137,10 @@ def _gradient(index: int, live: torch.Tensor | None, copies: Mapping[str, torch.
     if live is None:
         return None
     if live.layout == torch.strided:
-        return Dense(copies[str(index)], dense_order(live))
+        return Dense(copies[str(index)], memory_order(live))
     return Sparse(
         indices=copies[f"{index}/indices"],
         values=copies[f"{index}/values"],
         shape=tuple(live.shape),
         coalesced=live.is_coalesced(),
     )
-
-
-def dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """The dimensions of a tensor without holes, from the slowest to the fastest; None where that is their own order."""
-    if tensor.is_contiguous():
-        return None
-    strides = tensor.stride()
-    order = sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
-    expected = 1
-    for dim in reversed(order):
-        if tensor.shape[dim] != 1 and strides[dim] != expected:
-            return None  # overlapping or with holes: any order will do for its copy
-        expected *= tensor.shape[dim]
-    return tuple(order)

@@ -11,6 +11,7 @@ import torch
 from torch.optim import optimizer as optimizer_module
 
 from shrinkpoint.errors import FormatError, StateMismatchError, StoreError
+from shrinkpoint.state.memory_order import in_memory_order
 from shrinkpoint.steps.fingerprint import fingerprint
 from shrinkpoint.steps.hyperparameters import parameters_of, set_groups
 from shrinkpoint.steps.reader import LogReader
@@ -234,10 +235,9 @@ def _live(gradient: Gradient, parameter: torch.Tensor) -> torch.Tensor | None:
         ).to(parameter.device)
     assert isinstance(gradient, Dense)
     values = gradient.values
-    if gradient.order is not None:
-        back = sorted(range(len(gradient.order)), key=gradient.order.__getitem__)
-        values = values.permute(gradient.order).contiguous().permute(back)
-    return values.to(parameter.device)
+    return (values if gradient.order is None else in_memory_order(values, gradient.order)).to(
+        parameter.device
+    )
 
 
 @contextmanager

@@ -427,5 +427,5 @@ def _outline(saver: Saver, manifest: Manifest, keys: Collection[str]) -> dict[st
     specs = whole_specs(record.spec for record in header.tensors.values())
     shapes = {name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in specs.items()}
     tree = {key: header.tree[key] for key in keys if key in header.tree}
-    outline: dict[str, Any] = TrainingState(tree, shapes, specs).to_object()
+    outline: dict[str, Any] = TrainingState(tree, shapes, specs).to_object(own_tensors=True)
     return outline

@@ -89,6 +89,44 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, model_clas
     assert identical(second.scheduler.state_dict(), whole.scheduler.state_dict())
 
 
+@pytest.mark.parametrize("scheme", ["lossless", "auto"])
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad"])
+def test_fused_optimizers_find_channels_last_as_they_left_them(tmp_path, name, scheme):
+    """They read moments as these lie in memory: in another order, each element would get another one's moment."""
+
+    def process():
+        torch.manual_seed(3)
+        model = nn.Conv2d(8, 8, 3).to(memory_format=torch.channels_last)
+        more = {"momentum": 0.9} if name == "SGD" else {}
+        optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.02, fused=True, **more)
+        config = SaverConfig(scheme=scheme, **({"adopt": True, "adoptions": 2} if scheme == "auto" else {}))
+        given = {"every": 3, "save_last": False, "config": config}
+        return model, optimizer, Checkpointer(str(tmp_path), model, optimizer, **given)
+
+    def step(model, optimizer, seed):
+        images = torch.randn(4, 8, 6, 6, generator=torch.Generator().manual_seed(seed))
+        optimizer.zero_grad()
+        model(images).square().mean().backward()
+        optimizer.step()
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "there is no way to evaluate|training waits for")
+        model, optimizer, first = process()
+        for seed in range(3):
+            step(model, optimizer, seed)
+            first.step(seed + 1)
+        first.close()
+        again, other, second = process()
+        assert second.resume() == 3
+        second.close()
+    for key, value in other.state[again.weight].items():
+        assert value.stride() == optimizer.state[model.weight][key].stride()
+    for seed in range(3, 6):
+        step(model, optimizer, seed)
+        step(again, other, seed)
+    assert identical(again.state_dict(), model.state_dict())
+
+
 @pytest.mark.parametrize("every", [2, 7], ids=["saved by the plan", "saved by close"])
 def test_a_run_that_is_trained_longer_is_the_one_in_one_go_bit_for_bit(tmp_path, every):
     whole = Run(tmp_path / "whole", every=every, save_last=True)
