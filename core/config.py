@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from shrinkpoint.errors import ConfigError
+from shrinkpoint.runtime.processors import processors
 from shrinkpoint.schemes.catalogue import SCHEMES, SchemeName, check_options, made_options, options_of
 from shrinkpoint.store.manifest import MAX_CHAIN
 
@@ -207,12 +208,12 @@ class SaverConfig:
     @property
     def encoder_threads(self) -> int:
         """Threads that encode and decode."""
-        return self.threads or max(1, (os.cpu_count() or 2) // 2)
+        return self.threads or max(1, processors() // 2)
 
     @property
     def waiting_threads(self) -> int:
         """Threads that search and quantize while training waits, so that it uses none: with `adopt`."""
-        return self.threads or os.cpu_count() or 1
+        return self.threads or processors()
 
     @classmethod
     def names(cls) -> frozenset[str]:

@@ -333,31 +333,31 @@ def _load_optimizer(optimizer: Optimizer, stored: Mapping[str, Any]) -> None:
     for name, entries in stored["state"].items():
         parameter: Any = parameters.get(name, name)
         device = parameter.device if isinstance(parameter, torch.Tensor) else None
-        numbers = device if device is not None and parameter in on_device else _HOST
-        optimizer.state[parameter] = _placed(entries, before.get(parameter), device, numbers)
+        counts = device if device is not None and parameter in on_device else _HOST
+        optimizer.state[parameter] = _placed(entries, before.get(parameter), device, counts)
 
 
-_HOST = torch.device("cpu")
-
-
-def _placed(value: Any, live: Any, device: torch.device | None, numbers: torch.device = _HOST) -> Any:
+def _placed(value: Any, live: Any, device: torch.device | None, counts: torch.device = _HOST) -> Any:
     """A writable copy of a stored value: in the memory of the `live` one where that fits.
 
     Args:
         value: only read.
         live: the value that it replaces.
-        device: of the parameter.
-        numbers: the device of single numbers, which are counts of steps: torch's optimizers have them on the host, and those that
-            are fused or capturable beside the parameter.
+        device: of the parameter; None is the host.
+        counts: of the numbers of steps (``step``), which torch's optimizers have on the host, and fused or capturable ones on their
+            parameter's device.
     """
     if isinstance(value, torch.Tensor):
         if isinstance(live, torch.Tensor) and live.shape == value.shape and live.dtype == value.dtype:
             live.detach().copy_(value)
             return live
-        return value.detach().to(device if device is not None and value.dim() else numbers, copy=True)
+        return value.detach().to(_HOST if device is None else device, copy=True)
     if isinstance(value, dict):
         inner = live if isinstance(live, dict) else {}
-        return {key: _placed(item, inner.get(key), device, numbers) for key, item in value.items()}
+        return {
+            key: _placed(item, inner.get(key), counts if key == "step" else device, counts)
+            for key, item in value.items()
+        }
     if isinstance(value, (list, tuple)):
-        return type(value)(_placed(item, None, device, numbers) for item in value)
+        return type(value)(_placed(item, None, device, counts) for item in value)
     return value

@@ -54,7 +54,7 @@ def report_of(job: Job, plan: Plan, encoded: EncodedState, size: int = 0) -> Sav
         sections=_by_role([(entry.spec, entry.encoded.nbytes) for entry in entries]),
         raw_sections=_by_role([(entry.spec, entry.spec.nbytes) for entry in entries]),
         **measured_of(plan),
-        blocked_s=job.blocked_s,
+        blocked_s=max(job.blocked_s, job.snapshot.stalled_s),
         step_log=job.step_log,
         search_s=0.0,
         encode_s=0.0,

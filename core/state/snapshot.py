@@ -22,8 +22,21 @@ class Snapshot:
     """Seconds that the caller waited for the copy."""
     ready: torch.cuda.Event | None = None
     """For tensors of a GPU: recorded after the last copy; `wait` before reading."""
+    began: torch.cuda.Event | None = None
+    """For tensors of a GPU: recorded before the first copy."""
     lasting: bool = False
     """Whether the copies will not be overwritten: they may be kept beyond the next snapshot."""
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds that the training lost: those of the caller, or those that the GPU's own queue stood still, whichever are more.
+
+        Waits until every copy has arrived.
+        """
+        if self.ready is None or self.began is None:
+            return self.blocked_s
+        self.ready.synchronize()
+        return max(self.blocked_s, float(self.began.elapsed_time(self.ready)) / 1000)
 
     def wait(self) -> TrainingState:
         """The state, once every copy has arrived; called off the training thread."""
@@ -83,20 +96,26 @@ class Snapshotter:
                     torch._foreach_copy_(*ordinary)  # without the GIL
                 for buffer, tensor in others:
                     buffer.copy_(tensor)
-            return Snapshot(host, time.perf_counter() - start, None, lasting)
+            return Snapshot(host, time.perf_counter() - start, lasting=lasting)
 
         return copy
 
     def _from_gpu(self, state: TrainingState, devices: set[torch.device], start: float) -> Snapshot:
         with torch.no_grad():
-            ready = self._copy_from_gpu(state, devices)
+            began, ready = self._copy_from_gpu(state, devices)
         host = dataclasses.replace(state, tensors=dict(self._buffers))
-        return Snapshot(host, time.perf_counter() - start, ready)
+        return Snapshot(host, time.perf_counter() - start, ready, began)
 
-    def _copy_from_gpu(self, state: TrainingState, devices: set[torch.device]) -> torch.cuda.Event:
+    def _copy_from_gpu(
+        self, state: TrainingState, devices: set[torch.device]
+    ) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        last, *others = devices
         for device in devices:
-            stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+            stream = self._streams.get(device) or torch.cuda.Stream(device)
+            self._streams[device] = stream
             stream.wait_stream(torch.cuda.current_stream(device))
+        began, ready = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record(self._streams[last])
         copies = {}
         for name, tensor in state.tensors.items():
             if tensor.is_cuda:
@@ -106,14 +125,12 @@ class Snapshotter:
             else:
                 copies[name] = self._copy(name, tensor)
         self._buffers = copies
-        last, *others = devices
         for device in devices:
             torch.cuda.current_stream(device).wait_stream(self._streams[device])
         for device in others:
             self._streams[last].wait_stream(self._streams[device])
-        ready = torch.cuda.Event()
         ready.record(self._streams[last])
-        return ready
+        return began, ready
 
     def _copy(self, name: str, tensor: torch.Tensor, pin: bool = False) -> torch.Tensor:
         buffer = self._buffer(name, tensor, pin)

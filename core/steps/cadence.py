@@ -1,8 +1,9 @@
 """How often a log of updates is written: as often as its share of the training's time allows."""
 
 import math
-import os
 import time
+
+from shrinkpoint.runtime.processors import processors
 
 __all__ = ["Cadence"]
 
@@ -26,7 +27,7 @@ class Cadence:
         self.share: float | None = None
         """The share measured last; None before the first measurement."""
         self._overhead = overhead
-        self._cores = len(os.sched_getaffinity(0))
+        self._cores = processors()
         self._started: tuple[float, float] | None = None
         self._steps = self._records = 0
 

@@ -1,8 +1,8 @@
 """What a log measures of its own costs, for the reports of the saves meanwhile: `shrinkpoint advise` reads them."""
 
-import os
 import time
 
+from shrinkpoint.runtime.processors import processors
 from shrinkpoint.state.tree import JSON
 from shrinkpoint.steps.segment import Kind
 from shrinkpoint.steps.writer import SegmentWriter
@@ -50,7 +50,7 @@ class Measured:
             "seconds": 0.0 if self._since is None else time.perf_counter() - self._since,
             "blocked_s": blocked_s - self._blocked_before,
             "cpu_s": copies_cpu_s + (0.0 if writer is None else writer.cpu_s),
-            "cores": len(os.sched_getaffinity(0)),
+            "cores": processors(),
             "segments": 0 if writer is None else writer.segments,
             "steps": 0 if writer is None else writer.steps,
             "bytes": 0 if writer is None else writer.bytes,

@@ -219,7 +219,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--least-share", type=float, default=0.004, help="of a phase; 1 leaves the stages out")
+    parser.add_argument(
+        "--least-share", type=float, default=0.004, help="of a phase; 1 leaves the stages out"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     warm = list(states_of(Shape(1, 64, 512)))

@@ -1,0 +1,331 @@
+"""The training of the GPU's bench, and its clocks, memory counters and tables."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from demo_report import markdown_table
+from torch import Tensor, nn
+
+import shrinkpoint
+from shrinkpoint.errors import ShrinkpointWarning
+
+__all__ = [
+    "Bench",
+    "Report",
+    "Rows",
+    "Shape",
+    "Training",
+    "checkpointing",
+    "noted",
+    "number",
+    "pinned",
+    "release",
+    "resident",
+]
+
+_BATCHES = 8
+_SCORED = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Of the model and its batches."""
+
+    layers: int
+    width: int
+    vocabulary: int
+    length: int
+    batch: int
+    device: torch.device
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether there is one to be waited for."""
+        return self.device.type == "cuda"
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.heads = max(1, width // 64)
+        self.attn_norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attn_in, self.attn_out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp_in, self.mlp_out = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, width = x.shape
+        qkv = self.attn_in(self.attn_norm(x)).view(rows, length, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.attn_out(mixed.transpose(1, 2).reshape(rows, length, width))
+        return x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x)), approximate="tanh"))
+
+
+class _GPT(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.token = nn.Embedding(shape.vocabulary, shape.width)
+        self.position = nn.Embedding(shape.length, shape.width)
+        self.blocks = nn.ModuleList(_Block(shape.width) for _ in range(shape.layers))
+        self.norm = nn.LayerNorm(shape.width)
+        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+        for part in self.modules():
+            if isinstance(part, nn.Linear | nn.Embedding):
+                nn.init.normal_(part.weight, std=0.02)
+        self.head.weight = self.token.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.token(tokens) + self.position.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class Training:
+    """A GPT of GPT-2's form on made-up tokens, with bf16 autocast and AdamW.
+
+    Args:
+        shape: of it.
+        fused: the optimizer's implementation; otherwise ``foreach``, torch's own choice on a GPU.
+        sharded: by FSDP2, over the default process group.
+        warm: steps that are made at once, so that memory is allocated and kernels are chosen.
+    """
+
+    def __init__(self, shape: Shape, *, fused: bool = True, sharded: bool = False, warm: int = 5) -> None:
+        self.shape = shape
+        torch.manual_seed(0)
+        with shape.device:
+            self.model: nn.Module = _GPT(shape)
+            # Few tokens are frequent, as in text: there is something to be learned, and rows of the embedding move unequally.
+            size = (_BATCHES + _SCORED, shape.batch, shape.length + 1)
+            tokens = (shape.vocabulary ** torch.rand(size)).long() - 1
+            self._batches = list(tokens.clamp(0, shape.vocabulary - 1))
+        if sharded:
+            from torch.distributed.fsdp import fully_shard
+
+            for block in self.model.blocks:  # type: ignore[union-attr]
+                fully_shard(block)
+            fully_shard(self.model)
+        how = {"fused": True} if fused else {"foreach": True}
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), 3e-4, betas=(0.9, 0.95), **how)
+        self.done = 0
+        """Steps so far."""
+        for _ in range(warm):
+            self.step()
+        self.wait()
+
+    @property
+    def nbytes(self) -> int:
+        """Of the weights and of what the optimizer keeps."""
+        kept = [value for state in self.optimizer.state.values() for value in state.values()]
+        return sum(tensor.nbytes for tensor in (*self.model.parameters(), *kept))
+
+    def state(self) -> dict[str, Any]:
+        """As one would give it to ``torch.save``."""
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def loss(self, index: int) -> Tensor:
+        """Of one of the training's batches."""
+        return self._loss(self._batches[index % _BATCHES])
+
+    def held_out(self) -> list[float]:
+        """Losses of batches that are not trained on."""
+        with torch.no_grad():
+            losses = [self._loss(batch) for batch in self._batches[_BATCHES:]]
+        return torch.stack(losses).tolist()
+
+    def _loss(self, batch: Tensor) -> Tensor:
+        with torch.autocast(self.shape.device.type, torch.bfloat16):
+            logits = self.model(batch[:, :-1])
+            return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+    def step(self) -> int:
+        """One step; how many have been made. The GPU may not be done with it."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self.loss(self.done).backward()
+        self.optimizer.step()
+        self.done += 1
+        return self.done
+
+    def wait(self) -> None:
+        """For the GPU."""
+        if self.shape.on_gpu:
+            torch.cuda.synchronize(self.shape.device)
+
+    def timed(self, steps: int, after: Callable[[int], object] = lambda step: None) -> float:
+        """Seconds of some steps, the GPU's work included.
+
+        Args:
+            steps: how many.
+            after: called after each one, with the number of steps so far.
+        """
+        self.wait()
+        started = time.perf_counter()
+        for _ in range(steps):
+            after(self.step())
+        self.wait()
+        return time.perf_counter() - started
+
+    def rest(self, steps: int, blocks: int = 3) -> float:
+        """Seconds of a step with nothing beside it."""
+        return statistics.median(self.timed(steps) for _ in range(blocks)) / steps
+
+    # ---- the GPU's memory
+
+    def reset_peak(self) -> None:
+        """Count the GPU's memory anew."""
+        if self.shape.on_gpu:
+            torch.cuda.reset_peak_memory_stats(self.shape.device)
+
+    def peak(self) -> int:
+        """The most bytes of the GPU that were allocated since."""
+        return torch.cuda.max_memory_allocated(self.shape.device) if self.shape.on_gpu else 0
+
+
+def resident() -> int:
+    """Bytes of this process in memory; drivers may leave out what they have pinned."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def pinned() -> int:
+    """Bytes of pinned memory that torch has allocated; 0 where it does not say."""
+    try:
+        return int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))
+    except (AttributeError, RuntimeError):
+        return 0
+
+
+def release() -> None:
+    """Give back what the section before has left, so that the next one's first save allocates its own pinned memory."""
+    gc.collect()
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+        empty = getattr(torch.accelerator, "empty_host_cache", None) or getattr(
+            torch._C, "_host_emptyCache", None
+        )
+        if empty is not None:
+            empty()
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """For a table, without an exponent."""
+    if value is None or value != value:
+        return "-"
+    if value == 0:
+        return "0"
+    places = max(0, digits - len(str(int(abs(value)))) if abs(value) >= 1 else digits)
+    return f"{value:.{places}f}"
+
+
+class Report:
+    """Prints what is found, and appends it to a page.
+
+    Args:
+        out: the page; None writes none.
+    """
+
+    def __init__(self, out: Path | None) -> None:
+        self._out = out
+
+    def say(self, *lines: str) -> None:
+        """Print lines, at once."""
+        print(*lines, sep="\n", flush=True)
+        if self._out is not None:
+            with self._out.open("a") as page:
+                page.write("\n".join(lines) + "\n")
+
+    @contextmanager
+    def table(self, *headings: str) -> Iterator[Rows]:
+        """A table of the rows that are added inside; those that are there are printed whatever happens."""
+        rows = Rows()
+        try:
+            yield rows
+        finally:
+            if rows.cells:
+                self.say("", *markdown_table(headings, rows.cells), "")
+
+
+@dataclass
+class Rows:
+    """Of a table that is being made."""
+
+    cells: list[Sequence[str]] = field(default_factory=list)
+
+    def add(self, *cells: str) -> None:
+        """Add a row, and show it at once on stderr: if the machine is taken away, it is not lost."""
+        self.cells.append(cells)
+        print("   ", *cells, sep="  ", file=sys.stderr, flush=True)
+
+
+@dataclass(kw_only=True)
+class Bench:
+    """What every section gets."""
+
+    shape: Shape
+    folder: Path
+    """For runs; removed at the end."""
+    report: Report
+    steps: int
+    """Of a timed block."""
+    rounds: int
+    """Saves that are measured after the first one."""
+    threads: int | None
+    limit_s: float
+    """Of a section."""
+    began: float = 0.0
+    """When the section did, by `time.perf_counter`."""
+
+    def left(self, share: float = 1.0) -> bool:
+        """Whether so much of the section's time is not over yet: what repeats, ends then."""
+        return time.perf_counter() - self.began < share * self.limit_s
+
+    def url(self, name: str) -> str:
+        """Of a new run."""
+        shutil.rmtree(self.folder / name, ignore_errors=True)
+        return str(self.folder / name)
+
+
+_KNOWN = "there is no way to evaluate"
+"""How the warning begins that saves without evaluate= give: here that is meant."""
+
+
+@contextmanager
+def noted(bench: Bench, name: str) -> Iterator[None]:
+    """What the library warns of inside is part of the result."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    said = dict.fromkeys(str(one.message) for one in caught if issubclass(one.category, ShrinkpointWarning))
+    lines = [f"- {name}, a warning: {text}" for text in said if not text.startswith(_KNOWN)]
+    if lines:
+        bench.report.say(*lines)
+
+
+@contextmanager
+def checkpointing(
+    bench: Bench, url: str, training: Training, **options: Any
+) -> Iterator[shrinkpoint.Checkpointer]:
+    """One that is let go of after some seconds, whatever it is doing, when the section's time is over."""
+    made = shrinkpoint.Checkpointer(
+        url, training.model, training.optimizer, save_last=False, threads=bench.threads, **options
+    )
+    try:
+        yield made
+    except BaseException:
+        made.saver.close(timeout_s=5)
+        raise
+    made.close()
