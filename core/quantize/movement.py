@@ -37,6 +37,7 @@ class MovementTracker:
     def __init__(self) -> None:
         self._before: dict[str, torch.Tensor] = {}
         self._step = 0
+        self._own_memory = False
 
     def since(self, state: TrainingState, step: int) -> Movement | None:
         """The movement from the last noted snapshot to this one; None where there is none before it.
@@ -81,14 +82,16 @@ class MovementTracker:
         kept: dict[str, torch.Tensor] = {}
         if lasting:
             self._before, self._step = {name: state.tensors[name] for name in wanted}, step
+            self._own_memory = False
             return
+        reusable = self._before if self._own_memory else {}
         with torch.no_grad():
             for name in wanted:
-                tensor, old = state.tensors[name].detach(), self._before.get(name)
+                tensor, old = state.tensors[name].detach(), reusable.get(name)
                 fits = old is not None and old.shape == tensor.shape and old.dtype == tensor.dtype
                 # memory is reused, so that nothing is allocated in steady state
                 kept[name] = old.copy_(tensor) if old is not None and fits else tensor.to("cpu", copy=True)
-        self._before, self._step = kept, step
+        self._before, self._step, self._own_memory = kept, step, True
 
     def forget(self) -> None:
         """Drop the copy: the next movement is unknown."""

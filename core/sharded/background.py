@@ -128,6 +128,8 @@ class Background:
 
     def _make(self, save: Save) -> None:
         job = save.job
+        if job.copy is not None:
+            save = replace(save, blocked_s=max(save.blocked_s, job.copy.wait()))
         self._forget_messages(job.number - 1)
         self._leader, self._search_s = None, self._probe.seconds
         if save.measures and self._publisher is not None:
@@ -200,7 +202,7 @@ class Background:
     def _plan(self, save: Save, state: TrainingState, guard: Guard) -> Plan:
         job = save.job
         movement = self.movement.since(state, job.step)
-        self.movement.note(state, job.step, lasting=True)
+        self.movement.note(state, job.step, lasting=job.copy is None)
         self._planner.guard = guard if self._config.guards else None
         link = job.link
         context = SaveContext(

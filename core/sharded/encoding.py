@@ -16,6 +16,7 @@ from shrinkpoint.saving.reporting import measured_of, provenance
 from shrinkpoint.schemes.base import ReferenceState
 from shrinkpoint.schemes.exactness import exact_parts
 from shrinkpoint.sharded.own import OwnState
+from shrinkpoint.state.snapshot import DeviceCopy
 from shrinkpoint.state.training import TrainingState
 from shrinkpoint.state.tree import JSON
 from shrinkpoint.store.keys import data_key
@@ -49,6 +50,8 @@ class PartJob:
     session: str
     state: TrainingState
     """The tensors that this rank owns, on the host, and the plain data, which only the first rank stores."""
+    copy: DeviceCopy | None = None
+    """Of tensors of a GPU: to be waited for before `state` is read, which the next save overwrites."""
     own: OwnState
     link: Link | None
     exact: bool
@@ -126,7 +129,7 @@ def _encode(
         provenance=provenance(),
         threads=config.encoder_threads,
         exactly=plan.reason if plan.is_exact and config.scheme != "lossless" else None,
-        lasting=True,
+        lasting=job.copy is None,
         staged=staged,
     )
 

@@ -181,6 +181,8 @@ class ExchangePlan:
         give: Take,
         take: Take,
         moved: Callable[[str], None] = lambda name: None,
+        *,
+        pinned: bool = False,
     ) -> int:
         """Fill the boxes; a collective, on the training thread. Its memory is there already, so that no rank stays away from it.
 
@@ -190,6 +192,8 @@ class ExchangePlan:
             give: what this rank holds of a box of the sources.
             take: memory for a box of this rank's targets.
             moved: called with the name of each tensor of which nothing will be given any more.
+            pinned: what `take` gives is pinned memory, to which a GPU copies while the host goes on: it is there once the GPU's
+                current stream has come so far.
 
         Returns:
             Bytes that this rank has sent to others.
@@ -197,15 +201,18 @@ class ExchangePlan:
         sent = 0
         with torch.no_grad():
             for bucket in self._buckets:
-                sent += self._run(ranks, bucket, buffers, give, take)
+                sent += self._run(ranks, bucket, buffers, give, take, pinned)
                 for name in bucket.names:
                     moved(name)
         return sent
 
-    def _run(self, ranks: Ranks, bucket: _Bucket, buffers: Buffers, give: Take, take: Take) -> int:
+    def _run(
+        self, ranks: Ranks, bucket: _Bucket, buffers: Buffers, give: Take, take: Take, pinned: bool
+    ) -> int:
         for move in bucket.own:
             taken = move.target.cut(take(move.name, move.target), move.cut)
-            taken.copy_(move.source.cut(give(move.name, move.source), move.cut))
+            given = move.source.cut(give(move.name, move.source), move.cut)
+            taken.copy_(given, non_blocking=pinned and taken.is_contiguous())
         if self._world == 1:
             return 0
         at = 0
@@ -224,7 +231,7 @@ class ExchangePlan:
         at = 0
         for move in bucket.into:
             taken = move.target.cut(take(move.name, move.target), move.cut)
-            taken.copy_(move.in_buffer(buffers.receiving, at))
+            taken.copy_(move.in_buffer(buffers.receiving, at), non_blocking=pinned and taken.is_contiguous())
             at += move.room
         return sent
 

@@ -12,6 +12,7 @@ from shrinkpoint.sharded.exchange import Buffers, ExchangePlan, Target
 from shrinkpoint.sharded.layout import Layout, block_box
 from shrinkpoint.sharded.ranks import Ranks
 from shrinkpoint.sharded.trees import renamed_tensors
+from shrinkpoint.state.snapshot import DeviceCopy
 from shrinkpoint.state.training import TensorSpec, TrainingState
 from shrinkpoint.state.tree import JSON
 
@@ -26,6 +27,7 @@ class _Prepared(NamedTuple):
     tensors: dict[str, torch.Tensor]
     buffers: Buffers
     fingerprints: list[int | None]
+    gpu: torch.device | None
 
 
 class Gathering:
@@ -51,11 +53,15 @@ class Gathering:
             rank, world, layout.specs, layout.holders, targets, first_alone=layout.first_alone
         )
         self._is_new = True
+        self._pinned: dict[str, torch.Tensor] = {}
 
     def gathered(
         self, ranks: Ranks, tree: JSON, pieces: Mapping[str, Sequence[Piece]]
-    ) -> tuple[TrainingState, int]:
+    ) -> tuple[TrainingState, DeviceCopy | None, int]:
         """Whole tensors of this rank's own, in host memory; a collective, on the training thread.
+
+        From a GPU they are copied into pinned memory, which is kept for the next call, while the host goes on. The training's
+        stream makes the copies, so that no later step can overtake them.
 
         Args:
             ranks: all of them.
@@ -63,7 +69,8 @@ class Gathering:
             pieces: what this rank holds of each tensor.
 
         Returns:
-            What this rank is to code, and the bytes that it has sent to others.
+            What this rank is to code; for shards on a GPU, what is to be waited for before that is read; and the bytes that it has
+            sent to others.
 
         Raises:
             NoMemoryError: a rank has too little memory. CannotRepresentError: see `check_copies`. On every rank.
@@ -79,23 +86,31 @@ class Gathering:
             block_box(self._blocks[name]): tensor for name, tensor in prepared.tensors.items()
         }
         locals_ = {(name, piece.box): piece.local for name, own in pieces.items() for piece in own}
+        gpu = prepared.gpu
+        copy = None if gpu is None else DeviceCopy(torch.cuda.current_stream(gpu))
         moved = self._plan.run(
             ranks,
             prepared.buffers,
             lambda name, box: locals_[name, box],
             lambda name, box: places[name, box],
+            pinned=gpu is not None,
         )
+        if copy is not None:
+            copy.end()
         state = TrainingState(
             renamed_tensors(tree, self._layout.aliases), prepared.tensors, dict(self._blocks)
         )
-        return state, moved
+        return state, copy, moved
 
     def _prepared(self, ranks: Ranks, pieces: Mapping[str, Sequence[Piece]]) -> _Prepared:
+        locals_ = (piece.local for own in pieces.values() for piece in own)
+        gpu = next((local.device for local in locals_ if local.is_cuda), None)
         try:
             return _Prepared(
-                {name: torch.empty(spec.shape, dtype=spec.dtype) for name, spec in self._blocks.items()},
+                self._memory(pinned=gpu is not None),
                 self._plan.buffers(ranks.device),
                 fingerprints(self._layout.unproven, pieces, whole=self._is_new),
+                gpu,
             )
         except (MemoryError, RuntimeError) as error:  # torch's allocators raise RuntimeErrors
             size = sum(spec.nbytes for spec in self._blocks.values())
@@ -103,3 +118,14 @@ class Gathering:
                 f"too little host memory for a copy of what this rank stores, {size / 1e6:.3g} MB:"
                 f" {str(error).splitlines()[0][:200]}"
             ) from error
+
+    def _memory(self, *, pinned: bool) -> dict[str, torch.Tensor]:
+        if pinned and self._pinned:  # at most one save is under way: nobody reads the last one's any more
+            return dict(self._pinned)
+        found = {
+            name: torch.empty(spec.shape, dtype=spec.dtype, pin_memory=pinned)
+            for name, spec in self._blocks.items()
+        }
+        if pinned:
+            self._pinned = dict(found)
+        return found

@@ -357,7 +357,7 @@ class ShardedSaver:
             self._gathering = ranks.on_every(lambda: Gathering(ranks.rank, ranks.world, layout, owners))
             self._rank_tensors, self._layout, self._owners = own, layout, owners
         assert self._gathering is not None
-        state, self.moved = self._gathering.gathered(ranks, live.tree, pieces)
+        state, copy, self.moved = self._gathering.gathered(ranks, live.tree, pieces)
         self._number += 1
         link = None if agreed.base else background.link
         background.link = None  # coding uses it up
@@ -368,6 +368,7 @@ class ShardedSaver:
             world=ranks.world,
             session=self._session,
             state=state,
+            copy=copy,
             own=OwnState.take(self._own(), ranks.rank),
             link=link,
             exact=agreed.exact,

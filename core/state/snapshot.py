@@ -10,7 +10,33 @@ import torch
 from shrinkpoint.runtime.memory import LARGE
 from shrinkpoint.state.training import TrainingState
 
-__all__ = ["Snapshot", "Snapshotter"]
+__all__ = ["DeviceCopy", "Snapshot", "Snapshotter"]
+
+
+class DeviceCopy:
+    """Copies to pinned memory that a GPU makes while the host goes on; begun where it is constructed.
+
+    Args:
+        stream: that makes them.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+        self._began, self._ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._began.record(stream)
+
+    def end(self) -> None:
+        """The last one is queued."""
+        self._ended.record(self._stream)
+
+    def wait(self) -> float:
+        """Wait until the last one has arrived; from any thread.
+
+        Returns:
+            Seconds from the first one's beginning to the last one's end on the GPU, whose queue stood still for them.
+        """
+        self._ended.synchronize()
+        return float(self._began.elapsed_time(self._ended)) / 1000
 
 
 @dataclass(frozen=True)
@@ -20,10 +46,8 @@ class Snapshot:
     state: TrainingState
     blocked_s: float
     """Seconds that the caller waited for the copy."""
-    ready: torch.cuda.Event | None = None
-    """For tensors of a GPU: recorded after the last copy; `wait` before reading."""
-    began: torch.cuda.Event | None = None
-    """For tensors of a GPU: recorded before the first copy."""
+    copy: DeviceCopy | None = None
+    """For tensors of a GPU; `wait` before reading."""
     lasting: bool = False
     """Whether the copies will not be overwritten: they may be kept beyond the next snapshot."""
 
@@ -33,15 +57,12 @@ class Snapshot:
 
         Waits until every copy has arrived.
         """
-        if self.ready is None or self.began is None:
-            return self.blocked_s
-        self.ready.synchronize()
-        return max(self.blocked_s, float(self.began.elapsed_time(self.ready)) / 1000)
+        return self.blocked_s if self.copy is None else max(self.blocked_s, self.copy.wait())
 
     def wait(self) -> TrainingState:
         """The state, once every copy has arrived; called off the training thread."""
-        if self.ready is not None:
-            self.ready.synchronize()
+        if self.copy is not None:
+            self.copy.wait()
         return self.state
 
 
@@ -102,20 +123,17 @@ class Snapshotter:
 
     def _from_gpu(self, state: TrainingState, devices: set[torch.device], start: float) -> Snapshot:
         with torch.no_grad():
-            began, ready = self._copy_from_gpu(state, devices)
+            copy = self._copy_from_gpu(state, devices)
         host = dataclasses.replace(state, tensors=dict(self._buffers))
-        return Snapshot(host, time.perf_counter() - start, ready, began)
+        return Snapshot(host, time.perf_counter() - start, copy)
 
-    def _copy_from_gpu(
-        self, state: TrainingState, devices: set[torch.device]
-    ) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    def _copy_from_gpu(self, state: TrainingState, devices: set[torch.device]) -> DeviceCopy:
         last, *others = devices
         for device in devices:
             stream = self._streams.get(device) or torch.cuda.Stream(device)
             self._streams[device] = stream
             stream.wait_stream(torch.cuda.current_stream(device))
-        began, ready = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        began.record(self._streams[last])
+        made = DeviceCopy(self._streams[last])
         copies = {}
         for name, tensor in state.tensors.items():
             if tensor.is_cuda:
@@ -129,8 +147,8 @@ class Snapshotter:
             torch.cuda.current_stream(device).wait_stream(self._streams[device])
         for device in others:
             self._streams[last].wait_stream(self._streams[device])
-        ready.record(self._streams[last])
-        return began, ready
+        made.end()
+        return made
 
     def _copy(self, name: str, tensor: torch.Tensor, pin: bool = False) -> torch.Tensor:
         buffer = self._buffer(name, tensor, pin)

@@ -4,19 +4,16 @@ It covers every parameter of the optimizers, in their order, and everything in t
 hyperparameters, which loops set before or after a step.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import xxhash
 
 from shrinkpoint.state.dtypes import dtype_name, tensor_to_bytes
+from shrinkpoint.steps import device_digest
 
-__all__ = ["combined", "device_sums", "differing", "digests_of", "fingerprint", "fingerprints", "parts_of"]
-
-_CHUNK = 1 << 22  # elements at a time on a device: some 100 MiB in addition to the tensor
-# Odd 32-bit multipliers of xxHash: a changed element changes each sum, and an exchange of two elements does.
-_PRIMES = (0x9E3779B1, 0x85EBCA77)
+__all__ = ["begin_digests", "combined", "differing", "digests_of", "fingerprint", "fingerprints", "parts_of"]
 
 
 def fingerprint(
@@ -48,10 +45,29 @@ def parts_of(
 
 def digests_of(parts: Mapping[str, Any]) -> dict[str, str]:
     """The digests of what `parts_of` returns."""
-    sums = _device_sums(
-        {name: value for name, value in parts.items() if torch.is_tensor(value) and not value.is_cpu}
-    )
-    return {name: sums[name] if name in sums else _digest(value) for name, value in parts.items()}
+    return begin_digests(parts)()
+
+
+def begin_digests(parts: Mapping[str, Any]) -> Callable[[], dict[str, str]]:
+    """The digests of what `parts_of` returns, at this place of the devices' work: the host need not wait for them.
+
+    Returns:
+        Waits for the devices, from any thread, and returns the digests.
+    """
+    there = {name: value for name, value in parts.items() if _is_elsewhere(value)}
+    from_devices = device_digest.begin(there, _digest)
+    here = {name: _digest(value) for name, value in parts.items() if name not in there}
+
+    def finish() -> dict[str, str]:
+        found = {**here, **from_devices()}
+        return {name: found[name] for name in names}
+
+    names = list(parts)
+    return finish
+
+
+def _is_elsewhere(value: Any) -> bool:
+    return torch.is_tensor(value) and not value.is_cpu and value.layout == torch.strided
 
 
 def combined(parts: Mapping[str, str]) -> str:
@@ -95,38 +111,3 @@ def _digest(value: Any) -> str:
     digest = xxhash.xxh3_128(f"{dtype_name(value.dtype)}{list(value.shape)}".encode())
     digest.update(tensor_to_bytes(value.detach().cpu()).data)
     return digest.hexdigest()
-
-
-def _device_sums(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Digests of device tensors from two position-weighted sums of their bits; only 32 bytes of each reach the host."""
-    if not tensors:
-        return {}
-    sums = {name: device_sums(tensor.detach()) for name, tensor in tensors.items()}
-    by_device: dict[torch.device, list[str]] = {}
-    for name, value in sums.items():
-        by_device.setdefault(value.device, []).append(name)
-    found = {}
-    for names in by_device.values():
-        for name, row in zip(names, torch.stack([sums[name] for name in names]).cpu(), strict=True):
-            tensor = tensors[name]
-            text = f"{dtype_name(tensor.dtype)}{list(tensor.shape)}{row.tolist()}"
-            found[name] = xxhash.xxh3_128(text.encode()).hexdigest()
-    return found
-
-
-def device_sums(tensor: torch.Tensor) -> torch.Tensor:
-    """Two sums modulo 2^64 over the bits of a tensor, on its device; they do not depend on the order of the additions."""
-    flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).reshape(-1)
-    same_size = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
-    bits = flat.view(torch.uint8) if flat.dtype is torch.bool else flat.view(same_size)
-    total = torch.zeros(2, dtype=torch.int64, device=tensor.device)
-    for start in range(0, bits.numel(), _CHUNK):
-        values = bits[start : start + _CHUNK].to(torch.int64)
-        places = torch.arange(start + 1, start + 1 + values.numel(), dtype=torch.int64, device=tensor.device)
-        for index, prime in enumerate(_PRIMES):
-            # Multiplied once more after mixing: a plain weighted sum would not distinguish bits of neighbours.
-            mixed = (values + places * prime) * 0x27D4EB2F165667C5
-            total[index] += ((mixed ^ (mixed >> 29)) * prime).sum()
-    return total

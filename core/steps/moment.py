@@ -1,12 +1,12 @@
 """The state at the end of a segment, whose digest the writer's thread takes while the training leaves it alone."""
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from shrinkpoint.steps.fingerprint import combined, digests_of, parts_of
+from shrinkpoint.steps.fingerprint import begin_digests, combined, digests_of, parts_of
 from shrinkpoint.steps.segment import Place
 from shrinkpoint.steps.supervision import CannotLogError
 
@@ -47,8 +47,11 @@ class Moment:
         self.postponed = False
         """Whether the thread could not take the digest, since the state was another one just then; never False again."""
         self._lock = threading.Lock()
+        self._from_devices: Callable[[], dict[str, str]] | None = None
         if any(torch.is_tensor(value) and not value.is_cpu for value in self._parts.values()):
-            self.settle()  # the device's work is queued behind that of the training, by the training's own thread
+            # the devices take theirs behind the training's work so far, and before what is queued next
+            self._from_devices = begin_digests(self._parts)
+            self._set(None)
 
     def take(self) -> bool:
         """Take the digest, for the writer's thread.
@@ -92,6 +95,9 @@ class Moment:
         Raises:
             CannotLogError: there is none: the state was changed, or `abandon` was called before.
         """
+        with self._lock:
+            if self._from_devices is not None:
+                self._digest, self._from_devices = combined(self._from_devices()), None
         if self._digest is None:
             raise self._changed()
         return Place(self.step, self._digest)
@@ -99,6 +105,7 @@ class Moment:
     def abandon(self) -> None:
         """Take no digest any more, and forget the state."""
         with self._lock:
+            self._from_devices = None
             self._set(self._digest)
 
     def _digested(self) -> str:

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from gpu.device import DEVICE, ON_GPU
-from gpu.ranks import EVERY, dcp_loads, dcp_saves, part
+from gpu.ranks import EVERY, dcp_loads, dcp_saves, part, trains
 from support.sharded import launch
 
 from shrinkpoint.dcp import StorageReader, StorageWriter
@@ -116,9 +116,13 @@ def test_on_a_mesh_of_cpus_and_back(made: tuple[Path, dict[str, Any]], tmp_path:
 
 def test_two_ranks_on_one_gpu(tmp_path: Path) -> None:
     url, how = str(tmp_path / "run"), on_device(GLOO)
-    whole = ranks(part, 2, tmp_path, url, {**how, "probes": True}, LOSSLESS, UNTIL)
-    if "refused" in whole:
-        pytest.skip(f"torch itself does not train so: {whole['refused']}")
+    try:
+        refused = ranks(trains, 2, tmp_path, url, how)
+    except AssertionError as error:  # torch 2.11's gloo ends the process in FSDP2's first gathering
+        refused = f"exit codes {error}"
+    if refused:
+        pytest.skip(f"torch itself does not train so: {refused}")
+    whole = ranks(part, 2, tmp_path, url, how, LOSSLESS, UNTIL)
     assert_continues(whole, ranks(part, 2, tmp_path, url, how, LOSSLESS, UNTIL))
     alone = ranks(part, 1, tmp_path, url, how, LOSSLESS, UNTIL)
     assert alone["restored"] == whole["saved"]

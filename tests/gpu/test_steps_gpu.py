@@ -58,16 +58,20 @@ def test_a_step_that_overflowed_is_replayed(tmp_path: Path) -> None:
     """The scaler skips it, and halves its scale."""
     if not ON_GPU:
         pytest.skip("a gradient scaler is the GPU's")
-    whole, first, second = (Training("AdamW", "fused", "fp16") for _ in range(3))
-    for training in (whole, first, second):
+
+    def overflowing() -> Training:
+        training = Training("AdamW", "fused", "fp16")
         training.scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**40, growth_interval=3)
         training.stateful = {"scaler": training.scaler}
+        return training
+
+    whole = overflowing()
     expected = whole.run(0, 12)
-    _logged(first, tmp_path)
+    first = _logged(overflowing(), tmp_path)
     losses = first.run(0, 9)
     assert first.scaler.get_scale() < 2.0**40
     _crash(first)
-    _logged(second, tmp_path)
+    second = _logged(overflowing(), tmp_path)
     assert second.checkpointer.resume() == 9
     assert losses + second.run(9, 12) == expected
     _compare(second, whole)

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from support.training import OPTIMIZERS, TinyMLP, train
 
 from shrinkpoint.state.dtypes import DTYPES
-from shrinkpoint.steps.fingerprint import device_sums, differing, fingerprint, fingerprints
+from shrinkpoint.steps.device_digest import begin, device_sums
+from shrinkpoint.steps.fingerprint import differing, fingerprint, fingerprints
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -63,11 +64,36 @@ def test_sums_on_a_device_see_exchanges(values, data):
     assert (one == two) == (values == other)
 
 
-def test_sums_go_over_all_of_a_large_tensor(monkeypatch):
-    monkeypatch.setattr("shrinkpoint.steps.fingerprint._CHUNK", 10)
-    tensor = torch.arange(95.0)
+def test_sums_go_over_all_of_a_large_tensor():
+    words = 1 << 21
+    tensor = torch.arange(2 * words + 3, dtype=torch.int64)
     sums = device_sums(tensor).tolist()
-    monkeypatch.undo()
+    for place in (0, words - 1, words, 2 * words + 2):
+        tensor[place] += 1
+        assert device_sums(tensor).tolist() != sums
+        tensor[place] -= 1
     assert device_sums(tensor).tolist() == sums
-    tensor[94] = 0
+    tensor[[0, words]] = tensor[[words, 0]]
     assert device_sums(tensor).tolist() != sums
+
+
+@given(st.integers(0, 63), st.integers(0, 63), st.integers(0, 99), st.integers(0, 99))
+def test_changes_of_two_bits_do_not_cancel(one_bit, other_bit, one, other):
+    tensor = torch.randint(-(2**62), 2**62, (100,), generator=torch.Generator().manual_seed(1))
+    sums = device_sums(tensor).tolist()
+    for bit, place in ((one_bit, one), (other_bit, other)):
+        tensor[place] ^= torch.tensor(2**bit if bit < 63 else -(2**63))
+    assert (device_sums(tensor).tolist() == sums) == ((one_bit, one) == (other_bit, other))
+
+
+def test_a_view_that_begins_anywhere_has_the_sums_of_its_bytes():
+    data = torch.randint(0, 256, (101,), dtype=torch.uint8)
+    for start in range(9):
+        assert device_sums(data[start:]).tolist() == device_sums(data[start:].clone()).tolist()
+
+
+def test_numbers_have_one_digest_on_host_and_device():
+    """NAdam's and ASGD's go from one to the other in a restore."""
+    numbers = {"a": torch.tensor(3.5), "b": torch.tensor([2], dtype=torch.int64), "c": torch.tensor(7.0)}
+    taken = begin(numbers, lambda tensor: f"{tensor.dtype} {list(tensor.shape)} {tensor.tolist()}")()
+    assert taken == {"a": "torch.float32 [] 3.5", "b": "torch.int64 [1] [2]", "c": "torch.float32 [] 7.0"}
