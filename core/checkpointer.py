@@ -255,7 +255,7 @@ class Checkpointer:
         if step is not None:
             restored = self.saver.restore(step)
         else:
-            newest = self.saver.newest() if self._policy != "never" else None
+            newest = self._newest() if self._policy != "never" else None
             manifest = resume_from(self._policy, newest, self.saver.url)
             restored = self.saver.restore(manifest) if manifest is not None else None
         if restored is None:
@@ -265,6 +265,13 @@ class Checkpointer:
         self._last_step = self._saved_step = self._resumed_from = restored.manifest.step
         self._began = True
         return self._replayed(restored.manifest.step, restored.manifest, wanted=step is None)
+
+    def _newest(self) -> Manifest | None:
+        """The newest sound checkpoint; while it is decoded, a log reads what it would replay first."""
+        log = self.step_log
+        if log is None or isinstance(self.saver, ShardedSaver):
+            return self.saver.newest()
+        return self.saver.newest(begins=lambda manifest: log.expect(manifest.step))
 
     def _replayed(self, base: int, manifest: Manifest | None, *, wanted: bool) -> int:
         """Replay the logged steps after a checkpoint, if there is a log.

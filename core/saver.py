@@ -6,7 +6,7 @@ collect. The job's only claim on the training thread is the forward passes of it
 
 import operator
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -406,16 +406,19 @@ class Saver:
 
     # ---- restoring
 
-    def newest(self) -> Manifest | None:
+    def newest(self, *, begins: Callable[[Manifest], object] = lambda manifest: None) -> Manifest | None:
         """The newest checkpoint whose whole chain is sound; None in an empty run.
 
         Damaged checkpoints are skipped with a warning that says what and why.
+
+        Args:
+            begins: called right before a checkpoint is read; again for the next older one, where that was not sound.
 
         Raises:
             ChainError: there are checkpoints, and none of them is sound.
             StoreError: the store cannot be read.
         """
-        found = self._reader.newest()
+        found = self._reader.newest(begins)
         if found is None:
             return None
         self._newest = found

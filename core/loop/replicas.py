@@ -267,9 +267,13 @@ class ReplicatedSaver:
         """See `Saver.reports`: those of the first rank."""
         return self._saver.reports()
 
-    def newest(self) -> Manifest | None:
-        """See `Saver.newest`."""
-        return self._on_first(self._saver.newest)
+    def newest(self, *, begins: Callable[[Manifest], object] = lambda manifest: None) -> Manifest | None:
+        """See `Saver.newest`.
+
+        Args:
+            begins: called on the first rank alone.
+        """
+        return self._on_first(lambda: self._saver.newest(begins=begins))
 
     def restore(self, which: Manifest | int | None = None, *, adopt: bool = True) -> Restored | None:
         """See `Saver.restore`; every rank reads the checkpoint that the first one has found."""

@@ -99,6 +99,11 @@ class ReplicatedLog:
         """See `ExactLog.open`."""
         self._ranks.on_every(lambda: None if self.log is None else self.log.open(run))
 
+    def expect(self, step: int) -> None:
+        """See `ExactLog.expect`; of use on the first rank alone."""
+        if self.log is not None:
+            self.log.expect(step)
+
     def recover(self, step: int, prepare: Callable[[], Callable[[], None]]) -> int:
         """See `ExactLog.recover`.
 

@@ -1,5 +1,6 @@
 """The dtypes of the container format: their names in a header, and exact views of tensors as bytes."""
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -67,7 +68,7 @@ def tensor_from_bytes(data: UInt8s, dtype: torch.dtype, shape: tuple[int, ...]) 
     Raises:
         FormatError: the number of bytes is not that of the dtype and shape.
     """
-    expected = int(np.prod(shape, dtype=object)) * dtype.itemsize
+    expected = math.prod(shape) * dtype.itemsize
     if data.size != expected:
         raise FormatError(f"a tensor of {dtype} {shape} has {expected} bytes, not {data.size}")
     if expected == 0:

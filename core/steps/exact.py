@@ -11,6 +11,7 @@ from torch import nn
 
 from shrinkpoint.errors import ConfigError, StoreError
 from shrinkpoint.state.tree import JSON
+from shrinkpoint.steps.ahead import FirstSegment
 from shrinkpoint.steps.buffers import Buffers, CopiedState
 from shrinkpoint.steps.fingerprint import fingerprint
 from shrinkpoint.steps.folder import LogFolder
@@ -84,6 +85,7 @@ class ExactLog(Supervised):
         self._measured = Measured("exact")
         self._writer: SegmentWriter | None = None
         self._inherits: list[Reference] = []
+        self._first: FirstSegment | None = None
         self._rehearsal: Rehearsal | None = None
         self._rehearse = options.rehearse and after_step is None
         self._begin: Moment | Place | None = None
@@ -128,6 +130,21 @@ class ExactLog(Supervised):
 
     # ---- resuming
 
+    def expect(self, step: int) -> None:
+        """Begin to read what would be replayed first, in another thread, while a checkpoint is being decoded.
+
+        Args:
+            step: of that checkpoint. Of several calls the last one counts: an older checkpoint, after a damaged one.
+        """
+        self._forget_first()
+        self._first = FirstSegment(step, self._folder.reader)
+        self._first.start()
+
+    def _forget_first(self) -> None:
+        if self._first is not None:
+            self._first.drop()
+        self._first = None
+
     def recover(self, step: int, prepare: Callable[[], Callable[[], None]]) -> int:
         """Replay the logged steps after a restored state; the next steps are logged as their continuation.
 
@@ -138,18 +155,24 @@ class ExactLog(Supervised):
         Returns:
             The step of the state afterwards: `step`, or later.
         """
+        try:
+            return self._recover(step, prepare)
+        finally:
+            self._forget_first()
+
+    def _recover(self, step: int, prepare: Callable[[], Callable[[], None]]) -> int:
         self._recorder.stop()
         self._sealed = None
         reader = self._folder.reader()
         try:
             survey = reader.survey()
         except StoreError as error:
-            warn(f"the step log is not used: {error}", stacklevel=5)
+            warn(f"the step log is not used: {error}", stacklevel=6)
             return step
         started, reached, problems = time.perf_counter(), step, survey.problems
         if survey.references:
             with ReplayBar() as bar:
-                replay = Replay(self._optimizers, self._remainder, self._after_step, reader, bar)
+                replay = Replay(self._optimizers, self._remainder, self._after_step, reader, self._first, bar)
                 replayed = replay.run(step, survey.references, prepare)
             self._inherits, reached = replayed.used, replayed.step
             problems = problems + replayed.problems
@@ -159,7 +182,7 @@ class ExactLog(Supervised):
             warn(
                 f"the step log brings step {step} to {reached}, and the training computes what follows again. Not used:"
                 f" {'; '.join(problems[:_WARNED])}{more}",
-                stacklevel=5,
+                stacklevel=6,
             )
         return reached
 
@@ -178,6 +201,7 @@ class ExactLog(Supervised):
 
     def restart(self, step: int) -> None:
         """Start a new record after the state was set to that of `step` by other means than the recorded steps."""
+        self._forget_first()
         self._recorder.start()
         self._begin, self._sealed, self._last = None, None, None
         self._forget_records()
@@ -258,6 +282,7 @@ class ExactLog(Supervised):
         if self.off is None and whole and self._records and not self._recorder.pending:
             with self._guarded():
                 self._seal()
+        self._forget_first()
         self._recorder.close()
         self._forget_records()
         if self._writer is not None:

@@ -110,7 +110,7 @@ class LogFolder:
             CannotLogError: there is no higher turn.
         """
         assert self._objects is not None
-        turn = self.reader().survey().next_turn
+        turn = self.reader().next_turn()
         if turn > _MAX_TURN:
             raise CannotLogError(
                 f"{self._objects.display} contains a segment with the last number that there is: remove it"

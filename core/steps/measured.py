@@ -32,7 +32,7 @@ class Measured:
         self._since, self._blocked_before = time.perf_counter(), blocked_s
 
     def replayed(self, steps: int, seconds: float) -> None:
-        """Steps were replayed, reading and digests included."""
+        """Steps were replayed, digests included, and reading but for what was read while the checkpoint was decoded."""
         if steps > 0:
             self._replayed = steps, seconds
 

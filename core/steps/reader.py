@@ -4,7 +4,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+import xxhash
+
 from shrinkpoint.errors import CorruptionError, FormatError, StoreError
+from shrinkpoint.steps.record import UnpackedTensors
 from shrinkpoint.steps.segment import (
     PREFIX,
     ForeignSegmentError,
@@ -12,6 +15,7 @@ from shrinkpoint.steps.segment import (
     Key,
     Kind,
     Reference,
+    check_digest,
     check_payload,
     read_head,
     read_prefix,
@@ -24,6 +28,8 @@ T = TypeVar("T")
 
 _FIRST_READ = 1 << 16
 _MAX_SEGMENT = 1 << 46
+_PIECE = 1 << 24
+"""Bytes of a segment that are read at once, where its tensors are unpacked: the memory for the next piece is that of the one before."""
 
 
 @dataclass
@@ -60,6 +66,21 @@ class LogReader:
         Raises:
             StoreError: no folder can be listed.
         """
+        survey = self._listed()
+        first = self._newest_writer(survey)
+        if first is not None:
+            survey.references = [*first.inherits, *self._own(first, survey)]
+        return survey
+
+    def next_turn(self) -> int:
+        """As of `Survey`, from the list alone.
+
+        Raises:
+            StoreError: no folder can be listed.
+        """
+        return self._listed().next_turn
+
+    def _listed(self) -> Survey:
         survey = Survey()
         self._places = {}
         failures = []
@@ -72,9 +93,6 @@ class LogReader:
             raise failures[0]
         survey.problems += map(str, failures)
         survey.next_turn = 1 + max((key.turn for key in self._places), default=0)
-        first = self._newest_writer(survey)
-        if first is not None:
-            survey.references = [*first.inherits, *self._own(first, survey)]
         return survey
 
     def _list(self, objects: ObjectStore, survey: Survey) -> None:
@@ -175,11 +193,53 @@ class LogReader:
         prefix = read_prefix(data, size)
         payload_at = PREFIX.size + prefix.header
         head = read_head(data[:payload_at], prefix, key, self._run)
-        if head.seal != reference.seal or head.reference != reference:
-            raise CorruptionError("it is another segment than the one that was written")
+        _require(head, reference)
         payload = memoryview(data)[payload_at:]
         check_payload(payload, prefix)
         return head, payload
+
+    def load_unpacked(self, reference: Reference) -> tuple[Head, UnpackedTensors]:
+        """As `load`, with the tensors where they can stay; little more memory than theirs is needed.
+
+        Args:
+            reference: from `survey`.
+
+        Raises:
+            FormatError: it is damaged, or not the one that is referred to.
+            StoreError: it cannot be read.
+        """
+        return self._from_any(reference.key, lambda stored: self._load_unpacked(reference, stored))
+
+    def _load_unpacked(self, reference: Reference, stored: "_Stored") -> tuple[Head, UnpackedTensors]:
+        size = stored.size
+        if size > _MAX_SEGMENT:
+            raise CorruptionError(f"{size} bytes are more than a segment may have")
+
+        def read(begin: int, end: int) -> bytes:
+            data = stored.objects.get(str(reference.key), begin, end, max_size=end - begin)
+            if len(data) != end - begin:
+                raise CorruptionError(f"{begin + len(data)} of {size} bytes could be read")
+            return data
+
+        data = read(0, min(size, _PIECE))
+        prefix = read_prefix(data, size)
+        begin = PREFIX.size + prefix.header
+        if begin > len(data):
+            data += read(len(data), begin)
+        head = read_head(data[:begin], prefix, reference.key, self._run)
+        _require(head, reference)
+        tensors, digest = UnpackedTensors(head.tensors, prefix.payload), xxhash.xxh3_128()
+        piece, at = memoryview(data)[begin:], len(data)
+        while True:
+            digest.update(piece)
+            tensors.fill(piece)
+            if at == size:
+                break
+            del piece, data  # its memory is that of the next one
+            data = read(at, min(size, at + _PIECE))
+            piece, at = memoryview(data), at + len(data)
+        check_digest(digest.digest(), prefix)
+        return head, tensors
 
     def _from_any(self, key: Key, read: Callable[["_Stored"], T]) -> T:
         """The result from the first folder where the segment is sound; else the first folder's error."""
@@ -197,6 +257,11 @@ class LogReader:
 
     def _show(self, key: Key) -> str:
         return self._stores[0].show(str(key))
+
+
+def _require(head: Head, reference: Reference) -> None:
+    if head.seal != reference.seal or head.reference != reference:
+        raise CorruptionError("it is another segment than the one that was written")
 
 
 def load_head(objects: ObjectStore, key: Key, size: int, run: str) -> Head:

@@ -4,6 +4,9 @@ No pickle: plain data goes through `shrinkpoint.state.tree`, tensors are raw lit
 file declares are checked against its length before anything is decoded.
 """
 
+import itertools
+import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -26,12 +29,17 @@ __all__ = [
     "Sparse",
     "TensorTable",
     "Tensors",
+    "UnpackedTensors",
     "decode_record",
     "encode_record",
 ]
 
 _MAX_DIMS = 64
 _MAX_NUMEL = 2**48
+_BLOCK = 1 << 24
+"""Bytes of the tensors that share memory: at most so much more stays for as long as one of them does."""
+_ALIGNED = 64
+"""As torch aligns its own tensors: elsewhere some kernels may sum in another order."""
 
 
 @dataclass(frozen=True)
@@ -129,24 +137,27 @@ class Tensors:
     """
 
     def __init__(self, specs: JSON, payload: memoryview) -> None:
+        self._declare(specs, len(payload))
+        self._payload = payload
+
+    def _declare(self, specs: JSON, nbytes: int) -> None:
         if not isinstance(specs, list):
             raise FormatError("a segment's tensors are not a list")
         self._specs = [_checked_spec(spec) for spec in specs]
         ends = np.cumsum([0] + [_nbytes(*spec) for spec in self._specs], dtype=object).tolist()
-        if ends[-1] != len(payload):
-            raise FormatError(f"a segment's tensors take {ends[-1]} bytes, and it has {len(payload)}")
-        self._ends = ends
-        self._payload = payload
+        if ends[-1] != nbytes:
+            raise FormatError(f"a segment's tensors take {ends[-1]} bytes, and it has {nbytes}")
+        self._ends: list[int] = ends
 
     def __call__(self, number: JSON) -> torch.Tensor:
-        """A copy of the tensor of this number.
+        """The tensor of this number, in memory of its own.
 
         Raises:
             FormatError: there is none.
         """
         index = self._index(number)
         dtype, shape = self._specs[index]
-        return tensor_from_bytes(self._bytes(index).copy(), dtype, shape)
+        return tensor_from_bytes(self._owned(index), dtype, shape)
 
     def named(self, name: str) -> torch.Tensor:
         """For `decode_tree`, whose names are the numbers in decimal."""
@@ -159,6 +170,9 @@ class Tensors:
             raise FormatError(f"a segment refers to tensor {str(number)[:40]}, and has {len(self._specs)}")
         return number
 
+    def _owned(self, index: int) -> UInt8s:
+        return self._bytes(index).copy()
+
     def _bytes(self, index: int) -> UInt8s:
         return np.frombuffer(self._payload[self._ends[index] : self._ends[index + 1]], dtype=np.uint8)
 
@@ -166,9 +180,68 @@ class Tensors:
         """A dense tensor of which the zeros were left out; the caller has compared the shape with a parameter's."""
         index = self._index(values)
         dtype = self._specs[index][0]
-        elements = int(np.prod(shape, dtype=object))
+        elements = math.prod(shape)
         data = put_zeros_back(self(gaps).numpy(), self._bytes(index), dtype.itemsize, elements)
         return tensor_from_bytes(data, dtype, shape)
+
+
+class UnpackedTensors(Tensors):
+    """The tensors of a segment that is read piece by piece: each is put where it can stay, and is not copied again.
+
+    Args:
+        specs: as of `Tensors`.
+        nbytes: of all of them.
+
+    Raises:
+        FormatError: they do not take exactly these bytes.
+    """
+
+    def __init__(self, specs: JSON, nbytes: int) -> None:
+        self._declare(specs, nbytes)
+        self._places: list[UInt8s] = []
+        self._runs: deque[UInt8s] = deque()
+        self._given: set[int] = set()
+        sizes = [end - begin for begin, end in itertools.pairwise(self._ends)]
+        while len(self._places) < len(sizes):
+            self._allocate(sizes)
+
+    def _allocate(self, sizes: Sequence[int]) -> None:
+        """One block, for the next tensors."""
+        first = last = len(self._places)
+        begins = [0]
+        while last < len(sizes) and (last == first or begins[-1] + sizes[last] <= _BLOCK):
+            begins.append(begins[-1] + -(-sizes[last] // _ALIGNED) * _ALIGNED)
+            last += 1
+        block = np.empty(begins[-1] + _ALIGNED, dtype=np.uint8)
+        block = block[-block.ctypes.data % _ALIGNED :]
+        run = 0
+        for index in range(first, last):
+            end = begins[index - first] + sizes[index]
+            self._places.append(block[begins[index - first] : end])
+            if end < begins[index - first + 1] or index + 1 == last:
+                self._runs.append(block[run:end])
+                run = begins[index - first + 1]
+
+    def fill(self, data: memoryview) -> None:
+        """Take the next bytes; all of them together are as many as declared."""
+        while data:
+            run = self._runs[0]
+            count = min(len(data), run.size)
+            run[:count] = np.frombuffer(data[:count], dtype=np.uint8)
+            data = data[count:]
+            if count < run.size:
+                self._runs[0] = run[count:]
+            else:
+                self._runs.popleft()
+
+    def _owned(self, index: int) -> UInt8s:
+        if index in self._given:  # a damaged log may refer to a tensor twice
+            return super()._owned(index)
+        self._given.add(index)
+        return self._places[index]
+
+    def _bytes(self, index: int) -> UInt8s:
+        return self._places[index]
 
 
 def _checked_spec(spec: JSON) -> tuple[torch.dtype, tuple[int, ...]]:
@@ -187,7 +260,7 @@ def _checked_spec(spec: JSON) -> tuple[torch.dtype, tuple[int, ...]]:
 
 
 def _nbytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    return int(np.prod(shape, dtype=object)) * dtype.itemsize
+    return math.prod(shape) * dtype.itemsize
 
 
 def encode_record(record: Record, table: TensorTable) -> JSON:

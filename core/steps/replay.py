@@ -12,12 +12,13 @@ from torch.optim import optimizer as optimizer_module
 
 from shrinkpoint.errors import FormatError, StateMismatchError, StoreError
 from shrinkpoint.state.memory_order import in_memory_order
+from shrinkpoint.steps.ahead import FirstSegment
 from shrinkpoint.steps.fingerprint import fingerprint
 from shrinkpoint.steps.hyperparameters import parameters_of, set_groups
 from shrinkpoint.steps.reader import LogReader
 from shrinkpoint.steps.record import Dense, Event, Gradient, Record, Sparse, Tensors, decode_record
 from shrinkpoint.steps.remainder import Remainder
-from shrinkpoint.steps.segment import Place, Reference
+from shrinkpoint.steps.segment import Head, Place, Reference
 
 __all__ = ["Replay", "Replayed", "make_step"]
 
@@ -55,6 +56,7 @@ class Replay:
         remainder: everything else of the training.
         after_step: called after each step, as the training called it.
         reader: of the log.
+        first: the segment that was read ahead, if any.
         progress: called with the number of segments done, and their total.
     """
 
@@ -64,6 +66,7 @@ class Replay:
         remainder: Remainder,
         after_step: Callable[[], object] | None,
         reader: LogReader,
+        first: FirstSegment | None = None,
         progress: Callable[[int, int], None] = lambda done, of: None,
     ) -> None:
         self._optimizers = optimizers
@@ -71,6 +74,7 @@ class Replay:
         self._remainder = remainder
         self._after_step = after_step
         self._reader = reader
+        self._first = first
         self._progress = progress
 
     def run(
@@ -140,20 +144,27 @@ class Replay:
             StoreError: it cannot be read.
         """
         for reference in chain:
-            head, payload = self._reader.load(reference)
-            tensors, at = Tensors(head.tensors, payload), reference.begin.step
-            last = None
-            for node in head.records:
-                last = decode_record(node, tensors, self._shapes_of)
-                if last.begin != at:
-                    raise FormatError(f"its steps are not one after the other: {at}, then {last.begin}")
-                at = last.end
-                yield last
-            if at != reference.end.step or last is None or last.remainder is None:
-                raise FormatError(
-                    "its last step is not the one in its header, or lacks the state other than the weights"
-                )
+            yield from self._records_of(reference)
             yield None
+
+    def _records_of(self, reference: Reference) -> Iterator[Record]:
+        head, tensors = self._loaded(reference)
+        at, last = reference.begin.step, None
+        for node in head.records:
+            last = decode_record(node, tensors, self._shapes_of)
+            if last.begin != at:
+                raise FormatError(f"its steps are not one after the other: {at}, then {last.begin}")
+            at = last.end
+            yield last
+        if at != reference.end.step or last is None or last.remainder is None:
+            raise FormatError(
+                "its last step is not the one in its header, or lacks the state other than the weights"
+            )
+
+    def _loaded(self, reference: Reference) -> tuple[Head, Tensors]:
+        first, self._first = self._first, None
+        found = None if first is None else first.take(reference)
+        return self._reader.load_unpacked(reference) if found is None else found
 
     def _segment(self, reference: Reference, records: Iterator[Record | None]) -> Mapping[str, Any]:
         shown = self._reader.show(reference)

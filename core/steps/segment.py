@@ -33,6 +33,7 @@ __all__ = [
     "Kind",
     "Place",
     "Reference",
+    "check_digest",
     "check_payload",
     "pack",
     "read_head",
@@ -328,7 +329,16 @@ def check_payload(payload: memoryview, prefix: Prefix) -> None:
     Raises:
         CorruptionError: they are not those that were written.
     """
-    if xxhash.xxh3_128(payload).digest() != prefix.payload_digest:
+    check_digest(xxhash.xxh3_128(payload).digest(), prefix)
+
+
+def check_digest(found: bytes, prefix: Prefix) -> None:
+    """As `check_payload`, of bytes whose xxh3-128 is known.
+
+    Raises:
+        CorruptionError: they are not those that were written.
+    """
+    if found != prefix.payload_digest:
         raise CorruptionError("the checksum of its tensors does not match: the file is damaged")
 
 

@@ -109,6 +109,9 @@ class SmallLog(Supervised):
 
     # ---- resuming
 
+    def expect(self, step: int) -> None:
+        """Nothing: which weights are read depends on what the log has, and on the model."""
+
     def recover(self, step: int, prepare: Callable[[], Callable[[], None]]) -> int:
         """Continue from the weights of the newest logged step, if `StepLog.resume_weights` says so.
 
