@@ -103,7 +103,7 @@ class Replay:
                 break
             chain.append(reference)
         problems = _cut_short(references[first + len(chain) :])
-        reload = prepare()
+        reload = self._with_gradients(prepare())
         good = len(chain)
         while good:
             reached, remainder, problem = self._apply(chain[:good])
@@ -122,6 +122,19 @@ class Replay:
             good = reached
             reload()
         return Replayed(base, _run_up(references, first), problems)
+
+    def _with_gradients(self, reload: Callable[[], None]) -> Callable[[], None]:
+        """As `reload`, which restores what a checkpoint contains; the gradients of before, mostly none, are put back too. A loop that
+        sets them to zero after its steps would add those of a step that was given up to its next ones."""
+        parameters = [parameter for one in self._optimizers for parameter in parameters_of(one)]
+        gradients = [parameter.grad for parameter in parameters]
+
+        def restored() -> None:
+            reload()
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+
+        return restored
 
     def _apply(
         self, chain: Sequence[Reference]

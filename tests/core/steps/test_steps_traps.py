@@ -59,6 +59,16 @@ def spoil(monkeypatch: pytest.MonkeyPatch, change: Callable) -> None:
     monkeypatch.setattr(replay, "decode_record", decode)
 
 
+def test_a_replay_that_is_given_up_leaves_no_gradients(crashed, monkeypatch):
+    """A loop that sets them to zero after its steps would add them to its next ones."""
+    spoil(monkeypatch, lambda record, event: [group.update(lr=0.01) for group in event.groups])
+    again = Training().log(*crashed[0], steps=1)
+    with pytest.warns(ShrinkpointWarning, match="give another state"):
+        assert again.checkpointer.resume() == 5
+    assert [parameter.grad for parameter in again.model.parameters()] == [None] * 9
+    again.checkpointer.close()
+
+
 def test_a_learning_rate_that_is_not_logged(crashed, monkeypatch):
     spoil(monkeypatch, lambda record, event: [group.update(lr=0.01) for group in event.groups])
     resumed(crashed, "give another state")
