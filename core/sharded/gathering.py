@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 
 from shrinkpoint.errors import StoreError
+from shrinkpoint.runtime.packing import empty_tensors
 from shrinkpoint.sharded.boxes import Box, Piece
 from shrinkpoint.sharded.copies import check_copies, fingerprints
 from shrinkpoint.sharded.exchange import Buffers, ExchangePlan, Target
@@ -122,10 +123,11 @@ class Gathering:
     def _memory(self, *, pinned: bool) -> dict[str, torch.Tensor]:
         if pinned and self._pinned:  # at most one save is under way: nobody reads the last one's any more
             return dict(self._pinned)
-        found = {
-            name: torch.empty(spec.shape, dtype=spec.dtype, pin_memory=pinned)
+        if not pinned:
+            return {name: torch.empty(spec.shape, dtype=spec.dtype) for name, spec in self._blocks.items()}
+        like = {
+            name: torch.empty(spec.shape, dtype=spec.dtype, device="meta")
             for name, spec in self._blocks.items()
         }
-        if pinned:
-            self._pinned = dict(found)
-        return found
+        self._pinned = empty_tensors(like, pinned=True)
+        return dict(self._pinned)

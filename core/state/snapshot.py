@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from shrinkpoint.runtime.memory import LARGE
+from shrinkpoint.runtime.packing import empty_tensors
 from shrinkpoint.state.training import TrainingState
 
 __all__ = ["DeviceCopy", "Snapshot", "Snapshotter"]
@@ -134,14 +135,20 @@ class Snapshotter:
             self._streams[device] = stream
             stream.wait_stream(torch.cuda.current_stream(device))
         made = DeviceCopy(self._streams[last])
-        copies = {}
+        missing = {
+            name: tensor
+            for name, tensor in state.tensors.items()
+            if tensor.is_cuda and not self._fits(name, tensor)
+        }
+        self._buffers |= empty_tensors(missing, pinned=True)
+        copies = {name: self._buffer(name, tensor) for name, tensor in state.tensors.items()}
         for name, tensor in state.tensors.items():
             if tensor.is_cuda:
                 with torch.cuda.stream(self._streams[tensor.device]):
-                    copies[name] = self._copy(name, tensor, pin=True)
+                    copies[name].copy_(tensor, non_blocking=True)
                 tensor.record_stream(self._streams[tensor.device])
             else:
-                copies[name] = self._copy(name, tensor)
+                copies[name].copy_(tensor)
         self._buffers = copies
         for device in devices:
             torch.cuda.current_stream(device).wait_stream(self._streams[device])
@@ -150,16 +157,14 @@ class Snapshotter:
         made.end()
         return made
 
-    def _copy(self, name: str, tensor: torch.Tensor, pin: bool = False) -> torch.Tensor:
-        buffer = self._buffer(name, tensor, pin)
-        buffer.copy_(tensor, non_blocking=pin)
-        return buffer
-
-    def _buffer(self, name: str, tensor: torch.Tensor, pin: bool = False) -> torch.Tensor:
+    def _fits(self, name: str, tensor: torch.Tensor) -> bool:
         buffer = self._buffers.get(name)
-        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin)
-        return buffer
+        return buffer is not None and buffer.shape == tensor.shape and buffer.dtype == tensor.dtype
+
+    def _buffer(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if self._fits(name, tensor):
+            return self._buffers[name]
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
 
 
 def _pairs(
