@@ -114,7 +114,10 @@ def _of_dtensor(name: str, tensor: Any) -> list[Piece]:
         )
     if tensor.device_mesh.get_coordinate() is None:
         return []
-    local = tensor.to_local().detach()
+    with torch.no_grad():  # outside it, a local tensor takes part in a graph, which takes time
+        local = tensor.to_local()
+    if local.requires_grad:
+        local = local.detach()
     if hasattr(local, "wait"):  # the result of a collective that has not arrived
         local = local.wait()
     box = _box_of(name, tensor)

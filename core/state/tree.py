@@ -79,7 +79,8 @@ def encode_tree(value: object, put: Callable[[Path, torch.Tensor], str], path: P
 def _encode_tensor(value: torch.Tensor, put: Callable[[Path, torch.Tensor], str], path: Path) -> JSON:
     if value.is_meta or value.is_quantized or value.is_nested:
         raise CannotRepresentError(f"{join_path(path)}: meta, quantized and nested tensors cannot be stored")
-    value = value.detach()
+    if value.requires_grad:  # else it would only take time, of which DTensors need much
+        value = value.detach()
     if value.layout == torch.sparse_coo:
         parts = {"indices": value._indices(), "values": value._values()}
         kind, more = "sparse_coo", {"coalesced": value.is_coalesced()}

@@ -23,7 +23,9 @@ def _compare(resumed: Training, whole: Training) -> None:
     """Bit by bit, and on the devices where torch's own ``load_state_dict`` puts the same state."""
     assert identical(_on_host(resumed.everything()), _on_host(whole.everything()))
     state = whole.optimizer.state_dict()
-    whole.optimizer.load_state_dict(state)  # NAdam's and ASGD's numbers move to the GPU
+    whole.optimizer.load_state_dict(
+        _on_host(state)
+    )  # NAdam's numbers move to the GPU, and ASGD's to the host
     assert devices(resumed.everything()) == devices(whole.everything())
 
 
