@@ -26,7 +26,7 @@ _LONGEST = 1.05  # times the true length that the first update after a restore m
 # Of the steps between two checkpoints: how many a restore may lose by its moments. `auto` takes 1 % for first moments; the other
 # half per cent is for the factored second moments.
 _MOST_LOST_STEPS = 0.015
-_ALWAYS_LOST = 0.25  # steps; ten restores lose less than three, however close the checkpoints are
+_ALWAYS_LOST = 0.25  # steps; ten restores lose less than three, however close the checkpoints are, and more restores no more
 # Of a first moment's error, in its own size: zeros have 1, noise of its own size has 1.41. Codecs that keep to 1 weigh
 # elements by units of their own, in which this is not measured.
 _MOST_LOST = 1.2
@@ -160,7 +160,7 @@ class Guard:
                 f" {found.error:.0%}"
             )
         steps = save_context.interval
-        if not found.lost_steps <= max(_MOST_LOST_STEPS * steps, _ALWAYS_LOST):
+        if not found.lost_steps <= max(_MOST_LOST_STEPS * steps, _ALWAYS_LOST / save_context.crowding):
             return (
                 f"the moments of a restore would set training back by {found.lost_steps:.2f} of the {steps} steps between"
                 " two checkpoints"

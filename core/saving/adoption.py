@@ -248,6 +248,7 @@ class AdoptingCommitter(Committer):
     ) -> tuple[Plan, Guard]:
         self._clock.step = job.step
         save_context = SaveContext(
+            restore_budget=self._config.restore_budget,
             state=state,
             step=job.step,
             reference=reference,

@@ -205,6 +205,7 @@ class Committer:
     ) -> tuple[Plan, Guard]:
         """What to store the snapshot with; and the guard, which has seen the next updates of what was chosen."""
         save_context = SaveContext(
+            restore_budget=self._config.restore_budget,
             state=state,
             step=job.step,
             reference=link.reference if link else None,

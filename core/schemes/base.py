@@ -32,6 +32,7 @@ __all__ = [
     "TensorCodec",
 ]
 
+_USUAL_RESTORES = 10
 _USUAL_INTERVAL = 50
 
 Planes = Mapping[str, npt.NDArray[np.generic]]
@@ -269,6 +270,15 @@ class SaveContext:
     scores: JSON = None
     """Sketches of the scores of all weights of the model (`shrinkpoint.schemes.inshrinkerator.partition`), where `state` has only
     some of them; None takes those of `state`."""
+
+    restore_budget: int = _USUAL_RESTORES
+    """How many restores of the run, or adoptions, `max_degradation` is shared among."""
+
+    @property
+    def crowding(self) -> float:
+        """By how much that number is above the usual one; at least 1. What little each of ten restores may lose, however close the
+        checkpoints are, more of them may not."""
+        return max(1.0, self.restore_budget / _USUAL_RESTORES)
 
     @property
     def interval(self) -> int:

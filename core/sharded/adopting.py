@@ -327,6 +327,7 @@ class AdoptingBackground(Background):
     ) -> Plan:
         job = save.job
         context = SaveContext(
+            restore_budget=self._config.restore_budget,
             state=state,
             step=job.step,
             reference=reference,

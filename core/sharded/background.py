@@ -206,6 +206,7 @@ class Background:
         self._planner.guard = guard if self._config.guards else None
         link = job.link
         context = SaveContext(
+            restore_budget=self._config.restore_budget,
             state=state,
             step=job.step,
             reference=link.reference if link else None,

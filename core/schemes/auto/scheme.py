@@ -56,7 +56,7 @@ _FADING_STEP, _LASTING_STEP = 16, 8
 _LOST_STEPS = 0.01
 _OF_DIRECTION = 8  # times less where an optimizer uses the direction of a moment alone
 _MOST_LOST = 0.45  # of a first moment; from a half on, it would be farther from the truth than zeros are
-_LEAST_LOST = 0.005
+_LEAST_LOST = 0.005  # by each of ten restores, however close the checkpoints are
 # Where direction is all, weak directions weigh as much as strong ones, and an orthogonalised update (Muon's) is mostly made of them.
 _LEAST_LOST_OF_DIRECTION = 0.002
 _FINER = 4  # times less of a first moment is lost where the guards have refused the usual loss
@@ -235,7 +235,8 @@ class Auto:
             elif place not in names.squares:  # where amsgrad keeps a maximum, it divides by that
                 second = names.seconds[place]
                 make = partial(make, second_moment=state.tensors[second], epsilon=added.get(second, EPSILON))
-            loss = min(max(lost, _LEAST_LOST_OF_DIRECTION if directed else _LEAST_LOST), _MOST_LOST)
+            least = (_LEAST_LOST_OF_DIRECTION if directed else _LEAST_LOST) / self.save_context.crowding
+            loss = min(max(lost, least), _MOST_LOST)
             loss /= _FINER if self.finer_moments else 1
             makers[name] = partial(make, step=self.options.first_moment_step, loss=loss)
         return makers

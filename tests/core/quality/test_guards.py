@@ -188,6 +188,18 @@ def test_how_much_of_a_moment_may_be_lost_depends_on_the_steps_between_checkpoin
     assert 2 < guard.lost_steps < 15
 
 
+@pytest.mark.parametrize(("budget", "refused"), [(10, False), (100, True)])
+def test_checkpoints_that_are_close_together_may_lose_less_each_if_they_are_many(trained, budget, refused):
+    """A tenth of a step may be lost by ten restores that are a step apart, not by a hundred."""
+    movement = replace(trained.movement, steps=1)
+    save_context = SaveContext(state=trained.state, movement=movement, restore_budget=budget)
+    guard = Guard([OptimizerKind.of(trained.optimizer)])
+    less = ChangingScheme(lambda tensor: 0.98 * tensor, (Role.EXP_AVG,))
+    why = guard(save_context, less)
+    assert 0.025 < guard.lost_steps < 0.25
+    assert (why is not None) == refused
+
+
 def test_a_refusal_for_noise_in_weights_does_not_blame_the_moments(trained):
     _, guard = trained.look(ChangingScheme(torch.zeros_like, (Role.EXP_AVG,)))
     assert guard.refuses_moments
