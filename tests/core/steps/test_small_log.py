@@ -170,7 +170,7 @@ def test_every_third_step_only(tmp_path):
 def test_the_interval_is_raised_until_the_overhead_is_met(monkeypatch):
     clock = itertools.count(0.0, 1.0)
     monkeypatch.setattr("shrinkpoint.steps.cadence.time.perf_counter", lambda: next(clock))
-    monkeypatch.setattr("shrinkpoint.steps.cadence.os.sched_getaffinity", lambda pid: range(2))
+    monkeypatch.setattr("shrinkpoint.steps.cadence.processors", lambda: 2)
     cadence = Cadence(1, 0.02)
     raised, blocked, cpu, records = [], 0.0, 0.0, 0
     for step in range(1, 400):
