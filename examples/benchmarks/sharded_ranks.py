@@ -79,9 +79,9 @@ def save(rank: int, world: int, meeting: str, url: str, options: Any, out: Any) 
     checkpointer = checkpointer_of(url, model, optimizer, options.scheme)
     run, spent = ExchangePlan.run, [0.0]
 
-    def timed(self: ExchangePlan, *given: Any) -> int:
+    def timed(self: ExchangePlan, *given: Any, **named: Any) -> int:
         started = time.perf_counter()
-        moved = run(self, *given)
+        moved = run(self, *given, **named)
         spent[0] = time.perf_counter() - started
         return moved
 
