@@ -160,7 +160,7 @@ class Guard:
                 f" {found.error:.0%}"
             )
         steps = save_context.interval
-        if not found.lost_steps <= max(_MOST_LOST_STEPS * steps, _ALWAYS_LOST / save_context.crowding):
+        if not found.lost_steps <= max(_MOST_LOST_STEPS * steps, _ALWAYS_LOST / save_context.budget_ratio):
             return (
                 f"the moments of a restore would set training back by {found.lost_steps:.2f} of the {steps} steps between"
                 " two checkpoints"

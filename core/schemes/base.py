@@ -275,9 +275,9 @@ class SaveContext:
     """How many restores of the run, or adoptions, `max_degradation` is shared among."""
 
     @property
-    def crowding(self) -> float:
-        """By how much that number is above the usual one; at least 1. What little each of ten restores may lose, however close the
-        checkpoints are, more of them may not."""
+    def budget_ratio(self) -> float:
+        """The restore budget over the usual one of ten; at least 1. Losses that each restore is allowed however close the checkpoints are
+        were chosen for ten restores, and are divided by it."""
         return max(1.0, self.restore_budget / _USUAL_RESTORES)
 
     @property

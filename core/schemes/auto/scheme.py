@@ -235,7 +235,7 @@ class Auto:
             elif place not in names.squares:  # where amsgrad keeps a maximum, it divides by that
                 second = names.seconds[place]
                 make = partial(make, second_moment=state.tensors[second], epsilon=added.get(second, EPSILON))
-            least = (_LEAST_LOST_OF_DIRECTION if directed else _LEAST_LOST) / self.save_context.crowding
+            least = (_LEAST_LOST_OF_DIRECTION if directed else _LEAST_LOST) / self.save_context.budget_ratio
             loss = min(max(lost, least), _MOST_LOST)
             loss /= _FINER if self.finer_moments else 1
             makers[name] = partial(make, step=self.options.first_moment_step, loss=loss)
