@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,8 @@ from shrinkpoint.runtime.packing import empty_tensors
 from shrinkpoint.state.training import TrainingState
 
 __all__ = ["DeviceCopy", "Snapshot", "Snapshotter"]
+
+_ORDINARY = torch.Tensor, torch.nn.Parameter  # one call copies all of these
 
 
 class DeviceCopy:
@@ -107,10 +109,21 @@ class Snapshotter:
         lasting = state.nbytes >= LARGE
         if lasting:
             self._buffers = {}
-        copies = {name: self._buffer(name, tensor) for name, tensor in state.tensors.items()}
+        kept, copies = self._buffers, {}
+        ordinary: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+        others: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for name, tensor in state.tensors.items():  # once for every tensor of every step that is logged
+            buffer = kept.get(name)
+            if buffer is None or buffer.shape != tensor.shape or buffer.dtype is not tensor.dtype:
+                buffer = torch.empty(tensor.shape, dtype=tensor.dtype)
+            copies[name] = buffer
+            if type(tensor) in _ORDINARY:
+                ordinary[0].append(buffer)
+                ordinary[1].append(tensor)
+            else:
+                others.append((buffer, tensor))
         self._buffers = {} if lasting else copies
-        host = dataclasses.replace(state, tensors=dict(copies))
-        ordinary, others = _pairs(copies, state.tensors)
+        host = TrainingState(state.tree, dict(copies), state.specs)
 
         def copy() -> Snapshot:
             with torch.no_grad():
@@ -165,18 +178,3 @@ class Snapshotter:
         if self._fits(name, tensor):
             return self._buffers[name]
         return torch.empty(tensor.shape, dtype=tensor.dtype)
-
-
-def _pairs(
-    copies: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]
-) -> tuple[tuple[list[torch.Tensor], list[torch.Tensor]], list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Buffers and tensors: lists of the ordinary ones, which one call copies, and pairs of the others."""
-    ordinary: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
-    others = []
-    for name, tensor in tensors.items():
-        if type(tensor) in (torch.Tensor, torch.nn.Parameter):
-            ordinary[0].append(copies[name])
-            ordinary[1].append(tensor)
-        else:
-            others.append((copies[name], tensor))
-    return ordinary, others

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -45,6 +46,11 @@ class Layout:
     """All others: whole, where they have changed."""
     aliases: Mapping[str, str]
     """Further names of tied tensors."""
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Of all tensors; tied ones count once."""
+        return sum(spec.nbytes for spec in (*self.coded, *self.exact))
 
     @staticmethod
     def of(tensors: Mapping[str, torch.Tensor]) -> "Layout":

@@ -12,6 +12,7 @@ from shrinkpoint.steps.buffers import Buffers, CopiedState
 from shrinkpoint.steps.cadence import Cadence
 from shrinkpoint.steps.folder import LogFolder
 from shrinkpoint.steps.layout import Layout
+from shrinkpoint.steps.live_tensors import LiveTensors
 from shrinkpoint.steps.logged import LoggedWeights, chain_to
 from shrinkpoint.steps.options import StepLog
 from shrinkpoint.steps.remainder import Remainder
@@ -52,7 +53,7 @@ class SmallLog(Supervised):
         read_base: ReadBase,
     ) -> None:
         super().__init__()
-        self._model = model
+        self._live = LiveTensors(model)
         self._options = options
         self._folder = folder
         self._read_base = read_base
@@ -66,6 +67,8 @@ class SmallLog(Supervised):
         self._base: int | None = None
         self._last: int | None = None
         self._layout: Layout | None = None
+        self._fitting: Mapping[str, torch.Tensor] = {}
+        self._logged: Mapping[str, torch.Tensor] = {}
         self._sizes: UpdateSizes | None = None
         self._sampled = False
         self._submitted = 0
@@ -125,7 +128,7 @@ class SmallLog(Supervised):
         self._base = step
         if not self._options.resume_weights:
             return step
-        live = _tensors(self._model)
+        live = self._live.current()
         try:
             found = LoggedWeights(self._folder.reader()).newest(step, live)
         except ShrinkpointError as error:
@@ -204,21 +207,20 @@ class SmallLog(Supervised):
         due = self._sampled and self._cadence.is_due(step, self._last)
         if not (due or not self._sampled or self._cadence.is_due(step + 1, step)):
             return
-        tensors = _tensors(self._model)
+        tensors = self._live.current()
         sizes = self._fitted(tensors)
         if due:
-            self._submit(step, tensors)
+            self._submit(step)
         else:
             copied = self._buffers.take("sample", sizes.sample(tensors))
             self._sampled = self._writer.sample(sizes, step, copied)
 
-    def _submit(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _submit(self, step: int) -> None:
         assert self._writer is not None
         assert self._layout is not None
         assert self._sizes is not None
         last = self._submitted + 1 >= self._segment_records()
-        wanted = {spec.name: tensors[spec.name] for spec in (*self._layout.coded, *self._layout.exact)}
-        copied = self._buffers.take("weights", wanted)
+        copied = self._buffers.take("weights", self._logged)
         rest = self._captured() if last and self._options.resume_weights else None
         wait = self._options.busy == "wait"
         if not self._writer.submit(step, self._layout, self._sizes, copied, rest, last=last, wait=wait):
@@ -234,18 +236,22 @@ class SmallLog(Supervised):
         if self._layout is None or self._sizes is None:
             self._layout = Layout.of(tensors)
             self._sizes = UpdateSizes(self._layout, self._options.quantization_step)
-        name = self._layout.differing(tensors)
-        if name is not None:
-            raise CannotLogError(
-                f"the model's tensor {name!r} is not there any more, or has another shape or dtype"
-            )
+        if tensors is not self._fitting:
+            name = self._layout.differing(tensors)
+            if name is not None:
+                raise CannotLogError(
+                    f"the model's tensor {name!r} is not there any more, or has another shape or dtype"
+                )
+            self._fitting = tensors
+            logged = (*self._layout.coded, *self._layout.exact)
+            self._logged = {spec.name: tensors[spec.name] for spec in logged}
         return self._sizes
 
     def _segment_records(self) -> int:
         if self._options.segment_steps is not None:
             return self._options.segment_steps
         assert self._layout is not None
-        size = sum(spec.nbytes for spec in self._layout.coded)
+        size = self._layout.nbytes
         least, most = _RECORDS
         return int(min(most, max(least, _SEGMENT // max(1, size))))
 
@@ -298,9 +304,3 @@ class SmallLog(Supervised):
 
     def _stop(self) -> None:
         self._layout = self._sizes = None
-
-
-def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The live tensors of a model's state, by name."""
-    state = model.state_dict(keep_vars=True)
-    return {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}

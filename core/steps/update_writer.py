@@ -134,7 +134,7 @@ class UpdateWriter:
             self._record(step, layout, sizes, copied, remainder, last)
             self.records_cpu_s += time.thread_time() - started
 
-        size = copied.nbytes
+        size = layout.nbytes
         accepted = self._writer.submit(
             record,
             size,
