@@ -258,7 +258,9 @@ def check_seal(data: bytes, prefix: Prefix) -> None:
 
 def section_checksum(section: bytes | memoryview) -> bytes:
     """xxh3-64 in its canonical (big-endian) form."""
-    return xxhash.xxh3_64_digest(section)
+    digest = xxhash.xxh3_64()
+    digest.update(section)  # the function for all at once keeps the interpreter's lock
+    return digest.digest()
 
 
 def dump_json(value: JSON) -> bytes:

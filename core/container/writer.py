@@ -1,6 +1,6 @@
 """Checkpoint to bytes."""
 
-from io import BytesIO
+from collections.abc import Iterator
 
 import zstandard
 
@@ -17,6 +17,7 @@ from shrinkpoint.container.layout import (
 from shrinkpoint.container.reader import parse_header
 from shrinkpoint.errors import CannotRepresentError
 from shrinkpoint.runtime.memory import Returns
+from shrinkpoint.runtime.unlocked import join_bytes
 from shrinkpoint.state.tree import JSON
 
 __all__ = ["write_container"]
@@ -51,20 +52,20 @@ def write_container(checkpoint: Checkpoint, *, uses_up: bool = False) -> bytes:
     index = b"".join(_index_record(entry) for entry in checkpoint.entries)
     parse_header(plain, index)
     stored = zstandard.ZstdCompressor(level=_LEVEL).compress(plain)
-    file, nbytes = BytesIO(), sum(entry.encoded.nbytes for entry in checkpoint.entries)
-    file.write(pack_prefix(len(plain), stored, index, nbytes))
-    file.write(stored)
-    file.write(index)
-    memory = Returns(nbytes)
-    for entry in checkpoint.entries:
-        size = entry.encoded.nbytes
-        for section in entry.encoded.sections.values():
-            file.write(section)
-        if uses_up and isinstance(entry.encoded.sections, dict):
-            section = b""
-            entry.encoded.sections.clear()
-            memory.after(size)
-    return file.getvalue()  # which is not copied
+    nbytes = sum(entry.encoded.nbytes for entry in checkpoint.entries)
+    head = pack_prefix(len(plain), stored, index, nbytes), stored, index
+
+    def parts() -> Iterator[bytes]:
+        yield from head
+        memory = Returns(nbytes)
+        for entry in checkpoint.entries:
+            size = entry.encoded.nbytes
+            yield from entry.encoded.sections.values()
+            if uses_up and isinstance(entry.encoded.sections, dict):
+                entry.encoded.sections.clear()
+                memory.after(size)
+
+    return join_bytes(parts(), sum(map(len, head)) + nbytes)
 
 
 def _header(checkpoint: Checkpoint) -> JSON:

@@ -86,4 +86,4 @@ def check_copies(ranks: Ranks, unproven: Unproven, own: Sequence[int | None]) ->
 
 
 def _number(data: torch.Tensor) -> int:
-    return xxhash.xxh3_64_intdigest(data.numpy().data) >> 2
+    return xxhash.xxh3_64(data.numpy().data).intdigest() >> 2  # lets other threads run

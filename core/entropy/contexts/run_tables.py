@@ -10,6 +10,7 @@ from shrinkpoint.entropy.symbols import frozen
 from shrinkpoint.entropy.tables import SCALE_BITS, TableSet, read_tables
 from shrinkpoint.entropy.wire import ByteReader, Payload, write_uvarint
 from shrinkpoint.errors import CorruptionError, FormatError
+from shrinkpoint.runtime.unlocked import to_bytes
 
 __all__ = [
     "check_end",
@@ -92,7 +93,7 @@ def join_chunks(out: bytearray, chunks: Sequence[bytes]) -> bytes:
     """Append the length of every chunk but the last, and all chunks."""
     for chunk in chunks[:-1]:
         write_uvarint(out, len(chunk))
-    return bytes(out) + b"".join(chunks)
+    return b"".join((bytes(out), *chunks))
 
 
 def split_chunks(reader: ByteReader, count: int) -> list[memoryview]:
@@ -110,7 +111,7 @@ def put_chunk(tables: Any, rows: UInt8s, symbols: UInt8s) -> bytes:
     words, states = np.empty(2 * events.size, dtype=np.uint16), np.empty(4, dtype=np.int64)
     position = run_kernels.put_runs(tables, frozen(rows), frozen(symbols), events, words, states)
     head = b"".join(int(state).to_bytes(_STATE_BYTES, "little") for state in states)
-    return head + words[position:].astype("<u2", copy=False).tobytes()
+    return b"".join((head, to_bytes(words[position:].astype("<u2", copy=False))))
 
 
 def open_chunk(chunk: Payload) -> tuple[UInt16s, Int64s]:

@@ -21,6 +21,7 @@ from shrinkpoint.entropy.static.rans import decode_symbols, encode_symbols, map_
 from shrinkpoint.entropy.symbols import check_array, count_symbols
 from shrinkpoint.entropy.wire import ByteReader, Payload, write_uvarint
 from shrinkpoint.errors import CorruptionError, FormatError
+from shrinkpoint.runtime.unlocked import to_bytes
 
 __all__ = ["decode_bytes", "delta_bits", "encode_bytes", "undelta_bits"]
 
@@ -59,7 +60,7 @@ def encode_bytes(data: UInt8s, item_size: int, level: int = 3, threads: int = 1)
     for method, chunk in coded:
         head.append(method)
         write_uvarint(head, len(chunk))
-    return bytes(head) + b"".join(chunk for _, chunk in coded)
+    return b"".join((bytes(head), *(chunk for _, chunk in coded)))
 
 
 def decode_bytes(payload: Payload, size: int, item_size: int, threads: int = 1) -> UInt8s:
@@ -120,7 +121,7 @@ def _chunks(size: int, item_size: int) -> list[tuple[int, int, int]]:
 
 def _encode_chunk(chunk: UInt8s, level: int) -> tuple[int, bytes]:
     """Return the shortest coding and its method; raw on ties, then zstd, which are faster to read."""
-    best_method, best = _RAW, chunk.tobytes()
+    best_method, best = _RAW, to_bytes(chunk)
     packed = zstandard.ZstdCompressor(level=level, write_content_size=True, write_checksum=False).compress(
         best
     )

@@ -14,6 +14,7 @@ import numpy as np
 from shrinkpoint.arrays import Int64s
 from shrinkpoint.entropy.wire import ByteReader, Payload, write_uvarint
 from shrinkpoint.errors import CorruptionError, FormatError
+from shrinkpoint.runtime.unlocked import to_bytes
 
 __all__ = ["decode_huffman", "encode_huffman"]
 
@@ -49,7 +50,7 @@ def encode_huffman(symbols: Int64s) -> bytes:
     out += lengths.astype(np.uint8).tobytes()
     stream = np.empty(-(-int((counts * lengths).sum()) // 8), dtype=np.uint8)
     huffman_kernels.huffman_encode(indices, _canonical_codes(lengths), lengths, stream)
-    return bytes(out) + stream.tobytes()
+    return b"".join((bytes(out), to_bytes(stream)))
 
 
 def decode_huffman(payload: Payload, max_symbols: int) -> Int64s:

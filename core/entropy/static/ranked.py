@@ -15,6 +15,7 @@ from shrinkpoint.arrays import Int64s
 from shrinkpoint.entropy.static.huffman import decode_huffman
 from shrinkpoint.entropy.wire import write_uvarint
 from shrinkpoint.errors import FormatError
+from shrinkpoint.runtime.unlocked import to_bytes
 
 __all__ = ["MAX_RANKS", "decode_ranks", "encode_ranks", "rank_lengths"]
 
@@ -62,7 +63,7 @@ def encode_ranks(ranks: Int64s, lengths: list[int]) -> bytes:
     bits = int((np.bincount(ranks, minlength=sizes.size) * sizes).sum())
     stream = np.empty(-(-bits // 8), dtype=np.uint8)
     huffman_kernels.huffman_encode(ranks, codes, sizes, stream)
-    return stream.tobytes()
+    return to_bytes(stream)
 
 
 def decode_ranks(stream: bytes, count: int, lengths: object) -> Int64s:

@@ -37,6 +37,7 @@ from shrinkpoint.entropy.tables import (
 )
 from shrinkpoint.entropy.wire import ByteReader, Payload, write_uvarint
 from shrinkpoint.errors import CorruptionError, FormatError
+from shrinkpoint.runtime.unlocked import to_bytes
 
 __all__ = ["decode_symbols", "encode_symbols", "map_in_threads", "predict_bytes"]
 
@@ -192,7 +193,7 @@ def _pack(symbols: UInt8s, width: int) -> bytes:
     padded[: symbols.size] = symbols
     shifts = np.arange(0, 8, width, dtype=np.uint8)
     packed = np.bitwise_or.reduce(padded.reshape(-1, per_byte) << shifts, axis=1)
-    return b"".join((bytes([_PACKED]), packed.astype(np.uint8).tobytes()))
+    return b"".join((bytes([_PACKED]), to_bytes(packed.astype(np.uint8))))
 
 
 def _unpack(reader: ByteReader, count: int, width: int) -> UInt8s:
@@ -220,7 +221,7 @@ def _encode_rans(
     write_tables(out, tables, counts.sum(axis=1) > 0)
     for chunk in chunks[:-1]:
         write_uvarint(out, len(chunk))
-    return bytes(out) + b"".join(chunks)
+    return b"".join((bytes(out), *chunks))
 
 
 def _encode_chunk(symbols: UInt8s, contexts: UInt8s, step: int, entries: Int64s, four_states: bool) -> bytes:
@@ -237,7 +238,7 @@ def _encode_chunk(symbols: UInt8s, contexts: UInt8s, step: int, entries: Int64s,
     else:
         position, state = rans_kernels.encode_one(symbols, contexts, step, entries, words)
         write_uvarint(head, int(state))
-    return bytes(head) + words[position:].astype("<u2", copy=False).tobytes()
+    return b"".join((bytes(head), to_bytes(words[position:].astype("<u2", copy=False))))
 
 
 @dataclass(frozen=True, kw_only=True)

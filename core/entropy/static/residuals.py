@@ -29,6 +29,7 @@ from shrinkpoint.entropy.static.rans import decode_symbols, encode_symbols, map_
 from shrinkpoint.entropy.symbols import count_symbols
 from shrinkpoint.entropy.wire import ByteReader, Payload, write_uvarint
 from shrinkpoint.errors import CorruptionError, FormatError
+from shrinkpoint.runtime.unlocked import to_bytes
 
 if TYPE_CHECKING:
     from shrinkpoint.entropy.static.residual_kernels import Given
@@ -352,7 +353,7 @@ def _packer(
         words = np.empty(signed.size * widest // 32 + 2, dtype=np.uint32)
         arguments = given, layout.plan, index, classes, wide, residual_kernels.new_blocks()
         used = residual_kernels.pack(signed, *arguments, symbols[part], words)
-        return words.astype("<u4", copy=False).view(np.uint8)[: -(-used // 8)].tobytes()
+        return to_bytes(words.astype("<u4", copy=False).view(np.uint8)[: -(-used // 8)])
 
     return pack
 

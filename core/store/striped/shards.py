@@ -154,7 +154,7 @@ def encode_shard(
         place: Which shard; data from 0, then parity.
     """
     shard = cut[place] if place < len(cut) else parity_of(cut, place - len(cut))
-    sums = b"".join(xxhash.xxh3_128_digest(shard[i : i + BLOCK].data) for i in range(0, len(shard), BLOCK))
+    sums = b"".join(xxhash.xxh3_128(shard[i : i + BLOCK].data).digest() for i in range(0, len(shard), BLOCK))
     return sums, _seal(ShardName(key, geometry, place), sums), shard.data
 
 
@@ -176,7 +176,7 @@ def sound_blocks(sums: Sequence[bytes], blocks: bytes | memoryview) -> list[Shar
     result: list[Shard | None] = []
     for number, wanted in enumerate(sums):
         block = view[number * BLOCK : (number + 1) * BLOCK]
-        sound = xxhash.xxh3_128_digest(block) == wanted
+        sound = xxhash.xxh3_128(block).digest() == wanted
         result.append(np.frombuffer(block, np.uint8) if sound else None)
     return result
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from shrinkpoint.errors import StoreError
+from shrinkpoint.runtime.unlocked import join_bytes
 from shrinkpoint.store.local import LocalObjects
 from shrinkpoint.store.objects import ObjectStore, TransientStoreError
 from shrinkpoint.store.retry import RetryingObjects
@@ -57,7 +58,7 @@ def put_parts(objects: ObjectStore, key: str, parts: Sequence[bytes | memoryview
             return
         except TransientStoreError:
             pass  # the store repeats by itself what fails for a passing reason
-    objects.put(key, b"".join(parts))
+    objects.put(key, join_bytes(parts, sum(map(len, parts))))
 
 
 def _folder(objects: ObjectStore) -> LocalObjects | None:
