@@ -46,3 +46,16 @@ def test_cost_has_a_line_for_each_way_to_store_a_state() -> None:
     ours = ("auto, default", "auto, fast", "lossless")
     assert names[3:] == [f"{name}: {kind}" for name in ours for kind in ("base", "delta")]
     assert all(float(line[28:].split()[0]) > 0 for line in lines[2:])
+
+
+def test_launches_have_a_line_for_each_save() -> None:
+    lines = printed("launches.py", "--width", "64", "--layers", "1", "--saves", "2", "--only", "lossless")
+    rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")][1:]
+    assert [row[:2] for row in rows] == [
+        ["torch.save in a thread", "1"],
+        ["shrinkpoint, lossless", "1"],
+        ["shrinkpoint, lossless", "2"],
+    ]
+    for _, _, _, slower, longest, before in rows:
+        assert float(slower.rstrip("%")) > -100
+        assert float(longest) > 0 < float(before)

@@ -1,0 +1,139 @@
+"""How much a save slows a thread that launches many small operations, as a training on a GPU does.
+
+    python examples/benchmarks/launches.py [--width 512] [--layers 6] [--threads 1] [--saves 3] [--only auto,lossless]
+
+Each small operation takes Python's lock, and waits where another thread has it. A training on the CPU hardly notices: its operations
+are long. So the thread here does nothing but a hundred thousand additions to 64 numbers, before and while a save of a GPT is coded and
+written to memory; between saves the GPT is trained for two steps. With `--threads 1` on two processors the save and that thread do not compete for processors,
+on a machine that does nothing else. `torch.save` in a thread of its own is measured too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
+
+from demo_report import markdown_table
+from steps_task import GPTConfig, Training, load_text
+
+from shrinkpoint.checkpointer import Checkpointer
+
+_OPERATIONS = 1000  # in a row, timed together
+_BEFORE = 50
+
+
+@dataclass
+class _Launches:
+    """Seconds of rows of operations, and the longest that one of them took."""
+
+    rows: list[float] = field(default_factory=list)
+    longest: float = 0.0
+
+    def add(self) -> None:
+        numbers = torch.zeros(64)
+        began = last = time.perf_counter()
+        for _ in range(_OPERATIONS):
+            numbers.add_(1.0)
+            now = time.perf_counter()
+            self.longest = max(self.longest, now - last)
+            last = now
+        self.rows.append(last - began)
+
+
+def _slowed(start: Callable[[], Callable[[], bool]]) -> list[str]:
+    """Cells of one row: launches before and during what `start` begins; it returns a function that says whether that is over."""
+    before, during = _Launches(), _Launches()
+    for _ in range(_BEFORE):
+        before.add()
+    is_over = start()
+    began = time.perf_counter()
+    during.add()
+    while not is_over():
+        during.add()
+    seconds = time.perf_counter() - began
+    usual = statistics.median(before.rows)
+    slower = statistics.mean(during.rows) / usual - 1
+    return [f"{seconds:.1f}", f"{slower:+.0%}", f"{during.longest * 1e3:.1f}", f"{before.longest * 1e3:.1f}"]
+
+
+def _torch_save(training: Training, folder: str) -> Callable[[], Callable[[], bool]]:
+    state = training.state()
+
+    def start() -> Callable[[], bool]:
+        thread = threading.Thread(target=torch.save, args=(state, f"{folder}/full.pt"))
+        thread.start()
+        return lambda: not thread.is_alive()
+
+    return start
+
+
+def _save(checkpointer: Checkpointer, step: int) -> Callable[[], Callable[[], bool]]:
+    def start() -> Callable[[], bool]:
+        checkpointer.step(step)
+        checkpointer.save(step)
+        return lambda: checkpointer.flush(0)
+
+    return start
+
+
+def _measure(arguments: argparse.Namespace, folder: str) -> list[list[str]]:
+    config = GPTConfig(width=arguments.width, layers=arguments.layers, heads=8, block=64, batch=2)
+    text, _ = load_text(config)
+    training = Training(text, config)
+    training.step()
+    print(f"{training.count / 1e6:.1f} million parameters", flush=True)
+    rows: list[list[str]] = []
+
+    def add(name: str, save: int, start: Callable[[], Callable[[], bool]]) -> None:
+        rows.append([name, str(save), *_slowed(start)])
+        print(*rows[-1], flush=True)
+
+    add("torch.save in a thread", 1, _torch_save(training, folder))
+    for scheme in arguments.only.split(","):
+        checkpointer = Checkpointer(
+            f"{folder}/{scheme}",
+            training.model,
+            training.optimizer,
+            every=None,
+            scheme=scheme,
+            threads=arguments.threads,
+        )
+        for save in range(1, arguments.saves + 1):
+            for _ in range(2):
+                training.step()
+            add(f"shrinkpoint, {scheme}", save, _save(checkpointer, 2 * save))
+        checkpointer.close()
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--saves", type=int, default=3)
+    parser.add_argument("--only", default="lossless,auto")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    shared = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as folder:
+        rows = _measure(arguments, folder)
+    names = ["", "save", "seconds", "operations are slower by", "longest, ms", "without a save, ms"]
+    print("", *markdown_table(names, rows), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
