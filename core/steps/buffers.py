@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
+from functools import cached_property
 
 import torch
 
@@ -35,7 +36,7 @@ class CopiedState:
         """
         return self._made.state
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Of its tensors."""
         return sum(tensor.nbytes for tensor in self.state.tensors.values())
