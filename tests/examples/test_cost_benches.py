@@ -52,6 +52,7 @@ def test_launches_have_a_line_for_each_save() -> None:
     lines = printed("launches.py", "--width", "64", "--layers", "1", "--saves", "2", "--only", "lossless")
     rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")][1:]
     assert [row[:2] for row in rows] == [
+        ["a thread that needs no lock", "1"],
         ["torch.save in a thread", "1"],
         ["shrinkpoint, lossless", "1"],
         ["shrinkpoint, lossless", "2"],
