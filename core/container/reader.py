@@ -24,6 +24,7 @@ from shrinkpoint.container.layout import (
     unpack_prefix,
 )
 from shrinkpoint.errors import CorruptionError, FormatError, StateMismatchError
+from shrinkpoint.runtime.unlocked import join_bytes
 from shrinkpoint.schemes.base import EncodedTensor
 from shrinkpoint.state.digest import state_digest
 from shrinkpoint.state.training import TensorSpec
@@ -91,7 +92,9 @@ class Header:
 class ContainerReader:
     """A container of which only the asked-for parts are read."""
 
-    def __init__(self, read_range: Callable[[int, int], bytes], size: int, *, verify: bool = True) -> None:
+    def __init__(
+        self, read_range: Callable[[int, int], bytes | memoryview], size: int, *, verify: bool = True
+    ) -> None:
         """Read the header, with one call to `read_range` for most containers and two at most.
 
         Args:
@@ -104,10 +107,10 @@ class ContainerReader:
         """
         self._read_range = read_range
         self._verify = verify
-        first = self._read(0, min(size, _FIRST_READ))
+        first = bytes(self._read(0, min(size, _FIRST_READ)))
         prefix = unpack_prefix(first, size)
         missing = prefix.sections - len(first)
-        head = first[: prefix.sections] if missing <= 0 else first + self._read(len(first), missing)
+        head = first[: prefix.sections] if missing <= 0 else first + bytes(self._read(len(first), missing))
         check_seal(head, prefix)
         index_at = PREFIX.size + prefix.stored_header
         plain = decompress_header(head[PREFIX.size : index_at], prefix.plain_header)
@@ -135,11 +138,13 @@ class ContainerReader:
                 f"the checkpoint of step {self.header.step} has no tensor {name!r}; it has"
                 f" {len(self.header.tensors)}, see `header.tensors`"
             ) from None
-        data = self._read(self._sections_at + record.offset, record.nbytes) if record.nbytes else b""
+        data = (
+            self._read(self._sections_at + record.offset, record.nbytes) if record.nbytes else memoryview(b"")
+        )
         sections: dict[str, bytes] = {}
         at = 0
         for (part, length), checksum in zip(record.lengths.items(), record.checksums, strict=True):
-            section = data[at : at + length]
+            section = join_bytes([data[at : at + length]], length)
             if self._verify and section_checksum(section) != checksum:
                 raise CorruptionError(f"tensor {name!r}: the checksum of section {part!r} does not match")
             sections[part] = section
@@ -147,8 +152,8 @@ class ContainerReader:
         encoded = EncodedTensor(record.codec, record.params, sections, record.uses_reference)
         return Entry(record.spec, encoded, record.digest)
 
-    def _read(self, offset: int, length: int) -> bytes:
-        data = bytes(self._read_range(offset, length))
+    def _read(self, offset: int, length: int) -> memoryview:
+        data = memoryview(self._read_range(offset, length))
         if len(data) != length:
             raise CorruptionError(
                 f"the container is cut short: {len(data)} of {length} bytes came from offset {offset}"
@@ -168,7 +173,7 @@ def read_container(data: bytes | memoryview, *, verify: bool = True) -> Checkpoi
     """
     view = memoryview(data).cast("B")
     reader = ContainerReader(
-        lambda offset, length: bytes(view[offset : offset + length]), view.nbytes, verify=verify
+        lambda offset, length: view[offset : offset + length], view.nbytes, verify=verify
     )
     header = reader.header
     return Checkpoint(

@@ -15,13 +15,14 @@ import numpy.typing as npt
 __all__ = ["join_bytes", "to_bytes"]
 
 _SMALL = 1 << 14  # bytes, whose copy takes a few microseconds
+_SHORT = 1 << 20  # bytes that `tobytes` copies in less than a millisecond
 
 
 def join_bytes(parts: Iterable[bytes | memoryview], size: int) -> bytes:
     """The bytes of all parts, one after the other.
 
     Args:
-        parts: contiguous; each is copied before the next one is asked for, so that its memory may be returned in between.
+        parts: contiguous bytes; each is copied before the next one is asked for, so that its memory may be returned in between.
         size: of all together.
 
     Raises:
@@ -32,7 +33,8 @@ def join_bytes(parts: Iterable[bytes | memoryview], size: int) -> bytes:
         >>> join_bytes([b"head", memoryview(b"body")], 8)
         b'headbody'
     """
-    # bytes(size) is memory that the system clears when it is first written to, and BytesIO takes it over without a copy
+    # Memory of this size is mostly new, which the system clears page by page when it is first written to. BytesIO takes it over
+    # without a copy.
     file, at = BytesIO(bytes(size)), 0
     with file.getbuffer() as view:
         for part in parts:
@@ -43,6 +45,7 @@ def join_bytes(parts: Iterable[bytes | memoryview], size: int) -> bytes:
             else:
                 np.copyto(np.frombuffer(view[at : at + len(part)], np.uint8), np.frombuffer(part, np.uint8))
             at += len(part)
+            del part  # before the next one is asked for
     if at != size:
         raise ValueError(f"the parts have {at} bytes, not {size}")
     return file.getvalue()
@@ -57,7 +60,7 @@ def to_bytes(array: npt.NDArray[Any]) -> bytes:
         >>> to_bytes(np.array([1, 2], dtype="<u2"))
         b'\\x01\\x00\\x02\\x00'
     """
-    if array.nbytes < _SMALL:
+    if array.nbytes < _SHORT:
         return array.tobytes()
     flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     return join_bytes([flat.data], flat.size)

@@ -220,7 +220,7 @@ def _normal(values: Float64s) -> Float32s:
 
 
 def _level_range(plane: UInt8s) -> tuple[int, int]:
-    used = np.flatnonzero(np.bincount(plane, minlength=1)[1:]) + 1
+    used = np.flatnonzero(count_symbols(plane, None, 256, 1)[0, 1:]) + 1
     return (int(used[0]), int(used[-1])) if used.size else (1, 0)
 
 

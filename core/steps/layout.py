@@ -81,6 +81,18 @@ class Layout:
                 return spec.name
         return None
 
+    def untied(self, tensors: Mapping[str, torch.Tensor]) -> str | None:
+        """A name whose tensor has no longer the memory that it shared with another one; None where all are tied as they were.
+
+        Args:
+            tensors: live ones, of which none is `differing`.
+        """
+        for alias, kept in self.aliases.items():
+            tensor = tensors.get(alias)
+            if tensor is None or tensor.data_ptr() != tensors[kept].data_ptr():
+                return alias
+        return None
+
     def to_json(self) -> JSON:
         """In the form of a header."""
         return {

@@ -21,6 +21,7 @@ from shrinkpoint.container.layout import (
     load_json,
 )
 from shrinkpoint.errors import CannotRepresentError, CorruptionError, FormatError, UnsupportedFormatError
+from shrinkpoint.runtime.unlocked import join_bytes
 from shrinkpoint.state.tree import JSON
 
 __all__ = [
@@ -224,7 +225,7 @@ def pack(head: Head, parts: Sequence[memoryview]) -> tuple[bytes, str]:
         raise CannotRepresentError(
             f"a segment's header of {len(header)} bytes is too long: choose a smaller segment_steps"
         )
-    digest = xxhash.xxh3_128()
+    digest, nbytes = xxhash.xxh3_128(), sum(map(len, parts))
     for part in parts:
         digest.update(part)
     unsealed = PREFIX.pack(
@@ -232,13 +233,14 @@ def pack(head: Head, parts: Sequence[memoryview]) -> tuple[bytes, str]:
         VERSION,
         0,
         len(header),
-        sum(len(part) for part in parts),
+        nbytes,
         digest.digest(),
         bytes.fromhex(head.previous),
         bytes(16),
     )[:_SEAL_AT]
     seal = xxhash.xxh3_128(unsealed + header).digest()
-    return b"".join([unsealed, seal, header, *parts]), seal.hex()
+    first = unsealed + seal + header
+    return join_bytes([first, *parts], len(first) + nbytes), seal.hex()
 
 
 def read_prefix(data: bytes, size: int) -> Prefix:

@@ -211,6 +211,8 @@ class SmallLog(Supervised):
         sizes = self._fitted(tensors)
         if due:
             self._submit(step)
+            if not self._live.lasting:  # they are the model's only here
+                self._fitting = self._logged = {}
         else:
             copied = self._buffers.take("sample", sizes.sample(tensors))
             self._sampled = self._writer.sample(sizes, step, copied)
@@ -236,11 +238,11 @@ class SmallLog(Supervised):
         if self._layout is None or self._sizes is None:
             self._layout = Layout.of(tensors)
             self._sizes = UpdateSizes(self._layout, self._options.quantization_step)
-        if tensors is not self._fitting:
-            name = self._layout.differing(tensors)
+        if tensors is not self._fitting or not self._live.lasting:
+            name = self._layout.differing(tensors) or self._layout.untied(tensors)
             if name is not None:
                 raise CannotLogError(
-                    f"the model's tensor {name!r} is not there any more, or has another shape or dtype"
+                    f"the model's tensor {name!r} is not there any more, is not tied to another one any more, or has another shape or dtype"
                 )
             self._fitting = tensors
             logged = (*self._layout.coded, *self._layout.exact)
@@ -304,3 +306,5 @@ class SmallLog(Supervised):
 
     def _stop(self) -> None:
         self._layout = self._sizes = None
+        self._fitting = self._logged = {}
+        self._live.forget()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
-from xxhash import xxh3_128_hexdigest
+from xxhash import xxh3_128
 
 from shrinkpoint.arrays import Float32s, UInt8s, widened
 from shrinkpoint.entropy.static.rans import decode_symbols, encode_symbols
@@ -54,7 +54,7 @@ class ReadersWeights:
         arrays: list[Float32s | UInt8s] = [*self._read, *self._exact]
         names = [spec.name for spec in (*self.layout.coded, *self.layout.exact)]
         return combined(
-            {name: xxh3_128_hexdigest(array.data) for name, array in zip(names, arrays, strict=True)}
+            {name: xxh3_128(array.data).hexdigest() for name, array in zip(names, arrays, strict=True)}
         )
 
     def tensors(self) -> dict[str, torch.Tensor]:

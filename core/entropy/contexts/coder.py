@@ -99,15 +99,15 @@ def encode_plane(
     if effort != "fast" and symbols.size >= _MIN_SYMBOLS and np.count_nonzero(counts) > 1:
         plan = _plan(symbols, columns, sides, sample, effort)
         if effort == "max":
-            payload = bytes([_MIXED]) + encode_mixed(plan, symbols, counts, threads)
+            payload = b"".join((bytes([_MIXED]), encode_mixed(plan, symbols, counts, threads)))
         else:
-            payload = bytes([_STATIC]) + encode_static(plan, symbols, alphabet, threads)
+            payload = b"".join((bytes([_STATIC]), encode_static(plan, symbols, alphabet, threads)))
         if len(payload) < fast.least(sample.step):
             return payload
     plain = fast.encode(symbols, alphabet, sides, counts, threads, len(payload) if payload else None)
     if plain is None:
         return payload
-    coded = bytes([_RUNS if plain[0] else _FAST]) + plain[1]
+    coded = b"".join((bytes([_RUNS if plain[0] else _FAST]), plain[1]))
     return min(payload or coded, coded, key=len)
 
 

@@ -89,13 +89,14 @@ class FastPlan(NamedTuple):
         head = bytes([len(self.chosen), *self.chosen])
         runs = symbols.size >= _RUNS_SYMBOLS and _RUNS_SHARE * symbols.size <= totals.max() < symbols.size
         if not runs and bound is None:
-            return False, head + encode_symbols(symbols, contexts, alphabet, n_contexts, threads)
+            return False, b"".join((head, encode_symbols(symbols, contexts, alphabet, n_contexts, threads)))
         counts = count_symbols(symbols, contexts, alphabet, n_contexts)
         if bound is not None and predict_bytes(counts) > _WORTH_TRYING * bound:
             return None
         if not runs:
-            return False, head + encode_symbols(symbols, contexts, alphabet, n_contexts, threads)
-        return True, head + self._runs(symbols, contexts, counts, int(np.argmax(totals)), threads)
+            return False, b"".join((head, encode_symbols(symbols, contexts, alphabet, n_contexts, threads)))
+        zero = int(np.argmax(totals))
+        return True, b"".join((head, self._runs(symbols, contexts, counts, zero, threads)))
 
     def _runs(
         self, symbols: UInt8s, contexts: UInt8s | None, counts: Int64s, zero: int, threads: int

@@ -369,8 +369,8 @@ def _encode_symbols(symbols: UInt8s, contexts: UInt8s | None, alphabet: int, thr
     if np.count_nonzero(counts) > 1 and len(encode_bytes(probe, 1, 1)) < share:
         packed = encode_bytes(symbols, 1, threads=threads)
         if len(packed) < len(coded):
-            return bytes([_BYTES]) + packed
-    return bytes([_RANS]) + coded
+            return b"".join((bytes([_BYTES]), packed))
+    return b"".join((bytes([_RANS]), coded))
 
 
 def _decode_symbols(

@@ -24,6 +24,7 @@ import torch
 from shrinkpoint.arrays import Bools, Float32s, Int16s, Int32s, UInt8s
 from shrinkpoint.entropy.contexts.coder import decode_plane, encode_plane
 from shrinkpoint.entropy.static.bytes import decode_bytes, encode_bytes
+from shrinkpoint.entropy.symbols import count_symbols
 from shrinkpoint.errors import ConfigError, FormatError
 from shrinkpoint.quantize.dither import SEEDS, dither
 from shrinkpoint.schemes.auto.factors import EMPTY, Factors, matrix_shape
@@ -247,7 +248,7 @@ class _Residuals:
     @property
     def cost(self) -> float:
         """Bytes, without any context."""
-        counts = np.bincount(self.symbols)
+        counts = count_symbols(self.symbols, None, 256, 1)[0]
         counts = counts[counts > 0]
         return float(-(counts * np.log2(counts / self.symbols.size)).sum() / 8)
 

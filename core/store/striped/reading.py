@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import TypeAlias
 
 from shrinkpoint.errors import CorruptionError
+from shrinkpoint.runtime.unlocked import join_bytes
 from shrinkpoint.store.objects import MissingKeyError
 from shrinkpoint.store.striped.group import Group
 from shrinkpoint.store.striped.parity import Shard, rebuild
@@ -72,7 +73,7 @@ class RangeReader:
                     data = rebuilt[block][place]
                 offset = place * size + block * BLOCK
                 parts.append(data[max(0, start - offset) : max(0, end - offset)].data)
-        return b"".join(parts)
+        return join_bytes(parts, end - start)
 
     def _rebuild(self, block: int) -> list[Shard]:
         found = {place: blocks[block] for place, blocks in self._blocks.items() if block in blocks}

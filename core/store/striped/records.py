@@ -343,7 +343,7 @@ def _is_numbered(key: str) -> bool:
 
 
 def _digest(data: bytes) -> str:
-    return xxhash.xxh3_128_hexdigest(data)
+    return xxhash.xxh3_128(data).hexdigest()
 
 
 def _is_sound(data: bytes) -> bool:

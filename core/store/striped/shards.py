@@ -8,6 +8,7 @@ import numpy as np
 import xxhash
 
 from shrinkpoint.errors import CorruptionError, FormatError
+from shrinkpoint.runtime.unlocked import join_bytes
 from shrinkpoint.store.keys import check_data_key
 from shrinkpoint.store.striped.parity import MAX_PARITY, Shard, parity_of
 
@@ -125,7 +126,8 @@ def encode_shards(key: str, geometry: Geometry, data: bytes) -> list[bytes]:
         data: The blob.
     """
     cut = cut_data(geometry, data)
-    return [b"".join(encode_shard(key, geometry, cut, place)) for place in range(geometry.shards)]
+    shards = (encode_shard(key, geometry, cut, place) for place in range(geometry.shards))
+    return [join_bytes(parts, sum(map(len, parts))) for parts in shards]
 
 
 def cut_data(geometry: Geometry, data: bytes) -> list[Shard]:

@@ -1,5 +1,6 @@
 """The tensors of a model's state, found again at every step."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -8,16 +9,6 @@ import torch
 from torch import nn
 
 from shrinkpoint.steps.live_tensors import LiveTensors
-
-
-class _Counted(nn.Sequential):
-    """Counts how often its state is asked for."""
-
-    asked = 0
-
-    def state_dict(self, *args: Any, **options: Any) -> Any:
-        self.asked += 1
-        return super().state_dict(*args, **options)
 
 
 class _Averaged(nn.Linear):
@@ -29,8 +20,8 @@ class _Averaged(nn.Linear):
         return state
 
 
-def _model() -> _Counted:
-    return _Counted(nn.Linear(4, 3), nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)))
+def _model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 3), nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)))
 
 
 def _agree(live: LiveTensors, model: nn.Module) -> bool:
@@ -39,18 +30,18 @@ def _agree(live: LiveTensors, model: nn.Module) -> bool:
     return list(found) == list(state) and all(found[name] is state[name] for name in state)
 
 
-def test_they_are_those_of_the_state_and_looked_for_once() -> None:
+def test_they_are_those_of_the_state_and_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _model()
     live = LiveTensors(model)
     first = live.current()
-    asked = model.asked
+    assert live.lasting
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1.0)
     model(torch.randn(5, 4)).sum().backward()
-    assert live.current() is first
-    assert model.asked == asked
     assert _agree(live, model)
+    monkeypatch.delattr(nn.Module, "named_modules")  # without which nothing can be looked for
+    assert live.current() is first
 
 
 def _other_parameter(model: nn.Module) -> None:
@@ -77,6 +68,14 @@ def _tied(model: nn.Module) -> None:
     model[1][0].weight = model[0].bias
 
 
+def _another_module(model: nn.Module) -> None:
+    model.add_module("head", nn.Linear(2, 2))
+
+
+def _another_parameter(model: nn.Module) -> None:
+    model.register_parameter("scale", nn.Parameter(torch.ones(1)))
+
+
 def _other_shape(model: nn.Module) -> None:
     model[0].weight.data = torch.zeros(7, 4)
 
@@ -94,6 +93,8 @@ def _other_dtype(model: nn.Module) -> None:
         _without_a_module,
         _without_a_parameter,
         _tied,
+        _another_module,
+        _another_parameter,
         _other_shape,
         _other_dtype,
     ],
@@ -126,3 +127,59 @@ def test_tensors_that_the_state_makes_are_made_each_time() -> None:
     with torch.no_grad():
         model.weight.add_(1.0)
     assert torch.allclose(live.current()["mean"], before + 1.0)
+
+
+class _Either(nn.Module):
+    """Its state is that of one of its modules or of the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.average = nn.Linear(3, 2), nn.Linear(3, 2)
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        return (self.net if self.training else self.average).state_dict(*args, **options)
+
+
+def test_a_state_that_chooses_among_its_tensors_is_asked_for_each_time() -> None:
+    model = _Either().eval()
+    live = LiveTensors(model)
+    assert live.current()["weight"] is model.average.weight
+    assert live.current()["weight"] is model.average.weight
+    model.train()
+    assert live.current()["weight"] is model.net.weight
+    assert not live.lasting
+
+
+def test_hooks_of_the_state_count() -> None:
+    model = _model()
+
+    def without_bias(module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
+        del state[prefix + "bias"]
+
+    model[0].register_state_dict_post_hook(without_bias)
+    live = LiveTensors(model)
+    assert "0.bias" not in live.current()
+    assert not live.lasting
+
+
+def test_scripted_models_have_tensors_too() -> None:
+    model = torch.jit.script(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)))
+    live = LiveTensors(model)
+    for _ in range(2):
+        assert {name: tensor.data_ptr() for name, tensor in live.current().items()} == {
+            name: tensor.data_ptr() for name, tensor in model.state_dict().items()
+        }
+
+
+def test_tensors_that_are_replaced_are_not_kept() -> None:
+    model = _model()
+    live = LiveTensors(model)
+    live.current()
+    old = weakref.ref(model[0].weight)
+    model[0] = nn.Linear(4, 3)
+    live.current()
+    assert old() is None
+    now = weakref.ref(model[0].weight)
+    live.forget()
+    model[0] = nn.Linear(4, 3)
+    assert now() is None

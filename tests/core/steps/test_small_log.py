@@ -398,6 +398,17 @@ def test_a_parameter_that_is_added_ends_the_log_and_not_the_training(tmp_path):
     training.checkpointer.close()
 
 
+def test_a_tied_weight_that_is_untied_ends_the_log_and_is_never_read_as_tied(tmp_path):
+    training = SmallLogTraining(tmp_path / "run")
+    training.model[0].register_parameter("twin", training.model[2].weight)
+    training.run(0, 14)
+    training.model[2].weight = torch.nn.Parameter(torch.zeros(64, 48))
+    with pytest.warns(ShrinkpointWarning, match=r"the step log is off: the model's tensor '2\.weight' is"):
+        training.run(14, 20)
+    training.checkpointer.close()
+    assert training.log.written == 14
+
+
 def test_a_store_that_fails_ends_the_log_and_not_the_training(tmp_path, monkeypatch):
     training = SmallLogTraining(tmp_path / "run").run(0, 14)
     put = shrinkpoint.store.local.LocalObjects.put
