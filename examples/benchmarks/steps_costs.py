@@ -60,6 +60,8 @@ class Begun:
     """Seconds that the end of a segment of the exact log takes, beyond any other step: capture, digest, waiting."""
     segment_lag: float
     """Seconds from the end of a segment until it was written."""
+    bare_copy: float
+    """Seconds of a copy of the weights to memory that is there, after a step: the least that the small log waits for a record."""
 
 
 @dataclass
@@ -310,7 +312,17 @@ def _begin(runners: list[_Runner], ours: dict[str, tuple[_Runner, Any]]) -> Begu
         if name != EXACT:
             _warm_up(runner, checkpointer)  # the log of the next steps refers to it
     stalls, lags = _segments(*ours[EXACT])
-    return Begun(stall, lag, rehearsal, stalls, lags)
+    return Begun(stall, lag, rehearsal, stalls, lags, _bare_copy(runners[0]))
+
+
+def _bare_copy(runner: _Runner) -> float:
+    copies, seconds = runner.training.weights(), []
+    for _ in range(2 * _BLOCK):
+        runner.step(timed=False)
+        started = time.perf_counter()
+        runner.training.copy_to(copies)
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds)
 
 
 def _segments(runner: _Runner, checkpointer: Any) -> tuple[float, float]:
@@ -358,6 +370,9 @@ def print_costs(found: Measured) -> None:
     print(
         f"\nonce, before these steps, the exact log and the rehearsal of its first segment took {1e3 * begun.rehearsal:.0f} ms; the end of a"
         f" segment takes {1e3 * begun.segment_stall:.2f} ms beyond other steps, and it is written {1e3 * begun.segment_lag:.0f} ms later"
+    )
+    print(
+        f"\na bare copy of the weights takes {1e3 * begun.bare_copy:.2f} ms, {begun.bare_copy / found.step:.2%} of a step"
     )
     if not found.small_every:
         return

@@ -81,6 +81,11 @@ class Training:
         """Copies, in the optimizer's order."""
         return [p.detach().clone() for p in self.parameters]
 
+    def copy_to(self, copies: Sequence[Tensor]) -> None:
+        """Overwrite such copies with the present weights."""
+        with torch.no_grad():
+            torch._foreach_copy_(list(copies), self.parameters)
+
     def put(self, weights: Sequence[Tensor]) -> None:
         """Replace the weights."""
         with torch.no_grad():
