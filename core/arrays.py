@@ -47,6 +47,19 @@ Integer = int | np.signedinteger[Any]
 
 def widened(tensor: "torch.Tensor") -> Float32s:
     """The elements of a host tensor as flat fp32 in C order; dense fp32 is not copied, only float64 is rounded."""
+    import torch
+
+    if (
+        type(tensor) is torch.Tensor
+        and tensor.dtype is torch.float32
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not tensor.requires_grad
+        and not tensor.is_neg()
+    ):  # no operation of torch, each of which gives Python's lock away and waits for it
+        plain: Float32s = tensor.numpy().reshape(-1)
+        return plain
     values: Float32s = tensor.detach().float().contiguous().reshape(-1).numpy()
     return values
 

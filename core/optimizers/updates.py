@@ -325,6 +325,10 @@ def _displacements(
     """Displacement of the weights after the first step, and after the last."""
     parameters = {index: torch.nn.Parameter(_widened(weight)) for index, weight in weights.items()}
     groups = [copied_group(group, parameters) for group in node["param_groups"]]
+    if kind.kind.__module__.startswith("torch.optim."):
+        for group in groups:  # one operation for all parameters: each takes Python's lock from the training
+            if "foreach" in group and not any(isinstance(value, torch.Tensor) for value in group.values()):
+                group["foreach"] = True
     state: dict[torch.Tensor, dict[str, Any]] = {
         parameters[index]: _entry(node["state"][index], parameters[index]) for index in weights
     }

@@ -22,6 +22,12 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType({name: getattr(torch, name)
 """Every storable dtype by its name in a header; the names are part of the format."""
 
 _NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
+_NUMPY = {
+    DTYPES[name]: np.dtype(name)
+    for name in _NAMES
+    if name != "complex32" and not name.startswith(("bfloat", "float8"))
+}
+_ORDINARY = torch.Tensor, torch.nn.Parameter
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -55,6 +61,10 @@ def tensor_to_bytes(tensor: torch.Tensor) -> UInt8s:
 
     The result shares memory with the tensor where it is contiguous already.
     """
+    if _is_plain(tensor):
+        # What follows takes seven operations of torch, each of which gives Python's lock away and waits for it.
+        array = (tensor.detach() if tensor.requires_grad else tensor).numpy()
+        return np.frombuffer(array, np.uint8) if array.size else np.empty(0, dtype=np.uint8)
     dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
     if dense.numel() == 0:
         return np.empty(0, dtype=np.uint8)
@@ -76,4 +86,18 @@ def tensor_from_bytes(data: UInt8s, dtype: torch.dtype, shape: tuple[int, ...]) 
     owned = data if data.flags.writeable and data.flags.c_contiguous else np.array(data, copy=True)
     if owned.ctypes.data % dtype.itemsize:  # torch refuses to view misaligned storage as a wider type
         owned = np.array(owned, copy=True)
+    if dtype in _NUMPY:
+        return torch.from_numpy(owned.view(_NUMPY[dtype]).reshape(shape))
     return torch.from_numpy(owned).view(dtype).reshape(shape)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return (
+        type(tensor) in _ORDINARY
+        and tensor.dtype in _NUMPY
+        and tensor.layout is torch.strided
+        and tensor.is_cpu
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )

@@ -56,6 +56,11 @@ class Format:
         """The quantum of offsets: a quarter of an octave."""
         return 1 << max(self.mantissa - 2, 0)
 
+    @property
+    def has_byte_exponents(self) -> bool:
+        """Whether an exponent is a byte."""
+        return self.width - 1 - self.mantissa == 8
+
     def exponents(self, bits: Unsigned) -> npt.NDArray[Any]:
         """The exponents' fields."""
         exponent_mask = (1 << (self.width - 1 - self.mantissa)) - 1
@@ -113,11 +118,15 @@ class Problem:
 def contexts_of(source: Unsigned, form: Format) -> UInt8s:
     """Contexts by a source's exponents, uint8 (n,): those that occur, numbered; of more than 256 the lowest share one."""
     chunks = [slice(start, start + _CHUNK) for start in range(0, source.size, _CHUNK)]
-    top = max(int(form.exponents(source[part]).max()) for part in chunks)
-    low = source.dtype.type(max(top - 255, 0))
     fields, present = np.empty(source.size, dtype=np.uint8), np.zeros(256, dtype=bool)
+    bytewise, shift = form.has_byte_exponents, source.dtype.type(form.mantissa)
+    top = 255 if bytewise else max(int(form.exponents(source[part]).max()) for part in chunks)
+    low = source.dtype.type(max(top - 255, 0))
     for part in chunks:
-        fields[part] = np.maximum(form.exponents(source[part]), low) - low
+        if bytewise:
+            fields[part] = source[part] >> shift  # the sign is beyond a byte, and is left out
+        else:
+            fields[part] = np.maximum(form.exponents(source[part]), low) - low
         present |= np.bincount(fields[part], minlength=256) > 0
     numbers = (np.cumsum(present) - 1).astype(np.uint8)
     for part in chunks:
@@ -184,6 +193,8 @@ def _sample(problem: Problem) -> _Sample:
     side = int(np.sqrt(wanted))
     row_at = _thin(rows, max(side, wanted // columns))
     column_at = _thin(columns, max(side, wanted // row_at.size))
+    if (row_at.size, column_at.size) == (rows, columns):
+        return _Sample(problem=problem, row_at=row_at, column_at=column_at)
     where = (row_at[:, None] * columns + column_at).reshape(-1)
 
     def some(source: Unsigned | None) -> Unsigned | None:
