@@ -444,3 +444,23 @@ def test_a_matrix_is_tried_however_large_it_is(monkeypatch):
     }
     restored = TrainingState(trained.state.tree, tensors, trained.state.specs)
     assert trained.compare(restored).error > 0.8
+
+
+@pytest.mark.parametrize("kind", ["Adam", "AdamW", "SGD", "RMSprop", "Adagrad", "Adamax"])
+def test_all_parameters_at_once_move_as_one_by_one(kind, monkeypatch):
+    options = {"momentum": 0.9} if kind in ("SGD", "RMSprop") else {}
+    trained = Trained(lambda model: getattr(torch.optim, kind)(model.parameters(), lr=1e-3, **options))
+    restored = trained.with_moments(lambda moment: moment * 1.1)
+    together = trained.compare(restored)
+    flags = []
+    step = getattr(torch.optim, kind).step
+
+    def one_by_one(optimizer, *arguments):
+        for group in optimizer.param_groups:
+            flags.append(group["foreach"])
+            group["foreach"] = False
+        return step(optimizer, *arguments)
+
+    monkeypatch.setattr(getattr(torch.optim, kind), "step", one_by_one)
+    assert trained.compare(restored) == together
+    assert flags.count(True) == 2 * len(trained.optimizer.param_groups)  # in the first step of each of two copies
