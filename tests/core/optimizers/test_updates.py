@@ -463,4 +463,6 @@ def test_all_parameters_at_once_move_as_one_by_one(kind, monkeypatch):
 
     monkeypatch.setattr(getattr(torch.optim, kind), "step", one_by_one)
     assert trained.compare(restored) == together
-    assert flags.count(True) == 2 * len(trained.optimizer.param_groups)  # in the first step of each of two copies
+    assert flags.count(True) == 2 * len(
+        trained.optimizer.param_groups
+    )  # in the first step of each of two copies
