@@ -17,7 +17,7 @@ from support.sharded_kills import kill_ranks
 from shrinkpoint.errors import ShrinkpointError
 
 FAULTED = 0.1
-KILLS, KILLS_SEVERAL, KILLS_REAL, KILLS_CONTROL = 8, 4, 6, 12
+KILLS, KILLS_SEVERAL, KILLS_REAL, KILLS_CONTROL = 8, 4, 3, 12
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(0)]  # each start of the ranks has a limit
 

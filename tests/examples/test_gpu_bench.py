@@ -66,6 +66,7 @@ def test_a_section_that_takes_too_long_is_left_for_the_next_one(tmp_path: Path) 
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_every_section_has_its_table(tmp_path: Path) -> None:
     done = run("--folder", str(tmp_path), "--limit", "120")
     assert done.returncode == 0, done.stdout + done.stderr

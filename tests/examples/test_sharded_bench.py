@@ -33,7 +33,12 @@ def test_records_of_many_ranks_are_small(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("script", "options", "shown"),
     [
-        ("sharded_bytes.py", ["--model", "gpt", "--ranks", "2", "--saves", "2", "--every", "1"], "2 ranks"),
+        pytest.param(
+            "sharded_bytes.py",
+            ["--model", "gpt", "--ranks", "2", "--saves", "2", "--every", "1"],
+            "2 ranks",
+            marks=pytest.mark.long,
+        ),
         (
             "sharded_bytes.py",
             ["--model", "stack", "--width", "64", "--layers", "2", "--ranks", "3"],
