@@ -1,7 +1,7 @@
 """Checkpoints back to states: the chain's codecs over all tensors, or over those that are wanted and what they need."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -181,7 +181,12 @@ def decode_planes(
 
 
 def decode_values(
-    entries: Iterable[Entry], step: int, reference: Mapping[str, ReferenceState], threads: int
+    entries: Iterable[Entry],
+    step: int,
+    reference: Mapping[str, ReferenceState],
+    threads: int,
+    *,
+    lasting: bool = False,
 ) -> Iterator[tuple[Entry, ReferenceState, torch.Tensor]]:
     """The tensors of a chain's last checkpoint, each compared with its digest: one parameter's are decoded when they are asked for.
 
@@ -190,6 +195,7 @@ def decode_values(
         step: of the checkpoint, for messages.
         reference: the reader's, after the checkpoint before.
         threads: parameters decoded side by side.
+        lasting: nobody will write to the tensors, so that they may share the memory of what the reader holds.
 
     Raises:
         CorruptionError: a restored tensor's digest is not the one that was stored.
@@ -204,6 +210,7 @@ def decode_values(
             entry = by_name[spec.name]
             sibling_planes = sibling_planes_of(spec, ((earlier.spec, now) for earlier, now, _ in rows))
             codec, context = _reader(entry, reference, siblings_of(values, spec, group), sibling_planes)
+            context = replace(context, lasting=lasting)
             planes = codec.decode(entry.encoded, spec, context)
             value = codec.reconstruct(entry.encoded, planes, spec, context)
             if (value.dtype, tuple(value.shape)) != (spec.dtype, spec.shape):

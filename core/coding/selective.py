@@ -284,6 +284,7 @@ def decode_batches(
     *,
     threads: int = 1,
     batch: int | None = None,
+    lasting: bool = False,
 ) -> tuple[Header, set[str], Iterator[Iterator[Row]]]:
     """As `decode_rows`, some tensors at a time: memory is bounded by a batch, or by the largest parameter.
 
@@ -292,6 +293,7 @@ def decode_batches(
         choose: as of `decode_selected`.
         threads: parameters of a batch decoded side by side.
         batch: bytes of the tensors that are decoded together, about; None chooses it by the size of all.
+        lasting: as of `decode_values`.
 
     Returns:
         The header; the names of the wanted tensors or blocks; the rows of one batch after the other, each read when it is
@@ -313,7 +315,8 @@ def decode_batches(
         for source, needed in steps[:-1]:
             reference = decode_planes(source.entries(needed & names), reference, threads)
         source, needed = steps[-1]
-        return decode_values(source.entries(needed & names), header.step, reference, threads)
+        entries = source.entries(needed & names)
+        return decode_values(entries, header.step, reference, threads, lasting=lasting)
 
     return header, wanted, map(rows_of, _batches(steps, batch))
 

@@ -138,8 +138,8 @@ class Context:
     predictions."""
     threads: int = 1
     lasting: bool = False
-    """Whether the tensors given to ``encode`` will not be written to any more, so that planes may share their
-    memory."""
+    """Whether nobody will write to the tensors that are given to ``encode`` and returned by ``reconstruct``, so that planes
+    may share their memory."""
 
 
 class TensorCodec(Protocol):

@@ -154,4 +154,4 @@ class ClosedLoopCodec(ABC):
         self, encoded: EncodedTensor, planes: Planes, spec: TensorSpec, context: Context
     ) -> torch.Tensor:
         """See `TensorCodec.reconstruct`."""
-        return emit(np.asarray(planes[VALUE], np.float32), spec)
+        return emit(np.asarray(planes[VALUE], np.float32), spec, own=context.lasting)

@@ -25,9 +25,9 @@ Take = Callable[[str, Box], torch.Tensor]
 Holders = Mapping[Box, tuple[int, ...]]
 Sources = Mapping[str, Holders]
 
-_BUCKETS = 8
+_BUCKETS = 16
 _BUCKET_BYTES = 2**22, 2**26
-"""Bytes that a rank sends and receives at once, about: an eighth of its share, between these; more takes memory, and is no faster."""
+"""Bytes that a rank sends and receives at once, about: a sixteenth of its share, between these; more takes memory, and is no faster."""
 _ALIGNED = 16
 """Every piece begins at a multiple of so many bytes of a buffer, so that a view of any dtype can be taken of it."""
 

@@ -52,7 +52,7 @@ class Decoded:
 
     plan: ReadPlan
     values: dict[str, torch.Tensor]
-    """What is still in memory of it: see `fill`."""
+    """What is still in memory of it: see `fill`. Only read: `reference` may share the memory."""
     reference: Mapping[str, ReferenceState]
     owners: Mapping[str, tuple[TensorSpec, int]]
 
@@ -178,7 +178,9 @@ def _decode(store: RunStore, ranks: Ranks, plan: ReadPlan, threads: int, limit: 
     if not wanted:
         return Decoded(plan, {}, {}, owners)
     chain = sources_of_run(store, plan.manifest, parts)
-    header, _, batches = decode_batches(chain, lambda header: wanted & header.tensors.keys(), threads=threads)
+    header, _, batches = decode_batches(
+        chain, lambda header: wanted & header.tensors.keys(), threads=threads, lasting=True
+    )
     if header.state_digest != plan.manifest.state_digest:
         raise CorruptionError(f"{plan.manifest.chain[-1].key} is not what its manifest says")
     values: dict[str, torch.Tensor] = {}
@@ -295,7 +297,7 @@ def _own_tree(plan: ReadPlan, decoded: Decoded, ranks: Ranks) -> tuple[JSON, dic
     if isinstance(own, dict) and world != ranks.world:
         own = {group: values for group, values in own.items() if group == "rng"}
     below = own_name(ranks.rank) + "/"
-    tensors = {name: value for name, value in decoded.values.items() if name.startswith(below)}
+    tensors = {name: value.clone() for name, value in decoded.values.items() if name.startswith(below)}
     tree = merged_tree(tree, own)
     if isinstance(tree, dict):
         tree[RANKS_KEY] = {"stored": world, "here": ranks.world, "rank": ranks.rank}

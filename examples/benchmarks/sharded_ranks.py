@@ -5,11 +5,13 @@
 First table: how long training is blocked at each save, beside the exchange alone, which is the snapshot as well: each rank's shards are
 copied into the memory of their owners. The first save plans the exchange, later ones use the plan. Second table: the same run
 restored by other numbers of ranks, each in a process of its own: the bytes that a rank reads for each byte that it needs, the greatest
-of all ranks; and by how much its resident memory grows at most, for each byte of its shard. That does not contain the compiled
-coders, which a process loads once: some 200 MB. All times are of this machine, as it is.
+of all ranks; and by how much its resident memory grows at most, for each byte of its shard: with the new tensors of the
+optimizer, and by a second restore, which finds these there already, as on a GPU, where they are not in this memory. That does not contain
+the compiled coders, which a process loads once: some 200 MB. All times are of this machine, as it is.
 """
 
 import argparse
+import gc
 import os
 import tempfile
 import time
@@ -27,6 +29,8 @@ from torch.distributed.fsdp import fully_shard
 
 import shrinkpoint
 from shrinkpoint.coding.selective import Source
+from shrinkpoint.runtime.memory import give_back
+from shrinkpoint.sharded import targets
 from shrinkpoint.sharded.exchange import ExchangePlan
 from shrinkpoint.state.roles import describe_training
 from shrinkpoint.store.run import RunStore
@@ -123,6 +127,19 @@ def load_coders(scheme: str) -> None:
         saver.close()
 
 
+def grown_by_resume(url: str, model: nn.Module, optimizer: torch.optim.Optimizer, options: Any) -> int:
+    """By how many bytes the resident memory grows at most while a training resumes."""
+    checkpointer = checkpointer_of(url, model, optimizer, options.scheme)
+    gc.collect()
+    give_back()
+    Path("/proc/self/clear_refs").write_text("5")
+    before = memory("VmRSS")
+    checkpointer.resume()
+    grown = memory("VmHWM") - before
+    checkpointer.close()
+    return grown
+
+
 def restore(rank: int, world: int, meeting: str, url: str, options: Any, out: Any) -> None:
     """A restore; what it read, and what memory it took."""
     join(rank, world, meeting)
@@ -145,7 +162,15 @@ def restore(rank: int, world: int, meeting: str, url: str, options: Any, out: An
         return found
 
     RunStore.fetch_range, RunStore.fetch_blob, Source.entries = fetch_range, fetch_blob, of  # type: ignore[method-assign]
-    checkpointer = checkpointer_of(url, model, optimizer, options.scheme)
+    made: dict[str, torch.Tensor] = {}
+    make = targets.target_for
+
+    def target_for(spec: Any, *rest: Any) -> torch.Tensor:
+        if spec.name not in made:
+            made[spec.name] = make(spec, *rest)
+        return made[spec.name]
+
+    targets.target_for = target_for
     local = sum(
         tensor.to_local().nbytes if hasattr(tensor, "to_local") else tensor.nbytes
         for tensor in (
@@ -154,16 +179,11 @@ def restore(rank: int, world: int, meeting: str, url: str, options: Any, out: An
         )
     )
     largest = max(parameter.numel() * 4 for parameter in model.parameters())
-    Path("/proc/self/clear_refs").write_text("5")
-    before = memory("VmRSS")
-    checkpointer.resume()
-    grown = memory("VmHWM") - before
-    answer = (
-        most(fetched[0] / max(1, needed[0])),
-        most(grown / local),
-        most(grown / (1.5 * local + largest)),
-        most(local),
-    )
+    first, read = grown_by_resume(url, model, optimizer, options), fetched[0] / max(1, needed[0])
+    second = grown_by_resume(url, model, optimizer, options)
+    bound = 1.5 * local + largest
+    found = (read, local, first / local, first / bound, second / local, second / bound)
+    answer = tuple(most(value) for value in found)
     if rank == 0:
         out.put(answer)
     dist.barrier()
@@ -208,12 +228,16 @@ def main() -> None:
             "MB of a rank's shard",
             "bytes read / needed",
             "memory grown / shard",
-            "grown / (1.5 shards + largest tensor)",
+            "/ (1.5 shards + largest tensor)",
+            "optimizer's there: / shard",
+            "/ (1.5 shards + largest tensor)",
         ):
             table.add_column(column, justify="right")
         for world in options.restores:
-            [(read, grown, bound, local)] = spawned(restore, world, folder, url, options)
-            table.add_row(str(world), f"{local / 1e6:.1f}", f"{read:.2f}", f"{grown:.2f}", f"{bound:.2f}")
+            [(read, local, *grown)] = spawned(restore, world, folder, url, options)
+            table.add_row(
+                str(world), f"{local / 1e6:.1f}", f"{read:.2f}", *(f"{value:.2f}" for value in grown)
+            )
         console.print(table)
 
 

@@ -132,7 +132,10 @@ def test_failing_from_sampled_calls(tmp_path: Path, calls: list[tuple[str, str]]
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize(
     "stores",
-    [*(pytest.param(store, marks=pytest.mark.long) for store in "abc"), "abc"],  # one store: sampled calls above
+    [
+        *(pytest.param(store, marks=pytest.mark.long) for store in "abc"),
+        "abc",
+    ],  # one store: sampled calls above
 )
 def test_failing_from_every_tenth_call(
     tmp_path: Path, calls: list[tuple[str, str]], stores: str, pytestconfig: pytest.Config

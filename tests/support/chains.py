@@ -1,6 +1,6 @@
 """Chains of checkpoints under any scheme: states that move like trainings, round trips, and malformed copies."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from hypothesis import strategies as st
 from support.containers import identical
 
+from shrinkpoint.coding.decode import decode_values
 from shrinkpoint.coding.encode import EncodedState, decode_chain, encode_state
 from shrinkpoint.container.reader import read_container
 from shrinkpoint.container.writer import write_container
@@ -109,24 +110,34 @@ def check_chain(states: Sequence[TrainingState], make: MakeScheme) -> list[Train
     """Code the states as a chain and restore every one; what was restored.
 
     The digests of the container, which `decode_chain` checks, are those of the encoder's values: that the decoder's
-    are the same bits need not be tested here again. What the reader holds must be what the writer held.
+    are the same bits need not be tested here again. What the reader holds must be what the writer held, also where its tensors
+    share the memory.
     """
     checkpoints, told = save_chain(states, make)
     restored = []
+    before: Mapping[str, ReferenceState] = {}
     for length, coded in enumerate(told, 1):
         decoded = decode_chain(checkpoints[:length])
-        assert decoded.reference.keys() == coded.reference.keys()
-        for name, reference in coded.reference.items():
-            there = decoded.reference[name]
-            assert (there.codec, there.planes.keys()) == (reference.codec, reference.planes.keys())
-            for key, plane in reference.planes.items():
-                assert plane.dtype == there.planes[key].dtype
-                assert plane.tobytes() == there.planes[key].tobytes(), (name, key)
+        _check_references(decoded.reference, coded.reference)
+        rows = list(decode_values(checkpoints[length - 1].entries, length, before, 1, lasting=True))
+        _check_references({entry.spec.name: there for entry, there, _ in rows}, coded.reference)
+        assert all(identical(value, decoded.state.tensors[entry.spec.name]) for entry, _, value in rows)
+        before = decoded.reference
         for name, tensor in states[length - 1].tensors.items():
             if name in coded.kept_exactly or states[length - 1].specs[name].tag.role is Role.OTHER:
                 assert identical(decoded.state.tensors[name], tensor), name
         restored.append(decoded.state)
     return restored
+
+
+def _check_references(found: Mapping[str, ReferenceState], expected: Mapping[str, ReferenceState]) -> None:
+    assert found.keys() == expected.keys()
+    for name, reference in expected.items():
+        there = found[name]
+        assert (there.codec, there.planes.keys()) == (reference.codec, reference.planes.keys())
+        for key, plane in reference.planes.items():
+            assert plane.dtype == there.planes[key].dtype
+            assert plane.tobytes() == there.planes[key].tobytes(), (name, key)
 
 
 def relative_step(codec: Any, before: torch.Tensor, after: torch.Tensor) -> tuple[Any, torch.Tensor]:

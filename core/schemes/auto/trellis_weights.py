@@ -52,7 +52,15 @@ from shrinkpoint.schemes.auto.trellis_prediction import (
     rows_of,
     with_noise,
 )
-from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Planes, ReferenceState, Staged
+from shrinkpoint.schemes.base import (
+    Coded,
+    Context,
+    EncodedTensor,
+    PackedPlanes,
+    Planes,
+    ReferenceState,
+    Staged,
+)
 from shrinkpoint.schemes.codec_io import CODED_DTYPES, as_float32, finite, integer, section
 from shrinkpoint.state.training import TensorSpec
 from shrinkpoint.state.tree import JSON
@@ -318,7 +326,9 @@ class TrellisWeightCodec:
         self, encoded: EncodedTensor, planes: Planes, spec: TensorSpec, context: Context
     ) -> torch.Tensor:
         """See `TensorCodec.reconstruct`."""
-        return _tensor(np.array(planes["value"], np.float32), spec)
+        is_new = isinstance(planes, PackedPlanes)  # made as it is read
+        read = np.asarray if is_new or context.lasting else np.array
+        return _tensor(read(planes["value"], np.float32), spec)
 
 
 @dataclass(frozen=True, kw_only=True)

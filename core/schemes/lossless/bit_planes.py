@@ -141,9 +141,9 @@ class BitPlanesCodec:
         self, encoded: EncodedTensor, planes: Planes, spec: TensorSpec, context: Context
     ) -> torch.Tensor:
         """See `TensorCodec.reconstruct`."""
-        # a copy, so that the caller may change the tensor without changing the reference of the next delta
-        data = np.ascontiguousarray(planes["bits"]).view(np.uint8).copy()
-        return tensor_from_bytes(data, spec.dtype, spec.shape)
+        data = np.ascontiguousarray(planes["bits"]).view(np.uint8)
+        # else a copy, so that the caller may change the tensor without changing the reference of the next delta
+        return tensor_from_bytes(data if context.lasting else data.copy(), spec.dtype, spec.shape)
 
 
 def _format(spec: TensorSpec) -> Format:

@@ -1,5 +1,6 @@
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,11 +9,13 @@ from support.containers import identical
 from support.states import states
 from support.training import OPTIMIZERS, TinyConvNet, TinyGPT, TinyMLP, capture, train
 
+from shrinkpoint.coding.decode import decode_values
 from shrinkpoint.coding.encode import decode_chain, encode_state
 from shrinkpoint.container.reader import read_container
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.errors import ChainError, FormatError, UnsupportedFormatError
-from shrinkpoint.schemes.base import EncodedTensor
+from shrinkpoint.schemes.base import EncodedTensor, SaveContext
+from shrinkpoint.schemes.catalogue import build
 from shrinkpoint.schemes.inshrinkerator.scheme import Inshrinkerator, InshrinkeratorOptions, Weights
 from shrinkpoint.schemes.inshrinkerator.space import Configuration, ConfigurationSpace
 from shrinkpoint.schemes.lossless.scheme import Lossless
@@ -92,6 +95,23 @@ def test_chains_of_real_trainings(model_class, name):
         if scheme is lossy:
             unmeasured = [n for n in kept[-1] if not n.endswith("exp_avg")]
             assert not unmeasured  # only Adamax' first moments, which have no second ones beside them
+
+
+@pytest.mark.parametrize("scheme", ["lossless", "excp"])
+def test_a_reader_has_values_twice_only_where_somebody_may_write_to_them(scheme):
+    torch.manual_seed(0)
+    model = TinyGPT()
+    captured = training(model, OPTIMIZERS["AdamW"](model), 2)
+    saved, _ = save_chain(captured, lambda state: build(scheme, None, SaveContext(state=state, step=0)))
+    before = decode_chain(saved[:1]).reference
+    for lasting in (False, True):
+        shared = {
+            entry.spec.tag.role
+            for entry, reference, value in decode_values(saved[1].entries, 1, before, 1, lasting=lasting)
+            if any(np.shares_memory(value.numpy(), plane) for plane in reference.planes.values())
+        }
+        assert (Role.WEIGHT in shared) == lasting
+        assert lasting or not shared
 
 
 def test_moments_are_coded_beside_their_own_weight_whatever_the_groups():
