@@ -77,6 +77,23 @@ def test_long_tensors_go_as_blocks_of_rows(tmp_path: Path) -> None:
     assert compacted.source == last
 
 
+@pytest.mark.slow
+@pytest.mark.long
+def test_a_tensor_of_more_than_16_million_elements(tmp_path: Path) -> None:
+    """Whose blocks are those of every training: 2^20 rows of 16 elements, and the rest."""
+    rows = 2**20 + 100
+    store = journey(tmp_path, [("fsdp", 2), ("fsdp", 3), ("plain", 1), ("fsdp", 2)], vocab=rows)
+    newest = header_of(store, store.manifests()[0].chain[-1]).tensors
+    for name in ("model/emb.weight", "optimizers/0/state/2/exp_avg_sq"):
+        assert [newest[f"{name}@{at}"].spec.shape for at in range(2)] == [(2**20, 16), (100, 16)]
+        assert name not in newest
+    weights = shrinkpoint.load_weights(tmp_path / "run", names=["emb.weight"])
+    true = torch.load(tmp_path / "true.pt", weights_only=True)
+    assert torch.equal(weights["emb.weight"], true["model.emb.weight"])
+    export(shrinkpoint.Saver(tmp_path / "run").restore().state, tmp_path / "model.safetensors")
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["emb.weight"], true["model.emb.weight"])
+
+
 HOPS = [("fsdp", 4), ("fsdp", 2), ("fsdp", 3), ("hsdp", 4), ("tp", 4), ("plain", 1), ("fsdp", 4)]
 
 
