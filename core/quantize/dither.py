@@ -32,12 +32,13 @@ EDGE_PLACES = (*_BELOW, *(-place for place in reversed(_BELOW)))
 """The middle of each class, in 1/256 of a cell from its middle."""
 
 
-def dither(seed: int, count: int) -> Float32s:
+def dither(seed: int, count: int, *, first: int = 0) -> Float32s:
     """Offsets of one tensor's elements.
 
     Args:
         seed: 0 to 2**32 - 1.
         count: how many.
+        first: number of the first one.
 
     Returns:
         fp32 (count,), odd multiples of 2**-17 in (-1/2, 1/2): element i depends on `seed` and i alone (SplitMix64 as a
@@ -46,7 +47,7 @@ def dither(seed: int, count: int) -> Float32s:
     from shrinkpoint.quantize import dither_kernels  # numba
 
     out = np.empty(count, np.float32)
-    dither_kernels.offsets(seed, out)
+    dither_kernels.offsets(seed, first, out)
     return out
 
 

@@ -86,9 +86,9 @@ def _rint(x: np.float32) -> np.float32:
 
 
 @jit
-def offsets(seed: int, out: Float32s) -> None:
-    """The dither of each element."""
-    start = np.uint64(seed) << _SHIFTS[4]
+def offsets(seed: int, first: int, out: Float32s) -> None:
+    """The dither of each element from the one of this number on."""
+    start = (np.uint64(seed) << _SHIFTS[4]) + np.uint64(first)
     for i in range(out.size):
         out[i] = _offset(start, i)
 
