@@ -307,19 +307,21 @@ class TrellisWeightCodec:
         rows = _read_rows(encoded, reference, spec, context.threads)
         carried = read_carried(encoded.params, spec)
         prediction = TrellisPrediction.of(grid, reference, carried, states, spec, rows)
+        variance_code = None if reference is None else reference.variance_code
+        offsets, kept = None if reference is None else reference.offsets, _kept_rows(reference, rows, spec)
+        del reference  # its values take as much memory as the tensor
         coded = decode_points(section(encoded, spec, "points"), prediction.path, context.threads)
         far = np.flatnonzero(coded.far)
         stored = decode_bytes(section(encoded, spec, "far"), 4 * far.size, 4, threads=context.threads)
-        points = coded.points.astype(np.int32)
+        points: Signed = coded.points
         if far.size:
+            points = points.astype(np.int32)
             points[far] += 4 * np.clip(stored.view("<i4"), -_FARTHEST, _FARTHEST)
         reached = _reached(points, prediction.even, rows, matrix_shape(spec.shape)[1])
         if reached is None:
             raise FormatError(f"{spec.name}: a point is beyond {_FARTHEST} half steps")
         walk = integer(encoded.params, spec, "walk", NO_WALK, LAST_WALK)
-        variance_code = None if reference is None else reference.variance_code
         expectation = Expectation(variance_code, walk, carried, states)
-        offsets, kept = None if reference is None else reference.offsets, _kept_rows(reference, rows, spec)
         return _planes(reached, grid, coded, offsets, carried, expectation, rows, kept, spec)
 
     def reconstruct(
