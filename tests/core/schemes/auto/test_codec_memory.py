@@ -1,0 +1,58 @@
+"""What codecs take beside a large tensor: bytes of numpy's arrays for each element, the result included."""
+
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.chains import spec_of
+
+from shrinkpoint.schemes.auto.log_levels import LogLevelsCodec
+from shrinkpoint.schemes.auto.trellis_weights import TrellisWeightCodec
+from shrinkpoint.schemes.base import Context, ReferenceState
+from shrinkpoint.state.training import Role
+
+ROWS = COLUMNS = 1024
+
+
+def peak(action: Callable[[], Any]) -> tuple[float, Any]:
+    """At most during the action, and what it returned."""
+    action()  # compiled, and its tables made
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        tracemalloc.reset_peak()
+        result = action()
+        return (tracemalloc.get_traced_memory()[1] - before) / (ROWS * COLUMNS), result
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("codec", "role", "encode", "decode", "reconstruct"),
+    [
+        (LogLevelsCodec(), Role.STATE, 18, 6, 6),
+        (TrellisWeightCodec(step=1e-2), Role.WEIGHT, 24, 18, 8),
+    ],
+    ids=["log levels", "trellis"],
+)
+@pytest.mark.parametrize("delta", [False, True], ids=["base", "delta"])
+def test_a_large_tensor_takes_little_more_than_itself(
+    codec: Any, role: Role, encode: float, decode: float, reconstruct: float, delta: bool
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    first = torch.randn(ROWS, COLUMNS, generator=generator) / 16
+    first = first if role is Role.WEIGHT else first.square()
+    second = first * (1 + 0.01 * torch.randn(ROWS, COLUMNS, generator=generator)).abs()
+    spec, context = spec_of(first, "s", role), Context()
+    if delta:
+        base = codec.encode(first, spec, context)
+        context = Context(ReferenceState(base.encoded.codec, base.encoded.params, base.planes))
+    taken, coded = peak(lambda: codec.encode(second, spec, context))
+    assert taken <= encode
+    assert coded.encoded.uses_reference == delta
+    taken, planes = peak(lambda: codec.decode(coded.encoded, spec, context))
+    assert taken <= decode
+    taken, _ = peak(lambda: codec.reconstruct(coded.encoded, planes, spec, context))
+    assert taken <= reconstruct
