@@ -26,6 +26,7 @@ from shrinkpoint.entropy.static.bytes import decode_bytes, encode_bytes
 from shrinkpoint.errors import ConfigError, FormatError
 from shrinkpoint.quantize.dither import SEEDS
 from shrinkpoint.schemes.auto.factors import Factors, matrix_shape
+from shrinkpoint.schemes.auto.log_planes import LogPlanes
 from shrinkpoint.schemes.auto.log_residuals import (
     HIGH,
     LOW,
@@ -102,6 +103,7 @@ class LogLevelsCodec:
         if factors is None:
             params["shift"] = shift
         exponents = residuals.exponents(levels)
+        planes = LogPlanes(exponents, self.step, levels.seed)
         value = emitted(values_of(exponents, negative), spec, nonzero=values)
 
         def coded(threads: int) -> Coded:
@@ -111,7 +113,7 @@ class LogLevelsCodec:
             if negative is not None:
                 sections["signs"] = encode_bytes(np.packbits(negative), 1, threads=threads)
             encoded = EncodedTensor(self.id, params, sections, factors is None)
-            return Coded(encoded, {"exponent": exponents}, value)
+            return Coded(encoded, planes, value)
 
         return Staged(value, coded)
 
@@ -173,7 +175,7 @@ class LogLevelsCodec:
             threads=context.threads,
         )
         offsets = offsets_of(seed, spec.numel, step)
-        return {"exponent": reached(symbols, prediction, lowest, offsets, step)}
+        return LogPlanes(reached(symbols, prediction, lowest, offsets, step), step, seed)
 
     def reconstruct(
         self, encoded: EncodedTensor, planes: Planes, spec: TensorSpec, context: Context

@@ -27,7 +27,9 @@ __all__ = [
     "Levels",
     "Prediction",
     "Residuals",
+    "offsets_in",
     "offsets_of",
+    "parts_of",
     "reached",
     "shift_between",
     "values_of",
@@ -52,7 +54,8 @@ _SIXTEENTHS = np.array(
 _OTHER = 0x5BD1E995  # another seed, for what readers need not know
 
 
-def _parts(count: int) -> Iterator[slice]:
+def parts_of(count: int) -> Iterator[slice]:
+    """Slices of so many elements, `CHUNK` each."""
     for start in range(0, count, CHUNK):
         yield slice(start, min(start + CHUNK, count))
 
@@ -60,9 +63,15 @@ def _parts(count: int) -> Iterator[slice]:
 def offsets_of(seed: int, count: int, step: int) -> UInt8s:
     """The dither of each element, 0 to ``step - 1``: every number on the way is exact in fp32."""
     offsets = np.empty(count, np.uint8)
-    for part in _parts(count):
-        scaled = (dither(seed, part.stop - part.start, first=part.start) + np.float32(0.5)) * np.float32(step)
-        offsets[part] = np.floor(scaled)
+    for part in parts_of(count):
+        offsets[part] = offsets_in(seed, part, step)
+    return offsets
+
+
+def offsets_in(seed: int, part: slice, step: int) -> UInt8s:
+    """The dither of some elements, as `offsets_of`."""
+    scaled = (dither(seed, part.stop - part.start, first=part.start) + np.float32(0.5)) * np.float32(step)
+    offsets: UInt8s = np.floor(scaled).astype(np.uint8)
     return offsets
 
 
@@ -86,7 +95,7 @@ class Prediction:
     def by_predecessor(cls, before: Int16s, shift: int) -> "Prediction":
         """By exponents of the checkpoint before; of what was zero, by the mean of the others."""
         total = count = 0
-        for part in _parts(before.size):
+        for part in parts_of(before.size):
             others = before[part][before[part] != NONE]
             total, count = total + int(others.sum(dtype=np.int64)), count + others.size
         return cls(None, before, shift, total // count if count else 0)
@@ -138,7 +147,7 @@ class Levels:
         offsets, zeros = offsets_of(seed, values.size, step), values == 0
         larger = _shortfall(step) if keeps_mean_inverse else 0.0
         levels = np.empty(values.size, np.int16)
-        for part in _parts(values.size):
+        for part in parts_of(values.size):
             with np.errstate(divide="ignore"):
                 octaves = np.log2(np.abs(values[part]).astype(np.float64))
             octaves[zeros[part]] = 0
@@ -154,7 +163,7 @@ class Levels:
         """What such exponents were made of, but for those that were brought within the range of fp32."""
         zeros, offsets = exponents == NONE, offsets_of(seed, exponents.size, step)
         levels = np.empty(exponents.size, np.int16)
-        for part in _parts(exponents.size):
+        for part in parts_of(exponents.size):
             nearest = np.rint((exponents[part].astype(np.int32) - offsets[part]) / step)
             nearest[zeros[part]] = 0
             levels[part] = nearest
@@ -164,7 +173,7 @@ class Levels:
     def exponents(self) -> Int16s:
         """What they stand for."""
         found = np.empty(self.levels.size, np.int16)
-        for part in _parts(found.size):
+        for part in parts_of(found.size):
             found[part] = self._exponents(self.levels[part].astype(np.int32), part)
         return found
 
@@ -174,7 +183,7 @@ class Levels:
     def residuals(self, prediction: Prediction) -> "Residuals":
         """How far they lie from where they are predicted, in steps; the smallest are brought within reach."""
         away, lowest, highest = np.empty(self.levels.size, np.int32), None, 0
-        for part in _parts(away.size):
+        for part in parts_of(away.size):
             away[part] = self.levels[part] - _rounded(prediction.of(part), self.offsets[part], self.step)
             used = away[part][~self.zeros[part]]
             if used.size:
@@ -184,7 +193,7 @@ class Levels:
         if lowest is None:
             return Residuals(symbols, prediction, 1, 0)
         lowest = max(lowest, highest - SYMBOLS + 1)
-        for part in _parts(away.size):
+        for part in parts_of(away.size):
             symbols[part] = np.maximum(away[part], lowest) - (lowest - 1)
         symbols[self.zeros] = 0
         return Residuals(symbols, prediction, lowest, highest - lowest + 1)
@@ -227,7 +236,7 @@ def reached(symbols: UInt8s, prediction: Prediction, lowest: int, offsets: UInt8
         step: distance of two levels.
     """
     found = np.empty(symbols.size, np.int16)
-    for part in _parts(symbols.size):
+    for part in parts_of(symbols.size):
         levels = (
             _rounded(prediction.of(part), offsets[part], step) + symbols[part].astype(np.int32) + (lowest - 1)
         )
@@ -238,7 +247,7 @@ def reached(symbols: UInt8s, prediction: Prediction, lowest: int, offsets: UInt8
 def shift_between(exponents: Int16s, before: Int16s) -> int:
     """By how many sixteenths elements have grown on average since the checkpoint before."""
     total = count = 0
-    for part in _parts(exponents.size):
+    for part in parts_of(exponents.size):
         both = (exponents[part] != NONE) & (before[part] != NONE)
         moved = exponents[part][both].astype(np.int32) - before[part][both]
         total, count = total + int(moved.sum(dtype=np.int64)), count + moved.size
@@ -253,7 +262,7 @@ def values_of(exponents: Int16s, negative: Bools | None) -> Float32s:
         negative: whose signs are negative; None where none is.
     """
     values = np.empty(exponents.size, np.float32)
-    for part in _parts(exponents.size):
+    for part in parts_of(exponents.size):
         octaves, rest = np.divmod(exponents[part].astype(np.int32), PER_OCTAVE)
         values[part] = np.ldexp(_SIXTEENTHS[rest], np.clip(octaves, -126, 127))
         values[part][exponents[part] == NONE] = 0
