@@ -102,7 +102,7 @@ class SaveReport:
     update_length: float | None = None
     """Length of that update, relative to the true one's."""
     lost_steps: float | None = None
-    """Training steps of progress lost because the restored optimizer state has lost some of its memory."""
+    """Training steps of progress lost: of restored optimizer state that has lost some of its memory, and of weights that lag behind."""
     overhead: float = 0.0
     """Share of the time of this process that evaluations and steps from restored states have taken so far."""
     evaluations: int

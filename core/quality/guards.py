@@ -1,6 +1,6 @@
 """Checks on a lossy checkpoint's tensors that apply whatever the measured loss is.
 
-A held-out loss depends on its batches and on the moment of the restore. Four more quantities are therefore bounded, on
+A held-out loss depends on its batches and on the moment of the restore. Five more quantities are therefore bounded, on
 a sample of the parameters: the noise of restored weights relative to their movement in training, the error of first
 moments relative to that of zeros, the error of the next optimizer updates (`shrinkpoint.optimizers.updates`), and the
 training steps that restored moments lose.
@@ -13,12 +13,12 @@ import torch
 
 from shrinkpoint.coding.encode import restored_values
 from shrinkpoint.optimizers.updates import OptimizerKind, Updates, compare_updates
+from shrinkpoint.quantize.movement import sampled_elements, sampled_parameters
 from shrinkpoint.schemes.base import SaveContext, Scheme
 from shrinkpoint.state.training import Role, TrainingState
 
 __all__ = ["Guard"]
 
-_MOST_ELEMENTS = 1 << 20  # of the parameters that are looked at
 # Steps of a chain are kept up to a noise of sqrt(1.2) of what is wanted, and rows' exponents are quarters of an octave.
 _MOST_NOISE = 1.5
 _MOST_ERROR = 1.0  # of updates; 1 is that of having none
@@ -30,8 +30,7 @@ _ALWAYS_LOST = 0.25  # steps; ten restores lose less than three, however close t
 # Of a first moment's error, in its own size: zeros have 1, noise of its own size has 1.41. Codecs that keep to 1 weigh
 # elements by units of their own, in which this is not measured.
 _MOST_LOST = 1.2
-_WEIGHTS = (Role.WEIGHT, Role.MASTER)
-_GOLDEN = (math.sqrt(5) - 1) / 2
+_CERTAIN = 3.0  # standard errors by which a loss of progress must differ from chance
 
 
 class Guard:
@@ -59,6 +58,7 @@ class Guard:
         self.untried: str | None = None
         """Why they could not be computed."""
         self._refuses_moments = False
+        self._lost_progress = 0.0
 
     @property
     def refuses_moments(self) -> bool:
@@ -67,9 +67,9 @@ class Guard:
 
     @property
     def lost_steps(self) -> float:
-        """Training steps of the optimizers' memory that the last scheme checked would lose; 0 where that is not
-        known."""
-        return self.updates.lost_steps if self.updates is not None else 0.0
+        """Training steps that a restore under the last scheme checked would lose, of the optimizers' memory and of the weights'
+        progress; 0 where that is not known."""
+        return self._lost_progress + (self.updates.lost_steps if self.updates is not None else 0.0)
 
     @property
     def update_error(self) -> float | None:
@@ -86,15 +86,15 @@ class Guard:
         Returns:
             Why the scheme is refused, or None where it is accepted.
         """
-        self.updates, self.untried, self._refuses_moments = None, None, False
-        chosen = _sample(save_context.state)
+        self.updates, self.untried, self._refuses_moments, self._lost_progress = None, None, False, 0.0
+        chosen = sampled_parameters(save_context.state)
         if not chosen:
             return None
         state = save_context.state
         values = self._values(save_context, scheme, chosen)
-        noisy = self._too_noisy(save_context, values)
-        if noisy is not None:
-            return noisy
+        reason = self._too_noisy(save_context, values) or self._loses_progress(save_context, values)
+        if reason is not None:
+            return reason
         restored = TrainingState(state.tree, values, state.specs)
         reason = self._worse_than_none(state, values) or self._updates_differ(save_context, restored, chosen)
         self._refuses_moments = reason is not None
@@ -129,6 +129,15 @@ class Guard:
                 return f"the noise of {name} would be {times} what training has moved it by since the last checkpoint"
         return None
 
+    def _loses_progress(self, save_context: SaveContext, values: dict[str, torch.Tensor]) -> str | None:
+        self._lost_progress = _lost_share(save_context, values) * save_context.interval
+        if self._lost_progress <= _most_lost(save_context):
+            return None
+        return (
+            f"the weights of a restore would set training back by {self._lost_progress:.2f} of the {save_context.interval} steps between"
+            " two checkpoints"
+        )
+
     def _worse_than_none(self, state: TrainingState, values: dict[str, torch.Tensor]) -> str | None:
         for name, spec in state.specs.items():
             true, restored = state.tensors[name], values[name]
@@ -159,32 +168,38 @@ class Guard:
                 f"the first update after a restore would be {found.length:.2f} times as long as it should be, with an error of"
                 f" {found.error:.0%}"
             )
-        steps = save_context.interval
-        if not found.lost_steps <= max(_MOST_LOST_STEPS * steps, _ALWAYS_LOST / save_context.budget_ratio):
+        if not self.lost_steps <= _most_lost(save_context):
             return (
-                f"the moments of a restore would set training back by {found.lost_steps:.2f} of the {steps} steps between"
+                f"the moments of a restore would set training back by {self.lost_steps:.2f} of the {save_context.interval} steps between"
                 " two checkpoints"
             )
         return None
 
 
-def _sample(state: TrainingState) -> frozenset[str]:
-    """Parameters spread over the model, `_MOST_ELEMENTS` at most in all; at least one matrix if there is one."""
-    sizes: dict[str, int] = {}
-    matrices: dict[str, int] = {}
-    for spec in state.specs.values():
-        name = spec.tag.parameter
-        if spec.tag.role in _WEIGHTS and name is not None and spec.numel:
-            sizes[name] = spec.numel
-            if len(spec.shape) >= 2:
-                matrices[name] = spec.numel
-    if not sizes:
-        return frozenset()
-    first = min(matrices or sizes, key=lambda name: sizes[name])
-    chosen, elements = {first}, sizes[first]
-    places = {name: index * _GOLDEN % 1 for index, name in enumerate(sizes)}  # far apart, one after another
-    for name in sorted(sizes, key=lambda name: places[name]):
-        if name not in chosen and elements + sizes[name] <= _MOST_ELEMENTS:
-            chosen.add(name)
-            elements += sizes[name]
-    return frozenset(chosen)
+def _most_lost(save_context: SaveContext) -> float:
+    """Training steps that a restore may lose."""
+    return max(_MOST_LOST_STEPS * save_context.interval, _ALWAYS_LOST / save_context.budget_ratio)
+
+
+def _lost_share(save_context: SaveContext, values: dict[str, torch.Tensor]) -> float:
+    """The share of the weights' movement that a restore takes back, as far as that is no chance.
+
+    It is the error's projection onto the movement since the previous checkpoint, -1 where weights stay where they were. An error that does not
+    depend on the movement has none but by chance, of a standard error that is known.
+    """
+    if save_context.movement is None:
+        return 0.0
+    along = squares = variance = 0.0
+    for name, before in save_context.movement.before.items():
+        true, restored = save_context.state.tensors[name], values[name]
+        if restored is true:
+            continue
+        here = sampled_elements(true).double()
+        moved = here - before.double()
+        product = (sampled_elements(restored).double() - here) * moved
+        along += float(product.sum())
+        variance += float(product.square().sum())
+        squares += float(moved.square().sum())
+    if not squares > 0:
+        return 0.0
+    return max(0.0, -(along + _CERTAIN * math.sqrt(variance)) / squares)

@@ -5,8 +5,9 @@ movement between two checkpoints about as fast as it moves, and such noise chang
 change.
 """
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -14,10 +15,13 @@ import torch
 from shrinkpoint.arrays import Float64s, widened
 from shrinkpoint.state.training import Role, TensorSpec, TrainingState
 
-__all__ = ["Movement", "MovementTracker", "is_followed"]
+__all__ = ["Movement", "MovementTracker", "is_followed", "sampled_elements", "sampled_parameters"]
 
 
 _MOVED = (Role.WEIGHT, Role.MASTER, Role.AVERAGE)
+_WEIGHTS = (Role.WEIGHT, Role.MASTER)
+_MOST_ELEMENTS = 1 << 20  # of the sampled parameters
+_GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +33,8 @@ class Movement:
     single axis are one row). A tensor that is new, or has another shape than before, is missing."""
     steps: int
     """Training steps from one to the other; at least 1."""
+    before: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Elements of some weights at the last snapshot, by the tensor's name: `sampled_elements` of those of `sampled_parameters`."""
 
 
 class MovementTracker:
@@ -53,7 +59,14 @@ class MovementTracker:
             for name, before in self._before.items()
             if name in state.tensors and _comparable(state.tensors[name], before)
         }
-        return Movement(rows=rows, steps=max(1, step - self._step))
+        sampled = sampled_parameters(state)
+        kept = [name for name in rows if state.specs[name].tag.role in _WEIGHTS]
+        before = {  # copies, since what was noted may be overwritten before the save is planned
+            name: sampled_elements(self._before[name]).clone()
+            for name in kept
+            if state.specs[name].tag.parameter in sampled
+        }
+        return Movement(rows=rows, steps=max(1, step - self._step), before=before)
 
     @property
     def knows(self) -> bool:
@@ -101,6 +114,35 @@ class MovementTracker:
 def is_followed(spec: TensorSpec) -> bool:
     """Whether a tensor's movement is measured: weights, master copies and averages of floating-point dtypes."""
     return spec.tag.role in _MOVED and spec.dtype.is_floating_point and spec.numel > 0
+
+
+def sampled_parameters(state: TrainingState) -> frozenset[str]:
+    """Parameters spread over the model, `_MOST_ELEMENTS` at most in all; at least one matrix if there is one."""
+    sizes: dict[str, int] = {}
+    matrices: dict[str, int] = {}
+    for spec in state.specs.values():
+        name = spec.tag.parameter
+        if spec.tag.role in _WEIGHTS and name is not None and spec.numel:
+            sizes[name] = spec.numel
+            if len(spec.shape) >= 2:
+                matrices[name] = spec.numel
+    if not sizes:
+        return frozenset()
+    first = min(matrices or sizes, key=lambda name: sizes[name])
+    chosen, elements = {first}, sizes[first]
+    places = {name: index * _GOLDEN % 1 for index, name in enumerate(sizes)}  # far apart, one after another
+    for name in sorted(sizes, key=lambda name: places[name]):
+        if name not in chosen and elements + sizes[name] <= _MOST_ELEMENTS:
+            chosen.add(name)
+            elements += sizes[name]
+    return frozenset(chosen)
+
+
+def sampled_elements(tensor: torch.Tensor) -> torch.Tensor:
+    """`_MOST_ELEMENTS` of a large tensor, evenly spread over it, or all, flat."""
+    # odd: it takes all columns of a matrix that has a power of two of them
+    stride = 1 if tensor.numel() <= _MOST_ELEMENTS else tensor.numel() // _MOST_ELEMENTS | 1
+    return tensor.reshape(-1)[::stride]
 
 
 def _comparable(tensor: torch.Tensor, before: torch.Tensor) -> bool:

@@ -35,7 +35,7 @@ def with_updates(report: SaveReport, job: Job, plan: Plan, guard: Guard) -> Save
         report,
         update_error=updates.error,
         update_length=updates.length,
-        lost_steps=updates.lost_steps,
+        lost_steps=guard.lost_steps,
     )
 
 

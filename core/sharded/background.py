@@ -352,5 +352,5 @@ def _next_updates(guard: Guard) -> dict[str, Any]:
     updates = guard.updates
     return {
         "untried": guard.untried,
-        "updates": None if updates is None else [updates.error, updates.length, updates.lost_steps],
+        "updates": None if updates is None else [updates.error, updates.length, guard.lost_steps],
     }

@@ -14,8 +14,8 @@ from shrinkpoint.coding.encode import encode_state
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.optimizers.updates import OptimizerKind
-from shrinkpoint.quality.guards import Guard, _sample
-from shrinkpoint.quantize.movement import Movement, MovementTracker
+from shrinkpoint.quality.guards import Guard
+from shrinkpoint.quantize.movement import Movement, MovementTracker, sampled_parameters
 from shrinkpoint.schemes.auto.scheme import Auto, AutoOptions
 from shrinkpoint.schemes.base import Coded, EncodedTensor, SaveContext
 from shrinkpoint.schemes.catalogue import SCHEMES, build
@@ -142,6 +142,71 @@ def test_any_noise_in_a_tensor_that_has_not_moved_is_refused(trained):
 def test_without_a_known_movement_weights_are_not_judged_by_it(trained):
     save_context = SaveContext(state=trained.state)
     assert Guard()(save_context, ChangingScheme(added(1.0), (Role.WEIGHT,))) is None
+
+
+def lagging(trained, share):
+    """Elements that have moved least keep the values of the checkpoint before, this share of them."""
+    before = trained.movement.before
+
+    def change(tensor):
+        alike = (old.reshape(tensor.shape) for old in before.values() if old.numel() == tensor.numel())
+        old = min(alike, key=lambda old: float((tensor - old).norm()))
+        moved = (tensor - old).abs()
+        return torch.where(moved <= moved.flatten().quantile(share), old, tensor)
+
+    return change
+
+
+@pytest.mark.parametrize(("share", "refused"), [(0.1, False), (0.9, True), (1.0, True)])
+def test_weights_that_stay_where_they_were_are_refused_for_the_steps_that_they_lose(trained, share, refused):
+    """As in a dead zone; in which noise that is no larger than the movement looks harmless."""
+    names = [name for name in trained.movement.before if trained.state.tensors[name].dim() == 2]
+    why, guard = trained.look(ChangingScheme(lagging(trained, share), names=names))
+    assert (why is not None) == refused
+    if refused:
+        assert re.fullmatch(
+            r"the weights of a restore would set training back by (\d+\.\d\d) of the 20 steps between two checkpoints",
+            why,
+        )
+        assert guard.lost_steps > 0.3
+        assert not guard.refuses_moments
+    if share == 1.0:
+        assert guard.lost_steps > 0.8 * 20
+
+
+@dataclass(frozen=True)
+class Both:
+    """Two schemes of different tensors."""
+
+    one: ChangingScheme
+    other: ChangingScheme
+
+    def codecs(self, state):
+        return {**self.one.codecs(state), **self.other.codecs(state)}
+
+
+def test_lost_progress_of_the_weights_counts_with_that_of_the_moments(trained):
+    names = [name for name in trained.movement.before if trained.state.tensors[name].dim() == 2]
+    moments = ChangingScheme(lambda m: 0.97 * m, (Role.EXP_AVG,))
+    weights = ChangingScheme(lagging(trained, 0.2), names=names)
+    lost = []
+    for scheme in (moments, weights):
+        why, guard = trained.look(scheme)
+        assert why is None
+        assert guard.lost_steps > 0.1
+        lost.append(guard.lost_steps)
+    why, guard = trained.look(Both(moments, weights))
+    assert guard.lost_steps == pytest.approx(sum(lost), rel=0.2)
+    assert f"set training back by {guard.lost_steps:.2f} of the 20 steps" in why
+
+
+def test_noise_of_the_movements_size_loses_no_progress(trained):
+    moved = max(float(rows.max()) for rows in trained.movement.rows.values())
+    for seed in range(20):
+        noise = torch.Generator().manual_seed(seed)
+        change = lambda tensor: tensor + moved / 4 * torch.randn(tensor.shape, generator=noise)  # noqa: B023, E731
+        _, guard = trained.look(ChangingScheme(change, (Role.WEIGHT,)))
+        assert guard.lost_steps == pytest.approx(0, abs=1e-9)
 
 
 def flipped(tensor):
@@ -312,12 +377,12 @@ def gpt2():
 
 def test_a_small_model_is_looked_at_whole():
     shapes = {f"layer{i}": (64, 64) for i in range(50)}
-    assert _sample(weights(**shapes)) == frozenset(shapes)
+    assert sampled_parameters(weights(**shapes)) == frozenset(shapes)
 
 
 def test_of_a_large_model_a_matrix_at_least_is_looked_at_and_no_more_than_is_quick():
     shapes = gpt2()
-    chosen = _sample(weights(**shapes))
+    chosen = sampled_parameters(weights(**shapes))
     assert sum(math.prod(shapes[name]) for name in chosen) <= 1 << 20
     assert any(len(shapes[name]) == 2 for name in chosen)
     assert len({name.split(".")[0] for name in chosen}) > 6  # of all over the model
@@ -325,15 +390,15 @@ def test_of_a_large_model_a_matrix_at_least_is_looked_at_and_no_more_than_is_qui
 
 def test_of_a_model_of_huge_matrices_the_smallest_is_looked_at():
     shapes = {"one": (8192, 8192), "norm": (8192,), "other": (4096, 8192)}
-    assert _sample(weights(**shapes)) == {"other"}
+    assert sampled_parameters(weights(**shapes)) == {"other"}
 
 
 def test_without_a_matrix_a_vector_is_looked_at():
-    assert _sample(weights(one=(5,), other=(3,), empty=(0,))) == {"one", "other"}
+    assert sampled_parameters(weights(one=(5,), other=(3,), empty=(0,))) == {"one", "other"}
 
 
 def test_what_is_wrong_with_every_parameter_of_a_large_model_is_seen_in_a_sample(monkeypatch):
-    monkeypatch.setattr("shrinkpoint.quality.guards._MOST_ELEMENTS", 3000)
+    monkeypatch.setattr("shrinkpoint.quantize.movement._MOST_ELEMENTS", 3000)
     trained = Trained(model=TinyGPT)
     assert sum(trained.state.tensors[name].numel() for name in trained.movement.rows) > 30_000
     why, guard = trained.look(ChangingScheme(lambda v: v / 4, (Role.EXP_AVG_SQ,)))
