@@ -169,8 +169,9 @@ class Guard:
                 f" {found.error:.0%}"
             )
         if not self.lost_steps <= _most_lost(save_context):
+            lost = "weights and moments" if self._lost_progress > 0 else "moments"
             return (
-                f"the moments of a restore would set training back by {self.lost_steps:.2f} of the {save_context.interval} steps between"
+                f"the {lost} of a restore would set training back by {self.lost_steps:.2f} of the {save_context.interval} steps between"
                 " two checkpoints"
             )
         return None

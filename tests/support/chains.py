@@ -110,7 +110,7 @@ def check_chain(states: Sequence[TrainingState], make: MakeScheme) -> list[Train
     """Code the states as a chain and restore every one; what was restored.
 
     The digests of the container, which `decode_chain` checks, are those of the encoder's values: that the decoder's
-    are the same bits need not be tested here again. What the reader holds must be what the writer held, also where its tensors
+    are the same bits need not be tested here again. A reader's references must be the writer's, also where its tensors
     share the memory.
     """
     checkpoints, told = save_chain(states, make)
