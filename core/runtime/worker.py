@@ -2,10 +2,14 @@
 
 import concurrent.futures.thread  # noqa: F401 - registers its exit hook first, so that it runs after this module's
 import threading
+import time
 import weakref
 from collections.abc import Callable
 
 __all__ = ["Worker"]
+
+_HEAD_START_S = 0.001
+"""Seconds that a job lets the thread go on first that has submitted it."""
 
 
 class Worker:
@@ -33,7 +37,7 @@ class Worker:
         """Start a job, which must handle its own errors; only while not `busy`."""
         if self.busy:
             raise RuntimeError(f"{self._name} was given a job while it has one")
-        self._thread = threading.Thread(target=job, name=self._name, daemon=False)
+        self._thread = threading.Thread(target=_run, args=(job,), name=self._name, daemon=False)
         self._thread.start()
 
     def join(self, timeout_s: float | None = None) -> bool:
@@ -49,6 +53,13 @@ class Worker:
             if self._before_exit is not None:
                 self._before_exit()
             self.join()
+
+
+def _run(job: Callable[[], None]) -> None:
+    # A new thread holds the interpreter's lock, and the one that has started it would wait for that: up to
+    # `sys.getswitchinterval()`, 5 ms. Whoever sleeps lets it go.
+    time.sleep(_HEAD_START_S)
+    job()
 
 
 _workers: "weakref.WeakSet[Worker]" = weakref.WeakSet()

@@ -34,6 +34,15 @@ def test_one_job_at_a_time():
     assert done == [True]
 
 
+def test_the_thread_that_submits_a_job_goes_on_before_it_begins(monkeypatch):
+    order = []
+    monkeypatch.setattr("shrinkpoint.runtime.worker.time.sleep", lambda seconds: order.append("let go"))
+    worker = Worker("test")
+    worker.submit(lambda: order.append("job"))
+    assert worker.join()
+    assert order == ["let go", "job"]
+
+
 def test_join_without_a_job():
     assert Worker("test").join()
 
