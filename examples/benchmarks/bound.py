@@ -172,8 +172,13 @@ def _arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         default=None,
         help="spread, late, nudged; unless given, spread, and late for some trainings",
     )
-    parser.add_argument("--scheme", choices=[s for s in SCHEMES if s != "itmo"], default="auto")
-    parser.add_argument("--options", type=_object, default={}, help="fields of the scheme's options, as JSON")
+    parser.add_argument("--scheme", choices=list(SCHEMES), default="auto")
+    parser.add_argument(
+        "--options",
+        type=_object,
+        default={},
+        help="""fields of the scheme's options, as JSON; for itmo {"width": 4}: it restores the same with a network of any width""",
+    )
     parser.add_argument("--config", type=_object, default={}, help="fields of SaverConfig, as JSON")
     parser.add_argument("--budget", type=float, default=None, help="max_degradation, 0.01 unless given")
     parser.add_argument("--workers", type=int, default=1)
