@@ -20,8 +20,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 
-from shrinkpoint.errors import CannotRepresentError, ConfigError, MissingDependencyError, StoreError
+from shrinkpoint.errors import CannotRepresentError, ConfigError, StoreError
 from shrinkpoint.state.training import Role, TrainingState
 from shrinkpoint.state.tree import join_path
 
@@ -69,7 +71,6 @@ def export(state: TrainingState, path: str | os.PathLike[str], *, force: bool = 
     Raises:
         ConfigError: the suffix is another one, or the file exists and `force` is not given.
         CannotRepresentError: the state contains a value that such a file cannot; the message names it.
-        MissingDependencyError: the safetensors package is not installed.
         StoreError: the file cannot be written.
 
     Examples:
@@ -98,7 +99,6 @@ def check_target(path: str | os.PathLike[str], *, force: bool = False) -> Path:
 
     Raises:
         ConfigError: see `export`.
-        MissingDependencyError: see `export`.
     """
     text = os.fspath(path)
     if "://" in text:
@@ -112,8 +112,6 @@ def check_target(path: str | os.PathLike[str], *, force: bool = False) -> Path:
         raise ConfigError(f"{target} is a folder: name a file")
     if target.exists() and not force:
         raise _exists(target)
-    if target.suffix == ".safetensors":
-        _require_safetensors()
     return target
 
 
@@ -322,29 +320,16 @@ def _named(chosen: list[tuple[_Path, torch.Tensor]]) -> tuple[dict[str, torch.Te
 def _safetensors_writer(
     tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, str]
 ) -> Callable[[Path], None]:
-    save_file, errors = _require_safetensors()
-
     def write(path: Path) -> None:
         # Tied names are stored in the metadata, as safetensors.torch.save_model writes and load_model resolves them.
         try:
             save_file(dict(tensors), path, metadata={"format": "pt", **aliases})
-        except errors as error:
+        except (SafetensorError, KeyError, ValueError) as error:
             raise CannotRepresentError(
                 f"safetensors cannot store this model ({error}): export to .ckpt"
             ) from error
 
     return write
-
-
-def _require_safetensors() -> tuple[Callable[..., None], tuple[type[Exception], ...]]:
-    try:
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
-    except ImportError as error:
-        raise MissingDependencyError(
-            'writing .safetensors needs safetensors: pip install "shrinkpoint[safetensors]"'
-        ) from error
-    return save_file, (SafetensorError, KeyError, ValueError)
 
 
 # ---- the file

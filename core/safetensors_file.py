@@ -11,8 +11,9 @@ from types import TracebackType
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 
-from shrinkpoint.errors import CannotRepresentError, MissingDependencyError
+from shrinkpoint.errors import CannotRepresentError
 from shrinkpoint.state.dtypes import tensor_to_bytes
 from shrinkpoint.state.training import TensorSpec
 
@@ -118,14 +119,7 @@ def check_file(path: Path) -> None:
 
     Raises:
         CannotRepresentError: it does not accept it.
-        MissingDependencyError: it is not installed.
     """
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError as error:
-        raise MissingDependencyError(
-            'writing .safetensors needs safetensors: pip install "shrinkpoint[safetensors]"'
-        ) from error
     try:
         with safe_open(path, framework="pt"):
             pass
