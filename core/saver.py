@@ -275,6 +275,7 @@ class Saver:
         self._under_way = step, time.monotonic()
         handed_over = [job]
         del job  # the snapshot is the background's alone: as soon as that is done with it, its memory is free
+        self._compiling = self._warmup.running
         self._worker.submit(lambda: self._run(handed_over))
         if takeover is not None:
             self._take_over(takeover, started)
@@ -388,7 +389,6 @@ class Saver:
 
     def _make(self, job: Job) -> None:
         try:
-            self._compiling = True
             self._warmup.wait()
             self._compiling = False
             report = self._committer.commit(job)

@@ -97,8 +97,10 @@ class Guard:
             return reason
         restored = TrainingState(state.tree, values, state.specs)
         reason = self._worse_than_none(state, values) or self._updates_differ(save_context, restored, chosen)
-        self._refuses_moments = reason is not None
-        return reason
+        if reason is not None:
+            self._refuses_moments = True
+            return reason
+        return self._loses_steps(save_context)
 
     def _values(
         self, save_context: SaveContext, scheme: Scheme, chosen: frozenset[str]
@@ -168,13 +170,19 @@ class Guard:
                 f"the first update after a restore would be {found.length:.2f} times as long as it should be, with an error of"
                 f" {found.error:.0%}"
             )
-        if not self.lost_steps <= _most_lost(save_context):
-            lost = "weights and moments" if self._lost_progress > 0 else "moments"
-            return (
-                f"the {lost} of a restore would set training back by {self.lost_steps:.2f} of the {save_context.interval} steps between"
-                " two checkpoints"
-            )
         return None
+
+    def _loses_steps(self, save_context: SaveContext) -> str | None:
+        if self.lost_steps <= _most_lost(save_context):
+            return None
+        self._refuses_moments = (
+            self.lost_steps >= 2 * self._lost_progress
+        )  # the moments lose more than the weights
+        lost = "weights and moments" if self._lost_progress > 0 else "moments"
+        return (
+            f"the {lost} of a restore would set training back by {self.lost_steps:.2f} of the {save_context.interval} steps between"
+            " two checkpoints"
+        )
 
 
 def _most_lost(save_context: SaveContext) -> float:
@@ -185,22 +193,30 @@ def _most_lost(save_context: SaveContext) -> float:
 def _lost_share(save_context: SaveContext, values: dict[str, torch.Tensor]) -> float:
     """The share of the weights' movement that a restore takes back, as far as that is no chance.
 
-    It is the error's projection onto the movement since the previous checkpoint, -1 where weights stay where they were. An error that does not
-    depend on the movement has none but by chance, of a standard error that is known.
+    It is the error's projection onto the movement since the previous checkpoint, -1 where weights stay where they were; the mean of
+    the tensors that are not exact, by their elements, so that one that moves far does not hide another. An error that does not depend on
+    the movement, and is another in each element, has none but by chance, of a standard error that is known.
     """
     if save_context.movement is None:
         return 0.0
-    along = squares = variance = 0.0
+    along = variance = 0.0
+    elements = 0
     for name, before in save_context.movement.before.items():
         true, restored = save_context.state.tensors[name], values[name]
         if restored is true:
             continue
-        here = sampled_elements(true).double()
+        here, there = sampled_elements(true).double(), sampled_elements(restored).double()
         moved = here - before.double()
-        product = (sampled_elements(restored).double() - here) * moved
-        along += float(product.sum())
-        variance += float(product.square().sum())
-        squares += float(moved.square().sum())
-    if not squares > 0:
+        finite = torch.isfinite(moved)
+        squares = float(moved[finite].square().sum())
+        if not squares > 0 or torch.equal(here, there):
+            continue
+        product = ((there - here) * moved)[finite]
+        count = product.numel()
+        along += count * float(product.sum()) / squares
+        variance += (count / squares) ** 2 * float(product.square().sum())
+        elements += count
+    if not elements:
         return 0.0
-    return max(0.0, -(along + _CERTAIN * math.sqrt(variance)) / squares)
+    share = -(along + _CERTAIN * math.sqrt(variance)) / elements
+    return max(0.0, share) if math.isfinite(share) else 1.0

@@ -87,6 +87,12 @@ class Warmup:
         except Exception as error:  # noqa: BLE001 - training does without
             self._failure = f"{type(error).__name__}: {error}"
 
+    @property
+    def running(self) -> bool:
+        """Whether a compilation has begun and not ended."""
+        child = self._child
+        return child is not None and child.process.poll() is None
+
     def wait(self) -> None:
         """Return when the compilation has ended, in whatever way; a failure gives a warning. Never raises in the background."""
         child, self._child = self._child, None

@@ -100,8 +100,9 @@ class Background:
         self._failures = Failures(config, url)
 
     def forget(self) -> None:
-        """Build on nothing."""
+        """Another training follows: build on nothing, and count no movement from what was before."""
         self.link = None
+        self.movement.forget()
 
     def continue_search(self, stored: object) -> None:
         """Go on with the search for settings of a restored checkpoint, whose cost counts as a restore's.

@@ -19,11 +19,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
 import shrinkpoint
+from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import StoreError
 from shrinkpoint.sharded.background import Background
 from shrinkpoint.sharded.ending import Ending
 from shrinkpoint.sharded.gathering import Gathering
 from shrinkpoint.sharded.ranks import Mailbox, Ranks
+from shrinkpoint.sharded.saver import ShardedSaver
+from shrinkpoint.state.training import Role, Tag
 from shrinkpoint.store.local import LocalObjects
 from shrinkpoint.store.manifest import BlobRef
 from shrinkpoint.store.run import RunStore
@@ -392,6 +395,28 @@ def sums_of_ranks(rank: int, world: int, url: str) -> Any:
     checkpointer.save(1, wait=True)
     checkpointer.close()
     return full_state(filled.model, filled.optimizer)
+
+
+def first_checkpoint(rank: int, world: int, url: str, after_another: bool) -> float:
+    """The error of a training's first checkpoint by ``auto``, relative to its weights; after another training, if asked for."""
+
+    def describe(path: tuple[str, ...], tensor: torch.Tensor) -> Tag:
+        return Tag(role=Role.WEIGHT, parameter="/".join(path))
+
+    config = SaverConfig(scheme="auto", compile_ahead=False, busy="wait")
+    saver = ShardedSaver(url, config, targets=lambda specs: {}, own=dict)
+    saver.check()
+    generator = torch.Generator().manual_seed(0)
+    weight, other = (torch.randn(256, 256, generator=generator) / 16 for _ in range(2))
+    if after_another:
+        for step in (100, 200):
+            other = other + 1e-4 * torch.randn(256, 256, generator=generator)
+            saver.save({"weight": other.clone()}, step=step, describe=describe, wait=True)
+        saver.forget()
+    saver.save({"weight": weight.clone()}, step=50, describe=describe, wait=True)
+    saver.close()
+    [restored] = shrinkpoint.Saver(url).restore(50, adopt=False).state.tensors.values()
+    return float((restored - weight).norm() / weight.norm())
 
 
 def asked_to_end(rank: int, world: int, url: str, asked: dict[int, int], resumes: bool = False) -> Any:

@@ -109,12 +109,17 @@ class Prediction:
         assert self.factors is not None
         width = self.factors.columns.size
         first, last = part.start // width, -(-part.stop // width)
-        rows, columns = _sixteenths(self.factors.rows[first:last]), _sixteenths(self.factors.columns)
-        from_first = slice(part.start - first * width, part.stop - first * width)
-        if last - first == 1:
-            return columns[from_first] + rows
-        found: Int32s = (rows[:, None] + columns[None]).reshape(-1)[from_first]
-        return found
+        start, stop = part.start - first * width, part.stop - first * width
+        rows = _sixteenths(self.factors.rows[first:last])
+        if width < CHUNK:
+            columns = _sixteenths(self.factors.columns)
+            found: Int32s = (rows[:, None] + columns[None]).reshape(-1)[start:stop]
+            return found
+        ends = [
+            _sixteenths(self.factors.columns[max(start - row * width, 0) : stop - row * width]) + exponent
+            for row, exponent in enumerate(rows)
+        ]
+        return np.concatenate(ends)
 
 
 def _sixteenths(side: Int16s) -> Int32s:

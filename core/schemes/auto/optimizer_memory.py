@@ -7,14 +7,14 @@ the parameter's number. Where they are found in the tree of a state does not mat
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
 from shrinkpoint.state.training import Role, TrainingState
 from shrinkpoint.state.tree import JSON
 
-__all__ = ["EPSILON", "UNKNOWN", "epsilons", "memories", "second_memories"]
+__all__ = ["EPSILON", "FADING", "UNKNOWN", "epsilons", "errors_at_once", "memories", "second_memories"]
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -24,6 +24,10 @@ UNKNOWN = 99.0
 EPSILON = 1e-8
 """Where an optimizer does not say what it adds to a root: the default of torch's Adam and its kin."""
 
+FADING = ("square_avg", "acc_delta")
+"""RMSprop's and Adadelta's means of squares, by the key of the parameter's state."""
+
+_FADING_DECAYS = "alpha", "rho"
 _DECAYS = "momentum", "beta", "beta1", "mu"
 _LARGEST = "exp_inf"  # Adamax's, in the place of a second moment
 _SECOND = (Role.EXP_AVG_SQ, Role.SQUARES)
@@ -53,13 +57,13 @@ def memories(state: TrainingState) -> dict[str, float]:
 
 
 def second_memories(state: TrainingState) -> dict[str, float]:
-    """How many steps of gradients each second moment of Adam and its kin holds: ``beta2 / (1 - beta2)``.
+    """How many steps of gradients each second moment holds: ``beta2 / (1 - beta2)``, or by the decay of `FADING` ones.
 
     Args:
         state: of a training, as copied: hyperparameters may be tensors.
 
     Returns:
-        By the name of the moment's tensor; one whose optimizer has no second of ``betas`` is missing.
+        By the name of the moment's tensor; one whose optimizer does not say is missing.
     """
     found: dict[str, float] = {}
     for group, moments in _moments(state):
@@ -68,7 +72,24 @@ def second_memories(state: TrainingState) -> dict[str, float]:
         decays = _decays(group, state.tensors) if seconds else []
         if len(decays) > 1:
             found |= dict.fromkeys(seconds, decays[1] / (1 - decays[1]))
+        fading = [moments[key] for key in FADING if key in moments]
+        for decay in _of_group(group, _FADING_DECAYS, state.tensors) if fading else ():
+            found |= dict.fromkeys(fading, decay / (1 - decay))
     return found
+
+
+def errors_at_once(memory: float, interval: int, saves: float) -> float:
+    """How many restores' errors are in a moment at the same time, where training goes on from every checkpoint.
+
+    One fades by ``exp(-interval / memory)`` until the next comes; their variances add up to so many times that of one.
+
+    Args:
+        memory: steps of gradients that the moment holds; infinite where it forgets nothing.
+        interval: steps between two checkpoints.
+        saves: checkpoints of the run.
+    """
+    faded = -math.expm1(-2 * interval / memory) if memory > 0 else 1.0
+    return min(saves, 1 / faded) if faded > 0 else saves
 
 
 def epsilons(state: TrainingState) -> dict[str, float]:
@@ -130,8 +151,17 @@ def _decays(group: Mapping[str, JSON], tensors: Tensors) -> list[float]:
     betas = group.get("betas")
     if isinstance(betas, Mapping):  # a tuple
         betas = betas.get("items")
-    given = betas if isinstance(betas, list) else [group[name] for name in _DECAYS if name in group][:1]
-    decays = [_number(decay, tensors) for decay in given]
+    if not isinstance(betas, list):
+        return _of_group(group, _DECAYS, tensors)
+    return _sound([_number(decay, tensors) for decay in betas])
+
+
+def _of_group(group: Mapping[str, JSON], names: Sequence[str], tensors: Tensors) -> list[float]:
+    """The first setting that has one of these names, if that is a decay."""
+    return _sound([_number(group[name], tensors) for name in names if name in group][:1])
+
+
+def _sound(decays: Sequence[float | None]) -> list[float]:
     return [decay for decay in decays if decay is not None and 0 <= decay < 1 and math.isfinite(decay)]
 
 

@@ -32,7 +32,15 @@ from shrinkpoint.schemes.auto.copied import CopiedCodec
 from shrinkpoint.schemes.auto.first_moments import CentroidFirstMomentCodec, CentroidMomentumCodec
 from shrinkpoint.schemes.auto.lattice import LatticeCodec
 from shrinkpoint.schemes.auto.log_levels import LogLevelsCodec
-from shrinkpoint.schemes.auto.optimizer_memory import EPSILON, UNKNOWN, epsilons, memories, second_memories
+from shrinkpoint.schemes.auto.optimizer_memory import (
+    EPSILON,
+    FADING,
+    UNKNOWN,
+    epsilons,
+    errors_at_once,
+    memories,
+    second_memories,
+)
 from shrinkpoint.schemes.auto.options import MILD_SCALE, AutoOptions
 from shrinkpoint.schemes.auto.rounded import RoundedCodec
 from shrinkpoint.schemes.auto.second_moments import FactoredSecondMomentCodec, rank_one_misfit
@@ -50,8 +58,8 @@ __all__ = ["MILD_SCALE", "Auto", "AutoOptions"]
 Maker = Callable[[], TensorCodec]
 
 # Levels of other squares and sizes, in sixteenths of an octave: wider where what a restore has changed is soon forgotten
-_FADING = ("square_avg", "acc_delta")  # RMSprop's and Adadelta's
 _FADING_STEP, _LASTING_STEP = 16, 8
+_USUAL_ERRORS = 10  # of as many restores, which steps were chosen for where nothing is forgotten
 # Of the steps between two checkpoints: how many of them a restored first moment may have lost.
 _LOST_STEPS = 0.01
 _OF_DIRECTION = 8  # times less where an optimizer uses the direction of a moment alone
@@ -121,7 +129,7 @@ class Auto:
             if spec.tag.role is Role.EXP_AVG:
                 makers[name] = moments[name]
             elif spec.tag.role in (Role.SQUARES, Role.STATE) or self._by_element(spec, names):
-                makers[name] = self._log_levels(spec)
+                makers[name] = self._log_levels(spec, _memory(spec, names, remembered))
             elif spec.tag.role is Role.EXP_AVG_SQ:
                 first = names.firsts.get(spec.place)
                 makers[name] = partial(
@@ -254,7 +262,7 @@ class Auto:
         """
         share = min(1.0, memory / max(self.save_context.interval, 1))
         if share > 0 and rank_one_misfit(second, spec) > _MISFIT / math.sqrt(share):
-            return self._log_levels(spec)()
+            return self._log_levels(spec, memory)()
         return FactoredSecondMomentCodec(first_moment=first)
 
     def _by_element(self, spec: TensorSpec, names: _Names) -> bool:
@@ -262,17 +270,30 @@ class Auto:
         is_second = spec.tag.role is Role.EXP_AVG_SQ
         return is_second and (self.finer_moments or _has_maximum(spec, names))
 
-    def _log_levels(self, spec: TensorSpec) -> Maker:
+    def _log_levels(self, spec: TensorSpec, memory: float) -> Maker:
         """The dither continues as long as no restore has put a tensor on its levels.
 
         Tensors that stand together share it: so amsgrad's maximum is never restored below the second moment that it is of.
+
+        Where training goes on from every checkpoint, the errors of those that the optimizer remembers are there at once: levels are
+        finer by as much. And they are right in the mean of ``log v``, not of ``1 / v``: that would make v, of which optimizers take
+        means, larger each time, and updates ever shorter.
+
+        Args:
+            spec: of the tensor.
+            memory: as `_memory` gives it.
         """
+        step, usual = (_FADING_STEP, 1) if spec.key in FADING else (_LASTING_STEP, _USUAL_ERRORS)
+        adopts = self.save_context.adopts
+        if adopts:
+            at_once = errors_at_once(memory, self.save_context.interval, self.save_context.restore_budget)
+            step = max(1, round(step * math.sqrt(min(1.0, usual / at_once))))
         return partial(
             LogLevelsCodec,
-            step=_FADING_STEP if spec.key in _FADING else _LASTING_STEP,
+            step=step,
             seed=None if self._continues(spec, LogLevelsCodec.id) else self._seed(spec.place),
-            divides=spec.tag.role is not Role.STATE,
-            alone=self.save_context.adopts,
+            divides=spec.tag.role is not Role.STATE and not adopts,
+            alone=adopts,
         )
 
     def _continues(self, spec: TensorSpec, codec: str) -> bool:
@@ -282,6 +303,15 @@ class Auto:
 
     def _seed(self, name: str) -> int:
         return zlib.crc32(f"{self.save_context.step}/{name}".encode())
+
+
+def _memory(spec: TensorSpec, names: _Names, remembered: Mapping[str, float]) -> float:
+    """For how many steps an error in a tensor lasts that is coded element by element; the same for those that stand together."""
+    if spec.key in FADING:
+        return remembered.get(spec.name, UNKNOWN)
+    if spec.tag.role is not Role.EXP_AVG_SQ or spec.place in names.squares:
+        return math.inf
+    return remembered.get(spec.name, math.inf)
 
 
 def _by_parameter(state: TrainingState, role: Role) -> dict[str | None, str]:

@@ -80,6 +80,10 @@ def trained():
     return Trained()
 
 
+def seeded(seed):
+    return torch.Generator().manual_seed(seed)
+
+
 def added(size):
     def change(tensor):
         generator = torch.Generator().manual_seed(tensor.numel())
@@ -146,7 +150,7 @@ def test_without_a_known_movement_weights_are_not_judged_by_it(trained):
 
 def lagging(trained, share):
     """Elements that have moved least keep the values of the checkpoint before, this share of them."""
-    before = trained.movement.before
+    before = {name: old.clone() for name, old in trained.movement.before.items()}
 
     def change(tensor):
         alike = (old.reshape(tensor.shape) for old in before.values() if old.numel() == tensor.numel())
@@ -172,6 +176,55 @@ def test_weights_that_stay_where_they_were_are_refused_for_the_steps_that_they_l
         assert not guard.refuses_moments
     if share == 1.0:
         assert guard.lost_steps > 0.8 * 20
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_a_weight_that_was_not_finite_does_not_hide_what_others_lose(value):
+    trained = Trained()
+    names = [name for name in trained.movement.before if trained.state.tensors[name].dim() == 2]
+    change = lagging(trained, 1.0)
+    trained.movement.before[names[0]].view(-1)[0] = value
+    why, guard = trained.look(ChangingScheme(change, names=names))
+    assert "would set training back by" in why
+    assert guard.lost_steps > 0.8 * 20
+
+
+def test_a_restored_weight_that_is_not_finite_is_refused(trained):
+    names = [name for name in trained.movement.before if trained.state.tensors[name].dim() == 2]
+    why, _ = trained.look(ChangingScheme(lambda tensor: tensor / 0, names=names))
+    assert why is not None
+
+
+@pytest.mark.parametrize("noise", [0.3, 0.0])
+def test_a_tensor_that_moves_far_does_not_hide_one_that_stands_still(noise):
+    trained = Trained()
+    names = sorted(trained.movement.before, key=lambda name: trained.movement.before[name].numel())
+    far, still = names[0], names[-1]
+    trained.state.tensors[far].copy_(trained.movement.before[far].reshape(trained.state.tensors[far].shape))
+    trained.state.tensors[far].add_(torch.randn(trained.state.tensors[far].shape, generator=seeded(0)))
+    trained.movement.rows[far][...] = 1.0
+    change = lagging(trained, 1.0)
+
+    def both(tensor):
+        if tensor.shape != trained.state.tensors[far].shape:
+            return change(tensor)
+        return tensor + noise * torch.randn(
+            tensor.shape, generator=seeded(1)
+        )  # an equal copy counts as itself
+
+    assert trained.state.tensors[far].shape != trained.state.tensors[still].shape
+    why, guard = trained.look(ChangingScheme(both, names=(far, still)))
+    assert "would set training back by" in why
+    assert guard.lost_steps > (0.3 if noise == 0 else 0.05) * 20
+
+
+@pytest.mark.parametrize(("share", "moment", "blamed"), [(0.2, 0.97, True), (0.24, 0.985, False)])
+def test_what_loses_more_is_blamed(trained, share, moment, blamed):
+    names = [name for name in trained.movement.before if trained.state.tensors[name].dim() == 2]
+    moments = ChangingScheme(lambda m: moment * m, (Role.EXP_AVG,))
+    why, guard = trained.look(Both(moments, ChangingScheme(lagging(trained, share), names=names)))
+    assert why.startswith("the weights and moments of a restore would set training back by")
+    assert guard.refuses_moments == blamed
 
 
 @dataclass(frozen=True)

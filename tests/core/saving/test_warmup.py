@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -103,7 +104,9 @@ def test_one_process_where_it_is_not(child) -> None:
     assert running.process.returncode == 0
 
 
-def test_the_first_save_waits_for_it_in_the_background(child, tmp_path: Path) -> None:
+def test_the_first_save_waits_for_it_in_the_background(
+    child, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gate = tmp_path / "gate"
     child(f"import os, time\nwhile not os.path.exists({str(gate)!r}): time.sleep(0.01)")
     checkpointer = Checkpointer(
@@ -111,12 +114,18 @@ def test_the_first_save_waits_for_it_in_the_background(child, tmp_path: Path) ->
     )
     saver = checkpointer.saver
     assert saver._warmup._child is not None
+    said: list[str] = []
+    monkeypatch.setattr("shrinkpoint.saver.waiting_for", lambda text: said.append(text) or nullcontext())
     assert checkpointer.save(1) is not None
     assert not saver.flush(0.2)
+    assert said[0].endswith("whose coders are being compiled")
     assert saver.reports() == []
     gate.touch()
     assert saver.flush(60)
-    assert [report.step for report in saver.reports()] == [1]
+    assert checkpointer.save(2) is not None
+    assert saver.flush(60)
+    assert "compiled" not in said[-1]
+    assert [report.step for report in saver.reports()] == [1, 2]
     assert saver.close()
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.sharded import launch
-from support.sharded_programs import hop_lossy, sums_of_ranks
+from support.sharded_programs import first_checkpoint, hop_lossy, sums_of_ranks
 
 from shrinkpoint.coding.selective import header_of
 from shrinkpoint.saving.compilation import compile_coders
@@ -83,3 +83,12 @@ def test_sums_of_parts_add_up_to_those_of_all() -> None:
     assert split.size == pytest.approx(sums(every).size, rel=1e-12)
     assert split.means == pytest.approx(sums(every).means)
     assert WeightSums.from_json(split.to_json()) == split
+
+
+def test_another_training_in_the_same_process_has_no_movement_from_the_first_one(tmp_path: Path) -> None:
+    """Its first checkpoint would be as coarse as the distance between two models."""
+    url = str(tmp_path / "run")
+    [after] = launch(first_checkpoint, 1, tmp_path, url, True)
+    [fresh] = launch(first_checkpoint, 1, tmp_path, url + "-fresh", False)
+    assert after == pytest.approx(fresh, rel=0.01)
+    assert after < 0.01

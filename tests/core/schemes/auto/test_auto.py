@@ -116,6 +116,43 @@ def test_the_maximum_of_second_moments_is_never_restored_below_them():
             assert bool((restored[name] >= restored[name.replace("max_exp", "exp")]).all())
 
 
+@pytest.mark.parametrize(
+    ("make", "interval", "saves"),
+    [
+        (torch.optim.RMSprop, 5, 150),
+        (lambda weights: torch.optim.Adadelta(weights, rho=0.99), 5, 150),
+        (lambda weights: torch.optim.RMSprop(weights, alpha=0.9), 20, 50),
+        (torch.optim.Adagrad, 2, 150),
+    ],
+)
+def test_updates_keep_their_length_where_training_goes_on_from_every_checkpoint(make, interval, saves):
+    """Optimizers take means of what is restored: what is right in another mean would add up."""
+    adopting, undisturbed = (torch.nn.Linear(64, 64, bias=False) for _ in range(2))
+    both = [(model, make(model.parameters())) for model in (adopting, undisturbed)]
+    generator = torch.Generator().manual_seed(0)
+    for step in range(1, interval * saves + 1):
+        gradient = torch.randn(64, 64, generator=generator) * torch.logspace(-3, 0, 64)
+        for model, optimizer in both:
+            model.weight.grad = gradient.clone()
+            optimizer.step()
+        if step % interval == 0:
+            state, live = capture(*both[0]), both[0][1].state[adopting.weight]
+            movement = moving(interval, **{"model/weight": np.ones(64)})
+            more = {"restored": True, "adopts": True, "movement": movement, "restore_budget": saves}
+            restored = restored_values(
+                state, Auto(options=OPTIONS, save_context=SaveContext(state=state, step=step, **more)), None
+            )
+            for name, value in restored.items():
+                key = name.rpartition("/")[2]
+                if key in ("square_avg", "acc_delta", "sum"):
+                    live[key].copy_(value)
+    key = "sum" if make is torch.optim.Adagrad else "square_avg"
+    kept, true = (optimizer.state[model.weight][key] for model, optimizer in both)
+    shorter = (true / kept).sqrt()
+    assert 0.95 < float(shorter.mean()) < 1.05
+    assert float(shorter.std()) < 0.15
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("optimizer", ["AdamW", "RMSprop", "SGD"])
 def test_other_dtypes_are_coded_as_fp32_is(dtype, optimizer):

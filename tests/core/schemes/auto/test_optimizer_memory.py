@@ -2,11 +2,19 @@
 
 from collections import OrderedDict
 
+import numpy as np
 import pytest
 import torch
 from support.training import OPTIMIZERS, TinyMLP, capture, train
 
-from shrinkpoint.schemes.auto.optimizer_memory import EPSILON, UNKNOWN, epsilons, memories, second_memories
+from shrinkpoint.schemes.auto.optimizer_memory import (
+    EPSILON,
+    UNKNOWN,
+    epsilons,
+    errors_at_once,
+    memories,
+    second_memories,
+)
 from shrinkpoint.state.training import LayerType, Role, Tag, TrainingState
 
 MOMENTS = {"exp_avg", "momentum_buffer", "exp_avg_diff"}
@@ -248,3 +256,31 @@ def test_what_an_optimizer_does_not_say_as_a_number_is_what_torchs_own_add(told)
 def test_what_is_added_may_be_a_tensor():
     group = {"eps": torch.tensor(0.25), "params": [0]}
     assert added({"state": {0: entry("exp_avg_sq")}, "param_groups": [group]}) == {"0/exp_avg_sq": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "steps"),
+    [
+        (torch.optim.RMSprop, {}, {"0/square_avg": 99}),
+        (torch.optim.RMSprop, {"alpha": 0.9, "centered": True}, {"0/square_avg": 9}),
+        (torch.optim.Adadelta, {"rho": 0.95}, {"0/square_avg": 19, "0/acc_delta": 19}),
+        (torch.optim.Adagrad, {}, {}),
+    ],
+)
+def test_means_of_squares_without_betas(kind, settings, steps):
+    assert remembered_in_second(optimizer(kind, **settings)) == steps
+
+
+@pytest.mark.parametrize("memory", [0.5, 19, 99, 999])
+@pytest.mark.parametrize("interval", [1, 5, 40])
+def test_errors_that_are_there_at_once_are_those_that_have_not_faded(memory, interval):
+    rng, kept, drawn = np.random.default_rng(0), np.exp(-interval / memory), np.zeros(4000)
+    for _ in range(3000):
+        drawn = kept * drawn + rng.standard_normal(drawn.size)
+    assert errors_at_once(memory, interval, 10**6) == pytest.approx(float(np.var(drawn)), rel=0.1)
+
+
+def test_where_nothing_fades_all_saves_leave_their_errors():
+    assert errors_at_once(float("inf"), 5, 200) == 200
+    assert errors_at_once(1e6, 5, 200) == 200
+    assert errors_at_once(0, 5, 200) == 1
