@@ -1,6 +1,7 @@
 """Checkpoints for a hand-written PyTorch loop."""
 
 import copy
+import inspect
 import signal
 import sys
 import weakref
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shrinkpoint.config import SaverConfig
-from shrinkpoint.errors import StoreError
+from shrinkpoint.errors import ConfigError, StoreError
 from shrinkpoint.loading import weights_of_step
 from shrinkpoint.loop.measuring import LoopMeasurements
 from shrinkpoint.loop.objects import LoopObjects, Stateful
@@ -70,7 +71,7 @@ class Checkpointer:
         model: the module; of a DataParallel or DDP wrapper give the inner one. With ``adopt=True`` or a step log every process of a DDP
             training makes a Checkpointer, and gives it the DDP wrapper: the first one stores (docs/adopt.md).
         optimizer: one or several.
-        every: save at every so many calls of `step`; None saves on `save` only.
+        every: save whenever a multiple of so many steps is reached; None saves on `save` only.
         evaluate: the held-out loss of `model` with its current weights: one number, or better one for each batch (a
             sequence, or a tensor of one dimension), always of the same batches in the same order; the standard error is
             estimated from the batches' spread. It enables the search for the smallest configuration, and makes
@@ -136,7 +137,7 @@ class Checkpointer:
             save_last=save_last,
             config=config,
         )
-        config, stateful = split_fields(stateful, config)
+        config, stateful = split_fields(stateful, config, _OPTIONS)
         refuse_deepspeed(model, optimizer if isinstance(optimizer, list) else [optimizer])
         sharded, several = has_shards(model), _is_distributed()
         if config.adopt:
@@ -184,7 +185,7 @@ class Checkpointer:
         )
         """The step log; None without one."""
         self._committed = 0
-        self._overdue = False
+        self._overdue = self._warned_of_monitor = False
         self.saver = self._new_saver(
             url,
             config,
@@ -246,6 +247,8 @@ class Checkpointer:
             StateMismatchError: the run is another model's; the message names the tensors.
             ChainError: there are checkpoints, and none is sound.
         """
+        if step is not None and type(step) is not int:
+            raise ConfigError(f"step={step!r} must be a whole number")
         with self._pace.visit(first=True):
             begins = self._restore(step)
         self._watch()  # before the loop forks its loaders' workers, which a Ctrl-C would end
@@ -389,6 +392,7 @@ class Checkpointer:
         planned: bool = False,
     ) -> Accepted | None:
         adopts = planned and self.saver.config.adopt
+        self._require_monitor(step, metrics or {})
         if self.step_log is not None:
             self.step_log.boundary(step)
         logged = {} if self.step_log is None else {"step_log": self.step_log.measured()}
@@ -410,6 +414,18 @@ class Checkpointer:
             self._saved_step, self._overdue = step, False
         return accepted
 
+    def _require_monitor(self, step: int, metrics: Mapping[str, float]) -> None:
+        config = self.saver.config
+        if config.keep_best is None or config.monitor in metrics or self._warned_of_monitor:
+            return
+        self._warned_of_monitor = True
+        warn(
+            f"monitor={config.monitor!r} is not among the metrics of the save of step {step}"
+            f" ({', '.join(sorted(metrics)) or 'none was given'}): give it as metrics= of step or save, or keep_best cannot rank this"
+            " checkpoint. This warning comes once",
+            stacklevel=4,
+        )
+
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait for the running save; see `Saver.flush`."""
         return self.saver.flush(timeout_s)
@@ -422,12 +438,24 @@ class Checkpointer:
         """Save the last step, if `save_last`; finish the running save, and release the store.
 
         Weights that have been changed since the last `step` do not belong to that step and are not saved; nothing is
-        saved while an exception is being handled. Both give a warning.
+        saved while an exception is being handled. Both give a warning. A SIGTERM or Ctrl-C ends the process when this is done, a second
+        one at once.
 
         Raises:
             SaveFailedError: the last saves have failed.
+            KeyboardInterrupt, SystemExit: the process was asked to end.
         """
-        self._termination.unwatch()
+        watched = self._termination.watches
+        try:
+            with self._pace.visit(first=True):
+                self._close()
+            number = self._termination.number
+            if watched and number is not None:
+                self._termination.end(number)
+        finally:
+            self._termination.unwatch()
+
+    def _close(self) -> None:
         if not isinstance(self.saver, Saver) and sys.exc_info()[0] is not None:
             warn(
                 "nothing more is saved: an error is being handled on this rank, and the others cannot be waited for"
@@ -517,6 +545,9 @@ class Checkpointer:
             self._close_log(whole=False)
             self.saver.close()
         return False
+
+
+_OPTIONS = inspect.signature(Checkpointer).parameters.keys() - {"url", "model", "optimizer", "stateful"}
 
 
 def _is_distributed() -> bool:

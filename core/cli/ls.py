@@ -78,7 +78,7 @@ def ls(
         out.print(
             f"and {len(others)} containers, {bytes_text(sum(others))}, that none of these needs: of removed"
             " checkpoints, which wait for the end of their grace (`shrinkpoint undelete` brings them back), or of a save"
-            " in progress"
+            f" in progress{', or of those that are unreadable' if unreadable else ''}"
         )
     if log is not None:
         out.print(_logged(log, url))

@@ -60,7 +60,8 @@ def show(
     else:
         run = open_run(url, options)
         manifest = pick(run, step=step, seq=seq)
-        header = header_of(run.store, manifest.chain[-1])
+        with naming(f"{run.store.display}/{manifest.chain[-1].key}"):
+            header = header_of(run.store, manifest.chain[-1])
         size, shown = manifest.chain[-1].total, run.store.display
         noted = describe_manifest(manifest)
     report = _report(header, size) | {"url": shown, "checkpoint": noted}

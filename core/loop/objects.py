@@ -2,16 +2,17 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from shrinkpoint.errors import ConfigError, StateMismatchError
+from shrinkpoint.loop.identity import identities, require_same_optimizers, rounded_weights
 from shrinkpoint.quality.resumed_steps import obstacle
 from shrinkpoint.quality.swap import swapped_weights
-from shrinkpoint.saving.resume import overridden_rates, require_optimizers, require_same_model
+from shrinkpoint.saving.resume import overridden_options, require_optimizers, require_same_model
 from shrinkpoint.state.rng import capture_rng, restore_rng
 from shrinkpoint.state.roles import describe_training
 from shrinkpoint.state.training import Describe, TrainingState, plain
@@ -62,6 +63,9 @@ class LoopObjects:
         ConfigError: one of them is not what its name says.
     """
 
+    ordered: ClassVar[bool] = True
+    """Whether optimizers take state by the order of their parameters."""
+
     def __init__(self, model: Any, optimizer: Any, stateful: Mapping[str, Stateful]) -> None:
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model must be a torch.nn.Module, not {brief(model)}")
@@ -85,6 +89,7 @@ class LoopObjects:
             "step": step,
             "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "identities": identities(self.model, self.inner),
             "stateful": {name: value.state_dict() for name, value in self.stateful.items()},
             "rng": capture_rng(),
         }
@@ -115,7 +120,7 @@ class LoopObjects:
         Args:
             state: from a checkpoint.
             url: of its run, for messages.
-            warns: whether to warn of learning rates that are overridden, and of objects without a stored state.
+            warns: whether to warn of options that are overridden, of another class or dtype, and of objects without a stored state.
 
         Raises:
             StateMismatchError: it is the state of another framework's callback or of another model; nothing is changed then.
@@ -125,13 +130,19 @@ class LoopObjects:
                 f"{url} was written by another framework's callback, not by a Checkpointer: resume it"
                 " there, or take its weights with `shrinkpoint export`"
             )
-        require_same_model(_shapes(state["model"]), _shapes(self.model.state_dict()), url)
+        live = self.model.state_dict()
+        require_same_model(_shapes(state["model"]), _shapes(live), url)
         require_optimizers(state["optimizers"], self.optimizers, url)
-        self.model.load_state_dict(state["model"])
+        stored = state.get("identities", ())
+        other_class = require_same_optimizers(
+            stored, identities(self.model, self.inner)[: len(stored)], url, ordered=self.ordered
+        )
         scheduled = any(isinstance(value, LRScheduler) for value in self.stateful.values())
-        overridden = overridden_rates(state["optimizers"], self.optimizers, scheduled=scheduled)
-        if overridden is not None and warns:
-            warn(overridden, stacklevel=5)
+        overridden = overridden_options(state["optimizers"], self.optimizers, scheduled=scheduled)
+        for message in (other_class, rounded_weights(state["model"], live), overridden) if warns else ():
+            if message is not None:
+                warn(message, stacklevel=5)
+        self.model.load_state_dict(state["model"])
         for optimizer, stored in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(stored)
         for name in sorted(state["stateful"].keys() ^ self.stateful.keys()) if warns else ():

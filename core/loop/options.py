@@ -1,7 +1,8 @@
 """The options of a hand-written loop, checked before anything is built of them."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from shrinkpoint.config import SaverConfig
@@ -58,9 +59,14 @@ def check_options(
 
 
 def split_fields(
-    keywords: Mapping[str, Any], config: SaverConfig | None
+    keywords: Mapping[str, Any], config: SaverConfig | None, own: Collection[str] = ()
 ) -> tuple[SaverConfig, dict[str, Any]]:
     """How to save, and the objects with a state, of the keyword arguments that may be either.
+
+    Args:
+        keywords: the arguments.
+        config: as given.
+        own: further options, for messages.
 
     Raises:
         ConfigError: there are a configuration and its fields, or a keyword is neither.
@@ -69,13 +75,19 @@ def split_fields(
     if fields and config is not None:
         raise ConfigError(f"give either config= or its fields ({', '.join(fields)}), not both")
     stateful = {name: value for name, value in keywords.items() if name not in fields}
+    options = {*SaverConfig.names(), *own}
     for name, value in stateful.items():
         if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
             raise ConfigError(
                 f"{name}={brief(value)} is neither an option of Checkpointer nor an object with state_dict and"
-                f" load_state_dict; the options are: {', '.join(sorted(SaverConfig.names()))}"
+                f" load_state_dict{_meant(name, options)}; the options are: {', '.join(sorted(options))}"
             )
     return config or SaverConfig(**fields), stateful
+
+
+def _meant(name: str, options: Collection[str]) -> str:
+    near = get_close_matches(name, options, 1)
+    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def check_adoption(config: SaverConfig, every: int | None, step_log: object) -> None:

@@ -109,6 +109,8 @@ def sharded_saver(
 class ShardedObjects(LoopObjects):
     """As `LoopObjects`, on one of the ranks that train a sharded model together."""
 
+    ordered = False  # `Targets` finds it by name
+
     def __init__(self, model: Any, optimizer: Any, stateful: Mapping[str, Stateful]) -> None:
         super().__init__(model, optimizer, stateful)
         self._found = Targets(

@@ -95,6 +95,11 @@ class TerminationRequest:
         """The number of the signal by which it was asked; None if it was not."""
         return None if self._received is None else self._received[0]
 
+    @property
+    def watches(self) -> bool:
+        """Whether the handlers are installed."""
+        return bool(self._previous)
+
     def watch(self) -> None:
         """Install the handlers, except for ignored signals; does nothing outside the main thread, where Python forbids
         it."""

@@ -1,5 +1,6 @@
 """How a single checkpoint of a run is named in one string, wherever a framework wants a path."""
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ __all__ = ["Address"]
 
 _NEAREST = 10
 _FRAGMENT = re.compile(r"(?P<url>.+)#(?P<which>newest|(?:step|seq)=\d{1,18})")
+_ATTEMPT = re.compile(r".+#(|newest.*|latest|last|best|[a-z]+=[^/#]*)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +37,17 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> "Address | None":
-        """The address that `text` is, or None for any other path."""
+        """The address that `text` is, or None for any other path.
+
+        Raises:
+            ConfigError: it ends like an address, and is none.
+        """
         match = _FRAGMENT.fullmatch(text)
         if match is None:
+            if _ATTEMPT.fullmatch(text) and not os.path.exists(text):
+                raise ConfigError(
+                    f"{text!r}: behind the # of a run's URL stands which checkpoint, as #step=1000, #seq=12 or #newest"
+                )
             return None
         kind, _, number = match["which"].partition("=")
         if kind == "newest":

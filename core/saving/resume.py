@@ -1,6 +1,6 @@
 """The rules by which a run continues itself: the same for every framework."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
@@ -10,7 +10,7 @@ from shrinkpoint.errors import ConfigError, NoCheckpointError, StateMismatchErro
 __all__ = [
     "ResumePolicy",
     "check_policy",
-    "overridden_rates",
+    "overridden_options",
     "require_optimizers",
     "require_same_groups",
     "require_same_model",
@@ -24,6 +24,8 @@ T = TypeVar("T")
 
 _NAMED = 5
 # What learning rate schedulers leave in an optimizer's groups.
+_CYCLED = {"momentum", "betas"}  # by some schedulers
+_KERNELS = {"foreach", "fused", "capturable", "differentiable"}
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr", "param_names"}
 
 
@@ -142,31 +144,72 @@ def require_same_groups(stored: Mapping[str, Any], live: torch.optim.Optimizer, 
             )
 
 
-def overridden_rates(
+def overridden_options(
     stored: Sequence[Mapping[str, Any]], live: Sequence[torch.optim.Optimizer], *, scheduled: bool
 ) -> str | None:
-    """Say that resuming undoes a change of a learning rate; those that schedulers began with are compared where there are any.
+    """Say that resuming undoes a change of an optimizer's options; of learning rates, those that schedulers began with are compared
+    where there are any.
 
     Args:
         stored: as of `require_optimizers`, which has accepted them.
         live: the same.
-        scheduled: whether there is a scheduler: some, as ReduceLROnPlateau, do not note what they began with.
+        scheduled: whether there is a scheduler: some, as ReduceLROnPlateau, do not note what they began with, and some change
+            momentum as well.
 
     Returns:
-        One line; None where the rates are the same.
+        One line; None where the options are the same.
     """
     for state, optimizer in zip(stored, live, strict=True):
         for there, here in zip(state["param_groups"], optimizer.param_groups, strict=True):
-            both = "initial_lr" in there and "initial_lr" in here
-            old, new = ((group.get("initial_lr") if both else group.get("lr")) for group in (there, here))
-            unknown = not both and (scheduled or "initial_lr" in there or "initial_lr" in here)
-            if unknown or old is None or new is None or float(old) == float(new):
+            differ = [
+                *_rates(there, here, scheduled=scheduled),
+                *_others(optimizer, there, here, scheduled=scheduled),
+            ]
+            if not differ:
                 continue
+            given = ", ".join(f"{name}={_shown(new)}" for name, _, new in differ)
+            kept = ", ".join(_shown(old) for _, old, _ in differ)
             return (
-                f"resume: lr={float(new):g}, which this process gave to {type(optimizer).__name__}, is replaced by the"
-                f" checkpoint's {float(old):g}; to change it, set it in optimizer.param_groups after resuming"
+                f"resume: {given}, which this process gave to {type(optimizer).__name__}, is replaced by the"
+                f" checkpoint's {kept}; to change it, set it in optimizer.param_groups after resuming"
             )
     return None
+
+
+_Difference = tuple[str, Any, Any]
+
+
+def _rates(there: Mapping[str, Any], here: Mapping[str, Any], *, scheduled: bool) -> list[_Difference]:
+    both = "initial_lr" in there and "initial_lr" in here
+    old, new = ((group.get("initial_lr") if both else group.get("lr")) for group in (there, here))
+    unknown = not both and (scheduled or "initial_lr" in there or "initial_lr" in here)
+    if unknown or old is None or new is None or float(old) == float(new):
+        return []
+    return [("lr", float(old), float(new))]
+
+
+def _others(
+    optimizer: torch.optim.Optimizer, there: Mapping[str, Any], here: Mapping[str, Any], *, scheduled: bool
+) -> Iterator[_Difference]:
+    for name in optimizer.defaults:
+        if name == "lr" or name in _KERNELS or name not in there or name not in here:
+            continue
+        if scheduled and name in _CYCLED:
+            continue
+        old, new = (_plain(group[name]) for group in (there, here))
+        if old != new:
+            yield name, old, new
+
+
+def _plain(value: Any) -> Any:
+    """Comparable: numbers instead of tensors, tuples instead of lists."""
+    if torch.is_tensor(value):
+        return value.tolist()
+    return tuple(map(_plain, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _shown(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else f"{value!r:.60}"
 
 
 def _some(label: str, items: list[str]) -> str:

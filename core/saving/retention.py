@@ -93,7 +93,8 @@ class KeepEvery:
 class KeepBest:
     """The ``count`` with the lowest (``"min"``) or highest (``"max"``) metric; of equals, the newest.
 
-    What is not finite comes after all that is: its metric may be one of before.
+    What is not finite comes after all that is: its metric may be one of before. As long as none has the metric, all are kept: the
+    best one may be any of them.
     """
 
     count: int
@@ -106,12 +107,14 @@ class KeepBest:
 
     def select(self, records: Iterable[Record]) -> set[int]:
         """See :class:`Policy`."""
-        sign = 1.0 if self.mode == "min" else -1.0
+        sign, records = 1.0 if self.mode == "min" else -1.0, _newest_first(records)
         measured = [
             ((not record.finite, sign * record.metric), record.seq)
-            for record in _newest_first(records)
+            for record in records
             if record.metric is not None and math.isfinite(record.metric)
         ]
+        if all(record.metric is None for record in records):
+            return {record.seq for record in records}
         # A stable sort: equals stay newest first.
         return {seq for _, seq in sorted(measured, key=lambda pair: pair[0])[: self.count]}
 

@@ -24,7 +24,7 @@ from shrinkpoint.integrations.composer.state import (
 from shrinkpoint.integrations.composer.step_log import replayed, start_log
 from shrinkpoint.loop.gradient_buckets import Buckets
 from shrinkpoint.saving.meta import is_weights_only
-from shrinkpoint.saving.resume import overridden_rates
+from shrinkpoint.saving.resume import overridden_options
 from shrinkpoint.sharded.restoring import RANKS_KEY
 from shrinkpoint.warn import warn
 
@@ -124,7 +124,7 @@ def continue_run(
 
 def _warn_overridden(stored: Mapping[str, Any], state: State) -> None:
     there = [stored[type(optimizer).__qualname__] for optimizer in state.optimizers]
-    overridden = overridden_rates(there, state.optimizers, scheduled=bool(state.schedulers))
+    overridden = overridden_options(there, state.optimizers, scheduled=bool(state.schedulers))
     if overridden is not None and is_first():
         warn(overridden)
 

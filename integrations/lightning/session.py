@@ -25,7 +25,7 @@ from shrinkpoint.integrations.lightning.step_log import capture_rest, replay, re
 from shrinkpoint.runtime.termination import TerminationRequest
 from shrinkpoint.saver import Saver
 from shrinkpoint.saving.address import Address
-from shrinkpoint.saving.resume import overridden_rates, require_optimizers
+from shrinkpoint.saving.resume import overridden_options, require_optimizers
 from shrinkpoint.saving.takeover import Adoption
 from shrinkpoint.warn import warn
 
@@ -131,7 +131,7 @@ class Session:
     def _require_optimizers(self, trainer: Trainer, stored: list[dict[str, Any]], url: str) -> None:
         require_optimizers(stored, trainer.optimizers, url)
         scheduled = bool(trainer.lr_scheduler_configs)
-        overridden = overridden_rates(stored, trainer.optimizers, scheduled=scheduled)
+        overridden = overridden_options(stored, trainer.optimizers, scheduled=scheduled)
         if overridden is not None and trainer.is_global_zero:
             warn(overridden)
 

@@ -10,7 +10,7 @@ from transformers.trainer_callback import EarlyStoppingCallback, ExportableState
 
 from shrinkpoint.errors import StateMismatchError
 from shrinkpoint.loop.gradient_buckets import Buckets
-from shrinkpoint.saving.resume import overridden_rates, require_optimizers, require_same_model
+from shrinkpoint.saving.resume import overridden_options, require_optimizers, require_same_model
 from shrinkpoint.state.roles import describe_training
 from shrinkpoint.state.training import Describe
 from shrinkpoint.warn import warn
@@ -179,7 +179,7 @@ def load_optimizer(stored: Mapping[str, Any], trainer: Any, url: str) -> None:
     """
     live, there = optimizers_of(trainer), stored["optimizers"]
     require_optimizers(there, live, url)
-    message = overridden_rates(there, live, scheduled=trainer.lr_scheduler is not None)
+    message = overridden_options(there, live, scheduled=trainer.lr_scheduler is not None)
     if message is not None:
         warn(message)
     for optimizer, state in zip(live, there, strict=True):

@@ -680,6 +680,74 @@ def test_the_process_ends_as_asked_whatever_the_save_raises(tmp_path, monkeypatc
     assert ended.value.code == 128 + signal.SIGTERM
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("early", [False, True])
+def test_a_signal_in_close_ends_the_process_after_the_last_save(tmp_path, monkeypatch, number, early):
+    before = signal.getsignal(number)
+    run = Run(tmp_path, save_last=True)
+    for step in range(3):
+        run.step(step)
+        run.checkpointer.step(step + 1)
+    if early:
+        signal.raise_signal(number)
+    flush, sent = run.checkpointer.saver.flush, [early]
+
+    def asked(*arguments):
+        if not sent[0]:
+            sent[0] = True
+            signal.raise_signal(number)
+        return flush(*arguments)
+
+    monkeypatch.setattr(run.checkpointer.saver, "flush", asked)
+    with pytest.raises((SystemExit, KeyboardInterrupt)):
+        run.checkpointer.close()
+    assert RunStore(str(tmp_path)).manifests()[0].step == 3
+    assert signal.getsignal(number) == before
+    run.checkpointer.close()  # as an outer finally would
+
+
+def test_a_second_signal_in_close_ends_it_at_once(tmp_path, monkeypatch):
+    run = Run(tmp_path, save_last=True)
+    run.step(0)
+    run.checkpointer.step(1)
+    run.checkpointer.step(3)
+    clock = iter(range(0, 10**6, 10))
+    monkeypatch.setattr(run.checkpointer._termination, "_clock", lambda: next(clock))
+
+    def asked(*arguments):
+        for _ in range(2):
+            signal.raise_signal(signal.SIGTERM)
+        raise AssertionError("it went on")
+
+    monkeypatch.setattr(run.checkpointer.saver, "flush", asked)
+    with pytest.raises(SystemExit):
+        run.checkpointer.close()
+
+
+def test_a_best_metric_that_is_never_given_is_missed_and_nothing_removed(tmp_path):
+    run = Run(tmp_path, monitor="val_los", keep_best=1, keep_last=1, grace_s=0, every=1)
+    with pytest.warns(ShrinkpointWarning, match=r"monitor='val_los' is not among .*step 1 \(val_loss\)"):
+        run.checkpointer.step(1, metrics={"val_loss": 1.0})
+    for step in range(2, 5):
+        run.checkpointer.flush()
+        run.checkpointer.step(step, metrics={"val_loss": float(step)})  # once is enough
+    run.checkpointer.close()
+    assert [manifest.step for manifest in RunStore(str(tmp_path)).manifests()] == [4, 3, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("typo", "meant"), [("evry", "every"), ("evalute", "evaluate"), ("keep_lst", "keep_last")]
+)
+def test_a_mistyped_option_is_answered_with_the_one_that_is_meant(tmp_path, typo, meant):
+    with pytest.raises(ConfigError, match=rf"did you mean {meant}\?.*the options are: .*every.*train_loss"):
+        Run(tmp_path, **{typo: 5})
+
+
+def test_a_step_to_resume_must_be_a_number(tmp_path):
+    with pytest.raises(ConfigError, match="step='5' must be a whole number"):
+        Run(tmp_path).checkpointer.resume("5")
+
+
 def test_signals_are_given_back(tmp_path):
     before = signal.getsignal(signal.SIGINT)
     run = Run(tmp_path, save_last=True)

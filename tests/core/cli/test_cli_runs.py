@@ -229,6 +229,20 @@ def test_the_newest_export_passes_damaged_checkpoints_over_and_says_so(folder: P
 # ---- errors
 
 
+@pytest.mark.parametrize("end", ["latest", "stp=20", "step=x", ""])
+def test_what_is_behind_the_url_is_no_part_of_a_folders_name(folder: Path, end: str) -> None:
+    assert "#step=1000, #seq=12 or #newest" in run("show", f"{folder}#{end}", code=2).stderr
+
+
+def test_show_names_the_file_that_is_damaged(folder: Path) -> None:
+    newest = RunStore(str(folder)).manifests()[0]
+    path = folder / newest.chain[-1].key
+    data = bytearray(path.read_bytes())
+    data[40] ^= 1
+    path.write_bytes(data)
+    assert f"{folder}/{newest.chain[-1].key}: the container" in run("show", str(folder), code=1).stderr
+
+
 @pytest.mark.parametrize("command", ["ls", "show", "verify", "compact"])
 def test_a_prefix_without_a_run_says_what_is_there(tmp_path: Path, command: str) -> None:
     assert "empty or does not exist" in run(command, str(tmp_path / "nowhere"), code=1).stderr

@@ -1,5 +1,7 @@
 """Addresses of single checkpoints."""
 
+from pathlib import Path
+
 import pytest
 
 from shrinkpoint.errors import ConfigError
@@ -24,16 +26,24 @@ def test_round_trip(address: Address) -> None:
     [
         "s3://bucket/last.ckpt",
         "/tmp/run",
-        "run#",
-        "run#step=",
-        "run#step=-1",
-        "run#step=1x",
+        "odd#name",
+        "a#b/c",
         "#step=1",
         "None",
     ],
 )
 def test_other_paths_are_none(path: str) -> None:
     assert Address.parse(path) is None
+
+
+@pytest.mark.parametrize(
+    "end", ["", "step=", "step=-1", "step=1x", "stp=20", "latest", "last", "best", "newest2"]
+)
+def test_what_ends_like_an_address_and_is_none_is_an_error(end: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"as #step=1000, #seq=12 or #newest"):
+        Address.parse(f"s3://bucket/run#{end}")
+    (tmp_path / f"run#{end}").mkdir()
+    assert Address.parse(f"{tmp_path}/run#{end}") is None
 
 
 def test_slash_at_the_end_is_dropped() -> None:

@@ -156,7 +156,15 @@ def test_an_exact_save_without_its_predecessor_restores_what_was_given(tmp_path)
     first.end()
     state = shrinkpoint.Saver(tmp_path / "run").restore().state
     assert any(name.startswith("adopted before/") for name in state.tensors)
-    assert set(state.to_object()) == {"format", "step", "model", "optimizers", "stateful", "rng"}
+    assert set(state.to_object()) == {
+        "format",
+        "step",
+        "model",
+        "optimizers",
+        "identities",
+        "stateful",
+        "rng",
+    }
 
 
 @pytest.mark.parametrize("failing", some_fast([{1}, {2, 3}, {4, 5}], [{2, 3}]))

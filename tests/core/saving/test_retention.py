@@ -30,6 +30,8 @@ def saves(*steps: int, metrics: tuple[float | None, ...] = ()) -> list[Record]:
         (RetentionPolicy(keep_best=1, mode="max"), saves(1, 2, 3, metrics=(3.0, 0.5, 2.0)), {0, 2}),
         (RetentionPolicy(keep_best=1), saves(1, 2, 3, metrics=(0.5, 0.5, 1.0)), {1, 2}),
         (RetentionPolicy(keep_best=1), saves(1, 2, 3, metrics=(math.nan, None, math.inf)), {2}),
+        (RetentionPolicy(keep_best=1), saves(1, 2, 3, metrics=(None, None, None)), {0, 1, 2}),
+        (RetentionPolicy(keep_last=1, keep_best=1), saves(1, 2, 3, metrics=(None, 5.0, None)), {1, 2}),
         (
             RetentionPolicy(keep_last=1, keep_every=20, keep_best=1),
             saves(0, 10, 20, 30, 40, 50, metrics=(9, 8, 7, 1, 7, 7)),

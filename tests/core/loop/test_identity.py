@@ -1,0 +1,117 @@
+"""A run is continued by the optimizer that it was made with, on the parameters that it had."""
+
+import pytest
+import torch
+from torch import nn
+
+import shrinkpoint
+from shrinkpoint.errors import ShrinkpointWarning, StateMismatchError
+
+pytestmark = pytest.mark.filterwarnings("error::shrinkpoint.errors.ShrinkpointWarning")
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 2))
+
+
+class Own(torch.optim.AdamW):
+    """A class of the user's."""
+
+
+def stored(url, make, **stateful):
+    net = model()
+    optimizer = make(net)
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    checkpointer = shrinkpoint.Checkpointer(url, net, optimizer, scheme="lossless", save_last=False)
+    checkpointer.save(10, wait=True)
+    checkpointer.close()
+
+
+def resumed(url, make, net=None):
+    net = net or model()
+    before = [parameter.clone() for parameter in net.parameters()]
+    optimizer = make(net)
+    checkpointer = shrinkpoint.Checkpointer(url, net, optimizer, scheme="lossless", save_last=False)
+    try:
+        return checkpointer.resume(), net
+    except StateMismatchError:
+        assert all(map(torch.equal, before, net.parameters()))
+        assert not optimizer.state
+        raise
+    finally:
+        checkpointer.close()
+
+
+def adamw(net):
+    return torch.optim.AdamW(net.parameters(), 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("AdamW", "RAdam"), ("RAdam", "AdamW"), ("AdamW", "Adamax"), ("Adamax", "AdamW"), ("Adam", "RAdam")],
+)
+def test_another_optimizer_of_torch_is_refused(tmp_path, one, other):
+    stored(tmp_path / "run", lambda net: getattr(torch.optim, one)(net.parameters(), 1e-3))
+    with pytest.raises(
+        StateMismatchError, match=rf"run with torch.optim.{one}, and this one has torch.optim.{other}"
+    ):
+        resumed(tmp_path / "run", lambda net: getattr(torch.optim, other)(net.parameters(), 1e-3))
+
+
+@pytest.mark.parametrize("make", [lambda net: Own(net.parameters(), 1e-3)])
+def test_a_class_of_another_name_goes_on_with_a_warning(tmp_path, make):
+    stored(tmp_path / "run", adamw)
+    with pytest.warns(
+        ShrinkpointWarning, match=r"torch.optim.AdamW, and this one, which goes on with its state, is \S*Own"
+    ):
+        assert resumed(tmp_path / "run", make)[0] == 10
+
+
+def test_the_same_one_is_continued_without_a_word(tmp_path):
+    stored(tmp_path / "run", adamw)
+    assert resumed(tmp_path / "run", adamw)[0] == 10
+
+
+@pytest.mark.parametrize("order", [(2, 0, 3), (3, 2, 0)])
+def test_parameters_in_another_order_are_refused(tmp_path, order):
+    stored(tmp_path / "run", adamw)
+    with pytest.raises(StateMismatchError, match="had its parameters in another order"):
+        resumed(
+            tmp_path / "run",
+            lambda net: torch.optim.AdamW([p for place in order for p in net[place].parameters()], 1e-3),
+        )
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"weight_decay": 0.5}, r"weight_decay=0.5, .* the checkpoint's 0.01"),
+        ({"betas": (0.5, 0.6)}, r"betas=\(0.5, 0.6\), .* the checkpoint's \(0.9, 0.999\)"),
+        ({"amsgrad": True}, "amsgrad=True, .* the checkpoint's False"),
+        ({"weight_decay": 0.5, "lr": 1.0}, "lr=1, weight_decay=0.5, .* the checkpoint's 0.001, 0.01"),
+    ],
+)
+def test_options_that_the_checkpoint_replaces_are_named(tmp_path, given, said):
+    stored(tmp_path / "run", adamw)
+    with pytest.warns(ShrinkpointWarning, match=f"resume: {said}"):
+        resumed(tmp_path / "run", lambda net: torch.optim.AdamW(net.parameters(), **{"lr": 1e-3, **given}))
+
+
+def test_kernels_may_change_without_a_word(tmp_path):
+    stored(tmp_path / "run", adamw)
+    assert (
+        resumed(tmp_path / "run", lambda net: torch.optim.AdamW(net.parameters(), 1e-3, foreach=False))[0]
+        == 10
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_weights_of_another_dtype_are_converted_with_a_warning(tmp_path, dtype):
+    stored(tmp_path / "run", adamw)
+    with pytest.warns(
+        ShrinkpointWarning, match=f"6 tensors of the model have another dtype .* 0.weight is {dtype} here"
+    ):
+        assert resumed(tmp_path / "run", adamw, model().to(dtype))[0] == 10
