@@ -17,11 +17,15 @@ _ALIKE = {"torch.optim.Adam", "torch.optim.AdamW"}
 def identities(model: nn.Module, optimizers: Sequence[Any]) -> list[dict[str, str]]:
     """The class of each optimizer, and a digest of its parameters' names in their order.
 
+    Names are those of ``state_dict()``, from which wrappers such as activation checkpointing's take their own parts.
+
     Args:
-        model: which has the parameters.
+        model: which has the parameters; shards as they are between steps.
         optimizers: without wrappers.
     """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names: dict[int, str] = {}
+    for name, parameter in model.state_dict(keep_vars=True).items():
+        names.setdefault(id(parameter), name)
     return [
         {"class": _class_name(optimizer), "parameters": _digest(optimizer, names)} for optimizer in optimizers
     ]

@@ -81,6 +81,8 @@ class LoopObjects:
         self.stateful = dict(stateful)
         self._parameters = list(model.parameters())
         self._undone = 0
+        self._counts: list[list[int]] | None = None
+        self._found_identities: list[dict[str, str]] = []
 
     def state(self, step: int) -> dict[str, Any]:
         """The whole state after a step; its tensors are the live ones."""
@@ -89,7 +91,7 @@ class LoopObjects:
             "step": step,
             "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "identities": identities(self.model, self.inner),
+            "identities": self._identities(),
             "stateful": {name: value.state_dict() for name, value in self.stateful.items()},
             "rng": capture_rng(),
         }
@@ -135,7 +137,7 @@ class LoopObjects:
         require_optimizers(state["optimizers"], self.optimizers, url)
         stored = state.get("identities", ())
         other_class = require_same_optimizers(
-            stored, identities(self.model, self.inner)[: len(stored)], url, ordered=self.ordered
+            stored, self._identities()[: len(stored)], url, ordered=self.ordered
         )
         scheduled = any(isinstance(value, LRScheduler) for value in self.stateful.values())
         overridden = overridden_options(state["optimizers"], self.optimizers, scheduled=scheduled)
@@ -181,6 +183,14 @@ class LoopObjects:
 
     def settle(self) -> None:
         """Let all parameters be in memory of their own."""
+
+    def _identities(self) -> list[dict[str, str]]:
+        """Found once, as long as the optimizers get no further parameters: training waits for it at a save."""
+        counts = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in self.inner]
+        if counts != self._counts:
+            self.settle()
+            self._found_identities, self._counts = identities(self.model, self.inner), counts
+        return self._found_identities
 
     def _counted(self) -> int:
         return sum(p._version for p in self._parameters if not p.is_inference())

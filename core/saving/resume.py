@@ -23,9 +23,9 @@ ResumePolicy = Literal["auto", "never", "must"]
 T = TypeVar("T")
 
 _NAMED = 5
-# What learning rate schedulers leave in an optimizer's groups.
 _CYCLED = {"momentum", "betas"}  # by some schedulers
 _KERNELS = {"foreach", "fused", "capturable", "differentiable"}
+# What learning rate schedulers leave in an optimizer's groups.
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr", "param_names"}
 
 

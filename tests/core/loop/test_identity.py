@@ -3,9 +3,11 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import shrinkpoint
 from shrinkpoint.errors import ShrinkpointWarning, StateMismatchError
+from shrinkpoint.loop.identity import identities
 
 pytestmark = pytest.mark.filterwarnings("error::shrinkpoint.errors.ShrinkpointWarning")
 
@@ -115,3 +117,35 @@ def test_weights_of_another_dtype_are_converted_with_a_warning(tmp_path, dtype):
         ShrinkpointWarning, match=f"6 tensors of the model have another dtype .* 0.weight is {dtype} here"
     ):
         assert resumed(tmp_path / "run", adamw, model().to(dtype))[0] == 10
+
+
+def test_wrappers_that_state_dicts_do_not_name_may_come_and_go(tmp_path):
+    def wrapped():
+        net = model()
+        net[2] = checkpoint_wrapper(net[2])
+        return net
+
+    stored(tmp_path / "run", adamw)
+    assert resumed(tmp_path / "run", adamw, wrapped())[0] == 10
+
+
+def test_names_are_looked_up_once_for_all_saves(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(
+        "shrinkpoint.loop.objects.identities", lambda *given: calls.append(1) or identities(*given)
+    )
+    net = model()
+    optimizer = torch.optim.SGD(net[0].parameters(), 1e-3)
+    checkpointer = shrinkpoint.Checkpointer(
+        tmp_path / "run", net, optimizer, scheme="lossless", save_last=False
+    )
+    for step in (1, 2):
+        checkpointer.save(step, wait=True)
+    optimizer.add_param_group({"params": net[2].parameters()})
+    checkpointer.save(3, wait=True)
+    checkpointer.close()
+    assert len(calls) == 2
+    kinds = [
+        shrinkpoint.load(f"{tmp_path}/run#step={step}")["identities"][0]["parameters"] for step in (1, 2, 3)
+    ]
+    assert kinds[0] == kinds[1] != kinds[2]
