@@ -51,10 +51,14 @@ class CopiedState:
         """Wait until every copy has arrived; not on the training thread."""
         self._made.wait()
 
-    def release(self) -> None:
-        """Return the memory; called once, when the snapshot is no longer needed."""
+    def settle(self) -> None:
+        """Wait until the other thread has read what it copies, whether or not it succeeded."""
         if isinstance(self._snapshot, Future):
             wait_for([self._snapshot])
+
+    def release(self) -> None:
+        """Return the memory; called once, when the snapshot is no longer needed."""
+        self.settle()
         self._free()
 
 
@@ -68,7 +72,13 @@ class Buffers:
         """CPU seconds of the copies that were made in the other thread."""
 
     def take(
-        self, what: str, tensors: Mapping[str, torch.Tensor], tree: object = None, *, during: bool = False
+        self,
+        what: str,
+        tensors: Mapping[str, torch.Tensor],
+        tree: object = None,
+        *,
+        during: bool = False,
+        then: Callable[[], None] | None = None,
     ) -> CopiedState:
         """Copy tensors to the host.
 
@@ -77,6 +87,7 @@ class Buffers:
             tensors: on any device.
             tree: plain data stored with them.
             during: return at once, and copy in another thread; the tensors must not change before the result's `state` is there.
+            then: called in that thread when it has copied.
         """
         free = self._free.setdefault(what, deque())
         try:
@@ -88,7 +99,7 @@ class Buffers:
         if during:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, "shrinkpoint-gradients")
-            snapshot = self._thread.submit(self._timed, snapshotter.prepare(state))
+            snapshot = self._thread.submit(self._timed, snapshotter.prepare(state), then)
         else:
             snapshot = snapshotter.take(state)
         return CopiedState(snapshot, lambda: free.append(snapshotter))
@@ -98,9 +109,12 @@ class Buffers:
         if self._thread is not None:
             self._thread.shutdown()
 
-    def _timed(self, copy: Callable[[], Snapshot]) -> Snapshot:
+    def _timed(self, copy: Callable[[], Snapshot], then: Callable[[], None] | None) -> Snapshot:
         started = time.thread_time()
         try:
-            return copy()
+            snapshot = copy()
+            if then is not None:
+                then()
+            return snapshot
         finally:
             self.cpu_s += time.thread_time() - started

@@ -20,6 +20,7 @@ from shrinkpoint.steps.segment import Reference
 from shrinkpoint.steps.supervision import CannotLogError, Supervised
 from shrinkpoint.steps.update_sizes import UpdateSizes
 from shrinkpoint.steps.update_writer import ReadBase, UpdateWriter
+from shrinkpoint.steps.weight_copies import WeightCopies
 from shrinkpoint.warn import warn
 
 __all__ = ["SmallLog"]
@@ -61,6 +62,7 @@ class SmallLog(Supervised):
         if options.resume_weights:
             self._remainder.refuse("small")
         self._buffers = Buffers()
+        self._copies = WeightCopies(optimizers, self.counted)
         self._cadence = Cadence(options.every, options.overhead)
         self._writer: UpdateWriter | None = None
         self._inherits: list[Reference] = []
@@ -72,8 +74,7 @@ class SmallLog(Supervised):
         self._sizes: UpdateSizes | None = None
         self._sampled = False
         self._submitted = 0
-        self.skipped = 0
-        """Records that were not made since earlier ones were still being written; the next one contains their updates."""
+        self._refused = 0
 
     @property
     def every(self) -> int:
@@ -84,6 +85,12 @@ class SmallLog(Supervised):
     def share(self) -> float | None:
         """The share of the training's time that the log took when it was measured last."""
         return self._cadence.share
+
+    @property
+    def skipped(self) -> int:
+        """Records that were not made, since earlier ones were still being written or the training changed weights while they were
+        copied; the next one contains their updates."""
+        return self._refused + (self._writer.skipped if self._writer is not None else 0)
 
     @property
     def bytes(self) -> int:
@@ -137,6 +144,7 @@ class SmallLog(Supervised):
         if found is None:
             return step
         reload = prepare()
+        self._copies.settle()
         try:
             with torch.no_grad():
                 for name, tensor in found.tensors.items():
@@ -159,6 +167,7 @@ class SmallLog(Supervised):
         if self.off is not None:
             return
         with self._guarded():
+            self._copies.settle()
             self._take_turn(step)
             assert self._writer is not None
             self._writer.rebase(base)
@@ -166,6 +175,7 @@ class SmallLog(Supervised):
     def _take_turn(self, step: int) -> None:
         if self._writer is not None:
             self._writer.close()
+            self._refused += self._writer.skipped
         self._inherits = self._earlier(step)
         self._writer = UpdateWriter(self._folder.writer(self._inherits), self._read_base)
         self._last, self._sampled = step, False
@@ -212,7 +222,7 @@ class SmallLog(Supervised):
         if due:
             self._submit(step)
             if not self._live.lasting:  # they are the model's only here
-                self._fitting = self._logged = {}
+                self._forget_tensors()
         else:
             copied = self._buffers.take("sample", sizes.sample(tensors))
             self._sampled = self._writer.sample(sizes, step, copied)
@@ -222,11 +232,11 @@ class SmallLog(Supervised):
         assert self._layout is not None
         assert self._sizes is not None
         last = self._submitted + 1 >= self._segment_records()
-        copied = self._buffers.take("weights", self._logged)
+        copied = self._copies.take(self._logged)
         rest = self._captured() if last and self._options.resume_weights else None
         wait = self._options.busy == "wait"
         if not self._writer.submit(step, self._layout, self._sizes, copied, rest, last=last, wait=wait):
-            self.skipped += 1
+            self._refused += 1
             return
         self._submitted = 0 if last else self._submitted + 1
 
@@ -262,7 +272,9 @@ class SmallLog(Supervised):
             return
         before = self._cadence.every
         raised = self._cadence.step(
-            blocked_s=self.blocked_s, cpu_s=self._writer.records_cpu_s, records=self._writer.records
+            blocked_s=self.blocked_s,
+            cpu_s=self._writer.records_cpu_s + self._copies.cpu_s,
+            records=self._writer.records,
         )
         if raised is not None:
             share = self._cadence.share or 0.0
@@ -295,6 +307,7 @@ class SmallLog(Supervised):
         if self._writer is not None:
             self._writer.close()
             self._failed()
+        self._copies.close()
 
     def _failed(self) -> bool:
         if self._writer is not None:
@@ -306,5 +319,10 @@ class SmallLog(Supervised):
 
     def _stop(self) -> None:
         self._layout = self._sizes = None
-        self._fitting = self._logged = {}
+        self._forget_tensors()
+        self._copies.close()
         self._live.forget()
+
+    def _forget_tensors(self) -> None:
+        self._fitting = self._logged = {}
+        self._copies.forget()

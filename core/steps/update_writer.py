@@ -16,6 +16,7 @@ from shrinkpoint.steps.record import TensorTable
 from shrinkpoint.steps.segment import Place
 from shrinkpoint.steps.update_sizes import UpdateSizes
 from shrinkpoint.steps.updates import ReadersWeights, encode_updates
+from shrinkpoint.steps.weight_copies import WeightCopy
 from shrinkpoint.steps.writer import SegmentWriter
 
 __all__ = ["ReadBase", "UpdateWriter"]
@@ -55,6 +56,8 @@ class UpdateWriter:
         """Records made so far."""
         self.records_cpu_s = 0.0
         """CPU seconds that they took, without those of reading checkpoints."""
+        self.skipped = 0
+        """Records that were not made since the training changed weights while they were copied."""
 
     @property
     def has_base(self) -> bool:
@@ -103,7 +106,7 @@ class UpdateWriter:
         step: int,
         layout: Layout,
         sizes: UpdateSizes,
-        copied: CopiedState,
+        copied: WeightCopy,
         remainder: CopiedState | None,
         *,
         last: bool,
@@ -175,24 +178,27 @@ class UpdateWriter:
         step: int,
         layout: Layout,
         sizes: UpdateSizes,
-        copied: CopiedState,
+        copied: WeightCopy,
         remainder: CopiedState | None,
         last: bool,
     ) -> None:
         chain = self._chain
         if chain is None or step <= chain.base:
             return
-        copied.wait()
-        if chain.reader is None:
-            chain.reader = ReadersWeights(layout, chain.weights)
-            chain.weights = {}
-            chain.begin = Place(chain.base, chain.reader.digest())
-        node = encode_updates(
-            chain.reader, step, copied.state.tensors, lambda arrays: sizes.scales(step, arrays), self._table
-        )
-        node["remainder"] = _encoded(remainder, self._table)
-        self._nodes.append(node)
-        self.records += 1
+        tensors = copied.wait()
+        if tensors is None:
+            self.skipped += 1
+        else:
+            if chain.reader is None:
+                chain.reader = ReadersWeights(layout, chain.weights)
+                chain.weights = {}
+                chain.begin = Place(chain.base, chain.reader.digest())
+            node = encode_updates(
+                chain.reader, step, tensors, lambda arrays: sizes.scales(step, arrays), self._table
+            )
+            node["remainder"] = _encoded(remainder, self._table)
+            self._nodes.append(node)
+            self.records += 1
         if last:
             self._seal()
 
