@@ -254,7 +254,7 @@ def _after_hooks(tensor: torch.Tensor) -> object:
 
 def _restorable_devices() -> set[torch.device]:
     devices = {torch.device("cpu")}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():
         devices.add(torch.device("cuda", torch.cuda.current_device()))
     return devices
 
@@ -291,7 +291,7 @@ def _seed() -> None:
     random.seed(_SEED)
     np.random.seed(_SEED)
     torch.default_generator.manual_seed(_SEED)
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():
         torch.cuda.manual_seed(_SEED)
 
 

@@ -28,7 +28,7 @@ def capture_rng() -> dict[str, Any]:
             float(cached),
         ],
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 
