@@ -212,6 +212,7 @@ def describe_training(
         for index, optimizer in enumerate(inner)
         for parameter, name in optimizer_parameter_names(optimizer, module).items()
     }
+    parameters = dict(module.named_parameters())
     depth = len(optimizers_path)
     averages = AverageFinder(module, tags)
 
@@ -225,7 +226,7 @@ def describe_training(
             weight = tags.get(name) if name is not None else None
             if name is None or weight is None:
                 return Tag()
-            return state_tag(key, tensor, module.get_parameter(name), weight, inner[int(index)])
+            return state_tag(key, tensor, parameters[name], weight, inner[int(index)])
         if path[:depth] == optimizers_path:
             return Tag()
         return averages.tag(path, tensor)

@@ -31,7 +31,9 @@ Path: TypeAlias = tuple[str, ...]
 
 _TAG = "$"
 _MAX_DEPTH = 100
-_LEAVES = frozenset({type(None), bool, int, float, str})  # the commonest, without asking whether they are collections
+_LEAVES = frozenset(
+    {type(None), bool, int, float, str}
+)  # the commonest, without asking whether they are collections
 """Containers within containers; far below what Python's own recursion limit allows on both sides."""
 
 _INT64 = range(-(2**63), 2**63)
