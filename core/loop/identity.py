@@ -1,6 +1,6 @@
 """Whether a resumed run's objects are the stored one's: what names and shapes of weights, and options of optimizers, do not show."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from torch import nn
 
 from shrinkpoint.errors import StateMismatchError
 
-__all__ = ["identities", "require_same_optimizers", "rounded_weights"]
+__all__ = ["Identities", "identities", "require_same_optimizers", "rounded_weights"]
 
 _ALIKE = {"torch.optim.Adam", "torch.optim.AdamW"}
 
@@ -29,6 +29,30 @@ def identities(model: nn.Module, optimizers: Sequence[Any]) -> list[dict[str, st
     return [
         {"class": _class_name(optimizer), "parameters": _digest(optimizer, names)} for optimizer in optimizers
     ]
+
+
+class Identities:
+    """`identities` for each save; found once, as long as the optimizers get no further parameters: training waits for it."""
+
+    def __init__(self) -> None:
+        self._counts: list[list[int]] | None = None
+        self._found: list[dict[str, str]] = []
+
+    def of(
+        self, model: nn.Module, optimizers: Sequence[Any], prepare: Callable[[], None] = lambda: None
+    ) -> list[dict[str, str]]:
+        """As `identities`.
+
+        Args:
+            model: always the same one.
+            optimizers: always the same ones.
+            prepare: called before the parameters are looked at.
+        """
+        counts = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in optimizers]
+        if counts != self._counts:
+            prepare()
+            self._found, self._counts = identities(model, optimizers), counts
+        return self._found
 
 
 def require_same_optimizers(

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from shrinkpoint.errors import ConfigError, StateMismatchError
-from shrinkpoint.loop.identity import identities, require_same_optimizers, rounded_weights
+from shrinkpoint.loop.identity import Identities, require_same_optimizers, rounded_weights
 from shrinkpoint.quality.resumed_steps import obstacle
 from shrinkpoint.quality.swap import swapped_weights
 from shrinkpoint.saving.resume import overridden_options, require_optimizers, require_same_model
@@ -81,8 +81,7 @@ class LoopObjects:
         self.stateful = dict(stateful)
         self._parameters = list(model.parameters())
         self._undone = 0
-        self._counts: list[list[int]] | None = None
-        self._found_identities: list[dict[str, str]] = []
+        self._known_identities = Identities()
 
     def state(self, step: int) -> dict[str, Any]:
         """The whole state after a step; its tensors are the live ones."""
@@ -185,12 +184,7 @@ class LoopObjects:
         """Let all parameters be in memory of their own."""
 
     def _identities(self) -> list[dict[str, str]]:
-        """Found once, as long as the optimizers get no further parameters: training waits for it at a save."""
-        counts = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in self.inner]
-        if counts != self._counts:
-            self.settle()
-            self._found_identities, self._counts = identities(self.model, self.inner), counts
-        return self._found_identities
+        return self._known_identities.of(self.model, self.inner, self.settle)
 
     def _counted(self) -> int:
         return sum(p._version for p in self._parameters if not p.is_inference())

@@ -31,10 +31,9 @@ Path: TypeAlias = tuple[str, ...]
 
 _TAG = "$"
 _MAX_DEPTH = 100
-_LEAVES = frozenset(
-    {type(None), bool, int, float, str}
-)  # the commonest, without asking whether they are collections
 """Containers within containers; far below what Python's own recursion limit allows on both sides."""
+_COMMON = frozenset({type(None), bool, int, float, str})
+"""The commonest types that are no collections."""
 
 _INT64 = range(-(2**63), 2**63)
 _ARRAYS = frozenset(
@@ -70,7 +69,7 @@ def encode_tree(value: object, put: Callable[[Path, torch.Tensor], str], path: P
     """
     if len(path) > _MAX_DEPTH:
         raise CannotRepresentError(f"{join_path(path[:4])}/...: nested deeper than {_MAX_DEPTH} levels")
-    if type(value) in _LEAVES:
+    if type(value) in _COMMON:
         return _encode_leaf(value, put, path)
     if isinstance(value, torch.Tensor):
         return _encode_tensor(value, put, path)

@@ -22,6 +22,7 @@ from shrinkpoint.integrations.lightning.resume import continue_run, is_tuning, r
 from shrinkpoint.integrations.lightning.settings import Settings
 from shrinkpoint.integrations.lightning.state import describe_checkpoint, followed_state
 from shrinkpoint.integrations.lightning.step_log import capture_rest, replay, rest_of
+from shrinkpoint.loop.identity import Identities, identities, require_same_optimizers
 from shrinkpoint.runtime.termination import TerminationRequest
 from shrinkpoint.saver import Saver
 from shrinkpoint.saving.address import Address
@@ -32,6 +33,7 @@ from shrinkpoint.warn import warn
 __all__ = ["Session"]
 
 _BATCHES = "batches"  # of an exact checkpoint of a training that adopts: the last ones, in its position
+_IDENTITIES = "identities"  # of the optimizers, in its position
 
 
 class Session:
@@ -66,6 +68,8 @@ class Session:
         self._last_batch = False
         self._ending = False
         self._stored_optimizers: list[dict[str, Any]] = []
+        self._stored_identities: list[dict[str, str]] = []
+        self._identities = Identities()
         self._validation_pending = False
 
     @property
@@ -109,9 +113,11 @@ class Session:
     def take_position(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         """A checkpoint of any kind is being loaded."""
         if trainer.state.fn == TrainerFn.FITTING:
+            own = checkpoint.get(POSITION_KEY, {})
             self._stored_optimizers = checkpoint.get("optimizer_states", [])
+            self._stored_identities = own.get(_IDENTITIES, [])
             if self._path is not None:
-                self._path.load(checkpoint.get(POSITION_KEY, {}).get(_BATCHES, []))
+                self._path.load(own.get(_BATCHES, []))
             Position.of(trainer).load(trainer, checkpoint)
 
     def fit_starts(self, trainer: Trainer, module: LightningModule) -> None:
@@ -123,17 +129,21 @@ class Session:
         """
         if self._stored_optimizers:
             self._require_optimizers(trainer, self._stored_optimizers, str(trainer.ckpt_path))
-            self._stored_optimizers = []
+            self._stored_optimizers, self._stored_identities = [], []
         if self._active and self.run.log.is_wanted:
             self._start_log(trainer, module)
+        self._identities = Identities()  # another fit may be of another module
         Position.of(trainer).fit_starts()
 
     def _require_optimizers(self, trainer: Trainer, stored: list[dict[str, Any]], url: str) -> None:
         require_optimizers(stored, trainer.optimizers, url)
+        there, here = self._stored_identities, identities(trainer.lightning_module, trainer.optimizers)
+        other_class = require_same_optimizers(there, here[: len(there)], url)
         scheduled = bool(trainer.lr_scheduler_configs)
         overridden = overridden_options(stored, trainer.optimizers, scheduled=scheduled)
-        if overridden is not None and trainer.is_global_zero:
-            warn(overridden)
+        for message in (other_class, overridden) if trainer.is_global_zero else ():
+            if message is not None:
+                warn(message)
 
     def _start_log(self, trainer: Trainer, module: LightningModule) -> None:
         step = trainer.global_step
@@ -296,6 +306,9 @@ class Session:
                 sharded=self._sharded,
                 hooks=self.run.hooks.capture(trainer.strategy.model),
             )
+            if not self._sharded:
+                found = self._identities.of(trainer.lightning_module, trainer.optimizers)
+                checkpoint[POSITION_KEY][_IDENTITIES] = found
             if self._path is not None and not self._planned and (batches := self._path.state()):
                 checkpoint[POSITION_KEY][_BATCHES] = batches
 

@@ -55,6 +55,7 @@ from shrinkpoint.loop.gradient_buckets import (
     bucket_order,
     restore_buckets,
 )
+from shrinkpoint.loop.identity import Identities
 from shrinkpoint.runtime.termination import TerminationRequest
 from shrinkpoint.saving.address import Address
 from shrinkpoint.saving.takeover import Adoption
@@ -90,6 +91,7 @@ class Session:
         self._gradients = GradientCollector()
         self._termination = TerminationRequest()
         self._progress = Progress()
+        self._identities = Identities()
         self._trainer: Any = None
         self._stored: Mapping[str, Any] | None = None
         self._seen_step = 0
@@ -414,7 +416,7 @@ class Session:
         ranks = gather({"place": place, **self._progress.state(trainer, tr_loss)})
         buckets = bucket_order(trainer.model_wrapped)
         hooks = self.run.hooks.capture(trainer.model_wrapped)
-        return on_every(lambda: stored_state(trainer, ranks, buckets, hooks))
+        return on_every(lambda: stored_state(trainer, ranks, buckets, hooks, known=self._identities))
 
     # ---- after training
 

@@ -10,6 +10,7 @@ from transformers.trainer_callback import EarlyStoppingCallback, ExportableState
 
 from shrinkpoint.errors import StateMismatchError
 from shrinkpoint.loop.gradient_buckets import Buckets
+from shrinkpoint.loop.identity import Identities, identities, require_same_optimizers
 from shrinkpoint.saving.resume import overridden_options, require_optimizers, require_same_model
 from shrinkpoint.state.roles import describe_training
 from shrinkpoint.state.training import Describe
@@ -52,7 +53,12 @@ def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def stored_state(
-    trainer: Any, ranks: Sequence[Any], buckets: Buckets, hooks: Sequence[Any] = ()
+    trainer: Any,
+    ranks: Sequence[Any],
+    buckets: Buckets,
+    hooks: Sequence[Any] = (),
+    *,
+    known: Identities,
 ) -> dict[str, Any]:
     """The complete state from which a run is continued; its tensors are the live ones.
 
@@ -61,6 +67,7 @@ def stored_state(
         ranks: every process's own part.
         buckets: in which gradients are summed.
         hooks: the states of all processes' communication hooks.
+        known: of this training's optimizers.
     """
     scheduler, scaler = trainer.lr_scheduler, _scaler(trainer)
     return {
@@ -68,6 +75,7 @@ def stored_state(
         "version": _VERSION,
         "model": trainer.model.state_dict(),
         "optimizers": [optimizer.state_dict() for optimizer in optimizers_of(trainer)],
+        "identities": known.of(trainer.model, optimizers_of(trainer)),
         "scheduler": None if scheduler is None else scheduler.state_dict(),
         "scaler": None if scaler is None else scaler.state_dict(),
         "trainer": _trainer_state(trainer),
@@ -179,9 +187,13 @@ def load_optimizer(stored: Mapping[str, Any], trainer: Any, url: str) -> None:
     """
     live, there = optimizers_of(trainer), stored["optimizers"]
     require_optimizers(there, live, url)
-    message = overridden_options(there, live, scheduled=trainer.lr_scheduler is not None)
-    if message is not None:
-        warn(message)
+    identified = stored.get("identities", [])
+    here = identities(trainer.model, live)[: len(identified)]
+    other_class = require_same_optimizers(identified, here, url)
+    overridden = overridden_options(there, live, scheduled=trainer.lr_scheduler is not None)
+    for message in (other_class, overridden):
+        if message is not None:
+            warn(message)
     for optimizer, state in zip(live, there, strict=True):
         optimizer.load_state_dict(state)
     if trainer.lr_scheduler is not None and stored["scheduler"] is not None:

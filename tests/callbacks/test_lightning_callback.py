@@ -479,6 +479,29 @@ def test_another_optimizer_is_refused_before_training(tmp_path: Path) -> None:
         trainer(6).fit(WithSgd())
 
 
+class Backwards(Tiny):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(list(self.parameters())[::-1], lr=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (lambda: Tiny(Setup(optimizer=torch.optim.RAdam)), r"holds a run with torch\.optim\.AdamW"),
+        (Backwards, "parameters in another order"),
+    ],
+    ids=["class", "order"],
+)
+def test_an_optimizer_whose_state_looks_the_same_is_refused_too(
+    saving: Make, module: Any, message: str
+) -> None:
+    fit(saving(), Crash(6))
+    trainer = pl.Trainer(callbacks=[saving()], max_steps=13, **QUIET)
+    with pytest.raises(StateMismatchError, match=message):
+        trainer.fit(module())
+    assert trainer.global_step == 0
+
+
 def test_a_metric_that_is_not_logged_is_told_once(saving: Make) -> None:
     with pytest.warns(ShrinkpointWarning, match="'no_such' had not been logged") as told:
         fit(saving(monitor="no_such", every_n_train_steps=2))

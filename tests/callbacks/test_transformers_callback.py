@@ -116,6 +116,37 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
         train(Setup(model="bert", masking=False, arguments=short), str(tmp_path), saving(url))
 
 
+class WithRAdam(Trainer):
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        self.optimizer = torch.optim.RAdam(self.model.parameters())
+        return self.optimizer
+
+
+class WithAdamW(Trainer):
+    _order = 1
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        self.optimizer = torch.optim.AdamW(list(self.model.parameters())[:: self._order])
+        return self.optimizer
+
+
+class Backwards(WithAdamW):
+    _order = -1
+
+
+@pytest.mark.parametrize(
+    ("trainer_class", "message"),
+    [(WithRAdam, r"holds a run with torch\.optim\.AdamW"), (Backwards, "parameters in another order")],
+)
+def test_another_optimizer_is_refused(tmp_path: Path, trainer_class: Any, message: str) -> None:
+    url, short = fresh(), (("max_steps", 4),)
+    train(Setup(arguments=short), str(tmp_path), saving(url), trainer_class=WithAdamW)
+    longer = Setup(arguments=(("max_steps", 8),))
+    assert train(longer, str(tmp_path), saving(url), trainer_class=WithAdamW).finished
+    with pytest.raises(StateMismatchError, match=message):
+        train(Setup(arguments=(("max_steps", 12),)), str(tmp_path), saving(url), trainer_class=trainer_class)
+
+
 def test_two_of_them_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="one of them"):
         train(Setup(), str(tmp_path), saving(fresh()), saving(fresh()))
