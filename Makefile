@@ -14,7 +14,7 @@ NOT_ON_NEWEST = $(addprefix --ignore=tests/, campaigns examples test_documents.p
   coding quantize saving runtime $(addprefix quality/, inshrinkerator_search test_planner.py test_planner_bounds.py test_scale_search.py \
   test_measurement.py test_restore_budget.py test_bound_controls.py)))
 
-.PHONY: demo demo-stores demo-composer bench bench-bound bench-steps test test-newest test-llmfoundry test-slow lint docs format clean help
+.PHONY: demo demo-stores demo-composer bench bench-bound bench-steps bench-cost test test-newest test-llmfoundry test-slow lint docs format clean help
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -37,6 +37,11 @@ bench-bound: .venv/ready  ## ten restores of 23 trainings beside their undisturb
 
 bench-steps: .venv/ready  ## step logs beside LowDiff's experiments: docs/steps.md (20 minutes)
 	OMP_NUM_THREADS=1 .venv/bin/python examples/benchmarks/steps.py
+
+bench-cost: .venv/ready  ## memory and CPU seconds of saves and restores: the tables of docs/architecture.md (10 minutes)
+	.venv/bin/shrinkpoint compile
+	.venv/bin/python examples/benchmarks/memory.py
+	.venv/bin/python examples/benchmarks/cost.py --layers 6
 
 test: .venv/ready  ## the fast suite (20 minutes on 2 cores)
 	.venv/bin/shrinkpoint compile

@@ -15,6 +15,7 @@ from shrinkpoint.quality.swap import swapped_weights
 from shrinkpoint.saving.resume import overridden_options, require_optimizers, require_same_model
 from shrinkpoint.state.rng import capture_rng, restore_rng
 from shrinkpoint.state.roles import describe_training
+from shrinkpoint.state.stateful import load_stateful
 from shrinkpoint.state.training import Describe, TrainingState, plain
 from shrinkpoint.state.wrappers import unwrapped
 from shrinkpoint.warn import brief, warn
@@ -151,7 +152,7 @@ class LoopObjects:
             warn(f"{name!r} is not in {where}: its state is not restored", stacklevel=4)
         for name, value in self.stateful.items():
             if name in state["stateful"]:
-                value.load_state_dict(state["stateful"][name])
+                load_stateful(value, state["stateful"][name])
         restore_rng(state["rng"])
 
     @property

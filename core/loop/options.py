@@ -82,6 +82,11 @@ def split_fields(
                 f"{name}={brief(value)} is neither an option of Checkpointer nor an object with state_dict and"
                 f" load_state_dict{_meant(name, options)}; the options are: {', '.join(sorted(options))}"
             )
+        if getattr(value, "use_stateful_dataloader", True) is False:
+            raise ConfigError(
+                f"{name}={brief(value)}, a loader that accelerate has prepared, has no state here: leave it out, and skip the batches that"
+                " were trained on, or draw batches from torch's generator (docs/resuming.md)"
+            )
     return config or SaverConfig(**fields), stateful
 
 

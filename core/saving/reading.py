@@ -78,8 +78,8 @@ class CheckpointReader:
             "The run holds no finite checkpoint of before"
             if sound is None
             else f"The last finite one is of step {sound.step}. To go on from there: Checkpointer.resume(step={sound.step}),"
-            f" Lightning's fit(ckpt_path='{Address(url=self._url, step=sound.step)}'), or `shrinkpoint export` and whatever loads"
-            " that"
+            f" Lightning's fit(ckpt_path='{Address(url=self._url, step=sound.step)}'), Transformers' train(resume_from_checkpoint=...)"
+            " with the same address, or `shrinkpoint export` and whatever loads that"
         )
         warn(
             f"the checkpoint of step {manifest.step} in {self._store.display} is not finite: {found}. {way_out}",

@@ -63,9 +63,14 @@ class CopiedState:
 
 
 class Buffers:
-    """Keeps `Snapshotter`s for reuse, so that logging takes no memory in steady state."""
+    """Keeps `Snapshotter`s for reuse, so that logging takes no memory in steady state.
 
-    def __init__(self) -> None:
+    Args:
+        name: of the thread that copies `during` something else.
+    """
+
+    def __init__(self, name: str = "shrinkpoint-gradients") -> None:
+        self._name = name
         self._free: dict[str, deque[Snapshotter]] = {}
         self._thread: ThreadPoolExecutor | None = None
         self.cpu_s = 0.0
@@ -78,7 +83,7 @@ class Buffers:
         tree: object = None,
         *,
         during: bool = False,
-        then: Callable[[], None] | None = None,
+        then: Callable[[Mapping[str, torch.Tensor]], None] | None = None,
     ) -> CopiedState:
         """Copy tensors to the host.
 
@@ -87,7 +92,7 @@ class Buffers:
             tensors: on any device.
             tree: plain data stored with them.
             during: return at once, and copy in another thread; the tensors must not change before the result's `state` is there.
-            then: called in that thread when it has copied.
+            then: called in that thread with the copies.
         """
         free = self._free.setdefault(what, deque())
         try:
@@ -98,23 +103,26 @@ class Buffers:
         snapshot: Snapshot | Future[Snapshot]
         if during:
             if self._thread is None:
-                self._thread = ThreadPoolExecutor(1, "shrinkpoint-gradients")
+                self._thread = ThreadPoolExecutor(1, self._name)
             snapshot = self._thread.submit(self._timed, snapshotter.prepare(state), then)
         else:
             snapshot = snapshotter.take(state)
         return CopiedState(snapshot, lambda: free.append(snapshotter))
 
     def close(self) -> None:
-        """End the other thread."""
+        """End the other thread, and keep no memory, until `take` is called again."""
         if self._thread is not None:
             self._thread.shutdown()
+        self._thread, self._free = None, {}
 
-    def _timed(self, copy: Callable[[], Snapshot], then: Callable[[], None] | None) -> Snapshot:
+    def _timed(
+        self, copy: Callable[[], Snapshot], then: Callable[[Mapping[str, torch.Tensor]], None] | None
+    ) -> Snapshot:
         started = time.thread_time()
         try:
             snapshot = copy()
             if then is not None:
-                then()
+                then(snapshot.state.tensors)
             return snapshot
         finally:
             self.cpu_s += time.thread_time() - started

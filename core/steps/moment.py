@@ -9,9 +9,10 @@ import torch
 from shrinkpoint.steps.fingerprint import begin_digests, combined, digests_of, parts_of
 from shrinkpoint.steps.segment import Place
 from shrinkpoint.steps.supervision import CannotLogError
-from shrinkpoint.steps.unchanged import Unchanged
 
 __all__ = ["Moment"]
+
+_SAMPLED = 32
 
 
 class Moment:
@@ -39,10 +40,8 @@ class Moment:
     ) -> None:
         self.step = step
         self._parts: dict[str, Any] = parts_of(optimizers, more)
-        tensors = {name: value for name, value in self._parts.items() if torch.is_tensor(value)}
-        self._unchanged = Unchanged(
-            tensors.values(), [value for name, value in tensors.items() if name.count("/") == 1]
-        )
+        self._versions = _versions(self._parts)
+        self._sample = _sample(self._parts)
         self._digest: str | None = None
         self._is_settled = False
         self.postponed = False
@@ -63,9 +62,9 @@ class Moment:
         with self._lock:
             if self._is_settled:
                 return True
-            if self._unchanged.at_all():
+            if self._is_undisturbed():
                 digest = self._digested()
-                if self._unchanged.at_all():
+                if self._is_undisturbed():
                     self._set(digest)
                     return True
             self.postponed = True
@@ -80,7 +79,7 @@ class Moment:
         with self._lock:
             if self._is_settled:
                 return
-            if not self._unchanged.by_sample():
+            if _sample(self._parts) != self._sample:
                 self._set(None)
                 raise self._changed()
             self._set(self._digested())
@@ -88,7 +87,7 @@ class Moment:
     def is_back(self) -> bool:
         """Whether the state is, as far as one sees, what it was; for the training's thread, before `settle`."""
         with self._lock:
-            return not self._is_settled and self._unchanged.by_sample()
+            return not self._is_settled and _sample(self._parts) == self._sample
 
     def place(self) -> Place:
         """The step with its digest, once it is taken.
@@ -118,10 +117,33 @@ class Moment:
 
     def _set(self, digest: str | None) -> None:
         self._digest, self._parts, self._is_settled = digest, {}, True
-        self._unchanged = Unchanged((), ())
+
+    def _is_undisturbed(self) -> bool:
+        return _versions(self._parts) == self._versions and _sample(self._parts) == self._sample
 
     def _changed(self) -> CannotLogError:
         return CannotLogError(
             f"weights or optimizer states were changed outside of optimizer.step() right after step {self.step}:"
             " averages, say, that were put in their place and are still there at the next step"
         )
+
+
+def _versions(parts: Mapping[str, Any]) -> list[int]:
+    return [value._version for value in parts.values() if torch.is_tensor(value) and not value.is_inference()]
+
+
+def _sample(parts: Mapping[str, Any]) -> list[str]:
+    """One element each of some parameters on the host: what swaps weights may do it through ``data``, of which torch counts no
+    changes."""
+    found = [
+        value
+        for name, value in parts.items()
+        if name.count("/") == 1
+        and torch.is_tensor(value)
+        and value.is_cpu
+        and value.layout == torch.strided
+        and value.numel()
+    ]
+    some = found[:: -(-len(found) // _SAMPLED) or 1]
+    # as text, in which a NaN equals itself
+    return [repr(value[tuple(size // 2 for size in value.shape)].item()) for value in some]

@@ -15,6 +15,7 @@ from torch import nn
 from shrinkpoint.errors import ConfigError, StateMismatchError
 from shrinkpoint.state.digest import tensor_digest
 from shrinkpoint.state.rng import capture_rng, restore_rng
+from shrinkpoint.state.stateful import load_stateful
 from shrinkpoint.state.training import TrainingState
 from shrinkpoint.steps.device_digest import device_sums
 from shrinkpoint.steps.hyperparameters import frozen_groups, parameters_of, set_groups
@@ -208,7 +209,7 @@ class Remainder:
                     raise StateMismatchError("the log refers to a kept gradient which it does not contain")
         for name, state in remainder["stateful"].items():
             if name in self._stateful:
-                self._stateful[name].load_state_dict(state)
+                load_stateful(self._stateful[name], state)
         for optimizer, groups in zip(self._optimizers, remainder["groups"], strict=True):
             set_groups(optimizer, groups)  # loading a scheduler may have set a learning rate
         restore_rng(remainder["rng"])

@@ -175,9 +175,10 @@ class SmallLog(Supervised):
     def _take_turn(self, step: int) -> None:
         if self._writer is not None:
             self._writer.close()
-            self._refused += self._writer.skipped
         self._inherits = self._earlier(step)
-        self._writer = UpdateWriter(self._folder.writer(self._inherits), self._read_base)
+        writer = UpdateWriter(self._folder.writer(self._inherits), self._read_base)
+        self._refused += self._writer.skipped if self._writer is not None else 0
+        self._writer = writer
         self._last, self._sampled = step, False
 
     def _earlier(self, step: int) -> list[Reference]:
@@ -285,7 +286,9 @@ class SmallLog(Supervised):
             )
 
     def boundary(self, step: int) -> None:
-        """A checkpoint of this step is being saved: the records after its commit refer to it."""
+        """A checkpoint of this step is being saved, and may be measured: the records after its commit refer to it."""
+        with self._guarded():
+            self._copies.settle()
 
     def committed(self, step: int) -> None:
         """A checkpoint of this step is stored: the next records refer to it."""

@@ -199,7 +199,8 @@ class UpdateWriter:
             node["remainder"] = _encoded(remainder, self._table)
             self._nodes.append(node)
             self.records += 1
-        if last:
+        # a segment without the rest of the state is of no use to a resume: the next one's end has it
+        if last and not (tensors is None and remainder is not None):
             self._seal()
 
     def _seal(self) -> None:

@@ -67,6 +67,7 @@ class RunSession:
         self._saver: Saver | None = None
         self._taken = 0
         self._unreported: list[SaveReport] = []
+        self._monitored = False
         self._warned: set[str] = set()
         self._until_failure = UntilFailure(self.warn_once)
 
@@ -342,7 +343,8 @@ class RunSession:
 
     def _require_monitor(self, step: int, metrics: Mapping[str, float]) -> None:
         monitor = self.settings.monitor
-        if monitor is not None and monitor not in metrics:
+        self._monitored = self._monitored or monitor in metrics
+        if monitor is not None and not self._monitored and not self.best.scores:
             self.warn_once(
                 f"monitor={monitor!r} had not been logged when step {step} was saved; until it is, checkpoints take no part"
                 f" in the ranking. Logged so far: {', '.join(sorted(metrics)) or 'nothing'}",

@@ -33,6 +33,17 @@ from shrinkpoint.store.run import RunStore
 pytestmark = pytest.mark.filterwarnings("error::shrinkpoint.errors.ShrinkpointWarning")
 
 
+class Prepared:
+    """A loader that accelerate has prepared, without a state unless it is asked for one."""
+
+    use_stateful_dataloader = False
+
+    def state_dict(self):
+        raise AttributeError("'DataLoader' object has no attribute 'dl_state_dict'")
+
+    load_state_dict = state_dict
+
+
 class Run:
     """One process of a training: made afresh, it knows nothing but the URL."""
 
@@ -331,6 +342,7 @@ def test_states_that_are_missing_on_either_side_are_told(tmp_path):
         ({"every": 0}, "every must be a positive"),
         ({"every": 2.5}, "every must be a positive"),
         ({"every": True}, "every must be a positive"),
+        ({"loader": Prepared()}, "loader=.*has no state here: leave it out"),
         ({"loader": [1, 2]}, r"loader=\[1, 2\] is neither an option"),
         ({"config": SaverConfig(), "keep_last": 3}, r"either config= or its fields \(keep_last\)"),
         ({"keep_last": -3}, "keep_last must be a positive integer"),

@@ -152,6 +152,22 @@ def test_a_missing_monitor_is_told_once(session: Make) -> None:
     assert run.best.best_path == ""
 
 
+def test_a_monitor_that_is_not_logged_at_every_save_is_not_missing(session: Make) -> None:
+    run = session(monitor="loss")
+    save(run, 1, metrics={"loss": 1.0})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        save(run, 2, metrics={})
+        run.finish(lambda: None)
+        again = session(monitor="loss")
+        manifest = again.choose()
+        assert manifest is not None
+        again.restore(manifest)
+        again.remember()
+        save(again, 3, metrics={})
+        again.finish(lambda: None)
+
+
 def test_a_failing_evaluation_is_told_once_and_costs_no_checkpoint(session: Make) -> None:
     def evaluate(weights: Any) -> float:
         raise RuntimeError("no batch")

@@ -1,0 +1,72 @@
+"""A loop whose stateful loader is passed by name continues bit by bit, though its iterator draws a seed from torch's generator."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import shrinkpoint
+
+pytest.importorskip("torchdata")
+
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+_STEPS = 14
+_LENGTH = 5  # steps of an epoch
+
+
+class _Data(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 4 * _LENGTH
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((6,), float(index)).cos()
+
+
+def losses(url: Path, until: int, *, workers: int, log: dict[str, str]) -> dict[int, float]:
+    """Train with shuffled batches and dropout, from where the run is; the loss of each step that is made here."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.4), nn.Linear(16, 6))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loader = StatefulDataLoader(_Data(), batch_size=4, shuffle=True, num_workers=workers)
+    checkpointer = shrinkpoint.Checkpointer(
+        url, model, optimizer, every=None, scheme="lossless", compile_ahead=False, loader=loader, **log
+    )
+    step, found = checkpointer.resume(), {}
+    while step < until:
+        for batch in loader:
+            optimizer.zero_grad()
+            loss = (model(batch) - batch.roll(1, 1)).square().mean()
+            loss.backward()
+            optimizer.step()
+            step += 1
+            found[step] = float(loss)
+            checkpointer.step(step)
+            if step == until:
+                break
+    if not log:
+        checkpointer.save(step, wait=True)
+    checkpointer.close()
+    return found
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("killed", [3, _LENGTH, 2 * _LENGTH + 1])
+def test_continues_bit_by_bit(tmp_path, killed, workers):
+    whole = losses(tmp_path / "whole", _STEPS, workers=workers, log={})
+    first = losses(tmp_path / "run", killed, workers=workers, log={})
+    rest = losses(tmp_path / "run", _STEPS, workers=workers, log={})
+    assert min(rest) == killed + 1
+    assert first | rest == whole
+
+
+def test_continues_bit_by_bit_after_replayed_steps(tmp_path):
+    log = {"step_log": "exact", "step_log_url": str(tmp_path / "log")}
+    whole = losses(tmp_path / "whole", _STEPS, workers=0, log={})
+    first = losses(tmp_path / "run", 2, workers=0, log={})
+    logged = losses(tmp_path / "run", 8, workers=0, log=log)
+    rest = losses(tmp_path / "run", _STEPS, workers=0, log=log)
+    assert min(logged) == 3
+    assert min(rest) == 9
+    assert first | logged | rest == whole
