@@ -38,10 +38,9 @@ bench-bound: .venv/ready  ## ten restores of 23 trainings beside their undisturb
 bench-steps: .venv/ready  ## step logs beside LowDiff's experiments: docs/steps.md (20 minutes)
 	OMP_NUM_THREADS=1 .venv/bin/python examples/benchmarks/steps.py
 
-bench-cost: .venv/ready  ## memory and CPU seconds of saves and restores: the tables of docs/architecture.md (10 minutes)
+bench-cost: .venv/ready  ## memory, and CPU seconds per GB, of saves and restores: docs/architecture.md (4 minutes)
 	.venv/bin/shrinkpoint compile
 	.venv/bin/python examples/benchmarks/memory.py
-	.venv/bin/python examples/benchmarks/cost.py --layers 6
 
 test: .venv/ready  ## the fast suite (20 minutes on 2 cores)
 	.venv/bin/shrinkpoint compile
