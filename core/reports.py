@@ -82,8 +82,11 @@ class SaveReport:
     """Expected cost of a restore to the run, relative: `degradation`, or what lasts of it where that may be more, and half of what
     the loss falls by in the steps that the restored moments lose. None where the degradation could not be measured."""
     cost_high: float | None = None
-    """Its upper end, with the share of `max_degradation` that is reserved for what no measurement at a save sees. The sum over
-    all checkpoints that were restored is the upper end of what the restores have cost together."""
+    """Its upper end, with `max(reserve, cost_delay)`: the reserve is the half of `max_degradation` that is for what no measurement at a
+    save sees (with `adopt`, three quarters). Of several checkpoints that were restored these parts count together, as the reserve
+    or the sum of their delays, whichever is more; the rest of each upper end adds up."""
+    cost_delay: float | None = None
+    """Upper end of what lost progress costs: the fall of the loss over the steps that a restore loses."""
     degradation_luck: float | None = None
     """Rise of the loss right at the restore less `degradation`: the first-order part, of either sign by chance, which
     is trained away."""

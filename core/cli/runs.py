@@ -136,6 +136,7 @@ _MEASURED = (
     "degradation_luck",
     "cost",
     "cost_high",
+    "cost_delay",
     "measured",
     "allowed",
     "update_error",

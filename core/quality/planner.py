@@ -12,7 +12,14 @@ from shrinkpoint.quality.evaluation import EvaluationUnavailableError, ResumedSt
 from shrinkpoint.quality.measurement import CONFIDENCE, EXACT, Rise
 from shrinkpoint.quality.probe import Probe, stricter
 from shrinkpoint.quality.recovery import RecoveryEstimate
-from shrinkpoint.quality.restore_budget import RestoreCost, budget_of, fall_of, measured_share, restore_cost
+from shrinkpoint.quality.restore_budget import (
+    NO_COST,
+    RestoreCost,
+    budget_of,
+    fall_of,
+    reserve_of,
+    restore_cost,
+)
 from shrinkpoint.quality.snapshots import PlannedSnapshot
 from shrinkpoint.quality.strategies import strategy_of
 from shrinkpoint.quality.strategy import Guard, Measure, Plan, Strategy, exactly
@@ -108,15 +115,13 @@ class Planner:
         if plan.rise is None:
             return None
         if plan.is_exact:
-            return RestoreCost(0.0, 0.0)
+            return NO_COST
         measured = max(plan.rise, plan.lasting, key=lambda rise: rise.high)
-        fall = 0.0
+        fall = plan.fall
         if self._baseline is not None and plan.baseline is not None and math.isfinite(plan.baseline):
             fall = fall_of(self._baseline, (step, plan.baseline), self._config.loss_floor)
         lost = self.guard.lost_steps if self.guard is not None else 0.0
-        config = self._config
-        reserve = (1 - measured_share(config)) * config.max_degradation / config.restore_budget
-        return restore_cost(measured.mean, measured.high, delay=lost * fall, reserve=reserve)
+        return restore_cost(measured.mean, measured.high, delay=lost * fall, reserve=reserve_of(self._config))
 
     def _choose(
         self,

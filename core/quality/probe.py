@@ -56,9 +56,11 @@ class Probe:
                 for mark, losses, baseline in zip(marks, tried, true, strict=True)
             }
         )
-        if self.guard is not None and plan.baseline is not None:
+        fall = 0.0
+        if plan.baseline is not None:
             last = sum(true[-1]) / len(true[-1])
             fall = max(0.0, -relative_rise(last, plan.baseline, floor)) / marks[-1]
+        if self.guard is not None and plan.baseline is not None:
             lost, error = self.guard.lost_steps, self.guard.update_error
             error = _USUAL_ERROR if error is None else error
             rises = {
@@ -66,7 +68,7 @@ class Probe:
                 for mark, rise in rises.items()
             }
         cost = self.recovery.measured(at, rises, plan.options, plan.scale)
-        return replace(plan, resumed=rises, cost=cost)
+        return replace(plan, resumed=rises, fall=fall, cost=cost)
 
 
 def stricter(plan: Plan, share: float) -> float:

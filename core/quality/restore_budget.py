@@ -13,7 +13,16 @@ from typing import Any
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError
 
-__all__ = ["RestoreBudget", "RestoreCost", "budget_of", "fall_of", "measured_share", "restore_cost"]
+__all__ = [
+    "NO_COST",
+    "RestoreBudget",
+    "RestoreCost",
+    "budget_of",
+    "fall_of",
+    "measured_share",
+    "reserve_of",
+    "restore_cost",
+]
 
 _MEASURED = 0.5
 """Share of `max_degradation` that the measured costs of all restores may use. Over 23 trainings that used it up, the
@@ -26,28 +35,49 @@ each of them (docs/adopt.md): rows that are rarely trained, as a recommender's, 
 
 @dataclass(frozen=True)
 class RestoreCost:
-    """What one restore costs the run, as far as it is known at the save; costs of several restores add up."""
+    """What restores cost the run, as far as it is known at their saves. Costs of several restores are added by ``+``."""
 
     mean: float
     """The expected rise of the final loss, relative."""
-    high: float
-    """Its upper end."""
+    measured_high: float
+    """Upper end of what was measured of it."""
+    delay: float = 0.0
+    """Upper end of what lost progress costs of it."""
+    reserve: float = 0.0
+    """For what no measurement at a save sees. Where a run leads after it was disturbed is mostly settled by the first time, so it counts
+    once, and whole, however many restores there are."""
+
+    @property
+    def high(self) -> float:
+        """Upper end of the rise. Lost progress is one of the effects that the reserve is for; where it alone is more, it replaces it."""
+        return self.measured_high + max(self.reserve, self.delay)
+
+    def __add__(self, other: "RestoreCost") -> "RestoreCost":
+        return RestoreCost(
+            self.mean + other.mean,
+            self.measured_high + other.measured_high,
+            self.delay + other.delay,
+            max(self.reserve, other.reserve),
+        )
+
+
+NO_COST = RestoreCost(0.0, 0.0)
+"""Of a restore that is exact."""
 
 
 def restore_cost(mean: float, high: float, *, delay: float, reserve: float) -> RestoreCost:
     """The cost of a restore from a measurement, with what no measurement at a save sees.
 
-    That has a share of `max_degradation` of its own, the reserve. The part of it that can be estimated is what lost steps of the
-    moments cost: a training that is set back by s steps is behind by what the loss falls by in s steps. This is the upper end,
-    because the loss mostly falls more slowly later; half of it is expected. Where it exceeds the reserve, it counts instead of it.
+    What lost steps of the moments cost can be estimated: a training that is set back by s steps is behind by what the loss falls by
+    in s steps. This is the upper end, because the loss mostly falls more slowly later; half of it is expected.
 
     Args:
         mean: of the measured rise of the loss, relative.
         high: its upper end.
         delay: the fall of the loss over the steps that the restore loses, see `fall_of`.
-        reserve: one restore's share of the part of `max_degradation` that measurements may not use.
+        reserve: the part of `max_degradation` that measurements may not use.
     """
-    return RestoreCost(mean + delay / 2, high + max(reserve, delay))
+    return RestoreCost(mean + delay / 2, high, delay, reserve)
 
 
 def fall_of(before: tuple[int, float], now: tuple[int, float], floor: float) -> float:
@@ -140,6 +170,11 @@ class RestoreBudget:
 def measured_share(config: SaverConfig) -> float:
     """The share of `max_degradation` that the measured costs of all restores may use."""
     return _MEASURED_OF_ADOPTIONS if config.adopt else _MEASURED
+
+
+def reserve_of(config: SaverConfig) -> float:
+    """The part of `max_degradation` that is for what no measurement at a save sees."""
+    return (1 - measured_share(config)) * config.max_degradation
 
 
 def budget_of(config: SaverConfig) -> RestoreBudget:

@@ -82,6 +82,7 @@ def measured_of(plan: Plan) -> dict[str, Any]:
         "degradation_luck": plan.degradation_luck,
         "cost": _finite(plan.whole.mean) if plan.whole is not None else None,
         "cost_high": _finite(plan.whole.high) if plan.whole is not None else None,
+        "cost_delay": _finite(plan.whole.delay) if plan.whole is not None else None,
         "measured": plan.measured,
         "allowed": plan.allowed,
         "resumed": {str(steps): rise.mean for steps, rise in plan.resumed.items()},

@@ -30,6 +30,7 @@ __all__ = [
     "UNDISTURBED",
     "Setting",
     "Task",
+    "checkpointed",
     "library_digest",
     "machine_digest",
     "measure",
@@ -70,6 +71,7 @@ _REPORTED_LATER = (
     "lost_steps",
     "cost",
     "cost_high",
+    "cost_delay",
     "overhead",
 )
 """Of a report, where the library has them."""
@@ -213,6 +215,34 @@ def restored(task: Task) -> dict[str, Any]:
     return {**result, "warnings": list(dict.fromkeys(ours)), "library": library}
 
 
+def checkpointed(task: Task, url: str, step: int = 0) -> tuple[Training, Checkpointer]:
+    """A training made anew, and restored from the newest checkpoint of a run.
+
+    Args:
+        task: which training and setting.
+        url: where its checkpoints are.
+        step: where it must go on from.
+
+    Raises:
+        RuntimeError: it goes on from another step.
+    """
+    training = task.kind.build(task.seed, task.kind, task.quick)
+    checkpointer = Checkpointer(
+        url,
+        training.model,
+        list(training.optimizers),
+        evaluate=training.probe,
+        train_loss=training.train_loss,
+        clip_grad_norm=training.clip,
+        config=task.setting.build(),
+        **training.saved,
+    )
+    resumed = checkpointer.resume()
+    if resumed != step:
+        raise RuntimeError(f"{task}: resumed from step {resumed}, and the checkpoint of {step} is there")
+    return training, checkpointer
+
+
 class _Restored:
     """The state of one such run."""
 
@@ -221,7 +251,6 @@ class _Restored:
         self._saves: list[dict[str, Any]] = []
         self._losses: list[float] = []
         self._train_s = self._wall_s = 0.0
-        self._config = task.setting.build()
 
     def run(self, url: str) -> dict[str, Any]:
         """The whole run.
@@ -256,24 +285,10 @@ class _Restored:
 
     def _begin(self, url: str, step: int = 0) -> tuple[Training, Checkpointer]:
         """Everything anew, and restored; `step` is where it must go on from."""
-        task = self._task
-        training = self._kind.build(task.seed, self._kind, task.quick)
         started = time.perf_counter()
-        checkpointer = Checkpointer(
-            url,
-            training.model,
-            list(training.optimizers),
-            evaluate=training.probe,
-            train_loss=training.train_loss,
-            clip_grad_norm=training.clip,
-            config=self._config,
-            **training.saved,
-        )
-        resumed = checkpointer.resume()
-        if resumed != step:
-            raise RuntimeError(f"{task}: resumed from step {resumed}, and the checkpoint of {step} is there")
+        begun = checkpointed(self._task, url, step)
         self._wall_s += time.perf_counter() - started
-        return training, checkpointer
+        return begun
 
     def _train(self, training: Training, checkpointer: Checkpointer, to: int) -> None:
         begun = len(self._losses)

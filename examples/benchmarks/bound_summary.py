@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from bound_trainings import KINDS, source_digest
 
 from shrinkpoint.config import SaverConfig
-from shrinkpoint.quality.restore_budget import fall_of, restore_cost
+from shrinkpoint.quality.restore_budget import NO_COST, RestoreCost, fall_of, reserve_of, restore_cost
 
 __all__ = ["ABILITY_LIMIT", "LIMIT", "SAME", "Reported", "Row", "reported_of", "rows_of"]
 
@@ -26,13 +26,11 @@ SAME = ("auto", "{}")
 
 
 _FLOOR = SaverConfig().loss_floor
-_RESERVED = 0.5
-"""Share of `max_degradation` that the library reserves for what no measurement at a save sees."""
 
 
 @dataclass(frozen=True)
 class Reported:
-    """What the library has reported that the restores cost together: sums over the checkpoints that were restored."""
+    """What the library has reported that the restores cost together."""
 
     mean: float
     high: float
@@ -41,7 +39,7 @@ class Reported:
     exact: int
     recomputed: int
     """Checkpoints whose cost was computed here, by the library's own functions from the other numbers of their reports, because a
-    state of the library without `SaveReport.cost_high` has written them."""
+    state of the library without `SaveReport.cost_delay` has written them."""
 
 
 def reported_of(saves: Sequence[Cell], config: Mapping[str, Any]) -> Reported:
@@ -52,33 +50,47 @@ def reported_of(saves: Sequence[Cell], config: Mapping[str, Any]) -> Reported:
         config: fields of `SaverConfig` that are not at their defaults.
     """
     default = SaverConfig()
-    bound, restores = (
-        config.get(name, getattr(default, name)) for name in ("max_degradation", "restore_budget")
-    )
-    mean = high = 0.0
-    recomputed, before = 0, None
+    fields = {
+        name: config.get(name, getattr(default, name))
+        for name in ("max_degradation", "restore_budget", "adopt")
+    }
+    setting = replace(default, **fields)
+    total, recomputed, before = NO_COST, 0, None
     for save in saves:
         now = save["step"], save.get("baseline")
-        if isinstance(save.get("cost_high"), (int, float)):
-            mean, high = mean + save["cost"], high + save["cost_high"]
-        elif save["configuration"] != "exact" and save["degradation"] is not None:
+        if save["configuration"] != "exact" and save["degradation"] is not None:
             known = before is not None and isinstance(now[1], float)
-            fall = fall_of(before, now, _FLOOR) if known else 0.0
-            cost = restore_cost(
-                save["degradation"],
-                save.get("degradation_high", save["degradation"]),
-                delay=fall * (save.get("lost_steps") or 0.0),
-                reserve=_RESERVED * bound / restores,
-            )
-            mean, high, recomputed = mean + cost.mean, high + cost.high, recomputed + 1
+            total += _cost_of(save, fall_of(before, now, _FLOOR) if known else 0.0, setting)
+            recomputed += "cost_delay" not in save
         before = now if isinstance(now[1], float) else before
     return Reported(
-        mean,
-        high,
+        total.mean,
+        total.high,
         unmeasured=sum(save["degradation"] is None for save in saves),
         exact=sum(save["configuration"] == "exact" for save in saves),
         recomputed=recomputed,
     )
+
+
+def _cost_of(save: Cell, fall: float, config: SaverConfig) -> RestoreCost:
+    """The cost in a report; of one without `cost_delay`, from its other numbers.
+
+    Args:
+        save: the report of a checkpoint that is not exact.
+        fall: of the loss in a step since the checkpoint before it.
+        config: of the run.
+    """
+    reserve = reserve_of(config)
+    delay = save.get("cost_delay")
+    if isinstance(delay, (int, float)):
+        return RestoreCost(save["cost"], save["cost_high"] - max(reserve, delay), delay, reserve)
+    delay = fall * (save.get("lost_steps") or 0.0)
+    if isinstance(save.get("cost_high"), (int, float)):  # with a restore's share of the reserve
+        return RestoreCost(
+            save["cost"], save["cost_high"] - max(reserve / config.restore_budget, delay), delay, reserve
+        )
+    high = save.get("degradation_high", save["degradation"])
+    return restore_cost(save["degradation"], high, delay=delay, reserve=reserve)
 
 
 @dataclass

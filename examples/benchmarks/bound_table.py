@@ -27,9 +27,9 @@ data apart from the probe's, changes are relative to the undisturbed run of the 
 [{file}]({file}); `--table` writes this page from them.
 
 - **ratio**: bytes of all eleven checkpoints in memory over those stored; median over the seeds.
-- **reported**: the sum of the costs in the library's reports of the ten checkpoints (`cost`), in brackets that of their upper ends
-  (`cost_high`), which include what lost steps of the moments cost and what no measurement at a save sees
-  ([search.md](search.md#what-one-restore-may-cost)); `?` where some were not measured at all, `exact` counts those that were stored exactly.
+- **reported**: the sum of the costs in the library's reports of the ten checkpoints (`cost`), in brackets the upper end of all of them
+  (`cost_high`), which includes what lost steps of the moments cost and, once, the reserve for what no measurement at a save sees
+  ([search.md](search.md#what-the-report-adds)); `?` where some were not measured at all, `exact` counts those that were stored exactly.
 - **truth**: change of the final loss, for each seed.
 - **spread**: standard deviation of the undisturbed runs' final losses over the seeds, of their mean; in brackets how many.
 - **a millionth**: change of the final loss of an undisturbed run whose weights were all changed by a millionth of themselves at the
@@ -50,11 +50,10 @@ bits of all, and Muon and Lion use the first one's direction alone, of which an 
 Constants of the library are chosen on the trainings of the first table. On those of the second they are only reported.
 """
 
-_RECOMPUTED = """**Recomputed**: {cells} cells were measured with {libraries} earlier states of this library, whose reports had no `cost` and
-`cost_high`. Both were computed for this page by the present functions (`shrinkpoint.quality.restore_budget`), from the degradation, its
-upper end, the held-out losses and the lost steps in these reports. What probes found to last is not in them. Sizes, losses and updates
-are as those states made them: the guards' limit for lost steps, and the one of 1.05 for updates under other schemes than `auto`, are
-newer than these cells."""
+_RECOMPUTED = """**Recomputed**: {cells} cells were measured with {libraries} earlier states of this library, whose reports had no `cost_delay`, and
+each a tenth of the reserve in `cost_high`. Costs and upper ends were computed for this page by the present functions
+(`shrinkpoint.quality.restore_budget`), from the other numbers of these reports: the degradation, its upper end, the held-out losses and the
+lost steps. Lost progress of their first checkpoints is not in them. Sizes, losses and updates are as those states made them."""
 
 
 def _percent(value: float | None, digits: int = 2) -> str:

@@ -88,6 +88,7 @@ def numbers(report: SaveReport) -> dict[str, float]:
         "degradation_high": report.degradation_high,
         "cost": report.cost,
         "cost_high": report.cost_high,
+        "cost_delay": report.cost_delay,
         "overhead": report.overhead,
         "update_error": report.update_error,
         "update_length": report.update_length,

@@ -334,14 +334,20 @@ def test_reported_costs_are_those_of_the_reports_or_computed_from_them():
     delay = 0.1 / 1.9 / 100  # the fall of the loss in a step, relative
     found = reported_of(old, {})
     assert found.mean == pytest.approx(0.001 + delay / 2)
-    assert found.high == pytest.approx(
-        0.0016 + 0.0005 + delay
-    )  # the reserve of the first; the second's delay is more than that
-    assert reported_of(old, {"max_degradation": 0.02}).high == pytest.approx(0.0016 + 2 * 0.001)
-    new = {**old[1], "cost": 0.002, "cost_high": 0.003}
-    found = reported_of([old[0], new, save(None), {**save(0.0), "configuration": "exact"}], {})
-    assert (found.mean, found.high) == (pytest.approx(0.0025), pytest.approx(0.0043))
-    assert (found.recomputed, found.unmeasured, found.exact) == (1, 1, 1)
+    assert found.high == pytest.approx(0.0016 + 0.005), "the reserve counts once, and is more than the delay"
+    assert reported_of(old, {"max_degradation": 0.0}).high == pytest.approx(0.0016 + delay)
+    assert reported_of(old[:1], {"max_degradation": 0.02}).high == pytest.approx(0.0008 + 0.01)
+    earlier = {**old[1], "cost": 0.002, "cost_high": 0.003}  # with a tenth of the reserve, or the delay
+    found = reported_of([old[0], earlier, save(None), {**save(0.0), "configuration": "exact"}], {})
+    assert (found.mean, found.high) == (
+        pytest.approx(0.0025),
+        pytest.approx(0.0008 + 0.003 - max(delay, 0.0005) + 0.005),
+    )
+    assert (found.recomputed, found.unmeasured, found.exact) == (2, 1, 1)
+    new = [{**old[1], "cost": 0.002, "cost_high": 0.009, "cost_delay": 0.004} for _ in range(2)]
+    found = reported_of(new, {})
+    assert (found.mean, found.high, found.recomputed) == (pytest.approx(0.004), pytest.approx(0.016), 0)
+    assert reported_of([{**save(0.0), "configuration": "exact"}], {}).high == 0
 
 
 def test_a_bound_that_holds_only_with_spreads_is_not_said_to_hold(cells):
