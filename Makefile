@@ -14,7 +14,7 @@ NOT_ON_NEWEST = $(addprefix --ignore=tests/, campaigns examples test_documents.p
   coding quantize saving runtime $(addprefix quality/, inshrinkerator_search test_planner.py test_planner_bounds.py test_scale_search.py \
   test_measurement.py test_restore_budget.py test_bound_controls.py)))
 
-.PHONY: demo demo-stores demo-composer bench bench-bound bench-steps bench-cost test test-newest test-llmfoundry test-slow lint docs format clean help
+.PHONY: demo demo-stores demo-composer bench bench-bound bench-steps bench-cost test test-newest test-llmfoundry test-slow lint imports docs format clean help
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -55,6 +55,9 @@ test-llmfoundry: .venv-llmfoundry/ready  ## stores and Composer beside the old f
 
 test-slow: .venv/ready .venv-newest/ready  ## the campaigns and matrices too
 	.venv/bin/pytest -n 2 --dist worksteal --run-slow
+
+imports: .venv/ready  ## the drawing of the package's imports: docs/imports.svg
+	.venv/bin/python docs/imports.py
 
 lint: .venv/ready  ## style, types, and the direction of imports
 	.venv/bin/ruff check .
