@@ -1,6 +1,5 @@
 """Checkpoints for a hand-written PyTorch loop."""
 
-import copy
 import inspect
 import signal
 import sys
@@ -12,20 +11,21 @@ from types import TracebackType
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError, StoreError
 from shrinkpoint.loading import weights_of_step
+from shrinkpoint.loop.kinds import saver_for, warn_of_copies, way_back
 from shrinkpoint.loop.measuring import LoopMeasurements
 from shrinkpoint.loop.objects import LoopObjects, Stateful
 from shrinkpoint.loop.options import check_adoption, check_options, split_fields
-from shrinkpoint.loop.replicas import ReplicatedObjects, ReplicatedSaver, replicated_saver
+from shrinkpoint.loop.replicas import ReplicatedObjects
 from shrinkpoint.loop.replicated_log import ReplicatedLog
-from shrinkpoint.loop.sharded import ShardedObjects, has_shards, refuse_deepspeed, sharded_saver
+from shrinkpoint.loop.sharded import ShardedObjects, has_shards, refuse_deepspeed
 from shrinkpoint.quality.evaluation import Loss
 from shrinkpoint.reports import Accepted, SaveReport
+from shrinkpoint.runtime.processes import world_size
 from shrinkpoint.runtime.termination import Pace, TerminationRequest
 from shrinkpoint.saver import Saver
 from shrinkpoint.saving.resume import (
@@ -139,7 +139,7 @@ class Checkpointer:
         )
         config, stateful = split_fields(stateful, config, _OPTIONS)
         refuse_deepspeed(model, optimizer if isinstance(optimizer, list) else [optimizer])
-        sharded, several = has_shards(model), _is_distributed()
+        sharded, several = has_shards(model), world_size() > 1
         if config.adopt:
             check_adoption(config, every, step_log)
         # Who gives the wrapper calls on every process; a log needs that, and adoption does.
@@ -186,7 +186,8 @@ class Checkpointer:
         """The step log; None without one."""
         self._committed = 0
         self._overdue = self._warned_of_monitor = False
-        self.saver = self._new_saver(
+        self.saver = saver_for(
+            self._objects,
             url,
             config,
             storage_options=storage_options,
@@ -196,42 +197,14 @@ class Checkpointer:
         )
         """The saver, which has the reports of the saves."""
         self.saver.check()
-        if several and isinstance(self.saver, Saver) and dist.get_rank() > 0:
-            _warn_of_copies()
+        if several and isinstance(self.saver, Saver):
+            warn_of_copies()
         self._ending: Ending | None = None
         if not isinstance(self.saver, Saver):
             self._ending = self.saver.ending()
             weakref.finalize(self, self._ending.close)
         if self.step_log is not None:
             self.step_log.open(self.saver.store.run_id())
-
-    def _new_saver(
-        self,
-        url: RunUrl,
-        config: SaverConfig,
-        *,
-        storage_options: StorageOptions,
-        parity: int | None,
-        evaluated: bool,
-        tried: bool,
-    ) -> Saver | ShardedSaver | ReplicatedSaver:
-        """The saver for the objects' kind; of a measured training, or one whose restores are tried, where that matters."""
-        match self._objects:
-            case ShardedObjects() as objects:
-                return sharded_saver(
-                    url,
-                    config,
-                    objects,
-                    storage_options=storage_options,
-                    parity=parity,
-                    evaluated=evaluated,
-                )
-            case ReplicatedObjects():
-                return replicated_saver(
-                    url, config, storage_options=storage_options, parity=parity, tried=tried
-                )
-            case _:
-                return Saver(url, config, storage_options=storage_options, parity=parity)
 
     def resume(self, step: int | None = None) -> int:
         """Restore the newest sound checkpoint, if the policy allows it.
@@ -291,33 +264,12 @@ class Checkpointer:
             return base
         reached = base
         if wanted and self._policy != "never":
-            reached = self.step_log.recover(base, lambda: self._way_back(manifest))
+            reached = self.step_log.recover(base, lambda: way_back(self._objects, self.saver, manifest))
         self.step_log.restart(reached)
         if reached > base:
             self._last_step, self._versions = reached, self._objects.changes
             self._overdue = self._every is not None and reached // self._every > base // self._every
         return reached
-
-    def _way_back(self, manifest: Manifest | None) -> Callable[[], None]:
-        """A function that restores the present state: that of a checkpoint, or of a fresh start.
-
-        Both are called on the first process alone, and call nothing that communicates with others.
-        """
-        objects, saver = self._objects, self.saver
-        fresh = copy.deepcopy(LoopObjects.state(objects, 0)) if manifest is None else None
-
-        def reload() -> None:
-            if manifest is None:  # a copy, since an optimizer may keep and change it
-                LoopObjects.load(objects, copy.deepcopy(fresh), saver.url, warns=False)
-                return
-            if isinstance(saver, ReplicatedSaver):
-                again = saver.restore_alone(manifest)
-            else:
-                again = saver.restore(manifest, adopt=False)
-            assert again is not None
-            LoopObjects.load(objects, again.state.to_object(), saver.url, warns=False)
-
-        return reload
 
     def step(self, step: int, *, metrics: Mapping[str, float] | None = None) -> Accepted | None:
         """To be called after every training step; saves when one is due.
@@ -361,7 +313,7 @@ class Checkpointer:
 
     def _watch(self) -> None:
         """Install signal handlers, unless there are several processes that do not agree on a step: DDP's without adoption and without a log."""
-        if self._save_last and (self._ending is not None or not _is_distributed()):
+        if self._save_last and (self._ending is not None or world_size() == 1):
             self._termination.watch()
         else:
             self._termination.unwatch()
@@ -548,16 +500,3 @@ class Checkpointer:
 
 
 _OPTIONS = inspect.signature(Checkpointer).parameters.keys() - {"url", "model", "optimizer", "stateful"}
-
-
-def _is_distributed() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
-def _warn_of_copies() -> None:
-    warn(
-        f"this is process {dist.get_rank()} of {dist.get_world_size()}, and the model is not sharded: processes that save to one run"
-        " stop each other. Make the Checkpointer in process 0 alone, and broadcast what it resumes; or use a framework's callback;"
-        " or give each process a run of its own",
-        stacklevel=3,
-    )

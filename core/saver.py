@@ -4,7 +4,6 @@ One save is a snapshot on the training thread, then a job in the background: cho
 collect. The job's only claim on the training thread is the forward passes of its evaluations (`Saver.poll`).
 """
 
-import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -29,7 +28,9 @@ from shrinkpoint.runtime.progress import waiting_for
 from shrinkpoint.runtime.worker import Worker
 from shrinkpoint.saving.adopted import adopted_of
 from shrinkpoint.saving.adoption import AdoptingCommitter
+from shrinkpoint.saving.arguments import plain_metrics, plain_step
 from shrinkpoint.saving.committer import Committer
+from shrinkpoint.saving.continuation import Continuation
 from shrinkpoint.saving.failures import Failures
 from shrinkpoint.saving.job import Job
 from shrinkpoint.saving.meta import is_weights_only
@@ -45,7 +46,7 @@ from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.near import NearCopies
 from shrinkpoint.store.run import RunStore
 from shrinkpoint.store.urls import RunUrl, url_text
-from shrinkpoint.warn import brief, warn
+from shrinkpoint.warn import warn
 
 __all__ = ["Restored", "Saver", "SaverConfig", "decode_checkpoint"]
 
@@ -118,6 +119,7 @@ class Saver:
         self._desk = EvaluationDesk()
         make = AdoptingCommitter if self.config.adopt else Committer
         self._committer = make(self.store, self.config, lambda: self._desk.seconds)
+        self._continuation = Continuation(self._committer, self.config)
         self._waits = WaitingShare()
         self._snapshotter = Snapshotter()
         self._worker = Worker("shrinkpoint-save", before_exit=self._desk.close)
@@ -125,10 +127,6 @@ class Saver:
         self._evaluate: Evaluate | None = None
         self._resumed: ResumedSteps | None = None
         self._newest: tuple[Manifest, Decoded] | None = None
-        self._restored: tuple[Manifest, Decoded] | None = None
-        self._forgets = False
-        self._follows: Manifest | None = None
-        self._begun: tuple[TrainingState, int] | None = None
         self._reports: list[SaveReport] = []
         self._failures = Failures(self.config, self.url)
         self._failed = False
@@ -181,12 +179,12 @@ class Saver:
             step: training steps done so far.
             describe: as of `save`.
         """
-        if self._restored is not None or (self._committer.follows and not self._forgets):
-            return  # what was restored, or saved last, is what training continues from
+        if self._continuation.is_known:
+            return
         live = TrainingState.capture(state, describe)
         specs = {name: spec for name, spec in live.specs.items() if is_followed(spec)}
         tensors = {name: live.tensors[name].detach().to("cpu", copy=True) for name in specs}
-        self._begun = TrainingState(None, tensors, specs), _check_step(step)
+        self._continuation.begin(TrainingState(None, tensors, specs), plain_step(step))
         self._go_on()
 
     def save(
@@ -237,7 +235,7 @@ class Saver:
         self._raise_if_fatal()
         started = time.perf_counter()
         self.adopted = ()
-        step, numbers = _check_step(step), _check_metrics(metrics or {})
+        step, numbers = plain_step(step), plain_metrics(metrics or {})
         if adoption is not None and not self.config.adopt:
             raise ConfigError("adoption needs a saver with adopt=True")
         if self.busy:
@@ -448,7 +446,8 @@ class Saver:
         else:
             assert which is not None
             manifest, decoded = self._reader.chosen(which)
-        self._newest, self._restored = None, (manifest, decoded)
+        self._newest = None
+        self._continuation.restore(manifest, decoded)
         if adopted_of(manifest) is not None and not self.config.adopt:
             warn(
                 f"the training up to step {manifest.step} adopted its checkpoints (adopt=True), and goes on without that: from now on"
@@ -480,8 +479,8 @@ class Saver:
             follows: the checkpoint whose training goes on all the same, so that retention goes on with it; None: another
                 training begins, and leaves all earlier checkpoints alone.
         """
-        self._newest = self._restored = None
-        self._forgets, self._follows = True, follows
+        self._newest = None
+        self._continuation.forget(follows)
         self._go_on()
 
     @property
@@ -494,53 +493,5 @@ class Saver:
             return decode_checkpoint(manifest, containers, threads=self.config.encoder_threads)
 
     def _go_on(self) -> None:
-        """Let saves continue what was restored, or nothing; one that is under way belongs to the training before that."""
-        if self.busy:
-            return
-        if self._forgets:
-            self._committer.start_over()
-            if self._follows is not None:
-                self._committer.follow(self._follows)
-            self._forgets, self._follows = False, None
-        if self._begun is not None:
-            if (
-                not self._committer.follows
-            ):  # the save that was under way meanwhile is what training continues from
-                self._committer.begin(*self._begun)
-            self._begun = None
-        if self._restored is not None:
-            (manifest, decoded), self._restored = self._restored, None
-            self._committer.adopt(manifest, decoded.reference, decoded.state)
-            self._resume_search(manifest)
-
-    def _resume_search(self, manifest: Manifest) -> None:
-        if self.config.adopt:
-            return  # the committer has done it
-        search = manifest.meta.get("search")
-        try:
-            self._committer.planner.load_state_dict(search if isinstance(search, dict) else {})
-        except ConfigError as error:
-            warn(f"the search starts over: {error}")
-
-
-def _check_step(step: int) -> int:
-    """A plain int: numpy's and torch's have no place in a container's header."""
-    try:
-        plain_step = operator.index(step)
-    except TypeError:
-        plain_step = -1
-    if plain_step < 0:
-        raise ConfigError(f"step={brief(step)} must be the number of training steps done so far, 0 or more")
-    return plain_step
-
-
-def _check_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    numbers = {}
-    for name, value in metrics.items():
-        try:
-            numbers[str(name)] = float(value)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise ConfigError(
-                f"metrics[{name!r}]={brief(value)} must be one number ({str(error)[:200]})"
-            ) from None
-    return numbers
+        if not self.busy:
+            self._continuation.settle()

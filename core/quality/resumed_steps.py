@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_hooks
@@ -23,6 +22,7 @@ from torch.optim import optimizer as optimizer_hooks
 from shrinkpoint.errors import ConfigError, StateMismatchError
 from shrinkpoint.quality.evaluation import Loss, ResumedSteps, losses_of
 from shrinkpoint.quality.preserve import is_plain_tensor, own_part, preserved_state
+from shrinkpoint.runtime.processes import world_size
 from shrinkpoint.state.rng import capture_rng, restore_rng
 
 __all__ = ["ResumedRun", "UntilFailure", "obstacle"]
@@ -192,7 +192,7 @@ def obstacle(
         alone: whether it is certain that no step waits for another process.
         shards: whether all processes that have shards of the model make the same steps together.
     """
-    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    several = world_size() > 1
     if several and not (alone or shards):
         return "several processes train together"
     if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):

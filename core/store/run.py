@@ -1,10 +1,9 @@
 """One run in a store: which checkpoints it has, their bytes, the newest sound one, and the way to a writer."""
 
 import hashlib
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from shrinkpoint.errors import (
     ChainError,
@@ -15,10 +14,10 @@ from shrinkpoint.errors import (
     RunMismatchError,
     UnsupportedFormatError,
 )
-from shrinkpoint.store.catalog import Catalog, DamagedCheckpoint, Listing, read_checked
+from shrinkpoint.store.catalog import Catalog, DamagedCheckpoint, Listing
 from shrinkpoint.store.connect import StorageOptions, open_objects, shared_fate
-from shrinkpoint.store.keys import FORMAT_KEY, is_own_key, new_nonce
-from shrinkpoint.store.manifest import FORMAT, READER_FEATURES, BlobRef, Manifest, seal, unseal
+from shrinkpoint.store.identity import create_record, read_record, run_id_of, what_is_there
+from shrinkpoint.store.manifest import BlobRef, Manifest
 from shrinkpoint.store.near import NEAR_KEY, NearCopies, is_near
 from shrinkpoint.store.objects import MissingKeyError, ObjectStore
 from shrinkpoint.store.parts import Head
@@ -27,7 +26,7 @@ from shrinkpoint.store.retry import RetryingObjects, RetryPolicy
 from shrinkpoint.store.striped import StripedObjects
 from shrinkpoint.store.striped.members import read_member
 from shrinkpoint.store.trash import removed
-from shrinkpoint.store.urls import COMMAS, RunUrl
+from shrinkpoint.store.urls import RunUrl
 from shrinkpoint.store.writer import RunWriter
 from shrinkpoint.warn import warn
 
@@ -35,13 +34,9 @@ __all__ = ["RunStore", "RunWriter"]
 
 T = TypeVar("T")
 
-_MAGIC = "shrinkpoint-run"
-_RUN_ID = re.compile("[0-9a-f]{32}")
 _READERS = 8
 _READS = 3
 _RESTARTS = 3
-_LOOK_AT = 1000
-_NAMED = 5
 
 
 class _ListingOutdatedError(Exception):
@@ -118,14 +113,7 @@ class RunStore:
         Raises:
             StoreError: The store could not be listed.
         """
-        keys = [info.key for info in self._objects.list("", limit=_LOOK_AT)]
-        if not keys:
-            one_name = "," in self.display and self.stores is None
-            return "it is empty or does not exist. Check the URL" + (f". {COMMAS}" if one_name else "")
-        runs = sorted({key[: -len("/format.json")] for key in keys if key.endswith("/format.json")})
-        if runs:
-            return f"below it are the runs {_some(runs)}. Add one of these to the URL"
-        return f"it holds {_some(keys)}. Check the URL"
+        return what_is_there(self._objects, is_one=self.stores is None)
 
     @property
     def redundancy(self) -> int | None:
@@ -146,7 +134,7 @@ class RunStore:
             StoreError: The store could not be read; that never looks like an absent run.
         """
         self._refuse_member()
-        return self._read_format() is not None
+        return read_record(self._objects) is not None
 
     def run_id(self) -> str:
         """The nonce that distinguishes this run from every other: 32 hexadecimal digits.
@@ -155,13 +143,7 @@ class RunStore:
             NoCheckpointError: There is no run yet; opening a writer makes one.
             RunMismatchError: Its ``format.json`` is damaged or foreign.
         """
-        record = self._read_format()
-        if record is None:
-            raise NoCheckpointError(f"there is no run at {self.display}")
-        run = record.get("run")
-        if not isinstance(run, str) or _RUN_ID.fullmatch(run) is None:
-            raise RunMismatchError(f"{self._objects.show(FORMAT_KEY)} does not name its run: {run!r:.80}")
-        return run
+        return run_id_of(self._objects)
 
     def manifests(self) -> list[Manifest]:
         """Every committed checkpoint, newest first by (epoch, number).
@@ -358,11 +340,11 @@ class RunStore:
             raise ConfigError(f"mode={mode!r}: use 'auto' or 'single-writer'")
         self._refuse_member()
         self._refuse_near()
-        if self._read_format() is None:
-            self._create()
+        if read_record(self._objects) is None:
+            create_record(self._objects)
             self._say_parity()
         if self._near is not None:
-            self._near.open(self._read_format() or {})
+            self._near.open(read_record(self._objects) or {})
         if self._opened is not None and (fate := shared_fate(*self._opened)) is not None:
             self._warn(
                 "shared",
@@ -480,46 +462,6 @@ class RunStore:
                 f"{self.display} is store {member.number} of a set: give all of its stores, which were"
                 f" {', '.join(member.stores)} when the run began"
             )
-
-    def _read_format(self) -> dict[str, Any] | None:
-        try:
-            record = read_checked(self._objects, FORMAT_KEY, unseal)
-        except MissingKeyError:
-            return None
-        except FormatError as error:
-            raise RunMismatchError(
-                f"{error}. If there are checkpoints in the same folder, delete this file: they do not depend on it and it is made anew;"
-                " otherwise choose another URL"
-            ) from error
-        if record.get("type") != _MAGIC:
-            raise RunMismatchError(f"{self._objects.show(FORMAT_KEY)} is not a run's: choose another URL")
-        version, features = record.get("format"), record.get("reader_features")
-        if version != FORMAT or not isinstance(features, list) or set(features) - set(READER_FEATURES):
-            raise UnsupportedFormatError(
-                f"{self.display} has format {version} with features {features}; this version reads {FORMAT}: upgrade shrinkpoint"
-            )
-        return record
-
-    def _create(self) -> None:
-        foreign = [info.key for info in self._objects.list("", limit=_LOOK_AT) if not is_own_key(info.key)]
-        if foreign:
-            raise RunMismatchError(
-                f"{self.display} holds something else ({foreign[0]!r} for one): choose an empty folder or prefix for the run"
-            )
-        record = {
-            "type": _MAGIC,
-            "run": new_nonce() + new_nonce(),
-            "format": FORMAT,
-            "reader_features": [],
-        }
-        # Who loses this race uses the winner's.
-        self._objects.put_if_absent(FORMAT_KEY, seal(record))
-        self._read_format()
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {'at least ' if len(names) == _LOOK_AT else ''}{len(names) - _NAMED} more"
-    return ", ".join(names[:_NAMED]) + (more if len(names) > _NAMED else "")
 
 
 def _striped(objects: ObjectStore) -> StripedObjects | None:

@@ -1,4 +1,4 @@
-"""The writing side of a run: the commit point, the fence against a second writer, pins, collection."""
+"""The writing side of a run: commits, pins, what comes back, collection."""
 
 import hashlib
 import os
@@ -15,13 +15,13 @@ from shrinkpoint.errors import (
     FormatError,
     NoCheckpointError,
     StoreError,
-    UnsupportedFormatError,
 )
 from shrinkpoint.store import gc
-from shrinkpoint.store.catalog import Catalog, Listing, read_checked
+from shrinkpoint.store.catalog import Catalog
+from shrinkpoint.store.commit_point import CommitPoint
 from shrinkpoint.store.keys import COMMITTED_KEY, MAX_STEP, commit_key, data_key, new_nonce, pin_key
 from shrinkpoint.store.manifest import MAX_MANIFEST_BYTES, PARTS, BlobRef, Manifest, seal
-from shrinkpoint.store.objects import MissingKeyError, ObjectStore
+from shrinkpoint.store.objects import ObjectStore
 from shrinkpoint.store.parts import Head, Part
 from shrinkpoint.store.trash import publish_again
 from shrinkpoint.warn import warn
@@ -30,7 +30,6 @@ __all__ = ["COMMIT_LIMIT_S", "RunWriter"]
 
 # A commit that takes longer may meet a collection that takes its blobs for leftovers (grace: 24 h).
 COMMIT_LIMIT_S = 3600.0
-_SLOTS_BEFORE_RESCAN = 8
 
 
 def _uptime() -> float:
@@ -71,14 +70,15 @@ class RunWriter:
         self._protect = protect
         self._make_ready = make_ready
         self._clock = clock
-        self._next_seq = listing.max_seq + 1
+        self._point = CommitPoint(
+            objects, catalog, mode=mode, epoch=self.epoch, session=self.session, next_seq=listing.max_seq + 1
+        )
         self._known: dict[str, float] = {}
         self._marked = self._warned_unmarked = False
         self._lock = threading.RLock()
         self._pid = os.getpid()
         self._library = f"shrinkpoint {version('shrinkpoint')}"
         self._unusable: str | None = None
-        self._fenced: str | None = None
 
     def __enter__(self) -> "RunWriter":
         return self
@@ -184,12 +184,11 @@ class RunWriter:
         chain = (*(parent.chain if parent else ()), ref)
         place = replaces.position if replaces else None
         draft = self._draft(step, kind, chain, parent, state_digest, meta, place)
-        first = draft(self._next_seq).to_bytes()  # refuse what cannot be written before anything is
+        first = draft(self._point.next_seq).to_bytes()  # refuse what cannot be written before anything is
         if self._make_ready is not None and self.mode == "conditional":
-            self._make_ready(commit_key(self._next_seq), first)
+            self._make_ready(commit_key(self._point.next_seq), first)
         self._objects.put(ref.key, data)
-        publish = self._publish_exclusively if self.mode == "conditional" else self._publish_alone
-        manifest = publish(draft, began)
+        manifest = self._point.publish(draft, lambda: self._check_early(began))
         self._check_late(began, manifest)
         self._known[manifest.digest] = self._clock()
         if replaces is None:
@@ -276,14 +275,14 @@ class RunWriter:
                 keep=keep,
                 seen=None if seen is None else {manifest.digest for manifest in seen},
                 protect=[self.last.digest] if self.last else self._protect,
-                check_fence=self._check_fence,
+                check_fence=self._point.check_fence,
                 grace_s=grace_s,
                 dry_run=dry_run,
             )
 
     def _check_usable(self) -> None:
-        if self._fenced is not None:
-            raise FencedError(self._fenced)
+        if self._point.fenced is not None:
+            raise FencedError(self._point.fenced)
         if self._unusable is not None:
             raise StoreError(self._unusable)
         if os.getpid() != self._pid:
@@ -382,56 +381,6 @@ class RunWriter:
 
         return draft
 
-    def _publish_exclusively(self, draft: Callable[[int], Manifest], began: float) -> Manifest:
-        """Take the first free number by put-if-absent: THE COMMIT POINT."""
-        taken = 0
-        while True:
-            manifest, key = draft(self._next_seq), commit_key(self._next_seq)
-            data = manifest.to_bytes()
-            self._check_early(began)
-            try:
-                committed = self._objects.put_if_absent(key, data) or self._is_mine(key, data)
-            except StoreError:
-                # It may be there, seen by some and not by others: what is committed next must count as newer.
-                self._next_seq += 1
-                raise
-            if committed:
-                self._catalog.note(key, manifest)
-                self._next_seq += 1
-                return manifest
-            taken += 1
-            self._next_seq += 1
-            if taken % _SLOTS_BEFORE_RESCAN == 0:
-                listing = self._catalog.scan()
-                self._check_fence(listing)
-                self._next_seq = max(self._next_seq, listing.max_seq + 1)
-
-    def _is_mine(self, key: str, data: bytes) -> bool:
-        """Whose manifest took the number? Ours, when the response to an earlier attempt was lost."""
-        try:
-            other = read_checked(self._objects, key, Manifest.from_bytes)
-        except MissingKeyError:
-            return False  # collected meanwhile: the number is used up all the same
-        except UnsupportedFormatError as error:
-            raise self._fence(f"a newer shrinkpoint ({error}) committed") from error
-        except FormatError:
-            return False  # unreadable: occupies its number, says nothing about its writer
-        if other.to_bytes() == data:
-            return True
-        self._check_overtaken(other)
-        return False
-
-    def _publish_alone(self, draft: Callable[[int], Manifest], began: float) -> Manifest:
-        """Without a condition to rely on: look for other writers, then use a name that cannot collide."""
-        listing = self._catalog.scan()
-        self._check_fence(listing)
-        manifest = draft(listing.max_seq + 1)
-        key = commit_key(manifest.seq, manifest.chain[-1].key)
-        self._check_early(began)
-        self._objects.put(key, manifest.to_bytes())
-        self._catalog.note(key, manifest)
-        return manifest
-
     def _check_early(self, began: float) -> None:
         if self._clock() - began > COMMIT_LIMIT_S:
             raise StoreError(
@@ -448,22 +397,3 @@ class RunWriter:
             raise StoreError(
                 f"checkpoint {manifest.seq} was delayed and its blobs have been collected: save again"
             )
-
-    def _check_fence(self, listing: Listing) -> None:
-        for manifest in listing.manifests:
-            self._check_overtaken(manifest)
-
-    def _check_overtaken(self, other: Manifest) -> None:
-        """Higher epochs win; of two writers that opened at once, the one with the smaller nonce."""
-        if other.epoch > self.epoch or (other.epoch == self.epoch and other.session < self.session):
-            raise self._fence(
-                f"another writer (epoch {other.epoch}, session {other.session}) committed checkpoint {other.seq}, step"
-                f" {other.step}"
-            )
-
-    def _fence(self, reason: str) -> FencedError:
-        self._fenced = (
-            f"{reason} to {self._objects.display} after this one (epoch {self.epoch}, session {self.session}) was opened:"
-            " this process can save no more. Stop it, or, if it is the one to keep, stop the other and start this again"
-        )
-        return FencedError(self._fenced)

@@ -1,7 +1,7 @@
 """What a callback needs to adopt its checkpoints: decisions that a resumed run makes again."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,8 @@ from shrinkpoint.state.tree import encode_tree
 from shrinkpoint.warn import warn
 
 __all__ = ["PathBatches", "saves_of", "share_adopted", "with_adoptions"]
+
+_BATCHES = "batches"
 
 
 class PathBatches(KeptBatches):
@@ -56,8 +58,8 @@ class PathBatches(KeptBatches):
         """A planned save has been made."""
         self._recent.clear()
 
-    def state(self) -> list[Any] | None:
-        """For an exact checkpoint between two planned saves; None where they cannot be stored without pickle."""
+    def add_to(self, stored: dict[str, Any]) -> None:
+        """Add them to what is stored of an exact checkpoint between two planned saves, unless that cannot be without pickle."""
         try:
             encode_tree(self.batches, lambda path, tensor: "")
         except CannotRepresentError as error:
@@ -65,13 +67,14 @@ class PathBatches(KeptBatches):
                 f"the batches since the last planned save cannot be stored ({error}): a run that is resumed from this checkpoint, which"
                 " was not planned, may differ from the undisturbed one from its next save on"
             )
-            return None
-        return self.batches
+            return
+        if self.batches:
+            stored[_BATCHES] = self.batches
 
-    def load(self, batches: Sequence[Any]) -> None:
-        """Continue from what `state` returned."""
+    def take_from(self, stored: Mapping[str, Any]) -> None:
+        """Continue from what `add_to` has added."""
         self._recent.clear()
-        self._recent.extend(batches)
+        self._recent.extend(stored.get(_BATCHES, []))
 
 
 def saves_of(schedule: Schedule, *, steps: int, epochs: int) -> int | None:

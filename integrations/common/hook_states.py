@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shrinkpoint.errors import ConfigError
 from shrinkpoint.integrations.common.ranks import gather_first, is_first, rank, world_size
+from shrinkpoint.loop.gradient_buckets import stateful_hook
 from shrinkpoint.warn import warn
 
 __all__ = ["HookStates", "hidden_state", "restore_hook_states"]
@@ -36,6 +38,32 @@ class HookStates:
         self._wanted = wanted
         self.nbytes = 0
         """Of the tensors captured last, of all processes; on the first rank."""
+
+    def left_out(self, model: object, *, exact_log: bool) -> str | None:
+        """A warning that the states are not stored: each process's own, and as large as the model; None where they are.
+
+        Args:
+            model: as it is trained.
+            exact_log: whether a step log is to continue the training exactly.
+
+        Raises:
+            ConfigError: they cannot be stored, and the log needs them.
+        """
+        hidden, name = hidden_state(model), stateful_hook(model)
+        if hidden is not None and exact_log:
+            raise ConfigError(
+                f"step_log='exact' cannot continue this training exactly: {hidden}. Give register_comm_hook a state that is a dict or an"
+                " object, with tensors, numbers and generators in it, or with state_dict and load_state_dict; or leave step_log out"
+            )
+        afresh = "a continued run starts with a fresh one, and is not bit-identical"
+        if hidden is not None:
+            return f"checkpoints leave out the state of the DDP communication hook: {hidden}; {afresh}"
+        if name is not None and not self._wanted:
+            return (
+                f"checkpoints leave out the state of the DDP communication hook, a {name}: {afresh}. With scheme='lossless' it is"
+                " stored, of each process"
+            )
+        return None
 
     def capture(self, model: Any) -> list[Any]:
         """The states of all processes, in the order of their ranks; on the first rank, and called on every one.

@@ -5,7 +5,7 @@ the first rank's must be called on every rank.
 """
 
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -14,12 +14,11 @@ from torch.optim import Optimizer
 
 from shrinkpoint.coding.selective import header_of
 from shrinkpoint.errors import ConfigError, ShrinkpointError, ShrinkpointWarning
-from shrinkpoint.integrations.common.hook_states import HookStates, hidden_state
+from shrinkpoint.integrations.common.hook_states import HookStates
 from shrinkpoint.integrations.common.ranks import broadcast, is_first, on_every, on_first, world_size
 from shrinkpoint.integrations.common.reports import BestCheckpoints, metrics_of
 from shrinkpoint.integrations.common.settings import RunSettings
 from shrinkpoint.integrations.common.step_log import SessionLog
-from shrinkpoint.loop.gradient_buckets import stateful_hook
 from shrinkpoint.quality.evaluation import Evaluate, Loss, ResumedSteps
 from shrinkpoint.quality.resumed_steps import UntilFailure
 from shrinkpoint.reports import SaveReport
@@ -104,6 +103,22 @@ class RunSession:
             RunMismatchError: the prefix contains something that is not a shrinkpoint run.
         """
         on_first(self.saver.check)
+
+    def require_own_url(self, callbacks: Iterable[object]) -> None:
+        """Refuse two callbacks of one trainer that save to one run.
+
+        Args:
+            callbacks: the trainer's.
+
+        Raises:
+            ConfigError: this run's is one of two.
+        """
+        runs = [getattr(getattr(callback, "_session", None), "run", None) for callback in callbacks]
+        url = self.settings.url
+        if [run.settings.url for run in runs if isinstance(run, RunSession)].count(url) > 1:
+            raise ConfigError(
+                f"two CompressedCheckpoint callbacks save to {url}: give each a URL of its own, or use one"
+            )
 
     def decide(self, action: Callable[[], T]) -> T:
         """Run `action` on the first rank for all; with shards, on every rank, since it communicates.
@@ -307,32 +322,17 @@ class RunSession:
             warn(message)
 
     def check_hooks(self, model: object) -> None:
-        """Check whether the states of DDP's communication hooks are stored: each process's own, and as large as the model.
+        """Warn where checkpoints leave out the states of DDP's communication hooks.
 
         Args:
             model: as it is trained.
 
         Raises:
-            ConfigError: they cannot be, and the step log is to continue the training exactly.
+            ConfigError: as `HookStates.left_out`; on every rank.
         """
-        hidden, name = hidden_state(model), stateful_hook(model)
-        if hidden is not None and self.log.is_exact:
-            raise ConfigError(
-                f"step_log='exact' cannot continue this training exactly: {hidden}. Give register_comm_hook a state that is a dict or an"
-                " object, with tensors, numbers and generators in it, or with state_dict and load_state_dict; or leave step_log out"
-            )
-        if not is_first():
-            return
-        afresh = "a continued run starts with a fresh one, and is not bit-identical"
-        if hidden is not None:
-            self.warn_once(
-                f"checkpoints leave out the state of the DDP communication hook: {hidden}; {afresh}"
-            )
-        elif name is not None and self.settings.saver.scheme != "lossless":
-            self.warn_once(
-                f"checkpoints leave out the state of the DDP communication hook, a {name}: {afresh}. With scheme='lossless' it is"
-                " stored, of each process"
-            )
+        message = self.hooks.left_out(model, exact_log=self.log.is_exact)
+        if message is not None and is_first():
+            self.warn_once(message)
 
     def _has_room(self, last: bool) -> bool:
         saver = self.settings.saver

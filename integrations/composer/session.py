@@ -53,7 +53,6 @@ from shrinkpoint.saving.takeover import Adoption
 __all__ = ["Session"]
 
 _LINEAGE = "lineage"
-_BATCHES = "batches"  # of an exact checkpoint of a training that adopts: the last ones
 
 _LOOK_EVERY_S = 0.01
 
@@ -106,16 +105,11 @@ class Session:
             StoreError: the store cannot be read or written.
         """
         require_supported(state)
-        url = self.settings.run.url
-        sessions = [getattr(callback, "_session", None) for callback in state.callbacks]
-        if [s.settings.run.url for s in sessions if isinstance(s, Session)].count(url) > 1:
-            raise ConfigError(
-                f"two CompressedCheckpoint callbacks save to {url}: give each a URL of its own, or use one"
-            )
+        self.run.require_own_url(state.callbacks)
         if is_first() and any(isinstance(callback, CheckpointSaver) for callback in state.callbacks):
             warnings.warn(
                 f"save_folder makes Composer write checkpoints of its own too, in full size, while training waits. They are"
-                f" independent of those in {url}; without save_folder the run is saved and continued as well",
+                f" independent of those in {self.settings.run.url}; without save_folder the run is saved and continued as well",
                 ShrinkpointWarning,
                 stacklevel=2,
             )
@@ -144,7 +138,7 @@ class Session:
 
     def _take(self, stored: Mapping[str, Any]) -> None:
         if self._path is not None:
-            self._path.load(stored.get(_BATCHES, []))
+            self._path.take_from(stored)
 
     def fit_starts(self, state: State) -> None:
         """Training starts or continues."""
@@ -302,8 +296,8 @@ class Session:
         self._drain(state)
         stored = self._stored(state)
         self.run.log.boundary(batch, rest_of(stored))
-        if self._path is not None and not planned and (batches := self._path.state()):
-            stored[_BATCHES] = batches
+        if self._path is not None and not planned:
+            self._path.add_to(stored)
         accepted = on_first(
             lambda: self.run.hand_over(
                 stored,

@@ -32,7 +32,6 @@ from shrinkpoint.warn import warn
 
 __all__ = ["Session"]
 
-_BATCHES = "batches"  # of an exact checkpoint of a training that adopts: the last ones, in its position
 _IDENTITIES = "identities"  # of the optimizers, in its position
 
 
@@ -87,7 +86,7 @@ class Session:
         """
         require_supported(trainer.strategy)
         self._require_torch_distributed(trainer)
-        self._require_own_run(trainer)
+        self.run.require_own_url(trainer.checkpoint_callbacks)
         self._active = stage == "fit" and not trainer.fast_dev_run and not is_tuning(trainer)
         if self._active and self._path is not None:
             epochs = trainer.max_epochs or 0
@@ -117,7 +116,7 @@ class Session:
             self._stored_optimizers = checkpoint.get("optimizer_states", [])
             self._stored_identities = own.get(_IDENTITIES, [])
             if self._path is not None:
-                self._path.load(own.get(_BATCHES, []))
+                self._path.take_from(own)
             Position.of(trainer).load(trainer, checkpoint)
 
     def fit_starts(self, trainer: Trainer, module: LightningModule) -> None:
@@ -190,14 +189,6 @@ class Session:
                 f"strategy={type(trainer.strategy).__name__} trains with {trainer.world_size} processes, of which"
                 f" torch.distributed knows {world_size()}: use a single device or 'ddp', or let Lightning set torch.distributed"
                 " up"
-            )
-
-    def _require_own_run(self, trainer: Trainer) -> None:
-        sessions = [getattr(callback, "_session", None) for callback in trainer.checkpoint_callbacks]
-        urls = [session.settings.run.url for session in sessions if isinstance(session, Session)]
-        if urls.count(self.settings.run.url) > 1:
-            raise ConfigError(
-                f"two CompressedCheckpoint callbacks save to {self.settings.run.url}: give each a URL of its own, or use one"
             )
 
     # ---- during training
@@ -309,8 +300,8 @@ class Session:
             if not self._sharded:
                 found = self._identities.of(trainer.lightning_module, trainer.optimizers)
                 checkpoint[POSITION_KEY][_IDENTITIES] = found
-            if self._path is not None and not self._planned and (batches := self._path.state()):
-                checkpoint[POSITION_KEY][_BATCHES] = batches
+            if self._path is not None and not self._planned:
+                self._path.add_to(checkpoint[POSITION_KEY])
 
     def _attend(self, trainer: Trainer) -> None:
         """Serve the background worker, and log finished saves."""

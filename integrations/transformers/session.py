@@ -63,8 +63,6 @@ from shrinkpoint.warn import warn
 
 __all__ = ["Session"]
 
-_BATCHES = "batches"  # of an exact checkpoint of a training that adopts: the last ones
-
 _log = logging.getLogger(__name__)
 
 
@@ -152,7 +150,7 @@ class Session:
         if len(stored["ranks"]) == world_size():
             self._data.load(stored["ranks"][rank()]["place"])
         if self._path is not None:
-            self._path.load(stored.get(_BATCHES, []))
+            self._path.take_from(stored)
         return write_thin(stored, folder, complete=is_complete(stored, self._trainer.args))
 
     def _required(self) -> dict[str, Override]:
@@ -368,8 +366,8 @@ class Session:
             if not self.run.wants(last=last):
                 return
             stored = self._gathered(tr_loss)
-            if self._path is not None and not planned and (batches := self._path.state()):
-                stored[_BATCHES] = batches
+            if self._path is not None and not planned:
+                self._path.add_to(stored)
             accepted = on_first(
                 lambda: self.run.hand_over(
                     stored,

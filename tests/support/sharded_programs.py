@@ -27,6 +27,7 @@ from shrinkpoint.sharded.gathering import Gathering
 from shrinkpoint.sharded.ranks import Mailbox, Ranks
 from shrinkpoint.sharded.saver import ShardedSaver
 from shrinkpoint.state.training import Role, Tag
+from shrinkpoint.store.commit_point import CommitPoint
 from shrinkpoint.store.local import LocalObjects
 from shrinkpoint.store.manifest import BlobRef
 from shrinkpoint.store.run import RunStore
@@ -157,8 +158,8 @@ POINTS: dict[str, tuple[type, str, bool]] = {
     "after-put": (RunStore, "put_part", True),
     "after-post": (Background, "_store_part", True),
     "before-head": (RunWriter, "commit_parts", False),
-    "before-manifest": (RunWriter, "_publish_exclusively", False),
-    "after-manifest": (RunWriter, "_publish_exclusively", True),
+    "before-manifest": (CommitPoint, "publish", False),
+    "after-manifest": (CommitPoint, "publish", True),
     "after-commit": (RunWriter, "commit_parts", True),
 }
 """Where a rank may be killed: a method, and whether after or before it."""

@@ -19,14 +19,13 @@ import numpy as np
 import torch
 
 from shrinkpoint.arrays import Bools, Float32s, Indices, Int8s, Int16s, Signed, widened
-from shrinkpoint.entropy.static.bytes import decode_bytes, encode_bytes
-from shrinkpoint.entropy.trellis.coder import CodedPoints, Path, decode_points, encode_points
+from shrinkpoint.entropy.trellis.coder import CodedPoints, Path
 from shrinkpoint.entropy.trellis.states import States
 from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError
 from shrinkpoint.quantize.dither import SEEDS
 from shrinkpoint.schemes.auto.factors import matrix_shape
 from shrinkpoint.schemes.auto.lattice_points import join_exponents, split_exponents
-from shrinkpoint.schemes.auto.lattice_steps import Steps, read_steps, write_exponents
+from shrinkpoint.schemes.auto.lattice_steps import Steps
 from shrinkpoint.schemes.auto.random_walk import (
     LAST_WALK,
     NO_WALK,
@@ -52,6 +51,17 @@ from shrinkpoint.schemes.auto.trellis_prediction import (
     rows_of,
     with_noise,
 )
+from shrinkpoint.schemes.auto.trellis_sections import (
+    FARTHEST,
+    read_after_restore,
+    read_grid,
+    read_points,
+    read_rows,
+    read_seed,
+    write_points,
+    write_rows,
+    write_steps,
+)
 from shrinkpoint.schemes.base import (
     Coded,
     Context,
@@ -61,13 +71,12 @@ from shrinkpoint.schemes.base import (
     ReferenceState,
     Staged,
 )
-from shrinkpoint.schemes.codec_io import CODED_DTYPES, as_float32, finite, integer, section
+from shrinkpoint.schemes.codec_io import CODED_DTYPES, as_float32, finite, integer
 from shrinkpoint.state.training import TensorSpec
 from shrinkpoint.state.tree import JSON
 
 __all__ = ["TrellisWeightCodec"]
 
-_FARTHEST = 30_000  # half steps from 0
 _NOTHING = np.zeros(0, np.float32)
 _CHUNK = 1 << 18  # elements that are handled at a time where a plane of wide integers would take memory
 
@@ -148,11 +157,11 @@ class TrellisWeightCodec:
         }
         if is_delta and self.after_restore:
             params["after_restore"] = True
-        coded, sections = _code(found.points, found.path, threads)
+        coded, sections = write_points(found.points, found.path, threads)
         if found.has_new_steps:
-            sections["exponents"] = _stored(grid, spec, threads)
+            sections["exponents"] = write_steps(grid, spec, threads)
         if found.rows is not None and self.kept is not None:
-            sections["kept"] = encode_bytes(np.packbits(self.kept), 1, threads=threads)
+            sections["kept"] = write_rows(self.kept, threads)
         planes = _planes(
             found.reached,
             grid,
@@ -263,16 +272,16 @@ class TrellisWeightCodec:
         grid = Grid(
             step=variance_code.step,
             exponents=variance_code.exponents,
-            seed=integer(encoded.params, spec, "seed", 0, SEEDS - 1),
+            seed=read_seed(encoded, spec),
             step_ratio=read_step_ratio(encoded.params, spec),
         )
         points = grid.points(variance_code.values)
         if points is None:
             return None
-        _, sections = _code(points, TrellisPrediction.of(grid, None, 0, states, spec).path, 1)
+        _, sections = write_points(points, TrellisPrediction.of(grid, None, 0, states, spec).path, 1)
         params = {name: encoded.params[name] for name in ("step", "seed", "states", "carried")}
         params |= {"walk": NO_WALK, "variance_code": LAST_WALK}
-        return EncodedTensor(self.id, params, {**sections, "exponents": _stored(grid, spec, 1)})
+        return EncodedTensor(self.id, params, {**sections, "exponents": write_steps(grid, spec, 1)})
 
     def _reference(self, context: Context, spec: TensorSpec) -> TrellisReference | None:
         reference = TrellisReference.of(context.reference, spec)
@@ -297,29 +306,23 @@ class TrellisWeightCodec:
         reference = TrellisReference.of(context.reference, spec) if encoded.uses_reference else None
         if encoded.uses_reference and reference is None:
             raise FormatError(f"{spec.name}: its reference planes are missing")
-        if _after_restore(encoded, spec) and reference is not None:
+        if read_after_restore(encoded, spec) and reference is not None:
             reference = reference.after_restore()
         integer(
             encoded.params, spec, "variance_code", NO_WALK, LAST_WALK
         )  # the next delta's reader relies on it
         states = read_states(encoded, spec)
-        grid = _read_grid(encoded, reference, spec, context.threads)
-        rows = _read_rows(encoded, reference, spec, context.threads)
+        grid = read_grid(encoded, reference, spec, context.threads)
+        rows = read_rows(encoded, reference, spec, context.threads)
         carried = read_carried(encoded.params, spec)
         prediction = TrellisPrediction.of(grid, reference, carried, states, spec, rows)
         variance_code = None if reference is None else reference.variance_code
         offsets, kept = None if reference is None else reference.offsets, _kept_rows(reference, rows, spec)
         del reference  # its values take as much memory as the tensor
-        coded = decode_points(section(encoded, spec, "points"), prediction.path, context.threads)
-        far = np.flatnonzero(coded.far)
-        stored = decode_bytes(section(encoded, spec, "far"), 4 * far.size, 4, threads=context.threads)
-        points: Signed = coded.points
-        if far.size:
-            points = points.astype(np.int32)
-            points[far] += 4 * np.clip(stored.view("<i4"), -_FARTHEST, _FARTHEST)
+        coded, points = read_points(encoded, prediction.path, spec, context.threads)
         reached = _reached(points, prediction.even, rows, matrix_shape(spec.shape)[1])
         if reached is None:
-            raise FormatError(f"{spec.name}: a point is beyond {_FARTHEST} half steps")
+            raise FormatError(f"{spec.name}: a point is beyond {FARTHEST} half steps")
         walk = integer(encoded.params, spec, "walk", NO_WALK, LAST_WALK)
         expectation = Expectation(variance_code, walk, carried, states)
         return _planes(reached, grid, coded, offsets, carried, expectation, rows, kept, spec)
@@ -365,13 +368,6 @@ class _Quantized:
         return values
 
 
-def _code(points: Int16s, path: Path, threads: int) -> tuple[CodedPoints, dict[str, bytes]]:
-    coded = encode_points(points, path, threads)
-    missing = (points[coded.far].astype(np.int32) - coded.points[coded.far]) // 4
-    far = encode_bytes(missing.astype("<i4").view(np.uint8), 4, threads=threads)
-    return coded, {"points": coded.payload, "far": far}
-
-
 def _reached(points: Signed, even: Int16s, rows: Indices | None, columns: int) -> Int16s | None:
     """Points from 0, of all rows, from those of the coded ones; None if one is too far from 0."""
     expected = rows_of(even, rows, columns)
@@ -380,7 +376,7 @@ def _reached(points: Signed, even: Int16s, rows: Indices | None, columns: int) -
         part = slice(start, start + _CHUNK)
         whole = expected[part].astype(np.int32)
         whole += points[part]
-        if max(int(whole.max()), -int(whole.min())) > _FARTHEST:
+        if max(int(whole.max()), -int(whole.min())) > FARTHEST:
             return None
         reached[part] = whole
     if rows is None:
@@ -451,46 +447,3 @@ def _checked(values: Float32s, spec: TensorSpec) -> Float32s:
     if not finite(widened(torch.from_numpy(values).to(spec.dtype))):
         raise CannotRepresentError(f"{spec.name} reaches the end of {spec.dtype}'s range: stored exactly")
     return values
-
-
-def _stored(grid: Grid, spec: TensorSpec, threads: int) -> bytes:
-    return write_exponents(*split_exponents(grid.exponents, matrix_shape(spec.shape)), threads)
-
-
-def _read_grid(
-    encoded: EncodedTensor, reference: TrellisReference | None, spec: TensorSpec, threads: int
-) -> Grid:
-    variance_code = None if reference is None else (reference.step, reference.exponents)
-    step, exponents = read_steps(encoded, variance_code, spec, threads, "points", "kept")
-    seed, step_ratio = (
-        integer(encoded.params, spec, "seed", 0, SEEDS - 1),
-        read_step_ratio(encoded.params, spec),
-    )
-    return Grid(step=step, exponents=exponents, seed=seed, step_ratio=step_ratio)
-
-
-def _read_rows(
-    encoded: EncodedTensor, reference: TrellisReference | None, spec: TensorSpec, threads: int
-) -> Indices | None:
-    """The rows that are coded; None for all.
-
-    Raises:
-        FormatError: the section of those that are kept is malformed, or there is nothing to keep.
-    """
-    if "kept" not in encoded.sections:
-        return None
-    if reference is None:
-        raise FormatError(f"{spec.name}: a base has no rows to keep")
-    height = matrix_shape(spec.shape)[0]
-    stored = decode_bytes(section(encoded, spec, "kept"), -(-height // 8), 1, threads=threads)
-    bits = np.unpackbits(stored)
-    if bits[height:].any():
-        raise FormatError(f"{spec.name}: section 'kept' has bits for rows that there are not")
-    return np.flatnonzero(bits[:height] == 0)
-
-
-def _after_restore(encoded: EncodedTensor, spec: TensorSpec) -> bool:
-    value = encoded.params.get("after_restore", False)
-    if type(value) is not bool:
-        raise FormatError(f"{spec.name}: 'after_restore' must be true or false, not {value!r}")
-    return value

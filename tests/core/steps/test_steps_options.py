@@ -66,7 +66,7 @@ def test_options_of_a_log_without_one():
 
 
 def test_several_processes(monkeypatch):
-    monkeypatch.setattr("shrinkpoint.checkpointer._is_distributed", lambda: True)
+    monkeypatch.setattr("shrinkpoint.checkpointer.world_size", lambda: 2)
     refused("needs one process, or a DistributedDataParallel that every process gives", step_log="exact")
 
 

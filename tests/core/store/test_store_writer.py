@@ -148,7 +148,7 @@ def test_higher_number_of_a_lower_epoch_is_not_newest(store: RunStore, fake: Fak
     stale.update(seq=9, epoch=1)
     fake.put("commits/0000000009.json", seal(stale))
     assert [m.seq for m in store.manifests()] == [1, 9, 0]
-    assert store.writer()._next_seq == 10
+    assert store.writer()._point.next_seq == 10
 
 
 def test_equal_epochs_smaller_nonce_wins(store: RunStore) -> None:

@@ -1,0 +1,123 @@
+"""The sections and params of weights on a trellis, as they are written and read."""
+
+import numpy as np
+
+from shrinkpoint.arrays import Bools, Indices, Int16s, Signed
+from shrinkpoint.entropy.static.bytes import decode_bytes, encode_bytes
+from shrinkpoint.entropy.trellis.coder import CodedPoints, Path, decode_points, encode_points
+from shrinkpoint.errors import FormatError
+from shrinkpoint.quantize.dither import SEEDS
+from shrinkpoint.schemes.auto.factors import matrix_shape
+from shrinkpoint.schemes.auto.lattice_points import split_exponents
+from shrinkpoint.schemes.auto.lattice_steps import read_steps, write_exponents
+from shrinkpoint.schemes.auto.trellis_points import Grid
+from shrinkpoint.schemes.auto.trellis_prediction import TrellisReference, read_step_ratio
+from shrinkpoint.schemes.base import EncodedTensor
+from shrinkpoint.schemes.codec_io import integer, section
+from shrinkpoint.state.training import TensorSpec
+
+__all__ = [
+    "FARTHEST",
+    "read_after_restore",
+    "read_grid",
+    "read_points",
+    "read_rows",
+    "read_seed",
+    "write_points",
+    "write_rows",
+    "write_steps",
+]
+
+FARTHEST = 30_000
+"""Half steps from 0 that a point lies at most."""
+
+
+def write_points(points: Int16s, path: Path, threads: int) -> tuple[CodedPoints, dict[str, bytes]]:
+    """What the coder makes of the points, and the sections ``points`` and ``far``."""
+    coded = encode_points(points, path, threads)
+    missing = (points[coded.far].astype(np.int32) - coded.points[coded.far]) // 4
+    far = encode_bytes(missing.astype("<i4").view(np.uint8), 4, threads=threads)
+    return coded, {"points": coded.payload, "far": far}
+
+
+def read_points(
+    encoded: EncodedTensor, path: Path, spec: TensorSpec, threads: int
+) -> tuple[CodedPoints, Signed]:
+    """What the coder made of the points, and the points themselves.
+
+    Raises:
+        FormatError: a section is malformed.
+    """
+    coded = decode_points(section(encoded, spec, "points"), path, threads)
+    far = np.flatnonzero(coded.far)
+    stored = decode_bytes(section(encoded, spec, "far"), 4 * far.size, 4, threads=threads)
+    points: Signed = coded.points
+    if far.size:
+        points = points.astype(np.int32)
+        points[far] += 4 * np.clip(stored.view("<i4"), -FARTHEST, FARTHEST)
+    return coded, points
+
+
+def write_steps(grid: Grid, spec: TensorSpec, threads: int) -> bytes:
+    """The section ``exponents``."""
+    return write_exponents(*split_exponents(grid.exponents, matrix_shape(spec.shape)), threads)
+
+
+def read_grid(
+    encoded: EncodedTensor, reference: TrellisReference | None, spec: TensorSpec, threads: int
+) -> Grid:
+    """The grid of all elements, whose steps may be the reference's.
+
+    Raises:
+        FormatError: a section or a param is malformed.
+    """
+    variance_code = None if reference is None else (reference.step, reference.exponents)
+    step, exponents = read_steps(encoded, variance_code, spec, threads, "points", "kept")
+    seed, step_ratio = read_seed(encoded, spec), read_step_ratio(encoded.params, spec)
+    return Grid(step=step, exponents=exponents, seed=seed, step_ratio=step_ratio)
+
+
+def read_seed(encoded: EncodedTensor, spec: TensorSpec) -> int:
+    """The seed of the dither.
+
+    Raises:
+        FormatError: it is none.
+    """
+    return integer(encoded.params, spec, "seed", 0, SEEDS - 1)
+
+
+def write_rows(kept: Bools, threads: int) -> bytes:
+    """The section ``kept``."""
+    return encode_bytes(np.packbits(kept), 1, threads=threads)
+
+
+def read_rows(
+    encoded: EncodedTensor, reference: TrellisReference | None, spec: TensorSpec, threads: int
+) -> Indices | None:
+    """The rows that are coded; None for all.
+
+    Raises:
+        FormatError: the section of those that are kept is malformed, or there is nothing to keep.
+    """
+    if "kept" not in encoded.sections:
+        return None
+    if reference is None:
+        raise FormatError(f"{spec.name}: a base has no rows to keep")
+    height = matrix_shape(spec.shape)[0]
+    stored = decode_bytes(section(encoded, spec, "kept"), -(-height // 8), 1, threads=threads)
+    bits = np.unpackbits(stored)
+    if bits[height:].any():
+        raise FormatError(f"{spec.name}: section 'kept' has bits for rows that there are not")
+    return np.flatnonzero(bits[:height] == 0)
+
+
+def read_after_restore(encoded: EncodedTensor, spec: TensorSpec) -> bool:
+    """Whether the training went on from a restore of the previous checkpoint.
+
+    Raises:
+        FormatError: it is neither true nor false.
+    """
+    value = encoded.params.get("after_restore", False)
+    if type(value) is not bool:
+        raise FormatError(f"{spec.name}: 'after_restore' must be true or false, not {value!r}")
+    return value
