@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from shrinkpoint.errors import ChainError, CorruptionError, FormatError, StoreError, UnsupportedFormatError
-from shrinkpoint.store.keys import COMMITTED_KEY, pin_name, seq_of_commit
+from shrinkpoint.store.keys import COMMITTED_KEY, FORMAT_KEY, pin_name, seq_of_commit
 from shrinkpoint.store.manifest import MAX_MANIFEST_BYTES, BlobRef, Manifest, unseal
 from shrinkpoint.store.objects import MissingKeyError, ObjectInfo, ObjectStore
 from shrinkpoint.store.parts import Head
@@ -109,19 +109,31 @@ class Catalog:
         return Listing(manifests=tuple(manifests), damaged=tuple(damaged), max_seq=max_seq)
 
     def _list(self) -> list[ObjectInfo]:
-        """What lies in ``commits/``; nothing only where nothing was ever acknowledged."""
+        """What lies in ``commits/``; nothing only where no checkpoint is known of, and the store can list what it has."""
         infos = self._list_once()
-        if infos or not _exists(self._objects, COMMITTED_KEY):
+        if infos or (reason := self._reason_to_doubt()) is None:
             return infos
         infos = self._list_once()  # the first checkpoint may have been committed since
         if infos:
             return infos
-        raise StoreError(
-            f"{self._objects.show('commits/')} lists no checkpoint, although {self._objects.show(COMMITTED_KEY)} says that"
-            " this run has some: a disk that is not mounted, a link that leads nowhere, a copy that is not complete, or a"
-            " server that lists wrongly. Nothing was changed. Bring commits/ back; to give up what was there, use another"
-            f" URL or delete {COMMITTED_KEY}"
-        )
+        raise StoreError(f"{self._objects.show('commits/')} lists no checkpoint, {reason}")
+
+    def _reason_to_doubt(self) -> str | None:
+        """Why a listing without a checkpoint is not to be believed."""
+        if _exists(self._objects, COMMITTED_KEY):
+            return (
+                f"although {self._objects.show(COMMITTED_KEY)} says that this run has some: a disk that is not mounted, a link"
+                " that leads nowhere, a copy that is not complete, or a server that lists wrongly. Nothing was changed. Bring"
+                f" commits/ back; to give up what was there, use another URL or delete {COMMITTED_KEY}"
+            )
+        # Without that note, the file that every run has at least shows whether listings contain anything at all.
+        if _exists(self._objects, FORMAT_KEY) and not is_listed(self._objects, FORMAT_KEY):
+            return (
+                f"but {self._objects.show(FORMAT_KEY)} can be read and is not listed either, so that the store's listings are"
+                " not to be believed: a server or a proxy that answers them all with nothing. Nothing was changed. Have the"
+                " listings of this URL repaired; a run whose checkpoints are not seen must not begin again at step 0"
+            )
+        return None
 
     def _list_once(self) -> list[ObjectInfo]:
         return [info for info in self._objects.list("commits/") if seq_of_commit(info.key) is not None]

@@ -1,7 +1,7 @@
 """What a prefix holds: a run, which its ``format.json`` says and names, or something else."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shrinkpoint.errors import (
@@ -16,12 +16,13 @@ from shrinkpoint.store.manifest import FORMAT, READER_FEATURES, seal, unseal
 from shrinkpoint.store.objects import MissingKeyError, ObjectStore
 from shrinkpoint.store.urls import COMMAS
 
-__all__ = ["create_record", "read_record", "run_id_of", "what_is_there"]
+__all__ = ["create_record", "is_begun_here", "read_record", "run_id_of", "what_is_there"]
 
 _MAGIC = "shrinkpoint-run"
 _RUN_ID = re.compile("[0-9a-f]{32}")
 _LOOK_AT = 1000
 _NAMED = 5
+_begun_here: set[object] = set()
 
 
 def read_record(objects: ObjectStore) -> dict[str, Any] | None:
@@ -62,8 +63,8 @@ def run_id_of(objects: ObjectStore) -> str:
     return run
 
 
-def create_record(objects: ObjectStore) -> None:
-    """Make a run of an empty prefix.
+def create_record(objects: ObjectStore) -> dict[str, Any]:
+    """Make a run of an empty prefix; returns its ``format.json``.
 
     Raises:
         RunMismatchError: The prefix holds something else.
@@ -82,7 +83,13 @@ def create_record(objects: ObjectStore) -> None:
     }
     # Who loses this race uses the winner's.
     objects.put_if_absent(FORMAT_KEY, seal(record))
-    read_record(objects)
+    _begun_here.add(record["run"])
+    return read_record(objects) or record
+
+
+def is_begun_here(record: Mapping[str, Any]) -> bool:
+    """Whether this process has begun the run, so that it is no surprise that it holds nothing yet."""
+    return record.get("run") in _begun_here
 
 
 def what_is_there(objects: ObjectStore, *, is_one: bool) -> str:

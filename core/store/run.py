@@ -16,7 +16,8 @@ from shrinkpoint.errors import (
 )
 from shrinkpoint.store.catalog import Catalog, DamagedCheckpoint, Listing
 from shrinkpoint.store.connect import StorageOptions, open_objects, shared_fate
-from shrinkpoint.store.identity import create_record, read_record, run_id_of, what_is_there
+from shrinkpoint.store.identity import create_record, is_begun_here, read_record, run_id_of, what_is_there
+from shrinkpoint.store.keys import COMMITTED_KEY, FORMAT_KEY
 from shrinkpoint.store.manifest import BlobRef, Manifest
 from shrinkpoint.store.near import NEAR_KEY, NearCopies, is_near
 from shrinkpoint.store.objects import MissingKeyError, ObjectStore
@@ -99,6 +100,7 @@ class RunStore:
         self._catalog = Catalog(self._objects)
         self._warned: set[str] = set()
         self._restored: str | None = None
+        self._is_begun = False  # by another process; not looked at until this one opens a writer
         self.damaged: tuple[DamagedCheckpoint, ...] = ()
         """Manifests that the last listing could not read, with the reasons."""
 
@@ -284,6 +286,7 @@ class RunStore:
                 self._restored = nearer[0].digest
                 return nearer
             if not listing.manifests and not listing.damaged:
+                self._warn_of_no_checkpoint()
                 return None
             for damaged in listing.damaged:
                 if damaged.unsupported:
@@ -340,9 +343,11 @@ class RunStore:
             raise ConfigError(f"mode={mode!r}: use 'auto' or 'single-writer'")
         self._refuse_member()
         self._refuse_near()
-        if read_record(self._objects) is None:
-            create_record(self._objects)
+        record = read_record(self._objects)
+        if record is None:
+            record = create_record(self._objects)
             self._say_parity()
+        self._is_begun = not is_begun_here(record)
         if self._near is not None:
             self._near.open(read_record(self._objects) or {})
         if self._opened is not None and (fate := shared_fate(*self._opened)) is not None:
@@ -376,6 +381,17 @@ class RunStore:
             " where it was (a disk that is not mounted, a copy that is not complete). Saving starts afresh; stop now if"
             " checkpoints should be here",
         )
+
+    def _warn_of_no_checkpoint(self) -> None:
+        """A run of before that has nothing to continue from: mostly one that ended before its first save."""
+        if self._is_begun and "data/" not in self._warned:
+            self._warn(
+                "begun",
+                f"{self.display} was begun before ({FORMAT_KEY} is there), but holds no checkpoint: either it ended before its"
+                " first save, or its checkpoints are not where they were (a disk that is not mounted, a copy that is not"
+                f" complete). {COMMITTED_KEY}, which is written after the first save, is not there either. The training"
+                " starts afresh; stop it now if checkpoints should be here",
+            )
 
     def _say_parity(self) -> None:
         """Where a run begins in several stores because its URL has a comma in it, say what that means."""

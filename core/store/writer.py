@@ -341,7 +341,8 @@ class RunWriter:
             if not self._warned_unmarked:
                 self._warned_unmarked = True
                 warn(
-                    f"{error}. Until {COMMITTED_KEY} can be written, an empty listing is taken for an empty run. This warning comes once"
+                    f"{error}. Until {COMMITTED_KEY} can be written, an empty commits/ is taken for a run that was never saved, with a"
+                    " warning. This one comes once"
                 )
         else:
             self._marked = True

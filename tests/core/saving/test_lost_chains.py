@@ -12,6 +12,7 @@ from support.training import OPTIMIZERS, TinyMLP, train
 from shrinkpoint.checkpointer import Checkpointer
 from shrinkpoint.errors import ChainError, ShrinkpointWarning, StoreError
 from shrinkpoint.saver import Saver
+from shrinkpoint.store import identity
 from shrinkpoint.store.keys import COMMITTED_KEY
 from shrinkpoint.store.local import LocalObjects
 
@@ -88,6 +89,28 @@ def test_resume_of_a_run_whose_commits_are_gone_does_not_start_at_step_0(run: Ru
             Checkpointer(str(run.url), run.model, run.optimizer, resume=policy).resume()  # type: ignore[arg-type]
     (run.url.parent / "away").rename(commits)
     assert Checkpointer(str(run.url), run.model, run.optimizer, compile_ahead=False).resume() == 2
+
+
+def test_resume_where_all_listings_are_empty_does_not_start_at_step_0(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.save(2)
+    run.checkpointer.close()
+    (run.url / COMMITTED_KEY).unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalObjects, "list", lambda objects, prefix, limit=None: [])
+        with pytest.raises(StoreError, match="listings are not to be believed"):
+            Checkpointer(str(run.url), run.model, run.optimizer, resume="auto").resume()
+    assert Checkpointer(str(run.url), run.model, run.optimizer, compile_ahead=False).resume() == 2
+
+
+def test_resume_of_a_run_that_was_never_saved_is_told_of(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.checkpointer.close()
+    monkeypatch.setattr(identity, "_begun_here", set())  # as in another process
+    again = Checkpointer(str(run.url), run.model, run.optimizer, compile_ahead=False)
+    with pytest.warns(ShrinkpointWarning, match="was begun before .*starts afresh"):
+        assert again.resume() == 0
+    again.close()
 
 
 def test_a_note_that_cannot_be_written_costs_no_checkpoint(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -12,6 +13,7 @@ from support.s3 import S3Server, moto_server, new_bucket, storage_options
 from support.stores import FakeSet, forget
 
 from shrinkpoint.errors import ChainError, FormatError, ShrinkpointWarning, StoreError
+from shrinkpoint.store import identity
 from shrinkpoint.store.local import LocalObjects
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.objects import MissingKeyError, ObjectInfo
@@ -162,6 +164,61 @@ def test_empty_listing_is_not_believed(fake: FakeObjects | FakeSet, monkeypatch:
     for use in (store.manifests, lambda: store.newest_sound(step_of), store.writer):
         with pytest.raises(StoreError, match=r"lists no checkpoint, although .*committed\.json"):
             use()
+
+
+def test_listings_that_are_all_empty_are_not_believed_without_the_note(
+    fake: FakeObjects | FakeSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`committed.json` could not be written, but the run's own file can be read and is not listed."""
+    forget(fake, "committed.json")
+    with monkeypatch.context() as patch:
+        patch.setattr(fake, "list", lambda prefix, *, limit=None: [])
+        store = opened(fake)
+        for use in (store.manifests, lambda: store.newest_sound(step_of), store.writer):
+            with pytest.raises(StoreError, match=r"format\.json can be read and is not listed either"):
+                use()
+    assert [manifest.step for manifest in store.manifests()] == [3, 2, 1]
+
+
+@pytest.mark.parametrize("kind", [FakeObjects, FakeSet], ids=["one", "several"])
+def test_run_that_was_begun_and_never_saved_is_told_and_not_refused(
+    kind: type[FakeObjects | FakeSet], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = kind()
+    store = opened(fake)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        store.writer()
+        assert store.newest_sound(step_of) is None
+        again = opened(fake)
+        again.writer()
+        assert again.newest_sound(step_of) is None
+    monkeypatch.setattr(identity, "_begun_here", set())  # as in another process
+    again = opened(fake)
+    writer = again.writer()
+    with pytest.warns(ShrinkpointWarning, match=r"was begun before .*holds no checkpoint.*stop it now"):
+        assert again.newest_sound(step_of) is None
+    save(writer, 1)
+    third = opened(fake)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        third.writer()
+        assert third.newest_sound(step_of) is not None
+
+
+def test_folder_without_its_commits_and_data_is_told_without_the_note(
+    folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(identity, "_begun_here", set())  # as in another process
+    for folder in folders:
+        (folder / "committed.json").unlink()
+        for name in ("commits", "data"):
+            (folder / name).rename(folder / f"away-{name}")
+            (folder / name).mkdir()
+    store = RunStore(folders)
+    store.writer()
+    with pytest.warns(ShrinkpointWarning, match="not mounted.*stop it now if checkpoints should be here"):
+        assert store.newest_sound(step_of) is None
 
 
 @pytest.mark.parametrize("kind", [FakeObjects, FakeSet], ids=["one", "several"])
