@@ -169,7 +169,8 @@ def _report(plan: _Plan) -> dict[str, Any]:
 
 def _collect(run: OpenRun, plan: _Plan, grace: float) -> dict[str, Any]:
     keep, seen = {manifest.seq for manifest in plan.keep}, [*plan.keep, *plan.remove]
-    with run.store.writer() as writer:
+    # It commits nothing, so that it asks for no condition, which would mean to write: the disk may be full.
+    with run.store.writer(mode="single-writer") as writer:
         collected = writer.collect(keep, seen=seen, grace_s=grace)
         for pause in _CLOCK_TICKS if grace == 0 else ():
             if not collected.waiting:

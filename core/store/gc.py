@@ -2,6 +2,7 @@
 
 Before a manifest is deleted, a copy goes to ``trash/``; the time stamp of that copy starts the grace of the blobs that it
 names. A reader in the middle of a restore, or a writer that resumed from the checkpoint a moment ago, keeps its blobs.
+Without a grace there is no such copy. What can be freed without writing is freed first: a full disk is when one collects.
 Every step can be repeated: a collection that was interrupted anywhere is completed by the next one.
 """
 
@@ -29,7 +30,7 @@ class GcReport:
 
     Attributes:
         kept: Sequence numbers that stay restorable.
-        removed: Sequence numbers that were unpublished; their blobs follow when the grace is over.
+        removed: Sequence numbers that were unpublished; their blobs follow when the grace is over, without one at once.
         blobs_removed: Keys of deleted containers.
         bytes_freed: Their total size.
         waiting: Containers that no kept checkpoint needs and whose grace is not over.
@@ -98,15 +99,19 @@ def collect(
     spared = {*protect, *([newest.digest] if newest else [])}
     judged = [m for m in listing.manifests if seen is None or m.digest in seen]
     doomed = [m for m in judged if m.seq not in wanted and m.digest not in spared]
-    if not dry_run:
-        _unpublish(objects, catalog, doomed)
+    at_once = grace_s == 0
+    if at_once and not dry_run:
+        _unpublish(objects, catalog, doomed, copied=False)
     gone = {manifest.digest for manifest in doomed}
-    blobs, waiting, expired = _dead_blobs(objects, catalog, gone, now - grace_s, check_fence)
+    wait = not (at_once and dry_run)
+    blobs, waiting, expired = _dead_blobs(objects, catalog, gone, now - grace_s, check_fence, wait=wait)
     leftovers = 0
     if not dry_run:
         objects.delete([info.key for info in blobs])
         objects.delete(expired)
         leftovers = _sweep(objects, now - grace_s)
+        if not at_once:  # only now, since the copies take space, which may just have been freed
+            _unpublish(objects, catalog, doomed, copied=True)
     return GcReport(
         kept=tuple(sorted(m.seq for m in listing.manifests if m.digest not in gone)),
         removed=tuple(sorted(m.seq for m in doomed)),
@@ -119,13 +124,20 @@ def collect(
     )
 
 
-def _unpublish(objects: ObjectStore, catalog: Catalog, doomed: list[Manifest]) -> None:
+def _unpublish(objects: ObjectStore, catalog: Catalog, doomed: list[Manifest], *, copied: bool) -> None:
     """Let go of manifests, oldest first and a few at a time, so that a collection that is cut short has achieved some."""
     oldest_first = sorted(doomed, key=lambda manifest: (manifest.epoch, manifest.seq))
     for start in range(0, len(oldest_first), _UNPUBLISHED_TOGETHER):
         batch = oldest_first[start : start + _UNPUBLISHED_TOGETHER]
-        for manifest in batch:
-            objects.put(trash_key(manifest.seq), manifest.to_bytes())
+        for manifest in batch if copied else ():
+            try:
+                objects.put(trash_key(manifest.seq), manifest.to_bytes())
+            except StoreError as error:
+                raise StoreError(
+                    f"{error}. This was the copy of checkpoint {manifest.seq} (step {manifest.step}) by which it can come back"
+                    " within the grace. Without a grace there is none, so that nothing is written and a full disk is no"
+                    " obstacle: `shrinkpoint prune --grace 0`, if nothing else reads or writes the run"
+                ) from error
         keys = [key for key in map(catalog.key_of, batch) if key is not None]
         if keys:
             objects.delete(keys)
@@ -137,8 +149,13 @@ def _dead_blobs(
     gone: set[str],
     before: float,
     check_fence: Callable[[Listing], None],
+    *,
+    wait: bool,
 ) -> tuple[list[ObjectInfo], int, list[str]]:
-    """Blobs to delete, how many more wait for the end of their grace, and trash entries to delete after them."""
+    """Blobs to delete, how many more wait for the end of their grace, and trash entries to delete after them.
+
+    What manifests in `gone` name that are still listed waits, or with ``wait=False`` counts as if they were not.
+    """
     # The order matters: a blob that this listing shows was named, if ever, by a manifest that the later one shows.
     infos = objects.list("data/")
     modified = {info.key: info.modified for info in infos}
@@ -147,7 +164,7 @@ def _dead_blobs(
     check_fence(listing)
     kept = _named(catalog, [m for m in listing.manifests if m.digest not in gone], modified)
     leaving = _named(catalog, [m for m in listing.manifests if m.digest in gone], modified)
-    live, recent = kept.keys, trash.recent | leaving.keys
+    live, recent = kept.keys, trash.recent | (leaving.keys if wait else frozenset())
     unknown_until = max(
         [
             trash.damaged_until,

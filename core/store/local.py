@@ -157,7 +157,13 @@ class LocalObjects:
         with self._translated("write", ""):
             self._prepare(self._root)
             path = self._root / f".tmp-{new_nonce()}"
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            try:
+                descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                os.utime(self._root)  # takes no space, and collections are for full disks
+                return os.stat(self._root).st_mtime
             try:
                 return os.fstat(descriptor).st_mtime
             finally:

@@ -1,6 +1,8 @@
 """The commands that change a run: `prune`, `compact`, `pin`, `unpin`; a dry run changes nothing."""
 
+import errno
 import json
+import os
 import shutil
 import warnings
 from pathlib import Path
@@ -90,6 +92,54 @@ def test_removed_data_waits_for_its_grace(folder: Path) -> None:
     assert steps(folder) == [50]
     assert done["containers_waiting"] == done["containers_freed"] == 3
     assert len(list((folder / "data").iterdir())) == files
+
+
+def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a byte, folder or new file fits any more; names go, and time stamps change."""
+    real = os.open
+
+    def opened(path: Any, flags: int, *rest: Any, **more: Any) -> int:
+        if flags & os.O_CREAT:
+            full()
+        return real(path, flags, *rest, **more)
+
+    def full(*arguments: Any, **more: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "open", opened)
+    for name in ("write", "mkdir", "link", "rename", "replace"):
+        monkeypatch.setattr(os, name, full)
+
+
+def test_prune_without_grace_frees_a_full_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.rmtree(folder / "probe", ignore_errors=True)  # as in a copy
+    said = run_json("prune", str(folder), "--keep-last", "1")
+    size = sum(file.stat().st_size for file in (folder / "data").iterdir())
+    with monkeypatch.context() as patch:
+        fill_disk(patch)
+        done = run_json("prune", str(folder), "--keep-last", "1", "--yes", "--grace", "0")
+    assert done["containers_waiting"] == 0
+    assert steps(folder) == [50]
+    assert size - sum(file.stat().st_size for file in (folder / "data").iterdir()) == said["bytes_freed"] > 0
+    assert list(folder.glob("trash/*")) == []
+    run("verify", str(folder), "--all")
+
+
+def test_prune_with_a_grace_on_a_full_disk_frees_what_it_can_and_tells_the_way(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run("prune", str(folder), "--keep-last", "2", "--yes")
+    for path in (*folder.glob("trash/*"), *folder.glob("data/*")):
+        os.utime(path, (0, 0))
+    files = len(list((folder / "data").iterdir()))
+    with monkeypatch.context() as patch:
+        fill_disk(patch)
+        said = run("prune", str(folder), "--keep-last", "1", "--yes", code=1).stderr
+    assert "the disk is full" in said
+    assert "prune --grace 0" in said
+    assert steps(folder) == [50, 40]
+    assert len(list((folder / "data").iterdir())) == files - 3
+    run("verify", str(folder), "--all")
 
 
 def test_ls_shows_what_waits_for_its_grace_apart(folder: Path) -> None:

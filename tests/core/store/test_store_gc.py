@@ -256,6 +256,52 @@ def test_unknown_age_is_never_old(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
     assert run.writer.collect([]).blobs_removed == ()
 
 
+@pytest.mark.parametrize("call", range(12))
+def test_without_grace_nothing_is_written_and_no_container_goes_before_its_manifest(
+    run: Run, call: int
+) -> None:
+    first, second = run.base(1), run.base(2)
+    run.fake.now += 1
+    run.fake.fail_at(call)
+    try:
+        report = run.writer.collect([], grace_s=0)
+    except StoreError:
+        report = None
+    run.fake.heal()
+    assert run.keys("trash/") == []
+    assert set(run.store.manifests()) - {first} == {second}
+    for manifest in run.store.manifests():
+        run.store.fetch(manifest)
+    if report is None:
+        report = run.writer.collect([], grace_s=0)
+    assert run.keys("data/") == run.keys(second.chain[0].key)
+    assert report.waiting == 0
+
+
+def test_dry_run_without_grace_says_the_same(run: Run) -> None:
+    first, _ = run.base(1), run.base(2)
+    run.fake.now += 1
+    promised = run.writer.collect([], grace_s=0, dry_run=True)
+    done = run.writer.collect([], grace_s=0)
+    assert promised.blobs_removed == done.blobs_removed == (first.chain[0].key,)
+    assert promised.waiting == done.waiting == 0
+
+
+def test_what_is_expired_goes_although_no_copy_can_be_written(run: Run) -> None:
+    """On a full disk the one makes room for the other."""
+    first, second, third = run.base(1), run.base(2), run.base(3)
+    run.writer.collect([second.seq, third.seq])
+    run.fake.now += 2 * DAY
+
+    def before(operation: str, key: str) -> None:
+        if operation == "put" and key.startswith("trash/") and first.chain[0].key in run.fake.blobs:
+            raise StoreError("full")
+
+    run.fake.before = before
+    assert run.writer.collect([third.seq]).removed == (second.seq,)
+    assert first.chain[0].key not in run.fake.blobs
+
+
 def test_failing_listing_deletes_nothing(run: Run) -> None:
     for step in range(3):
         run.base(step)
