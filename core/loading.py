@@ -158,8 +158,11 @@ def load_weights(
     wanted = None if names is None else list(names)
     try:
         tensors = _weights(lambda read: read_chain(url, storage_options, read), wanted, prefix)
-    except NoCheckpointError:
-        logged = _logged(url, storage_options, step_log_url)
+    except NoCheckpointError as absent:
+        try:
+            logged = _logged(url, storage_options, step_log_url)
+        except NoCheckpointError as error:
+            raise NoCheckpointError(f"{absent}; and {error}") from absent
         if logged is None:
             raise
         chosen = _chosen({name: name for name in logged}, wanted, prefix)

@@ -96,7 +96,8 @@ def test_a_lossy_base_is_healed(tmp_path):
 def test_a_step_that_is_not_logged(trained):
     run, _ = trained
     with pytest.raises(
-        NoCheckpointError, match=r"step 5 is not in the log, which has \d+ steps from 1[1-4] to 27"
+        NoCheckpointError,
+        match=r"has no checkpoint of step 5; there are 10, 20.*; and step 5 is not in the log, which has \d+ steps from 1[1-4] to 27",
     ):
         shrinkpoint.load_weights(f"{run}#step=5")
     with pytest.raises(
@@ -131,7 +132,9 @@ def test_the_command_line(trained, tmp_path):
     assert all(torch.equal(found[name], tensor) for name, tensor in again.items())
     result = CliRunner().invoke(app, ["export", str(run), str(out), "--step", "1", "--force"])
     assert result.exit_code != 0
-    assert "is not in the log" in result.output
+    said = " ".join(result.output.split())
+    assert "has no checkpoint of step 1; there are 10, 20" in said
+    assert "is not in the log" in said
 
 
 def test_a_log_in_a_folder_of_its_own(tmp_path):
