@@ -6,10 +6,18 @@ from typing import Any
 import torch
 import xxhash
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from shrinkpoint.errors import StateMismatchError
 
-__all__ = ["Identities", "identities", "require_same_optimizers", "rounded_weights"]
+__all__ = [
+    "Identities",
+    "identities",
+    "other_schedulers",
+    "require_same_optimizers",
+    "rounded_weights",
+    "scheduler_classes",
+]
 
 _ALIKE = {"torch.optim.Adam", "torch.optim.AdamW"}
 
@@ -94,6 +102,40 @@ def require_same_optimizers(
     return warning
 
 
+def scheduler_classes(named: Mapping[str, Any]) -> dict[str, str]:
+    """The class of each of torch's learning rate schedulers among some objects, by their names.
+
+    A LambdaLR is followed by the names of its functions, as far as they have some: those of Transformers differ in nothing else.
+
+    Args:
+        named: the objects; accelerate's wrappers are looked into.
+    """
+    found = {}
+    for name, given in named.items():
+        inner = given if isinstance(given, LRScheduler) else getattr(given, "scheduler", None)
+        if isinstance(inner, LRScheduler):
+            found[name] = " ".join([_class_name(inner), *_functions(inner)])
+    return found
+
+
+def other_schedulers(stored: Mapping[str, str], here: Mapping[str, str]) -> str | None:
+    """A warning where a scheduler takes the state of one of another class, which torch merges without a word.
+
+    Args:
+        stored: as `scheduler_classes` gave them; empty of an older checkpoint.
+        here: of this run.
+    """
+    differ = [name for name, kind in here.items() if stored.get(name, kind) != kind]
+    if not differ:
+        return None
+    changes = "; ".join(f"{name} was {stored[name]} and is {here[name]} here" for name in differ)
+    return (
+        f"resume: another learning rate scheduler than the checkpoint's takes its state: {changes}. All of that state is loaded, the"
+        " number of steps and the base rates among it. If that is not meant, build the scheduler that the run was made with, or"
+        " set this one up after resuming"
+    )
+
+
 def rounded_weights(stored: Mapping[str, Any], live: Mapping[str, Any]) -> str | None:
     """Say that a restore changes the dtype of weights.
 
@@ -115,10 +157,18 @@ def rounded_weights(stored: Mapping[str, Any], live: Mapping[str, Any]) -> str |
     )
 
 
-def _class_name(optimizer: object) -> str:
-    kind = type(optimizer)
-    module = "torch.optim" if kind.__module__.startswith("torch.optim.") else kind.__module__
-    return f"{module}.{kind.__qualname__}"
+def _class_name(given: object) -> str:
+    kind = type(given)
+    own = kind.__module__.startswith("torch.optim.") and not isinstance(given, LRScheduler)
+    return f"{'torch.optim' if own else kind.__module__}.{kind.__qualname__}"
+
+
+def _functions(scheduler: LRScheduler) -> list[str]:
+    functions = [getattr(given, "func", given) for given in getattr(scheduler, "lr_lambdas", ())]
+    names = {
+        name: None for name in (getattr(given, "__name__", "<") for given in functions) if "<" not in name
+    }
+    return list(names)
 
 
 def _digest(optimizer: Any, names: Mapping[int, str]) -> str:

@@ -9,7 +9,13 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from shrinkpoint.errors import ConfigError, StateMismatchError
-from shrinkpoint.loop.identity import Identities, require_same_optimizers, rounded_weights
+from shrinkpoint.loop.identity import (
+    Identities,
+    other_schedulers,
+    require_same_optimizers,
+    rounded_weights,
+    scheduler_classes,
+)
 from shrinkpoint.quality.resumed_steps import obstacle
 from shrinkpoint.quality.swap import swapped_weights
 from shrinkpoint.saving.resume import overridden_options, require_optimizers, require_same_model
@@ -92,6 +98,7 @@ class LoopObjects:
             "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "identities": self._identities(),
+            "schedulers": scheduler_classes(self.stateful),
             "stateful": {name: value.state_dict() for name, value in self.stateful.items()},
             "rng": capture_rng(),
         }
@@ -141,7 +148,9 @@ class LoopObjects:
         )
         scheduled = any(isinstance(value, LRScheduler) for value in self.stateful.values())
         overridden = overridden_options(state["optimizers"], self.optimizers, scheduled=scheduled)
-        for message in (other_class, rounded_weights(state["model"], live), overridden) if warns else ():
+        other_scheduler = other_schedulers(state.get("schedulers", {}), scheduler_classes(self.stateful))
+        rounded = rounded_weights(state["model"], live)
+        for message in (other_class, other_scheduler, rounded, overridden) if warns else ():
             if message is not None:
                 warn(message, stacklevel=5)
         self.model.load_state_dict(state["model"])

@@ -22,7 +22,13 @@ from shrinkpoint.integrations.lightning.resume import continue_run, is_tuning, r
 from shrinkpoint.integrations.lightning.settings import Settings
 from shrinkpoint.integrations.lightning.state import describe_checkpoint, followed_state
 from shrinkpoint.integrations.lightning.step_log import capture_rest, replay, rest_of
-from shrinkpoint.loop.identity import Identities, identities, require_same_optimizers
+from shrinkpoint.loop.identity import (
+    Identities,
+    identities,
+    other_schedulers,
+    require_same_optimizers,
+    scheduler_classes,
+)
 from shrinkpoint.runtime.termination import TerminationRequest
 from shrinkpoint.saver import Saver
 from shrinkpoint.saving.address import Address
@@ -33,6 +39,7 @@ from shrinkpoint.warn import warn
 __all__ = ["Session"]
 
 _IDENTITIES = "identities"  # of the optimizers, in its position
+_SCHEDULERS = "schedulers"  # their classes, in the same place
 
 
 class Session:
@@ -68,6 +75,7 @@ class Session:
         self._ending = False
         self._stored_optimizers: list[dict[str, Any]] = []
         self._stored_identities: list[dict[str, str]] = []
+        self._stored_schedulers: dict[str, str] = {}
         self._identities = Identities()
         self._validation_pending = False
 
@@ -115,6 +123,7 @@ class Session:
             own = checkpoint.get(POSITION_KEY, {})
             self._stored_optimizers = checkpoint.get("optimizer_states", [])
             self._stored_identities = own.get(_IDENTITIES, [])
+            self._stored_schedulers = own.get(_SCHEDULERS, {})
             if self._path is not None:
                 self._path.take_from(own)
             Position.of(trainer).load(trainer, checkpoint)
@@ -128,7 +137,7 @@ class Session:
         """
         if self._stored_optimizers:
             self._require_optimizers(trainer, self._stored_optimizers, str(trainer.ckpt_path))
-            self._stored_optimizers, self._stored_identities = [], []
+            self._stored_optimizers, self._stored_identities, self._stored_schedulers = [], [], {}
         if self._active and self.run.log.is_wanted:
             self._start_log(trainer, module)
         self._identities = Identities()  # another fit may be of another module
@@ -140,7 +149,8 @@ class Session:
         other_class = require_same_optimizers(there, here[: len(there)], url)
         scheduled = bool(trainer.lr_scheduler_configs)
         overridden = overridden_options(stored, trainer.optimizers, scheduled=scheduled)
-        for message in (other_class, overridden) if trainer.is_global_zero else ():
+        other_scheduler = other_schedulers(self._stored_schedulers, _scheduler_classes(trainer))
+        for message in (other_class, other_scheduler, overridden) if trainer.is_global_zero else ():
             if message is not None:
                 warn(message)
 
@@ -300,6 +310,7 @@ class Session:
             if not self._sharded:
                 found = self._identities.of(trainer.lightning_module, trainer.optimizers)
                 checkpoint[POSITION_KEY][_IDENTITIES] = found
+                checkpoint[POSITION_KEY][_SCHEDULERS] = _scheduler_classes(trainer)
             if self._path is not None and not self._planned:
                 self._path.add_to(checkpoint[POSITION_KEY])
 
@@ -430,3 +441,9 @@ class Session:
         """Release the store."""
         self._unwatch()
         self.run.close()
+
+
+def _scheduler_classes(trainer: Trainer) -> dict[str, str]:
+    """By their numbers, in whose order Lightning gives them their states."""
+    found = {f"scheduler {n}": config.scheduler for n, config in enumerate(trainer.lr_scheduler_configs)}
+    return scheduler_classes(found)

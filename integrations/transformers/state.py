@@ -10,7 +10,13 @@ from transformers.trainer_callback import EarlyStoppingCallback, ExportableState
 
 from shrinkpoint.errors import StateMismatchError
 from shrinkpoint.loop.gradient_buckets import Buckets
-from shrinkpoint.loop.identity import Identities, identities, require_same_optimizers
+from shrinkpoint.loop.identity import (
+    Identities,
+    identities,
+    other_schedulers,
+    require_same_optimizers,
+    scheduler_classes,
+)
 from shrinkpoint.saving.resume import overridden_options, require_optimizers, require_same_model
 from shrinkpoint.state.roles import describe_training
 from shrinkpoint.state.training import Describe
@@ -77,6 +83,7 @@ def stored_state(
         "optimizers": [optimizer.state_dict() for optimizer in optimizers_of(trainer)],
         "identities": known.of(trainer.model, optimizers_of(trainer)),
         "scheduler": None if scheduler is None else scheduler.state_dict(),
+        "schedulers": scheduler_classes({"lr_scheduler": scheduler}),
         "scaler": None if scaler is None else scaler.state_dict(),
         "trainer": _trainer_state(trainer),
         "arguments": arguments(trainer.args),
@@ -191,7 +198,9 @@ def load_optimizer(stored: Mapping[str, Any], trainer: Any, url: str) -> None:
     here = identities(trainer.model, live)[: len(identified)]
     other_class = require_same_optimizers(identified, here, url)
     overridden = overridden_options(there, live, scheduled=trainer.lr_scheduler is not None)
-    for message in (other_class, overridden):
+    schedulers = scheduler_classes({"lr_scheduler": trainer.lr_scheduler})
+    other_scheduler = other_schedulers(stored.get("schedulers", {}), schedulers)
+    for message in (other_class, other_scheduler, overridden):
         if message is not None:
             warn(message)
     for optimizer, state in zip(live, there, strict=True):

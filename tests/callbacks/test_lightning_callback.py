@@ -479,6 +479,21 @@ def test_another_optimizer_is_refused_before_training(tmp_path: Path) -> None:
         trainer(6).fit(WithSgd())
 
 
+class WithSteps(Tiny):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 5)]
+
+
+def test_another_scheduler_is_warned_of(saving: Make) -> None:
+    fit(saving(), Crash(6))
+    trainer = pl.Trainer(callbacks=[saving()], max_steps=13, **QUIET)
+    with pytest.warns(
+        ShrinkpointWarning, match=r"scheduler 0 was torch.*ExponentialLR and is torch.*StepLR here"
+    ):
+        trainer.fit(WithSteps())
+
+
 class Backwards(Tiny):
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(list(self.parameters())[::-1], lr=1e-2)

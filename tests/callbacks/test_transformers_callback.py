@@ -147,6 +147,15 @@ def test_another_optimizer_is_refused(tmp_path: Path, trainer_class: Any, messag
         train(Setup(arguments=(("max_steps", 12),)), str(tmp_path), saving(url), trainer_class=trainer_class)
 
 
+def test_another_schedule_is_warned_of(tmp_path: Path) -> None:
+    """The Trainer's schedulers are of one class, and differ in their functions."""
+    url, short = fresh(), (("max_steps", 4), ("eval_strategy", "no"))
+    train(Setup(arguments=short), str(tmp_path), saving(url))
+    other = Setup(arguments=(*short, ("max_steps", 8), ("lr_scheduler_type", "cosine")))
+    with pytest.warns(ShrinkpointWarning, match="another learning rate scheduler.*linear.*cosine.* here"):
+        assert train(other, str(tmp_path), saving(url)).finished
+
+
 def test_two_of_them_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="one of them"):
         train(Setup(), str(tmp_path), saving(fresh()), saving(fresh()))

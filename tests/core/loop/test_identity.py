@@ -1,5 +1,7 @@
 """A run is continued by the optimizer that it was made with, on the parameters that it had."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -7,7 +9,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import shrinkpoint
 from shrinkpoint.errors import ShrinkpointWarning, StateMismatchError
-from shrinkpoint.loop.identity import identities
+from shrinkpoint.loop.identity import identities, other_schedulers, scheduler_classes
 
 pytestmark = pytest.mark.filterwarnings("error::shrinkpoint.errors.ShrinkpointWarning")
 
@@ -149,3 +151,78 @@ def test_names_are_looked_up_once_for_all_saves(tmp_path, monkeypatch):
         shrinkpoint.load(f"{tmp_path}/run#step={step}")["identities"][0]["parameters"] for step in (1, 2, 3)
     ]
     assert kinds[0] == kinds[1] != kinds[2]
+
+
+class Wrapper:
+    """As accelerate's."""
+
+    def __init__(self, scheduler):
+        self.scheduler = scheduler
+
+
+def linear(step, *, total):
+    return 1 - step / total
+
+
+def cosine(step, *, total):
+    return 1 - (step / total) ** 2
+
+
+def test_schedulers_are_known_by_their_class_and_the_names_of_their_functions():
+    optimizer = torch.optim.SGD(model().parameters(), 1e-3)
+    schedulers = torch.optim.lr_scheduler
+    found = scheduler_classes(
+        {
+            "step": schedulers.StepLR(optimizer, 3),
+            "wrapped": Wrapper(schedulers.StepLR(optimizer, 3)),
+            "partial": schedulers.LambdaLR(optimizer, partial(linear, total=9)),
+            "nameless": schedulers.LambdaLR(optimizer, lambda step: 1.0),
+            "sampler": object(),
+        }
+    )
+    assert found == {
+        "step": "torch.optim.lr_scheduler.StepLR",
+        "wrapped": "torch.optim.lr_scheduler.StepLR",
+        "partial": "torch.optim.lr_scheduler.LambdaLR linear",
+        "nameless": "torch.optim.lr_scheduler.LambdaLR",
+    }
+    assert other_schedulers({}, found) is None  # of a checkpoint that does not say
+    assert other_schedulers(found, found) is None
+
+
+def schedules(url, make):
+    net = model()
+    optimizer = adamw(net)
+    return shrinkpoint.Checkpointer(
+        url, net, optimizer, scheme="lossless", save_last=False, scheduler=make(optimizer)
+    )
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "names"),
+    [
+        (
+            lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 3),
+            lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9),
+            "scheduler was torch.optim.lr_scheduler.StepLR and is torch.optim.lr_scheduler.CosineAnnealingLR here",
+        ),
+        (
+            lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, partial(linear, total=9)),
+            lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, partial(cosine, total=9)),
+            "LambdaLR linear and is torch.optim.lr_scheduler.LambdaLR cosine here",
+        ),
+    ],
+)
+def test_another_scheduler_is_warned_of_and_takes_the_state(tmp_path, one, other, names):
+    first = schedules(tmp_path / "run", one)
+    first.save(10, wait=True)
+    first.close()
+    same = schedules(tmp_path / "run", one)
+    assert same.resume() == 10
+    same.close()
+    second = schedules(tmp_path / "run", other)
+    with pytest.warns(
+        ShrinkpointWarning, match=f"another learning rate scheduler.*{names}.*All of that state"
+    ):
+        assert second.resume() == 10
+    second.close()
