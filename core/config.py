@@ -9,6 +9,7 @@ from shrinkpoint.errors import ConfigError
 from shrinkpoint.runtime.processors import processors
 from shrinkpoint.schemes.catalogue import SCHEMES, SchemeName, check_options, made_options, options_of
 from shrinkpoint.store.manifest import MAX_CHAIN
+from shrinkpoint.warn import refuses_unknown_options
 
 __all__ = ["SaverConfig"]
 
@@ -26,6 +27,7 @@ _LONGER = 4
 _CHOICES = {"scheme": SCHEMES, "busy": ("skip", "wait"), "mode": ("min", "max")}
 
 
+@refuses_unknown_options
 @dataclass(frozen=True, kw_only=True)
 class SaverConfig:
     """Options of saving, the same for every framework.

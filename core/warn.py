@@ -1,11 +1,18 @@
-"""Warnings that may occur during a save in the background."""
+"""Warnings that may occur during a save in the background, and what messages are made of."""
 
 import threading
 import warnings
+from collections.abc import Collection
+from dataclasses import fields
+from difflib import get_close_matches
+from functools import wraps
+from typing import Any, TypeVar
 
-from shrinkpoint.errors import ShrinkpointWarning
+from shrinkpoint.errors import ConfigError, ShrinkpointWarning
 
-__all__ = ["brief", "warn"]
+__all__ = ["brief", "meant", "refuses_unknown_options", "warn"]
+
+T = TypeVar("T")
 
 _PLAIN = (str, int, float, bool, type(None))
 _FEW = 8
@@ -19,6 +26,31 @@ def brief(value: object) -> str:
         return text if len(text) <= 200 else f"{text[:200]}..."
     name = type(value).__name__
     return f"{'an' if name[:1].lower() in 'aeio' else 'a'} {name}"
+
+
+def meant(name: str, options: Collection[str]) -> str:
+    """The end of a message about an unknown option: the one that was probably meant, if there is such a one."""
+    near = get_close_matches(name, sorted(options), 1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def refuses_unknown_options(kind: type[T]) -> type[T]:
+    """A dataclass of options that answers a mistyped keyword with a `ConfigError`; its signature stays the same."""
+    changed: Any = kind
+    names = [item.name for item in fields(changed)]
+    init = changed.__init__
+
+    @wraps(init)
+    def checked(self: T, *arguments: Any, **options: Any) -> None:
+        for name in options:
+            if name not in names:
+                raise ConfigError(
+                    f"{kind.__name__} has no option {name!r}{meant(name, names)}; the options are: {', '.join(sorted(names))}"
+                )
+        init(self, *arguments, **options)
+
+    changed.__init__ = checked
+    return kind
 
 
 def warn(message: str, *, stacklevel: int = 2) -> None:

@@ -2,12 +2,11 @@
 
 import os
 from collections.abc import Collection, Mapping
-from difflib import get_close_matches
 from typing import Any
 
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError
-from shrinkpoint.warn import brief
+from shrinkpoint.warn import brief, meant
 
 __all__ = ["check_adoption", "check_options", "split_fields"]
 
@@ -80,7 +79,7 @@ def split_fields(
         if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
             raise ConfigError(
                 f"{name}={brief(value)} is neither an option of Checkpointer nor an object with state_dict and"
-                f" load_state_dict{_meant(name, options)}; the options are: {', '.join(sorted(options))}"
+                f" load_state_dict{meant(name, options)}; the options are: {', '.join(sorted(options))}"
             )
         if getattr(value, "use_stateful_dataloader", True) is False:
             raise ConfigError(
@@ -88,11 +87,6 @@ def split_fields(
                 " were trained on, or draw batches from torch's generator (docs/resuming.md)"
             )
     return config or SaverConfig(**fields), stateful
-
-
-def _meant(name: str, options: Collection[str]) -> str:
-    near = get_close_matches(name, options, 1)
-    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def check_adoption(config: SaverConfig, every: int | None, step_log: object) -> None:

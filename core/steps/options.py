@@ -10,7 +10,7 @@ import torch
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.steps.segment import Kind
 from shrinkpoint.store.urls import Location, parse_url
-from shrinkpoint.warn import brief
+from shrinkpoint.warn import brief, refuses_unknown_options
 
 __all__ = ["StepLog", "chosen_log", "log_location", "refuse_optimizers", "steps_of_segment"]
 
@@ -20,6 +20,7 @@ _STEPS = 2, 8  # least and most of a segment
 _SMALL_ONLY = ("every", "quantization_step", "resume_weights")
 
 
+@refuses_unknown_options
 @dataclass(frozen=True, kw_only=True)
 class StepLog:
     """Options of the log of the steps between two checkpoints.

@@ -1,4 +1,7 @@
 import dataclasses
+import inspect
+import pickle
+from dataclasses import replace
 
 import pytest
 
@@ -6,6 +9,7 @@ import shrinkpoint
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.schemes.inshrinkerator.scheme import InshrinkeratorOptions
+from shrinkpoint.steps.options import StepLog
 
 NAN = float("nan")
 
@@ -141,3 +145,16 @@ def test_the_top_level_names_are_there():
         assert getattr(shrinkpoint, name) is not None
     with pytest.raises(AttributeError, match="nothing"):
         shrinkpoint.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("kind", "typed", "wanted"),
+    [(SaverConfig, "schem", "scheme"), (StepLog, "segment_step", "segment_steps")],
+)
+def test_a_mistyped_option_is_answered_with_the_nearest(kind, typed, wanted):
+    with pytest.raises(
+        ConfigError, match=rf"{kind.__name__} has no option '{typed}' \(did you mean {wanted}\?\)"
+    ):
+        kind(**{typed: 1})
+    assert wanted in inspect.signature(kind).parameters
+    assert replace(kind()) == pickle.loads(pickle.dumps(kind())) == kind()
