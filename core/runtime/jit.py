@@ -14,6 +14,7 @@ from typing import Any
 import numba
 
 from shrinkpoint.runtime.kernel_cache import keep
+from shrinkpoint.runtime.kernel_compiler import KernelCompiler
 from shrinkpoint.runtime.kernel_parts import PartCompiler
 
 __all__ = ["jit", "jit_allocating", "jit_in_any_order", "jit_inlined", "jit_part"]
@@ -64,5 +65,6 @@ def _part(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 
 
 def _compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    compiled: Callable[..., Any] = keep(numba.njit(**options, **_ALWAYS)(function), function)
+    dispatcher = numba.njit(pipeline_class=KernelCompiler, **options, **_ALWAYS)(function)
+    compiled: Callable[..., Any] = keep(dispatcher, function)
     return compiled

@@ -9,13 +9,14 @@ Importing this module imports numba (see `shrinkpoint.runtime.jit`).
 from typing import Any
 
 from numba.core.codegen import JITCodeLibrary
-from numba.core.compiler import Compiler
+
+from shrinkpoint.runtime.kernel_compiler import KernelCompiler
 
 __all__ = ["PartCompiler"]
 
 
-class PartCompiler(Compiler):  # type: ignore[misc]
-    """numba's compiler (a ``pipeline_class``) for functions without a Python wrapper."""
+class PartCompiler(KernelCompiler):
+    """The kernels' compiler (a ``pipeline_class``) for functions without a Python wrapper."""
 
     def __init__(self, typing: Any, target: Any, library: Any, *arguments: Any) -> None:
         part = _Part(target.codegen(), "part") if library is None else library
