@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from shrinkpoint.arrays import overwrite
+from shrinkpoint.quality.preserve import is_plain_tensor
 from shrinkpoint.state.candidate import Candidate
 from shrinkpoint.state.rng import capture_rng, restore_rng
 
@@ -21,7 +22,9 @@ def swapped_weights(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> I
     """Run a block with other weights, in eval mode and without gradients, and then put everything back.
 
     Weights are exchanged in place, so that optimizers' and wrappers' references stay valid. Afterwards all parameters
-    and buffers (BatchNorm's statistics too), every module's train flag and all generators are as before.
+    and buffers (BatchNorm's statistics too), every module's train flag and all generators are as before. That holds, too, where the block
+    gives parameters other memory (``p.data = ...``, ``module.to(...)``), or a module another tensor for a buffer of its state dict
+    (``self.count = self.count + 1``).
 
     Args:
         module: the live model.
@@ -36,6 +39,8 @@ def swapped_weights(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> I
         if name in live and name not in buffers and _fit(live[name], weights[name])
     }
     before = {name: tensor.detach().clone() for name, tensor in live.items() if name not in lent}
+    memory = [(tensor, tensor.detach()) for tensor in live.values() if is_plain_tensor(tensor)]
+    kept = [(child, key, buffer) for child in module.modules() for key, buffer in _persistent(child)]
     modes = {name: child.training for name, child in module.named_modules()}
     rng = capture_rng()
     exchanges: list[_Exchange] = []
@@ -51,6 +56,12 @@ def swapped_weights(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> I
             yield
     finally:
         with torch.no_grad():
+            for tensor, alias in memory:
+                if _layout(tensor) != _layout(alias):
+                    tensor.data = alias
+            for child, key, buffer in kept:
+                if _replaced(child._buffers.get(key), buffer):
+                    child._buffers[key] = buffer
             for exchange in reversed(exchanges):
                 exchange.back()
             for name, value in before.items():
@@ -58,6 +69,22 @@ def swapped_weights(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> I
         for name, child in module.named_modules():
             child.training = modes[name]
         restore_rng(rng)
+
+
+def _persistent(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    left_out = module._non_persistent_buffers_set
+    return [
+        (key, buffer) for key, buffer in module._buffers.items() if buffer is not None and key not in left_out
+    ]
+
+
+def _replaced(now: torch.Tensor | None, before: torch.Tensor) -> bool:
+    """Whether a buffer is another tensor of the same kind; one of another size is a cache, on which a module's attributes may depend."""
+    return now is not None and now is not before and (now.shape, now.dtype) == (before.shape, before.dtype)
+
+
+def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.device, tensor.dtype, tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
 def _fit(live: torch.Tensor, value: torch.Tensor) -> bool:

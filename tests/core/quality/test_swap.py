@@ -187,3 +187,49 @@ def test_expanded_buffers_are_put_back():
         module.wide[0] += 1
     assert module.wide.tolist() == [[1.0, 2.0, 3.0]] * 2
     assert module.wide.data_ptr() == memory
+
+
+class Counting(nn.Module):
+    """Gives itself other tensors for its buffers on every call."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("table", torch.zeros(2), persistent=False)
+        self.register_buffer("longer", torch.zeros(2))
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        self.table = torch.ones(2)
+        self.longer = torch.ones(len(x))
+        return self.linear(x)
+
+
+def test_buffers_that_an_evaluation_replaces_are_put_back_but_for_caches():
+    model = Counting()
+    calls = model.calls
+    with swapped_weights(model, {}):
+        model(torch.zeros(5, 3))
+    assert model.calls is calls
+    assert model.calls == 0
+    assert model.table.tolist() == [1, 1]
+    assert len(model.longer) == 5
+
+
+@pytest.mark.parametrize("lends", [False, True])
+@pytest.mark.parametrize(
+    "evaluate",
+    [
+        lambda model: model.double().float(),
+        lambda model: [setattr(p, "data", p.data * 0.9) for p in model.parameters()],
+    ],
+    ids=["converted and back", "other memory"],
+)
+def test_memory_that_an_evaluation_gives_to_parameters_is_taken_away_again(evaluate, lends):
+    model = TinyGPT()
+    others = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    before = everything(model)
+    with swapped_weights(model, Candidate(others, frozenset(others)) if lends else others):
+        evaluate(model)
+    assert identical(everything(model), before)
