@@ -8,7 +8,7 @@ import base64
 import math
 import re
 from argparse import Namespace
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from enum import Enum
@@ -61,7 +61,7 @@ def encode_tree(value: object, put: Callable[[Path, torch.Tensor], str], path: P
         put: takes a tensor's path and the tensor, and returns the name by which `decode_tree` asks for it.
         path: place of `value` in the whole; for error messages and names.
 
-    Some types come back as a plainer type: subclasses of dict (but OrderedDict), list, tuple (named ones too), set,
+    Some types come back as a plainer type: subclasses of dict (but OrderedDict and Counter), list, tuple (named ones too), set,
     str, int and float as these; enums as their values; bytearrays as bytes; paths as strings.
 
     Raises:
@@ -104,13 +104,14 @@ def _encode_tensor(value: torch.Tensor, put: Callable[[Path, torch.Tensor], str]
 def _encode_mapping(value: Mapping[Any, Any], put: Callable[[Path, torch.Tensor], str], path: Path) -> JSON:
     plain = all(type(key) is str and _is_unicode(key) for key in value) and _TAG not in value
     kind = "odict" if isinstance(value, OrderedDict) else "dict"
-    if plain and kind == "dict":
+    counter = isinstance(value, Counter)  # MultiStepLR has one, and asks it for its elements
+    if plain and kind == "dict" and not counter:
         return {key: encode_tree(item, put, (*path, key)) for key, item in value.items()}
     items = [
         [encode_tree(key, put, (*path, "key")), encode_tree(item, put, (*path, str(key)))]
         for key, item in value.items()
     ]
-    return {_TAG: kind, "items": items}
+    return {_TAG: kind, "items": items, **({"counter": True} if counter else {})}
 
 
 def _encode_sequence(value: Any, put: Callable[[Path, torch.Tensor], str], path: Path) -> JSON:
@@ -239,7 +240,8 @@ def _decode(node: JSON, get: _Source, depth: int) -> Any:
     if kind in _COLLECTIONS:
         if not isinstance(node["items"], list):
             raise FormatError(f"the items of a {kind} in the tree of plain data are not a list")
-        return _COLLECTIONS[kind]([_decode(item, get, depth + 1) for item in node["items"]])
+        made = _COLLECTIONS[kind]([_decode(item, get, depth + 1) for item in node["items"]])
+        return _counter(made) if kind == "dict" and node.get("counter") is True else made
     if kind == "namespace":
         return _namespace(_decode(node["items"], get, depth + 1))
     if kind in _TENSORS:
@@ -309,6 +311,12 @@ def _pairs(items: list[Any]) -> list[tuple[Any, Any]]:
     if any(not isinstance(item, list) or len(item) != 2 for item in items):
         raise FormatError("the items of a dict in the tree of plain data are not pairs")
     return [(key, value) for key, value in items]
+
+
+def _counter(items: dict[Any, Any]) -> Counter[Any]:
+    counter: Counter[Any] = Counter()
+    dict.update(counter, items)  # its own constructor would count keys
+    return counter
 
 
 def _namespace(members: Any) -> Namespace:

@@ -865,3 +865,30 @@ def test_copies_in_several_processes_are_warned_that_they_would_stop_each_other(
     messages = [str(one.message) for one in told if one.category is ShrinkpointWarning]
     assert ["process 1 of 2" in message for message in messages] == [True] * rank
     assert all(one.filename == __file__ for one in told)
+
+
+def test_a_schedule_of_milestones_within_another_one_is_continued(tmp_path):
+    def run():
+        model = TinyMLP()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=8)
+        drops = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2])
+        scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, drops], [8])
+        checkpointer = Checkpointer(
+            str(tmp_path), model, optimizer, every=5, save_last=False, scheme="lossless", scheduler=scheduler
+        )
+        rates = {}
+        for step in range(checkpointer.resume(), 12):
+            optimizer.step()
+            scheduler.step()  # at the eighth step it asks the second one's Counter of milestones for its elements
+            rates[step] = optimizer.param_groups[0]["lr"]
+            if step < 6:
+                checkpointer.step(step + 1)
+        checkpointer.close()
+        return rates
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The epoch parameter")
+        whole, rest = run(), run()
+    assert list(rest) == list(range(5, 12))
+    assert rest == {step: whole[step] for step in rest}
