@@ -105,8 +105,7 @@ class LoopObjects:
 
     def weights(self) -> dict[str, Any]:
         """The part of `state` that holds the weights and may hold averages of them."""
-        # reading the state of loaders and samplers may start their workers
-        others = {name: value for name, value in self.stateful.items() if not hasattr(value, "__iter__")}
+        others = {name: value for name, value in self.stateful.items() if not _may_load(value)}
         return {
             "model": self.model.state_dict(),
             "stateful": {name: value.state_dict() for name, value in others.items()},
@@ -198,6 +197,11 @@ class LoopObjects:
 
     def _counted(self) -> int:
         return sum(p._version for p in self._parameters if not p.is_inference())
+
+
+def _may_load(value: object) -> bool:
+    """Whether an object may be a loader or a sampler: reading its state may start workers."""
+    return hasattr(value, "__iter__") and not isinstance(value, nn.Module)  # nn.Sequential has it
 
 
 def _shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -391,6 +391,36 @@ def test_an_average_that_is_evaluated_is_measured_coded_and_left_alone(tmp_path,
     again.checkpointer.close()
 
 
+@pytest.mark.parametrize("adopt", [False, True])
+def test_an_average_that_can_be_iterated_over_is_coded_like_any_other(tmp_path, adopt):
+    torch.manual_seed(17)
+    model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64))
+    optimizer, average = torch.optim.AdamW(model.parameters(), 1e-3), copy.deepcopy(model)
+    held_out = torch.randn(64, 64)
+    options = {"adopt": True, "adoptions": 2} if adopt else {}
+    checkpointer = Checkpointer(
+        str(tmp_path),
+        model,
+        optimizer,
+        every=20,
+        evaluate=lambda: (model(held_out) - held_out).pow(2).mean(),
+        average=average,
+        **options,
+    )
+    for step in range(checkpointer.resume(), 40):
+        optimizer.zero_grad()
+        batch = torch.randn(64, 64)
+        (model(batch) - batch).pow(2).mean().backward()
+        optimizer.step()
+        for slow, fast in zip(average.parameters(), model.parameters(), strict=True):
+            slow.data.lerp_(fast.data, 0.05)
+        checkpointer.step(step + 1)
+        checkpointer.flush()
+    checkpointer.close()
+    for report in checkpointer.reports():
+        assert report.sections["average"] < report.raw_sections["average"] / 4
+
+
 def test_steps_are_tried_with_the_average_that_would_be_restored(tmp_path):
     run = Run(tmp_path, "module", search_overhead=math.inf, probe_steps=3)
     checkpointer = Checkpointer(
