@@ -1,11 +1,13 @@
 """The rules by which a run continues itself: the same for every framework."""
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
 
 from shrinkpoint.errors import ConfigError, NoCheckpointError, StateMismatchError
+from shrinkpoint.state.wrappers import unwrapped
 
 __all__ = [
     "ResumePolicy",
@@ -148,7 +150,8 @@ def overridden_options(
     stored: Sequence[Mapping[str, Any]], live: Sequence[torch.optim.Optimizer], *, scheduled: bool
 ) -> str | None:
     """Say that resuming undoes a change of an optimizer's options; of learning rates, those that schedulers began with are compared
-    where there are any.
+    where there are any. What an optimizer keeps in its groups without being given it, such as schedule-free ones' counts of steps, is no
+    option.
 
     Args:
         stored: as of `require_optimizers`, which has accepted them.
@@ -191,14 +194,23 @@ def _rates(there: Mapping[str, Any], here: Mapping[str, Any], *, scheduled: bool
 def _others(
     optimizer: torch.optim.Optimizer, there: Mapping[str, Any], here: Mapping[str, Any], *, scheduled: bool
 ) -> Iterator[_Difference]:
+    options = _given(optimizer)
     for name in optimizer.defaults:
-        if name == "lr" or name in _KERNELS or name not in there or name not in here:
+        if name == "lr" or name in _KERNELS or not {name} <= options & there.keys() & here.keys():
             continue
         if scheduled and name in _CYCLED:
             continue
         old, new = (_plain(group[name]) for group in (there, here))
         if old != new:
             yield name, old, new
+
+
+def _given(optimizer: torch.optim.Optimizer) -> set[str]:
+    """The names by which options are given to an optimizer; of one that is made otherwise, as of a configuration, all that it has."""
+    kinds = type(unwrapped(optimizer)).__mro__
+    made = [vars(kind)["__init__"] for kind in kinds if "__init__" in vars(kind)]
+    named = {name for method in made for name in inspect.signature(method).parameters}
+    return named & optimizer.defaults.keys() or set(optimizer.defaults)
 
 
 def _plain(value: Any) -> Any:

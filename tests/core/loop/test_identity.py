@@ -104,6 +104,29 @@ def test_options_that_the_checkpoint_replaces_are_named(tmp_path, given, said):
         resumed(tmp_path / "run", lambda net: torch.optim.AdamW(net.parameters(), **{"lr": 1e-3, **given}))
 
 
+class Counting(torch.optim.SGD):
+    """Keeps a count and a mode in its groups, as schedule-free optimizers do."""
+
+    def __init__(self, params, lr, weight_decay=0.0):
+        super().__init__(params, lr, weight_decay=weight_decay)
+        self.defaults |= {"k": 0, "train_mode": False}
+        for group in self.param_groups:
+            group |= {"k": 0, "train_mode": False}
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            group["k"] += 1
+            group["train_mode"] = True
+
+
+def test_what_an_optimizer_counts_in_its_groups_is_no_option(tmp_path):
+    stored(tmp_path / "run", lambda net: Counting(net.parameters(), 1e-3))
+    assert resumed(tmp_path / "run", lambda net: Counting(net.parameters(), 1e-3))[0] == 10
+    with pytest.warns(ShrinkpointWarning, match="resume: weight_decay=0.5, which this process gave"):
+        resumed(tmp_path / "run", lambda net: Counting(net.parameters(), 1e-3, 0.5))
+
+
 def test_kernels_may_change_without_a_word(tmp_path):
     stored(tmp_path / "run", adamw)
     assert (
