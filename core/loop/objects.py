@@ -21,7 +21,7 @@ from shrinkpoint.quality.swap import swapped_weights
 from shrinkpoint.saving.resume import overridden_options, require_optimizers, require_same_model
 from shrinkpoint.state.rng import capture_rng, restore_rng
 from shrinkpoint.state.roles import describe_training
-from shrinkpoint.state.stateful import load_stateful
+from shrinkpoint.state.stateful import load_optimizer, load_stateful
 from shrinkpoint.state.training import Describe, TrainingState, plain
 from shrinkpoint.state.wrappers import unwrapped
 from shrinkpoint.warn import brief, warn
@@ -154,7 +154,7 @@ class LoopObjects:
                 warn(message, stacklevel=5)
         self.model.load_state_dict(state["model"])
         for optimizer, stored in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(stored)
+            load_optimizer(optimizer, stored, same_dtypes=rounded is None)
         for name in sorted(state["stateful"].keys() ^ self.stateful.keys()) if warns else ():
             where = "the checkpoint" if name in self.stateful else "this run"
             warn(f"{name!r} is not in {where}: its state is not restored", stacklevel=4)

@@ -1,8 +1,13 @@
 """Gives objects of a training, such as schedulers and loaders, their state back."""
 
+from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["load_stateful"]
+import torch
+
+from shrinkpoint.state.wrappers import unwrapped
+
+__all__ = ["load_optimizer", "load_stateful", "put_back_dtypes"]
 
 
 def load_stateful(value: Any, state: Any) -> None:
@@ -19,3 +24,49 @@ def load_stateful(value: Any, state: Any) -> None:
     value.load_state_dict(state)
     if hasattr(value, "__iter__"):
         value.state_dict()
+
+
+def load_optimizer(optimizer: Any, state: Mapping[str, Any], *, same_dtypes: bool) -> None:
+    """Load an optimizer's state as it was saved.
+
+    Args:
+        optimizer: or a wrapper of one.
+        state: what ``state_dict`` gave.
+        same_dtypes: whether the parameters have the dtypes that they had when it was saved; else torch converts it to theirs.
+    """
+    optimizer.load_state_dict(state)
+    if same_dtypes:
+        put_back_dtypes(optimizer, state)
+
+
+def put_back_dtypes(optimizer: Any, state: Mapping[str, Any]) -> None:
+    """Undo torch's rounding of a state that has just been loaded.
+
+    ``torch.optim.Optimizer.load_state_dict`` converts everything but ``step`` to the dtype of its parameter: the fp32 copies and moments that
+    mixed-precision optimizers keep of bfloat16 parameters would lose their low bits, and counts and codes would become floats. A class that loads
+    its state itself is left alone.
+
+    Args:
+        optimizer: or a wrapper of one.
+        state: what it has loaded; its tensors are taken over where they are on the parameter's device.
+    """
+    inner = unwrapped(optimizer)
+    loads = getattr(type(inner), "load_state_dict", None)
+    if loads is not torch.optim.Optimizer.load_state_dict or inner._optimizer_load_state_dict_pre_hooks:
+        return
+    names = [name for group in state["param_groups"] for name in group["params"]]
+    parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
+    for name, parameter in zip(names, parameters, strict=True):
+        entries = state["state"].get(name)
+        if isinstance(entries, dict) and parameter in inner.state:
+            inner.state[parameter] = _as_stored(entries, inner.state[parameter])
+
+
+def _as_stored(stored: Any, live: Any) -> Any:
+    if isinstance(stored, torch.Tensor) and isinstance(live, torch.Tensor):
+        return live if live.dtype is stored.dtype else stored.to(device=live.device)
+    if isinstance(stored, dict) and isinstance(live, dict) and stored.keys() == live.keys():
+        return {key: _as_stored(value, live[key]) for key, value in stored.items()}
+    if isinstance(stored, (list, tuple)) and isinstance(live, (list, tuple)) and len(stored) == len(live):
+        return type(stored)(_as_stored(*pair) for pair in zip(stored, live, strict=True))
+    return live

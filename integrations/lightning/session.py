@@ -27,6 +27,7 @@ from shrinkpoint.loop.identity import (
     identities,
     other_schedulers,
     require_same_optimizers,
+    rounded_weights,
     scheduler_classes,
 )
 from shrinkpoint.runtime.termination import TerminationRequest
@@ -34,6 +35,7 @@ from shrinkpoint.saver import Saver
 from shrinkpoint.saving.address import Address
 from shrinkpoint.saving.resume import overridden_options, require_optimizers
 from shrinkpoint.saving.takeover import Adoption
+from shrinkpoint.state.stateful import put_back_dtypes
 from shrinkpoint.warn import warn
 
 __all__ = ["Session"]
@@ -74,6 +76,7 @@ class Session:
         self._last_batch = False
         self._ending = False
         self._stored_optimizers: list[dict[str, Any]] = []
+        self._loaded_optimizers: list[dict[str, Any]] = []
         self._stored_identities: list[dict[str, str]] = []
         self._stored_schedulers: dict[str, str] = {}
         self._identities = Identities()
@@ -140,6 +143,9 @@ class Session:
             self._stored_optimizers, self._stored_identities, self._stored_schedulers = [], [], {}
         if self._active and self.run.log.is_wanted:
             self._start_log(trainer, module)
+        loaded = trainer._checkpoint_connector._loaded_checkpoint
+        own = POSITION_KEY in loaded and rounded_weights(loaded["state_dict"], module.state_dict()) is None
+        self._loaded_optimizers = loaded.get("optimizer_states", []) if own else []
         self._identities = Identities()  # another fit may be of another module
         Position.of(trainer).fit_starts()
 
@@ -166,7 +172,10 @@ class Session:
         self.run.log.restart(step)
 
     def train_starts(self, trainer: Trainer, module: LightningModule) -> None:
-        """The iterators exist; no batch has been fetched."""
+        """The iterators exist; no batch has been fetched, and Lightning has loaded the optimizers' states."""
+        for optimizer, state in zip(trainer.optimizers, self._loaded_optimizers, strict=False):
+            put_back_dtypes(optimizer, state)
+        self._loaded_optimizers = []
         Position.of(trainer).apply(trainer, module)
         self._trigger.start(step=trainer.global_step, epochs=trainer.current_epoch)
         self._seen_step = trainer.global_step

@@ -26,6 +26,7 @@ from shrinkpoint.saving.address import Address
 from shrinkpoint.sharded.restoring import RANKS_KEY
 from shrinkpoint.sharded.saver import ShardedSaver
 from shrinkpoint.sharded.targets import Targets
+from shrinkpoint.state.stateful import load_optimizer
 from shrinkpoint.state.training import TensorSpec
 
 __all__ = ["ShardedSession", "session_for"]
@@ -118,7 +119,7 @@ class ShardedSession(Session):
             optimizers = self._found.reordered(optimizers)
             self._require_optimizers(trainer, optimizers, url)
             for optimizer, stored in zip(trainer.optimizers, optimizers, strict=True):
-                optimizer.load_state_dict(stored)
+                load_optimizer(optimizer, stored, same_dtypes=True)
         # its tensors are filled already; this is for what else modules store
         trainer.lightning_module.load_state_dict(weights, strict=trainer.lightning_module.strict_loading)
 

@@ -15,10 +15,12 @@ from shrinkpoint.loop.identity import (
     identities,
     other_schedulers,
     require_same_optimizers,
+    rounded_weights,
     scheduler_classes,
 )
 from shrinkpoint.saving.resume import overridden_options, require_optimizers, require_same_model
 from shrinkpoint.state.roles import describe_training
+from shrinkpoint.state.stateful import load_optimizer as put_optimizer_back
 from shrinkpoint.state.training import Describe
 from shrinkpoint.warn import warn
 
@@ -203,8 +205,9 @@ def load_optimizer(stored: Mapping[str, Any], trainer: Any, url: str) -> None:
     for message in (other_class, other_scheduler, overridden):
         if message is not None:
             warn(message)
+    same_dtypes = rounded_weights(stored["model"], trainer.model.state_dict()) is None
     for optimizer, state in zip(live, there, strict=True):
-        optimizer.load_state_dict(state)
+        put_optimizer_back(optimizer, state, same_dtypes=same_dtypes)
     if trainer.lr_scheduler is not None and stored["scheduler"] is not None:
         trainer.lr_scheduler.load_state_dict(stored["scheduler"])
 

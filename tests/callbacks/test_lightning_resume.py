@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
 from support.lightning_models import Crash, Outcome, Setup, Tiny, assert_continues, fit
+from support.mixed_optimizer import MixedSGD
 
 from shrinkpoint.callbacks.lightning import CompressedCheckpoint
 from shrinkpoint.errors import ConfigError
@@ -136,6 +137,24 @@ def test_continues_bit_by_bit(name: str, stateful: bool) -> None:
     rest = train(case, stateful, saving(), seed=999)
     assert rest.trace[0][2] == case.resumes_at
     assert_continues(uninterrupted(name, stateful), rest)
+
+
+def test_the_fp32_state_of_half_precision_weights_comes_back_unrounded() -> None:
+    """Lightning gives it to torch, which rounds it to the weights' dtype."""
+    run = {"setup": Setup(optimizer=MixedSGD), "precision": "bf16-true", "max_epochs": 2}
+
+    def saving() -> CompressedCheckpoint:
+        return CompressedCheckpoint(
+            "memory://resume/mixed", every_n_train_steps=3, scheme="lossless", busy="wait"
+        )
+
+    whole = fit(**run)
+    fit(saving(), Crash(8), **run)
+    rest = fit(saving(), seed=999, **run)
+    assert rest.trace[0][2] == 6
+    state = rest.trainer.optimizers[0].state_dict()["state"][0]
+    assert (state["master"].dtype, state["count"].dtype) == (torch.float32, torch.int64)
+    assert_continues(whole, rest)
 
 
 ADOPTING = ("mid epoch", "validation in mid epoch", "accumulation mid epoch", "plateau")

@@ -15,6 +15,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from support.matrices import some_fast
+from support.mixed_optimizer import MixedSGD
 from support.transformers_models import Outcome, Setup, assert_continues, train
 from transformers import Trainer
 
@@ -207,3 +208,23 @@ def test_the_gradient_scaler_continues(tmp_path: Path) -> None:
     assert killed["_growth_tracker"] == 2
     assert continued == undisturbed
     assert continued["scale"] == 2.0**13
+
+
+class Mixed(Trainer):  # type: ignore[misc]
+    """Trains weights in bfloat16 with an optimizer that has fp32 copies of them."""
+
+    def create_optimizer(self, *given: Any) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            self.model.bfloat16()
+            self.optimizer = MixedSGD(self.model.parameters())
+        return self.optimizer
+
+
+def test_the_fp32_state_of_half_precision_weights_comes_back_unrounded(tmp_path: Path) -> None:
+    setup, url = with_arguments(max_steps=9), fresh()
+    whole = train(setup, str(tmp_path / "whole"), trainer_class=Mixed)
+    train(setup, str(tmp_path / "run"), saving(url), crash=6, trainer_class=Mixed)
+    rest = train(setup, str(tmp_path / "run"), saving(url), seed=999, trainer_class=Mixed)
+    assert rest.steps[0][0] == 5
+    assert rest.optimizer["state"][0]["master"].dtype is torch.float32
+    assert_continues(whole, rest)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from support.containers import identical
+from support.mixed_optimizer import MixedSGD
 from support.training import OPTIMIZERS, TinyConvNet, TinyGPT, TinyMLP, train
 from torch import nn
 
@@ -892,3 +893,32 @@ def test_a_schedule_of_milestones_within_another_one_is_continued(tmp_path):
         whole, rest = run(), run()
     assert list(rest) == list(range(5, 12))
     assert rest == {step: whole[step] for step in rest}
+
+
+def mixed_run(url, until, dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).to(dtype)
+    optimizer = MixedSGD(model.parameters())
+    with Checkpointer(
+        str(url), model, optimizer, every=5, save_last=False, scheme="lossless"
+    ) as checkpointer:
+        for step in range(checkpointer.resume(), until):
+            optimizer.zero_grad()
+            model(torch.randn(16, 8, dtype=dtype)).pow(2).mean().backward()
+            optimizer.step()
+            checkpointer.step(step + 1)
+            checkpointer.flush()
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def test_the_fp32_state_of_half_precision_weights_comes_back_unrounded(tmp_path):
+    whole = mixed_run(tmp_path / "whole", 12)
+    mixed_run(tmp_path / "parts", 6)
+    assert identical(mixed_run(tmp_path / "parts", 12), whole)
+
+
+def test_a_state_of_weights_in_another_dtype_is_converted_with_them(tmp_path):
+    mixed_run(tmp_path, 6)
+    with pytest.warns(ShrinkpointWarning, match="another dtype"):
+        state = mixed_run(tmp_path, 5, torch.float64)["optimizer"]["state"][0]
+    assert state["master"].dtype is torch.float64
