@@ -2,13 +2,15 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from itertools import chain
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 
-from shrinkpoint.errors import ConfigError, StateMismatchError
+from shrinkpoint.errors import CannotRepresentError, ConfigError, StateMismatchError
 from shrinkpoint.loop.identity import (
     Identities,
     other_schedulers,
@@ -29,6 +31,7 @@ from shrinkpoint.warn import brief, warn
 __all__ = ["LoopObjects", "Stateful"]
 
 _FORMAT = "torch-loop"
+_NAMED = 5
 
 
 class Stateful(Protocol):
@@ -86,9 +89,50 @@ class LoopObjects:
         self.inner = [unwrapped(given) for given in self.optimizers]
         """The optimizers without wrappers such as accelerate's."""
         self.stateful = dict(stateful)
+        named = chain(model.named_parameters(), model.named_buffers())
+        lazy = [name for name, value in named if is_lazy(value)]
+        if lazy:
+            raise ConfigError(
+                f"model has parameters without a shape, such as {lazy[0]}: call it on one batch before its Checkpointer is made"
+            )
         self._parameters = list(model.parameters())
         self._undone = 0
         self._known_identities = Identities()
+
+    def unsaved(self) -> str | None:
+        """A warning, if the optimizers train parameters that are nowhere in the state; else None."""
+        known = {id(parameter) for parameter in self._parameters}
+        for value in self.stateful.values():
+            known |= {id(part) for part in value.parameters()} if isinstance(value, nn.Module) else set()
+        for optimizer in self.optimizers:
+            groups = [group["params"] for group in optimizer.param_groups]
+            others = [p for group in groups for p in group if id(p) not in known and not is_lazy(p)]
+            lost = [parameter for parameter in others if not self._holds(parameter)] if others else []
+            if lost:
+                shapes = ", ".join(str(tuple(parameter.shape)) for parameter in lost[:_NAMED])
+                return (
+                    f"{type(optimizer).__name__} trains {len(lost)} parameters that are neither the model's nor in another object with a"
+                    f" state, of shapes {shapes}{', ...' if len(lost) > _NAMED else ''}: they are not saved, and a resumed run would go on"
+                    " with whatever they are then. Give the module that has them by name, as in Checkpointer(..., head=head)"
+                )
+        return None
+
+    def _holds(self, parameter: torch.Tensor) -> bool:
+        """Whether the state of an object has a parameter, or an equal copy of it."""
+        state = {
+            "others": self.weights()["stateful"],
+            "optimizers": [o.state_dict() for o in self.optimizers],
+        }
+        try:
+            tensors = self.captured(state).tensors.values()
+        except CannotRepresentError:
+            return True  # the save will name what cannot be stored
+        plain = parameter.detach()
+        return any(
+            tensor.shape == plain.shape and torch.equal(tensor.to(plain.device, plain.dtype), plain)
+            for tensor in tensors
+            if type(tensor) in (torch.Tensor, nn.Parameter)
+        )
 
     def state(self, step: int) -> dict[str, Any]:
         """The whole state after a step; its tensors are the live ones."""
