@@ -9,12 +9,13 @@ from pathlib import Path
 
 from bound_training import Kind
 from bound_trainings_images import IMAGES
+from bound_trainings_short import SHORT
 from bound_trainings_tables import TABLES
 from bound_trainings_text import TEXT
 
 __all__ = ["KINDS", "TUNED", "source_digest"]
 
-KINDS: dict[str, Kind] = {kind.name: kind for kind in (*TEXT, *IMAGES, *TABLES)}
+KINDS: dict[str, Kind] = {kind.name: kind for kind in (*TEXT, *IMAGES, *TABLES, *SHORT)}
 """By name, in the order of the tables."""
 
 TUNED = frozenset(

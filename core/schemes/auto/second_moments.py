@@ -2,19 +2,16 @@
 
 Of the second moment v a row and a column factor are kept, as in Adafactor (arXiv 1804.04235, section 3). What Adam does
 with v is to divide: so factors are chosen by what the division gives. Gradients are about as large as the root of v, and their
-updates keep their length where ``v / (row x column)`` is 1 on average: first by rows, then by columns. Then with m the first moment,
-as training has it, each row of ``m / sqrt(row x column)`` is made as long as the same row of ``m / sqrt(v)``. Scaled to the
-matrix's mean instead, updates would be too short; scaled to its mean logarithm, they were measured 2 to 60 % too long.
+updates keep their length where ``v / (row x column)`` is 1 on average: first by rows, then by columns. The present first moment,
+which is gone long before v has forgotten the factors, has no part in it: it is restored such that the next update is the true one
+(`shrinkpoint.schemes.auto.first_moments`). Factors that kept its length instead would make later updates up to a tenth too short.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
 import torch
 
-from shrinkpoint.arrays import Float32s
 from shrinkpoint.errors import CannotRepresentError
 from shrinkpoint.schemes.auto.factors import Factors, matrix_shape
 from shrinkpoint.schemes.auto.moment_units import check_dtype, emitted, fp32_values
@@ -29,15 +26,12 @@ __all__ = ["FactoredSecondMomentCodec", "rank_one_misfit"]
 class FactoredSecondMomentCodec:
     """``v = row x column``, each a power of ``2 ** (1/4)``.
 
-    Rows are such that ``m / sqrt(v)`` keeps its length, to 4.4 %; without a first moment, such that the mean of ``v / v'`` is 1,
-    to 9 %, v' being what is restored. Guarantees: a second moment that is not zero is never restored as zero.
+    By rows and by columns, the mean of ``v / v'`` is 1, to 9 %, v' being what is restored. Guarantees: a second moment that is not
+    zero is never restored as zero.
     """
 
     id: ClassVar[str] = "factored-second-moment"
     needs: ClassVar[tuple[str, ...]] = ()
-
-    first_moment: torch.Tensor | None = None
-    """m as training has it, of the same shape; only encoding needs it."""
 
     def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
         """See `TensorCodec.encode`; second moments that are negative or not finite are refused."""
@@ -62,22 +56,10 @@ class FactoredSecondMomentCodec:
             raise CannotRepresentError(f"{spec.name} has negative second moments: stored exactly")
         matrix = values.reshape(matrix_shape(spec.shape))
         factors = Factors.of_second_moment(matrix).balanced(matrix)
-        first = self._first_moment(spec)
-        if first is not None:
-            factors = factors.lengthened(_longer(first.reshape(matrix.shape), matrix, factors))
         product = factors.product()
         if not finite(product):
             raise CannotRepresentError(f"{spec.name} reaches the end of fp32's range: stored exactly")
         return factors, emitted(product, spec, nonzero=values)
-
-    def _first_moment(self, spec: TensorSpec) -> Float32s | None:
-        first = self.first_moment
-        if first is None or tuple(first.shape) != spec.shape:
-            return None
-        try:
-            return fp32_values(first, spec)
-        except CannotRepresentError:  # what is refused there is no reason to refuse the second moment
-            return None
 
     def decode(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> Planes:
         """See `TensorCodec.decode`; nothing of it helps to decode the next checkpoint."""
@@ -102,14 +84,3 @@ def rank_one_misfit(tensor: torch.Tensor, spec: TensorSpec) -> float:
     except CannotRepresentError:
         return 0.0
     return 0.0 if matrix.min() < 0 else Factors.of_second_moment(matrix).balanced(matrix).misfit(matrix)
-
-
-def _longer(first: Float32s, second: Float32s, factors: Factors) -> Mapping[int, float]:
-    """By how many octaves the second moment of each row must grow, where that can be said."""
-    from shrinkpoint.quantize import matrix_kernels  # numba
-
-    wanted, found = np.empty(first.shape[0]), np.empty(first.shape[0])
-    matrix_kernels.square_lengths(first, second, wanted)
-    matrix_kernels.square_lengths(first, factors.product().reshape(first.shape), found)
-    sound = np.flatnonzero((wanted > 0) & (found > 0) & np.isfinite(wanted) & np.isfinite(found))
-    return {int(row): float(np.log2(found[row]) - np.log2(wanted[row])) for row in sound}
