@@ -31,7 +31,7 @@ demo-composer: .venv/ready  ## the same with Composer, beside Lightning's number
 bench: .venv/ready  ## every scheme on real trainings: docs/schemes.md (hours; may be stopped and continued)
 	.venv/bin/python examples/benchmarks/schemes.py --workers 2
 
-bench-bound: .venv/ready  ## ten restores of 23 trainings beside their undisturbed runs: docs/bound.md (hours; continues)
+bench-bound: .venv/ready  ## ten restores of 25 trainings beside their undisturbed runs: docs/bound.md (hours; continues)
 	.venv/bin/shrinkpoint compile
 	.venv/bin/python examples/benchmarks/bound.py --workers 2
 

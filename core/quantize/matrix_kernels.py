@@ -9,7 +9,7 @@ import numpy as np
 from shrinkpoint.arrays import Float32s, Float64s, Int32s
 from shrinkpoint.runtime.jit import jit_in_any_order
 
-__all__ = ["add_up", "log_sum", "quotients", "row_squares", "square_sum", "total"]
+__all__ = ["add_up", "log_sum", "quotients", "row_squares", "square_lengths", "square_sum", "total"]
 
 
 _BLOCK = 512  # mantissas whose product is within double precision's range
@@ -70,6 +70,17 @@ def log_sum(bits: Int32s) -> tuple[float, int, int]:
         used += normal
         subnormal += positive - normal
     return float(total), int(used), int(subnormal)
+
+
+@jit_in_any_order
+def square_lengths(first: Float32s, second: Float32s, rows: Float64s) -> None:
+    """Fill the sums, by row, of ``first ** 2 / second`` where ``second`` is positive; both are matrices of one shape."""
+    for i in range(first.shape[0]):
+        m, v, total = first[i], second[i], np.float64(0)
+        for j in range(m.size):
+            if v[j] > 0:
+                total += np.float64(m[j]) * np.float64(m[j]) / np.float64(v[j])
+        rows[i] = total
 
 
 @jit_in_any_order

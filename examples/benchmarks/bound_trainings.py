@@ -31,6 +31,8 @@ TUNED = frozenset(
         "matrix-factorization",
         "lstm",
         "forecasting",
+        "autoencoder",
+        "autoencoder-short",
     }
 )
 """Constants of the library are chosen on these; on the others, they are only reported."""

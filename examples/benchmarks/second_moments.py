@@ -53,7 +53,7 @@ Way = Callable[[Tensor, Tensor, TensorSpec], Coded]
 
 def factored(second: Tensor, first: Tensor, spec: TensorSpec) -> Coded:
     """A row times a column."""
-    coded = FactoredSecondMomentCodec().encode(second, spec, Context())
+    coded = FactoredSecondMomentCodec(first_moment=first).encode(second, spec, Context())
     return coded.value, coded.encoded.nbytes
 
 

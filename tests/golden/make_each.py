@@ -111,8 +111,8 @@ def trellis_lattice(**options: object) -> Maker:
     return make
 
 
-def factored(step: int, tensors: Mapping[str, torch.Tensor]) -> TensorCodec:
-    return FactoredSecondMomentCodec()
+def lengthened(step: int, tensors: Mapping[str, torch.Tensor]) -> TensorCodec:
+    return FactoredSecondMomentCodec(first_moment=tensors["exp_avg"])
 
 
 def kept(**options: object) -> Maker:
@@ -166,21 +166,22 @@ CASES: Mapping[str, Mapping[str, Variant]] = {
         "far-apart": weight(lambda *_: LatticeCodec(step=8.0, exponents=far_apart())),
     },
     "factored-second-moment": {
-        "matrix": Variant({"exp_avg_sq": factored}),
-        "wide": Variant({"exp_avg_sq": factored}, shape=(8, 3, 5)),
-        "vector": Variant({"exp_avg_sq": factored}, shape=(50,)),
+        "matrix": Variant({"exp_avg_sq": lambda *_: FactoredSecondMomentCodec()}),
+        "wide": Variant({"exp_avg_sq": lambda *_: FactoredSecondMomentCodec()}, shape=(8, 3, 5)),
+        "vector": Variant({"exp_avg_sq": lambda *_: FactoredSecondMomentCodec()}, shape=(50,)),
+        "lengthened": Variant({"exp_avg_sq": lengthened}),
     },
     "centroid-first-moment": {
         "coarse": moments(lambda *_: CentroidFirstMomentCodec(loss=0.45), "exp_avg_sq"),
         "fine": moments(lambda *_: CentroidFirstMomentCodec(step=0.02), "exp_avg_sq"),
         "factored": Variant(
             {
-                "exp_avg_sq": factored,
+                "exp_avg_sq": lengthened,
                 "exp_avg": lambda step, _: CentroidFirstMomentCodec(loss=0.2 / 4**step, effort="max"),
             }
         ),
         "low-rank": Variant(
-            {"exp_avg_sq": factored, "exp_avg": lambda *_: CentroidFirstMomentCodec(loss=0.01)},
+            {"exp_avg_sq": lengthened, "exp_avg": lambda *_: CentroidFirstMomentCodec(loss=0.01)},
             shape=(200, 72),
             rank=2,
         ),
@@ -248,7 +249,7 @@ CASES: Mapping[str, Mapping[str, Variant]] = {
             for name, dtype in _MOMENT_DTYPES.items()
             for kind, makers in {
                 "uniform-first-moment": {
-                    "exp_avg_sq": factored,
+                    "exp_avg_sq": lengthened,
                     "exp_avg": lambda *_: CentroidFirstMomentCodec(loss=0.1),
                 },
                 "own-units": {"exp_avg": lambda *_: CentroidMomentumCodec(loss=0.05)},

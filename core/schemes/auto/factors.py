@@ -7,6 +7,7 @@ columns, then a rANS payload of symbols, 0 for a factor that is zero and else ``
 for rows and 1 for columns; or 1, then all exponents as int16, coded as bytes, -32768 for zero.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -117,6 +118,14 @@ class Factors:
         matrix_kernels.quotients(values, self.product().reshape(values.shape), *sums)
         rows, columns = (total / np.maximum(count, 1) for total, count in sums)
         return rows, columns
+
+    def lengthened(self, octaves: Mapping[int, float]) -> "Factors":
+        """With some rows' factors larger by so many octaves, to the nearest quarter."""
+        rows = self.rows.astype(np.int64)
+        for row, more in octaves.items():
+            if rows[row] != EMPTY:
+                rows[row] = min(max(rows[row] + round(more * _PER_OCTAVE), _LOW), _HIGH)
+        return Factors(rows=rows.astype(np.int16), columns=self.columns)
 
     @classmethod
     def _rounded(cls, rows: Float64s, columns: Float64s) -> "Factors":

@@ -83,6 +83,7 @@ class _Names:
 
     masters: Mapping[str | None, str]
     weights: Mapping[str | None, str]
+    firsts: Mapping[str, str]
     seconds: Mapping[str, str]
     squares: Mapping[str, str]
 
@@ -91,6 +92,7 @@ class _Names:
         return _Names(
             _by_parameter(state, Role.MASTER),
             _by_parameter(state, Role.WEIGHT),
+            _by_place(state, Role.EXP_AVG),
             _by_place(state, Role.EXP_AVG_SQ),
             _by_place(state, Role.SQUARES),
         )
@@ -129,8 +131,14 @@ class Auto:
             elif spec.tag.role in (Role.SQUARES, Role.STATE) or self._by_element(spec, names):
                 makers[name] = self._log_levels(spec, _memory(spec, names, remembered))
             elif spec.tag.role is Role.EXP_AVG_SQ:
-                memory = remembered.get(name, math.inf)
-                makers[name] = partial(self._second_moment, spec, state.tensors[name], memory=memory)
+                first = names.firsts.get(spec.place)
+                makers[name] = partial(
+                    self._second_moment,
+                    spec,
+                    state.tensors[name],
+                    first=state.tensors[first] if first else None,
+                    memory=remembered.get(name, math.inf),
+                )
         return Makers(makers, left)
 
     def describe(self) -> JSON:
@@ -241,18 +249,21 @@ class Auto:
             makers[name] = partial(make, step=self.options.first_moment_step, loss=loss)
         return makers
 
-    def _second_moment(self, spec: TensorSpec, second: torch.Tensor, *, memory: float) -> TensorCodec:
+    def _second_moment(
+        self, spec: TensorSpec, second: torch.Tensor, *, first: torch.Tensor | None, memory: float
+    ) -> TensorCodec:
         """A row times a column, unless that is too far from it for too many of the steps between two checkpoints.
 
         Args:
             spec: of the second moment.
             second: its values.
+            first: the first moment of the same parameter, where there is one.
             memory: for how many steps it remembers a gradient, and a restore's error lasts.
         """
         share = min(1.0, memory / max(self.save_context.interval, 1))
         if share > 0 and rank_one_misfit(second, spec) > _MISFIT / math.sqrt(share):
             return self._log_levels(spec, memory)()
-        return FactoredSecondMomentCodec()
+        return FactoredSecondMomentCodec(first_moment=first)
 
     def _by_element(self, spec: TensorSpec, names: _Names) -> bool:
         """Whether a row times a column is not good enough for a second moment."""

@@ -2,16 +2,21 @@
 
 Of the second moment v a row and a column factor are kept, as in Adafactor (arXiv 1804.04235, section 3). What Adam does
 with v is to divide: so factors are chosen by what the division gives. Gradients are about as large as the root of v, and their
-updates keep their length where ``v / (row x column)`` is 1 on average: first by rows, then by columns. The present first moment,
-which is gone long before v has forgotten the factors, has no part in it: it is restored such that the next update is the true one
-(`shrinkpoint.schemes.auto.first_moments`). Factors that kept its length instead would make later updates up to a tenth too short.
+updates keep their length where ``v / (row x column)`` is 1 on average: first by rows, then by columns. But steps in the direction of
+the first moment m would be longer then, where m is large in elements in which v is above the product. They keep their length where
+each row of ``m / sqrt(row x column)`` is as long as that of ``m / sqrt(v)``, and then other updates are too short, as long as v
+remembers. So rows are scaled half the way, in octaves. The next update hardly depends on it, for m is quantized such that it is the
+true one (`shrinkpoint.schemes.auto.first_moments`).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import torch
 
+from shrinkpoint.arrays import Float32s
 from shrinkpoint.errors import CannotRepresentError
 from shrinkpoint.schemes.auto.factors import Factors, matrix_shape
 from shrinkpoint.schemes.auto.moment_units import check_dtype, emitted, fp32_values
@@ -21,17 +26,24 @@ from shrinkpoint.state.training import TensorSpec
 
 __all__ = ["FactoredSecondMomentCodec", "rank_one_misfit"]
 
+_SHARE = 0.5
+"""Of the octaves by which a row must grow for m's updates to keep their length. An autoencoder restored ten times, ten and 40 steps apart, with
+beta2 = 0.999, ended 3.8 to 5.1 and 2.1 to 4.4 % worse with 1, 1.5 to 2.1 and 1.2 to 2.3 % better with 0, within 0.6 % with this."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class FactoredSecondMomentCodec:
     """``v = row x column``, each a power of ``2 ** (1/4)``.
 
-    By rows and by columns, the mean of ``v / v'`` is 1, to 9 %, v' being what is restored. Guarantees: a second moment that is not
-    zero is never restored as zero.
+    Rows are half the way from a mean of ``v / v'`` of 1, v' being what is restored, to the length of ``m / sqrt(v)``; without a first
+    moment the mean is 1, to 9 %. Guarantees: a second moment that is not zero is never restored as zero.
     """
 
     id: ClassVar[str] = "factored-second-moment"
     needs: ClassVar[tuple[str, ...]] = ()
+
+    first_moment: torch.Tensor | None = None
+    """m as training has it, of the same shape; only encoding needs it."""
 
     def encode(self, tensor: torch.Tensor, spec: TensorSpec, context: Context) -> Coded:
         """See `TensorCodec.encode`; second moments that are negative or not finite are refused."""
@@ -56,10 +68,22 @@ class FactoredSecondMomentCodec:
             raise CannotRepresentError(f"{spec.name} has negative second moments: stored exactly")
         matrix = values.reshape(matrix_shape(spec.shape))
         factors = Factors.of_second_moment(matrix).balanced(matrix)
+        first = self._first_moment(spec)
+        if first is not None:
+            factors = factors.lengthened(_longer(first.reshape(matrix.shape), matrix, factors))
         product = factors.product()
         if not finite(product):
             raise CannotRepresentError(f"{spec.name} reaches the end of fp32's range: stored exactly")
         return factors, emitted(product, spec, nonzero=values)
+
+    def _first_moment(self, spec: TensorSpec) -> Float32s | None:
+        first = self.first_moment
+        if first is None or tuple(first.shape) != spec.shape:
+            return None
+        try:
+            return fp32_values(first, spec)
+        except CannotRepresentError:  # what is refused there is no reason to refuse the second moment
+            return None
 
     def decode(self, encoded: EncodedTensor, spec: TensorSpec, context: Context) -> Planes:
         """See `TensorCodec.decode`; nothing of it helps to decode the next checkpoint."""
@@ -84,3 +108,14 @@ def rank_one_misfit(tensor: torch.Tensor, spec: TensorSpec) -> float:
     except CannotRepresentError:
         return 0.0
     return 0.0 if matrix.min() < 0 else Factors.of_second_moment(matrix).balanced(matrix).misfit(matrix)
+
+
+def _longer(first: Float32s, second: Float32s, factors: Factors) -> Mapping[int, float]:
+    """By how many octaves the second moment of each row is to grow, where that can be said."""
+    from shrinkpoint.quantize import matrix_kernels  # numba
+
+    wanted, found = np.empty(first.shape[0]), np.empty(first.shape[0])
+    matrix_kernels.square_lengths(first, second, wanted)
+    matrix_kernels.square_lengths(first, factors.product().reshape(first.shape), found)
+    sound = np.flatnonzero((wanted > 0) & (found > 0) & np.isfinite(wanted) & np.isfinite(found))
+    return {int(row): _SHARE * float(np.log2(found[row]) - np.log2(wanted[row])) for row in sound}

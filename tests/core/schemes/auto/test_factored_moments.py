@@ -14,10 +14,13 @@ from shrinkpoint.schemes.auto.second_moments import FactoredSecondMomentCodec, r
 from shrinkpoint.schemes.base import Coded, Context, EncodedTensor, Quantizer
 from shrinkpoint.state.training import Role
 
+LONGEST = 2 ** (1 / 16) * 1.0001
+"""A quarter octave of a second moment, of which half is rounded: 4.4 % of its root."""
 
-def code(second: torch.Tensor) -> tuple[Coded, torch.Tensor]:
+
+def code(second: torch.Tensor, first: torch.Tensor | None = None) -> tuple[Coded, torch.Tensor]:
     """What was coded, and the tensor that a reader gets, of what is stored alone."""
-    spec, codec = spec_of(second, "v", Role.EXP_AVG_SQ), FactoredSecondMomentCodec()
+    spec, codec = spec_of(second, "v", Role.EXP_AVG_SQ), FactoredSecondMomentCodec(first_moment=first)
     coded = codec.encode(second, spec, Context())
     assert coded.planes == coded.encoder_only == coded.encoded.params == {}
     reader = FactoredSecondMomentCodec()
@@ -31,11 +34,20 @@ def code(second: torch.Tensor) -> tuple[Coded, torch.Tensor]:
     return coded, restored
 
 
+def lengths(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Of each row of ``m / sqrt(v)``, where v is not zero."""
+    m, v = (each.reshape(matrix_shape(tuple(each.shape))).double() for each in (first, second))
+    squares = torch.where(v > 0, m.square() / v.where(v > 0, 1.0), 0.0)
+    return squares.sum(dim=1).sqrt()
+
+
 @settings(max_examples=200)
-@given(SHAPES, st.integers(0, 999), SCALES, KINDS)
-def test_second_moments_are_read_as_written_and_never_zero_where_they_were_not(shape, seed, scale, kind):
-    _, second = moments(*shape, seed=seed, scale=scale, kind=kind)
-    _, value = code(second)
+@given(SHAPES, st.integers(0, 999), SCALES, KINDS, st.booleans())
+def test_second_moments_are_read_as_written_and_never_zero_where_they_were_not(
+    shape, seed, scale, kind, told
+):
+    first, second = moments(*shape, seed=seed, scale=scale, kind=kind)
+    _, value = code(second, first if told else None)
     assert bool((value[second > 0] >= torch.finfo().tiny).all())
     assert bool((value >= 0).all())
     if second.dim() == 2:
@@ -43,15 +55,38 @@ def test_second_moments_are_read_as_written_and_never_zero_where_they_were_not(s
         assert bool((value[:, second.sum(dim=0) == 0] == 0).all())
 
 
-@pytest.mark.parametrize("spread", [0.0, 0.5, 1.0])
-def test_updates_of_new_gradients_keep_their_length_whatever_the_present_first_moment(spread):
-    """One that is large where v lies above the product must not make v larger: it would shorten the updates of many steps."""
+@settings(max_examples=200)
+@given(
+    SHAPES,
+    st.integers(0, 999),
+    st.sampled_from([1e-8, 1e-3, 1.0, 1e6]),
+    st.sampled_from(["plain", "dead row", "dead column", "sparse", "one sign"]),
+)
+def test_updates_of_the_first_moment_are_half_the_way_to_their_length_row_by_row(shape, seed, scale, kind):
+    first, second = moments(*shape, seed=seed, scale=scale, kind=kind)
+    wanted, found = half_the_way(first, second), lengths(first, code(second, first)[1])
+    assert bool((found <= LONGEST * wanted).all())
+    assert bool((wanted <= LONGEST * found).all())
+
+
+def half_the_way(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Lengths of rows between the true ones and those of factors that do not know the first moment."""
+    return (lengths(first, second) * lengths(first, code(second)[1])).sqrt()
+
+
+@pytest.mark.parametrize("spread", [0.0, 1.0, 3.0])
+def test_updates_keep_their_length_however_far_elements_lie_from_a_product(spread):
+    """Scaled to the mean logarithm instead, updates would be the longer the more elements differ, up to seven times here."""
     generator = torch.Generator().manual_seed(0)
     second = 1e-8 * torch.exp(spread * torch.randn(64, 200, generator=generator))
-    _, value = code(second)
-    gradients = second.sqrt() * torch.randn(64, 200, generator=generator)
-    true, restored = (float((gradients / each.sqrt()).norm()) for each in (second, value))
-    assert restored == pytest.approx(true, rel=0.03)
+    first = 0.1 * second.sqrt() * torch.randn(64, 200, generator=generator)
+    ratios = lengths(first, code(second, first)[1]) / half_the_way(first, second)
+    assert float(ratios.max()) <= LONGEST
+    assert float(ratios.min()) >= 1 / LONGEST
+    if spread:  # otherwise all rows are rounded alike
+        assert float(ratios.log().mean()) == pytest.approx(0, abs=0.01)
+    without = lengths(first, code(second)[1]) / lengths(first, second)
+    assert float(without.mean()) == pytest.approx(1, abs=0.05)
 
 
 def quotients(second: torch.Tensor, restored: torch.Tensor) -> torch.Tensor:
@@ -69,7 +104,7 @@ def quotients(second: torch.Tensor, restored: torch.Tensor) -> torch.Tensor:
     st.sampled_from([1e-8, 1e-3, 1.0, 1e6]),
     st.sampled_from(["plain", "dead row", "dead column", "sparse", "one sign"]),
 )
-def test_the_mean_quotient_is_one_row_by_row(shape, seed, scale, kind):
+def test_without_a_first_moment_the_mean_quotient_is_one_row_by_row(shape, seed, scale, kind):
     _, second = moments(*shape, seed=seed, scale=scale, kind=kind)
     found = quotients(second, code(second)[1])
     assert bool((found <= 2 ** (1 / 8) * 1.0001).all())
@@ -127,12 +162,42 @@ def test_what_is_refused_has_no_misfit():
         assert misfit(odd) == 0
 
 
+def test_first_moments_that_are_unknown_or_nothing_change_nothing():
+    first, second = moments(300, 200)
+    for unknown in (None, first[:5], first * torch.nan, first.reshape(200, 300), first * 0):
+        coded, value = code(second, unknown)
+        assert coded.encoded.nbytes <= 300 + 200
+        assert torch.equal(value, code(second)[1])
+
+
+def test_rows_without_a_first_moment_stay_as_they_are():
+    first, second = moments(30, 20)
+    first[7] = 0
+    value, plain = code(second, first)[1], code(second)[1]
+    assert torch.equal(value[7], plain[7])
+    assert not torch.equal(value[8:], plain[8:])
+
+
 def test_rows_that_have_not_been_seen_for_long_keep_their_factor():
     second = torch.ones(50, 40)
     second[3] = 1e-37
     _, value = code(second)
     assert bool((value[3] < 1e-35).all())
     assert bool((value[4] > 0.5).all())
+
+
+@given(st.lists(st.floats(-200, 200), min_size=1, max_size=9), st.lists(st.floats(-300, 300), max_size=9))
+def test_factors_are_lengthened_to_the_nearest_quarter_within_the_range(octaves, more):
+    rows = np.exp2(np.clip(octaves, -120, 120)).astype(np.float32)
+    before = Factors.of_second_moment(np.append(rows, np.float32(0)).reshape(-1, 1))
+    wanted = dict(zip(range(rows.size), more, strict=False))
+    after = before.lengthened({**wanted, rows.size: 5.0})
+    assert np.array_equal(after.columns, before.columns)
+    assert after.rows[-1] == before.rows[-1]  # a row without any has no factor
+    for row in range(rows.size):
+        quarters = 4 * wanted.get(row, 0.0)
+        expected = min(max(float(before.rows[row]) + quarters, -504), 508)
+        assert abs(float(after.rows[row]) - expected) <= 0.5
 
 
 def test_factors_of_second_moments_and_of_momenta_are_quarter_octaves():
@@ -151,10 +216,16 @@ def test_roots_are_found_where_squares_are_beyond_fp32():
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 20), st.integers(1, 600))
-def test_distances_of_rows(seed, height, width):
+def test_lengths_and_distances_of_rows(seed, height, width):
     generator = np.random.default_rng(seed)
     first, other = (generator.standard_normal((height, width)).astype(np.float32) for _ in range(2))
+    second = (10.0 ** generator.uniform(-30, 5, (height, width))).astype(np.float32)
+    second[generator.random((height, width)) < 0.2] = 0
     rows = np.empty(height)
+    matrix_kernels.square_lengths(first, second, rows)
+    assert rows == pytest.approx(
+        lengths(torch.from_numpy(first), torch.from_numpy(second)).square().numpy(), rel=1e-9
+    )
     matrix_kernels.row_squares(first, other, rows)
     apart = np.square(first.astype(np.float64) - other.astype(np.float64)).sum(axis=1)
     assert rows == pytest.approx(apart, rel=1e-9)
@@ -208,8 +279,8 @@ def test_an_exponent_that_stands_for_none_is_no_lowest_one():
 
 
 def test_bytes_do_not_depend_on_threads():
-    _, second = moments(600, 700)
-    codec = FactoredSecondMomentCodec()
+    first, second = moments(600, 700)
+    codec = FactoredSecondMomentCodec(first_moment=first)
     assert isinstance(codec, Quantizer)
     one, two = (codec.encode(second, spec_of(second), Context(threads=n)) for n in (1, 2))
     assert one.encoded == two.encoded
@@ -218,9 +289,9 @@ def test_bytes_do_not_depend_on_threads():
 @pytest.mark.parametrize("kind", ["subnormal", "far row", "plain"])
 @pytest.mark.parametrize("scale", [1e-37, 1e-20, 1e-17, 1e-3])
 def test_a_process_without_subnormals_restores_the_same_bits(kind, scale):
-    _, second = moments(40, 30, scale=scale, kind=kind)
+    first, second = moments(40, 30, scale=scale, kind=kind)
     spec = spec_of(second)
-    coded, _ = code(second)
+    coded, _ = code(second, first)
     if not torch.set_flush_denormal(True):
         pytest.skip("this processor always has subnormals")
     try:
