@@ -308,6 +308,10 @@ def document(cells: Iterable[tuple[dict, dict]], *, quick: bool = False, file: s
                 f"**Cells of {len(different)} {kind} are mixed here: `--stale` measures anew.**",
                 "",
             ]
+    defaults = [row for row in rows if (row.scheme, row.options) == SAME]
+    states = {cell.get("library") for row in defaults for cell in row.cells.values()}
+    if len(states) == 1 < len(mixed["states of the library"]):
+        lines += ["All restored runs of the library's defaults are of one state of the library.", ""]
     again = [cell for row in rows for seed, cell in row.cells.items() if row.reports[seed].recomputed]
     if again:
         lines += [

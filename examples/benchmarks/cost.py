@@ -5,7 +5,8 @@
 The state is that of a GPT after some AdamW steps on the standard library's source text, and again some steps later: weights and both
 moments in fp32. One thread; user and system time of the process, the better of two runs, the first of which may compile. Files
 of torch.save and DCP are written to a temporary folder and read while they are in the page cache. A delta is read with its base, as a
-restore does: what the base alone takes is subtracted. ``profile`` as an argument prints where a delta of ``auto`` spends its time.
+restore does: what the base alone takes is subtracted. A candidate is the model that is measured before its checkpoint is
+encoded: its weights are quantized once more for that. ``profile`` as an argument prints where a delta of ``auto`` spends its time.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import pstats
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,10 @@ from codec import train
 from shrinkpoint.coding.encode import EncodedState, decode_chain, encode_state
 from shrinkpoint.container.reader import read_container
 from shrinkpoint.container.writer import write_container
+from shrinkpoint.quality.trial import restored_model
 from shrinkpoint.quantize.movement import MovementTracker
 from shrinkpoint.schemes.auto.scheme import AutoOptions
-from shrinkpoint.schemes.base import SaveContext
+from shrinkpoint.schemes.base import SaveContext, Scheme
 from shrinkpoint.schemes.catalogue import build
 from shrinkpoint.state.training import TrainingState
 
@@ -47,28 +49,48 @@ def cpu(function: Callable[[], Any]) -> tuple[float, Any]:
     return best, result
 
 
+def context_of(states: list[TrainingState], before: EncodedState | None) -> SaveContext:
+    """Of the first state as a base, or of the second as a delta."""
+    tracker = MovementTracker()
+    if before is not None:
+        tracker.note(states[0], 8)
+    state, reference = states[before is not None], before.reference if before else None
+    return SaveContext(state=state, step=12, reference=reference, movement=tracker.since(state, 12))
+
+
+def scheme_of(scheme: str, effort: str, save_context: SaveContext) -> Scheme:
+    """A scheme for this save; its weights have half the default noise."""
+    options = AutoOptions(effort=effort, weight_scale=_SCALE) if scheme == "auto" else None
+    return build(scheme, options, save_context)
+
+
 def encode(
     states: list[TrainingState], scheme: str, effort: str, before: EncodedState | None
 ) -> EncodedState:
     """The first state as a base, or the second as a delta."""
-    tracker = MovementTracker()
-    if before is not None:
-        tracker.note(states[0], 8)
-    state = states[before is not None]
-    reference, parent = (before.reference, before.checkpoint.state_digest) if before else (None, None)
-    save_context = SaveContext(state=state, step=12, reference=reference, movement=tracker.since(state, 12))
-    options = AutoOptions(effort=effort, weight_scale=_SCALE) if scheme == "auto" else None
+    save_context = context_of(states, before)
     return encode_state(
-        state, build(scheme, options, save_context), step=12, reference=reference, parent=parent
+        save_context.state,
+        scheme_of(scheme, effort, save_context),
+        step=12,
+        reference=save_context.reference,
+        parent=before.checkpoint.state_digest if before else None,
     )
 
 
-def row(name: str, gigabytes: float, saving: float, reading: float, size: float) -> None:
-    """One line of the table."""
-    print(
-        f"{name:28} {saving / gigabytes:8.2f} {reading / gigabytes:8.2f} {gigabytes * 1e9 / size:8.1f}x",
-        flush=True,
-    )
+def candidate(
+    states: list[TrainingState], scheme: str, effort: str, before: EncodedState | None
+) -> Mapping[str, Any]:
+    """The model that is measured before a checkpoint is encoded: only weights are quantized, and nothing is coded."""
+    save_context = context_of(states, before)
+    return restored_model(save_context.state, scheme_of(scheme, effort, save_context), save_context.reference)
+
+
+def row(name: str, gigabytes: float, saving: float, reading: float | None, size: float | None) -> None:
+    """One line of the table; without what there is not."""
+    read = "-" if reading is None else f"{reading / gigabytes:.2f}"
+    ratio = "-" if size is None else f"{gigabytes * 1e9 / size:.1f}x"
+    print(f"{name:28} {saving / gigabytes:8.2f} {read:>8} {ratio:>9}", flush=True)
 
 
 def ours(name: str, states: list[TrainingState], gigabytes: float) -> None:
@@ -78,10 +100,26 @@ def ours(name: str, states: list[TrainingState], gigabytes: float) -> None:
     files = [write_container(base.checkpoint)]
     reading, _ = cpu(lambda: decode_chain([read_container(files[0])]))
     row(f"{name}: base", gigabytes, saving, reading, len(files[0]))
+    if scheme != "lossless":
+        row(
+            "    a candidate for it",
+            gigabytes,
+            cpu(lambda: candidate(states, scheme, effort, None))[0],
+            None,
+            None,
+        )
     saving, delta = cpu(lambda: encode(states, scheme, effort, base))
     files.append(write_container(delta.checkpoint))
     both, _ = cpu(lambda: decode_chain(map(read_container, files)))
     row(f"{name}: delta", gigabytes, saving, both - reading, len(files[1]))
+    if scheme != "lossless":
+        row(
+            "    a candidate for it",
+            gigabytes,
+            cpu(lambda: candidate(states, scheme, effort, base))[0],
+            None,
+            None,
+        )
 
 
 def others(states: list[TrainingState], live: Any, gigabytes: float, folder: Path) -> None:

@@ -398,6 +398,21 @@ def test_tables_say_what_was_kept(cells):
     assert "states of the library" not in text
 
 
+def test_tables_say_whether_the_defaults_were_measured_with_one_state_of_the_library(cells):
+    from bound_table import document
+
+    restored = [(key, cell) for key, cell in cells if key["part"] == "spread"]
+    assert len([cell.update(library="another") for key, cell in restored if key["scheme"] == "excp"]) == 1
+    text = document(cells)
+    assert "**Cells of 2 states of the library are mixed here" in text
+    assert "All restored runs of the library's defaults are of one state of the library." in text
+    assert restored[0][0]["scheme"] == "auto"
+    restored[0][1]["library"] = "a third"
+    text = document(cells)
+    assert "**Cells of 3 states of the library are mixed here" in text
+    assert "of one state" not in text
+
+
 def test_tables_leave_out_trainings_that_have_changed_since(cells):
     from bound_table import document
 
