@@ -492,10 +492,10 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> Literal[False]:
-        self._termination.unwatch()
         if error is None:
             self.close()
         else:  # a running save is finished, but without waiting for its evaluations
+            self._termination.unwatch()
             self._end_watching()
             self._close_log(whole=False)
             self.saver.close()

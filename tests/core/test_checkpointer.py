@@ -719,6 +719,23 @@ def test_a_signal_in_close_ends_the_process_after_the_last_save(tmp_path, monkey
     run.checkpointer.close()  # as an outer finally would
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_after_the_last_step_ends_the_process_where_a_with_block_ends(tmp_path, number):
+    before = signal.getsignal(number)
+    run = Run(tmp_path, save_last=True)
+
+    def train():
+        with run.checkpointer:
+            run.step(0)
+            run.checkpointer.step(1)
+            signal.raise_signal(number)
+
+    with pytest.raises((SystemExit, KeyboardInterrupt)):
+        train()
+    assert RunStore(str(tmp_path)).manifests()[0].step == 1
+    assert signal.getsignal(number) == before
+
+
 def test_a_second_signal_in_close_ends_it_at_once(tmp_path, monkeypatch):
     run = Run(tmp_path, save_last=True)
     run.step(0)
