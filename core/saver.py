@@ -245,11 +245,10 @@ class Saver:
                 return None
             self.flush()
         waited_s = time.perf_counter() - started
+        self._newest = None  # a later `restore` finds this checkpoint, or a newer one
         self._go_on()
         captured = TrainingState.capture(state, describe)
-        if (
-            self.config.weights_only
-        ):  # steps from a restore, and what it does to updates, are those of a fresh optimizer
+        if self.config.weights_only:  # after a restore, a fresh optimizer makes the steps
             captured, resumed, optimizers = without_optimizer(captured), None, ()
         self._evaluate, self._resumed = evaluate, resumed
         takeover = self._takeover(captured, describe, adoption, waited_s)

@@ -231,6 +231,7 @@ class ShardedSaver:
             SaveFailedError, FencedError, ConfigError, CannotRepresentError: as `Saver.save`; on every rank.
         """
         started = time.perf_counter()
+        self._newest = None  # as in `Saver.save`
         if wait or self.config.busy == "wait" or self.config.adopt:
             self._join()
         waited_s = time.perf_counter() - started

@@ -155,6 +155,15 @@ def test_the_next_save_continues_a_restored_chain(loop):
     assert identical(restored().state.to_object(), again.copy())
 
 
+def test_the_newest_checkpoint_is_one_that_was_saved_after_it_was_asked_for(loop):
+    loop.train()
+    loop.save(wait=True)
+    assert loop.saver.newest().step == 1
+    loop.train()
+    loop.save(wait=True)
+    assert loop.saver.restore().manifest.step == 2
+
+
 def test_what_was_restored_is_the_callers(loop):
     """Training goes on in the very tensors that were restored, and the next delta must not notice."""
     loop.train()
