@@ -38,7 +38,11 @@ class Worker:
         if self.busy:
             raise RuntimeError(f"{self._name} was given a job while it has one")
         self._thread = threading.Thread(target=_run, args=(job,), name=self._name, daemon=False)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # the system allows no further thread
+            self._thread = None
+            raise
 
     def join(self, timeout_s: float | None = None) -> bool:
         """Wait for the job; False if it is still running after `timeout_s` seconds."""

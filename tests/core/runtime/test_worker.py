@@ -43,6 +43,20 @@ def test_the_thread_that_submits_a_job_goes_on_before_it_begins(monkeypatch):
     assert order == ["let go", "job"]
 
 
+def test_a_thread_that_cannot_be_started_leaves_nothing_to_wait_for(monkeypatch):
+    def refused(thread):
+        raise RuntimeError("can't start new thread")
+
+    worker = Worker("test")
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            worker.submit(lambda: None)
+    assert worker.join()
+    worker.submit(lambda: None)
+    assert worker.join()
+
+
 def test_join_without_a_job():
     assert Worker("test").join()
 
