@@ -84,23 +84,25 @@ class Catalog:
         """
         infos = self._list()
         # By size and time stamp as well: a writer that was fenced off may reuse the number of a removed manifest.
-        self._sound = {info: self._sound[info] for info in infos if info in self._sound}
-        unread = [info for info in infos if info not in self._sound]
+        known = self._sound  # another thread may scan meanwhile: what it finds is none of this listing's
+        sound = {info: known[info] for info in infos if info in known}
+        unread = [info for info in infos if info not in sound]
         damaged: list[DamagedCheckpoint] = []
         if unread:
             with ThreadPoolExecutor(min(_READERS, len(unread))) as pool:
                 outcomes = list(pool.map(self._read, unread))
             for info, outcome in zip(unread, outcomes, strict=True):
                 if isinstance(outcome, Manifest):
-                    self._sound[info] = outcome
+                    sound[info] = outcome
                     self.note(info.key, outcome)
                 else:
                     damaged.append(outcome)
             if any(outcome.missing for outcome in damaged):  # collected since the listing, or damaged
                 listed = {info.key for info in self._objects.list("commits/")}
                 damaged = [outcome for outcome in damaged if not outcome.missing or outcome.key in listed]
+        self._sound = sound
         manifests = sorted(
-            self._sound.values(), key=lambda m: (m.position, m.epoch, m.seq, m.session), reverse=True
+            sound.values(), key=lambda m: (m.position, m.epoch, m.seq, m.session), reverse=True
         )
         max_seq = max((manifest.seq for manifest in manifests), default=-1)
         for seq in sorted(seq_of_commit(info.key) or 0 for info in infos):

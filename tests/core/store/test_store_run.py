@@ -18,6 +18,7 @@ from shrinkpoint.errors import (
     StoreError,
     UnsupportedFormatError,
 )
+from shrinkpoint.store.catalog import Catalog
 from shrinkpoint.store.manifest import Manifest, seal, unseal
 from shrinkpoint.store.retry import RetryPolicy
 from shrinkpoint.store.run import RunStore
@@ -218,6 +219,22 @@ def test_manifests_are_read_once(run: Run) -> None:
     run.fake.calls.clear()
     store.manifests()
     assert run.fake.calls == [("list", "commits/")]
+
+
+def test_a_scan_of_another_thread_takes_nothing_out_of_a_listing(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    catalog = Catalog(run.fake)
+    note = catalog.note
+
+    def interrupted(key: str, manifest: Manifest) -> None:
+        note(key, manifest)
+        with monkeypatch.context() as patch:  # one that listed before there was anything to list
+            patch.setattr(catalog, "_list", list)
+            assert catalog.scan().manifests == ()
+
+    monkeypatch.setattr(catalog, "note", interrupted)
+    assert [manifest.seq for manifest in catalog.scan().manifests] == [3, 2, 1, 0]
 
 
 def test_warned_once(run: Run) -> None:
