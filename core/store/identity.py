@@ -22,7 +22,7 @@ _MAGIC = "shrinkpoint-run"
 _RUN_ID = re.compile("[0-9a-f]{32}")
 _LOOK_AT = 1000
 _NAMED = 5
-_begun_here: set[object] = set()
+_begun_here: set[str] = set()
 
 
 def read_record(objects: ObjectStore) -> dict[str, Any] | None:
@@ -45,7 +45,8 @@ def read_record(objects: ObjectStore) -> dict[str, Any] | None:
     if record.get("type") != _MAGIC:
         raise RunMismatchError(f"{objects.show(FORMAT_KEY)} is not a run's: choose another URL")
     version, features = record.get("format"), record.get("reader_features")
-    if version != FORMAT or not isinstance(features, list) or set(features) - set(READER_FEATURES):
+    known = isinstance(features, list) and all(feature in READER_FEATURES for feature in features)
+    if version != FORMAT or not known:
         raise UnsupportedFormatError(
             f"{objects.display} has format {version} with features {features}; this version reads {FORMAT}: upgrade shrinkpoint"
         )
@@ -75,21 +76,17 @@ def create_record(objects: ObjectStore) -> dict[str, Any]:
         raise RunMismatchError(
             f"{objects.display} holds something else ({foreign[0]!r} for one): choose an empty folder or prefix for the run"
         )
-    record = {
-        "type": _MAGIC,
-        "run": new_nonce() + new_nonce(),
-        "format": FORMAT,
-        "reader_features": [],
-    }
+    run = new_nonce() + new_nonce()
+    record = {"type": _MAGIC, "run": run, "format": FORMAT, "reader_features": []}
     # Who loses this race uses the winner's.
     objects.put_if_absent(FORMAT_KEY, seal(record))
-    _begun_here.add(record["run"])
+    _begun_here.add(run)
     return read_record(objects) or record
 
 
 def is_begun_here(record: Mapping[str, Any]) -> bool:
     """Whether this process has begun the run, so that it is no surprise that it holds nothing yet."""
-    return record.get("run") in _begun_here
+    return str(record.get("run")) in _begun_here
 
 
 def what_is_there(objects: ObjectStore, *, is_one: bool) -> str:

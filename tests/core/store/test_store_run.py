@@ -277,6 +277,17 @@ def test_run_of_a_newer_version(run: Run) -> None:
         run.reopen().writer()
 
 
+def test_a_format_file_with_fields_of_other_types(run: Run) -> None:
+    record = unseal(run.fake.blobs["format.json"][0], "f")
+    run.fake.put("format.json", seal({**record, "reader_features": [["parts"]]}))
+    with pytest.raises(UnsupportedFormatError, match="upgrade"):
+        run.reopen().writer()
+    run.fake.put("format.json", seal({**record, "run": [1]}))
+    run.reopen().writer()
+    with pytest.raises(RunMismatchError, match="does not name its run"):
+        run.reopen().run_id()
+
+
 def test_lost_format_file_loses_nothing(run: Run) -> None:
     del run.fake.blobs["format.json"]
     store = run.reopen()
