@@ -97,11 +97,7 @@ class LocalObjects:
             self._prepare(final.parent)
             # Every attempt has its own file: after a failed fsync, the kernel may have dropped the pages of the old one.
             temporary = final.parent / f".tmp-{new_nonce()}"
-            try:
-                _write_synced(temporary, parts)
-            except BaseException:
-                _remove(temporary)
-                raise
+            _write_synced(temporary, parts)
         return StagedFile(temporary, final, parts, self._written(key))
 
     def get(self, key: str, start: int | None = None, end: int | None = None, *, max_size: int) -> bytes:
@@ -302,6 +298,7 @@ def _read(descriptor: int, first: int, last: int) -> bytes:
 
 
 def _write_synced(path: Path, parts: Sequence[bytes | memoryview]) -> None:
+    """Write a new file; where that fails, nothing is left of it: half a format.json would block the run."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         for part in parts:
@@ -309,6 +306,9 @@ def _write_synced(path: Path, parts: Sequence[bytes | memoryview]) -> None:
             while view:
                 view = view[os.write(descriptor, view) :]
         os.fsync(descriptor)
+    except BaseException:
+        _remove(path)
+        raise
     finally:
         os.close(descriptor)
 
@@ -336,9 +336,6 @@ def _publish_exclusive(temporary: Path, final: Path, parts: Sequence[bytes | mem
         _write_synced(final, parts)
     except FileExistsError:
         return False
-    except OSError:
-        os.unlink(final)  # made by us just now; half a format.json would block the run
-        raise
     return True
 
 

@@ -193,6 +193,25 @@ def test_last_fallback_takes_back_half_a_file(tmp_path: Path, monkeypatch: pytes
     assert objects.list(KEY) == []
 
 
+def test_last_fallback_says_why_it_cannot_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    objects = LocalObjects(str(tmp_path))
+    real = os.open
+
+    def full(path: Any, flags: int, *mode: int) -> int:
+        if flags & os.O_CREAT and ".tmp-" not in str(path):
+            raise OSError(errno.ENOSPC, "full")
+        return real(path, flags, *mode)
+
+    objects.put("commits/0000000009.json", b"")
+    monkeypatch.setattr(os, "link", failing(errno.EPERM))
+    monkeypatch.setattr(local, "_rename_no_replace", failing(errno.EINVAL))
+    monkeypatch.setattr(os, "open", full)
+    with pytest.raises(StoreError, match="free space") as caught:
+        objects.put_if_absent(KEY, b"first")
+    assert not isinstance(caught.value, TransientStoreError)
+    assert temporaries(tmp_path) == []
+
+
 def test_folder_below_a_file(tmp_path: Path, places: list[Path]) -> None:
     (tmp_path / "file").write_text("not a folder")
     store = RunStore([*places[1:], tmp_path / "file" / "run"])
