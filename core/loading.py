@@ -3,7 +3,6 @@
 import difflib
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -270,7 +269,7 @@ def read_chain(
         store = RunStore(text, storage_options=storage_options)
         if several or store.manifests() or store.exists():
             address = Address(url=text)
-        elif "://" not in text and Path(text).expanduser().is_dir():
+        elif "://" not in text and os.path.isdir(os.path.expanduser(text)):
             raise NoCheckpointError(f"there is no run at {store.display}: {store.what_is_there()}")
     with waiting_for(f"reading {text}"):
         if address is None:

@@ -4,7 +4,6 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from shrinkpoint.errors import ChainError, ConfigError, FormatError
@@ -24,7 +23,7 @@ def looks_like_file(url: str) -> bool:
         return False
     if url.rstrip("/").endswith(".shrink"):
         return True
-    return "://" not in url and Path(url).expanduser().is_file()
+    return "://" not in url and os.path.isfile(os.path.expanduser(url))
 
 
 @contextmanager

@@ -53,6 +53,18 @@ def folder(made: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(made, tmp_path / "run"))
 
 
+@pytest.mark.parametrize(
+    ("url", "kind", "message"),
+    [
+        ("~no-such-user/run", ConfigError, "Write the folder out"),
+        ("x" * 300, StoreError, "name too long"),
+    ],
+)
+def test_a_path_that_the_system_refuses_is_an_error_of_ours(url: str, kind: type, message: str) -> None:
+    with pytest.raises(kind, match=message):
+        shrinkpoint.load(url)
+
+
 @pytest.fixture
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the tensors that are decoded, once for each container."""
