@@ -55,6 +55,7 @@ class SegmentWriter:
         self._room = room
         self._sizes: dict[str, int] = {}
         self._queue = JobQueue("shrinkpoint-steps")
+        self._closed = False
         self.bytes = 0
         """Bytes written so far."""
         self.written: int | None = None
@@ -85,7 +86,7 @@ class SegmentWriter:
         """Hand a job over to the thread, which calls `write`.
 
         Args:
-            job: not run after a failure.
+            job: not run after a failure, or after `close`.
             size: bytes that it holds.
             ahead: bytes that the jobs before it may still hold; with 0 they must be done.
             patience_s: seconds to wait for that.
@@ -103,6 +104,10 @@ class SegmentWriter:
                 if release is not None:
                     release()
 
+        if self._closed:  # there is no thread any more
+            if release is not None:
+                release()
+            return True
         return self._queue.submit(run, size, ahead=ahead, patience_s=patience_s)
 
     def write(
@@ -138,7 +143,7 @@ class SegmentWriter:
 
     def committed(self, step: int) -> None:
         """A checkpoint of this step is stored: steps before the last few checkpoints are not needed any more."""
-        self._queue.submit(lambda: self._collect(step))
+        self.submit(lambda: self._collect(step))
 
     def flush(self) -> None:
         """Wait until everything is written, or has failed."""
@@ -147,6 +152,7 @@ class SegmentWriter:
     def close(self) -> None:
         """Write what was handed over, and end the thread."""
         self._queue.close()
+        self._closed = True
 
     def _begin(self) -> None:
         """Write the first segment, which takes the turn, and remove segments that are now useless."""
@@ -193,8 +199,6 @@ class SegmentWriter:
             raise StoreError(reason)
 
     def _collect(self, step: int) -> None:
-        if self.failure is not None:
-            return
         self._bases.append(step)
         self._room.committed(step)
         newer = [

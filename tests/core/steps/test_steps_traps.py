@@ -1,5 +1,6 @@
 """What a careless log misses: each of these must be found, or the digests would prove nothing."""
 
+import threading
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -442,6 +443,21 @@ def test_a_teacher_that_moves_is_named_and_one_that_stands_is_fine(moved):
         training.model.teacher.weight.add_(0)  # touched, but the same
         training.run(4, 6)
     assert log.off is None
+
+
+def test_a_log_that_was_closed_holds_up_nothing():
+    training = Training()
+    log = log_of(training)
+    training.run(0, 3)
+    training.checkpointer.close()
+    written = log.written
+    training.run(3, 4)
+    training.checkpointer.save(4, wait=True)
+    again = threading.Thread(target=training.checkpointer.close, daemon=True)
+    again.start()
+    again.join(60)
+    assert not again.is_alive()
+    assert log.written == written
 
 
 def test_averages_without_after_step_are_refused_by_name():
