@@ -4,7 +4,6 @@ The first rank reads and writes the store, and decides; its decisions are broadc
 the first rank's must be called on every rank.
 """
 
-import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -13,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from shrinkpoint.coding.selective import header_of
-from shrinkpoint.errors import ConfigError, ShrinkpointError, ShrinkpointWarning
+from shrinkpoint.errors import ConfigError
 from shrinkpoint.integrations.common.hook_states import HookStates
 from shrinkpoint.integrations.common.ranks import broadcast, is_first, on_every, on_first, world_size
 from shrinkpoint.integrations.common.reports import BestCheckpoints, metrics_of
@@ -403,15 +402,12 @@ class RunSession:
             return
         try:
             save()
-            if not self._saver.close(timeout_s):
-                warnings.warn(
-                    f"the save to {self.settings.url} is still running after {timeout_s:.0f} s; the process ends when it"
-                    " is finished",
-                    ShrinkpointWarning,
-                    stacklevel=2,
-                )
-        except ShrinkpointError as error:
-            warnings.warn(f"the last checkpoint was not saved: {error}", ShrinkpointWarning, stacklevel=2)
+        except Exception as error:  # noqa: BLE001 - it would hide the one that ended training
+            warn(f"the last checkpoint was not saved: {error}")
+        if not self._saver.close(timeout_s):
+            warn(
+                f"the save to {self.settings.url} is still running after {timeout_s:.0f} s; the process ends when it is finished"
+            )
 
     def release(self) -> None:
         """After `fail` or `close`: drop all references to the training; the store is read again if needed."""

@@ -216,14 +216,22 @@ def test_an_end_that_cannot_be_saved_is_an_error(session: Make, monkeypatch: pyt
         run.finish(lambda: None)
 
 
-def test_after_an_error_it_finishes_and_warns(session: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [StoreError, RuntimeError])
+def test_after_an_error_it_finishes_and_warns(
+    session: Make, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    closed: list[float | None] = []
+
     def cannot() -> None:
-        raise StoreError("the disk is full")
+        raise error("the disk is full")
 
     run = session()
     save(run, 1)
+    close = run.saver.close
+    monkeypatch.setattr(run.saver, "close", lambda seconds: closed.append(seconds) or close(seconds))
     with pytest.warns(ShrinkpointWarning, match="the last checkpoint was not saved: the disk is full"):
         run.fail(save=cannot)
+    assert closed == [60.0]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run.fail()
