@@ -5,7 +5,7 @@ import signal
 import sys
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal
@@ -415,25 +415,27 @@ class Checkpointer:
             warn(
                 "nothing more is saved: an error is being handled on this rank, and the others cannot be waited for"
             )
-            self._end_watching()
-            self.saver.close()
+            self._release(whole=False)
             return
         try:
             self._finish()
             self.saver.flush()
         finally:
-            self._close_log(whole=sys.exc_info()[0] is None)
-            self._end_watching()  # not before all have come here, since a rank may still ask for an answer
-            self.saver.close()
+            self._release(whole=sys.exc_info()[0] is None)
 
-    def _end_watching(self) -> None:
-        if self._ending is not None:
-            self._ending.close()
+    def _release(self, *, whole: bool) -> None:
+        """Close the log, what answers other ranks, and the saver: each of them, even if another one raises.
 
-    def _close_log(self, *, whole: bool) -> None:
-        if self.step_log is not None:
-            self._warn_log()
-            self.step_log.close(whole=whole and self._versions == self._objects.changes)
+        Args:
+            whole: whether the state is that of the last `step`.
+        """
+        with ExitStack() as stack:
+            stack.callback(self.saver.close)
+            if self._ending is not None:  # last but one: another rank may still ask for an answer
+                stack.callback(self._ending.close)
+            if self.step_log is not None:
+                self._warn_log()
+                self.step_log.close(whole=whole and self._versions == self._objects.changes)
 
     def _finish(self) -> None:
         step = self._last_step
@@ -496,9 +498,7 @@ class Checkpointer:
             self.close()
         else:  # a running save is finished, but without waiting for its evaluations
             self._termination.unwatch()
-            self._end_watching()
-            self._close_log(whole=False)
-            self.saver.close()
+            self._release(whole=False)
         return False
 
 

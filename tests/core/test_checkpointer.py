@@ -719,6 +719,21 @@ def test_a_signal_in_close_ends_the_process_after_the_last_save(tmp_path, monkey
     run.checkpointer.close()  # as an outer finally would
 
 
+def test_a_log_that_cannot_be_closed_leaves_no_store_open(tmp_path, monkeypatch):
+    run = Run(tmp_path / "run", every=50, step_log="exact", step_log_url=str(tmp_path / "log"))
+    run.checkpointer.resume()
+
+    def broken(*, whole):
+        raise RuntimeError("the log")
+
+    closed = []
+    monkeypatch.setattr(run.checkpointer.step_log, "close", broken)
+    monkeypatch.setattr(run.checkpointer.saver, "close", lambda: closed.append(True))
+    with pytest.raises(RuntimeError, match="the log"):
+        run.checkpointer.close()
+    assert closed == [True]
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_after_the_last_step_ends_the_process_where_a_with_block_ends(tmp_path, number):
     before = signal.getsignal(number)
