@@ -4,7 +4,7 @@ import threading
 from collections import deque
 from collections.abc import Collection
 
-from shrinkpoint.errors import StoreError
+from shrinkpoint.errors import ShrinkpointError, StoreError
 from shrinkpoint.store.objects import MissingKeyError, ObjectInfo, ObjectStore
 from shrinkpoint.warn import warn
 
@@ -142,7 +142,7 @@ class NearAndRun:
                 self.far.delete([key])
         except MissingKeyError:
             pass  # removed meanwhile: a newer checkpoint has made it useless
-        except StoreError as error:
+        except ShrinkpointError as error:
             self._fail(str(error))
 
     def _fail(self, reason: str) -> None:

@@ -5,9 +5,10 @@ import threading
 from pathlib import Path
 
 import pytest
+from support.fake_objects import FakeObjects
 from support.stepped import Training
 
-from shrinkpoint.errors import ShrinkpointWarning, StoreError
+from shrinkpoint.errors import CorruptionError, ShrinkpointWarning, StoreError
 from shrinkpoint.steps.options import StepLog
 from shrinkpoint.steps.tiers import NearAndRun
 from shrinkpoint.store.objects import ObjectInfo
@@ -175,6 +176,23 @@ def test_a_run_s_store_that_fails_ends_the_copies_and_not_the_log(tmp_path, trut
     assert again.checkpointer.resume() == 9
     assert again.digest == truth[1][9]
     crash(again)
+
+
+def test_a_segment_that_is_damaged_near_the_training_ends_the_copies_too():
+    near = FakeObjects()
+
+    def damaged(operation: str, key: str) -> None:
+        if operation == "get":
+            raise CorruptionError(f"{key} is damaged")
+
+    near.before = damaged
+    both = NearAndRun(near, FakeObjects())
+    both.put("a.steps", b"a")
+    flushed = threading.Thread(target=both.flush, daemon=True)
+    flushed.start()
+    flushed.join(60)
+    assert not flushed.is_alive()
+    assert both.failure == "a.steps is damaged"
 
 
 class Slow:
