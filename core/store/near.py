@@ -11,7 +11,7 @@ from shrinkpoint.store.keys import FORMAT_KEY, commit_key, is_own_key, seq_of_co
 from shrinkpoint.store.local import LocalObjects
 from shrinkpoint.store.manifest import FORMAT, MAX_MANIFEST_BYTES, BlobRef, Manifest, seal
 from shrinkpoint.store.objects import MissingKeyError, ObjectStore
-from shrinkpoint.store.retry import RetryingObjects
+from shrinkpoint.store.retry import without_retries
 from shrinkpoint.store.urls import RunUrl, parse_url
 from shrinkpoint.warn import warn
 
@@ -200,9 +200,7 @@ class NearCopies:
 
 def is_near(objects: ObjectStore) -> bool:
     """Whether a folder is one of copies."""
-    while isinstance(objects, RetryingObjects):
-        objects = objects.inner
-    return isinstance(objects, LocalObjects) and _read(objects, NEAR_KEY) is not None
+    return isinstance(without_retries(objects), LocalObjects) and _read(objects, NEAR_KEY) is not None
 
 
 def _mark_of(run_id: object) -> bytes:

@@ -10,7 +10,7 @@ from shrinkpoint.errors import ConfigError, StoreError
 from shrinkpoint.store.objects import ObjectInfo, ObjectStore, TransientStoreError
 from shrinkpoint.warn import warn
 
-__all__ = ["RetryPolicy", "RetryingObjects"]
+__all__ = ["RetryPolicy", "RetryingObjects", "without_retries"]
 
 T = TypeVar("T")
 
@@ -77,52 +77,55 @@ class RetryingObjects:
     """An :class:`ObjectStore` that repeats what failed for a passing reason."""
 
     def __init__(self, inner: ObjectStore, policy: RetryPolicy) -> None:
-        self._inner = inner
-        self._policy = policy
-
-    @property
-    def inner(self) -> ObjectStore:
+        self.inner = inner
         """The store that is asked again."""
-        return self._inner
+        self._policy = policy
 
     @property
     def display(self) -> str:
         """See :class:`ObjectStore`."""
-        return self._inner.display
+        return self.inner.display
 
     @property
     def create_is_atomic(self) -> bool | None:
         """See :class:`ObjectStore`."""
-        return self._inner.create_is_atomic
+        return self.inner.create_is_atomic
 
     def show(self, key: str) -> str:
         """See :class:`ObjectStore`."""
-        return self._inner.show(key)
+        return self.inner.show(key)
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
         """See :class:`ObjectStore`; after a lost response the second attempt reports False although ours is there."""
-        return self._policy.run(lambda: self._inner.put_if_absent(key, data))
+        return self._policy.run(lambda: self.inner.put_if_absent(key, data))
 
     def put(self, key: str, data: bytes) -> None:
         """See :class:`ObjectStore`."""
-        self._policy.run(lambda: self._inner.put(key, data))
+        self._policy.run(lambda: self.inner.put(key, data))
 
     def get(self, key: str, start: int | None = None, end: int | None = None, *, max_size: int) -> bytes:
         """See :class:`ObjectStore`."""
-        return self._policy.run(lambda: self._inner.get(key, start, end, max_size=max_size))
+        return self._policy.run(lambda: self.inner.get(key, start, end, max_size=max_size))
 
     def list(self, prefix: str, *, limit: int | None = None) -> list[ObjectInfo]:
         """See :class:`ObjectStore`."""
-        return self._policy.run(lambda: self._inner.list(prefix, limit=limit))
+        return self._policy.run(lambda: self.inner.list(prefix, limit=limit))
 
     def delete(self, keys: Collection[str]) -> None:
         """See :class:`ObjectStore`."""
-        self._policy.run(lambda: self._inner.delete(keys))
+        self._policy.run(lambda: self.inner.delete(keys))
 
     def server_time(self) -> float:
         """See :class:`ObjectStore`."""
-        return self._policy.run(self._inner.server_time)
+        return self._policy.run(self.inner.server_time)
 
     def sweep(self, before: float) -> int:
         """See :class:`ObjectStore`."""
-        return self._policy.run(lambda: self._inner.sweep(before))
+        return self._policy.run(lambda: self.inner.sweep(before))
+
+
+def without_retries(objects: ObjectStore) -> ObjectStore:
+    """The store below all `RetryingObjects`, to see of which kind it is."""
+    while isinstance(objects, RetryingObjects):
+        objects = objects.inner
+    return objects

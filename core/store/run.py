@@ -23,7 +23,7 @@ from shrinkpoint.store.near import NEAR_KEY, NearCopies, is_near
 from shrinkpoint.store.objects import MissingKeyError, ObjectStore
 from shrinkpoint.store.parts import Head
 from shrinkpoint.store.probe import honours_put_if_absent
-from shrinkpoint.store.retry import RetryingObjects, RetryPolicy
+from shrinkpoint.store.retry import RetryingObjects, RetryPolicy, without_retries
 from shrinkpoint.store.striped import StripedObjects
 from shrinkpoint.store.striped.members import read_member
 from shrinkpoint.store.trash import removed
@@ -91,7 +91,8 @@ class RunStore:
         near: NearCopies | None = None,
     ) -> None:
         inner = open_objects(url, storage_options, parity=parity) if objects is None else objects
-        self.stores: StripedObjects | None = _striped(inner)
+        below = without_retries(inner)
+        self.stores = below if isinstance(below, StripedObjects) else None
         """The several stores of the run, if there are several."""
         self._objects: ObjectStore = RetryingObjects(inner, retry or RetryPolicy())
         self._opened = (url, storage_options) if self.stores is not None and objects is None else None
@@ -478,9 +479,3 @@ class RunStore:
                 f"{self.display} is store {member.number} of a set: give all of its stores, which were"
                 f" {', '.join(member.stores)} when the run began"
             )
-
-
-def _striped(objects: ObjectStore) -> StripedObjects | None:
-    while isinstance(objects, RetryingObjects):
-        objects = objects.inner
-    return objects if isinstance(objects, StripedObjects) else None

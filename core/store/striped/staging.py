@@ -6,7 +6,7 @@ from shrinkpoint.errors import StoreError
 from shrinkpoint.runtime.unlocked import join_bytes
 from shrinkpoint.store.local import LocalObjects
 from shrinkpoint.store.objects import ObjectStore, TransientStoreError
-from shrinkpoint.store.retry import RetryingObjects
+from shrinkpoint.store.retry import without_retries
 
 __all__ = ["Prepared", "can_stage", "put_parts"]
 
@@ -62,6 +62,5 @@ def put_parts(objects: ObjectStore, key: str, parts: Sequence[bytes | memoryview
 
 
 def _folder(objects: ObjectStore) -> LocalObjects | None:
-    while isinstance(objects, RetryingObjects):
-        objects = objects.inner
-    return objects if isinstance(objects, LocalObjects) else None
+    below = without_retries(objects)
+    return below if isinstance(below, LocalObjects) else None
