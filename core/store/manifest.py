@@ -18,6 +18,7 @@ __all__ = [
     "READER_FEATURES",
     "BlobRef",
     "Manifest",
+    "is_sealed",
     "seal",
     "unseal",
 ]
@@ -71,6 +72,15 @@ def unseal(data: bytes, what: str) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise FormatError(f"{what} is not a JSON object")
     return record
+
+
+def is_sealed(data: bytes) -> bool:
+    """Whether `unseal` reads these bytes."""
+    try:
+        unseal(data, "a record")
+    except FormatError:
+        return False
+    return True
 
 
 def _refuse_constant(name: str) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from shrinkpoint.errors import CorruptionError, FormatError, RunMismatchError, StoreError
 from shrinkpoint.store.keys import seq_of_commit
-from shrinkpoint.store.manifest import MAX_MANIFEST_BYTES, Manifest, unseal
+from shrinkpoint.store.manifest import MAX_MANIFEST_BYTES, Manifest, is_sealed
 from shrinkpoint.store.objects import MissingKeyError
 from shrinkpoint.store.striped.blobs import layouts_of
 from shrinkpoint.store.striped.group import Group
@@ -148,7 +148,7 @@ class _Repair:
                 continue
             except CorruptionError:
                 copies[store] = None
-        sound = [data for data in copies.values() if data is not None and _is_sealed(data)]
+        sound = [data for data in copies.values() if data is not None and is_sealed(data)]
         if not sound:
             return  # gone since, or damaged in every copy, which a reader reports
         best = max(sound, key=lambda data: (sound.count(data), data))
@@ -157,7 +157,7 @@ class _Repair:
         for store in group.everyone:
             if store not in copies:
                 self._records += group.stores[store].put_if_absent(key, best)
-            elif (mine := copies[store]) is None or not _is_sealed(mine):
+            elif (mine := copies[store]) is None or not is_sealed(mine):
                 group.stores[store].put(key, best)
                 self._repaired += 1
 
@@ -245,11 +245,3 @@ class _Repair:
         except CorruptionError:
             return False
         return None not in [None if b is None else 0 for b in sound_blocks(sums, file[cut.header_bytes :])]
-
-
-def _is_sealed(data: bytes) -> bool:
-    try:
-        unseal(data, "a copy")
-    except FormatError:
-        return False
-    return True

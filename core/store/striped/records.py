@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import xxhash
 
-from shrinkpoint.errors import CorruptionError, FormatError, StoreError
+from shrinkpoint.errors import CorruptionError, StoreError
 from shrinkpoint.store.keys import commit_key, seq_of_commit
-from shrinkpoint.store.manifest import MAX_MANIFEST_BYTES, unseal
+from shrinkpoint.store.manifest import MAX_MANIFEST_BYTES, is_sealed
 from shrinkpoint.store.objects import MissingKeyError, ObjectInfo
 from shrinkpoint.store.striped.calls import for_each, is_transient
 from shrinkpoint.store.striped.group import Group
@@ -190,7 +190,7 @@ class Records:
         count = Counter(data for data in copies if data is not None)
         if not count:
             raise CorruptionError(f"{key} is too large, or no file, in every store that has it")
-        return max(count, key=lambda data: (_is_sound(data), count[data], data))
+        return max(count, key=lambda data: (is_sealed(data), count[data], data))
 
     def _copies(self, key: str) -> list[bytes | None]:
         """Every copy there is; None for one that is no file, or longer than any record."""
@@ -273,7 +273,7 @@ class Records:
                 failed.add(store)
                 self._group.health.failed(store, str(error), transient=is_transient(error))
                 return
-            sound = _is_sound(data)
+            sound = is_sealed(data)
             digest = _digest(data)
             self._seen[item] = _Copy(digest if sound else None, len(data))
             if sound:
@@ -344,11 +344,3 @@ def _is_numbered(key: str) -> bool:
 
 def _digest(data: bytes) -> str:
     return xxhash.xxh3_128(data).hexdigest()
-
-
-def _is_sound(data: bytes) -> bool:
-    try:
-        unseal(data, "a copy")
-    except FormatError:
-        return False
-    return True
