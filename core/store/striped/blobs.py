@@ -4,7 +4,7 @@ import threading
 import zlib
 from collections.abc import Sequence
 
-from shrinkpoint.errors import CorruptionError, FormatError
+from shrinkpoint.errors import CorruptionError
 from shrinkpoint.store.objects import MissingKeyError, ObjectInfo
 from shrinkpoint.store.striped.group import Group
 from shrinkpoint.store.striped.parity import Shard
@@ -211,10 +211,7 @@ def layouts_of(listed: dict[int, list[ObjectInfo]]) -> dict[str, Layout]:
     found: dict[str, Layout] = {}
     for store, infos in listed.items():
         for info in infos:
-            try:
-                name = ShardName.parse(info.key)
-            except FormatError:
-                continue
+            name = ShardName.parse(info.key)
             if name is not None and info.size == name.geometry.file_bytes:
                 places = found.setdefault(name.key, {}).setdefault(name.geometry, {})
                 places.setdefault(name.place, []).append(store)

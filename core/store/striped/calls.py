@@ -19,6 +19,7 @@ __all__ = ["Answers", "Calls", "Patience", "for_each", "is_transient"]
 T = TypeVar("T")
 
 _MOST_ABANDONED = 4
+_WIDTH = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,31 +222,26 @@ def is_transient(error: BaseException) -> bool:
     return isinstance(error, TransientStoreError) or isinstance(error.__cause__, TransientStoreError)
 
 
-def for_each(items: Sequence[Any], work: Callable[[Any], T], *, width: int = 8) -> list[T]:
-    """``work(item)`` of each, so many at once, on threads that hold nothing up; what is raised first comes through."""
-    if len(items) <= 1:
-        return [work(item) for item in items]
-    results: list[Any] = [None] * len(items)
-    waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
+def for_each(items: Sequence[T], work: Callable[[T], None]) -> None:
+    """``work(item)`` of each, several at once, on threads that hold nothing up; what is raised first comes through."""
+    waiting: queue.SimpleQueue[T] = queue.SimpleQueue()
     done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-    for position in range(len(items)):
-        waiting.put(position)
+    for item in items:
+        waiting.put(item)
 
     def run() -> None:
         try:
             while True:
-                position = waiting.get_nowait()
-                results[position] = work(items[position])
+                work(waiting.get_nowait())
         except queue.Empty:
             done.put(None)
         except BaseException as error:  # noqa: BLE001 - raised again below
             done.put(error)
 
-    threads = min(width, len(items))
+    threads = min(_WIDTH, len(items))
     for _ in range(threads):
         _in_background(run)
     for _ in range(threads):
         error = done.get()
         if error is not None:
             raise error
-    return results

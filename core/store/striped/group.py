@@ -42,6 +42,7 @@ class Group:
         shown: Their URLs for messages.
         health: What was seen of them.
         calls: The way to ask several.
+        reads_anyway: Whether few stores are better than none.
         make_quorum: From the number of stores and the parity; another one for tests of what would be lost with it.
     """
 
@@ -54,7 +55,7 @@ class Group:
         self.health = Health([f"store {i + 1} ({shown})" for i, shown in enumerate(self.shown)])
         self.calls = Calls(self.health, patience)
         self._parity = parity
-        self._read_anyway = read_anyway
+        self.reads_anyway = read_anyway
         self._member: Member | None = None
         self._expected: dict[int, bytes] = {}
         self.make_quorum: Callable[[int, int], Quorum] = Quorum
@@ -81,12 +82,7 @@ class Group:
     @property
     def to_read(self) -> int:
         """How many must be asked for what is there."""
-        return 1 if self._read_anyway else self.quorum.read
-
-    @property
-    def reads_anyway(self) -> bool:
-        """Whether few stores are better than none."""
-        return self._read_anyway
+        return 1 if self.reads_anyway else self.quorum.read
 
     @property
     def redundancy(self) -> int:
@@ -210,7 +206,9 @@ class Group:
         answers = self.calls.ask(first, work, enough=max(need, len(first) - self.parity))
         if len(answers.of) < need:  # those that rest may be well again
             more = [store for store in self.everyone if store not in first]
-            self._add(answers, self.calls.ask(more, work, enough=need - len(answers.of)))
+            later = self.calls.ask(more, work, enough=need - len(answers.of))
+            answers.of.update(later.of)
+            answers.transient |= later.transient
         if len(answers.of) < need:
             raise self._error(
                 f"{len(answers.of)} of {len(self.stores)} stores can be read, and {need} are needed to be sure of the newest"
@@ -221,39 +219,31 @@ class Group:
             )
         return answers.of
 
-    def _add(self, answers: Answers[T], more: Answers[T]) -> None:
-        answers.of.update(more.of)
-        answers.transient |= more.transient
-
     def writable(self) -> list[int]:
         """The stores to write to: those that are well, or all where these are too few."""
         well = [store for store in self.everyone if not self.health.rests(store)]
         return well if len(well) >= self.quorum.write else list(self.everyone)
 
     def write(self, work: Callable[[int], T], stores: Sequence[int] | None = None) -> dict[int, T]:
-        """Have as many stores do something as it takes to commit.
+        """Have as many stores do something as it takes to commit, each confirmed to be the right one first.
 
         Raises:
             StoreError: Fewer have done it.
         """
         chosen = self.writable() if stores is None else stores
-        answers = self.calls.ask(chosen, self._confirmed(work), enough=self.quorum.write)
+        answers = self.ask_to_write(chosen, work, enough=self.quorum.write)
         if len(answers.of) < self.quorum.write:
             raise self.too_few(len(answers.of), answers.transient)
         return answers.of
 
-    def _confirmed(self, work: Callable[[int], T]) -> Callable[[int], T]:
+    def ask_to_write(self, stores: Sequence[int], work: Callable[[int], T], *, enough: int) -> Answers[T]:
+        """As `write`, of these stores, however many do it."""
+
         def confirmed(store: int) -> T:
             self.confirm(store)
             return work(store)
 
-        return confirmed
-
-    def ask_to_write(
-        self, stores: Sequence[int], work: Callable[[int], T], *, enough: int, alone_s: float | None = None
-    ) -> Answers[T]:
-        """The same of some stores, each confirmed to be the right one first, however many do it."""
-        return self.calls.ask(stores, self._confirmed(work), enough=enough, alone_s=alone_s)
+        return self.calls.ask(stores, confirmed, enough=enough)
 
     def too_few(self, done: int, transient: bool) -> StoreError:
         """The error where fewer than a majority could be written to."""

@@ -3,7 +3,6 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from shrinkpoint.errors import FormatError
 from shrinkpoint.store.keys import seq_of_commit
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.objects import ObjectInfo
@@ -129,7 +128,7 @@ def survey(
             key=lambda seq: by_seq[seq].position if seq in by_seq else (0, 0),
             default=None,
         )
-        files = [info for info in listed.get(store, ()) if _is_shard(info.key)]
+        files = [info for info in listed.get(store, ()) if ShardName.parse(info.key) is not None]
         states.append(
             StoreState(
                 number=store + 1,
@@ -150,13 +149,6 @@ def survey(
         redundancy=redundancy,
         unrestorable=tuple(sorted(unrestorable)),
     )
-
-
-def _is_shard(key: str) -> bool:
-    try:
-        return ShardName.parse(key) is not None
-    except FormatError:
-        return False
 
 
 def best_geometry(layout: Layout) -> tuple[Geometry, Mapping[int, list[int]]] | None:
