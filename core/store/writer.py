@@ -171,7 +171,7 @@ class RunWriter:
     ) -> Manifest:
         """Put one container, or the head of several, and publish it."""
         self._check_usable()
-        self._check_arguments(step, kind, parent, state_digest, meta)
+        self._check_arguments(step, kind, parent)
         if parent is not None:
             self._check_parent(parent)
         ref = BlobRef(
@@ -290,9 +290,7 @@ class RunWriter:
                 "this writer belongs to the process that opened it: open another one after a fork"
             )
 
-    def _check_arguments(
-        self, step: int, kind: str, parent: Manifest | None, state_digest: str, meta: Mapping[str, Any]
-    ) -> None:
+    def _check_arguments(self, step: int, kind: str, parent: Manifest | None) -> None:
         if not isinstance(step, int) or not 0 <= step <= MAX_STEP:
             raise ConfigError(f"step={step!r}: use an integer from 0 to {MAX_STEP}")
         if kind not in ("base", "delta"):
