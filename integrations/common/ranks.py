@@ -130,12 +130,24 @@ class Outcome(Generic[T]):
         """The exception that the action raised."""
         self._results: list[T] = []
 
+    def __enter__(self) -> "Outcome[T]":
+        """Inside the block act here, and `put` the result; an exception ends the block and is kept for `share`."""
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        self.error = error
+        return True
+
+    def put(self, result: T) -> None:
+        """Keep the result of the action."""
+        self._results = [result]
+
     def run(self, action: Callable[[], T]) -> None:
-        """Run `action` here; whatever it raises is kept for `share`."""
-        try:
-            self._results = [action()]
-        except Exception as error:  # noqa: BLE001 - raised by `share`, on every rank
-            self.error = error
+        """Run `action` here; its result, or what it raises, is kept for `share`."""
+        with self:
+            self.put(action())
 
     def get(self) -> T:
         """The result.

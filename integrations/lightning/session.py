@@ -9,7 +9,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.integrations.common.adopting import PathBatches, saves_of, share_adopted, with_adoptions
 from shrinkpoint.integrations.common.gradients import GradientCollector
-from shrinkpoint.integrations.common.ranks import broadcast, is_first, on_first, world_size
+from shrinkpoint.integrations.common.ranks import Outcome, broadcast, is_first, world_size
 from shrinkpoint.integrations.common.run_session import RunSession
 from shrinkpoint.integrations.common.triggers import Trigger
 from shrinkpoint.integrations.lightning.io import RunCheckpointIO, require_supported, storable
@@ -375,25 +375,26 @@ class Session:
         step = trainer.global_step
         rest = rest_of(storable(captured.checkpoint())) if is_first() and self.run.log.is_wanted else {}
         self.run.log.boundary(step, rest)
-
-        def hand_over() -> bool:
-            checkpoint = captured.checkpoint()
-            return self.run.hand_over(
-                storable(checkpoint),
-                step=trainer.global_step,
-                describe=describe_checkpoint(trainer, module, checkpoint),
-                metrics=finite_metrics(trainer),
-                evaluate=self.probe.evaluation(trainer, module),
-                resumed=None if planned else self._steps.resumed(trainer, module),
-                gradients=None if planned else self._gradients.take(trainer.optimizers),
-                optimizers=trainer.optimizers,
-                exact=exact,
-                last=last,
-                adoption=self._adoption(trainer, module) if planned else None,
-            )
-
-        if on_first(hand_over):
-            self.run.saved_step = trainer.global_step
+        outcome: Outcome[bool] = Outcome()
+        with outcome:
+            if is_first():
+                checkpoint = captured.checkpoint()
+                accepted = self.run.hand_over(
+                    storable(checkpoint),
+                    step=step,
+                    describe=describe_checkpoint(trainer, module, checkpoint),
+                    metrics=finite_metrics(trainer),
+                    evaluate=self.probe.evaluation(trainer, module),
+                    resumed=None if planned else self._steps.resumed(trainer, module),
+                    gradients=None if planned else self._gradients.take(trainer.optimizers),
+                    optimizers=trainer.optimizers,
+                    exact=exact,
+                    last=last,
+                    adoption=self._adoption(trainer, module) if planned else None,
+                )
+                outcome.put(accepted)
+        if outcome.share():
+            self.run.saved_step = step
         if planned and self._path is not None:
             share_adopted(self.run.saver.adopted, self._adoption(trainer, module).live)
             self._path.start_over()
