@@ -30,7 +30,7 @@ from shrinkpoint.quality.guards import Guard
 from shrinkpoint.quality.planner import Planner
 from shrinkpoint.quality.strategy import Plan, exactly
 from shrinkpoint.reports import SaveReport
-from shrinkpoint.saving.adopted import Adopted, adopted_of
+from shrinkpoint.saving.adopted import KEY, Adopted, adopted_of
 from shrinkpoint.saving.carried import carried_in, carrying
 from shrinkpoint.saving.committer import Committer
 from shrinkpoint.saving.fingerprint import changed_settings, settings_of
@@ -55,9 +55,8 @@ from shrinkpoint.warn import warn
 
 __all__ = ["AdoptingCommitter"]
 
-_STEPS_EACH = (
-    1.2  # what a resumed step of a probe is counted as: evaluations and copies of the state included
-)
+_STEPS_EACH = 1.2
+"""Training steps that a probe's resumed step counts as: evaluations and copies of the state included."""
 
 
 @dataclass
@@ -319,10 +318,8 @@ class AdoptingCommitter(Committer):
         Where the chain does not hold the last planned save (there was none, or it could not be stored), the branch carries the
         weights that the next one is quantized by.
         """
-        plan, parent = (
-            exactly(UNPLANNED, is_explained=True),
-            self._link.parent if self._link is not None else None,
-        )
+        plan = exactly(UNPLANNED, is_explained=True)
+        parent = self._link.parent if self._link is not None else None
         carries = parent is None and self._movement.step not in (None, job.step)
         encoded = encode_state(
             carrying(state, self._movement.noted) if carries else state,
@@ -355,28 +352,9 @@ class AdoptingCommitter(Committer):
         container = write_container(encoded.checkpoint)
         report = report_for(encoded, len(container))
         encoded_at = time.perf_counter()
-        manifest = self.open().commit(
-            container,
-            step=job.step,
-            kind=encoded.checkpoint.kind,
-            parent=parent,
-            state_digest=encoded.checkpoint.state_digest,
-            meta={
-                "save": report.to_json(),
-                "search": dict(last.search),
-                "lineage": self._lineage_of_this(),
-                "adoption": last.to_json(),
-            },
-        )
-        written_s = time.perf_counter() - encoded_at
-        self._store.copy_near(manifest, container)
-        return manifest, replace(
-            report,
-            seq=manifest.seq,
-            write_s=written_s,
-            redundancy=self._store.redundancy,
-            parity=self._store.parity,
-        )
+        noted = {"search": dict(last.search), KEY: last.to_json()}
+        manifest = self._commit(job, parent, encoded, container, report, **noted)
+        return manifest, self._stored(report, manifest, container, encoded_at)
 
     def _warn_size(self, report: SaveReport) -> None:
         if not self._warned_of_size:

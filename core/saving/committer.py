@@ -26,6 +26,7 @@ from shrinkpoint.schemes.base import ReferenceState, SaveContext
 from shrinkpoint.schemes.exactness import large_share
 from shrinkpoint.state.averages import confirmed
 from shrinkpoint.state.training import TrainingState
+from shrinkpoint.state.tree import JSON
 from shrinkpoint.store.keys import new_nonce
 from shrinkpoint.store.manifest import BlobRef, Manifest
 from shrinkpoint.store.run import RunStore, RunWriter
@@ -186,10 +187,20 @@ class Committer:
             search_s=self._spent_s() - spent,
             encode_s=encoded_at - started,
         )
-        manifest = self._commit(job, link, encoded, container, report)
+        noted: dict[str, JSON] = {"search": self.planner.state_dict()}
+        if self._config.weights_only:
+            noted[WEIGHTS_ONLY] = True
+        parent = link.parent if link else None
+        manifest = self._commit(job, parent, encoded, container, report, **noted)
         self._link = Link(manifest, dict(encoded.reference), exact=plan.is_exact)
         if not plan.is_explained:
             self._warn_exact(report)
+        return self._stored(report, manifest, container, encoded_at)
+
+    def _stored(
+        self, report: SaveReport, manifest: Manifest, container: bytes, encoded_at: float
+    ) -> SaveReport:
+        """The report of a save that has just been committed; copies it to this node."""
         written_s = time.perf_counter() - encoded_at
         self._store.copy_near(manifest, container)
         return replace(
@@ -233,20 +244,21 @@ class Committer:
         )
 
     def _commit(
-        self, job: Job, link: Link | None, encoded: EncodedState, container: bytes, report: SaveReport
+        self,
+        job: Job,
+        parent: Manifest | None,
+        encoded: EncodedState,
+        container: bytes,
+        report: SaveReport,
+        **meta: JSON,
     ) -> Manifest:
         return self.open().commit(
             container,
             step=job.step,
             kind=encoded.checkpoint.kind,
-            parent=link.parent if link else None,
+            parent=parent,
             state_digest=encoded.checkpoint.state_digest,
-            meta={
-                "save": report.to_json(),
-                "search": self.planner.state_dict(),
-                "lineage": self._lineage_of_this(),
-                **({WEIGHTS_ONLY: True} if self._config.weights_only else {}),
-            },
+            meta={"save": report.to_json(), "lineage": self._lineage_of_this(), **meta},
         )
 
     def _take_link(self) -> Link | None:

@@ -27,9 +27,8 @@ from shrinkpoint.warn import warn
 
 __all__ = ["Slimmed", "Slimmer", "make_weights", "without_optimizer"]
 
-_PER_SAVE = (
-    2  # more than one, so that older checkpoints are caught up with; few, so that no save takes much longer
-)
+_PER_SAVE = 2
+"""Checkpoints turned into weights at a save: more than one, to catch up with older ones; few, so that no save takes much longer."""
 
 
 @dataclass(frozen=True, kw_only=True)
