@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -160,12 +161,10 @@ class Catalog:
         if known is not None:
             return known
 
-        def parse(data: bytes, shown: str) -> Head:
-            ref.verify(data, shown)
-            return Head.from_bytes(data, shown)
-
         try:
-            head = read_checked(self._objects, ref.key, parse)
+            head = read_checked(
+                self._objects, ref.key, lambda data, shown: Head.from_bytes(ref.verify(data, shown), shown)
+            )
         except MissingKeyError as error:
             raise ChainError(
                 f"{self._objects.show(ref.key)}, the head of {ref.parts} parts, is missing"
@@ -276,12 +275,18 @@ def _exists(objects: ObjectStore, key: str) -> bool:
     return True
 
 
-def read_checked(objects: ObjectStore, key: str, parse: Callable[[bytes, str], T]) -> T:
-    """Read a small sealed object; what fails its checksum is read again before it counts as damaged."""
-    for attempt in range(1, _READS + 1):
-        try:
-            return parse(objects.get(key, max_size=MAX_MANIFEST_BYTES), objects.show(key))
-        except CorruptionError:
-            if attempt == _READS:
-                raise
-    raise AssertionError("_READS >= 1")
+def read_checked(
+    objects: ObjectStore, key: str, parse: Callable[[bytes, str], T], *, max_size: int = MAX_MANIFEST_BYTES
+) -> T:
+    """Read a whole object; what ``parse`` finds damaged is read again before it counts as that.
+
+    Args:
+        objects: The store.
+        key: Of the object.
+        parse: Checks and reads its bytes, given how messages name it.
+        max_size: As of `ObjectStore.get`.
+    """
+    for _ in range(_READS - 1):
+        with suppress(CorruptionError):
+            return parse(objects.get(key, max_size=max_size), objects.show(key))
+    return parse(objects.get(key, max_size=max_size), objects.show(key))

@@ -143,12 +143,13 @@ class BlobRef:
         more = {name: node[name] for name in _PARTS_FIELDS} if "parts" in node else {}
         return cls(**{name: node[name] for name in _REF_FIELDS}, **more)
 
-    def verify(self, data: bytes, shown: str) -> None:
-        """Raise CorruptionError unless ``data`` is what was written; ``shown`` names it in the message."""
+    def verify(self, data: bytes, shown: str) -> bytes:
+        """``data``, or a CorruptionError unless it is what was written; ``shown`` names it in the message."""
         if len(data) != self.size:
             raise CorruptionError(f"{shown} has {len(data)} bytes instead of {self.size}")
         if hashlib.sha256(data).hexdigest() != self.sha256:
             raise CorruptionError(f"{shown} does not match its checksum: the stored bytes are damaged")
+        return data
 
 
 @dataclass(frozen=True, kw_only=True)

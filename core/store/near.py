@@ -181,9 +181,7 @@ class NearCopies:
     def read(self, ref: BlobRef) -> bytes | None:
         """A container, if there is a copy whose length and SHA-256 are those of the manifest."""
         try:
-            data = self._objects.get(ref.key, max_size=ref.size)
-            ref.verify(data, self._objects.show(ref.key))
-            return data
+            return ref.verify(self._objects.get(ref.key, max_size=ref.size), self._objects.show(ref.key))
         except MissingKeyError:
             return None
         except ShrinkpointError as error:

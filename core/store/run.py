@@ -8,13 +8,12 @@ from typing import Literal, TypeVar
 from shrinkpoint.errors import (
     ChainError,
     ConfigError,
-    CorruptionError,
     FormatError,
     NoCheckpointError,
     RunMismatchError,
     UnsupportedFormatError,
 )
-from shrinkpoint.store.catalog import Catalog, DamagedCheckpoint, Listing
+from shrinkpoint.store.catalog import Catalog, DamagedCheckpoint, Listing, read_checked
 from shrinkpoint.store.connect import StorageOptions, open_objects, shared_fate
 from shrinkpoint.store.identity import create_record, is_begun_here, read_record, run_id_of, what_is_there
 from shrinkpoint.store.keys import COMMITTED_KEY, FORMAT_KEY
@@ -36,7 +35,6 @@ __all__ = ["RunStore", "RunWriter"]
 T = TypeVar("T")
 
 _READERS = 8
-_READS = 3
 _RESTARTS = 3
 
 
@@ -219,19 +217,11 @@ class RunStore:
         """
         if self._near is not None and (copy := self._near.read(ref)) is not None:
             return copy
-        shown = self._objects.show(ref.key)
-        for attempt in range(1, _READS + 1):
-            try:
-                data = self._objects.get(ref.key, max_size=ref.size)
-                ref.verify(data, shown)
-                return data
-            except MissingKeyError as error:
-                raise ChainError(f"{shown}, which checkpoint {manifest.seq} needs, is missing") from error
-            except CorruptionError:
-                # A byte that was damaged on its way is right the next time.
-                if attempt == _READS:
-                    raise
-        raise AssertionError("_READS >= 1")
+        try:
+            return read_checked(self._objects, ref.key, ref.verify, max_size=ref.size)
+        except MissingKeyError as error:
+            shown = self._objects.show(ref.key)
+            raise ChainError(f"{shown}, which checkpoint {manifest.seq} needs, is missing") from error
 
     def fetch_range(self, ref: BlobRef, start: int, end: int) -> bytes:
         """Bytes ``start`` (included) to ``end`` (excluded) of one container; the caller checks them.

@@ -16,6 +16,7 @@ from shrinkpoint.errors import (
     StoreError,
     UnsupportedFormatError,
 )
+from shrinkpoint.store.catalog import read_checked
 from shrinkpoint.store.keys import FORMAT_KEY, is_own_key, new_nonce
 from shrinkpoint.store.manifest import seal, unseal
 from shrinkpoint.store.objects import MissingKeyError, ObjectStore
@@ -186,21 +187,17 @@ def read_member(objects: ObjectStore, key: str = MEMBER_KEY) -> Member | None:
         RunMismatchError: What it says makes no sense.
         StoreError: It cannot be read.
     """
-    shown = objects.show(key)
-    for attempt in range(3):  # what was damaged on its way is right the next time
-        try:
-            return Member.from_bytes(objects.get(key, max_size=_MAX_BYTES), shown)
-        except MissingKeyError:
-            return None
-        except CorruptionError as error:
-            if attempt == 2:
-                raise RunMismatchError(
-                    f"{error}. If this store is one of the set, delete that file and `shrinkpoint heal`; its other files are"
-                    " checked before they are used"
-                ) from error
-        except FormatError as error:
-            raise RunMismatchError(f"{error}: choose another store") from error
-    raise AssertionError("three attempts")
+    try:
+        return read_checked(objects, key, Member.from_bytes, max_size=_MAX_BYTES)
+    except MissingKeyError:
+        return None
+    except CorruptionError as error:
+        raise RunMismatchError(
+            f"{error}. If this store is one of the set, delete that file and `shrinkpoint heal`; its other files are checked"
+            " before they are used"
+        ) from error
+    except FormatError as error:
+        raise RunMismatchError(f"{error}: choose another store") from error
 
 
 def is_member(objects: ObjectStore, record: bytes) -> bool:
