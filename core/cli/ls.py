@@ -22,6 +22,7 @@ from shrinkpoint.cli.runs import OpenRun, describe_manifest, find_damage, open_r
 from shrinkpoint.errors import FormatError, ShrinkpointWarning
 from shrinkpoint.store.below import ObjectsBelow
 from shrinkpoint.store.keys import STEPS_PREFIX
+from shrinkpoint.warn import warn
 
 if TYPE_CHECKING:
     from shrinkpoint.steps.overview import LogOverview
@@ -110,7 +111,7 @@ def _pins(run: OpenRun) -> Mapping[str, int]:
     try:
         return run.store.pins()
     except FormatError as error:  # the checkpoints are worth showing all the same
-        warnings.warn(f"the pins are not shown: {error}", ShrinkpointWarning, stacklevel=2)
+        warn(f"the pins are not shown: {error}")
         return {}
 
 

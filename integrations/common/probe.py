@@ -1,7 +1,6 @@
 """Framework-independent parts of measuring the loss during training: kept batches, and preserved metrics."""
 
 import copy
-import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -11,9 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from shrinkpoint.errors import ConfigError, ShrinkpointWarning
+from shrinkpoint.errors import ConfigError
 from shrinkpoint.integrations.common.ranks import gather
 from shrinkpoint.reports import SaveReport
+from shrinkpoint.warn import warn
 
 __all__ = [
     "MORE_BATCHES",
@@ -104,10 +104,9 @@ class KeptBatches:
             kept.append(to_host(batch))
         except Exception as error:  # noqa: BLE001 - training continues after any error of a batch's own methods
             self._most = 0
-            warnings.warn(
+            warn(
                 f"the quality of checkpoints cannot be measured on batches of {type(batch).__name__}, which cannot be copied"
                 f" ({type(error).__name__}: {error})",
-                ShrinkpointWarning,
                 stacklevel=3,
             )
 

@@ -8,16 +8,15 @@ No event fires right before an iterator is built. So for that moment the loader 
 gets its class back when the epoch's first batch starts.
 """
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from composer.core import State
 
-from shrinkpoint.errors import ShrinkpointWarning
 from shrinkpoint.integrations.common.loaders import generators, set_generators
 from shrinkpoint.integrations.composer.skipping import SkippingSampler, can_skip
 from shrinkpoint.state.rng import capture_rng, restore_rng
+from shrinkpoint.warn import warn
 
 __all__ = ["DataPlace"]
 
@@ -139,10 +138,8 @@ class DataPlace:
             self._watch = _Watch(state.dataloader, lambda: before(state), built, skipping if skip else None)
         except TypeError as error:
             if self._pending is not None:
-                warnings.warn(
-                    f"the order of the samples cannot be restored for a {type(state.dataloader).__name__}: {error}",
-                    ShrinkpointWarning,
-                    stacklevel=2,
+                warn(
+                    f"the order of the samples cannot be restored for a {type(state.dataloader).__name__}: {error}"
                 )
 
     def _unwatch(self) -> None:

@@ -1,14 +1,13 @@
 """The start of a Composer run: checks that it can be saved to its url, and continues it from the newest checkpoint."""
 
 import logging
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from composer.core import State
 from composer.loggers import Logger
 
-from shrinkpoint.errors import ConfigError, ShrinkpointWarning
+from shrinkpoint.errors import ConfigError
 from shrinkpoint.integrations.common.ranks import is_first, on_first, world_size
 from shrinkpoint.integrations.common.run_session import RunSession
 from shrinkpoint.integrations.composer.data import DataPlace
@@ -153,10 +152,8 @@ def _take_place(stored: Mapping[str, Any], data: DataPlace) -> bool:
         by, here = f"{world} processes", f"is continued by {world_size()}"
         if world == world_size():
             by, here = f"{by} with shards of the model", "is continued without, or was compacted"
-        warnings.warn(
-            f"the checkpoint was saved by {by} and {here}: random numbers and the order of samples will differ",
-            ShrinkpointWarning,
-            stacklevel=2,
+        warn(
+            f"the checkpoint was saved by {by} and {here}: random numbers and the order of samples will differ"
         )
     return place is not None
 
@@ -167,11 +164,9 @@ def _warn_resumed(run: RunSession, state: State) -> None:
     _log.info("continuing %s from batch %d", run.settings.url, int(state.timestamp.batch))
     done = state.get_elapsed_duration() if state.max_duration is not None else None
     if done is not None and done >= 1.0:
-        warnings.warn(
+        warn(
             f"the run in {run.settings.url} is complete: max_duration={state.max_duration} was reached at batch"
-            f" {int(state.timestamp.batch)}. Raise max_duration to continue; Trainer.fit will report that there is nothing to train",
-            ShrinkpointWarning,
-            stacklevel=2,
+            f" {int(state.timestamp.batch)}. Raise max_duration to continue; Trainer.fit will report that there is nothing to train"
         )
 
 
@@ -179,9 +174,7 @@ def _warn_newer(run: RunSession, state: State, loaded: str) -> None:
     newest = on_first(lambda: next(iter(run.saver.store.manifests()), None))
     batch = int(state.timestamp.batch)
     if newest is not None and newest.step > batch and is_first():
-        warnings.warn(
+        warn(
             f"load_path={loaded!r} takes precedence: the run continues from its batch {batch}, although {run.settings.url} has"
-            f" batch {newest.step}. Leave load_path (and autoresume) out to continue from there",
-            ShrinkpointWarning,
-            stacklevel=2,
+            f" batch {newest.step}. Leave load_path (and autoresume) out to continue from there"
         )

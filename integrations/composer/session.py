@@ -1,7 +1,6 @@
 """One Composer run that is being saved: the handlers of the callback's events."""
 
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -12,7 +11,7 @@ from composer.core import Event, State
 from composer.loggers import Logger
 from composer.utils import dist
 
-from shrinkpoint.errors import ConfigError, ShrinkpointWarning
+from shrinkpoint.errors import ConfigError
 from shrinkpoint.integrations.common.adopting import PathBatches, share_adopted, with_adoptions
 from shrinkpoint.integrations.common.gradients import GradientCollector
 from shrinkpoint.integrations.common.hook_states import restore_hook_states
@@ -49,6 +48,7 @@ from shrinkpoint.loop.gradient_buckets import (
 )
 from shrinkpoint.runtime.termination import TerminationRequest
 from shrinkpoint.saving.takeover import Adoption
+from shrinkpoint.warn import warn
 
 __all__ = ["Session"]
 
@@ -107,11 +107,9 @@ class Session:
         require_supported(state)
         self.run.require_own_url(state.callbacks)
         if is_first() and any(isinstance(callback, CheckpointSaver) for callback in state.callbacks):
-            warnings.warn(
+            warn(
                 f"save_folder makes Composer write checkpoints of its own too, in full size, while training waits. They are"
-                f" independent of those in {self.settings.run.url}; without save_folder the run is saved and continued as well",
-                ShrinkpointWarning,
-                stacklevel=2,
+                f" independent of those in {self.settings.run.url}; without save_folder the run is saved and continued as well"
             )
         if self._path is not None:
             self._require_adoptable(state)
