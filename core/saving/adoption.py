@@ -185,7 +185,7 @@ class AdoptingCommitter(Committer):
             stored = self._store_exactly(job, state, started)
         else:
             try:
-                stored = self._store_planned(job, job.takeover, state, started, spent)
+                stored = self._store_planned(job, job.takeover, state, spent)
             finally:
                 job.takeover.withdraw()
         self._warn_diverged(stored)
@@ -193,9 +193,7 @@ class AdoptingCommitter(Committer):
         self._slim()
         return stored
 
-    def _store_planned(
-        self, job: Job, takeover: Takeover, state: TrainingState, started: float, spent: float
-    ) -> SaveReport:
+    def _store_planned(self, job: Job, takeover: Takeover, state: TrainingState, spent: float) -> SaveReport:
         try:
             reference = self._chain.reference(self._movement.noted, period_of(self._config))
             staging = Staging(state, reference, takeover.exactly, threads=self._config.waiting_threads)

@@ -49,7 +49,6 @@ and the seal: xxh3-128 of all of this before it, and of the header."""
 
 _SEAL_AT = PREFIX.size - 16
 _HEX = frozenset("0123456789abcdef")
-_MAX_TURN = 10**8 - 1
 _KEY = re.compile(r"([0-9]{8})-([0-9a-f]{16})-([0-9]{10})\.steps")
 
 

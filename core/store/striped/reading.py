@@ -60,7 +60,7 @@ class RangeReader:
             return b""
         wanted = self._wanted(start, end)
         while lacking := self._lacking(wanted):
-            self._fetch(self._next(wanted, lacking))
+            self._fetch(self._next(lacking))
         size = self._cut.shard_bytes
         rebuilt: dict[int, list[Shard]] = {}
         parts = []
@@ -100,9 +100,7 @@ class RangeReader:
                     lacking.setdefault(block, []).append(place)
         return lacking
 
-    def _next(
-        self, wanted: dict[int, Blocks], lacking: dict[int, list[int]]
-    ) -> dict[int, tuple[int, Blocks]]:
+    def _next(self, lacking: dict[int, list[int]]) -> dict[int, tuple[int, Blocks]]:
         """What to fetch now: by store, the place and the blocks. The data itself where its stores are well, else parity."""
         chosen: dict[int, tuple[int, Blocks]] = {}
         places = sorted({place for by in lacking.values() for place in by})
