@@ -17,6 +17,7 @@ from shrinkpoint.runtime.progress import waiting_for
 from shrinkpoint.runtime.worker import Worker
 from shrinkpoint.saver import Restored
 from shrinkpoint.saving.address import Address
+from shrinkpoint.saving.arguments import plain_metrics
 from shrinkpoint.saving.meta import lineage_of, not_finite_text
 from shrinkpoint.saving.takeover import Adoption, Takeover, WaitingShare
 from shrinkpoint.saving.warmup import Warmup
@@ -236,6 +237,11 @@ class ShardedSaver:
             self._join()
         waited_s = time.perf_counter() - started
         found, error = self._captured(state, describe)
+        numbers: dict[str, float] = {}
+        try:
+            numbers = plain_metrics(metrics or {})
+        except ConfigError as refused:  # all ranks raise it together
+            error = error or refused
         agreed = self._agree(
             step,
             error,
@@ -266,7 +272,7 @@ class ShardedSaver:
         takeover = None if planned is None else takeover_for(shards, describe, planned, waited_s)
         save = Save(
             job=job,
-            metrics={name: float(value) for name, value in (metrics or {}).items()},
+            metrics=numbers,
             optimizers=tuple(OptimizerKind.of(optimizer) for optimizer in optimizers),
             blocked_s=time.perf_counter() - started - (waited_s if takeover is not None else 0.0),
             began=self._publisher.open().now() if self._publisher else 0.0,

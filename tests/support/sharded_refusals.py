@@ -59,6 +59,8 @@ def unrepresentable(rank: int, world: int, url: str) -> dict[str, Any]:
     odd.value = Wrapped(torch.ones(3)) if rank == world - 1 else 0
     seen["subclass"] = told(lambda: checkpointer.save(3, wait=True))
     odd.value = 0
+    loss = torch.ones(2) if rank == 1 else 1.0
+    seen["metrics"] = told(lambda: checkpointer.save(4, metrics={"loss": loss}, wait=True))
     filled.fill(4)
     checkpointer.save(4, wait=True)
     seen["afterwards"] = [(report.step, report.kind) for report in checkpointer.reports()]

@@ -42,6 +42,8 @@ def test_what_one_rank_cannot_represent_is_refused_on_all(tmp_path: Path) -> Non
         assert seen["mesh"].startswith("CannotRepresentError")
         assert seen["subclass"].startswith("CannotRepresentError")
         assert "of which it is not known which box of a tensor each rank holds" in seen["subclass"]
+        assert seen["metrics"].startswith("ConfigError")
+        assert "metrics['loss']=a Tensor must be one number" in seen["metrics"]
         assert seen["afterwards"] == [(1, "base"), (4, "delta")]
     assert shrinkpoint.load(url)["step"] == 4
 
