@@ -126,7 +126,7 @@ class Blobs:
                 return self._get(key, self._guess(layout), start, end, max_size)
             except Insufficient:
                 pass
-            silent = self._group.health.ill
+            silent = self._group.health.failing
             what = f"{key}: {error}"
             if silent and not self._group.reads_anyway:
                 raise self._group.unreadable(
@@ -138,7 +138,7 @@ class Blobs:
 
     def _get(self, key: str, layout: Layout, start: int | None, end: int | None, max_size: int) -> bytes:
         problem: Insufficient | None = None
-        # The geometry of which the most stores that are well have a shard comes first.
+        # The geometry of which the most stores that work have a shard comes first.
         for geometry in sorted(layout, key=lambda g: (self._well(layout[g]) - g.k, g), reverse=True):
             first, last = start or 0, geometry.length if end is None else end
             if not 0 <= first <= last <= geometry.length or last - first > max_size:
@@ -164,7 +164,7 @@ class Blobs:
 
     def _well(self, places: dict[int, list[int]]) -> int:
         return sum(
-            any(not self._group.health.is_ill(store) for store in stores) for stores in places.values()
+            any(not self._group.health.is_failing(store) for store in stores) for stores in places.values()
         )
 
     def fold(self, listed: dict[int, list[tuple[ShardName, ObjectInfo]]]) -> list[ObjectInfo]:

@@ -56,7 +56,7 @@ class Answers(Generic[T]):
 
 
 class Calls:
-    """Requests to stores on threads of their own; they do not hold up the end of the process.
+    """Makes requests to stores in daemon threads, which do not delay the end of the process.
 
     Args:
         health: Notes who answered and who did not.
@@ -76,12 +76,12 @@ class Calls:
         enough: int,
         alone_s: float | None = None,
     ) -> Answers[T]:
-        """``work(store)`` of each at once. Whoever raises a StoreError has failed; what else is raised comes through.
+        """Call ``work(store)`` for each at once. A StoreError counts as the store's failure; any other exception is raised.
 
         Args:
-            stores: Whom to ask.
-            work: What to ask.
-            enough: With so many answers, those that are far behind are left out.
+            stores: Which ones to ask.
+            work: The request.
+            enough: Once there are so many answers, stores that take much longer are not waited for.
             alone_s: Where fewer have answered, wait no longer than this for any; None: as long as ``limit_s``.
         """
         answers: Answers[T] = Answers()

@@ -91,8 +91,8 @@ class Group:
         Whether saving goes on then is another matter: it takes `quorum.write` stores, which with two stores, or with
         ``parity=2`` in three or four, are more than are left.
         """
-        ill = len(self.health.ill)
-        return max(0, min(self.parity - ill, len(self.stores) - ill - self.quorum.read))
+        failing = len(self.health.failing)
+        return max(0, min(self.parity - failing, len(self.stores) - failing - self.quorum.read))
 
     # ---- who belongs to it
 
@@ -174,8 +174,8 @@ class Group:
 
     def all_exclusive(self) -> bool:
         """Whether every store that answers honours put-if-absent, so that a majority of them has one winner."""
-        well = [store for store in self.everyone if not self.health.is_ill(store)]
-        self.calls.ask(well, self._is_exclusive, enough=self.quorum.write)
+        working = [store for store in self.everyone if not self.health.is_failing(store)]
+        self.calls.ask(working, self._is_exclusive, enough=self.quorum.write)
         self._is_conditional = all(list(self._honours.values()))
         return self._is_conditional
 
@@ -196,15 +196,15 @@ class Group:
     # ---- reading and writing
 
     def read(self, work: Callable[[int], T]) -> dict[int, T]:
-        """Ask enough stores that whatever was committed is seen, and all that are well.
+        """Ask enough stores that whatever was committed is seen, and all that work.
 
         Raises:
             StoreError: Fewer answer than it takes; the message says which and why.
         """
         need = self.to_read
-        first = [store for store in self.everyone if not self.health.rests(store)]
+        first = [store for store in self.everyone if not self.health.backs_off(store)]
         answers = self.calls.ask(first, work, enough=max(need, len(first) - self.parity))
-        if len(answers.of) < need:  # those that rest may be well again
+        if len(answers.of) < need:  # those in their backoff may work again
             more = [store for store in self.everyone if store not in first]
             later = self.calls.ask(more, work, enough=need - len(answers.of))
             answers.of.update(later.of)
@@ -220,9 +220,9 @@ class Group:
         return answers.of
 
     def writable(self) -> list[int]:
-        """The stores to write to: those that are well, or all where these are too few."""
-        well = [store for store in self.everyone if not self.health.rests(store)]
-        return well if len(well) >= self.quorum.write else list(self.everyone)
+        """The stores to write to: those that work, or all where these are too few."""
+        working = [store for store in self.everyone if not self.health.backs_off(store)]
+        return working if len(working) >= self.quorum.write else list(self.everyone)
 
     def write(self, work: Callable[[int], T], stores: Sequence[int] | None = None) -> dict[int, T]:
         """Have as many stores do something as it takes to commit, each confirmed to be the right one first.
@@ -250,7 +250,7 @@ class Group:
         return self._error(
             f"{done} of {len(self.stores)} stores could be written to, and {self.quorum.write} are needed",
             transient,
-            self.health.ill,
+            self.health.failing,
         )
 
     def unreadable(self, what: str, stores: Sequence[int]) -> StoreError:

@@ -1,7 +1,7 @@
-"""What a process has seen of the stores of a set: which ones fail, since when they rest, how long they take.
+"""What a process has seen of the stores of a set: which ones fail, how long each is left alone (backoff), how long answers take.
 
-An opinion: it decides whom to ask first and what to report, never what is safe. Whoever rests is asked all the same where
-the others are not enough.
+This decides which stores are asked first and what is reported, never what is safe: a store in its backoff is asked all the
+same where the others are not enough.
 """
 
 import time
@@ -12,15 +12,15 @@ from shrinkpoint.warn import warn
 
 __all__ = ["Health"]
 
-_SHORTEST_REST_S = 5.0
-_LONGEST_REST_S = 300.0
+_SHORTEST_BACKOFF_S = 5.0
+_LONGEST_BACKOFF_S = 300.0
 
 
 @dataclass
 class _State:
     reason: str | None = None
     until: float = 0.0
-    rest_s: float = 0.0
+    backoff_s: float = 0.0
     transient: bool = False
     warned: bool = False
     warned_at: float = float("-inf")
@@ -29,7 +29,7 @@ class _State:
 
 
 class Health:
-    """Opinions on `count` stores.
+    """The state of each store, as far as this process knows.
 
     Args:
         shown: Their names in messages.
@@ -41,22 +41,22 @@ class Health:
         self._states = [_State() for _ in shown]
         self._clock = clock
 
-    def rests(self, store: int) -> bool:
-        """Whether it failed a short while ago, and is better left alone."""
+    def backs_off(self, store: int) -> bool:
+        """Whether it failed a short while ago, and is left alone for now."""
         return self._states[store].until > self._clock()
 
-    def is_ill(self, store: int) -> bool:
-        """Whether the last that was heard of it was a failure."""
+    def is_failing(self, store: int) -> bool:
+        """Whether its last answer was a failure."""
         return self._states[store].reason is not None
 
     @property
-    def ill(self) -> list[int]:
-        """Those."""
-        return [store for store in range(len(self._states)) if self.is_ill(store)]
+    def failing(self) -> list[int]:
+        """The stores whose last answer was a failure."""
+        return [store for store in range(len(self._states)) if self.is_failing(store)]
 
     def is_known(self, store: int) -> bool:
         """Whether anything was heard of it yet: an answer, or a failure."""
-        return self._states[store].seconds is not None or self.is_ill(store)
+        return self._states[store].seconds is not None or self.is_failing(store)
 
     def why(self, store: int) -> str | None:
         """What was wrong with it the last time."""
@@ -70,20 +70,20 @@ class Health:
         """It works."""
         state = self._states[store]
         state.seconds = seconds
-        state.reason, state.until, state.rest_s = None, 0.0, 0.0
+        state.reason, state.until, state.backoff_s = None, 0.0, 0.0
 
     def may_recover(self, stores: Sequence[int]) -> bool:
         """Whether one of these failed for a passing reason, so that another attempt makes sense."""
         return any(self._states[store].transient for store in stores)
 
     def failed(self, store: int, reason: str, *, transient: bool = False) -> None:
-        """It does not work: let it rest, twice as long as the last time."""
+        """It does not work: leave it alone, twice as long as the last time."""
         state = self._states[store]
         state.reason, state.transient = reason, transient
         now = self._clock()
         if state.until <= now:  # several requests that fail together are one failure
-            state.rest_s = min(max(2 * state.rest_s, _SHORTEST_REST_S), _LONGEST_REST_S)
-            state.until = now + state.rest_s
+            state.backoff_s = min(max(2 * state.backoff_s, _SHORTEST_BACKOFF_S), _LONGEST_BACKOFF_S)
+            state.until = now + state.backoff_s
 
     def describe(self, stores: Sequence[int]) -> str:
         """These stores and what is wrong with them, for a message."""
@@ -98,7 +98,7 @@ class Health:
             elif not state.warned:
                 state.warned = True
                 if (
-                    now - state.warned_at > _LONGEST_REST_S
+                    now - state.warned_at > _LONGEST_BACKOFF_S
                 ):  # an intermittent failure warns again now and then
                     state.warned_at = now
                     new.append(store)

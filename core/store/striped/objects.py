@@ -144,7 +144,8 @@ class StripedObjects:
         entries = self._records.fold(records)
         if len(records) < self.group.to_read:
             raise self.group.unreadable(
-                f"{len(records)} of {len(listed)} listings could be read to their end", self.group.health.ill
+                f"{len(records)} of {len(listed)} listings could be read to their end",
+                self.group.health.failing,
             )
         entries = [info for info in entries if info.key.startswith(prefix)]
         entries += self._blobs.fold(shards)

@@ -101,33 +101,33 @@ class RangeReader:
         return lacking
 
     def _next(self, lacking: dict[int, list[int]]) -> dict[int, tuple[int, Blocks]]:
-        """What to fetch now: by store, the place and the blocks. The data itself where its stores are well, else parity."""
+        """What to fetch now: by store, the place and the blocks. The data itself where its stores work, else parity."""
         chosen: dict[int, tuple[int, Blocks]] = {}
         places = sorted({place for by in lacking.values() for place in by})
-        illness: set[int] = set()  # blocks whose own shard is with a store that is ill, or did not answer
+        unavailable: set[int] = set()  # blocks whose own shard is in a store that fails
         for place in places:
             mine = [block for block, by in lacking.items() if place in by]
             blocks = min(mine), max(mine) + 1
-            store = self._holder(place, blocks, chosen, ill=False)
+            store = self._holder(place, blocks, chosen, failing=False)
             if store is None:
-                illness.update(mine)
+                unavailable.update(mine)
             else:
                 chosen[store] = place, blocks
-        if not illness:
+        if not unavailable:
             return chosen
-        hull = min(illness), max(illness) + 1
+        hull = min(unavailable), max(unavailable) + 1
         narrow = chosen
         # To rebuild, every shard must reach over all of it. What was asked for in vain in this width is not asked for again.
         wide = {s: (p, (min(b[0], hull[0]), max(b[1], hull[1]))) for s, (p, b) in chosen.items()}
         chosen = {s: (p, b) for s, (p, b) in wide.items() if (s, p, *b) not in self._tried}
-        short = self._cut.k - min(self._count(block) for block in illness) - len(chosen)
-        for ill in (False, True):
+        short = self._cut.k - min(self._count(block) for block in unavailable) - len(chosen)
+        for failing in (False, True):
             for place in range(self._cut.shards):
                 if short <= 0:
                     break
                 if place in {p for p, _ in chosen.values()} or self._has(place, hull):
                     continue
-                store = self._holder(place, hull, chosen, ill=ill)
+                store = self._holder(place, hull, chosen, failing=failing)
                 if store is not None:
                     chosen[store] = place, hull
                     short -= 1
@@ -144,11 +144,11 @@ class RangeReader:
         return all(block in self._blocks.get(place, {}) for block in range(*blocks))
 
     def _holder(
-        self, place: int, blocks: Blocks, chosen: dict[int, tuple[int, Blocks]], *, ill: bool
+        self, place: int, blocks: Blocks, chosen: dict[int, tuple[int, Blocks]], *, failing: bool
     ) -> int | None:
         """A store that has this place, is free, and was not asked for it before."""
         for store in self._untried(place, blocks):
-            if store not in chosen and (ill or not self._group.health.is_ill(store)):
+            if store not in chosen and (failing or not self._group.health.is_failing(store)):
                 return store
         return None
 

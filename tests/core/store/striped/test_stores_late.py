@@ -55,7 +55,7 @@ def test_one_that_hangs_is_left_out_after_the_floor() -> None:
     release.set()
     assert there == {0, 1}
     assert 0.2 <= seconds < 50
-    assert health.ill == [2]
+    assert health.failing == [2]
     assert "has not answered for" in str(health.why(2))
 
 
@@ -76,23 +76,23 @@ def test_where_the_others_take_long_it_has_so_many_times_as_long() -> None:
 def test_within_either_it_counts(patience: Patience) -> None:
     there, _, health = asked(patience, others_s=0.1, late=0.3)
     assert there == {0, 1, 2}
-    assert health.ill == []
+    assert health.failing == []
 
 
 def test_the_first_answer_may_take_as_long_as_it_takes_to_connect() -> None:
     patience = Patience(late_floor_s=0.0, late_factor=0.0, alone_s=40.0)
     there, _, health = asked(patience, others_s=0.0, late=0.3, known=False)
     assert there == {0, 1, 2}
-    assert health.ill == []
+    assert health.failing == []
     there, _, health = asked(patience, others_s=0.0, late=0.3)
     assert there == {0, 1}
-    assert health.ill == [2]
+    assert health.failing == [2]
 
 
 def test_nobody_is_late_as_long_as_too_few_have_answered() -> None:
     there, _, health = asked(Patience(late_floor_s=0.0, late_factor=0.0), others_s=0.0, late=0.3, enough=3)
     assert there == {0, 1, 2}
-    assert health.ill == []
+    assert health.failing == []
 
 
 def test_the_limit_ends_all_waiting() -> None:
@@ -113,7 +113,7 @@ def test_a_container_is_cut_anew_without_the_straggler() -> None:
     for store in others:  # 3+1 was begun, and 2+1 is whole without it
         assert Geometry(2, 1, len(BIG)) in {name.geometry for name in stores.shards(store)}
     assert stores.shards(1) == []
-    assert objects.group.health.ill == [1]
+    assert objects.group.health.failing == [1]
     release.set()
     for lost in others:  # the redundancy is what it was
         stores.each[lost].lose()

@@ -352,7 +352,7 @@ def test_range_touches_the_shards_that_it_needs() -> None:
         assert {int(key.split(".")[-2]) for _, key in reads(stores)} == places
 
 
-def test_parity_is_read_at_once_where_a_store_is_ill() -> None:
+def test_parity_is_read_at_once_where_a_store_fails() -> None:
     stores = Stores()
     objects = stores.objects()
     objects.put(KEY, BIG)
@@ -621,7 +621,7 @@ def test_what_an_absent_store_kept_is_deleted_by_the_next_collection() -> None:
 def test_pickle_forgets_opinions() -> None:
     objects = StripedObjects([LocalObjects("/tmp/a"), LocalObjects("/tmp/b")], parity=1)
     objects.group.health.failed(0, "ill")
-    assert pickle.loads(pickle.dumps(objects)).group.health.ill == []
+    assert pickle.loads(pickle.dumps(objects)).group.health.failing == []
 
 
 def test_injected_errors_are_store_errors() -> None:
