@@ -185,7 +185,7 @@ class Saver:
         specs = {name: spec for name, spec in live.specs.items() if is_followed(spec)}
         tensors = {name: live.tensors[name].detach().to("cpu", copy=True) for name in specs}
         self._continuation.begin(TrainingState(None, tensors, specs), plain_step(step))
-        self._go_on()
+        self._settle_if_idle()
 
     def save(
         self,
@@ -246,7 +246,7 @@ class Saver:
             self.flush()
         waited_s = time.perf_counter() - started
         self._newest = None  # a later `restore` finds this checkpoint, or a newer one
-        self._go_on()
+        self._settle_if_idle()
         captured = TrainingState.capture(state, describe)
         if self.config.weights_only:  # after a restore, a fresh optimizer makes the steps
             captured, resumed, optimizers = without_optimizer(captured), None, ()
@@ -453,7 +453,7 @@ class Saver:
                 " a resumed run differs from an undisturbed one",
                 stacklevel=3,
             )
-        self._go_on()
+        self._settle_if_idle()
         self._reader.warn_if_diverged(manifest)
         if is_weights_only(manifest.meta):
             warn(
@@ -480,7 +480,7 @@ class Saver:
         """
         self._newest = None
         self._continuation.forget(follows)
-        self._go_on()
+        self._settle_if_idle()
 
     @property
     def lineage(self) -> str | None:
@@ -491,6 +491,6 @@ class Saver:
         with self._warmup.paused():
             return decode_checkpoint(manifest, containers, threads=self.config.encoder_threads)
 
-    def _go_on(self) -> None:
+    def _settle_if_idle(self) -> None:
         if not self.busy:
             self._continuation.settle()

@@ -1,4 +1,4 @@
-"""What a training goes on from when it is saved next: noted while a save is under way, and handed to the committer when none is."""
+"""What the next save continues: noted while a save is under way, and handed to the committer when none is."""
 
 from shrinkpoint.coding.encode import Decoded
 from shrinkpoint.config import SaverConfig
@@ -12,10 +12,10 @@ __all__ = ["Continuation"]
 
 
 class Continuation:
-    """A checkpoint that was restored, a state that a training starts from, or nothing; a save under way belongs to what was before.
+    """The next save continues a restored checkpoint, a training's first state, or nothing; a save under way is not affected.
 
     Args:
-        committer: that goes on from it.
+        committer: makes the saves.
         config: how to save.
     """
 

@@ -1,4 +1,4 @@
-"""When failed saves end a training, and what is said until then."""
+"""Decides when failed saves end a training, and warns until then."""
 
 from time import monotonic
 

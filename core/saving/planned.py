@@ -1,4 +1,4 @@
-"""What planned saves are quantized after and by: the joints between an adopting training and its container chain."""
+"""What a planned save is quantized against: the values adopted last, whether a reader finds them in a container or not."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -72,7 +72,7 @@ class PlannedChain:
     """What a reader holds of its container; nothing while it is not stored."""
 
     def reference(self, noted: Mapping[str, torch.Tensor], period: int) -> dict[str, ReferenceState] | None:
-        """What the next save is quantized after: the values adopted last, whether their container is stored or not.
+        """The reference of the next save: the values adopted last, whether their container is stored or not.
 
         Args:
             noted: the weights that were adopted last, by name.

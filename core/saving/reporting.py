@@ -1,4 +1,4 @@
-"""What is said of a save: its report, and the provenance in its container."""
+"""Makes the report of a save, and the provenance in its container."""
 
 import math
 import platform

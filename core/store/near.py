@@ -18,7 +18,7 @@ from shrinkpoint.warn import warn
 __all__ = ["NEAR_KEY", "NearCopies", "is_near"]
 
 NEAR_KEY = "near.json"
-"""Says that a folder holds copies, which their writer deletes as he likes, and of which run."""
+"""Marks a folder as one of copies, which their writer may delete at any time, and names their run."""
 
 _MAGIC = "shrinkpoint-near"
 _LOOK_AT = 1000

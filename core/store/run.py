@@ -395,7 +395,7 @@ class RunStore:
             )
 
     def _refuse_near(self) -> None:
-        """The copies on a node are another writer's, who deletes what he does not need."""
+        """Refuse to write to a folder of copies: the writer of their run deletes in it."""
         if self.stores is None and is_near(self._objects):
             raise RunMismatchError(
                 f"{self.display} holds the copies that near= keeps of another run: give that run's URL. If it is lost, delete"
