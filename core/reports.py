@@ -8,7 +8,7 @@ from typing import Literal
 from shrinkpoint.schemes.exactness import ExactPart, parts_json
 from shrinkpoint.state.tree import JSON
 
-__all__ = ["Accepted", "Measured", "SaveReport"]
+__all__ = ["Accepted", "Measured", "SaveReport", "finite_or_none"]
 
 Measured = Literal["measured", "exact", "unmeasured", "blind"]
 """How a checkpoint's degradation is known: measured; 0 because all is exact; unknown; unknown because the evaluation
@@ -162,11 +162,12 @@ class SaveReport:
             "parity",
         ):  # known only once the manifest that contains this is stored
             del report[name]
-        report["metrics"] = {name: _finite(value) for name, value in self.metrics.items()}
+        report["metrics"] = {name: finite_or_none(value) for name, value in self.metrics.items()}
         for name in ("resumed", "resumed_high"):
-            report[name] = {steps: _finite(rise) for steps, rise in getattr(self, name).items()}
-        return {name: _finite(value) for name, value in report.items()}
+            report[name] = {steps: finite_or_none(rise) for steps, rise in getattr(self, name).items()}
+        return {name: finite_or_none(value) for name, value in report.items()}
 
 
-def _finite(value: JSON) -> JSON:
+def finite_or_none(value: JSON) -> JSON:
+    """The value, or None for a float that JSON has no number for."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,6 +1,5 @@
 """Makes the report of a save, and the provenance in its container."""
 
-import math
 import platform
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,7 +10,7 @@ import torch
 from shrinkpoint.coding.encode import EncodedState
 from shrinkpoint.quality.guards import Guard
 from shrinkpoint.quality.strategy import Plan
-from shrinkpoint.reports import SaveReport
+from shrinkpoint.reports import SaveReport, finite_or_none
 from shrinkpoint.saving.job import Job
 from shrinkpoint.schemes.exactness import exact_parts
 from shrinkpoint.state.training import TensorSpec
@@ -68,11 +67,6 @@ def report_of(job: Job, plan: Plan, encoded: EncodedState, size: int = 0) -> Sav
     )
 
 
-def _finite(value: float) -> float | None:
-    """The value, or None for what JSON has no number for: the evaluation gave none either."""
-    return value if math.isfinite(value) else None
-
-
 def measured_of(plan: Plan) -> dict[str, Any]:
     """What a report says of the measurements behind a plan."""
     return {
@@ -80,9 +74,9 @@ def measured_of(plan: Plan) -> dict[str, Any]:
         "degradation_low": plan.degradation_low,
         "degradation_high": plan.degradation_high,
         "degradation_luck": plan.degradation_luck,
-        "cost": _finite(plan.whole.mean) if plan.whole is not None else None,
-        "cost_high": _finite(plan.whole.high) if plan.whole is not None else None,
-        "cost_delay": _finite(plan.whole.delay) if plan.whole is not None else None,
+        "cost": finite_or_none(plan.whole.mean) if plan.whole is not None else None,
+        "cost_high": finite_or_none(plan.whole.high) if plan.whole is not None else None,
+        "cost_delay": finite_or_none(plan.whole.delay) if plan.whole is not None else None,
         "measured": plan.measured,
         "allowed": plan.allowed,
         "resumed": {str(steps): rise.mean for steps, rise in plan.resumed.items()},
