@@ -95,7 +95,7 @@ def _open(
 def _replaced(urls: list[str], pairs: Sequence[str]) -> list[str]:
     for pair in pairs:
         number, equals, url = pair.partition("=")
-        if not equals or not url or not number.isdigit() or not 1 <= int(number) <= len(urls):
+        if not equals or not url or not number.isdecimal() or not 1 <= int(number) <= len(urls):
             raise ConfigError(
                 f"--replace {pair!r} must be N=URL with the number of a store, 1 to {len(urls)}, as in 2=s3://c/run-7"
             )

@@ -326,6 +326,7 @@ def test_one_store_of_a_set_is_named(urls: list[str]) -> None:
         (["stores", "/a"], "is one store"),
         (["heal", "/a", "/b", "--replace", "3=/c"], "1 to 2"),
         (["heal", "/a", "/b", "--replace", "/c"], "N=URL"),
+        (["heal", "/a", "/b", "--replace", "²=/c"], "N=URL"),
         (["heal", "/a", "/b", "--replace", "1=/b"], "same place"),
     ],
 )
