@@ -67,7 +67,7 @@ class TrainingState:
                     " rank, which saves shards (docs/sharded.md), or gather a full state dict first"
                 )
             view = (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
-            place = (tensor.device, tensor.data_ptr(), *view)
+            place = (tensor.device, _address(tensor, path), *view)
             if tensor.numel() and place in names:  # tied: the same memory read the same way is stored once
                 return names[place]
             name = join_path(path)
@@ -126,3 +126,26 @@ class TrainingState:
     def nbytes(self) -> int:
         """Size of all tensors in memory, in bytes."""
         return sum(spec.nbytes for spec in self.specs.values())
+
+
+def _address(tensor: torch.Tensor, path: Path) -> int:
+    """Where a tensor's elements are; by it tied tensors are recognised.
+
+    Raises:
+        CannotRepresentError: they are nowhere: all such tensors would be taken for one.
+    """
+    try:
+        address = tensor.data_ptr()
+    except RuntimeError:
+        address = 0
+    if address or not tensor.numel():
+        return address
+    kind = type(tensor)
+    if kind in (torch.Tensor, torch.nn.Parameter):
+        raise CannotRepresentError(
+            f"{join_path(path)} has no memory at the moment: its elements were freed, or are elsewhere. Gather it before the save"
+        )
+    raise CannotRepresentError(
+        f"{join_path(path)} is a {kind.__module__}.{kind.__qualname__}, a tensor that is made of others and has no memory of its own:"
+        " return the tensors that it is made of from your state_dict() instead, or an ordinary tensor"
+    )

@@ -68,6 +68,33 @@ def test_empty_tensors_are_never_tied():
     assert len(TrainingState.capture([torch.empty(0), torch.empty(0)]).tensors) == 2
 
 
+class Made(torch.Tensor):
+    """A tensor that is made of another, as those of quantized optimizers are."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return func(*(arg.inner if isinstance(arg, cls) else arg for arg in args), **(kwargs or {}))
+
+
+def test_tensors_without_memory_of_their_own_are_refused_and_never_tied():
+    moments = {"m": Made(torch.ones(3)), "v": Made(torch.zeros(3))}
+    with pytest.raises(
+        CannotRepresentError, match=r"^m is a .*Made, a tensor that is made of others.*instead"
+    ):
+        TrainingState.capture(moments)
+    freed = torch.ones(3)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(CannotRepresentError, match=r"^w has no memory at the moment"):
+        TrainingState.capture({"w": freed})
+
+
 def test_colliding_keys_get_different_names():
     captured = TrainingState.capture({1: torch.zeros(1), "1": torch.ones(1), "1'": torch.ones(2)})
     assert len(captured.tensors) == 3
