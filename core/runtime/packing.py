@@ -35,10 +35,14 @@ def empty_tensors(like: Mapping[str, torch.Tensor], *, pinned: bool) -> dict[str
     rooms = {name: -(-tensor.nbytes // _ALIGNED) * _ALIGNED for name, tensor in like.items()}
     order = sorted(rooms, key=lambda name: (-rooms[name], name))
     blocks = _best([(name, rooms[name]) for name in order if rooms[name]])
-    made = {name: torch.empty(like[name].shape, dtype=like[name].dtype) for name in order if not rooms[name]}
+    made = {
+        name: torch.empty(like[name].shape, dtype=like[name].dtype, device="cpu")
+        for name in order
+        if not rooms[name]
+    }
     for block in blocks:
         size = _rounded(sum(rooms[name] for name in block))
-        memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+        memory = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         at = 0
         for name in block:
             tensor = like[name]

@@ -82,7 +82,7 @@ def tensor_from_bytes(data: UInt8s, dtype: torch.dtype, shape: tuple[int, ...]) 
     if data.size != expected:
         raise FormatError(f"a tensor of {dtype} {shape} has {expected} bytes, not {data.size}")
     if expected == 0:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     owned = data if data.flags.writeable and data.flags.c_contiguous else np.array(data, copy=True)
     if owned.ctypes.data % dtype.itemsize:  # torch refuses to view misaligned storage as a wider type
         owned = np.array(owned, copy=True)

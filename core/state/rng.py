@@ -19,7 +19,7 @@ def capture_rng() -> dict[str, Any]:
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
-        "python": [version, torch.tensor(words, dtype=torch.int64), gauss],
+        "python": [version, torch.tensor(words, dtype=torch.int64, device="cpu"), gauss],
         "numpy": [
             name,
             torch.from_numpy(np.asarray(keys).astype(np.int64)),

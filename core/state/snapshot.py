@@ -2,7 +2,8 @@
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -115,7 +116,7 @@ class Snapshotter:
         for name, tensor in state.tensors.items():  # once for every tensor of every step that is logged
             buffer = kept.get(name)
             if buffer is None or buffer.shape != tensor.shape or buffer.dtype is not tensor.dtype:
-                buffer = torch.empty(tensor.shape, dtype=tensor.dtype)
+                buffer = _buffer_for(tensor)
             copies[name] = buffer
             if type(tensor) in _ORDINARY:
                 ordinary[0].append(buffer)
@@ -126,7 +127,7 @@ class Snapshotter:
         host = TrainingState(state.tree, dict(copies), state.specs)
 
         def copy() -> Snapshot:
-            with torch.no_grad():
+            with _writable():
                 if ordinary[0]:
                     torch._foreach_copy_(*ordinary)  # without the GIL
                 for buffer, tensor in others:
@@ -136,7 +137,7 @@ class Snapshotter:
         return copy
 
     def _from_gpu(self, state: TrainingState, devices: set[torch.device], start: float) -> Snapshot:
-        with torch.no_grad():
+        with _writable():
             copy = self._copy_from_gpu(state, devices)
         host = dataclasses.replace(state, tensors=dict(self._buffers))
         return Snapshot(host, time.perf_counter() - start, copy)
@@ -177,4 +178,17 @@ class Snapshotter:
     def _buffer(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         if self._fits(name, tensor):
             return self._buffers[name]
-        return torch.empty(tensor.shape, dtype=tensor.dtype)
+        return _buffer_for(tensor)
+
+
+def _buffer_for(tensor: torch.Tensor) -> torch.Tensor:
+    """Memory on the host, whatever `torch.set_default_device` says, which can be written to later in any mode."""
+    with torch.inference_mode(False):
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+
+
+@contextmanager
+def _writable() -> Iterator[None]:
+    """Copies into buffers without gradients, also where a save is made within an evaluation."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield

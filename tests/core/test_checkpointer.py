@@ -900,6 +900,22 @@ def test_copies_in_several_processes_are_warned_that_they_would_stop_each_other(
     assert all(one.filename == __file__ for one in told)
 
 
+def test_the_default_device_is_the_trainings_own(tmp_path):
+    def made():
+        model = nn.Linear(4, 4, device="cpu")
+        model.register_buffer("nothing", torch.empty(0, device="cpu"))
+        return model, torch.optim.SGD(model.parameters(), momentum=0.9)
+
+    with torch.device("meta"):
+        model, optimizer = made()
+        checkpointer = Checkpointer(tmp_path, model, optimizer, scheme="lossless")
+        checkpointer.save(1, wait=True)
+        checkpointer.close()
+        again, other = made()
+        assert Checkpointer(tmp_path, again, other).resume() == 1
+    assert identical(dict(again.state_dict()), dict(model.state_dict()))
+
+
 def test_a_schedule_of_milestones_within_another_one_is_continued(tmp_path):
     def run():
         model = TinyMLP()

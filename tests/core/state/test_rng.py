@@ -40,3 +40,11 @@ def test_capturing_draws_nothing():
 def test_a_gpus_generator_is_left_out_where_there_is_none():
     state = capture_rng() | {"cuda": torch.get_rng_state()}
     restore_rng(state)
+
+
+def test_the_default_device_is_not_asked():
+    with torch.device("meta"):
+        state = capture_rng()
+        expected = [random.random(), np.random.rand()]
+        restore_rng(TrainingState.capture(state).to_object())
+        assert [random.random(), np.random.rand()] == expected

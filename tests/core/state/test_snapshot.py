@@ -48,6 +48,21 @@ def test_buffers_are_reused_and_those_of_other_shapes_are_not():
     assert len(snapshotter._buffers) == 2
 
 
+def test_buffers_of_a_save_within_an_inference_can_be_written_to_by_the_next_one():
+    snapshotter, weight = Snapshotter(), torch.zeros(3)
+    state = TrainingState.capture({"w": weight, "n": torch.zeros(2)})
+    with torch.inference_mode():
+        snapshotter.take(state)
+    weight.fill_(1)
+    assert identical(snapshotter.take(state).wait().to_object(), {"w": torch.ones(3), "n": torch.zeros(2)})
+
+
+def test_buffers_are_on_the_host_whatever_the_default_device_is():
+    with torch.device("meta"):
+        snapshot = Snapshotter().take(TrainingState.capture({"w": torch.ones(3, device="cpu")}))
+    assert identical(snapshot.wait().to_object(), {"w": torch.ones(3)})
+
+
 def test_host_memory_is_the_states_size_however_many_snapshots_are_taken():
     model = TinyGPT()
     optimizer = OPTIMIZERS["AdamW"](model)
