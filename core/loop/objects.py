@@ -23,7 +23,7 @@ from shrinkpoint.quality.swap import swapped_weights
 from shrinkpoint.saving.resume import overridden_options, require_optimizers, require_same_model
 from shrinkpoint.state.rng import capture_rng, restore_rng
 from shrinkpoint.state.roles import describe_training
-from shrinkpoint.state.stateful import load_optimizer, load_stateful
+from shrinkpoint.state.stateful import load_optimizer, load_stateful, state_of
 from shrinkpoint.state.training import Describe, TrainingState, plain
 from shrinkpoint.state.wrappers import unwrapped
 from shrinkpoint.warn import brief, warn
@@ -143,7 +143,7 @@ class LoopObjects:
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "identities": self._identities(),
             "schedulers": scheduler_classes(self.stateful),
-            "stateful": {name: value.state_dict() for name, value in self.stateful.items()},
+            "stateful": {name: state_of(value) for name, value in self.stateful.items()},
             "rng": capture_rng(),
         }
 
@@ -152,7 +152,7 @@ class LoopObjects:
         others = {name: value for name, value in self.stateful.items() if not _may_load(value)}
         return {
             "model": self.model.state_dict(),
-            "stateful": {name: value.state_dict() for name, value in others.items()},
+            "stateful": {name: state_of(value) for name, value in others.items()},
         }
 
     def live(self) -> dict[str, Any]:

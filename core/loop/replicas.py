@@ -23,6 +23,7 @@ from shrinkpoint.sharded.own import OwnState
 from shrinkpoint.sharded.ranks import Mailbox, Ranks
 from shrinkpoint.sharded.replicas import share_adopted
 from shrinkpoint.state.rng import capture_rng, diverge_rng
+from shrinkpoint.state.stateful import state_of
 from shrinkpoint.state.training import Describe, plain
 from shrinkpoint.state.tree import JSON
 from shrinkpoint.store.connect import StorageOptions
@@ -75,7 +76,7 @@ class ReplicatedObjects(LoopObjects):
     def _own(self) -> OwnState:
         groups = {
             "rng": capture_rng(),
-            "stateful": {name: value.state_dict() for name, value in self.stateful.items()},
+            "stateful": {name: state_of(value) for name, value in self.stateful.items()},
         }
         return OwnState.take(groups, self._ranks.rank)
 

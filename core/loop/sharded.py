@@ -21,6 +21,7 @@ from shrinkpoint.sharded.saver import ShardedSaver
 from shrinkpoint.sharded.swapping import swapped_shards
 from shrinkpoint.sharded.targets import Targets, reshard, unreduced
 from shrinkpoint.state.rng import capture_rng, diverge_rng
+from shrinkpoint.state.stateful import state_of
 from shrinkpoint.state.training import Describe, TensorSpec, TrainingState, plain
 from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.urls import RunUrl
@@ -142,7 +143,7 @@ class ShardedObjects(LoopObjects):
         """What this rank has for itself: its generators, and the other objects' state."""
         return {
             "rng": capture_rng(),
-            "stateful": {name: value.state_dict() for name, value in self.stateful.items()},
+            "stateful": {name: state_of(value) for name, value in self.stateful.items()},
         }
 
     def targets(self, specs: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
@@ -154,7 +155,7 @@ class ShardedObjects(LoopObjects):
         Raises:
             StateMismatchError: they are another model's.
         """
-        others = {name: value.state_dict() for name, value in self.stateful.items()}
+        others = {name: state_of(value) for name, value in self.stateful.items()}
         return self._found.find(specs, {"stateful": others})
 
     def load(self, state: Any, url: str, *, warns: bool = True) -> None:

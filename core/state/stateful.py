@@ -4,10 +4,31 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from shrinkpoint.state.wrappers import unwrapped
 
-__all__ = ["load_optimizer", "load_stateful", "put_back_dtypes"]
+__all__ = ["load_optimizer", "load_stateful", "put_back_dtypes", "state_of", "without_functions"]
+
+_FUNCTIONS = ("anneal_func", "_anneal_func")
+
+
+def state_of(value: Any) -> Any:
+    """An object's state; a scheduler's without the functions of `without_functions`.
+
+    Args:
+        value: has ``state_dict``.
+    """
+    state = value.state_dict()
+    return without_functions(state) if isinstance(value, LRScheduler) else state
+
+
+def without_functions(state: Any) -> Any:
+    """The state of schedulers without the functions of torch's ``SWALR``, which its constructor sets and a load leaves as they are."""
+    if type(state) is dict:
+        kept = {key: item for key, item in state.items() if key not in _FUNCTIONS or not callable(item)}
+        return {key: without_functions(item) for key, item in kept.items()}
+    return [without_functions(item) for item in state] if type(state) is list else state
 
 
 def load_stateful(value: Any, state: Any) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from shrinkpoint.errors import ConfigError, StateMismatchError
 from shrinkpoint.state.digest import tensor_digest
 from shrinkpoint.state.rng import capture_rng, restore_rng
-from shrinkpoint.state.stateful import load_stateful
+from shrinkpoint.state.stateful import load_stateful, state_of
 from shrinkpoint.state.training import TrainingState
 from shrinkpoint.steps.device_digest import device_sums
 from shrinkpoint.steps.hyperparameters import frozen_groups, parameters_of, set_groups
@@ -70,7 +70,7 @@ class Remainder:
         """
         for name, value in self._stateful.items():
             if _warns_at_once(value) and self._after_step is None:
-                reason = self._too_large(name, value.state_dict())
+                reason = self._too_large(name, state_of(value))
                 if reason is not None:
                     raise ConfigError(f"step_log={kind!r} cannot replay this training: {reason}")
 
@@ -98,7 +98,7 @@ class Remainder:
         limit = self._limit
         found = {f"model/{name}": t for name, t in self._others().items() if t.nbytes > limit}
         for name in self._made_objects():
-            tensors = TrainingState.capture(self._stateful[name].state_dict()).tensors
+            tensors = TrainingState.capture(state_of(self._stateful[name])).tensors
             found |= {f"{name}/{key}": tensor for key, tensor in tensors.items()}
         return found
 
@@ -108,7 +108,7 @@ class Remainder:
         return [
             name
             for name, value in self._stateful.items()
-            if _warns_at_once(value) and self._too_large(name, value.state_dict()) is not None
+            if _warns_at_once(value) and self._too_large(name, state_of(value)) is not None
         ]
 
     def begin(self) -> None:
@@ -150,7 +150,7 @@ class Remainder:
             CannotLogError: an object's state is too large.
         """
         made = self._made_objects()
-        states = {name: value.state_dict() for name, value in self._stateful.items() if name not in made}
+        states = {name: state_of(value) for name, value in self._stateful.items() if name not in made}
         if self._after_step is None:
             for name, state in states.items():
                 reason = self._too_large(name, state)

@@ -15,6 +15,7 @@ from shrinkpoint.errors import CannotRepresentError, ConfigError, NoCheckpointEr
 from shrinkpoint.loading import load_state
 from shrinkpoint.saver import Saver
 from shrinkpoint.saving.address import Address
+from shrinkpoint.state.stateful import without_functions
 from shrinkpoint.state.tree import encode_tree
 from shrinkpoint.store.connect import StorageOptions
 
@@ -22,7 +23,6 @@ __all__ = ["RunCheckpointIO", "load_checkpoint", "open_as_ckpt", "require_suppor
 
 Check = Callable[[dict[str, Any]], None]
 
-_FUNCTIONS = ("anneal_func", "_anneal_func")
 _SHARDED = {"DeepSpeedStrategy", "FSDPStrategy"}
 
 
@@ -204,7 +204,10 @@ def storable(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """The checkpoint without entries that only pickle could store and that a resume does not need: some
     hyper-parameters, and the functions of torch's ``SWALR``, which its constructor sets."""
     key, kind = "hyper_parameters", "hparams_type"
-    checkpoint = _without_functions(checkpoint)
+    of_schedulers = ("lr_schedulers", "callbacks")
+    checkpoint = checkpoint | {
+        name: without_functions(checkpoint[name]) for name in of_schedulers if name in checkpoint
+    }
     if key not in checkpoint:
         return checkpoint
     kept = {name: value for name, value in checkpoint[key].items() if _is_plain(value)}
@@ -214,19 +217,6 @@ def storable(checkpoint: dict[str, Any]) -> dict[str, Any]:
             " checkpoints leave them out (save_hyperparameters(ignore=...) silences this)"
         )
     return {name: value for name, value in checkpoint.items() if name != kind} | {key: kept}
-
-
-def _without_functions(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    def cleared(value: Any) -> Any:
-        if type(value) is dict:
-            items = value.items()
-            return {key: cleared(item) for key, item in items if key not in _FUNCTIONS or not callable(item)}
-        return [cleared(item) for item in value] if type(value) is list else value
-
-    schedulers: dict[str, Any] = {
-        key: cleared(checkpoint[key]) for key in ("lr_schedulers", "callbacks") if key in checkpoint
-    }
-    return {**checkpoint, **schedulers}
 
 
 def _is_plain(value: object) -> bool:

@@ -21,6 +21,7 @@ from shrinkpoint.loop.identity import (
 from shrinkpoint.saving.resume import overridden_options, require_optimizers, require_same_model
 from shrinkpoint.state.roles import describe_training
 from shrinkpoint.state.stateful import load_optimizer as put_optimizer_back
+from shrinkpoint.state.stateful import state_of
 from shrinkpoint.state.training import Describe
 from shrinkpoint.warn import warn
 
@@ -84,7 +85,7 @@ def stored_state(
         "model": trainer.model.state_dict(),
         "optimizers": [optimizer.state_dict() for optimizer in optimizers_of(trainer)],
         "identities": known.of(trainer.model, optimizers_of(trainer)),
-        "scheduler": None if scheduler is None else scheduler.state_dict(),
+        "scheduler": None if scheduler is None else state_of(scheduler),
         "schedulers": scheduler_classes({"lr_scheduler": scheduler}),
         "scaler": None if scaler is None else scaler.state_dict(),
         "trainer": _trainer_state(trainer),

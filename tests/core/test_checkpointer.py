@@ -943,6 +943,32 @@ def test_a_schedule_of_milestones_within_another_one_is_continued(tmp_path):
     assert rest == {step: whole[step] for step in rest}
 
 
+@pytest.mark.parametrize("strategy", ["cos", "linear"])
+def test_the_schedule_of_stochastic_weight_averaging_is_continued(tmp_path, strategy):
+    def run():
+        model = TinyMLP()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = torch.optim.swa_utils.SWALR(
+            optimizer, swa_lr=0.01, anneal_epochs=9, anneal_strategy=strategy
+        )
+        checkpointer = Checkpointer(
+            tmp_path, model, optimizer, every=5, save_last=False, scheme="lossless", scheduler=scheduler
+        )
+        rates = {}
+        for step in range(checkpointer.resume(), 12):
+            optimizer.step()
+            scheduler.step()
+            rates[step] = optimizer.param_groups[0]["lr"]
+            if step < 6:
+                checkpointer.step(step + 1)
+        checkpointer.close()
+        return rates
+
+    whole, rest = run(), run()
+    assert list(rest) == list(range(5, 12))
+    assert rest == {step: whole[step] for step in rest}
+
+
 def mixed_run(url, until, dtype=torch.bfloat16):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).to(dtype)
