@@ -20,7 +20,12 @@ from shrinkpoint.loop.identity import (
 )
 from shrinkpoint.quality.resumed_steps import obstacle
 from shrinkpoint.quality.swap import swapped_weights
-from shrinkpoint.saving.resume import overridden_options, require_optimizers, require_same_model
+from shrinkpoint.saving.resume import (
+    overridden_options,
+    require_optimizers,
+    require_same_model,
+    resized_buffers,
+)
 from shrinkpoint.state.rng import capture_rng, restore_rng
 from shrinkpoint.state.roles import describe_training
 from shrinkpoint.state.stateful import load_optimizer, load_stateful, state_of
@@ -183,7 +188,8 @@ class LoopObjects:
                 " there, or take its weights with `shrinkpoint export`"
             )
         live = self.model.state_dict()
-        require_same_model(_shapes(state["model"]), _shapes(live), url)
+        here = _shapes(live) | resized_buffers(self.model, state["model"])
+        require_same_model(_shapes(state["model"]), here, url)
         require_optimizers(state["optimizers"], self.optimizers, url)
         stored = state.get("identities", ())
         other_class = require_same_optimizers(

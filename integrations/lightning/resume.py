@@ -11,7 +11,7 @@ from shrinkpoint.errors import ConfigError, StateMismatchError
 from shrinkpoint.integrations.common.ranks import on_first
 from shrinkpoint.integrations.common.run_session import RunSession
 from shrinkpoint.saving.address import Address
-from shrinkpoint.saving.resume import require_same_model
+from shrinkpoint.saving.resume import require_same_model, resized_buffers
 from shrinkpoint.store.manifest import Manifest
 
 __all__ = ["continue_run", "is_tuning", "require_module"]
@@ -118,4 +118,4 @@ def require_module(checkpoint: dict[str, Any], module: LightningModule, url: str
     live = {
         name: tuple(value.shape) for name, value in module.state_dict().items() if hasattr(value, "shape")
     }
-    require_same_model(stored, live, url)
+    require_same_model(stored, live | resized_buffers(module, checkpoint["state_dict"]), url)

@@ -18,7 +18,12 @@ from shrinkpoint.loop.identity import (
     rounded_weights,
     scheduler_classes,
 )
-from shrinkpoint.saving.resume import overridden_options, require_optimizers, require_same_model
+from shrinkpoint.saving.resume import (
+    overridden_options,
+    require_optimizers,
+    require_same_model,
+    resized_buffers,
+)
 from shrinkpoint.state.roles import describe_training
 from shrinkpoint.state.stateful import load_optimizer as put_optimizer_back
 from shrinkpoint.state.stateful import state_of
@@ -181,7 +186,8 @@ def require_own_run(stored: Any, model: nn.Module, url: str) -> None:
             f"{url} was written by a newer shrinkpoint (its state is of version {stored['version']}, and this one reads"
             f" {_VERSION}): upgrade shrinkpoint"
         )
-    require_same_model(_shapes(stored["model"]), _shapes(model.state_dict()), url)
+    here = _shapes(model.state_dict()) | resized_buffers(model, stored["model"])
+    require_same_model(_shapes(stored["model"]), here, url)
 
 
 def load_model(stored: Mapping[str, Any], model: nn.Module) -> None:

@@ -943,6 +943,35 @@ def test_a_schedule_of_milestones_within_another_one_is_continued(tmp_path):
     assert rest == {step: whole[step] for step in rest}
 
 
+@pytest.mark.filterwarnings("ignore:Please use quant_min")
+def test_observers_of_quantization_aware_training_are_resized(tmp_path):
+    def trained(steps):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4))
+        model.qconfig = torch.ao.quantization.get_default_qat_qconfig("fbgemm")
+        torch.ao.quantization.prepare_qat(model.train(), inplace=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        checkpointer = Checkpointer(tmp_path / "run", model, optimizer, scheme="lossless")
+        begun = checkpointer.resume()
+        for _ in range(begun, steps):
+            optimizer.zero_grad()
+            model(torch.randn(3, 4)).pow(2).mean().backward()
+            optimizer.step()
+        checkpointer.save(steps, wait=True)
+        checkpointer.close()
+        return begun, dict(model.state_dict())
+
+    first = trained(2)
+    again = trained(2)
+    assert again[0] == 2
+    assert identical(again[1], first[1])
+    other = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+    other.qconfig = torch.ao.quantization.get_default_qat_qconfig("fbgemm")
+    torch.ao.quantization.prepare_qat(other.train(), inplace=True)
+    with pytest.raises(StateMismatchError, match=r"of other shapes: 2.weight is \(3, 6\) here"):
+        Checkpointer(tmp_path / "run", other, torch.optim.SGD(other.parameters())).resume()
+
+
 @pytest.mark.parametrize("strategy", ["cos", "linear"])
 def test_the_schedule_of_stochastic_weight_averaging_is_continued(tmp_path, strategy):
     def run():
