@@ -83,6 +83,7 @@ class TerminationRequest:
         self._clock = clock
         self._received: tuple[int, float] | None = None
         self._previous: dict[int, Any] = {}
+        self._covered: dict[int, Any] = {}
         self._pid = os.getpid()
 
     @property
@@ -116,8 +117,10 @@ class TerminationRequest:
         if not self._previous or threading.current_thread() is not threading.main_thread():
             return
         for number, previous in self._previous.items():
-            if signal.getsignal(number) == self._note:  # unless another handler was installed meanwhile
+            if signal.getsignal(number) == self._note:
                 signal.signal(number, previous if previous is not None else signal.SIG_DFL)
+            else:  # another handler was installed meanwhile, as by a second request, which may put this one back
+                self._covered.setdefault(number, previous)
         self._previous = {}
         _FORKS.leave(self)
 
@@ -142,6 +145,9 @@ class TerminationRequest:
         sys.exit(128 + number)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if number not in self._previous:
+            self._leave_to_previous(number, frame)
+            return
         now = self._clock()
         first = self._received is None
         if self._received is None:
@@ -157,6 +163,19 @@ class TerminationRequest:
                 f"{signal.Signals(number).name}: the run is saved after this step, if there is one, then ends; once more ends it"
                 " now"
             )
+
+    def _leave_to_previous(self, number: int, frame: FrameType | None) -> None:
+        """After `unwatch`, which could not remove this handler, since another one was installed over it."""
+        previous = self._covered.get(number)
+        if os.getpid() != self._pid and not callable(previous):
+            signal.signal(number, previous if previous is not None else signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        elif callable(previous):
+            previous(number, frame)
+        elif number == signal.SIGINT:
+            raise KeyboardInterrupt
+        else:
+            sys.exit(128 + number)
 
     def _pass_on(self, number: int) -> None:
         """In a forked process: call the previous handler."""

@@ -112,6 +112,32 @@ def test_a_handler_that_came_later_stays() -> None:
     assert signal.getsignal(signal.SIGTERM) is later
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_handler_that_a_later_request_puts_back_notes_nothing_any_more(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    first, second = TerminationRequest(), TerminationRequest()
+    first.watch()
+    second.watch()
+    first.unwatch()
+    second.unwatch()
+    with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else SystemExit):
+        signal.raise_signal(number)
+    assert not first.received
+    signal.signal(number, before)
+
+
+def test_a_handler_left_behind_calls_the_one_from_before() -> None:
+    calls: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: calls.append(number))
+    first, second = TerminationRequest(), TerminationRequest()
+    first.watch()
+    second.watch()
+    first.unwatch()
+    second.unwatch()
+    signal.raise_signal(signal.SIGTERM)
+    assert calls == [signal.SIGTERM]
+
+
 def test_outside_the_main_thread_nothing_is_taken_over() -> None:
     before = signal.getsignal(signal.SIGTERM)
     request = TerminationRequest()
