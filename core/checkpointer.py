@@ -200,8 +200,11 @@ class Checkpointer:
         )
         """The saver, which has the reports of the saves."""
         self.saver.check()
-        if several and isinstance(self.saver, Saver):
-            warn_of_copies()
+        if isinstance(self.saver, Saver):
+            # One that is dropped before `close`: its save would wait for evaluations, and hold the model, until the process ends.
+            weakref.finalize(self, self.saver.end_evaluations).atexit = False
+            if several:
+                warn_of_copies()
         self._ending: Ending | None = None
         if not isinstance(self.saver, Saver):
             self._ending = self.saver.ending()

@@ -5,6 +5,7 @@ collect. The job's only claim on the training thread is the forward passes of it
 """
 
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -131,6 +132,7 @@ class Saver:
         self._failures = Failures(self.config, self.url)
         self._failed = False
         self._fatal: ShrinkpointError | None = None
+        _savers.add(self)
 
     @property
     def failed(self) -> bool:
@@ -155,12 +157,16 @@ class Saver:
     def check(self) -> None:
         """Make sure, before training starts, that the store can be written and holds nothing foreign.
 
-        The coders are compiled from then on, in the background.
+        The coders are compiled from then on, in the background. A save of this run that an earlier saver of this process has under way
+        is waited for: committed later, it would end this training as one of a second process.
 
         Raises:
             StoreError: the store cannot be reached or written, with the way out.
             RunMismatchError: the prefix holds something that is not a shrinkpoint run.
         """
+        for other in list(_savers):
+            if other is not self and other.store.display == self.store.display:
+                other.finish()
         self._committer.open()
         if self.config.compile_ahead:
             self._warmup.start()
@@ -368,6 +374,18 @@ class Saver:
         self._warmup.stop()
         return True
 
+    def finish(self) -> None:
+        """Finish the save that is under way, without further evaluations; from any thread."""
+        if self.busy:
+            self.end_evaluations()
+            with self._waiting():
+                self._worker.join()
+            self._desk.reopen()
+
+    def end_evaluations(self) -> None:
+        """Let the save that is under way go on without the training thread, which polls no more."""
+        self._desk.close()
+
     def reports(self) -> list[SaveReport]:
         """Every save that this process committed, oldest first."""
         return list(self._reports)
@@ -494,3 +512,6 @@ class Saver:
     def _settle_if_idle(self) -> None:
         if not self.busy:
             self._continuation.settle()
+
+
+_savers: "weakref.WeakSet[Saver]" = weakref.WeakSet()

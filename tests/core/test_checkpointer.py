@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import warnings
+import weakref
 
 import numpy as np
 import pytest
@@ -941,6 +942,44 @@ def test_a_schedule_of_milestones_within_another_one_is_continued(tmp_path):
         whole, rest = run(), run()
     assert list(rest) == list(range(5, 12))
     assert rest == {step: whole[step] for step in rest}
+
+
+def measured(url):
+    torch.manual_seed(0)
+    model = nn.Linear(16, 16)
+    x = torch.randn(32, 16)
+    return Checkpointer(
+        url,
+        model,
+        torch.optim.AdamW(model.parameters()),
+        every=2,
+        busy="wait",
+        evaluate=lambda: model(x).pow(2).mean(1),
+    )
+
+
+def test_one_that_is_dropped_without_close_ends_its_save_and_lets_go_of_the_model(tmp_path):
+    checkpointer = measured(tmp_path / "run")
+    checkpointer.resume()
+    saver, model = checkpointer.saver, weakref.ref(checkpointer._objects.model)
+    checkpointer.step(2)  # asks for evaluations, which nobody will make
+    del checkpointer
+    assert saver._worker.join(60)
+    assert [report.step for report in saver.reports()] == [2]
+    del saver
+    gc.collect()
+    assert model() is None
+
+
+def test_another_one_of_the_same_run_waits_for_the_save_under_way(tmp_path):
+    first = measured(tmp_path / "run")
+    first.resume()
+    first.step(2)
+    second = measured(tmp_path / "run")  # as a notebook's cell that is run again
+    assert second.resume() == 2
+    second.step(4)
+    second.close()
+    assert [report.step for report in second.reports()] == [4]
 
 
 @pytest.mark.filterwarnings("ignore:Please use quant_min")
