@@ -1,13 +1,19 @@
 """The state of every random number generator that a training process draws from, as tensors and plain numbers."""
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
+from shrinkpoint.errors import CannotRepresentError
+
 __all__ = ["capture_rng", "diverge_rng", "restore_rng"]
+
+
+_OTHERS = ("PCG64", "PCG64DXSM", "Philox", "SFC64")
+"""What numpy's global generator may draw from in place of its Mersenne Twister (``numpy.random.set_bit_generator``)."""
 
 
 def capture_rng() -> dict[str, Any]:
@@ -16,17 +22,10 @@ def capture_rng() -> dict[str, Any]:
     Tensors and primitives only: a state that reaches an ordinary ``.ckpt`` must load with ``weights_only=True``.
     """
     version, words, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "python": [version, torch.tensor(words, dtype=torch.int64, device="cpu"), gauss],
-        "numpy": [
-            name,
-            torch.from_numpy(np.asarray(keys).astype(np.int64)),
-            int(position),
-            int(has_gauss),
-            float(cached),
-        ],
+        "numpy": _capture_numpy(),
     }
     if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
@@ -38,10 +37,39 @@ def restore_rng(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["torch"].cpu())
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
-    name, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((name, keys.cpu().numpy().astype(np.uint32), position, has_gauss, cached))
+    _restore_numpy(state["numpy"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"].cpu())
+
+
+def _capture_numpy() -> Any:
+    state: Any = np.random.get_state(legacy=False)
+    name = state["bit_generator"]
+    if name == "MT19937":
+        words = torch.from_numpy(np.asarray(state["state"]["key"]).astype(np.int64))
+        return [name, words, int(state["state"]["pos"]), int(state["has_gauss"]), float(state["gauss"])]
+    if name not in _OTHERS:
+        raise CannotRepresentError(
+            f"numpy's global generator draws from a {name}, whose state cannot be stored: use one of numpy's own, such as PCG64"
+        )
+    return _converted(state, np.ndarray, torch.from_numpy)
+
+
+def _restore_numpy(state: Any) -> None:
+    name = state["bit_generator"] if isinstance(state, Mapping) else "MT19937"
+    if np.random.get_state(legacy=False)["bit_generator"] != name:
+        np.random.set_bit_generator(getattr(np.random, name)())
+    if isinstance(state, Mapping):
+        np.random.set_state(_converted(state, torch.Tensor, lambda tensor: tensor.cpu().numpy()))
+        return
+    _, keys, position, has_gauss, cached = state
+    np.random.set_state((name, keys.cpu().numpy().astype(np.uint32), position, has_gauss, cached))
+
+
+def _converted(state: Any, kind: type, convert: Callable[[Any], Any]) -> Any:
+    if isinstance(state, Mapping):
+        return {key: _converted(value, kind, convert) for key, value in state.items()}
+    return convert(state) if isinstance(state, kind) else state
 
 
 def diverge_rng(rank: int) -> None:

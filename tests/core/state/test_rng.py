@@ -1,6 +1,7 @@
 import random
 
 import numpy as np
+import pytest
 import torch
 from support.containers import identical
 
@@ -29,6 +30,24 @@ def test_the_state_survives_a_checkpoint():
     assert identical(back, state)
     restore_rng(back)
     assert draw() == expected
+
+
+@pytest.mark.parametrize("kind", ["PCG64", "PCG64DXSM", "Philox", "SFC64"])
+def test_numpys_global_generator_may_draw_from_another_source(kind):
+    before = np.random.get_bit_generator()
+    try:
+        np.random.set_bit_generator(getattr(np.random, kind)(3))
+        draw()
+        state = TrainingState.capture(capture_rng()).to_object()
+        expected = draw()
+        np.random.set_bit_generator(np.random.MT19937(4))
+        of_ordinary, others = capture_rng(), draw()
+        restore_rng(state)
+        assert draw() == expected
+        restore_rng(of_ordinary)
+        assert draw() == others
+    finally:
+        np.random.set_bit_generator(before)
 
 
 def test_capturing_draws_nothing():
