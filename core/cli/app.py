@@ -1,6 +1,7 @@
 """The entry point: commands, global options, and errors as one line instead of a traceback."""
 
 import logging
+import os
 import sys
 import warnings
 from typing import Annotated, Any, TextIO
@@ -98,5 +99,8 @@ app.command("compile")(compile_now)
 
 def main() -> None:
     """Run the command line; exits with 0, with 1 where a problem was found, or with 2 for a wrong call."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the caller, as by a daemon
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - until the process ends
     logging.getLogger("shrinkpoint").addHandler(logging.NullHandler())  # no progress but on terminals
     app()

@@ -375,3 +375,7 @@ def test_the_installed_program_prints_one_line_and_an_exit_code(made: Path, tmp_
     assert failed.returncode == 1
     assert failed.stderr.startswith("error: there is no run at")
     assert len(failed.stderr.splitlines()) == 1
+    closed = subprocess.run(
+        ["sh", "-c", f"'{program}' ls '{made}' >&-"], capture_output=True, text=True, check=False
+    )
+    assert (closed.returncode, closed.stderr) == (0, "")
