@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shrinkpoint.errors import CannotRepresentError
+from shrinkpoint.errors import CannotRepresentError, FormatError
 
 __all__ = ["capture_rng", "diverge_rng", "restore_rng"]
 
@@ -57,6 +57,10 @@ def _capture_numpy() -> Any:
 
 def _restore_numpy(state: Any) -> None:
     name = state["bit_generator"] if isinstance(state, Mapping) else "MT19937"
+    if name not in ("MT19937", *_OTHERS):
+        raise FormatError(
+            f"the checkpoint names {name!r} as what numpy's global generator draws from: it is damaged, or a newer one"
+        )
     if np.random.get_state(legacy=False)["bit_generator"] != name:
         np.random.set_bit_generator(getattr(np.random, name)())
     if isinstance(state, Mapping):

@@ -5,6 +5,7 @@ import pytest
 import torch
 from support.containers import identical
 
+from shrinkpoint.errors import FormatError
 from shrinkpoint.state.rng import capture_rng, restore_rng
 from shrinkpoint.state.training import TrainingState
 
@@ -48,6 +49,13 @@ def test_numpys_global_generator_may_draw_from_another_source(kind):
         assert draw() == others
     finally:
         np.random.set_bit_generator(before)
+
+
+def test_only_numpys_own_sources_are_taken_from_a_checkpoint():
+    before = capture_rng()
+    with pytest.raises(FormatError, match="'seed'"):
+        restore_rng(before | {"numpy": {"bit_generator": "seed", "state": {}}})
+    assert identical(capture_rng()["numpy"], before["numpy"])
 
 
 def test_capturing_draws_nothing():
