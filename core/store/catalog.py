@@ -1,6 +1,6 @@
 """Which checkpoints a run has: one listing, every manifest read and checked, newest first."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -144,6 +144,11 @@ class Catalog:
     def note(self, key: str, manifest: Manifest) -> None:
         """Remember under which key ``manifest`` is stored."""
         self._keys[manifest.digest] = key
+
+    def forget(self, keys: Collection[str]) -> None:
+        """These manifests were removed. Another writer may use their numbers for others, of the same size and, by the store's clock, at
+        the same time."""
+        self._sound = {info: manifest for info, manifest in self._sound.items() if info.key not in keys}
 
     def key_of(self, manifest: Manifest) -> str | None:
         """Under which key ``manifest`` was seen; None when it never was."""

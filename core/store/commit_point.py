@@ -44,8 +44,22 @@ class CommitPoint:
         self._session = session
         self.next_seq = next_seq
         """The number that the next manifest is to have, if nobody else takes it."""
+        self._behind = True
         self.fenced: str | None = None
         """Why this writer may publish no more; None while it may."""
+
+    def catch_up(self) -> None:
+        """Before the first manifest, go on behind whatever was committed since the writer was opened.
+
+        An older writer may have gone on, and removed the manifest of the number that was free then. A manifest that filled this gap
+        would be below the older writer's next number, who would not meet it, and go on.
+
+        Raises:
+            FencedError: Another writer has taken over.
+            StoreError: The store could not be listed or read.
+        """
+        if self._mode == "conditional" and self._behind:
+            self._go_behind(self._catalog.scan())
 
     def publish(self, draft: Callable[[int], Manifest], before: Callable[[], None]) -> Manifest:
         """Publish a manifest under the first number that is free.
@@ -89,13 +103,16 @@ class CommitPoint:
             if committed:
                 self._catalog.note(key, manifest)
                 self.next_seq += 1
+                self._behind = False
                 return manifest
             taken += 1
             self.next_seq += 1
             if taken % _SLOTS_BEFORE_RESCAN == 0:
-                listing = self._catalog.scan()
-                self.check_fence(listing)
-                self.next_seq = max(self.next_seq, listing.max_seq + 1)
+                self._go_behind(self._catalog.scan())
+
+    def _go_behind(self, listing: Listing) -> None:
+        self.check_fence(listing)
+        self.next_seq = max(self.next_seq, listing.max_seq + 1)
 
     def _is_mine(self, key: str, data: bytes) -> bool:
         """Whose manifest took the number? Ours, when the response to an earlier attempt was lost."""

@@ -141,6 +141,7 @@ def _unpublish(objects: ObjectStore, catalog: Catalog, doomed: list[Manifest], *
         keys = [key for key in map(catalog.key_of, batch) if key is not None]
         if keys:
             objects.delete(keys)
+            catalog.forget(keys)
 
 
 def _dead_blobs(

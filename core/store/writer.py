@@ -174,6 +174,7 @@ class RunWriter:
         self._check_arguments(step, kind, parent)
         if parent is not None:
             self._check_parent(parent)
+        self._point.catch_up()
         ref = BlobRef(
             key=data_key(step, self.session),
             size=len(data),

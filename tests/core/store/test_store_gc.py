@@ -22,7 +22,8 @@ from shrinkpoint.errors import (
     ShrinkpointWarning,
     StoreError,
 )
-from shrinkpoint.store.manifest import Manifest
+from shrinkpoint.store.keys import commit_key
+from shrinkpoint.store.manifest import Manifest, seal, unseal
 from shrinkpoint.store.retry import RetryPolicy
 from shrinkpoint.store.run import RunStore
 from shrinkpoint.store.writer import RunWriter
@@ -190,6 +191,19 @@ def test_only_the_newest_writer_collects(run: Run) -> None:
     with pytest.raises(FencedError):
         run.writer.collect([])
     assert run.fake.blobs == before
+
+
+def test_a_number_that_was_used_again_within_a_tick_of_the_clock_is_read_again(run: Run) -> None:
+    """The new manifest has the size and the time stamp of the removed one, which the collecting writer has read before."""
+    removed, _ = run.base(1), run.base(2)
+    run.writer.collect([])
+    assert [m.step for m in run.reopen().manifests()] == [2]
+    taken_over = seal({**unseal(removed.to_bytes(), "m"), "epoch": 2})
+    assert len(taken_over) == len(removed.to_bytes())
+    run.fake.put(commit_key(removed.seq), taken_over)
+    with pytest.raises(FencedError, match=r"epoch 2.*step 1"):
+        run.writer.collect([])
+    assert [m.step for m in run.reopen().manifests()] == [1, 2]
 
 
 def test_what_a_damaged_manifest_may_name_stays(run: Run) -> None:

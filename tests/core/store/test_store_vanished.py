@@ -16,7 +16,7 @@ from shrinkpoint.errors import ChainError, FormatError, ShrinkpointWarning, Stor
 from shrinkpoint.store import identity
 from shrinkpoint.store.local import LocalObjects
 from shrinkpoint.store.manifest import Manifest
-from shrinkpoint.store.objects import MissingKeyError, ObjectInfo
+from shrinkpoint.store.objects import MissingKeyError, ObjectInfo, TransientStoreError
 from shrinkpoint.store.retry import RetryPolicy
 from shrinkpoint.store.run import RunStore
 from shrinkpoint.store.writer import RunWriter
@@ -269,12 +269,16 @@ def test_one_of_several_without_its_commits(folders: list[Path], which: int) -> 
     assert [manifest.step for manifest in RunStore(folders).manifests()] == [4, 3, 2, 1]
 
 
+def _no_manifest(operation: str, key: str) -> None:
+    if operation == "put_if_absent" and key.startswith("commits/"):
+        raise TransientStoreError("interrupted")
+
+
 @pytest.mark.parametrize("kind", [FakeObjects, FakeSet], ids=["one", "several"])
 def test_first_save_that_was_interrupted_is_no_obstacle(kind: type[FakeObjects | FakeSet]) -> None:
     fake = kind()
     writer = opened(fake).writer()
-    # The container is there, the manifest is not; several stores are asked first which ones they are.
-    fake.fail_at(2 if isinstance(fake, FakeSet) else 1)
+    fake.before = _no_manifest
     with pytest.raises(StoreError):
         save(writer, 1)
     fake.heal()

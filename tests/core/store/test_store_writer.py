@@ -51,11 +51,13 @@ def test_blob_before_manifest_and_nothing_else(store: RunStore, fake: FakeObject
     writer = store.writer()
     fake.calls.clear()
     first = base(writer)
-    assert fake.calls == [
+    writes = [call for call in fake.calls if call[0].startswith("put")]
+    assert writes == [
         ("put", first.chain[0].key),
         ("put_if_absent", "commits/0000000000.json"),
         ("put_if_absent", "committed.json"),
     ]
+    assert ("list", "commits/") in fake.calls  # before the first save alone
     fake.calls.clear()
     second = delta(writer, first)
     assert fake.calls == [
@@ -351,6 +353,21 @@ def test_number_of_a_removed_manifest_is_reused_by_a_straggler(
     assert reader.manifests() == [newest, filled, first]
     with pytest.raises(FencedError):
         delta(old, filled, step=5)
+
+
+def test_a_new_writer_fills_no_hole_that_the_old_one_has_left_since(store: RunStore) -> None:
+    """Below the old writer's next number it would not be met, and the old one would go on acknowledging."""
+    old = store.writer()
+    first = base(old)
+    new = store.writer()
+    removed, newest = delta(old, first, step=2), base(old, step=3)
+    old.collect([newest.seq])
+    assert removed not in store.manifests()
+    taken_over = base(new, step=4)
+    assert taken_over.seq == newest.seq + 1
+    with pytest.raises(FencedError, match=r"epoch 2.*step 4"):
+        base(old, step=5)
+    assert store.manifests()[0] == taken_over
 
 
 class TestSingleWriter:
