@@ -50,7 +50,7 @@ from shrinkpoint.entropy.symbols import count_symbols
 from shrinkpoint.entropy.tables import data_bits
 from shrinkpoint.entropy.trellis import coder as trellis_planes
 from shrinkpoint.entropy.trellis.coder import CodedPoints
-from shrinkpoint.schemes.auto import first_moments, trellis_weights
+from shrinkpoint.schemes.auto import first_moments, trellis_sections
 from shrinkpoint.schemes.auto.first_moments import CentroidFirstMomentCodec, CentroidMomentumCodec
 from shrinkpoint.schemes.auto.scheme import AutoOptions
 from shrinkpoint.schemes.auto.trellis_weights import TrellisWeightCodec
@@ -150,7 +150,7 @@ def recorded(symbols: str) -> Iterator[list[UInt8s]]:
         return context.encode_plane(plane, alphabet, **more)
 
     with (
-        mock.patch.object(trellis_weights, "encode_points", record),
+        mock.patch.object(trellis_sections, "encode_points", record),
         mock.patch.object(first_moments, "encode_plane", record_levels),
     ):
         yield found

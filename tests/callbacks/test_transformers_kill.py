@@ -69,7 +69,7 @@ def interrupt(
     deadline = time.monotonic() + LONGEST_S
     try:
         commits = folder / "run" / "commits"
-        while max(progress(folder), default=0) < step or (saved and not any(commits.glob("*"))):
+        while max(progress(folder), default=0) < step or (saved and not any(commits.glob("[0-9]*.json"))):
             assert all(each.poll() is None for each in running), (folder / "log.txt").read_text()
             assert time.monotonic() < deadline
             time.sleep(0.005)

@@ -128,7 +128,7 @@ def killed(rank: int, world: int, url: str | list[str], batch: int, algorithms: 
 
     def end(trained: list[Any]) -> None:
         first = url if isinstance(url, str) else url[0]
-        while not list(Path(first, "commits").glob("*")):
+        while not list(Path(first, "commits").glob("[0-9]*.json")):
             time.sleep(0.01)
         die()
 
@@ -155,7 +155,7 @@ def adopting(rank: int, world: int, url: str, batch: int | None = None, adopt: b
 
     def end(trained: list[Any]) -> None:
         first = url if isinstance(url, str) else url[0]
-        while not list(Path(first, "commits").glob("*")):
+        while not list(Path(first, "commits").glob("[0-9]*.json")):
             time.sleep(0.01)
         die()
 

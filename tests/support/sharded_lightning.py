@@ -184,7 +184,7 @@ def adopting(rank: int, world: int, url: str, stop: int | None = None, adopt: bo
 
     def end() -> None:
         first = url if isinstance(url, str) else url[0]
-        while not list(Path(first, "commits").glob("*")):
+        while not list(Path(first, "commits").glob("[0-9]*.json")):
             time.sleep(0.01)
         die()
 
@@ -222,7 +222,7 @@ def killed(rank: int, world: int, url: str | list[str], step: int) -> None:
 
     def end() -> None:
         first = url if isinstance(url, str) else url[0]
-        while not list(Path(first, "commits").glob("*")):
+        while not list(Path(first, "commits").glob("[0-9]*.json")):
             time.sleep(0.01)
         die()
 
