@@ -72,7 +72,9 @@ class Catalog:
 
     def __init__(self, objects: ObjectStore) -> None:
         self._objects = objects
-        self._sound: dict[ObjectInfo, Manifest] = {}
+        # With how often some had been forgotten when the listing began.
+        self._sound: tuple[int, dict[ObjectInfo, Manifest]] = (0, {})
+        self._forgotten = 0
         self._keys: dict[str, str] = {}
         self._heads: dict[BlobRef, Head] = {}
 
@@ -83,9 +85,10 @@ class Catalog:
             StoreError: The store could not be listed or read, or lists nothing although the run has checkpoints; that never
                 looks like an empty run.
         """
+        forgotten = self._forgotten
         infos = self._list()
         # By size and time stamp as well: a writer that was fenced off may reuse the number of a removed manifest.
-        known = self._sound  # another thread may scan meanwhile: what it finds is none of this listing's
+        known = self._known()  # another thread may scan meanwhile: what it finds is none of this listing's
         sound = {info: known[info] for info in infos if info in known}
         unread = [info for info in infos if info not in sound]
         damaged: list[DamagedCheckpoint] = []
@@ -101,7 +104,8 @@ class Catalog:
             if any(outcome.missing for outcome in damaged):  # collected since the listing, or damaged
                 listed = {info.key for info in self._objects.list("commits/")}
                 damaged = [outcome for outcome in damaged if not outcome.missing or outcome.key in listed]
-        self._sound = sound
+        # Without a time stamp, a number that was used again may look the same.
+        self._sound = forgotten, {info: m for info, m in sound.items() if info.modified is not None}
         manifests = sorted(
             sound.values(), key=lambda m: (m.position, m.epoch, m.seq, m.session), reverse=True
         )
@@ -148,7 +152,14 @@ class Catalog:
     def forget(self, keys: Collection[str]) -> None:
         """These manifests were removed. Another writer may use their numbers for others, of the same size and, by the store's clock, at
         the same time."""
-        self._sound = {info: manifest for info, manifest in self._sound.items() if info.key not in keys}
+        known = self._known()
+        self._forgotten += 1
+        self._sound = self._forgotten, {info: m for info, m in known.items() if info.key not in keys}
+
+    def _known(self) -> dict[ObjectInfo, Manifest]:
+        """Those that need not be read again; none if a listing from before the last `forget` was the last one to end."""
+        forgotten, known = self._sound
+        return known if forgotten == self._forgotten else {}
 
     def key_of(self, manifest: Manifest) -> str | None:
         """Under which key ``manifest`` was seen; None when it never was."""

@@ -5,7 +5,7 @@ from typing import Literal, final
 
 from shrinkpoint.errors import FencedError, FormatError, StoreError, UnsupportedFormatError
 from shrinkpoint.store.catalog import Catalog, Listing, read_checked
-from shrinkpoint.store.keys import commit_key
+from shrinkpoint.store.keys import commit_key, seq_of_commit
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.objects import MissingKeyError, ObjectStore
 
@@ -44,7 +44,8 @@ class CommitPoint:
         self._session = session
         self.next_seq = next_seq
         """The number that the next manifest is to have, if nobody else takes it."""
-        self._behind = True
+        self._opened_at = next_seq
+        self._is_first = True
         self.fenced: str | None = None
         """Why this writer may publish no more; None while it may."""
 
@@ -58,7 +59,7 @@ class CommitPoint:
             FencedError: Another writer has taken over.
             StoreError: The store could not be listed or read.
         """
-        if self._mode == "conditional" and self._behind:
+        if self._mode == "conditional" and self._is_first:
             self._go_behind(self._catalog.scan())
 
     def publish(self, draft: Callable[[int], Manifest], before: Callable[[], None]) -> Manifest:
@@ -84,6 +85,9 @@ class CommitPoint:
         Raises:
             FencedError: One has.
         """
+        for damaged in listing.damaged:
+            if damaged.unsupported and (seq_of_commit(damaged.key) or 0) >= self._opened_at:
+                raise self._fence(f"a newer shrinkpoint ({damaged.reason}) committed")
         for manifest in listing.manifests:
             self._check_overtaken(manifest)
 
@@ -103,12 +107,23 @@ class CommitPoint:
             if committed:
                 self._catalog.note(key, manifest)
                 self.next_seq += 1
-                self._behind = False
-                return manifest
+                if self._is_met(manifest):
+                    return manifest
+                continue
             taken += 1
             self.next_seq += 1
             if taken % _SLOTS_BEFORE_RESCAN == 0:
                 self._go_behind(self._catalog.scan())
+
+    def _is_met(self, manifest: Manifest) -> bool:
+        """Whether an older writer that goes on comes to this one's first manifest; else it is to be published again, behind all others."""
+        if self._is_first:
+            listing = self._catalog.scan()
+            if listing.max_seq > manifest.seq:
+                self._go_behind(listing)
+                return False
+            self._is_first = False
+        return True
 
     def _go_behind(self, listing: Listing) -> None:
         self.check_fence(listing)

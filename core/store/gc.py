@@ -7,6 +7,7 @@ Every step can be repeated: a collection that was interrupted anywhere is comple
 """
 
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from shrinkpoint.errors import ChainError, FormatError, StoreError
@@ -138,10 +139,30 @@ def _unpublish(objects: ObjectStore, catalog: Catalog, doomed: list[Manifest], *
                     " within the grace. Without a grace there is none, so that nothing is written and a full disk is no"
                     " obstacle: `shrinkpoint prune --grace 0`, if nothing else reads or writes the run"
                 ) from error
-        keys = [key for key in map(catalog.key_of, batch) if key is not None]
+        with ThreadPoolExecutor(_UNPUBLISHED_TOGETHER) as pool:
+            found = list(pool.map(lambda manifest: _key_of(objects, catalog, manifest), batch))
+        keys = [key for key in found if key is not None]
         if keys:
-            objects.delete(keys)
-            catalog.forget(keys)
+            try:
+                objects.delete(keys)
+            finally:
+                catalog.forget(keys)
+
+
+def _key_of(objects: ObjectStore, catalog: Catalog, manifest: Manifest) -> str | None:
+    """Under which key it lies; None where it is gone, or where another writer has used its number again."""
+    key = catalog.key_of(manifest)
+    if key is None:
+        return None
+    try:
+        found = read_checked(objects, key, Manifest.from_bytes)
+    except (MissingKeyError, FormatError):
+        catalog.forget([key])
+        return None
+    if found.digest != manifest.digest:
+        catalog.forget([key])
+        return None
+    return key
 
 
 def _dead_blobs(

@@ -189,6 +189,7 @@ class RunWriter:
         if self._make_ready is not None and self.mode == "conditional":
             self._make_ready(commit_key(self._point.next_seq), first)
         self._objects.put(ref.key, data)
+        self._point.catch_up()  # once more, since that may have taken minutes
         manifest = self._point.publish(draft, lambda: self._check_early(began))
         self._check_late(began, manifest)
         self._known[manifest.digest] = self._clock()

@@ -2,8 +2,10 @@
 
 import itertools
 import random
+import threading
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import ClassVar
 from unittest import mock
 
@@ -193,17 +195,91 @@ def test_only_the_newest_writer_collects(run: Run) -> None:
     assert run.fake.blobs == before
 
 
+def use_again(run: Run, removed: Manifest) -> Manifest:
+    """A manifest of a newer writer under the number of a removed one: of the same size and, by a fake store's clock, time stamp."""
+    record = {**unseal(removed.to_bytes(), "m"), "epoch": 2}
+    data = seal(record)
+    assert len(data) == len(removed.to_bytes())
+    run.fake.put(commit_key(removed.seq), data)
+    return Manifest.from_bytes(data, "m")
+
+
 def test_a_number_that_was_used_again_within_a_tick_of_the_clock_is_read_again(run: Run) -> None:
-    """The new manifest has the size and the time stamp of the removed one, which the collecting writer has read before."""
+    """The new manifest looks like the removed one, which the collecting writer has read before."""
     removed, _ = run.base(1), run.base(2)
     run.writer.collect([])
     assert [m.step for m in run.reopen().manifests()] == [2]
-    taken_over = seal({**unseal(removed.to_bytes(), "m"), "epoch": 2})
-    assert len(taken_over) == len(removed.to_bytes())
-    run.fake.put(commit_key(removed.seq), taken_over)
+    use_again(run, removed)
     with pytest.raises(FencedError, match=r"epoch 2.*step 1"):
         run.writer.collect([])
     assert [m.step for m in run.reopen().manifests()] == [1, 2]
+
+
+def test_it_is_read_again_after_a_removal_whose_answer_was_lost(run: Run) -> None:
+    removed, _ = run.base(1), run.base(2)
+    delete = type(run.fake).delete
+
+    def lost(fake: FakeObjects | FakeSet, keys: list[str]) -> None:
+        delete(fake, keys)
+        if any(key.startswith("commits/") for key in keys):
+            raise StoreError("lost")
+
+    with mock.patch.object(type(run.fake), "delete", lost), pytest.raises(StoreError, match="lost"):
+        run.writer.collect([])
+    use_again(run, removed)
+    with pytest.raises(FencedError):
+        run.writer.collect([])
+
+
+def test_it_is_read_again_after_a_removal_in_the_middle_of_a_listing() -> None:
+    run = Run()
+    removed, kept = run.base(1), run.base(2)
+    run.store.manifests()
+    unread = run.base(3)
+    reached, goes_on = threading.Event(), threading.Event()
+
+    def wait(operation: str, key: str) -> None:
+        if (operation, key) == ("get", commit_key(unread.seq)) and not reached.is_set():
+            reached.set()
+            assert goes_on.wait(10)
+
+    with mock.patch.object(run.fake, "_lock", nullcontext()):  # or the collection would wait for the listing
+        run.fake.before = wait
+        listing = threading.Thread(target=run.store.manifests)
+        listing.start()
+        assert reached.wait(10)
+        run.writer.collect([kept.seq])
+        goes_on.set()
+        listing.join()
+    run.fake.heal()
+    use_again(run, removed)
+    with pytest.raises(FencedError):
+        run.writer.collect([])
+
+
+def test_copies_of_a_number_that_was_used_again_in_several_stores_are_read_again() -> None:
+    """One store's new copy looks like the removed one, the others' do not."""
+    run = Run(FakeSet())
+    removed, kept = run.base(1), run.base(2)
+    run.store.manifests()
+    run.writer.collect([kept.seq])
+    for each in run.fake.each[1:]:
+        each.now += 1
+    replaced = use_again(run, removed)
+    listing = run.writer._catalog.scan()
+    assert (listing.manifests, listing.damaged) == ((replaced, kept), ())
+
+
+def test_what_another_process_has_removed_and_replaced_is_not_removed_again(run: Run) -> None:
+    """This process believes in the manifest that it has read, and looks once more before it removes it."""
+    first, newest = run.base(1), run.base(2)
+    assert run.store.manifests() == [newest, first]
+    run.fake.delete([commit_key(first.seq)])
+    replaced = use_again(run, first)
+    run.writer.collect([])
+    assert run.reopen().manifests() == [replaced, newest]
+    with pytest.raises(FencedError):
+        run.writer.collect([])
 
 
 def test_what_a_damaged_manifest_may_name_stays(run: Run) -> None:

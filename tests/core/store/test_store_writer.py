@@ -2,7 +2,9 @@
 
 import itertools
 import warnings
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 from support.fake_objects import FakeObjects
@@ -368,6 +370,53 @@ def test_a_new_writer_fills_no_hole_that_the_old_one_has_left_since(store: RunSt
     with pytest.raises(FencedError, match=r"epoch 2.*step 4"):
         base(old, step=5)
     assert store.manifests()[0] == taken_over
+
+
+@pytest.mark.parametrize("moment", ["while its container is uploaded", "right before its manifest"])
+def test_an_old_writer_that_goes_on_during_the_first_save_of_the_new_one_is_met(moment: str) -> None:
+    fake = FakeObjects()
+    store = store_on(fake)
+    old = store.writer()
+    base(old)
+    new = store_on(fake).writer()
+    first = ("put", f"-{new.session}-") if moment.startswith("while") else ("put_if_absent", "commits/")
+    last: list[Manifest] = []
+
+    def before(operation: str, key: str) -> None:
+        if operation == first[0] and first[1] in key:
+            fake.heal()
+            last.append(base(old, step=1))
+            last.append(base(old, step=2))
+            with store_on(fake).writer() as pruning:
+                pruning.collect([last[-1].seq])
+
+    with mock.patch.object(
+        fake, "_lock", nullcontext()
+    ):  # or the threads that read manifests would wait for it
+        fake.before = before
+        taken_over = base(new, step=3)
+    fake.heal()
+    assert taken_over.seq == last[-1].seq + 1
+    with pytest.raises(FencedError, match=r"epoch 2.*step 3"):
+        base(old, step=4)
+    newest = store.manifests()[0]
+    assert (newest, store.fetch(newest)) == (taken_over, [b"base"])
+
+
+def test_newer_version_that_has_committed_since_the_opening_is_a_fence(
+    store: RunStore, fake: FakeObjects | FakeSet
+) -> None:
+    """Its manifest lies where the first save looks before it takes a number."""
+    old = store.writer()
+    first = base(old)
+    late = store.writer()
+    record = unseal(base(store.writer(), step=2).to_bytes(), "m")
+    fake.put("commits/0000000001.json", seal({**record, "format": 99, "epoch": 3}))
+    with pytest.raises(FencedError, match="newer shrinkpoint"):
+        late.collect([])
+    with pytest.raises(FencedError, match="newer shrinkpoint"):
+        base(late, step=3)
+    assert store.manifests() == [first]
 
 
 class TestSingleWriter:
