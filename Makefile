@@ -14,7 +14,7 @@ NOT_ON_NEWEST = $(addprefix --ignore=tests/, campaigns examples test_documents.p
   coding quantize saving runtime $(addprefix quality/, inshrinkerator_search test_planner.py test_planner_bounds.py test_scale_search.py \
   test_measurement.py test_restore_budget.py test_bound_controls.py)))
 
-.PHONY: demo demo-stores demo-composer bench bench-bound bench-steps bench-cost test test-newest test-llmfoundry test-slow lint imports docs format clean help
+.PHONY: demo demo-stores demo-composer bench bench-bound bench-steps bench-cost wheels test test-newest test-llmfoundry test-slow lint imports docs format clean help
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -41,6 +41,12 @@ bench-steps: .venv/ready  ## step logs beside LowDiff's experiments: docs/steps.
 bench-cost: .venv/ready  ## memory, and CPU seconds per GB, of saves and restores: docs/architecture.md (4 minutes)
 	.venv/bin/shrinkpoint compile
 	.venv/bin/python examples/benchmarks/memory.py
+
+# Of the commit, without what else lies here.
+wheels: .venv/ready  ## a wheel for all platforms, and one with compiled coders for this platform and Python, in dist/ (2 minutes)
+	rm -rf dist
+	.venv/bin/python -m pip --disable-pip-version-check -q wheel --no-deps -w dist "git+file://$(CURDIR)"
+	.venv/bin/python .ci/platform_wheel.py dist/*-none-any.whl
 
 test: .venv/ready  ## the fast suite (20 minutes on 2 cores)
 	.venv/bin/shrinkpoint compile

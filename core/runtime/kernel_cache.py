@@ -2,9 +2,9 @@
 
 numba uses the first folder that it may write to, and no other. An image whose kernels were compiled when it was built,
 and which runs with a read-only file system or as another user, would compile them again at every start. Here kernels
-that are not in the chosen folder are looked up in the others, and if none is writable, the user's own folder in the
-temporary folder is used. A damaged file counts as missing, and a failed write gives a warning: compiling continues
-without a cache.
+that are not in the chosen folder are looked up in the others and in the package itself
+(`shrinkpoint.runtime.precompiled`), and if none is writable, the user's own folder in the temporary folder is used. A
+damaged file counts as missing, and a failed write gives a warning: compiling continues without a cache.
 
 Importing this module imports numba (see `shrinkpoint.runtime.jit`).
 """
@@ -27,6 +27,7 @@ from numba.core.caching import (
 )
 from numba.core.dispatcher import Dispatcher
 
+from shrinkpoint.runtime.precompiled import precompiled
 from shrinkpoint.warn import warn
 
 __all__ = ["KernelCache", "keep", "kept_of"]
@@ -86,6 +87,14 @@ class KernelCache:
                 found.append(other)
         return found
 
+    @cached_property
+    def precompiled(self) -> Any:
+        """What the installed wheel has for this machine (`shrinkpoint.runtime.precompiled`); None if it has nothing.
+
+        It is looked up last: what was compiled for just this processor may be faster.
+        """
+        return precompiled(self._function)
+
     def folders(self) -> Iterator[Path]:
         """Every folder that is read, in this order."""
         for each in self._all():
@@ -137,6 +146,8 @@ class KernelCache:
         if self._own is not None:
             yield self._own
         yield from self.read_only
+        if self.precompiled is not None:
+            yield self.precompiled
 
 
 @cache

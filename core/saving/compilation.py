@@ -12,12 +12,13 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import nn
 
 from shrinkpoint.coding.encode import decode_chain, encode_state
+from shrinkpoint.entropy.contexts.coder import Effort
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.quantize.movement import MovementTracker
 from shrinkpoint.runtime import jit
@@ -27,7 +28,10 @@ from shrinkpoint.state.roles import describe_training
 from shrinkpoint.state.snapshot import Snapshotter
 from shrinkpoint.state.training import TrainingState
 
-__all__ = ["cache_folder", "compile_coders", "is_compiled"]
+if TYPE_CHECKING:
+    from shrinkpoint.runtime.kernel_cache import KernelCache
+
+__all__ = ["cache_folder", "compile_coders", "is_compiled", "precompile"]
 
 _WIDTH, _ROWS, _SAVES, _STEPS = 64, 512, 3, 10
 
@@ -62,13 +66,44 @@ def compile_coders(scheme: str, effort: str | None = None) -> bool:
 
 
 def is_compiled(scheme: str, effort: str | None = None) -> bool:
-    """Whether `compile_coders` has been here since the coders, numba or the processor last changed.
+    """Whether `compile_coders` has been here since the coders, numba or the processor last changed, or the installed wheel
+    has its coders compiled (`precompile`).
 
     Raises:
         ConfigError: as `compile_coders`.
     """
-    name = _mark(scheme, _options(scheme, effort))
-    return any(_is_sound(folder / name) for folder in _folders())
+    from shrinkpoint.runtime.precompiled import includes
+
+    options = _options(scheme, effort)
+    name = _mark(scheme, options)
+    return includes([_coder(scheme, options)]) or any(_is_sound(folder / name) for folder in _folders())
+
+
+def precompile(package: Path) -> int:
+    """Compile the coders of all schemes and efforts into a package's folder, of which a wheel is then made.
+
+    numba's cache must be empty, and its processor the level that is compiled for: see `shrinkpoint.runtime.precompiled`.
+
+    Args:
+        package: the folder that is imported as shrinkpoint where the wheel is installed.
+
+    Returns:
+        How many compiled functions it contains.
+
+    Raises:
+        RuntimeError: as `shrinkpoint.runtime.precompiled.write`.
+    """
+    from shrinkpoint.runtime.precompiled import write
+
+    coders = []
+    for scheme in SCHEMES:
+        options = options_of(scheme)
+        efforts = get_args(Effort) if "effort" in _names(options) else (None,)
+        for effort in efforts:
+            chosen = _options(scheme, effort)
+            _make_and_restore(scheme, chosen)
+            coders.append(_coder(scheme, chosen))
+    return write((kernel for _, kernel in _called_kernels()), coders, at=package)
 
 
 def _is_sound(mark: Path) -> bool:
@@ -102,21 +137,25 @@ def _folders() -> Iterator[Path]:
 
 def _cached_files() -> list[Path]:
     """What is kept of the kernels that this process has called: an index of each, and its object files."""
+    found: set[Path] = set()
+    for kept, kernel in _called_kernels():
+        stem = f"{kernel.__module__.rpartition('.')[2]}.{kernel.__qualname__}-"
+        for folder in kept.folders():
+            found.update(folder.glob(f"{stem}*.nb[ic]"))
+    return sorted(found)
+
+
+def _called_kernels() -> Iterator[tuple["KernelCache", Any]]:
     from shrinkpoint.runtime.kernel_cache import kept_of
 
-    found: set[Path] = set()
+    found = {}
     for name, module in list(sys.modules.items()):
-        if not name.startswith("shrinkpoint."):
-            continue
-        kernel: Any
-        for kernel in vars(module).values():
-            kept = kept_of(kernel)
-            if kept is None or not kernel.signatures:
-                continue
-            stem = f"{kernel.__module__.rpartition('.')[2]}.{kernel.__qualname__}-"
-            for folder in kept.folders():
-                found.update(folder.glob(f"{stem}*.nb[ic]"))
-    return sorted(found)
+        if name.startswith("shrinkpoint."):
+            found.update({id(item): item for item in vars(module).values()})
+    for kernel in found.values():
+        kept = kept_of(kernel)
+        if kept is not None and kernel.signatures:
+            yield kept, kernel
 
 
 def _options(scheme: str, effort: str | None) -> Any:
@@ -125,9 +164,17 @@ def _options(scheme: str, effort: str | None) -> Any:
     options = options_of(scheme)
     if effort is None:
         return options
-    if options is None or "effort" not in {item.name for item in fields(options)}:
+    if "effort" not in _names(options):
         raise ConfigError(f"effort={effort!r}: the scheme {scheme!r} has only one")
     return replace(options, effort=effort)
+
+
+def _names(options: Any) -> set[str]:
+    return {item.name for item in fields(options)} if options is not None else set()
+
+
+def _coder(scheme: str, options: object) -> str:
+    return f"{scheme} {getattr(options, 'effort', None)}"
 
 
 def _make_and_restore(scheme: str, options: Any) -> None:

@@ -1,0 +1,137 @@
+"""Compiled kernels of a wheel: used where they fit the sources, numba and the processor, and otherwise as if there were none."""
+
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+import pytest
+
+from shrinkpoint.entropy import range_coder_kernels
+from shrinkpoint.runtime import precompiled
+from shrinkpoint.runtime.jit import jit_allocating
+from shrinkpoint.runtime.kernel_cache import KernelCache
+from shrinkpoint.saving import compilation
+
+FUNCTION = range_coder_kernels.new_coder.py_func
+LEVEL = precompiled.Level("of-tests", frozenset({"cmov"}))
+
+
+@pytest.fixture(autouse=True)
+def _known_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precompiled, "LEVELS", {platform.machine(): LEVEL})
+    monkeypatch.setattr(precompiled, "_features", lambda: iter(["cmov", "sse"]))
+
+
+@pytest.fixture(scope="module", name="kernel")
+def _kernel(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Compiled here, and not taken from numba's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(numba.config, "CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        kernel = jit_allocating(FUNCTION)
+        kernel(np.zeros(4, np.uint8), True)
+    return kernel
+
+
+@pytest.fixture(name="package")
+def _package(kernel: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package's folder with one compiled kernel, which is looked up there; numba's own folders are empty."""
+    monkeypatch.setattr(numba.config, "CPU_NAME", LEVEL.name)
+    monkeypatch.setattr(numba.config, "CPU_FEATURES", "")
+    assert precompiled.write([kernel], ["auto default", "lossless None"], at=tmp_path / "package") == 1
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "cache"))
+    precompiled._folder.cache_clear()
+    relative = precompiled._relative
+    monkeypatch.setattr(precompiled, "_relative", lambda level: tmp_path / "package" / relative(level))
+    return tmp_path / "package"
+
+
+@pytest.fixture(autouse=True)
+def _looked_up_anew() -> Any:
+    yield
+    precompiled._folder.cache_clear()
+
+
+def loaded(kernel: Any) -> Any:
+    """What a fresh process would find."""
+    return KernelCache(FUNCTION).load_overload(kernel.signatures[0], kernel.targetctx)
+
+
+def test_a_kernel_is_taken_from_the_package(kernel: Any, package: Path) -> None:
+    stream = np.arange(4, dtype=np.uint8)
+    assert np.array_equal(loaded(kernel).entry_point(stream, True), kernel(stream, True))
+    assert not list(package.parent.joinpath("cache").rglob("*.nbc"))
+
+
+def test_what_was_compiled_for_this_processor_comes_first(kernel: Any, package: Path) -> None:
+    kept = KernelCache(FUNCTION)
+    kept.save_overload(kernel.signatures[0], kernel.overloads[kernel.signatures[0]])
+    assert [Path(each).is_relative_to(package) for each in kept.folders()] == [False, True]
+    for file in package.rglob("*.nbc"):
+        file.unlink()
+    assert loaded(kernel) is not None
+
+
+def test_the_wheel_says_nothing_of_the_machine_that_compiled(kernel: Any, package: Path) -> None:
+    files = list(package.rglob("*.nb[ic]"))
+    assert len(files) == 2
+    home = str(Path(np.__file__).parents[1]).encode()
+    assert [file for file in files if home in file.read_bytes()] == []
+
+
+@pytest.mark.parametrize("change", ["sources", "features", "machine", "numba", "file"])
+def test_what_does_not_fit_counts_as_missing(
+    kernel: Any, package: Path, change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert precompiled.includes(["auto default"])
+    precompiled._folder.cache_clear()
+    if change == "sources":
+        monkeypatch.setattr(precompiled, "_sources", lambda: "others")
+    elif change == "features":
+        monkeypatch.setattr(precompiled, "_features", lambda: iter(["sse"]))
+    elif change == "machine":
+        monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    elif change == "numba":
+        monkeypatch.setattr(numba, "__version__", "0.0")
+    else:
+        for file in package.rglob("*.nbc"):
+            file.write_bytes(b"\x80\x04cut")
+    assert loaded(kernel) is None
+    assert precompiled.includes(["auto default"]) is (change == "file")
+
+
+def test_coders_are_compiled_if_all_that_is_asked_for_is_there(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compilation, "_folders", lambda: iter([]))
+    assert compilation.is_compiled("auto")
+    assert compilation.is_compiled("lossless")
+    assert not compilation.is_compiled("auto", "max")
+    assert not precompiled.includes(["auto default", "auto max"])
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "null", '{"sources": 1, "coders": 2}'])
+def test_a_damaged_list_of_coders_counts_as_none(kernel: Any, package: Path, text: str) -> None:
+    [contents] = package.rglob("contents.json")
+    assert json.loads(contents.read_text())["coders"]
+    contents.write_text(text)
+    assert not precompiled.includes(["auto default"])
+
+
+def test_a_function_of_another_package_has_none(kernel: Any, package: Path) -> None:
+    assert precompiled.precompiled(FUNCTION) is not None
+    assert precompiled.precompiled(loaded) is None
+
+
+def test_kernels_for_one_processor_are_not_put_into_a_wheel(
+    kernel: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(numba.config, "CPU_NAME", None)
+    with pytest.raises(RuntimeError, match="has to compile for of-tests"):
+        precompiled.write([kernel], ["auto default"], at=tmp_path)
+    monkeypatch.setattr(precompiled, "LEVELS", {})
+    with pytest.raises(RuntimeError, match="none is known"):
+        precompiled.write([kernel], ["auto default"], at=tmp_path)
+    assert list(tmp_path.iterdir()) == []
