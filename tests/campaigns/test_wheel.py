@@ -8,13 +8,12 @@ import json
 import os
 import shutil
 import subprocess
-import sys
-import sysconfig
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.wheels import built, environment, installed
 
 ROOT = Path(__file__).parents[2]
 USERS = ROOT / "tests" / "support" / "new_users"
@@ -27,42 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(3600)]
 def _python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The interpreter of an environment that has the wheel."""
     folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        check=True,
-    )
-    for name in filter(None, listed.stdout.decode().split("\0")):
-        if (ROOT / name).is_file() and not name.startswith(("tests/", "docs/", "examples/")):
-            (source / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, source / name)
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
-    subprocess.run(
-        [*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", folder, source],
-        check=True,
-        cwd=folder,
-        env=environment(),
-    )
-    [wheel] = folder.glob("*.whl")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
-    python = folder / "venv" / "bin" / "python"
-    subprocess.run(
-        [*pip, "--python", python, "install", "--no-deps", "--no-index", wheel], check=True, env=environment()
-    )
-    [packages] = (folder / "venv").glob("lib/python*/site-packages")
-    # A path in a .pth file is searched; the .pth files in that folder, the editable install's among them, are not read.
-    (packages / "frameworks.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    return python
-
-
-def environment() -> dict[str, str]:
-    """Nothing that leads to this tree."""
-    left_out = ("PYTHONPATH", "PYTHONHOME", "NUMBA_CACHE_DIR", "VIRTUAL_ENV")
-    return {name: value for name, value in os.environ.items() if name not in left_out} | {
-        "OMP_NUM_THREADS": "1"
-    }
+    return installed(built(folder), folder / "venv")
 
 
 def test_shrinkpoint_comes_from_the_wheel(python: Path, tmp_path: Path) -> None:
