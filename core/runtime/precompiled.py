@@ -78,7 +78,7 @@ def write(kernels: Iterable[Any], coders: Iterable[str], *, at: Path = _PACKAGE)
             kept.save_overload(signature, compiled)
             written += 1
     contents = folder / _CONTENTS
-    noted = {"sources": _sources(), "python": sys.implementation.cache_tag, "coders": sorted(coders)}
+    noted = {"sources": _sources(), "coders": sorted(coders)}
     contents.write_text(json.dumps(noted, indent=1))
     return written
 
