@@ -48,7 +48,7 @@ def includes(coders: Collection[str]) -> bool:
     return folder is not None and set(coders) <= set(_contents(folder))
 
 
-def write(kernels: Iterable[Any], coders: Iterable[str], *, at: Path = _PACKAGE) -> int:
+def write(kernels: Iterable[Any], coders: Iterable[str], *, at: Path) -> int:
     """Put all that was compiled of some kernels into the package's folder.
 
     To be called where numba compiles for the machine's level: ``NUMBA_CPU_NAME`` is its name, and
