@@ -30,6 +30,7 @@ T = TypeVar("T")
 _NAMED = 5
 _CYCLED = {"momentum", "betas"}  # by some schedulers
 _KERNELS = {"foreach", "fused", "capturable", "differentiable"}
+_OF_CLASS = "decoupled_weight_decay"  # AdamW sets it again after every load: what tells it from Adam, of which another warning tells
 # What learning rate schedulers leave in an optimizer's groups.
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr", "param_names"}
 
@@ -229,6 +230,8 @@ def _others(
     optimizer: torch.optim.Optimizer, there: Mapping[str, Any], here: Mapping[str, Any], *, scheduled: bool
 ) -> Iterator[_Difference]:
     options = _given(optimizer)
+    if isinstance(unwrapped(optimizer), torch.optim.AdamW):
+        options -= {_OF_CLASS}
     for name in optimizer.defaults:
         if name == "lr" or name in _KERNELS or not {name} <= options & there.keys() & here.keys():
             continue

@@ -19,6 +19,12 @@ def model():
     return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 2))
 
 
+decoupled = pytest.mark.skipif(
+    "decoupled_weight_decay" not in torch.optim.Adam(nn.Linear(1, 1).parameters()).defaults,
+    reason="this release of torch's Adam has no such option",
+)
+
+
 class Own(torch.optim.AdamW):
     """A class of the user's."""
 
@@ -72,6 +78,30 @@ def test_a_class_of_another_name_goes_on_with_a_warning(tmp_path, make):
         ShrinkpointWarning, match=r"torch.optim.AdamW, and this one, which goes on with its state, is \S*Own"
     ):
         assert resumed(tmp_path / "run", make)[0] == 10
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "replaced"),
+    [
+        ("Adam", "AdamW", False),  # which decouples whatever it loads
+        pytest.param("AdamW", "Adam", True, marks=decoupled),  # which decouples if the checkpoint says so
+    ],
+)
+def test_only_options_that_a_load_does_replace_are_told(tmp_path, one, other, replaced):
+    stored(tmp_path / "run", lambda net: getattr(torch.optim, one)(net.parameters(), weight_decay=0.1))
+    made = []
+
+    def make(net):
+        made.append(getattr(torch.optim, other)(net.parameters(), weight_decay=0.1))
+        return made[0]
+
+    with pytest.warns(ShrinkpointWarning) as caught:
+        assert resumed(tmp_path / "run", make)[0] == 10
+    told = [str(warning.message) for warning in caught]
+    assert [other in message for message in told] == [True] * (2 if replaced else 1)
+    assert any("decoupled_weight_decay" in message for message in told) is replaced
+    group = made[0].param_groups[0]
+    assert group.get("decoupled_weight_decay", True)
 
 
 def test_the_same_one_is_continued_without_a_word(tmp_path):
