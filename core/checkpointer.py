@@ -27,6 +27,7 @@ from shrinkpoint.quality.evaluation import Loss
 from shrinkpoint.reports import Accepted, SaveReport
 from shrinkpoint.runtime.processes import world_size
 from shrinkpoint.runtime.termination import Pace, TerminationRequest
+from shrinkpoint.runtime.turns import Turns
 from shrinkpoint.saver import Saver
 from shrinkpoint.saving.resume import (
     ResumePolicy,
@@ -160,6 +161,7 @@ class Checkpointer:
         self._saved_step: int | None = None
         self._resumed_from: int | None = None
         self._versions = 0
+        self._turns = Turns()
         self._pace = Pace()
         self._termination = TerminationRequest(answered=self._pace.expected)
         weakref.finalize(self, self._termination.unwatch)
@@ -228,7 +230,7 @@ class Checkpointer:
         """
         if step is not None and type(step) is not int:
             raise ConfigError(f"step={step!r} must be a whole number")
-        with self._pace.visit(first=True):
+        with self._turns.turn("resume"), self._pace.visit(first=True):
             begins = self._restore(step)
         self._watch()  # before the loop forks its loaders' workers, which a Ctrl-C would end
         return begins
@@ -290,7 +292,7 @@ class Checkpointer:
         Raises:
             KeyboardInterrupt, SystemExit: the process was asked to end, and has been saved.
         """
-        with self._pace.visit():
+        with self._turns.turn("step"), self._pace.visit():
             self.saver.poll()
             if not self._began:
                 self._begin(step)
@@ -338,7 +340,8 @@ class Checkpointer:
         wait: bool = False,
     ) -> Accepted | None:
         """Save now; see `Saver.save`. With ``adopt=True`` such a save is stored exactly, since it was not planned."""
-        return self._save(step, metrics, exact=exact, wait=wait)
+        with self._turns.turn("save"):
+            return self._save(step, metrics, exact=exact, wait=wait)
 
     def _save(
         self,
@@ -405,7 +408,7 @@ class Checkpointer:
         """
         watched = self._termination.watches
         try:
-            with self._pace.visit(first=True):
+            with self._turns.turn("close"), self._pace.visit(first=True):
                 self._close()
             number = self._termination.number
             if watched and number is not None:
@@ -450,7 +453,7 @@ class Checkpointer:
             return
         error = sys.exc_info()[0]
         if error is None and unchanged:
-            self.save(step, metrics=self._last_metrics, wait=True)
+            self._save(step, self._last_metrics, wait=True)
             return
         why = (
             "the weights have been changed since (by averages of them, say, put in their place for a validation): call"
@@ -484,7 +487,7 @@ class Checkpointer:
         try:
             if planned and self.saver.config.adopt:
                 self._save(step, self._last_metrics, wait=True, planned=True)
-            elif self.save(step, metrics=self._last_metrics, exact=True, wait=True) is None:
+            elif self._save(step, self._last_metrics, exact=True, wait=True) is None:
                 self._say_unsaved(step, "see the warning before")
         except Exception as error:  # noqa: BLE001 - after any error the process ends as requested
             self._say_unsaved(step, f"{type(error).__name__}: {error}")

@@ -26,6 +26,7 @@ from shrinkpoint.quantize.movement import is_followed
 from shrinkpoint.reports import Accepted, SaveReport
 from shrinkpoint.runtime.memory import LARGE, give_back
 from shrinkpoint.runtime.progress import waiting_for
+from shrinkpoint.runtime.turns import Turns
 from shrinkpoint.runtime.worker import Worker
 from shrinkpoint.saving.adopted import adopted_of
 from shrinkpoint.saving.adoption import AdoptingCommitter
@@ -80,7 +81,8 @@ class Saver:
         storage_options: passed to fsspec; of several URLs for all but folders, or a list of as many.
         parity: how many of several URLs may be lost: 0, 1 or 2. None takes what the run began with, or 1.
 
-    The constructor does no I/O; `check` does, before training starts. All methods are for one thread, the training's.
+    The constructor does no I/O; `check` does, before training starts. All methods are for the training's thread: calls of several
+    threads are made one after another, but a state that changes while `save` copies it, or while it is evaluated, is stored so.
 
     Examples:
         >>> saver = shrinkpoint.Saver("runs/8", shrinkpoint.SaverConfig(scheme="lossless"))
@@ -123,6 +125,7 @@ class Saver:
         self._continuation = Continuation(self._committer, self.config)
         self._waits = WaitingShare()
         self._snapshotter = Snapshotter()
+        self._turns = Turns()
         self._worker = Worker("shrinkpoint-save", before_exit=self._desk.close)
         self._warmup = Warmup(self.config.scheme, self.config.scheme_options)
         self._evaluate: Evaluate | None = None
@@ -185,13 +188,14 @@ class Saver:
             step: training steps done so far.
             describe: as of `save`.
         """
-        if self._continuation.is_known:
-            return
-        live = TrainingState.capture(state, describe)
-        specs = {name: spec for name, spec in live.specs.items() if is_followed(spec)}
-        tensors = {name: live.tensors[name].detach().to("cpu", copy=True) for name in specs}
-        self._continuation.begin(TrainingState(None, tensors, specs), plain_step(step))
-        self._settle_if_idle()
+        with self._turns.turn("begin"):
+            if self._continuation.is_known:
+                return
+            live = TrainingState.capture(state, describe)
+            specs = {name: spec for name, spec in live.specs.items() if is_followed(spec)}
+            tensors = {name: live.tensors[name].detach().to("cpu", copy=True) for name in specs}
+            self._continuation.begin(TrainingState(None, tensors, specs), plain_step(step))
+            self._settle_if_idle()
 
     def save(
         self,
@@ -236,57 +240,60 @@ class Saver:
             SaveFailedError: `max_failures` saves in a row have failed.
             FencedError: another writer has taken over the run.
             CannotRepresentError: the state holds an object that cannot be stored without pickle.
-            ConfigError: `step` is no step, or a metric is no number.
+            ConfigError: `step` is no step, a metric is no number, or this was called within another call, by an evaluation, say.
         """
-        self._raise_if_fatal()
-        started = time.perf_counter()
-        self.adopted = ()
         step, numbers = plain_step(step), plain_metrics(metrics or {})
-        if adoption is not None and not self.config.adopt:
-            raise ConfigError("adoption needs a saver with adopt=True")
-        if self.busy:
-            self.poll()
-            if self.config.busy == "skip" and not wait and not self.config.adopt:
-                self.skip()
-                return None
-            self.flush()
-        waited_s = time.perf_counter() - started
-        self._newest = None  # a later `restore` finds this checkpoint, or a newer one
-        self._settle_if_idle()
-        captured = TrainingState.capture(state, describe)
-        if self.config.weights_only:  # after a restore, a fresh optimizer makes the steps
-            captured, resumed, optimizers = without_optimizer(captured), None, ()
-        self._evaluate, self._resumed = evaluate, resumed
-        takeover = self._takeover(captured, describe, adoption, waited_s)
-        job = Job(
-            snapshot=self._snapshotter.take(captured),
-            step=step,
-            metrics=numbers,
-            measure=self._desk.measure if evaluate is not None else None,
-            resume=self._desk.resume if resumed is not None else None,
-            gradients={
-                name: value.detach().to("cpu", copy=True) for name, value in (gradients or {}).items()
-            },
-            optimizers=tuple(OptimizerKind.of(optimizer) for optimizer in optimizers),
-            exact=exact,
-            blocked_s=time.perf_counter() - started - (waited_s if takeover is not None else 0.0),
-            takeover=takeover,
-            step_log=step_log,
-        )
-        accepted = Accepted(step=step, blocked_s=job.blocked_s)
-        self.blocked_s += job.blocked_s
-        self._under_way = step, time.monotonic()
-        handed_over = [job]
-        del job  # the snapshot is the background's alone: as soon as that is done with it, its memory is free
-        self._compiling = self._warmup.running
-        self._worker.submit(lambda: self._run(handed_over))
-        if takeover is not None:
-            self._take_over(takeover, started)
-        if wait:
-            self.flush()
-            if self._failed:
-                return None
-        return accepted
+        with self._turns.turn("save"):
+            self._raise_if_fatal()
+            started = time.perf_counter()
+            self.adopted = ()
+            if adoption is not None and not self.config.adopt:
+                raise ConfigError("adoption needs a saver with adopt=True")
+            if self.busy:
+                self.poll()
+                if self.config.busy == "skip" and not wait and not self.config.adopt:
+                    self.skip()
+                    return None
+                self.flush()
+            waited_s = time.perf_counter() - started
+            self._newest = None  # a later `restore` finds this checkpoint, or a newer one
+            self._settle_if_idle()
+            captured = TrainingState.capture(state, describe)
+            if self.config.weights_only:  # after a restore, a fresh optimizer makes the steps
+                captured, resumed, optimizers = without_optimizer(captured), None, ()
+            self._evaluate, self._resumed = evaluate, resumed
+            takeover = self._takeover(captured, describe, adoption, waited_s)
+            job = Job(
+                snapshot=self._snapshotter.take(captured),
+                step=step,
+                metrics=numbers,
+                measure=self._desk.measure if evaluate is not None else None,
+                resume=self._desk.resume if resumed is not None else None,
+                gradients={
+                    name: value.detach().to("cpu", copy=True) for name, value in (gradients or {}).items()
+                },
+                optimizers=tuple(OptimizerKind.of(optimizer) for optimizer in optimizers),
+                exact=exact,
+                blocked_s=time.perf_counter() - started - (waited_s if takeover is not None else 0.0),
+                takeover=takeover,
+                step_log=step_log,
+            )
+            accepted = Accepted(step=step, blocked_s=job.blocked_s)
+            self.blocked_s += job.blocked_s
+            self._under_way = step, time.monotonic()
+            handed_over = [job]
+            del (
+                job
+            )  # the snapshot is the background's alone: as soon as that is done with it, its memory is free
+            self._compiling = self._warmup.running
+            self._worker.submit(lambda: self._run(handed_over))
+            if takeover is not None:
+                self._take_over(takeover, started)
+            if wait:
+                self.flush()
+                if self._failed:
+                    return None
+            return accepted
 
     def _takeover(
         self, captured: TrainingState, describe: Describe, adoption: Adoption | None, waited_s: float
@@ -339,7 +346,9 @@ class Saver:
 
         Raises:
             SaveFailedError, FencedError: as `save`.
+            ConfigError: it was called by an evaluation, for which it would wait.
         """
+        self._refuse_in_evaluation("flush")
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._waiting():
             while self.busy:
@@ -349,6 +358,12 @@ class Saver:
                     self._desk.wait_for_request(0.01)
         self._raise_if_fatal()
         return True
+
+    def _refuse_in_evaluation(self, call: str) -> None:
+        if self._desk.serves:
+            raise ConfigError(
+                f"{call} was called by an evaluation, for which it would wait: call it between two training steps"
+            )
 
     def _waiting(self) -> AbstractContextManager[object]:
         """Says what is waited for, if anything is."""
@@ -364,14 +379,22 @@ class Saver:
 
         Returns:
             False if it is still under way after `timeout_s` seconds; it then goes on in the background.
+
+        Raises:
+            ConfigError: as `flush`.
         """
+        self._refuse_in_evaluation("close")
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._desk.close()
-        with self._waiting():
-            if not self._worker.join(timeout_s):
+        with self._turns.turn("close", timeout_s) as came:
+            if not came:
                 return False
-        self._desk.reopen()
-        self._committer.close()
-        self._warmup.stop()
+            with self._waiting():
+                if not self._worker.join(None if deadline is None else max(deadline - time.monotonic(), 0.0)):
+                    return False
+            self._desk.reopen()
+            self._committer.close()
+            self._warmup.stop()
         return True
 
     def finish(self) -> None:
@@ -391,8 +414,8 @@ class Saver:
         return list(self._reports)
 
     def _raise_if_fatal(self) -> None:
-        if self._fatal is not None:
-            fatal, self._fatal = self._fatal, None
+        fatal, self._fatal = self._fatal, None
+        if fatal is not None:
             raise fatal
 
     def _run(self, handed_over: list[Job]) -> None:
@@ -433,6 +456,10 @@ class Saver:
             ChainError: there are checkpoints, and none of them is sound.
             StoreError: the store cannot be read.
         """
+        with self._turns.turn("newest"):
+            return self._find(begins)
+
+    def _find(self, begins: Callable[[Manifest], object] = lambda manifest: None) -> Manifest | None:
         found = self._reader.newest(begins)
         if found is None:
             return None
@@ -456,7 +483,12 @@ class Saver:
         """
         if not adopt:
             return self._read(which)
-        if which is None and self._newest is None and self.newest() is None:
+        with self._turns.turn("restore"):
+            return self._adopt(which)
+
+    def _adopt(self, which: Manifest | int | None) -> Restored | None:
+        """`restore`, with whatever the next save goes on from."""
+        if which is None and self._newest is None and self._find() is None:
             return None
         if self._newest is not None and which in (None, self._newest[0], self._newest[0].step):
             manifest, decoded = self._newest
@@ -469,7 +501,7 @@ class Saver:
             warn(
                 f"the training up to step {manifest.step} adopted its checkpoints (adopt=True), and goes on without that: from now on"
                 " a resumed run differs from an undisturbed one",
-                stacklevel=3,
+                stacklevel=4,
             )
         self._settle_if_idle()
         self._reader.warn_if_diverged(manifest)
@@ -477,7 +509,7 @@ class Saver:
             warn(
                 f"resumed weights of step {manifest.step} from {self.store.display}; optimizer state was not stored: it"
                 " starts anew",
-                stacklevel=3,
+                stacklevel=4,
             )
         return Restored(manifest, decoded.state)
 
@@ -496,9 +528,10 @@ class Saver:
             follows: the checkpoint whose training goes on all the same, so that retention goes on with it; None: another
                 training begins, and leaves all earlier checkpoints alone.
         """
-        self._newest = None
-        self._continuation.forget(follows)
-        self._settle_if_idle()
+        with self._turns.turn("forget"):
+            self._newest = None
+            self._continuation.forget(follows)
+            self._settle_if_idle()
 
     @property
     def lineage(self) -> str | None:

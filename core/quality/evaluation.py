@@ -88,6 +88,7 @@ class EvaluationDesk:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._request: _Request | None = None
+        self._server: int | None = None
         self._answer: _Answer | BaseException | None = None
         self._open = True
         self.seconds = 0.0
@@ -162,33 +163,47 @@ class EvaluationDesk:
         return answer
 
     def serve(self, evaluate: Evaluate | None, resumed: ResumedSteps | None = None) -> float:
-        """Called by the training thread: serve the waiting request, if any.
+        """Called by the training thread: serve the waiting request, if any; one that is being served, by another thread or around this
+        call, waits no more.
 
         Returns:
             The seconds that it took; 0.0 when nothing was asked for.
         """
         with self._changed:
-            request = self._request if self._answer is None else None
-        if request is None:
-            return 0.0
+            request = self._request
+            if request is None or not self._unserved():
+                return 0.0
+            self._server = threading.get_ident()
         start = time.perf_counter()
-        answer: _Answer | BaseException
+        answer: _Answer | BaseException | None = None
         try:
             answer = request.answer(evaluate, resumed)
         # a failed evaluation must not end training: the worker stores exactly instead
         except Exception as error:  # noqa: BLE001
             answer = error
-        seconds = time.perf_counter() - start
-        with self._changed:
-            self.seconds += seconds
-            self._answer = answer
-            self._changed.notify_all()
+        finally:
+            seconds = time.perf_counter() - start
+            with self._changed:
+                self._server = None
+                if answer is not None:
+                    self.seconds += seconds
+                    if self._request is request:  # else nobody waits for it any more
+                        self._answer = answer
+                    self._changed.notify_all()
         return seconds
+
+    @property
+    def serves(self) -> bool:
+        """Whether this thread is inside `serve`: what waits for the request then, waits for itself."""
+        return self._server == threading.get_ident()
 
     def wait_for_request(self, timeout_s: float) -> None:
         """Called by the training thread while it has nothing else to do."""
         with self._changed:
-            self._changed.wait_for(lambda: self._request is not None and self._answer is None, timeout_s)
+            self._changed.wait_for(self._unserved, timeout_s)
+
+    def _unserved(self) -> bool:
+        return self._request is not None and self._answer is None and self._server is None
 
     def close(self) -> None:
         """Refuse requests from now on, the waiting one too."""

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import warnings
 import weakref
 
@@ -30,6 +31,7 @@ from shrinkpoint.errors import (
     StateMismatchError,
 )
 from shrinkpoint.saver import Saver
+from shrinkpoint.state.snapshot import Snapshotter
 from shrinkpoint.store.run import RunStore
 
 pytestmark = pytest.mark.filterwarnings("error::shrinkpoint.errors.ShrinkpointWarning")
@@ -684,7 +686,7 @@ def test_the_process_ends_as_asked_whatever_the_save_raises(tmp_path, monkeypatc
     def broken(*args, **options):
         raise RuntimeError("CUDA error")
 
-    monkeypatch.setattr(run.checkpointer, "save", broken)
+    monkeypatch.setattr(run.checkpointer.saver, "save", broken)
     signal.raise_signal(signal.SIGTERM)
     with (
         pytest.warns(ShrinkpointWarning, match="step 1 could not be saved: RuntimeError: CUDA error"),
@@ -1093,3 +1095,60 @@ def test_a_model_without_shapes_is_refused_at_once(tmp_path):
         Checkpointer(str(tmp_path), model, optimizer)
     model(torch.zeros(1, 2))
     Checkpointer(str(tmp_path), model, optimizer)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("call", ["step", "save"])
+def test_calls_of_several_threads_are_made_one_after_another(tmp_path, monkeypatch, call):
+    run = Run(tmp_path, every=1, busy="wait")
+    run.checkpointer.resume()
+    take = Snapshotter.take
+
+    def slowly(*arguments):
+        time.sleep(0.1)  # the other threads are inside as well by then
+        return take(*arguments)
+
+    monkeypatch.setattr(Snapshotter, "take", slowly)
+    accepted, errors = [], []
+
+    def go(step):
+        try:
+            accepted.append(getattr(run.checkpointer, call)(step))
+        except Exception as error:  # noqa: BLE001 - is looked at below
+            errors.append(error)
+
+    threads = [threading.Thread(target=go, args=(step,)) for step in (1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    run.checkpointer.close()
+    assert not errors
+    steps = sorted(one.step for one in accepted if one is not None)
+    assert sorted(report.step for report in run.checkpointer.reports()) == steps
+    assert steps == [1, 2, 3] if call == "save" else 3 in steps  # step(2) after step(3) is not due
+    assert Run(tmp_path).checkpointer.resume() in steps
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("call", ["step", "save", "close", "flush"])
+def test_a_call_by_an_evaluation_is_refused(tmp_path, call):
+    """It would wait for the save that waits for the evaluation."""
+    run, errors = Run(tmp_path), []
+
+    def evaluate():
+        try:
+            getattr(checkpointer, call)(*([2] if call in ("step", "save") else []))
+        except ConfigError as error:
+            errors.append(error)
+            raise
+        return float(run.model.loss(5))
+
+    options = {"every": 1, "busy": "wait", "save_last": False, "scheme": "uniform", "evaluate": evaluate}
+    checkpointer = Checkpointer(str(tmp_path / "other"), run.model, run.optimizer, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that evaluations fail
+        assert checkpointer.save(1, wait=True).step == 1
+        checkpointer.close()
+    assert f"{call} was called " in str(errors[0])
+    assert [report.step for report in checkpointer.reports()] == [1]
