@@ -29,6 +29,7 @@ from shrinkpoint.runtime.processes import world_size
 from shrinkpoint.runtime.termination import Pace, TerminationRequest
 from shrinkpoint.runtime.turns import Turns
 from shrinkpoint.saver import Saver
+from shrinkpoint.saving.arguments import check_metrics, plain_step
 from shrinkpoint.saving.resume import (
     ResumePolicy,
     check_policy,
@@ -291,13 +292,17 @@ class Checkpointer:
 
         Raises:
             KeyboardInterrupt, SystemExit: the process was asked to end, and has been saved.
+            ConfigError: `step` is no step, a metric is no number, or this was called within another call, by `evaluate`, say.
+            SaveFailedError, FencedError, CannotRepresentError: as `Saver.save`.
         """
+        step = self._checked(step, metrics)
         with self._turns.turn("step"), self._pace.visit():
             self.saver.poll()
             if not self._began:
                 self._begin(step)
             before = self._last_step if self._last_step is not None else step - 1
-            self._last_step, self._last_metrics = step, metrics
+            self._last_step = step
+            self._last_metrics = dict(metrics) if isinstance(metrics, Mapping) else metrics
             due = self._every is not None and (self._overdue or step // self._every > before // self._every)
             if self.step_log is not None:
                 self.step_log.end_step(step, since=before, boundary=due)
@@ -310,6 +315,12 @@ class Checkpointer:
             if number is not None:
                 self._save_and_end(number, planned=due)
             return self._save(step, metrics, planned=True) if due else None
+
+    def _checked(self, step: int, metrics: Mapping[str, float] | None) -> int:
+        """The step as a plain int, before anything is changed; what the ranks save together refuses metrics on all of them."""
+        if isinstance(self.saver, Saver):
+            check_metrics(metrics)
+        return plain_step(step)
 
     def _warn_log(self) -> None:
         """Report committed checkpoints to the step log, which removes steps before the last but one."""
@@ -340,6 +351,7 @@ class Checkpointer:
         wait: bool = False,
     ) -> Accepted | None:
         """Save now; see `Saver.save`. With ``adopt=True`` such a save is stored exactly, since it was not planned."""
+        step = self._checked(step, metrics)
         with self._turns.turn("save"):
             return self._save(step, metrics, exact=exact, wait=wait)
 
@@ -353,7 +365,8 @@ class Checkpointer:
         planned: bool = False,
     ) -> Accepted | None:
         adopts = planned and self.saver.config.adopt
-        self._require_monitor(step, metrics or {})
+        if metrics is None or isinstance(metrics, Mapping):  # else the save refuses them
+            self._require_monitor(step, metrics or {})
         if self.step_log is not None:
             self.step_log.boundary(step)
         logged = {} if self.step_log is None else {"step_log": self.step_log.measured()}

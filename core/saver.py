@@ -30,7 +30,7 @@ from shrinkpoint.runtime.turns import Turns
 from shrinkpoint.runtime.worker import Worker
 from shrinkpoint.saving.adopted import adopted_of
 from shrinkpoint.saving.adoption import AdoptingCommitter
-from shrinkpoint.saving.arguments import plain_metrics, plain_step
+from shrinkpoint.saving.arguments import check_parts, plain_metrics, plain_step, plain_timeout
 from shrinkpoint.saving.committer import Committer
 from shrinkpoint.saving.continuation import Continuation
 from shrinkpoint.saving.failures import Failures
@@ -240,9 +240,12 @@ class Saver:
             SaveFailedError: `max_failures` saves in a row have failed.
             FencedError: another writer has taken over the run.
             CannotRepresentError: the state holds an object that cannot be stored without pickle.
-            ConfigError: `step` is no step, a metric is no number, or this was called within another call, by an evaluation, say.
+            ConfigError: `step` is no step, another argument has a type that cannot work, a metric is no number, or this was called within another call, by an evaluation, say.
         """
-        step, numbers = plain_step(step), plain_metrics(metrics or {})
+        step, numbers = plain_step(step), plain_metrics(metrics)
+        check_parts(
+            describe=describe, evaluate=evaluate, resumed=resumed, gradients=gradients, optimizers=optimizers
+        )
         with self._turns.turn("save"):
             self._raise_if_fatal()
             started = time.perf_counter()
@@ -349,6 +352,7 @@ class Saver:
             ConfigError: it was called by an evaluation, for which it would wait.
         """
         self._refuse_in_evaluation("flush")
+        timeout_s = plain_timeout(timeout_s)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._waiting():
             while self.busy:
@@ -384,6 +388,7 @@ class Saver:
             ConfigError: as `flush`.
         """
         self._refuse_in_evaluation("close")
+        timeout_s = plain_timeout(timeout_s)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._desk.close()
         with self._turns.turn("close", timeout_s) as came:
@@ -477,10 +482,12 @@ class Saver:
             The state; None if the run is empty and `which` is None.
 
         Raises:
+            ConfigError: `which` is neither.
             NoCheckpointError: there is no checkpoint of that step.
             FormatError, ChainError: it is damaged.
             StoreError: the store cannot be read.
         """
+        which = which if which is None or isinstance(which, Manifest) else plain_step(which)
         if not adopt:
             return self._read(which)
         with self._turns.turn("restore"):

@@ -1,41 +1,116 @@
-"""The step and the metrics that a save is given, made plain numbers."""
+"""The arguments of saves and restores, checked and made plain."""
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
 
 from shrinkpoint.errors import ConfigError
+from shrinkpoint.store.keys import MAX_STEP
 from shrinkpoint.warn import brief
 
-__all__ = ["plain_metrics", "plain_step"]
+__all__ = ["check_metrics", "check_parts", "plain_metrics", "plain_step", "plain_timeout"]
 
 
-def plain_step(step: int) -> int:
-    """A plain int: numpy's and torch's have no place in a container's header.
+def plain_step(step: Any) -> int:
+    """A plain int: numpy's and torch's have no place in a container's header, and a tensor may be counted up in place.
 
     Raises:
         ConfigError: it is no step.
     """
     try:
-        plain = operator.index(step)
+        plain = -1 if isinstance(step, bool) else operator.index(step)
     except TypeError:
         plain = -1
-    if plain < 0:
-        raise ConfigError(f"step={brief(step)} must be the number of training steps done so far, 0 or more")
+    if not 0 <= plain <= MAX_STEP:
+        rest = f", and at most {MAX_STEP}" if plain > MAX_STEP else ""
+        fix = "; int() makes one of a text or a float" if isinstance(step, str | float) else ""
+        raise ConfigError(
+            f"step={brief(step)} must be a whole number: of the training steps done so far, 0 or more{rest}{fix}"
+        )
     return plain
 
 
-def plain_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Plain floats, also of tensors of one element.
+def check_metrics(metrics: Any) -> None:
+    """Check metrics that may be stored later, as far as that takes no time: tensors are not read, which would wait for a GPU.
 
     Raises:
-        ConfigError: one is no number.
+        ConfigError: they can not be stored.
     """
-    numbers = {}
-    for name, value in metrics.items():
-        try:
-            numbers[str(name)] = float(value)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise ConfigError(
-                f"metrics[{name!r}]={brief(value)} must be one number ({str(error)[:200]})"
-            ) from None
-    return numbers
+    for name, value in _named(metrics).items():
+        if isinstance(value, torch.Tensor):
+            if value.numel() != 1:
+                raise ConfigError(
+                    f"metrics[{name!r}]={brief(value)} must be one number (it has {value.numel()})"
+                )
+        else:
+            _number(name, value)
+
+
+def plain_metrics(metrics: Any) -> dict[str, float]:
+    """Plain floats, also of tensors of one element; none of None.
+
+    Raises:
+        ConfigError: one is no number, or they have no names.
+    """
+    return {str(name): _number(name, value) for name, value in _named(metrics).items()}
+
+
+def _named(metrics: Any) -> Mapping[Any, Any]:
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise ConfigError(
+            f"metrics={brief(metrics)} must be a dict of numbers by name, as in {{'val_loss': 0.5}}, or None"
+        )
+    return metrics or {}
+
+
+def _number(name: Any, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"metrics[{name!r}]={brief(value)} must be one number ({str(error)[:200]})"
+        ) from None
+
+
+def plain_timeout(timeout_s: Any) -> float | None:
+    """Seconds to wait at most; None is without limit.
+
+    Raises:
+        ConfigError: it is no number.
+    """
+    if timeout_s is None:
+        return None
+    try:
+        return float(operator.pos(timeout_s))  # of a text there is no such thing
+    except (TypeError, ValueError, RuntimeError):
+        raise ConfigError(
+            f"timeout_s={brief(timeout_s)} must be a number of seconds, or None for no limit"
+        ) from None
+
+
+def check_parts(
+    *, describe: object, evaluate: object, resumed: object, gradients: object, optimizers: object
+) -> None:
+    """Check the further arguments of a save, as `Saver.save` documents them.
+
+    Raises:
+        ConfigError: one has another type.
+    """
+    for name, function, optional in (
+        ("describe", describe, False),
+        ("evaluate", evaluate, True),
+        ("resumed", resumed, True),
+    ):
+        if not callable(function) and not (optional and function is None):
+            raise ConfigError(f"{name}={brief(function)} must be a function{', or None' if optional else ''}")
+    if gradients is not None and not (
+        isinstance(gradients, Mapping)
+        and all(isinstance(value, torch.Tensor) for value in gradients.values())
+    ):
+        raise ConfigError(
+            f"gradients={brief(gradients)} must be a dict of tensors by parameter name, or None"
+        )
+    if not isinstance(optimizers, Sequence) or not all(hasattr(one, "param_groups") for one in optimizers):
+        raise ConfigError(f"optimizers={brief(optimizers)} must be a list of optimizers, [] for none")

@@ -239,7 +239,7 @@ class ShardedSaver:
         found, error = self._captured(state, describe)
         numbers: dict[str, float] = {}
         try:
-            numbers = plain_metrics(metrics or {})
+            numbers = plain_metrics(metrics)
         except ConfigError as refused:  # all ranks raise it together
             error = error or refused
         agreed = self._agree(

@@ -1152,3 +1152,29 @@ def test_a_call_by_an_evaluation_is_refused(tmp_path, call):
         checkpointer.close()
     assert f"{call} was called " in str(errors[0])
     assert [report.step for report in checkpointer.reports()] == [1]
+
+
+@pytest.mark.parametrize(
+    ("step", "metrics", "message"),
+    [
+        ("4", None, "step='4' must be a whole number"),
+        (4.5, None, "step=4.5 must be a whole number"),
+        (4, [1], r"metrics=\[1\] must be a dict of numbers by name"),
+        (4, {"loss": "low"}, r"metrics\['loss'\]='low' must be one number"),
+    ],
+)
+@pytest.mark.parametrize("monitored", [False, True])
+@pytest.mark.parametrize("due", [False, True])
+def test_a_wrong_step_or_metric_is_refused_at_once_and_the_last_step_is_saved(
+    tmp_path, step, metrics, message, due, monitored
+):
+    """Where none is due as well: at the end the last step could not be saved with it."""
+    more = {"monitor": "loss", "keep_best": 2} if monitored else {}
+    run = Run(tmp_path, every=2 if due else 100, save_last=True, **more)
+    run.checkpointer.resume()
+    run.checkpointer.step(3, metrics={"loss": 1.0})
+    for call in (run.checkpointer.step, run.checkpointer.save):
+        with pytest.raises(ConfigError, match=message):
+            call(step, metrics=metrics)
+    run.checkpointer.close()
+    assert [report.step for report in run.checkpointer.reports()] == [3]
