@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from shrinkpoint.config import SaverConfig
-from shrinkpoint.errors import ConfigError, StoreError
+from shrinkpoint.errors import StoreError
 from shrinkpoint.loading import weights_of_step
 from shrinkpoint.loop.kinds import saver_for, warn_of_copies, way_back
 from shrinkpoint.loop.measuring import LoopMeasurements
@@ -229,8 +229,7 @@ class Checkpointer:
             StateMismatchError: the run is another model's; the message names the tensors.
             ChainError: there are checkpoints, and none is sound.
         """
-        if step is not None and type(step) is not int:
-            raise ConfigError(f"step={step!r} must be a whole number")
+        step = None if step is None else plain_step(step)
         with self._turns.turn("resume"), self._pace.visit(first=True):
             begins = self._restore(step)
         self._watch()  # before the loop forks its loaders' workers, which a Ctrl-C would end

@@ -1178,3 +1178,20 @@ def test_a_wrong_step_or_metric_is_refused_at_once_and_the_last_step_is_saved(
             call(step, metrics=metrics)
     run.checkpointer.close()
     assert [report.step for report in run.checkpointer.reports()] == [3]
+
+
+@pytest.mark.parametrize("kind", [np.int64, torch.tensor])
+def test_steps_may_be_numbers_of_numpy_and_torch(tmp_path, kind):
+    run = Run(tmp_path, every=2, save_last=True)
+    run.checkpointer.resume()
+    step = kind(0)
+    for _ in range(5):
+        step += 1  # a tensor is counted up in place: the step before must not be one with it
+        run.checkpointer.step(step)
+        run.checkpointer.flush()
+    run.checkpointer.close()
+    assert [report.step for report in run.checkpointer.reports()] == [2, 4, 5]
+    again = Run(tmp_path)
+    assert again.checkpointer.resume(kind(4)) == 4
+    with pytest.raises(NoCheckpointError, match="step 3; "):
+        again.checkpointer.resume(kind(3))
