@@ -6,12 +6,14 @@ from typing import Any
 import torch
 import xxhash
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
 
 from shrinkpoint.errors import StateMismatchError
 
 __all__ = [
     "Identities",
+    "disabled_scalers",
     "identities",
     "other_schedulers",
     "require_same_optimizers",
@@ -133,6 +135,39 @@ def other_schedulers(stored: Mapping[str, str], here: Mapping[str, str]) -> str 
         f"resume: another learning rate scheduler than the checkpoint's takes its state: {changes}. All of that state is loaded, the"
         " number of steps and the base rates among it. If that is not meant, build the scheduler that the run was made with, or"
         " set this one up after resuming"
+    )
+
+
+def disabled_scalers(stored: Mapping[str, Any], here: Mapping[str, Any], url: str) -> str | None:
+    """Refuse to give a gradient scaler the state of a disabled one, which is empty: torch would, when all else is restored.
+
+    Args:
+        stored: the states of the checkpoint's objects, by their names.
+        here: the objects of this run.
+        url: the run, for the message.
+
+    Returns:
+        A warning, where it is the other way round, and torch leaves the state out without a word; else None.
+
+    Raises:
+        StateMismatchError: a scaler is enabled, and the checkpoint's was not.
+    """
+    scalers = {
+        name: value for name, value in here.items() if isinstance(value, GradScaler) and name in stored
+    }
+    for name, scaler in scalers.items():
+        if scaler.is_enabled() and not stored[name]:
+            raise StateMismatchError(
+                f"{url} was written with a disabled GradScaler as {name!r}, which has no state, and here {name!r} is enabled: it cannot go on"
+                " from that. Make it with enabled=False, as the run did; or give it to Checkpointer by another name, under which it"
+                f" starts with its own scale, {scaler.get_scale():g}"
+            )
+    left = [name for name, scaler in scalers.items() if stored[name] and not scaler.is_enabled()]
+    if not left:
+        return None
+    return (
+        f"resume: the GradScaler {', '.join(left)} is disabled here and was enabled in the checkpoint: its scale is not restored, losses are not"
+        " scaled, and the next checkpoint has no scale either. If that is not meant, make it with enabled=True, on a device that it supports"
     )
 
 

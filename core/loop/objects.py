@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from shrinkpoint.errors import CannotRepresentError, ConfigError, StateMismatchError
 from shrinkpoint.loop.identity import (
     Identities,
+    disabled_scalers,
     other_schedulers,
     require_same_optimizers,
     rounded_weights,
@@ -198,8 +199,9 @@ class LoopObjects:
         scheduled = any(isinstance(value, LRScheduler) for value in self.stateful.values())
         overridden = overridden_options(state["optimizers"], self.optimizers, scheduled=scheduled)
         other_scheduler = other_schedulers(state.get("schedulers", {}), scheduler_classes(self.stateful))
+        disabled = disabled_scalers(state["stateful"], self.stateful, url)
         rounded = rounded_weights(state["model"], live)
-        for message in (other_class, other_scheduler, rounded, overridden) if warns else ():
+        for message in (other_class, other_scheduler, disabled, rounded, overridden) if warns else ():
             if message is not None:
                 warn(message, stacklevel=5)
         self.model.load_state_dict(state["model"])

@@ -279,3 +279,39 @@ def test_another_scheduler_is_warned_of_and_takes_the_state(tmp_path, one, other
     ):
         assert second.resume() == 10
     second.close()
+
+
+def scaled(url, *, enabled, seed):
+    torch.manual_seed(seed)
+    net = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0 * seed, enabled=enabled)
+    given = {"scheme": "lossless", "save_last": False, "scaler": scaler}
+    return net, scaler, shrinkpoint.Checkpointer(url, net, optimizer, **given)
+
+
+def test_a_disabled_scaler_and_an_enabled_one_are_told_apart_before_anything_is_restored(tmp_path):
+    for enabled in (False, True):
+        url = tmp_path / f"run-{enabled}"
+        first, _, checkpointer = scaled(url, enabled=enabled, seed=1)
+        checkpointer.save(10, wait=True)
+        checkpointer.close()
+        again, scaler, checkpointer = scaled(url, enabled=enabled, seed=2)
+        assert checkpointer.resume() == 10  # the same: nothing to tell
+        assert scaler.get_scale() == (4.0 if enabled else 1.0)
+        checkpointer.close()
+    again, _, checkpointer = scaled(tmp_path / "run-False", enabled=True, seed=2)
+    before, generator = again.weight.clone(), torch.get_rng_state()
+    with pytest.raises(StateMismatchError, match=r"disabled GradScaler as 'scaler'.*its own scale, 8"):
+        checkpointer.resume()
+    assert torch.equal(again.weight, before)
+    assert torch.equal(torch.get_rng_state(), generator)
+    checkpointer.close()
+    again, _, checkpointer = scaled(tmp_path / "run-True", enabled=False, seed=2)
+    with pytest.raises(ShrinkpointWarning, match="GradScaler scaler is disabled here and was enabled"):
+        checkpointer.resume()
+    assert not torch.equal(again.weight, first.weight)  # where warnings are errors, it is in time as well
+    with pytest.warns(ShrinkpointWarning, match="its scale is not restored"):
+        assert checkpointer.resume() == 10
+    assert torch.equal(again.weight, first.weight)
+    checkpointer.close()
