@@ -25,6 +25,7 @@ from shrinkpoint.saving.resume import (
     overridden_options,
     require_optimizers,
     require_same_model,
+    require_same_ties,
     resized_buffers,
 )
 from shrinkpoint.state.rng import capture_rng, restore_rng
@@ -191,6 +192,7 @@ class LoopObjects:
         live = self.model.state_dict()
         here = _shapes(live) | resized_buffers(self.model, state["model"])
         require_same_model(_shapes(state["model"]), here, url)
+        untied = require_same_ties(state["model"], self.model, url)
         require_optimizers(state["optimizers"], self.optimizers, url)
         stored = state.get("identities", ())
         other_class = require_same_optimizers(
@@ -201,7 +203,7 @@ class LoopObjects:
         other_scheduler = other_schedulers(state.get("schedulers", {}), scheduler_classes(self.stateful))
         disabled = disabled_scalers(state["stateful"], self.stateful, url)
         rounded = rounded_weights(state["model"], live)
-        for message in (other_class, other_scheduler, disabled, rounded, overridden) if warns else ():
+        for message in (untied, other_class, other_scheduler, disabled, rounded, overridden) if warns else ():
             if message is not None:
                 warn(message, stacklevel=5)
         self.model.load_state_dict(state["model"])

@@ -18,6 +18,7 @@ __all__ = [
     "require_optimizers",
     "require_same_groups",
     "require_same_model",
+    "require_same_ties",
     "resized_buffers",
     "resume_from",
 ]
@@ -97,6 +98,68 @@ def require_same_model(
             f"{url} holds another model's run. {'; '.join(parts)}. Give this model a URL of its own, or build the"
             " model that the run was made with"
         )
+
+
+def require_same_ties(stored: Mapping[str, Any], model: nn.Module, url: str) -> str | None:
+    """Refuse to load separate tensors of different values into tied ones, of which the last one loaded would win.
+
+    Args:
+        stored: the checkpoint's ``model.state_dict()``; tied ones are one tensor, as in the model.
+        model: that is to take it.
+        url: the run, for the message.
+
+    Returns:
+        A warning, where tied parameters are given to separate ones, which training moves apart; else None. Of buffers nothing is said:
+        moving a model to another device separates them.
+
+    Raises:
+        StateMismatchError: separate ones are tied here, and their values differ.
+    """
+    live = model.state_dict(keep_vars=True)
+    there, here = _places(stored), _places(live)
+    for names in _tied(here):
+        first, *others = [name for name in names if name in there] or [""]
+        for name in others:
+            if there[name] != there[first] and not _equal(stored[name], stored[first]):
+                raise StateMismatchError(
+                    f"{url} holds a run in which {first} and {name} are separate tensors with different values, and here they are tied, one"
+                    " tensor, so that one of them would be lost. Leave them separate, as the run did, or give this model a URL of its own"
+                )
+    for names in _tied(there):
+        parameters = [name for name in names if name in here and isinstance(live[name], nn.Parameter)]
+        if len({here[name] for name in parameters}) > 1:
+            return (
+                f"resume: {' and '.join(parameters[:_NAMED])} are tied, one tensor, in the checkpoint and separate here: each gets its values,"
+                " and training moves them apart. If that is not meant, tie them before resuming"
+            )
+    return None
+
+
+def _places(tensors: Mapping[str, Any]) -> dict[str, tuple[object, ...]]:
+    """Where ordinary tensors with elements are, and how they are read there: that of tied ones is the same."""
+    plain = {
+        name: value
+        for name, value in tensors.items()
+        if type(value) in (torch.Tensor, nn.Parameter) and value.numel() and not value.is_meta
+    }
+    return {
+        name: (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
+        for name, value in plain.items()
+        if value.layout == torch.strided
+    }
+
+
+def _tied(places: Mapping[str, tuple[object, ...]]) -> Iterator[list[str]]:
+    names: dict[tuple[object, ...], list[str]] = {}
+    for name, place in places.items():
+        names.setdefault(place, []).append(name)
+    return (group for group in names.values() if len(group) > 1)
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def resized_buffers(model: nn.Module, state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

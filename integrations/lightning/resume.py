@@ -11,7 +11,7 @@ from shrinkpoint.errors import ConfigError, StateMismatchError
 from shrinkpoint.integrations.common.ranks import on_first
 from shrinkpoint.integrations.common.run_session import RunSession
 from shrinkpoint.saving.address import Address
-from shrinkpoint.saving.resume import require_same_model, resized_buffers
+from shrinkpoint.saving.resume import require_same_model, require_same_ties, resized_buffers
 from shrinkpoint.store.manifest import Manifest
 
 __all__ = ["continue_run", "is_tuning", "require_module"]
@@ -97,11 +97,14 @@ def _require_own_runs(runs: Iterable[RunSession], module: LightningModule) -> No
             require_module(stored, module, run.settings.url)
 
 
-def require_module(checkpoint: dict[str, Any], module: LightningModule, url: str) -> None:
+def require_module(checkpoint: dict[str, Any], module: LightningModule, url: str) -> str | None:
     """Refuse a checkpoint of another model, unless the module translates what it loads.
 
+    Returns:
+        A warning, where tied parameters are given to separate ones; else None.
+
     Raises:
-        StateMismatchError: names or shapes differ; the message says which. Or it is not a Lightning checkpoint.
+        StateMismatchError: names or shapes differ, or separate tensors are tied here; the message says which. Or it is not a Lightning checkpoint.
     """
     if "state_dict" not in checkpoint or _VERSION not in checkpoint:
         raise StateMismatchError(
@@ -109,7 +112,7 @@ def require_module(checkpoint: dict[str, Any], module: LightningModule, url: str
             " with what it was made with"
         )
     if is_overridden("on_load_checkpoint", module) or not module.strict_loading:
-        return
+        return None
     stored = {
         name: tuple(value.shape)
         for name, value in checkpoint["state_dict"].items()
@@ -119,3 +122,4 @@ def require_module(checkpoint: dict[str, Any], module: LightningModule, url: str
         name: tuple(value.shape) for name, value in module.state_dict().items() if hasattr(value, "shape")
     }
     require_same_model(stored, live | resized_buffers(module, checkpoint["state_dict"]), url)
+    return require_same_ties(checkpoint["state_dict"], module, url)

@@ -200,7 +200,9 @@ class Session:
 
     def _require_model(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
-            require_module(checkpoint, trainer.lightning_module, self.settings.run.url)
+            untied = require_module(checkpoint, trainer.lightning_module, self.settings.run.url)
+            if untied is not None and trainer.is_global_zero:
+                warn(untied)
 
     def _require_torch_distributed(self, trainer: Trainer) -> None:
         if trainer.world_size != world_size():

@@ -22,6 +22,7 @@ from shrinkpoint.saving.resume import (
     overridden_options,
     require_optimizers,
     require_same_model,
+    require_same_ties,
     resized_buffers,
 )
 from shrinkpoint.state.roles import describe_training
@@ -191,7 +192,14 @@ def require_own_run(stored: Any, model: nn.Module, url: str) -> None:
 
 
 def load_model(stored: Mapping[str, Any], model: nn.Module) -> None:
-    """Put a checkpoint's weights and buffers into a model that `require_own_run` has accepted."""
+    """Put a checkpoint's weights and buffers into a model that `require_own_run` has accepted.
+
+    Raises:
+        StateMismatchError: separate tensors of different values are tied here.
+    """
+    untied = require_same_ties(stored["model"], model, "the run")
+    if untied is not None:
+        warn(untied)
     model.load_state_dict(stored["model"])
 
 

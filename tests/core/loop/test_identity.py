@@ -1,5 +1,6 @@
 """A run is continued by the optimizer that it was made with, on the parameters that it had."""
 
+import warnings
 from functools import partial
 
 import pytest
@@ -315,3 +316,65 @@ def test_a_disabled_scaler_and_an_enabled_one_are_told_apart_before_anything_is_
         assert checkpointer.resume() == 10
     assert torch.equal(again.weight, first.weight)
     checkpointer.close()
+
+
+class Tied(nn.Module):
+    """Two embeddings, which may be one."""
+
+    def __init__(self, *, tied, equal=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Embedding(6, 4), nn.Embedding(6, 4)
+        self.register_buffer("table", torch.ones(3))
+        self.register_buffer(
+            "again", self.table if tied else torch.ones(3)
+        )  # as moving to a device leaves them
+        if tied:
+            self.second.weight = self.first.weight
+        elif equal:
+            with torch.no_grad():
+                self.second.weight.copy_(self.first.weight)
+
+
+def one_optimizer(net):
+    """Which trains one of the two in any case: groups tell nothing then."""
+    return torch.optim.SGD([net.first.weight], 0.1)
+
+
+def save_model(url, net):
+    checkpointer = shrinkpoint.Checkpointer(url, net, one_optimizer(net), scheme="lossless", save_last=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        checkpointer.save(10, wait=True)
+    checkpointer.close()
+
+
+def test_separate_weights_of_different_values_do_not_go_into_tied_ones(tmp_path):
+    save_model(tmp_path / "run", Tied(tied=False))
+    with pytest.raises(
+        StateMismatchError, match=r"first.weight and second.weight are separate.*here they are tied"
+    ):
+        resumed(tmp_path / "run", one_optimizer, Tied(tied=True))
+
+
+def test_separate_weights_of_equal_values_go_into_tied_ones(tmp_path):
+    stored = Tied(tied=False, equal=True)
+    with torch.no_grad():
+        stored.first.weight[0, 0] = stored.second.weight[0, 0] = float("nan")
+    save_model(tmp_path / "run", stored)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the state resumed from|.*not finite")
+        assert resumed(tmp_path / "run", one_optimizer, Tied(tied=True))[0] == 10
+
+
+def test_tied_weights_go_into_separate_ones_with_a_warning(tmp_path):
+    save_model(tmp_path / "run", Tied(tied=True))
+    assert resumed(tmp_path / "run", one_optimizer, Tied(tied=True))[0] == 10  # the same: nothing to tell
+    with pytest.warns(
+        ShrinkpointWarning, match=r"first.weight and second.weight are tied.*in the checkpoint"
+    ) as caught:
+        begins, net = resumed(tmp_path / "run", one_optimizer, Tied(tied=False))
+    assert begins == 10
+    assert torch.equal(net.first.weight, net.second.weight)
+    assert len(caught) == 1
+    assert "table" not in str(caught[0].message)  # buffers are left out
