@@ -410,8 +410,8 @@ class Checkpointer:
     def close(self) -> None:
         """Save the last step, if `save_last`; finish the running save, and release the store.
 
-        Weights that have been changed since the last `step` do not belong to that step and are not saved; nothing is
-        saved while an exception is being handled. Both give a warning. A SIGTERM or Ctrl-C ends the process when this is done, a second
+        Weights that have been changed since the last `step`, replaced (``p.data = ...``) or converted to another dtype, do not belong to
+        that step and are not saved; nothing is saved while an exception is being handled. Both give a warning. A SIGTERM or Ctrl-C ends the process when this is done, a second
         one at once.
 
         Raises:
@@ -468,8 +468,8 @@ class Checkpointer:
             self._save(step, self._last_metrics, wait=True)
             return
         why = (
-            "the weights have been changed since (by averages of them, say, put in their place for a validation): call"
-            f" save({step}, wait=True) right after the last step, before weights are exchanged"
+            "the weights have been changed since (by averages of them, say, put in their place for a validation, or by a conversion to"
+            f" another dtype): call save({step}, wait=True) right after the last step, before weights are exchanged"
             if error is None
             else f"{error.__name__} is being handled"
         )

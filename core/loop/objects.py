@@ -1,6 +1,6 @@
 """The objects of a hand-written loop: what a checkpoint holds of them, and how they are restored."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from typing import Any, ClassVar, Protocol
@@ -103,7 +103,11 @@ class LoopObjects:
                 f"model has parameters without a shape, such as {lazy[0]}: call it on one batch before its Checkpointer is made"
             )
         self._parameters = list(model.parameters())
-        self._undone = 0
+        # Parameters made in inference mode have no count of changes; those that are made of others, as shards are, no place.
+        self._versioned = [parameter for parameter in self._parameters if not parameter.is_inference()]
+        self._placed = [p for p in self._parameters if type(p) in (torch.Tensor, nn.Parameter)]
+        self._places, self._kinds = _places(self._placed), _kinds(self._placed)
+        self._undone = self._replaced = 0
         self._known_identities = Identities()
 
     def unsaved(self) -> str | None:
@@ -219,17 +223,23 @@ class LoopObjects:
 
     @property
     def changes(self) -> int:
-        """A number that grows whenever a parameter is changed in place, but for `undone` changes."""
-        return self._counted() - self._undone
+        """A number that grows whenever a parameter is changed in place, gets other memory (``p.data = ...``) or another dtype.
+
+        Left out are `undone` changes, and moves to another device, which keep the values.
+        """
+        self._replaced += self._look()
+        return self._counted() - self._undone + self._replaced
 
     @contextmanager
     def undone(self) -> Iterator[None]:
         """Inside this block changes of the weights are not counted, since they are undone at its end."""
         before = self._counted()
+        self._replaced += self._look()
         try:
             yield
         finally:
             self._undone += self._counted() - before
+            self._look()
 
     def swapped(self, weights: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
         """Inside the block the model has other weights; arguments as of `swapped_weights`."""
@@ -250,12 +260,36 @@ class LoopObjects:
         return self._known_identities.of(self.model, self.inner, self.settle)
 
     def _counted(self) -> int:
-        return sum(p._version for p in self._parameters if not p.is_inference())
+        return sum(parameter._version for parameter in self._versioned)
+
+    def _look(self) -> int:
+        """How many parameters have got other memory on their device, or another dtype, since the last look; training waits for it."""
+        places = _places(self._placed)
+        if places == self._places:
+            return 0
+        kinds = _kinds(self._placed)
+        before = zip(self._places, self._kinds, strict=True)
+        found = sum(
+            place != old and (dtype is not old_dtype or device == old_device)
+            for place, (dtype, device), (old, (old_dtype, old_device)) in zip(
+                places, kinds, before, strict=True
+            )
+        )
+        self._places, self._kinds = places, kinds
+        return found
 
 
 def _may_load(value: object) -> bool:
     """Whether an object may be a loader or a sampler: reading its state may start workers."""
     return hasattr(value, "__iter__") and not isinstance(value, nn.Module)  # nn.Sequential has it
+
+
+def _places(parameters: Sequence[torch.Tensor]) -> list[int]:
+    return [parameter.data_ptr() for parameter in parameters]
+
+
+def _kinds(parameters: Sequence[torch.Tensor]) -> list[tuple[torch.dtype, torch.device]]:
+    return [(parameter.dtype, parameter.device) for parameter in parameters]
 
 
 def _shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

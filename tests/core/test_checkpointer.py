@@ -586,6 +586,58 @@ def test_weights_that_changed_after_the_last_step_are_not_saved_as_its(tmp_path)
     assert saved_steps(run) == [2]
 
 
+def replace_one(model):
+    parameter = next(model.parameters())
+    parameter.data = torch.zeros_like(parameter)
+
+
+replacing = pytest.mark.parametrize(
+    "change", [replace_one, lambda model: model.to(torch.bfloat16), nn.Module.double]
+)
+
+
+@replacing
+def test_weights_that_were_replaced_after_the_last_step_are_not_saved_as_its(tmp_path, change):
+    """Torch does not count that as a change of them."""
+    run = Run(tmp_path, every=2, save_last=True)
+    for step in range(3):
+        replace_one(run.model)  # before a step it is a part of that
+        run.step(step)
+        run.checkpointer.step(step + 1)
+        run.checkpointer.flush()
+    change(run.model)
+    with pytest.warns(
+        ShrinkpointWarning, match="last step, 3, is not saved, for the weights .* another dtype"
+    ):
+        run.checkpointer.close()
+    assert saved_steps(run) == [2]
+
+
+@replacing
+@pytest.mark.filterwarnings("default::shrinkpoint.errors.ShrinkpointWarning")
+def test_weights_that_an_evaluation_replaced_and_put_back_are_saved(tmp_path, change):
+    run, calls = Run(tmp_path), []
+
+    def evaluate():
+        calls.append(run.model)
+        kept = [parameter.data for parameter in run.model.parameters()]
+        change(run.model)
+        for parameter, data in zip(run.model.parameters(), kept, strict=True):
+            parameter.data = data.clone()
+        return float(run.model.loss(5))
+
+    given = {"every": 2, "scheme": "uniform", "evaluate": evaluate, "busy": "wait"}
+    checkpointer = Checkpointer(tmp_path / "other", run.model, run.optimizer, **given)
+    for step in range(3):
+        run.step(step)
+        checkpointer.step(step + 1)
+    before = len(calls)
+    checkpointer.flush()
+    assert len(calls) > before
+    checkpointer.close()
+    assert [report.step for report in checkpointer.reports()] == [2, 3]
+
+
 def test_nothing_is_saved_while_an_error_is_handled(tmp_path):
     run = Run(tmp_path, every=2, save_last=True)
 
