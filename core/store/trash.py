@@ -61,9 +61,7 @@ def publish_again(objects: ObjectStore, catalog: Catalog, manifest: Manifest, *,
     """
     key, data = commit_key(manifest.seq), manifest.to_bytes()
     own = commit_key(manifest.seq, manifest.chain[-1].key)
-    if not numbered or not (
-        objects.put_if_absent(key, data) or objects.get(key, max_size=MAX_MANIFEST_BYTES) == data
-    ):
+    if not numbered or not (objects.put_if_absent(key, data) or _holds(objects, key, data)):
         key = own  # a writer that was fenced off may have used the number again
         objects.put_if_absent(key, data)
     catalog.note(key, manifest)
@@ -73,6 +71,13 @@ def publish_again(objects: ObjectStore, catalog: Catalog, manifest: Manifest, *,
         raise NoCheckpointError(
             f"checkpoint {manifest.seq} (step {manifest.step}) of {objects.display} has just been deleted for good by a collection"
         )
+
+
+def _holds(objects: ObjectStore, key: str, data: bytes) -> bool:
+    try:
+        return objects.get(key, max_size=MAX_MANIFEST_BYTES) == data
+    except MissingKeyError:
+        return False  # collected meanwhile: the number is used up all the same
 
 
 def _sizes(objects: ObjectStore) -> dict[str, int]:

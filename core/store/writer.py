@@ -21,7 +21,7 @@ from shrinkpoint.store.catalog import Catalog
 from shrinkpoint.store.commit_point import CommitPoint
 from shrinkpoint.store.keys import COMMITTED_KEY, MAX_STEP, commit_key, data_key, new_nonce, pin_key
 from shrinkpoint.store.manifest import MAX_MANIFEST_BYTES, PARTS, BlobRef, Manifest, seal
-from shrinkpoint.store.objects import ObjectStore
+from shrinkpoint.store.objects import MissingKeyError, ObjectStore
 from shrinkpoint.store.parts import Head, Part
 from shrinkpoint.store.trash import publish_again
 from shrinkpoint.warn import warn
@@ -30,6 +30,7 @@ __all__ = ["COMMIT_LIMIT_S", "RunWriter"]
 
 # A commit that takes longer may meet a collection that takes its blobs for leftovers (grace: 24 h).
 COMMIT_LIMIT_S = 3600.0
+_PIN_ATTEMPTS = 5
 
 
 def _uptime() -> float:
@@ -204,18 +205,13 @@ class RunWriter:
         Raises:
             ConfigError: The name is not allowed, or pins another checkpoint already.
             NoCheckpointError: The checkpoint is not in the run (any more).
+            StoreError: The store failed, or another process sets and removes this pin all the time.
         """
         with self._lock:
             self._check_usable()
             key = pin_key(name)
             data = seal({"type": "shrinkpoint-pin", "seq": manifest.seq, "digest": manifest.digest})
-            if (
-                not self._objects.put_if_absent(key, data)
-                and self._objects.get(key, max_size=MAX_MANIFEST_BYTES) != data
-            ):
-                raise ConfigError(
-                    f"pin {name!r} holds another checkpoint: unpin it first, or choose another name"
-                )
+            self._put_pin(name, key, data)
             # Only now: a collection that began before the pin was there may have removed it.
             self._catalog.scan()
             if not self._catalog.is_published(manifest):
@@ -223,6 +219,24 @@ class RunWriter:
                 raise NoCheckpointError(
                     f"checkpoint {manifest.seq} (step {manifest.step}) is not in {self._objects.display}"
                 )
+
+    def _put_pin(self, name: str, key: str, data: bytes) -> None:
+        for _ in range(_PIN_ATTEMPTS):
+            if self._objects.put_if_absent(key, data):
+                return
+            try:
+                other = self._objects.get(key, max_size=MAX_MANIFEST_BYTES)
+            except MissingKeyError:
+                continue  # another process has unpinned it since: it can be set
+            if other != data:
+                raise ConfigError(
+                    f"pin {name!r} holds another checkpoint: unpin it first, or choose another name"
+                )
+            return
+        raise StoreError(
+            f"{self._objects.show(key)} could not be written, since it was there, nor read, since it was not, {_PIN_ATTEMPTS} times: if no"
+            f" other process sets and removes pin {name!r}, unpin it and pin again, or choose another name"
+        )
 
     def unpin(self, name: str) -> None:
         """Release a pin; an unknown name is no error."""

@@ -121,6 +121,8 @@ class Records:
         rest = group.calls.ask(waiting, take, enough=max(0, group.quorum.write - mine))
         mine += sum(rest.of.values())
         if mine >= group.quorum.write:
+            with self._lock:  # what had been lost before, to a record that is gone since, is won now
+                self._lost.pop(key, None)
             return True
         if not all(rest.of.values()):
             return self._note_lost(key, data)

@@ -135,6 +135,29 @@ def test_undelete_ends_where_the_data_is_gone() -> None:
     assert store.fetch(second) == [b"2"]
 
 
+def test_undelete_where_the_number_is_collected_meanwhile() -> None:
+    """Between the attempt to take it, and the look at who has it."""
+    fake = FakeObjects()
+    store = RunStore("ignored", objects=fake, retry=RetryPolicy(attempts=1))
+    writer = store.writer()
+    saved = [
+        writer.commit(b"%d" % step, step=step, kind="base", parent=None, state_digest="", meta={})
+        for step in (1, 2)
+    ]
+    writer.collect([1])
+    key = "commits/0000000000.json"
+    fake.blobs[key] = fake.blobs["commits/0000000001.json"]
+
+    def before(operation: str, asked: str) -> None:
+        if operation == "get" and asked == key:
+            fake.blobs.pop(key, None)
+
+    fake.before = before
+    writer.undelete(saved[0])
+    assert store.manifests() == saved[::-1]
+    assert store.fetch(saved[0]) == [b"1"]
+
+
 def test_undelete_beside_a_number_that_was_used_again() -> None:
     fake = FakeObjects()
     store = RunStore("ignored", objects=fake, retry=RetryPolicy(attempts=1))

@@ -14,7 +14,7 @@ from shrinkpoint.errors import ChainError, ConfigError, FencedError, NoCheckpoin
 from shrinkpoint.store.catalog import Catalog
 from shrinkpoint.store.keys import commit_key
 from shrinkpoint.store.manifest import Manifest, seal, unseal
-from shrinkpoint.store.objects import ObjectStore
+from shrinkpoint.store.objects import MissingKeyError, ObjectStore
 from shrinkpoint.store.retry import RetryPolicy
 from shrinkpoint.store.run import RunStore
 from shrinkpoint.store.writer import COMMIT_LIMIT_S, RunWriter
@@ -335,6 +335,45 @@ def test_pins(store: RunStore) -> None:
     with pytest.raises(NoCheckpointError, match="step 1"):
         writer.pin("late", first)
     assert store.pins() == {}
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_pin_that_another_process_removes_meanwhile_is_set(store: RunStore, same: bool) -> None:
+    """By an `unpin` between the attempt to write it, for it was there, and the look at what it holds."""
+    writer = store.writer()
+    first = base(writer)
+    wanted = first if same else base(writer, step=2)
+    writer.pin("best", first)
+
+    objects, other = writer._objects, [store.writer()]
+
+    def get(key: str, *, max_size: int | None = None) -> bytes:
+        if other and key.startswith("pins/"):  # several stores do not ask where they hold it already
+            other.pop().unpin("best")
+        return read(key, max_size=max_size)
+
+    read = objects.get
+    with mock.patch.object(objects, "get", get):
+        writer.pin("best", wanted)
+    assert store.pins() == {"best": wanted.seq}
+
+
+def test_a_pin_that_is_neither_there_nor_absent_is_told() -> None:
+    fake = FakeObjects()
+    writer = store_on(fake).writer()
+    first = base(writer)
+    writer.pin("best", first)
+
+    def before(operation: str, key: str) -> None:
+        if operation == "get" and key.startswith("pins/"):
+            raise MissingKeyError(f"no {key}")
+
+    fake.before = before
+    with pytest.raises(
+        StoreError, match=r"pins/best\.json could not be written.*or choose another name"
+    ) as caught:
+        writer.pin("best", first)
+    assert type(caught.value) is StoreError
 
 
 def test_number_of_a_removed_manifest_is_reused_by_a_straggler(
