@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from shrinkpoint.errors import MissingDependencyError
+from shrinkpoint.integrations.common.pickling import reduced
 from shrinkpoint.integrations.common.settings import refusing_unknown
 from shrinkpoint.saving.resume import ResumePolicy
 from shrinkpoint.schemes.catalogue import SchemeName
@@ -206,6 +207,9 @@ class CompressedCheckpoint(Callback):
         )
         self._settings = settings
         self._session = Session(settings)
+
+    def __reduce__(self) -> Any:
+        return reduced(self, CompressedCheckpoint)
 
     @property
     def best_model_path(self) -> str:

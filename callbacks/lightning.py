@@ -18,6 +18,7 @@ except ModuleNotFoundError as error:
         f'CompressedCheckpoint needs Lightning ({error}): pip install "shrinkpoint[lightning]"'
     ) from error
 
+from shrinkpoint.integrations.common.pickling import reduced
 from shrinkpoint.integrations.common.run_session import RunSession
 from shrinkpoint.integrations.common.settings import refusing_unknown
 from shrinkpoint.integrations.lightning.addresses import take_addresses
@@ -222,6 +223,9 @@ class CompressedCheckpoint(Checkpoint):
         """As given."""
         self._session = Session(settings)
         answer_words(_runs_of)
+
+    def __reduce__(self) -> Any:
+        return reduced(self, CompressedCheckpoint)
 
     @property
     def state_key(self) -> str:

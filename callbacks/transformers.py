@@ -5,6 +5,7 @@ from datetime import timedelta
 from typing import Any, Literal
 
 from shrinkpoint.errors import MissingDependencyError
+from shrinkpoint.integrations.common.pickling import reduced
 from shrinkpoint.integrations.common.settings import refusing_unknown
 from shrinkpoint.saving.resume import ResumePolicy
 from shrinkpoint.schemes.catalogue import SchemeName
@@ -190,6 +191,9 @@ class CompressedCheckpoint(TrainerCallback):
         )
         install()
         self._shrinkpoint_session = Session(settings)
+
+    def __reduce__(self) -> Any:
+        return reduced(self, CompressedCheckpoint)
 
     @property
     def best_model_path(self) -> str:

@@ -9,6 +9,7 @@ from functools import wraps
 from typing import Any, Literal, ParamSpec, cast
 
 from shrinkpoint.errors import ConfigError
+from shrinkpoint.integrations.common.pickling import note_arguments
 from shrinkpoint.saver import SaverConfig
 from shrinkpoint.saving.resume import ResumePolicy, check_policy
 from shrinkpoint.steps.opening import LogRequest
@@ -96,7 +97,8 @@ _HABITS = {
 def refusing_unknown(init: Callable[P, None]) -> Callable[P, None]:
     """Make a callback's constructor refuse unknown arguments with a message that names the right option.
 
-    Its signature does not change, for editors and for command lines that are generated from it (jsonargparse).
+    Its signature does not change, for editors and for command lines that are generated from it (jsonargparse). What it was given is
+    kept, so that the callback can be pickled.
 
     Args:
         init: the constructor; all its options are ordinary arguments.
@@ -109,6 +111,7 @@ def refusing_unknown(init: Callable[P, None]) -> Callable[P, None]:
         if unknown:
             raise ConfigError("; ".join(_refusal(name, known) for name in unknown))
         init(*args, **kwargs)
+        note_arguments(args[0], args[1:], kwargs)
 
     return checked
 
