@@ -168,7 +168,7 @@ class Saver:
             RunMismatchError: the prefix holds something that is not a shrinkpoint run.
         """
         for other in list(_savers):
-            if other is not self and other.store.display == self.store.display:
+            if other is not self and other.store.is_same_place(self.store):
                 other.finish()
         self._committer.open()
         if self.config.compile_ahead:
@@ -369,13 +369,13 @@ class Saver:
                 f"{call} was called by an evaluation, for which it would wait: call it between two training steps"
             )
 
-    def _waiting(self) -> AbstractContextManager[object]:
-        """Says what is waited for, if anything is."""
+    def _waiting(self, whose: str = "") -> AbstractContextManager[object]:
+        """Says what is waited for, if anything is, once that takes more than two seconds."""
         if not self.busy:
             return nullcontext()
         why = ", whose coders are being compiled" if self._compiling else ""
         return waiting_for(
-            f"waiting for the last save, of step {self._under_way[0]}, to {self.store.display}{why}"
+            f"waiting for the last save{whose}, of step {self._under_way[0]}, to {self.store.display}{why}"
         )
 
     def close(self, timeout_s: float | None = None) -> bool:
@@ -403,10 +403,10 @@ class Saver:
         return True
 
     def finish(self) -> None:
-        """Finish the save that is under way, without further evaluations; from any thread."""
+        """Finish the save that is under way, without further evaluations; from any thread, for another saver of the same run."""
         if self.busy:
             self.end_evaluations()
-            with self._waiting():
+            with self._waiting(" by an earlier saver of this process"):
                 self._worker.join()
             self._desk.reopen()
 

@@ -1,6 +1,7 @@
 """One run in a store: which checkpoints it has, their bytes, the newest sound one, and the way to a writer."""
 
 import hashlib
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, TypeVar
@@ -107,6 +108,14 @@ class RunStore:
     def display(self) -> str:
         """The run's URL or folder for messages, without credentials."""
         return self._objects.display
+
+    def is_same_place(self, other: "RunStore") -> bool:
+        """Whether this run and another one are in one place, or in one of several: folders are the same where links lead to one."""
+        return not self._places().isdisjoint(other._places())
+
+    def _places(self) -> frozenset[str]:
+        shown = [self.display] if self.stores is None else self.stores.group.shown
+        return frozenset(os.path.realpath(one) if os.path.isabs(one) else one for one in shown)
 
     def what_is_there(self) -> str:
         """Words for a prefix that holds no run: what it holds instead, such as runs below it.

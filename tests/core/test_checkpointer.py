@@ -1025,11 +1025,29 @@ def test_one_that_is_dropped_without_close_ends_its_save_and_lets_go_of_the_mode
     assert model() is None
 
 
-def test_another_one_of_the_same_run_waits_for_the_save_under_way(tmp_path):
-    first = measured(tmp_path / "run")
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("given", ["the same", "a link", "the target", "behind dots", "one of several"])
+def test_another_one_of_the_same_run_waits_for_the_save_under_way(tmp_path, given):
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    one, other = {
+        "the same": ("run", "run"),
+        "a link": ("run", "link"),
+        "the target": ("link", "run"),
+        "behind dots": ("run", "run/../link"),
+        "one of several": ("link", "run"),
+    }[given]
+    several = [tmp_path / "second", tmp_path / "third"] if given == "one of several" else []
+
+    def made(name):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".* will be lost together")
+            return measured([tmp_path / name, *several] if several else tmp_path / name)
+
+    first = made(one)
     first.resume()
     first.step(2)
-    second = measured(tmp_path / "run")  # as a notebook's cell that is run again
+    second = made(other)  # as a notebook's cell that is run again
     assert second.resume() == 2
     second.step(4)
     second.close()

@@ -150,6 +150,21 @@ def test_closing_says_what_it_waits_for(
     assert line.startswith("waiting for the last save, of step 7, to ")
 
 
+def test_another_one_of_the_same_run_says_what_it_waits_for(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="shrinkpoint.runtime.progress")
+    first = slow_run(tmp_path, monkeypatch)
+    first.save(7)
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    model = TinyMLP()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    shrinkpoint.Checkpointer(str(tmp_path / "link"), model, optimizer, scheme="lossless").close()
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("waiting for the last save by an earlier saver of this process, of step 7, to ")
+    first.close()
+
+
 def test_resuming_and_verifying_say_what_they_read(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
