@@ -31,7 +31,7 @@ T = TypeVar("T")
 _NAMED = 5
 _CYCLED = {"momentum", "betas"}  # by some schedulers
 _KERNELS = {"foreach", "fused", "capturable", "differentiable"}
-_OF_CLASS = "decoupled_weight_decay"  # AdamW sets it again after every load: what tells it from Adam, of which another warning tells
+_OF_CLASS = "decoupled_weight_decay"  # AdamW sets it again after every load: it is what makes it another class than Adam, which is warned of anyway
 # What learning rate schedulers leave in an optimizer's groups.
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr", "param_names"}
 
