@@ -285,9 +285,8 @@ class Saver:
             self.blocked_s += job.blocked_s
             self._under_way = step, time.monotonic()
             handed_over = [job]
-            del (
-                job
-            )  # the snapshot is the background's alone: as soon as that is done with it, its memory is free
+            # the snapshot is the background's alone: as soon as that is done with it, its memory is free
+            del job
             self._compiling = self._warmup.running
             self._worker.submit(lambda: self._run(handed_over))
             if takeover is not None:

@@ -37,12 +37,20 @@ class Turns:
                 f"{call} was called within {self._call}, by a function that this calls (evaluate=, say) or by a signal handler: call it"
                 " between two training steps"
             )
-        if not self._lock.acquire(timeout=-1 if timeout_s is None else max(timeout_s, 0.0)):
+        if timeout_s is None:
+            with self._lock:  # not acquire(): between that and a `try`, Ctrl-C would leave the lock taken
+                yield from self._owned(me, call)
+        elif self._lock.acquire(timeout=max(timeout_s, 0.0)):
+            try:
+                yield from self._owned(me, call)
+            finally:
+                self._lock.release()
+        else:
             yield False
-            return
+
+    def _owned(self, me: int, call: str) -> Iterator[bool]:
         try:
             self._owner, self._call = me, call
             yield True
         finally:
             self._owner = None
-            self._lock.release()
