@@ -697,25 +697,24 @@ for step in range(checkpointer.resume(), 10**6):
     ("number", "statuses"), [(signal.SIGINT, (1, -signal.SIGINT)), (signal.SIGTERM, (128 + signal.SIGTERM,))]
 )
 def test_a_signal_saves_the_step_under_way_and_ends_the_process(tmp_path, number, statuses):
-    program, url = tmp_path / "loop.py", tmp_path / "run"
+    program, url, errors = tmp_path / "loop.py", tmp_path / "run", tmp_path / "errors"
     program.write_text(LOOP)
-    process = subprocess.Popen(
-        [sys.executable, str(program), str(url)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    with errors.open("w") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, str(program), str(url)], stdout=subprocess.PIPE, stderr=stderr, text=True
+        )
+    last = 0
     try:
         for line in process.stdout:
-            if int(line) == 5:
+            last = int(line)
+            if last == 5:
                 process.send_signal(number)
-                break
-        out, err = process.communicate(timeout=120)
+        process.wait(timeout=120)
     finally:
         process.kill()
+    err = errors.read_text()
     assert process.returncode in statuses, err
     assert ("KeyboardInterrupt" in err) == (number == signal.SIGINT)
-    last = int(out.split()[-1]) if out.strip() else 5
     [manifest] = RunStore(str(url)).manifests()
     assert manifest.step in (last, last + 1)
     assert f"{number.name}: the run is saved" in err
