@@ -162,9 +162,15 @@ def _check_source(store: RunStore, manifest: Manifest) -> None:
 
 def _move_pins(store: RunStore, writer: RunWriter, old: Manifest, new: Manifest) -> tuple[str, ...]:
     names = tuple(sorted(name for name, seq in store.pins().items() if seq == old.seq))
-    for name in names:  # nothing can be collected in between: this is the run's only writer
+    if not names:
+        return names
+    # A name holds one checkpoint at a time. Where this process ends in between, this pin is left, and nothing is collected.
+    meanwhile = f"compacted-{new.seq}"
+    writer.pin(meanwhile, new)
+    for name in names:
         writer.unpin(name)
         writer.pin(name, new)
+    writer.unpin(meanwhile)
     return names
 
 

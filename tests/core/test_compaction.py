@@ -27,6 +27,7 @@ from shrinkpoint.schemes.auto.trellis_weights import TrellisWeightCodec
 from shrinkpoint.schemes.base import EncodedTensor
 from shrinkpoint.schemes.inshrinkerator.codec import InshrinkeratorWeightCodec
 from shrinkpoint.schemes.moments import FirstMomentCodec, SecondMomentCodec
+from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.run import RunStore
 from shrinkpoint.store.writer import RunWriter
 
@@ -213,6 +214,37 @@ def test_interrupted_anywhere_the_run_restores_the_same_state(
     with pytest.raises(KeyboardInterrupt):
         compact(store, rebased)
     assert identical(restored(folder), before)
+
+
+def test_what_is_pinned_is_pinned_wherever_it_is_interrupted(
+    folder: Path, store: RunStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = store.manifests()[0]
+    with store.writer() as writer:
+        writer.pin("release", source)
+    rebased = rebase(store, source)
+    pin = RunWriter.pin
+
+    def dies(self: RunWriter, name: str, manifest: Manifest) -> None:
+        if name == "release":
+            raise KeyboardInterrupt
+        pin(self, name, manifest)
+
+    monkeypatch.setattr(RunWriter, "pin", dies)
+    with pytest.raises(KeyboardInterrupt):
+        compact(store, rebased)
+    newest = store.manifests()[0]
+    assert (newest.step, newest.kind) == (source.step, "base")
+    assert newest.seq in store.pins().values()
+
+
+def test_no_further_pin_is_left(store: RunStore) -> None:
+    source = store.manifests()[0]
+    with store.writer() as writer:
+        writer.pin("release", source)
+        writer.pin("best", source)
+    done = compact(store, rebase(store, source))
+    assert store.pins() == {"release": done.manifest.seq, "best": done.manifest.seq}
 
 
 def test_a_damaged_chain_is_never_made_a_base(folder: Path, store: RunStore) -> None:
