@@ -8,6 +8,7 @@ reported.
 
 import os
 import secrets
+import shutil
 import stat
 from argparse import Namespace
 from collections import OrderedDict
@@ -325,6 +326,8 @@ def _safetensors_writer(
         try:
             save_file(dict(tensors), path, metadata={"format": "pt", **aliases})
         except (SafetensorError, KeyError, ValueError) as error:
+            if "I/O error" in str(error):
+                raise OSError(str(error)) from error
             raise CannotRepresentError(
                 f"safetensors cannot store this model ({error}): export to .ckpt"
             ) from error
@@ -348,7 +351,10 @@ def _write_whole(target: Path, write: Callable[[Path], None], *, force: bool) ->
     except OSError as error:
         raise StoreError(f"cannot write {target}: {error.strerror or error}") from error
     except RuntimeError as error:  # torch.save's writer turns a full disk into one
-        raise StoreError(f"cannot write {target}: {error}") from error
+        free = shutil.disk_usage(target.parent).free
+        raise StoreError(
+            f"cannot write {target}: torch.save failed, as it does on a full disk ({free} bytes are free there): {error}"
+        ) from error
     finally:
         with suppress(OSError):  # the original error is the one to show
             temporary.unlink()

@@ -1,6 +1,7 @@
 """Ordinary files out of restored states: what torch's safe loader, Lightning and safetensors read."""
 
 import os
+import resource
 import stat
 from argparse import Namespace
 from collections import OrderedDict
@@ -238,6 +239,23 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(torch, "save", full)
     with pytest.raises(StoreError, match="No space left"):
         export(captured, tmp_path / "a.ckpt")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("a.ckpt", "bytes are free there"), ("a.safetensors", "I/O error")]
+)
+def test_a_full_disk_is_not_mistaken_for_a_state_that_cannot_be_written(
+    tmp_path: Path, name: str, why: str
+) -> None:
+    _, captured = training(torch.nn.Linear(100, 100))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
+    try:
+        with pytest.raises(StoreError, match=rf"cannot write {tmp_path / name}: .*{why}"):
+            export(captured, tmp_path / name)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert os.listdir(tmp_path) == []
 
 
