@@ -22,8 +22,11 @@ def compile_now(
     ] = None,
 ) -> None:
     """Compile the coders now, up to a minute of one core; otherwise the first training on a machine does it."""
+    from shrinkpoint.runtime.kernel_cache import kernels_are_interpreted
     from shrinkpoint.saving.compilation import compile_coders, is_compiled
 
+    if kernels_are_interpreted():
+        raise ShrinkpointError("NUMBA_DISABLE_JIT is set, so numba compiles nothing: unset it")
     out = console()
     if is_compiled(scheme, effort):
         out.print(f"the coders of scheme {scheme} are compiled already")

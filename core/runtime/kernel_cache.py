@@ -30,17 +30,24 @@ from numba.core.dispatcher import Dispatcher
 from shrinkpoint.runtime.precompiled import precompiled
 from shrinkpoint.warn import warn
 
-__all__ = ["KernelCache", "keep", "kept_of"]
+__all__ = ["KernelCache", "keep", "kept_of", "kernels_are_interpreted"]
 
 _CACHE = "_cache"  # the attribute of a kernel in which numba looks for its cache
 
 
 def keep(kernel: Any, function: Callable[..., Any]) -> Any:
     """Attach the cache to a compiled kernel of `function`; a plain function (with ``NUMBA_DISABLE_JIT``) is not
-    changed."""
+    changed, and the first one warned of."""
     if isinstance(kernel, Dispatcher):
         setattr(kernel, _CACHE, KernelCache(function))
+    elif kernels_are_interpreted():
+        _warn_of_interpreting()
     return kernel
+
+
+def kernels_are_interpreted() -> bool:
+    """Whether numba is set to compile nothing."""
+    return bool(config.DISABLE_JIT)
 
 
 def kept_of(kernel: object) -> "KernelCache | None":
@@ -148,6 +155,14 @@ class KernelCache:
         yield from self.read_only
         if self.precompiled is not None:
             yield self.precompiled
+
+
+@cache
+def _warn_of_interpreting() -> None:
+    warn(
+        "NUMBA_DISABLE_JIT is set: the coders run as plain Python, which takes up to a hundred times as long and the"
+        " interpreter's lock from the training. Unset it"
+    )
 
 
 @cache

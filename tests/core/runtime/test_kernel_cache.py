@@ -2,6 +2,8 @@
 
 import importlib.util
 import os
+import subprocess
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -206,3 +208,22 @@ def test_numba_may_turn_it_off_and_empty_it(imported) -> None:
     cache.disable()
     assert cache.load_overload(kernel.signatures[0], kernel.targetctx) is None
     cache.enable()
+
+
+def test_coders_that_numba_is_told_not_to_compile_are_said_to_be_slow() -> None:
+    programs = (
+        "import shrinkpoint.entropy.rans_kernels, shrinkpoint.entropy.table_kernels",
+        "import sys; from shrinkpoint.cli.app import main; sys.argv[1:] = ['compile']; main()",
+    )
+    done = [
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env=os.environ | {"NUMBA_DISABLE_JIT": "1"},
+            capture_output=True,
+            text=True,
+        )
+        for program in programs
+    ]
+    assert [each.returncode for each in done] == [0, 1]
+    assert done[0].stderr.count("the coders run as plain Python") == 1
+    assert "error: NUMBA_DISABLE_JIT is set, so numba compiles nothing: unset it" in done[1].stderr
