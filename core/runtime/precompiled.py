@@ -3,8 +3,9 @@
 `write` puts what numba compiled in this process into the package's folder ``precompiled``, when a wheel is built
 (``.ci/platform_wheel.py``). The files are those of numba's own cache, for one version of numba and one of Python, and
 for a *level* of processors (x86-64-v3: those with AVX2) instead of the one that compiled them. A kernel is taken from
-there if numba, Python and every source that kernels depend on are the same, and the processor has what the level
-needs; otherwise it is compiled as if there were none.
+there if numba, Python and every source that kernels depend on are the same, the processor has what the level needs,
+numba is set to no other one (``NUMBA_CPU_NAME``), and no file is damaged or missing: numba would execute what is in them,
+or LLVM end the process. Otherwise it is compiled as if there were none.
 
 Importing this module imports numba (see `shrinkpoint.runtime.jit`).
 """
@@ -45,7 +46,7 @@ LEVELS: Mapping[str, Level] = {
 def includes(coders: Collection[str]) -> bool:
     """Whether all of these coders, as `write` was given them, are precompiled for this machine."""
     folder = _folder()
-    return folder is not None and set(coders) <= set(_contents(folder))
+    return folder is not None and set(coders) <= set(_contents(folder)["coders"])
 
 
 def write(kernels: Iterable[Any], coders: Iterable[str], *, at: Path) -> int:
@@ -78,7 +79,7 @@ def write(kernels: Iterable[Any], coders: Iterable[str], *, at: Path) -> int:
             kept.save_overload(signature, compiled)
             written += 1
     contents = folder / _CONTENTS
-    noted = {"sources": _sources(), "coders": sorted(coders)}
+    noted = {"sources": _sources(), "coders": sorted(coders), "files": _digests(folder)}
     contents.write_text(json.dumps(noted, indent=1))
     return written
 
@@ -174,12 +175,27 @@ def _sources() -> str:
 
 @cache
 def _folder() -> Path | None:
-    """The kernels for this machine's level, by this numba and for this Python; None if there are none."""
+    """The kernels for this machine's level, by this numba and for this Python; None if there are none that can be used."""
     level = LEVELS.get(platform.machine())
-    if level is None or not level.features <= set(_features()):
+    if level is None or numba.config.DISABLE_JIT or not _is_meant(level):
+        return None
+    if (
+        sys.flags.optimize > 1
+    ):  # without docstrings, other constants have other numbers: numba finds none of them
         return None
     folder = _PACKAGE / _relative(level)
-    return folder if folder.is_dir() else None
+    noted = _contents(folder)
+    try:
+        sound = noted["sources"] == _sources() and noted["files"] == _digests(folder)
+    except OSError:  # one cannot be read
+        return None
+    return folder if sound else None
+
+
+def _is_meant(level: Level) -> bool:
+    """Whether numba is to compile for the level, or for this machine and that has what the level needs."""
+    others = {numba.config.CPU_NAME, numba.config.CPU_FEATURES} - {None, level.name, ""}
+    return not others and level.features <= set(_features())
 
 
 def _features() -> Iterator[str]:
@@ -190,11 +206,18 @@ def _relative(level: Level) -> Path:
     return Path("precompiled", f"numba-{numba.__version__}-{sys.implementation.cache_tag}", level.name)
 
 
-def _contents(folder: Path) -> list[str]:
+def _digests(folder: Path) -> dict[str, str]:
+    """Of all kernels' files, by their place in the folder."""
+    return {
+        file.relative_to(folder).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in sorted(folder.rglob("*.nb[ic]"))
+    }
+
+
+def _contents(folder: Path) -> dict[str, Any]:
+    """What `write` noted; nothing where there are no kernels, or the list is damaged."""
     try:
         noted = json.loads((folder / _CONTENTS).read_text())
-        if noted["sources"] != _sources():
-            return []
-        return list(noted["coders"])
-    except (OSError, ValueError, TypeError, KeyError):  # none, or damaged
-        return []
+        return {"sources": noted["sources"], "coders": list(noted["coders"]), "files": dict(noted["files"])}
+    except (OSError, ValueError, TypeError, KeyError):
+        return {"sources": None, "coders": [], "files": {}}

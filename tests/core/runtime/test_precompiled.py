@@ -81,7 +81,22 @@ def test_the_wheel_says_nothing_of_the_machine_that_compiled(kernel: Any, packag
     assert [file for file in files if home in file.read_bytes()] == []
 
 
-@pytest.mark.parametrize("change", ["sources", "features", "machine", "numba", "file"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        "sources",
+        "features",
+        "machine",
+        "numba",
+        "off",
+        "another processor",
+        "fewer features",
+        "file cut",
+        "bit",
+        "missing",
+        "folder",
+    ],
+)
 def test_what_does_not_fit_counts_as_missing(
     kernel: Any, package: Path, change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,11 +110,27 @@ def test_what_does_not_fit_counts_as_missing(
         monkeypatch.setattr(platform, "machine", lambda: "riscv64")
     elif change == "numba":
         monkeypatch.setattr(numba, "__version__", "0.0")
+    elif change == "off":
+        monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
+    elif change == "another processor":
+        monkeypatch.setattr(numba.config, "CPU_NAME", "generic")
+    elif change == "fewer features":
+        monkeypatch.setattr(numba.config, "CPU_NAME", None)
+        monkeypatch.setattr(numba.config, "CPU_FEATURES", "-avx2")
     else:
-        for file in package.rglob("*.nbc"):
-            file.write_bytes(b"\x80\x04cut")
+        [file] = package.rglob("*.nbc")
+        whole = file.read_bytes()
+        file.write_bytes(whole[: len(whole) // 2])
+        if change == "bit":  # of the object code: LLVM would end the process, or run it
+            at = whole.index(b"\x7fELF") + 16
+            file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        elif change == "missing":
+            file.unlink()
+        elif change == "folder":  # stands for a file that cannot be read, which root always can
+            file.unlink()
+            file.mkdir()
     assert loaded(kernel) is None
-    assert precompiled.includes(["auto default"]) is (change == "file")
+    assert not precompiled.includes(["auto default"])
 
 
 def test_coders_are_compiled_if_all_that_is_asked_for_is_there(
@@ -112,7 +143,7 @@ def test_coders_are_compiled_if_all_that_is_asked_for_is_there(
     assert not precompiled.includes(["auto default", "auto max"])
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", "null", '{"sources": 1, "coders": 2}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", "null", '{"sources": 1, "coders": 2, "files": 3}'])
 def test_a_damaged_list_of_coders_counts_as_none(kernel: Any, package: Path, text: str) -> None:
     [contents] = package.rglob("contents.json")
     assert json.loads(contents.read_text())["coders"]
