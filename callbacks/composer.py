@@ -114,6 +114,8 @@ class CompressedCheckpoint(Callback):
         near: a folder on this node, such as ``/local/nvme/run-7``, that holds copies of the newest checkpoints for fast restarts;
             all are stored at `url` first. Trouble with it is a warning, and no save fails of it.
         near_keep: how many checkpoints it holds at most.
+        scratch_folder: a folder on a local disk, with room for twice the training's state, for what a save does not need in memory at the
+            moment: it then takes little more memory than its snapshot (docs/memory.md).
         compile_ahead: have coders that are not compiled yet compiled in a process of its own as soon as training begins.
 
     Raises:
@@ -159,6 +161,7 @@ class CompressedCheckpoint(Callback):
         threads: int | None = None,
         near: str | None = None,
         near_keep: int = 2,
+        scratch_folder: str | None = None,
         compile_ahead: bool = True,
     ) -> None:
         if _missing is not None:
@@ -202,6 +205,7 @@ class CompressedCheckpoint(Callback):
                 "threads": threads,
                 "near": near,
                 "near_keep": near_keep,
+                "scratch_folder": scratch_folder,
                 "compile_ahead": compile_ahead,
             },
         )

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.runtime.processors import processors
+from shrinkpoint.runtime.scratch import check_scratch
 from shrinkpoint.schemes.catalogue import SCHEMES, SchemeName, check_options, made_options, options_of
 from shrinkpoint.store.manifest import MAX_CHAIN
 from shrinkpoint.warn import refuses_unknown_options
@@ -116,6 +117,10 @@ class SaverConfig:
     what is stored there. Trouble with this folder is a warning, and no save fails of it."""
     near_keep: int = 2
     """How many checkpoints, with the chains that they need, the folder `near` holds at most."""
+    scratch_folder: str | os.PathLike[str] | None = None
+    """A folder on a local disk for what a save does not need in memory at the moment, with room for twice the training's state: the
+    last checkpoint's planes, the last snapshot's weights, and the snapshot's moments while it is coded. A save then takes little more
+    memory than its snapshot, and nothing of note between two saves (docs/memory.md). Nothing stays there when the process ends."""
     options: Any = None
     """The scheme's own settings, as in ``scheme="excp", options=ExcpOptions(alpha=1e-4)``, or a mapping of them; None takes its
     defaults."""
@@ -142,6 +147,7 @@ class SaverConfig:
             )
         if not (self.near is None or (isinstance(self.near, str | os.PathLike) and str(self.near))):
             raise ConfigError(f"near must be a folder on this node, or None, not {self.near!r}")
+        check_scratch(self.scratch_folder)
         if not (self.monitor is None or isinstance(self.monitor, str)):
             raise ConfigError(f"monitor must be the name of a metric, not {self.monitor!r}")
         if type(self.probe_steps) is not int or self.probe_steps < 0:
@@ -193,6 +199,11 @@ class SaverConfig:
             raise ConfigError(
                 "adopt=True with weights_only=True: a resumed run has another optimizer state than the undisturbed one; leave one"
                 " of them out"
+            )
+        if self.scratch_folder is not None:
+            raise ConfigError(
+                f"adopt=True with scratch_folder={str(self.scratch_folder)!r}: training waits for the values that it adopts, which are"
+                " not taken to a disk meanwhile; leave one of them out"
             )
 
     @property

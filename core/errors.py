@@ -15,6 +15,7 @@ __all__ = [
     "NoCheckpointError",
     "RunMismatchError",
     "SaveFailedError",
+    "ScratchError",
     "ShrinkpointError",
     "ShrinkpointWarning",
     "StateMismatchError",
@@ -214,4 +215,18 @@ class SaveFailedError(ShrinkpointError):
         ...         saved = checkpointer.step(step + 1)
         ... except SaveFailedError as error:
         ...     print(f"training has ended, and can be resumed from {checkpointer.saver.url}: {error}")
+    """
+
+
+class ScratchError(ShrinkpointError):
+    """What a save had put into `scratch_folder` cannot be read back, or is not what was written: that save fails, and training goes on.
+
+    Examples:
+        >>> from shrinkpoint.errors import SaveFailedError, ScratchError
+        >>> checkpointer = shrinkpoint.Checkpointer("runs/8", model, optimizer, every=50, scratch_folder=".")
+        >>> try:
+        ...     saved = checkpointer.save(500)
+        ... except SaveFailedError as error:  # the last of `max_failures`
+        ...     if isinstance(error.__cause__, ScratchError):
+        ...         print(f"give another scratch_folder: {error}")
     """

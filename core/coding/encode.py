@@ -51,6 +51,7 @@ def encode_state(
     reference: Mapping[str, ReferenceState] | None,
     parent: str | None,
     release: Callable[[str], object] | None = None,
+    keep: Callable[[ReferenceState], ReferenceState] | None = None,
     provenance: JSON = None,
     threads: int = 1,
     exactly: str | None = None,
@@ -67,6 +68,7 @@ def encode_state(
         parent: digest of the previous checkpoint's state; given exactly when `reference` is.
         release: called with the name of each tensor whose reference is not needed any more; ``reference.pop`` keeps
             what a reader holds from being in memory twice.
+        keep: gives what stands for the reference of each tensor that is coded, as where that is kept elsewhere.
         provenance: free JSON for the header: versions, configuration.
         threads: parameters coded side by side; the bytes do not depend on it.
         lasting: nobody will write to the state's tensors any more, so that what a reader holds may share their memory.
@@ -100,7 +102,9 @@ def encode_state(
             if release is not None and spec.name in before:
                 release(spec.name)
         memory.after(sum(spec.nbytes for spec in group))
-        return coded
+        if keep is None:
+            return coded
+        return [(entry, keep(state_after), why) for entry, state_after, why in coded]
 
     rows = [row for rows in mapped(code, groups, threads) for row in rows]
     exact = reasons_of(

@@ -17,6 +17,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_hooks
 
+from shrinkpoint.errors import ScratchError
 from shrinkpoint.state.training import Role, TrainingState
 from shrinkpoint.state.wrappers import unwrapped
 
@@ -131,6 +132,8 @@ def compare_updates(
             return f"{kind.kind.__name__}.step holds tensors or modules of its own, which it might change"
         try:
             compared = _compare(kind, one, other, chosen, roles, threads)
+        except ScratchError:
+            raise
         except Exception as error:  # noqa: BLE001 - a third-party optimizer may raise anything
             return f"{kind.kind.__name__} cannot be stepped on copies ({type(error).__name__}: {error})"
         if compared is not None:
@@ -199,6 +202,8 @@ def moments_of_direction(state: TrainingState, kinds: Sequence[OptimizerKind]) -
             if holds_tensors(kind.kind.step):
                 raise TypeError("it might change what is trained")
             lengths = [_momentum_step(kind, node, weights, index, moments[index]) for index in tried]
+        except ScratchError:
+            raise
         except Exception:  # noqa: BLE001 - a third-party optimizer may raise anything
             found |= _alone(state) & every
             continue

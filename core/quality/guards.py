@@ -14,6 +14,7 @@ import torch
 from shrinkpoint.coding.encode import restored_values
 from shrinkpoint.optimizers.updates import OptimizerKind, Updates, compare_updates
 from shrinkpoint.quantize.movement import sampled_elements, sampled_parameters
+from shrinkpoint.runtime.memory import Returns
 from shrinkpoint.schemes.base import SaveContext, Scheme
 from shrinkpoint.state.training import Role, TrainingState
 
@@ -91,6 +92,8 @@ class Guard:
         if not chosen:
             return None
         state = save_context.state
+        # Updates are compared by other threads, which allocate elsewhere: what a candidate took would stay beside it.
+        Returns(state.nbytes).after(state.nbytes)
         values = self._values(save_context, scheme, chosen)
         reason = self._too_noisy(save_context, values) or self._loses_progress(save_context, values)
         if reason is not None:

@@ -10,6 +10,7 @@ from shrinkpoint.quality.measurement import Losses
 from shrinkpoint.quality.strategy import Measure, Strategy
 from shrinkpoint.quality.trial import restored_state
 from shrinkpoint.schemes.base import SaveContext, Scheme
+from shrinkpoint.state.scratch import in_memory
 from shrinkpoint.state.training import Role, TrainingState
 
 __all__ = ["PlannedSnapshot"]
@@ -63,7 +64,8 @@ class PlannedSnapshot:
         state = self._state
         if scheme is not None:
             state = restored_state(state, scheme, save_context.reference, threads)
-        return [losses_of(loss) for loss in steps(self._given(state), marks)]
+        # read here, and not by the training thread, on which steps are taken
+        return [losses_of(loss) for loss in steps(self._given(in_memory(state)), marks)]
 
     def _given(self, state: TrainingState) -> object:
         """What steps are given of a state."""

@@ -8,6 +8,7 @@ import torch
 from shrinkpoint.coding.encode import restored_values
 from shrinkpoint.schemes.base import ReferenceState, Scheme
 from shrinkpoint.state.averages import average_key
+from shrinkpoint.state.scratch import DiskTensor
 from shrinkpoint.state.training import Role, TensorSpec, TrainingState
 
 __all__ = [
@@ -95,7 +96,9 @@ def mirrored_model(
 def own_memory(state: TrainingState, weights: Mapping[str, torch.Tensor]) -> frozenset[str]:
     """Names of the weights whose memory neither the snapshot uses, nor another of them."""
     tensors = (*state.tensors.values(), *weights.values())
-    uses = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors)
+    uses = Counter(
+        tensor.untyped_storage().data_ptr() for tensor in tensors if not isinstance(tensor, DiskTensor)
+    )
     return frozenset(name for name, value in weights.items() if uses[value.untyped_storage().data_ptr()] == 1)
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from shrinkpoint.coding.encode import EncodedState, encode_state
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.container.writer import write_container
-from shrinkpoint.errors import ChainError, FencedError, ShrinkpointError
+from shrinkpoint.errors import ChainError, FencedError, ScratchError, ShrinkpointError
 from shrinkpoint.optimizers.recognition import recognised
 from shrinkpoint.optimizers.updates import moments_of_direction
 from shrinkpoint.quality.guards import Guard
@@ -21,10 +21,12 @@ from shrinkpoint.saving.job import Job, Link
 from shrinkpoint.saving.meta import WEIGHTS_ONLY, lineage_of
 from shrinkpoint.saving.reporting import provenance, report_of, with_updates
 from shrinkpoint.saving.retention import RetentionPolicy, record_of
+from shrinkpoint.saving.scratch import SaveScratch
 from shrinkpoint.saving.slimming import Slimmer
 from shrinkpoint.schemes.base import ReferenceState, SaveContext
 from shrinkpoint.schemes.exactness import large_share
 from shrinkpoint.state.averages import confirmed
+from shrinkpoint.state.scratch import PlanesLostError
 from shrinkpoint.state.training import TrainingState
 from shrinkpoint.state.tree import JSON
 from shrinkpoint.store.keys import new_nonce
@@ -58,6 +60,7 @@ class Committer:
         self.lineage: str | None = None
         """The training that the next checkpoint belongs to, also when it is killed and resumed; None until the first one."""
         self._diverged = False
+        self._scratch = SaveScratch.of(config)
         keep = config.keep_optimizer
         self._slimmer = (
             Slimmer(store, keep=keep, grace_s=config.grace_s, threads=config.encoder_threads)
@@ -92,14 +95,33 @@ class Committer:
         self._note(state, step)
 
     def _note(self, state: TrainingState, step: int, *, lasting: bool = False) -> None:
-        if self._config.scheme != "lossless":  # which makes no noise to be compared with the movement
-            self._movement.note(state, step, lasting=lasting)
+        if self._config.scheme == "lossless":  # which makes no noise to be compared with the movement
+            return
+        if self._scratch is not None:
+            state, lasting = self._scratch.weights(state, lasting=lasting), True
+        self._movement.note(state, step, lasting=lasting)
+
+    def _moved(self, state: TrainingState, step: int) -> Movement | None:
+        try:
+            return self._movement.since(state, step)
+        except ScratchError as error:
+            self._movement.forget()
+            warn(
+                f"{error}. How far training has moved since the last checkpoint is not known at step {step}, which is stored like a"
+                " first one"
+            )
+            return None
 
     def adopt(self, parent: Manifest, reference: Mapping[str, ReferenceState], state: TrainingState) -> None:
         """Continue the chain of a restored checkpoint, from the state that a reader has got of it."""
         self.follow(parent)
-        self._link = Link(parent, dict(reference), restored=True)
+        move = self._keeper()
+        moved = {name: known if move is None else move(known) for name, known in reference.items()}
+        self._link = Link(parent, moved, restored=True)
         self._note(state, parent.step)
+
+    def _keeper(self) -> Callable[[ReferenceState], ReferenceState] | None:
+        return None if self._scratch is None else self._scratch.keeper()
 
     def follow(self, manifest: Manifest) -> None:
         """Belong to the training of this checkpoint, whatever is built on."""
@@ -123,7 +145,10 @@ class Committer:
         """
         started, spent = time.perf_counter(), self._spent_s()
         state = recognised(confirmed(job.snapshot.wait()), job.optimizers)
-        movement = self._movement.since(state, job.step)
+        if job.snapshot.lasting and self._scratch is not None:
+            state = self._scratch.moments(job.snapshot, state)
+            give_back()
+        movement = self._moved(state, job.step)
         if job.snapshot.lasting:
             # The weights of before are let go of now, when most memory is needed. If this save fails, the next one counts the
             # movement from here: it has less noise than it might have, never more.
@@ -138,6 +163,9 @@ class Committer:
                     f"{error}. Step {job.step} is stored as a base; checkpoints that need what is gone cannot be restored. This warning comes"
                     " once"
                 )
+            stored = self._store_with(job, state, None, movement, started, spent)
+        except PlanesLostError as error:  # no more does it need what the parent has left in memory
+            warn(f"{error}. Step {job.step} is stored as a base; nothing that was stored before is harmed")
             stored = self._store_with(job, state, None, movement, started, spent)
         if not job.snapshot.lasting:
             self._note(state, job.step)
@@ -237,6 +265,7 @@ class Committer:
             reference=link.reference if link else None,
             parent=link.parent.state_digest if link else None,
             release=link.reference.pop if link else None,
+            keep=self._keeper(),
             provenance=provenance(),
             threads=self._config.encoder_threads,
             lasting=job.snapshot.lasting,

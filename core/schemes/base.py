@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Protocol, runtime_checkable
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 
 from shrinkpoint.quantize.movement import Movement
 from shrinkpoint.schemes.sums import WeightSums
+from shrinkpoint.state.scratch import DiskArrays
 from shrinkpoint.state.training import TensorSpec, TrainingState
 from shrinkpoint.state.tree import JSON
 
@@ -30,6 +31,7 @@ __all__ = [
     "Staged",
     "Stages",
     "TensorCodec",
+    "bytes_in_memory",
 ]
 
 _USUAL_RESTORES = 10
@@ -51,6 +53,21 @@ class PackedPlanes(Mapping[str, npt.NDArray[np.generic]]):
     @abstractmethod
     def nbytes(self) -> int:
         """Bytes that they take in memory."""
+
+    @abstractmethod
+    def moved(self, move: Callable[[Planes], Planes]) -> "PackedPlanes":
+        """The same planes, whose form is elsewhere.
+
+        Args:
+            move: gives what stands for the arrays that it consists of, by name.
+        """
+
+
+def bytes_in_memory(arrays: Planes) -> int:
+    """Bytes that arrays take in memory."""
+    if isinstance(arrays, DiskArrays):
+        return arrays.nbytes
+    return sum(array.nbytes for array in arrays.values())
 
 
 @dataclass(frozen=True)
@@ -87,17 +104,26 @@ class ReferenceState:
         """Numbers of elements of its planes."""
         if isinstance(self.planes, PackedPlanes):
             return {self.planes.size}
+        if isinstance(self.planes, DiskArrays):
+            return self.planes.sizes
         return {plane.size for plane in self.planes.values()}
 
     @property
     def nbytes(self) -> int:
         """Bytes that it takes in memory."""
-        own = (
-            self.planes.nbytes
-            if isinstance(self.planes, PackedPlanes)
-            else sum(plane.nbytes for plane in self.planes.values())
-        )
-        return own + sum(plane.nbytes for plane in self.encoder_only.values())
+        planes = self.planes
+        own = planes.nbytes if isinstance(planes, PackedPlanes) else bytes_in_memory(planes)
+        return own + bytes_in_memory(self.encoder_only)
+
+    def moved(self, move: Callable[[Planes], Planes]) -> "ReferenceState":
+        """The same, with its arrays elsewhere.
+
+        Args:
+            move: gives what stands for some arrays, by name.
+        """
+        planes = self.planes
+        planes = planes.moved(move) if isinstance(planes, PackedPlanes) else move(planes)
+        return replace(self, planes=planes, encoder_only=move(self.encoder_only))
 
 
 @dataclass(frozen=True)

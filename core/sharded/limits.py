@@ -16,6 +16,7 @@ def refuse_options(config: SaverConfig) -> None:
         ("near", None),
         ("keep_optimizer", None),
         ("weights_only", False),
+        ("scratch_folder", None),
     ):
         value = getattr(config, name)
         if value != default:

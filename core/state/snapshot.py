@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
@@ -68,6 +69,15 @@ class Snapshot:
         if self.copy is not None:
             self.copy.wait()
         return self.state
+
+    def hold(self, name: str, tensor: torch.Tensor) -> None:
+        """Have another tensor in the place of one, whose memory is free then; only where the copies are `lasting`.
+
+        Args:
+            name: of the tensor.
+            tensor: with the same values.
+        """
+        cast(dict[str, torch.Tensor], self.state.tensors)[name] = tensor
 
 
 class Snapshotter:

@@ -7,6 +7,8 @@ waited for the snapshot. The evaluation is on the CPU, where its copy of the liv
 libraries take the same memory whatever the size: they are loaded before, by saves of a small model, and given apart. Then `cost.py`
 prints CPU seconds per GB, of this and of torch.save, zstd and torch.distributed.checkpoint; ``--no-cpu`` leaves that out.
 
+``--scratch FOLDER`` has a save put parts of it into a folder on a local disk (`SaverConfig.scratch_folder`).
+
 ``--resumed`` lets steps be tried from restored states, as the callbacks do: they need the whole state twice more for that moment.
 """
 
@@ -66,7 +68,9 @@ def built(config: GPTConfig, vocabulary: int) -> GPT:
     return model
 
 
-def measure(scheme: str, width: int, layers: int, vocabulary: int, resumed: bool) -> dict[str, object]:
+def measure(
+    scheme: str, width: int, layers: int, vocabulary: int, resumed: bool, scratch: str | None
+) -> dict[str, object]:
     """Train and save in this process."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -100,6 +104,7 @@ def measure(scheme: str, width: int, layers: int, vocabulary: int, resumed: bool
             optimizer,
             scheme=scheme,
             compile_ahead=False,
+            scratch_folder=scratch,
             evaluate=lambda: loss_on(model, evaluated),
             **({"train_loss": lambda i: model.loss(batches[i % len(batches)])} if resumed else {}),
         )
@@ -161,18 +166,20 @@ def main() -> None:
     )
     parser.add_argument("--schemes", nargs="+", default=list(CASES), choices=CASES)
     parser.add_argument("--resumed", action="store_true", help="try steps from restored states")
+    parser.add_argument("--scratch", metavar="FOLDER", help="as of SaverConfig.scratch_folder")
     parser.add_argument("--no-cpu", action="store_true", help="print no CPU seconds per GB")
     parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case:
         sizes = options.width, options.layers, options.vocabulary
-        print(json.dumps(measure(options.case, *sizes, options.resumed)))
+        print(json.dumps(measure(options.case, *sizes, options.resumed, options.scratch)))
         return
     print(f"{'scheme':15} {'save':6} {'ratio':>6} {'peak':>7} {'after':>7} {'blocked':>9}")
     for scheme in options.schemes:
         command = [sys.executable, __file__, "--case", scheme, "--layers", str(options.layers)]
         command += ["--width", str(options.width), "--vocabulary", str(options.vocabulary)]
         command += ["--resumed"] if options.resumed else []
+        command += ["--scratch", options.scratch] if options.scratch else []
         found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
         for row in found["rows"]:
             print(

@@ -1,16 +1,20 @@
 """What a reader keeps of `shrinkpoint.schemes.auto.log_levels`, in half of the memory that its plane takes."""
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from shrinkpoint.arrays import Int8s, Int16s, Int32s
 from shrinkpoint.schemes.auto.log_residuals import NONE, offsets_in, parts_of
-from shrinkpoint.schemes.base import PackedPlanes
+from shrinkpoint.schemes.base import PackedPlanes, Planes, bytes_in_memory
 
 __all__ = ["LogPlanes"]
 
 _PLANE = "exponent"
+_LEVELS = "levels"
 _ZERO, _FARTHEST = np.int8(-128), 127
 
 
@@ -27,8 +31,11 @@ class LogPlanes(PackedPlanes):
 
     def __init__(self, exponents: Int16s, step: int, seed: int) -> None:
         self._step, self._seed, self._middle = step, seed, 0
-        self._levels = self._packed(exponents)
-        self._exponents = exponents if self._levels is None else None
+        self._size = exponents.size
+        levels = self._packed(exponents)
+        self._parts: Mapping[str, npt.NDArray[Any]] = (
+            {_PLANE: exponents} if levels is None else {_LEVELS: levels}
+        )
 
     def _packed(self, exponents: Int16s) -> Int8s | None:
         lowest, highest = 2**15, -(2**15)
@@ -66,23 +73,26 @@ class LogPlanes(PackedPlanes):
     @property
     def size(self) -> int:
         """See `PackedPlanes.size`."""
-        return self._kept.size
+        return self._size
 
     @property
     def nbytes(self) -> int:
         """See `PackedPlanes.nbytes`."""
-        return self._kept.nbytes
+        return bytes_in_memory(self._parts)
 
-    @property
-    def _kept(self) -> Int8s | Int16s:
-        kept = self._levels if self._exponents is None else self._exponents
-        assert kept is not None
-        return kept
+    def moved(self, move: Callable[[Planes], Planes]) -> "LogPlanes":
+        """See `PackedPlanes.moved`."""
+        made = copy.copy(self)
+        made._parts = move(self._parts)
+        return made
 
     def __getitem__(self, name: str) -> Int16s:
         if name != _PLANE:
             raise KeyError(name)
-        return self._exponents if self._levels is None else self._unpacked(self._levels)  # type: ignore[return-value]
+        if _LEVELS in self._parts:
+            return self._unpacked(self._parts[_LEVELS])
+        exponents: Int16s = self._parts[_PLANE]
+        return exponents
 
     def __iter__(self) -> Iterator[str]:
         return iter((_PLANE,))

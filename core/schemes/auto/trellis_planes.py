@@ -4,6 +4,7 @@ A value is made of its point again, an element's exponent of its row's and its c
 were, for every element's value is its own (`shrinkpoint.schemes.auto.trellis_points.Grid`).
 """
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from shrinkpoint.arrays import Float32s, Indices, Int8s, Int16s, UInt8s
 from shrinkpoint.schemes.auto.factors import matrix_shape
 from shrinkpoint.schemes.auto.lattice_points import join_exponents, split_exponents
 from shrinkpoint.schemes.auto.trellis_points import Grid
-from shrinkpoint.schemes.base import PackedPlanes
+from shrinkpoint.schemes.base import PackedPlanes, Planes, bytes_in_memory
 
 __all__ = ["KeptRows", "TrellisPlanes"]
 
@@ -50,21 +51,31 @@ class TrellisPlanes(PackedPlanes):
     ) -> None:
         self._matrix = matrix_shape(shape)
         self._step, self._step_ratio, self._seed = grid.step, grid.step_ratio, grid.seed
-        self._sides = split_exponents(grid.exponents, self._matrix)
-        self._points = _narrow(points)
-        self._offsets, self._kept = offsets, kept
+        rows, columns = split_exponents(grid.exponents, self._matrix)
+        self._size = points.size
+        self._parts: Mapping[str, npt.NDArray[Any]] = {
+            "points": _narrow(points),
+            "offsets": offsets,
+            "rows": rows,
+            "columns": columns,
+            **({"kept": kept.rows, "values": kept.values} if kept is not None else {}),
+        }
 
     @property
     def size(self) -> int:
         """See `PackedPlanes.size`."""
-        return self._points.size
+        return self._size
 
     @property
     def nbytes(self) -> int:
         """See `PackedPlanes.nbytes`."""
-        kept = self._kept
-        parts = [self._points, self._offsets, *self._sides, *((kept.rows, kept.values) if kept else ())]
-        return sum(part.nbytes for part in parts)
+        return bytes_in_memory(self._parts)
+
+    def moved(self, move: Callable[[Planes], Planes]) -> "TrellisPlanes":
+        """See `PackedPlanes.moved`."""
+        made = copy.copy(self)
+        made._parts = move(self._parts)
+        return made
 
     def __getitem__(self, name: str) -> npt.NDArray[Any]:
         return _MAKE[name](self)
@@ -77,19 +88,20 @@ class TrellisPlanes(PackedPlanes):
 
     def exponents(self) -> UInt8s:
         """Of each element."""
-        return join_exponents(*self._sides)
+        return join_exponents(self._parts["rows"], self._parts["columns"])
 
     def values_of_points(self) -> Float32s:
         """What was restored, before it was rounded to the tensor's dtype."""
         grid = Grid(step=self._step, exponents=self.exponents(), seed=self._seed, step_ratio=self._step_ratio)
-        values = grid.values(self._points.astype(np.int16, copy=False))
-        if self._kept is not None:
-            values.reshape(self._matrix)[self._kept.rows] = self._kept.values
+        values = grid.values(self._parts["points"].astype(np.int16, copy=False))
+        if "kept" in self._parts:
+            values.reshape(self._matrix)[self._parts["kept"]] = self._parts["values"]
         return values
 
     def offsets(self) -> Int8s:
         """How far from its value each weight is expected, in 1/64 step."""
-        return self._offsets
+        offsets: Int8s = self._parts["offsets"]
+        return offsets
 
 
 _MAKE: Mapping[str, Callable[[TrellisPlanes], npt.NDArray[Any]]] = {
