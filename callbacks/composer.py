@@ -114,7 +114,7 @@ class CompressedCheckpoint(Callback):
         near: a folder on this node, such as ``/local/nvme/run-7``, that holds copies of the newest checkpoints for fast restarts;
             all are stored at `url` first. Trouble with it is a warning, and no save fails of it.
         near_keep: how many checkpoints it holds at most.
-        scratch_folder: a folder on a local disk, with room for twice the training's state, for what a save does not need in memory at the
+        scratch_folder: a folder on a local disk, with room for three times the training's state, for what a save does not need in memory at the
             moment: it then takes little more memory than its snapshot (docs/memory.md).
         compile_ahead: have coders that are not compiled yet compiled in a process of its own as soon as training begins.
 

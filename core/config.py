@@ -118,7 +118,7 @@ class SaverConfig:
     near_keep: int = 2
     """How many checkpoints, with the chains that they need, the folder `near` holds at most."""
     scratch_folder: str | os.PathLike[str] | None = None
-    """A folder on a local disk for what a save does not need in memory at the moment, with room for twice the training's state: the
+    """A folder on a local disk for what a save does not need in memory at the moment, with room for three times the training's state: the
     last checkpoint's planes, the last snapshot's weights, and the snapshot's moments while it is coded. A save then takes little more
     memory than its snapshot, and nothing of note between two saves (docs/memory.md). Nothing stays there when the process ends."""
     options: Any = None

@@ -92,7 +92,7 @@ class Guard:
         if not chosen:
             return None
         state = save_context.state
-        # Updates are compared by other threads, which allocate elsewhere: what a candidate took would stay beside it.
+        # Updates are compared by other threads, which allocate elsewhere: what a candidate took would stay, too.
         Returns(state.nbytes).after(state.nbytes)
         values = self._values(save_context, scheme, chosen)
         reason = self._too_noisy(save_context, values) or self._loses_progress(save_context, values)

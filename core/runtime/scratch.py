@@ -51,18 +51,20 @@ class Scratch:
     """Makes files in a folder; warns once where one cannot be made or written to.
 
     Args:
-        folder: on a local disk; one in memory gives a warning.
+        folder: on a local disk.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = _path(folder)
         """Its absolute path."""
         self._warned = False
+
+    def look(self) -> None:
+        """Warn where the folder is in memory itself."""
         kind = _file_system(self.folder)
         if kind in _MEMORY:
             warn(
-                f"scratch_folder={self.folder!r} is in memory itself ({kind}), so that a save takes no less of it: {_HINT}",
-                stacklevel=3,
+                f"scratch_folder={self.folder!r} is in memory itself ({kind}), so that a save takes no less of it: {_HINT}"
             )
 
     def file(self) -> "ScratchFile":
@@ -79,7 +81,7 @@ class Scratch:
             self._warned = True
             warn(
                 f"nothing more could be written to scratch_folder={self.folder!r} ({error.strerror or error}): saves go on, and take"
-                " memory for it instead. Is there room for twice the training's state? This warning comes once"
+                " memory for it instead. Is there room for three times the training's state? This warning comes once"
             )
 
 

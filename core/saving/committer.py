@@ -77,6 +77,8 @@ class Committer:
         """
         if self._writer is None:
             self._writer = self._store.writer()
+            if self._scratch is not None:
+                self._scratch.look()
         return self._writer
 
     def close(self) -> None:
@@ -164,7 +166,7 @@ class Committer:
                     " once"
                 )
             stored = self._store_with(job, state, None, movement, started, spent)
-        except PlanesLostError as error:  # no more does it need what the parent has left in memory
+        except PlanesLostError as error:  # a base needs no planes either
             warn(f"{error}. Step {job.step} is stored as a base; nothing that was stored before is harmed")
             stored = self._store_with(job, state, None, movement, started, spent)
         if not job.snapshot.lasting:

@@ -32,6 +32,10 @@ class SaveScratch:
         """As it is configured; None where all stays in memory."""
         return None if config.scratch_folder is None else SaveScratch(Scratch(config.scratch_folder))
 
+    def look(self) -> None:
+        """Warn where the folder is in memory itself; before training starts."""
+        self._scratch.look()
+
     def weights(self, state: TrainingState, *, lasting: bool) -> TrainingState:
         """The weights of a snapshot whose movement is followed, to be compared with the next one's.
 

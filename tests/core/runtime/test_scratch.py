@@ -16,6 +16,7 @@ from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError, ScratchError
 from shrinkpoint.runtime import scratch
 from shrinkpoint.runtime.scratch import Scratch
+from shrinkpoint.saver import Saver
 
 
 def bytes_of(seed: int, count: int) -> np.ndarray:
@@ -177,8 +178,8 @@ def test_adoption_is_refused(tmp_path: Path) -> None:
 @pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="needs a file system in memory")
 def test_a_folder_in_memory_is_a_warning(tmp_path: Path) -> None:
     with pytest.warns(match=r"scratch_folder='/dev/shm' is in memory itself \(tmpfs\)"):
-        Scratch("/dev/shm")
-    Scratch(tmp_path)
+        Saver(str(tmp_path / "run"), SaverConfig(scratch_folder="/dev/shm", compile_ahead=False)).check()
+    Scratch(tmp_path).look()
 
 
 def test_mount_points_with_spaces() -> None:

@@ -19,11 +19,13 @@ from support.optimizers import Lion
 from support.training import OPTIMIZERS, TinyGPT, train
 
 from shrinkpoint.checkpointer import Checkpointer
-from shrinkpoint.errors import SaveFailedError
+from shrinkpoint.config import SaverConfig
+from shrinkpoint.errors import ConfigError, SaveFailedError
 from shrinkpoint.runtime import scratch as files
 from shrinkpoint.saver import Saver
 from shrinkpoint.saving import scratch as saving
 from shrinkpoint.schemes.catalogue import SCHEMES
+from shrinkpoint.sharded.limits import refuse_options
 from shrinkpoint.state import scratch
 from shrinkpoint.state.scratch import DiskArrays, DiskTensor
 from shrinkpoint.state.snapshot import Snapshot, Snapshotter
@@ -50,11 +52,13 @@ def _all_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
 class Loop:
     """A training of a small model that is saved."""
 
+    exactly = False
+
     def __init__(
         self, folder: Path, scheme: str = "auto", optimizer: str = "AdamW", **options: object
     ) -> None:
         torch.manual_seed(0)
-        self.model = TinyGPT()
+        self.model = TinyGPT().to(options.pop("dtype", torch.float32))
         self.optimizer = KINDS[optimizer](self.model)
         self.folder = folder
         if options.pop("probed", False):
@@ -73,7 +77,7 @@ class Loop:
         for _ in range(saves):
             self.step += 1
             train(self.model, self.optimizer, range(10 * self.step, 10 * self.step + 5))
-            self.checkpointer.save(self.step, wait=True)
+            self.checkpointer.save(self.step, exact=self.exactly, wait=True)
         return self
 
     def close(self) -> list[bytes]:
@@ -162,6 +166,44 @@ def test_a_resumed_run_goes_on_with_the_same_files(tmp_path: Path, disk: Path) -
     ]
     assert found[1].kinds == ["delta", "delta"]
     assert found[0].close() == found[1].close()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_files_of_other_dtypes_are_the_same(tmp_path: Path, disk: Path, dtype: torch.dtype) -> None:
+    without = Loop(tmp_path / "without", dtype=dtype).save(2).close()
+    assert Loop(tmp_path / "with", dtype=dtype, scratch_folder=disk).save(2).close() == without
+
+
+def test_exact_files_of_a_lossy_scheme_are_the_same(tmp_path: Path, disk: Path) -> None:
+    def run(name: str, **options: object) -> list[bytes]:
+        loop = Loop(tmp_path / name, **options).save()
+        loop.exactly = True
+        return loop.save(2).close()
+
+    assert run("with", scratch_folder=disk) == run("without")
+
+
+@pytest.mark.parametrize(("kind", "scheme"), [("small", "auto"), ("exact", "lossless")])
+def test_a_training_with_a_step_log_too(tmp_path: Path, disk: Path, kind: str, scheme: str) -> None:
+    def run(name: str, **options: object) -> list[bytes]:
+        loop = Loop(
+            tmp_path / name, scheme, step_log=kind, step_log_url=str(tmp_path / f"log {name}"), **options
+        )
+        for step in range(1, 7):
+            train(loop.model, loop.optimizer, [step])
+            loop.checkpointer.step(step)
+            if step % 3 == 0:
+                loop.checkpointer.save(step, wait=True)
+        return loop.close()
+
+    without, found = run("without"), run("with", scratch_folder=disk)
+    assert len(without) == len(found)
+    assert restores(tmp_path / "with") == 6
+
+
+def test_sharded_models_refuse_it(disk: Path) -> None:
+    with pytest.raises(ConfigError, match=r"scratch_folder=.*not supported for sharded models"):
+        refuse_options(SaverConfig(scratch_folder=str(disk)))
 
 
 @pytest.mark.parametrize("scheme", ["auto", "lossless", "inshrinkerator"])
