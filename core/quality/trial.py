@@ -136,10 +136,13 @@ def perturbed_model(
     for name in _floating_weights(state, averages=averages):
         true = perturbed[name]
         size = float(true.float().square().mean().sqrt()) if true.numel() else 0.0
-        noise = torch.randn(true.shape, generator=generator) * (share * (size or 1.0))
+        noise = torch.randn(true.shape, generator=generator)
         if names is not None and name not in names:
             continue
-        perturbed[name] = (true.to(torch.promote_types(true.dtype, torch.float32)) + noise).to(true.dtype)
+        # In place: what is freed between tensors that stay is not returned to the system.
+        wide = torch.promote_types(true.dtype, torch.float32)
+        noisy = noise.mul_(share * (size or 1.0)).to(wide).add_(true.to(wide))
+        perturbed[name] = noisy.to(true.dtype)
     return perturbed
 
 

@@ -70,5 +70,5 @@ if __name__ == "__main__":
     # Of which a guard tries updates: it takes up to 0.1 GB for that, whatever the state's size, which would be most of this one.
     movement._MOST_ELEMENTS = 1 << 17
     threading.Thread(target=look, daemon=True).start()
-    loop(f"{sys.argv[1]}/small", 64, None)  # loads the coders
+    loop(f"{sys.argv[1]}/small", 150, None)  # loads the coders
     print(json.dumps(loop(f"{sys.argv[1]}/large", 350, sys.argv[2] or None)))
