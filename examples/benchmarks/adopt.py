@@ -40,7 +40,7 @@ from bound_cache import Cells
 from bound_run import library_digest, machine_digest
 from bound_summary import ABILITY_LIMIT, LIMIT, rows_of
 from bound_training import Kind, Training
-from bound_trainings import KINDS, source_digest
+from bound_trainings import KINDS, LISTED, source_digest
 
 import shrinkpoint
 from shrinkpoint.schemes.auto.options import AutoOptions
@@ -288,7 +288,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", type=_names, default=list(KINDS), help=", ".join(KINDS))
+    parser.add_argument("--only", type=_names, default=list(LISTED), help=", ".join(KINDS))
     parser.add_argument(
         "--saves", type=lambda text: [int(number) for number in _names(text)], default=[10, 40]
     )

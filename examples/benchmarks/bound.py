@@ -39,7 +39,7 @@ from bound_cache import Cells
 from bound_run import PARTS, UNDISTURBED, Setting, Task, library_digest, machine_digest, measure
 from bound_summary import reported_of
 from bound_table import document
-from bound_trainings import KINDS
+from bound_trainings import KINDS, LISTED
 
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.schemes.catalogue import SCHEMES
@@ -158,7 +158,7 @@ def _arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", type=_names, default=list(KINDS), help=", ".join(KINDS))
+    parser.add_argument("--only", type=_names, default=list(LISTED), help=", ".join(KINDS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument(
         "--undisturbed",

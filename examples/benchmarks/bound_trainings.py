@@ -9,14 +9,18 @@ from pathlib import Path
 
 from bound_training import Kind
 from bound_trainings_images import IMAGES
+from bound_trainings_more import MORE
 from bound_trainings_short import SHORT
 from bound_trainings_tables import TABLES
 from bound_trainings_text import TEXT
 
-__all__ = ["KINDS", "TUNED", "source_digest"]
+__all__ = ["KINDS", "LISTED", "TUNED", "source_digest"]
 
-KINDS: dict[str, Kind] = {kind.name: kind for kind in (*TEXT, *IMAGES, *TABLES, *SHORT)}
+KINDS: dict[str, Kind] = {kind.name: kind for kind in (*TEXT, *IMAGES, *TABLES, *SHORT, *MORE)}
 """By name, in the order of the tables."""
+
+LISTED = tuple(name for name in KINDS if name not in {kind.name for kind in MORE})
+"""Those that run unless others are asked for."""
 
 TUNED = frozenset(
     {

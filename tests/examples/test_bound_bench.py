@@ -16,6 +16,8 @@ NAMES = (
     "recommender-sparse", "matrix-factorization", "flow", "forecasting", "graph", "autoencoder",
     "autoencoder-short",
 )  # fmt: skip
+MORE = ("clip", "dqn", "dqn-difference", "gan", "pinn", "pinn-lbfgs", "gpt-bf16")
+"""Those that run only if they are asked for."""
 FEW = ("lora", "moe-muon", "diffusion-average")
 """Frozen tensors and abilities; two optimizers and schedulers; an object with a state, and a loss beside the final one."""
 
@@ -46,10 +48,11 @@ def on_first_batches(training) -> float:
 
 
 def test_names_are_those_of_the_trainings_and_half_of_them_are_tuned_on():
-    from bound_trainings import KINDS, TUNED
+    from bound_trainings import KINDS, LISTED, TUNED
 
-    assert set(KINDS) == set(NAMES)
-    assert set(KINDS) > TUNED
+    assert set(LISTED) == set(NAMES)
+    assert set(KINDS) == {*NAMES, *MORE}
+    assert set(LISTED) > TUNED
     assert 9 <= len(TUNED) <= len(NAMES) - 9
 
 
@@ -75,6 +78,33 @@ def test_training_is_the_same_from_the_same_seed_and_learns(name):
         unused = built(name)
         assert training.abilities["base alone, old domain"]() == unused.abilities["base alone, old domain"]()
         assert training.final() != unused.final()
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_a_further_training_is_the_same_from_the_same_seed_and_learns(name):
+    from bound_trainings import KINDS
+
+    training, same, other = built(name), built(name), built(name, seed=2)
+    before, steps = training.final(), KINDS[name].steps(True)
+    losses = [training.step(index) for index in range(steps)]
+    assert [same.step(index) for index in range(5)] == losses[:5]
+    assert other.step(0) != losses[0]
+    if name.startswith("dqn"):  # its quick form is over before anything is worth trying
+        assert training.final() != before
+    else:
+        assert training.final() < before
+    assert training.probe() != training.final()
+    assert training.final() == training.final()
+
+
+def test_a_target_is_copied_at_its_steps_alone():
+    import torch
+
+    training = built("dqn")
+    for index in range(9):
+        training.step(index)
+        pairs = zip(training.model.parameters(), training.target.parameters(), strict=True)
+        assert all(torch.equal(one, other) for one, other in pairs) == (index in (3, 7))
 
 
 def test_save_steps_are_spread_over_the_run_or_its_last_tenth():
@@ -123,7 +153,7 @@ def test_lossless_restores_change_no_digit(name):
 
 @pytest.mark.slow
 @pytest.mark.long
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in FEW])
+@pytest.mark.parametrize("name", [name for name in (*NAMES, *MORE) if name not in FEW])
 def test_lossless_restores_change_no_digit_of_any_training(name):
     lossless_is_as_undisturbed(name, "spread")
 
