@@ -136,9 +136,12 @@ class WeightSteps:
         finest = _FINEST * float(weight.abs().max())
         moving = moved[moved > _least_movement(moved)]
         share = scale * self._options.movement_share
-        allowed = share * float(np.median(moving)) if moving.size else 0.0
-        if allowed <= _NOISE * finest and bool(np.isfinite(moved).all()):
-            return "frozen" if spec.tag.frozen else "unmoved" if finest else "zeros"
+        typical = float(np.median(moving)) if moving.size else 0.0
+        if share * typical <= _NOISE * finest and bool(np.isfinite(moved).all()):
+            if spec.tag.frozen or not finest:
+                return "frozen" if spec.tag.frozen else "zeros"
+            # at the widest scale it would not be exact: so it has moved, and the scale is too narrow
+            return "narrow" if typical * self._options.movement_share > _NOISE * finest else "unmoved"
         if curvature is None:
             unit = size_of([weight])
         else:

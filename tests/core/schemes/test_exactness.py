@@ -47,9 +47,11 @@ def _small_files_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shrinkpoint.schemes.exactness._LARGE", 1000)
 
 
-def auto(state: TrainingState, reference: Any = None, **save_context: Any) -> EncodedState:
+def auto(
+    state: TrainingState, reference: Any = None, scale: float = 0.5, **save_context: Any
+) -> EncodedState:
     scheme = Auto(
-        options=AutoOptions(weight_scale=0.5),
+        options=AutoOptions(weight_scale=scale),
         save_context=SaveContext(state=state, step=1, reference=reference, **save_context),
     )
     parent = None if reference is None else "0" * 32
@@ -110,6 +112,17 @@ def test_weights_that_training_leaves_as_they_are() -> None:
     rows = {"a/w": np.zeros(20), "b/w": np.zeros(20), "c/w": np.zeros(20)}
     told = auto(state, movement=Movement(rows=rows, steps=5)).exact
     assert told == {"a/w": "unmoved", "b/w": "zeros", "c/w": "frozen", "d/w": "dtype:complex64"}
+
+
+@pytest.mark.parametrize(("scale", "code"), [(1.0, None), (1 / 256, "narrow")])
+def test_weights_that_move_and_may_have_hardly_any_noise_are_not_called_unmoved(
+    scale: float, code: str | None
+) -> None:
+    state = state_of(a__w=torch.randn(20, 20).clamp(-2, 2))
+    rows = {"a/w": np.full(20, 2.0 * 2**-13)}
+    movement = Movement(rows=rows, steps=5)
+    told = auto(state, movement=movement, scale=scale).exact
+    assert told == ({} if code is None else {"a/w": code})
 
 
 def test_a_frozen_parameter_is_known_as_such() -> None:
