@@ -258,7 +258,7 @@ def _section(rows: Sequence[Row]) -> list[str]:
         "chosen on these": [row for row in rows if row.training in TUNED],
         "only reported": [row for row in rows if row.training not in TUNED],
     }
-    lines = [line for name, half in halves.items() for line in _verdict(name, half)]
+    lines = [line for name, half in halves.items() if half for line in _verdict(name, half)]
     lines.append(_of_three_seeds(rows))
     for name, half in halves.items():
         if half:
