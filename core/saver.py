@@ -25,7 +25,6 @@ from shrinkpoint.quality.evaluation import Evaluate, EvaluationDesk, ResumedStep
 from shrinkpoint.quantize.movement import is_followed
 from shrinkpoint.reports import Accepted, SaveReport
 from shrinkpoint.runtime.memory import LARGE, give_back
-from shrinkpoint.runtime.progress import waiting_for
 from shrinkpoint.runtime.turns import Turns
 from shrinkpoint.runtime.worker import Worker
 from shrinkpoint.saving.adopted import adopted_of
@@ -39,6 +38,7 @@ from shrinkpoint.saving.meta import is_weights_only
 from shrinkpoint.saving.reading import CheckpointReader
 from shrinkpoint.saving.slimming import without_optimizer
 from shrinkpoint.saving.takeover import Adoption, Takeover, WaitingShare, unsuitable
+from shrinkpoint.saving.under_way import SaveUnderWay
 from shrinkpoint.saving.warmup import Warmup
 from shrinkpoint.state.snapshot import Snapshotter
 from shrinkpoint.state.training import Describe, TrainingState, plain
@@ -110,15 +110,11 @@ class Saver:
         self.store = RunStore(url, storage_options=storage_options, parity=parity, near=near)
         """The run's checkpoints."""
         self._reader = CheckpointReader(self.store, self.url, self._decode)
-        self.skipped = 0
-        """Saves that were skipped because one was still being written."""
         self.blocked_s = 0.0
         """Seconds that training has waited for snapshots and unfinished saves so far."""
         self.adopted: tuple[str, ...] = ()
         """With ``adopt=True``: the tensors that the last call of `save` has given other values, in the training."""
-        self._warn_skipped_at = 1
-        self._under_way = (0, 0.0)
-        self._compiling = False
+        self._under_way = SaveUnderWay()
         self._desk = EvaluationDesk()
         make = AdoptingCommitter if self.config.adopt else Committer
         self._committer = make(self.store, self.config, lambda: self._desk.seconds)
@@ -141,6 +137,11 @@ class Saver:
     def failed(self) -> bool:
         """Whether the last save that was accepted could not be stored."""
         return self._failed
+
+    @property
+    def skipped(self) -> int:
+        """Saves that were skipped because one was still being written."""
+        return self._under_way.skipped
 
     @property
     def search_s(self) -> float:
@@ -283,11 +284,10 @@ class Saver:
             )
             accepted = Accepted(step=step, blocked_s=job.blocked_s)
             self.blocked_s += job.blocked_s
-            self._under_way = step, time.monotonic()
+            self._under_way.begin(step, compiling=self._warmup.running)
             handed_over = [job]
             # the snapshot is the background's alone: as soon as that is done with it, its memory is free
             del job
-            self._compiling = self._warmup.running
             self._worker.submit(lambda: self._run(handed_over))
             if takeover is not None:
                 self._take_over(takeover, started)
@@ -307,7 +307,7 @@ class Saver:
 
     def _take_over(self, takeover: Takeover, started: float) -> None:
         """Wait for the quantized values, and let the training go on from them."""
-        with self._waiting() if self._compiling else nullcontext():
+        with self._waiting() if self._under_way.compiling else nullcontext():
             takeover.wait(self.poll, started=time.perf_counter())
         self.adopted = takeover.taken
         self.blocked_s += takeover.seconds
@@ -315,22 +315,7 @@ class Saver:
 
     def skip(self) -> None:
         """Count a save that is not made because one is under way; the first, the tenth, the hundredth ... gives a warning with the reason."""
-        self.skipped += 1
-        if self.skipped < self._warn_skipped_at:
-            return
-        self._warn_skipped_at = 10 * self.skipped
-        step, since = self._under_way
-        why = (
-            " (its coders are being compiled, as `shrinkpoint compile` does beforehand)"
-            if self._compiling
-            else ""
-        )
-        count = "a save is" if self.skipped == 1 else f"{self.skipped} saves so far have been"
-        warn(
-            f"{count} skipped: that of step {step} has been under way for {time.monotonic() - since:.0f} s{why}. Training does"
-            " not wait for it; busy='wait' would",
-            stacklevel=3,
-        )
+        self._under_way.skip()
 
     def poll(self) -> float:
         """Make the measurement that the background asks for, if any; to be called after every batch.
@@ -370,12 +355,7 @@ class Saver:
 
     def _waiting(self, whose: str = "") -> AbstractContextManager[object]:
         """Says what is waited for, if anything is, once that takes more than two seconds."""
-        if not self.busy:
-            return nullcontext()
-        why = ", whose coders are being compiled" if self._compiling else ""
-        return waiting_for(
-            f"waiting for the last save{whose}, of step {self._under_way[0]}, to {self.store.display}{why}"
-        )
+        return self._under_way.waiting(self.store.display, whose) if self.busy else nullcontext()
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Finish the save that is under way, without further evaluations, and let go of the store.
@@ -432,7 +412,7 @@ class Saver:
     def _make(self, job: Job) -> None:
         try:
             self._warmup.wait()
-            self._compiling = False
+            self._under_way.compiling = False
             report = self._committer.commit(job)
         except FencedError as error:
             self._committer.forget()

@@ -20,6 +20,7 @@ from shrinkpoint.saving.address import Address
 from shrinkpoint.saving.arguments import plain_metrics
 from shrinkpoint.saving.meta import lineage_of, not_finite_text
 from shrinkpoint.saving.takeover import Adoption, Takeover, WaitingShare
+from shrinkpoint.saving.under_way import SaveUnderWay
 from shrinkpoint.saving.warmup import Warmup
 from shrinkpoint.sharded.adopting import (
     AdoptingBackground,
@@ -89,8 +90,6 @@ class ShardedSaver:
         self.url = url_text(url)
         self.config = config or SaverConfig()
         self.store = RunStore(url, storage_options=storage_options, parity=parity)
-        self.skipped = 0
-        """Saves that were skipped because one was still being written."""
         self.blocked_s = 0.0
         """Seconds that training has waited for snapshots so far."""
         self.moved = 0
@@ -101,6 +100,7 @@ class ShardedSaver:
         self._ranks = ranks or Ranks()
         self._limit = block_elements
         self._waits = WaitingShare()
+        self._under_way = SaveUnderWay()
         self._worker = Worker("shrinkpoint-save", before_exit=self._end_probe)
         self._warmup = Warmup(self.config.scheme, self.config.scheme_options)
         self._number = 0
@@ -173,6 +173,11 @@ class ShardedSaver:
     def busy(self) -> bool:
         """Whether a save is being encoded or written on this rank."""
         return self._worker.busy
+
+    @property
+    def skipped(self) -> int:
+        """Saves that were skipped because one was still being written."""
+        return self._under_way.skipped
 
     @property
     def search_s(self) -> float:
@@ -252,13 +257,7 @@ class ShardedSaver:
         )
         assert found is not None
         if agreed.busy:
-            self.skipped += 1
-            if self.skipped == 1 and self._ranks.rank == 0:
-                warn(
-                    f"the save of step {step} is skipped: that before is still being written. Training does not wait for it;"
-                    " busy='wait' would. This warning comes once",
-                    stacklevel=3,
-                )
+            self._under_way.skip(warns=self._ranks.rank == 0)
             return None
         try:
             job = self._job(*found, step=step, agreed=agreed)
@@ -286,6 +285,7 @@ class ShardedSaver:
         assert probe is not None
         if agreed.measures and evaluate is not None:
             probe.begin(ProbedSave(self._number, shards, found[0], evaluate, resumed))
+        self._under_way.begin(step)
         self._worker.submit(lambda: background.run(handed_over))
         accepted = Accepted(step=step, blocked_s=save.blocked_s)
         del save, job
