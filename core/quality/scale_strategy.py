@@ -14,6 +14,11 @@ from shrinkpoint.state.training import TensorSpec
 
 __all__ = ["ScaleStrategy"]
 
+# Once a scale has been below this one, moments lose less than usual, too. A scale is how much of its movement the loss lets a weight
+# lose, and what moments lose shows at no restore, but in the updates of as many steps as they remember. Such weights take most of the
+# bytes. Chosen on the equation of heat, and below the scales of all trainings of docs/bound.md at evenly spread checkpoints.
+_SENSITIVE = 1 / 32
+
 
 class ScaleStrategy:
     """Chooses the scale factor of the weights' step sizes.
@@ -29,7 +34,10 @@ class ScaleStrategy:
         self._threads = threads
         self._search = ScaleSearch(whole=whole)
         self._scale = MILD_SCALE  # without a measurement
-        self._finer = False  # whether this save's moments are to lose less than usual
+        self._sensitive = False  # whether a scale of this training has been below that
+        self._finer = (
+            False  # whether this save's moments are to lose less than usual, since the usual loss was refused
+        )
         self._comparison: weakref.ref[Comparison] | None = None  # which holds the whole snapshot
 
     def takes(self, spec: TensorSpec) -> bool:
@@ -63,7 +71,7 @@ class ScaleStrategy:
     ) -> Plan | None:
         """See `Strategy`."""
         if moments:
-            if self._finer or self._options.first_moment_step is not None:
+            if self._has_finer_moments or self._options.first_moment_step is not None:
                 return None
             self._finer = True
         else:
@@ -84,16 +92,28 @@ class ScaleStrategy:
         )
 
     def _scheme(self, save_context: SaveContext, scale: float) -> Auto:
-        return Auto(options=self._options, save_context=save_context, scale=scale, finer_moments=self._finer)
+        return Auto(
+            options=self._options,
+            save_context=save_context,
+            scale=scale,
+            finer_moments=self._has_finer_moments,
+        )
+
+    @property
+    def _has_finer_moments(self) -> bool:
+        return self._finer or (self._sensitive and self._options.first_moment_step is None)
 
     def _plan(self, save_context: SaveContext, scale: float, reason: str, rise: Rise | None = None) -> Plan:
+        self._sensitive = self._sensitive or scale < _SENSITIVE
         scheme = self._scheme(save_context, scale)
         return Plan(scheme, scheme.settings, reason, rise, options=f"auto {self._options}", scale=scale)
 
     def state_dict(self) -> dict[str, object]:
         """See `Strategy.state_dict`."""
-        return self._search.state_dict()
+        sensitive = {"sensitive": True} if self._sensitive else {}
+        return {**self._search.state_dict(), **sensitive}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """See `Strategy.load_state_dict`."""
         self._search.load_state_dict(state)
+        self._sensitive = state.get("sensitive") is True

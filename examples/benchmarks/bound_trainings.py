@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from bound_training import Kind
+from bound_trainings_fields import FIELDS
 from bound_trainings_images import IMAGES
 from bound_trainings_more import MORE
 from bound_trainings_short import SHORT
@@ -16,10 +17,10 @@ from bound_trainings_text import TEXT
 
 __all__ = ["KINDS", "LISTED", "TUNED", "source_digest"]
 
-KINDS: dict[str, Kind] = {kind.name: kind for kind in (*TEXT, *IMAGES, *TABLES, *SHORT, *MORE)}
+KINDS: dict[str, Kind] = {kind.name: kind for kind in (*TEXT, *IMAGES, *TABLES, *SHORT, *MORE, *FIELDS)}
 """By name, in the order of the tables."""
 
-LISTED = tuple(name for name in KINDS if name not in {kind.name for kind in MORE})
+LISTED = tuple(name for name in KINDS if name not in {kind.name for kind in (*MORE, *FIELDS)})
 """Those that run unless others are asked for."""
 
 TUNED = frozenset(

@@ -607,6 +607,46 @@ def test_moments_whose_step_size_is_given_are_not_made_finer_but_exact(states):
     assert len(run.planner.guard.asked) == 1
 
 
+def test_where_the_loss_bears_hardly_any_noise_moments_are_finer_too(states):
+    found = {}
+    for octaves in range(-2, 7, 2):
+        plan = Run(states, slope=1e-2 * 2**octaves).save(resume=False)
+        found[plan.scale] = plan.scheme.finer_moments
+        assert ("finer moments" in plan.configuration) == plan.scheme.finer_moments
+    assert {scale < 1 / 32 for scale in found} == {False, True}
+    assert all(finer == (scale < 1 / 32) for scale, finer in found.items())
+
+
+def test_once_the_loss_bore_hardly_any_noise_moments_stay_finer(states):
+    narrow = Run(states, slope=0.2)
+    assert narrow.save(resume=False).scale < 1 / 32
+    told = json.loads(json.dumps(narrow.planner.state_dict()))
+    assert told["strategy"]["sensitive"] is True
+    for sensitive in (True, False):
+        strategy = {**told["strategy"], "rung": 0, "history": None, "sensitive": sensitive}
+        again = Run(states, slope=1e-4)
+        again.planner.load_state_dict({**told, "strategy": strategy})
+        for _ in states:
+            plan = again.save(resume=False)
+            assert plan.scale >= 1 / 32
+            assert plan.scheme.finer_moments == sensitive
+
+
+def test_moments_whose_step_size_is_given_keep_it_where_the_loss_bears_hardly_any_noise(states):
+    run = Run(states, slope=0.2, options=AutoOptions(first_moment_step=8.0, movement_share=1000))
+    plan = run.save(resume=False)
+    assert plan.scale < 1 / 32
+    assert not plan.scheme.finer_moments
+
+
+def test_moments_that_are_finer_already_are_not_made_finer_but_exact(states):
+    run = Run(states, slope=0.2)
+    run.planner.guard = Refusing(lambda scheme: "too much lost", refuses_moments=True)
+    plan = run.save(resume=False)
+    assert (plan.scheme.name, plan.reason) == ("lossless", "too much lost: stored exactly")
+    assert [scheme.finer_moments for scheme in run.planner.guard.asked] == [True]
+
+
 def test_what_a_guard_refuses_at_any_scale_is_stored_exactly(states):
     for config in ({}, {"scheme": "gobo", "slope": 1e-4}):
         run = Run(states, **config)
