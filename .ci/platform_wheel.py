@@ -9,6 +9,7 @@ numba's own wheel: what can load that can load these kernels.
 import argparse
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -64,11 +65,12 @@ def make(wheel: Path, out: Path) -> Path:
             if line and not line.startswith(("Tag: ", "Root-Is"))
         ]
         (info / "WHEEL").write_text("\n".join([*others, "Root-Is-Purelib: false", *tags()]) + "\n")
+        packed = Path(folder) / "packed"
+        packed.mkdir()
+        subprocess.run([*pack, "pack", "--dest-dir", packed, tree], check=True, stdout=subprocess.DEVNULL)
+        [made] = packed.glob("*.whl")
         out.mkdir(parents=True, exist_ok=True)
-        before = set(out.glob("*.whl"))
-        subprocess.run([*pack, "pack", "--dest-dir", out, tree], check=True, stdout=subprocess.DEVNULL)
-        [made] = set(out.glob("*.whl")) - before
-    return made
+        return Path(shutil.move(made, out / made.name))
 
 
 def main() -> None:

@@ -151,7 +151,7 @@ class Checkpointer:
         self._objects = kind(model, optimizer, stateful)
         unsaved = self._objects.unsaved()
         if unsaved is not None:
-            warn(unsaved, stacklevel=3)
+            warn(unsaved)
         self._measurements = LoopMeasurements(self._objects, evaluate, train_loss, clip_grad_norm)
         self._every = every
         self._settings = {"every": every, "clip_grad_norm": clip_grad_norm}
@@ -230,12 +230,15 @@ class Checkpointer:
             ChainError: there are checkpoints, and none is sound.
         """
         step = None if step is None else plain_step(step)
-        with self._turns.turn("resume"), self._pace.visit(first=True):
-            begins = self._restore(step)
+        begins = self._turns.take("resume", lambda: self._restore(step))
         self._watch()  # before the loop forks its loaders' workers, which a Ctrl-C would end
         return begins
 
     def _restore(self, step: int | None) -> int:
+        with self._pace.visit(first=True):
+            return self._restored(step)
+
+    def _restored(self, step: int | None) -> int:
         if step is not None:
             restored = self.saver.restore(step)
         else:
@@ -295,13 +298,16 @@ class Checkpointer:
             SaveFailedError, FencedError, CannotRepresentError: as `Saver.save`.
         """
         step = self._checked(step, metrics)
-        with self._turns.turn("step"), self._pace.visit():
+        return self._turns.take("step", lambda: self._step(step, metrics))
+
+    def _step(self, step: int, metrics: Mapping[str, float] | None) -> Accepted | None:
+        with self._pace.visit():
             self.saver.poll()
             if not self._began:
                 self._begin(step)
             before = self._last_step if self._last_step is not None else step - 1
             self._last_step = step
-            self._last_metrics = dict(metrics) if isinstance(metrics, Mapping) else metrics
+            self._last_metrics = _kept(metrics)
             due = self._every is not None and (self._overdue or step // self._every > before // self._every)
             if self.step_log is not None:
                 self.step_log.end_step(step, since=before, boundary=due)
@@ -351,8 +357,7 @@ class Checkpointer:
     ) -> Accepted | None:
         """Save now; see `Saver.save`. With ``adopt=True`` such a save is stored exactly, since it was not planned."""
         step = self._checked(step, metrics)
-        with self._turns.turn("save"):
-            return self._save(step, metrics, exact=exact, wait=wait)
+        return self._turns.take("save", lambda: self._save(step, metrics, exact=exact, wait=wait))
 
     def _save(
         self,
@@ -395,8 +400,7 @@ class Checkpointer:
         warn(
             f"monitor={config.monitor!r} is not among the metrics of the save of step {step}"
             f" ({', '.join(sorted(metrics)) or 'none was given'}): give it as metrics= of step or save, or keep_best cannot rank this"
-            " checkpoint. This warning comes once",
-            stacklevel=4,
+            " checkpoint. This warning comes once"
         )
 
     def flush(self, timeout_s: float | None = None) -> bool:
@@ -420,8 +424,7 @@ class Checkpointer:
         """
         watched = self._termination.watches
         try:
-            with self._turns.turn("close"), self._pace.visit(first=True):
-                self._close()
+            self._turns.take("close", self._close)
             number = self._termination.number
             if watched and number is not None:
                 self._termination.end(number)
@@ -429,6 +432,10 @@ class Checkpointer:
             self._termination.unwatch()
 
     def _close(self) -> None:
+        with self._pace.visit(first=True):
+            self._finish_and_release()
+
+    def _finish_and_release(self) -> None:
         if not isinstance(self.saver, Saver) and sys.exc_info()[0] is not None:
             warn(
                 "nothing more is saved: an error is being handled on this rank, and the others cannot be waited for"
@@ -473,7 +480,7 @@ class Checkpointer:
             if error is None
             else f"{error.__name__} is being handled"
         )
-        warn(f"the last step, {step}, is not saved, for {why}", stacklevel=4)
+        warn(f"the last step, {step}, is not saved, for {why}")
 
     def _agreed_end(self, ending: Ending, step: int) -> int | None:
         """The signal by which a rank was asked to end, if all end at this step; None where training goes on."""
@@ -521,3 +528,15 @@ class Checkpointer:
 
 
 _OPTIONS = inspect.signature(Checkpointer).parameters.keys() - {"url", "model", "optimizer", "stateful"}
+
+
+def _kept(metrics: Mapping[str, float] | None) -> Mapping[str, float] | None:
+    """Metrics as they are now; the loop may go on with its tensors. None is waited for on a GPU."""
+    if not isinstance(metrics, Mapping):
+        return metrics
+    given: Mapping[str, Any] = metrics
+    kept: Mapping[str, Any] = {
+        name: value.detach().clone() if isinstance(value, torch.Tensor) else value
+        for name, value in given.items()
+    }
+    return kept

@@ -91,10 +91,10 @@ def _warn_exact(path: str, scheme: str, plan: Plan, encoded: EncodedState, size:
             else "nothing says which of its tensors are weights and which an optimizer's. Give describe=, as"
             " shrinkpoint.state.roles.describe_training makes it of a model and its optimizers"
         )
-        warn(f"scheme={scheme!r} has stored {path} bit-exactly, as 'lossless' does: {why}", stacklevel=3)
+        warn(f"scheme={scheme!r} has stored {path} bit-exactly, as 'lossless' does: {why}")
         return
     entries = encoded.checkpoint.entries
     parts = exact_parts(((entry.spec, entry.encoded.nbytes) for entry in entries), encoded.exact)
     reason = large_share(parts, size, path)
     if reason is not None:
-        warn(reason[1], stacklevel=3)
+        warn(reason[1])

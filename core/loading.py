@@ -307,9 +307,7 @@ def _read_run(
         result = of(manifest)
     found = not_finite_text(manifest)
     if found is not None:
-        warn(
-            f"the checkpoint of step {manifest.step} in {store.display} is not finite: {found}", stacklevel=5
-        )
+        warn(f"the checkpoint of step {manifest.step} in {store.display} is not finite: {found}")
     return *result, manifest
 
 

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -189,14 +190,17 @@ class Saver:
             step: training steps done so far.
             describe: as of `save`.
         """
-        with self._turns.turn("begin"):
-            if self._continuation.is_known:
-                return
-            live = TrainingState.capture(state, describe)
-            specs = {name: spec for name, spec in live.specs.items() if is_followed(spec)}
-            tensors = {name: live.tensors[name].detach().to("cpu", copy=True) for name in specs}
-            self._continuation.begin(TrainingState(None, tensors, specs), plain_step(step))
-            self._settle_if_idle()
+        step = plain_step(step)
+        self._turns.take("begin", lambda: self._begin(state, step, describe))
+
+    def _begin(self, state: object, step: int, describe: Describe) -> None:
+        if self._continuation.is_known:
+            return
+        live = TrainingState.capture(state, describe)
+        specs = {name: spec for name, spec in live.specs.items() if is_followed(spec)}
+        tensors = {name: live.tensors[name].detach().to("cpu", copy=True) for name in specs}
+        self._continuation.begin(TrainingState(None, tensors, specs), step)
+        self._settle_if_idle()
 
     def save(
         self,
@@ -247,55 +251,90 @@ class Saver:
         check_parts(
             describe=describe, evaluate=evaluate, resumed=resumed, gradients=gradients, optimizers=optimizers
         )
-        with self._turns.turn("save"):
-            self._raise_if_fatal()
-            started = time.perf_counter()
-            self.adopted = ()
-            if adoption is not None and not self.config.adopt:
-                raise ConfigError("adoption needs a saver with adopt=True")
-            if self.busy:
-                self.poll()
-                if self.config.busy == "skip" and not wait and not self.config.adopt:
-                    self.skip()
-                    return None
-                self.flush()
-            waited_s = time.perf_counter() - started
-            self._newest = None  # a later `restore` finds this checkpoint, or a newer one
-            self._settle_if_idle()
-            captured = TrainingState.capture(state, describe)
-            if self.config.weights_only:  # after a restore, a fresh optimizer makes the steps
-                captured, resumed, optimizers = without_optimizer(captured), None, ()
-            self._evaluate, self._resumed = evaluate, resumed
-            takeover = self._takeover(captured, describe, adoption, waited_s)
-            job = Job(
-                snapshot=self._snapshotter.take(captured),
-                step=step,
-                metrics=numbers,
-                measure=self._desk.measure if evaluate is not None else None,
-                resume=self._desk.resume if resumed is not None else None,
-                gradients={
-                    name: value.detach().to("cpu", copy=True) for name, value in (gradients or {}).items()
-                },
-                optimizers=tuple(OptimizerKind.of(optimizer) for optimizer in optimizers),
-                exact=exact,
-                blocked_s=time.perf_counter() - started - (waited_s if takeover is not None else 0.0),
-                takeover=takeover,
-                step_log=step_log,
-            )
-            accepted = Accepted(step=step, blocked_s=job.blocked_s)
-            self.blocked_s += job.blocked_s
-            self._under_way.begin(step, compiling=self._warmup.running)
-            handed_over = [job]
-            # the snapshot is the background's alone: as soon as that is done with it, its memory is free
-            del job
-            self._worker.submit(lambda: self._run(handed_over))
-            if takeover is not None:
-                self._take_over(takeover, started)
-            if wait:
-                self.flush()
-                if self._failed:
-                    return None
-            return accepted
+        if adoption is not None and not self.config.adopt:
+            raise ConfigError("adoption needs a saver with adopt=True")
+        save = partial(
+            self._save,
+            state,
+            step=step,
+            describe=describe,
+            metrics=numbers,
+            evaluate=evaluate,
+            resumed=resumed,
+            gradients=gradients or {},
+            optimizers=optimizers,
+            exact=exact,
+            wait=wait,
+            adoption=adoption,
+            step_log=step_log,
+        )
+        return self._turns.take("save", save)
+
+    def _save(
+        self,
+        state: object,
+        *,
+        step: int,
+        describe: Describe,
+        metrics: dict[str, float],
+        evaluate: Evaluate | None,
+        resumed: ResumedSteps | None,
+        gradients: Mapping[str, torch.Tensor],
+        optimizers: Sequence[torch.optim.Optimizer],
+        exact: bool,
+        wait: bool,
+        adoption: Adoption | None,
+        step_log: Mapping[str, JSON] | None,
+    ) -> Accepted | None:
+        self._raise_if_fatal()
+        started = time.perf_counter()
+        self.adopted = ()
+        if not self._is_free(wait):
+            return None
+        waited_s = time.perf_counter() - started
+        self._newest = None  # a later `restore` finds this checkpoint, or a newer one
+        self._settle_if_idle()
+        captured = TrainingState.capture(state, describe)
+        if self.config.weights_only:  # after a restore, a fresh optimizer makes the steps
+            captured, resumed, optimizers = without_optimizer(captured), None, ()
+        self._evaluate, self._resumed = evaluate, resumed
+        takeover = self._takeover(captured, describe, adoption, waited_s)
+        job = Job(
+            snapshot=self._snapshotter.take(captured),
+            step=step,
+            metrics=metrics,
+            measure=self._desk.measure if evaluate is not None else None,
+            resume=self._desk.resume if resumed is not None else None,
+            gradients={name: value.detach().to("cpu", copy=True) for name, value in gradients.items()},
+            optimizers=tuple(OptimizerKind.of(optimizer) for optimizer in optimizers),
+            exact=exact,
+            blocked_s=time.perf_counter() - started - (waited_s if takeover is not None else 0.0),
+            takeover=takeover,
+            step_log=step_log,
+        )
+        accepted = Accepted(step=step, blocked_s=job.blocked_s)
+        self.blocked_s += job.blocked_s
+        self._under_way.begin(step, compiling=self._warmup.running)
+        handed_over = [job]
+        del job  # the snapshot is the background's alone: as soon as that is done with it, its memory is free
+        self._worker.submit(lambda: self._run(handed_over))
+        if takeover is not None:
+            self._take_over(takeover, started)
+        if wait:
+            self.flush()
+            if self._failed:
+                return None
+        return accepted
+
+    def _is_free(self, wait: bool) -> bool:
+        """Whether the next save can begin: the one before has ended, or was waited for."""
+        if self.busy:
+            self.poll()
+            if self.config.busy == "skip" and not wait and not self.config.adopt:
+                self.skip()
+                return False
+            self.flush()
+        return True
 
     def _takeover(
         self, captured: TrainingState, describe: Describe, adoption: Adoption | None, waited_s: float
@@ -367,18 +406,28 @@ class Saver:
             ConfigError: as `flush`.
         """
         self._refuse_in_evaluation("close")
+        self._turns.refuse("close")
         timeout_s = plain_timeout(timeout_s)
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        self._desk.close()
-        with self._turns.turn("close", timeout_s) as came:
-            if not came:
-                return False
-            with self._waiting():
-                if not self._worker.join(None if deadline is None else max(deadline - time.monotonic(), 0.0)):
-                    return False
+        self._desk.close()  # before other threads' calls are waited for, which may wait for evaluations
+        try:
+            if timeout_s is None:
+                return self._turns.take("close", lambda: self._close(None))
+            deadline = time.monotonic() + timeout_s
+            closed = self._turns.take_within(timeout_s, "close", lambda: self._close(deadline))
+            if closed is None:  # another thread goes on
+                self._desk.reopen()
+        except BaseException:
             self._desk.reopen()
-            self._committer.close()
-            self._warmup.stop()
+            raise
+        return bool(closed)
+
+    def _close(self, deadline: float | None) -> bool:
+        with self._waiting():
+            if not self._worker.join(None if deadline is None else max(deadline - time.monotonic(), 0.0)):
+                return False
+        self._desk.reopen()
+        self._committer.close()
+        self._warmup.stop()
         return True
 
     def finish(self) -> None:
@@ -440,8 +489,7 @@ class Saver:
             ChainError: there are checkpoints, and none of them is sound.
             StoreError: the store cannot be read.
         """
-        with self._turns.turn("newest"):
-            return self._find(begins)
+        return self._turns.take("newest", lambda: self._find(begins))
 
     def _find(self, begins: Callable[[Manifest], object] = lambda manifest: None) -> Manifest | None:
         found = self._reader.newest(begins)
@@ -469,8 +517,7 @@ class Saver:
         which = which if which is None or isinstance(which, Manifest) else plain_step(which)
         if not adopt:
             return self._read(which)
-        with self._turns.turn("restore"):
-            return self._adopt(which)
+        return self._turns.take("restore", lambda: self._adopt(which))
 
     def _adopt(self, which: Manifest | int | None) -> Restored | None:
         """`restore`, with whatever the next save goes on from."""
@@ -486,16 +533,14 @@ class Saver:
         if adopted_of(manifest) is not None and not self.config.adopt:
             warn(
                 f"the training up to step {manifest.step} adopted its checkpoints (adopt=True), and goes on without that: from now on"
-                " a resumed run differs from an undisturbed one",
-                stacklevel=4,
+                " a resumed run differs from an undisturbed one"
             )
         self._settle_if_idle()
         self._reader.warn_if_diverged(manifest)
         if is_weights_only(manifest.meta):
             warn(
                 f"resumed weights of step {manifest.step} from {self.store.display}; optimizer state was not stored: it"
-                " starts anew",
-                stacklevel=4,
+                " starts anew"
             )
         return Restored(manifest, decoded.state)
 
@@ -514,10 +559,12 @@ class Saver:
             follows: the checkpoint whose training goes on all the same, so that retention goes on with it; None: another
                 training begins, and leaves all earlier checkpoints alone.
         """
-        with self._turns.turn("forget"):
-            self._newest = None
-            self._continuation.forget(follows)
-            self._settle_if_idle()
+        self._turns.take("forget", lambda: self._forget(follows))
+
+    def _forget(self, follows: Manifest | None) -> None:
+        self._newest = None
+        self._continuation.forget(follows)
+        self._settle_if_idle()
 
     @property
     def lineage(self) -> str | None:

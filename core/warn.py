@@ -1,5 +1,7 @@
 """Warnings that may occur during a save in the background, and what messages are made of."""
 
+import os
+import sys
 import threading
 import warnings
 from collections.abc import Collection
@@ -14,6 +16,7 @@ __all__ = ["brief", "meant", "refuses_unknown_options", "warn"]
 
 T = TypeVar("T")
 
+_PACKAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
 _PLAIN = (str, int, float, bool, type(None))
 _FEW = 8
 
@@ -53,8 +56,8 @@ def refuses_unknown_options(kind: type[T]) -> type[T]:
     return kind
 
 
-def warn(message: str, *, stacklevel: int = 2) -> None:
-    """Warn with a `ShrinkpointWarning`; outside the main thread, never raise it.
+def warn(message: str) -> None:
+    """Warn with a `ShrinkpointWarning`, of the line outside this package that led here; outside the main thread, never raise it.
 
     Where warnings are turned into errors (``python -W error``, a test suite), they are raised only where they can be
     caught. In the background that is not possible: the error would end the save that it reports on, or hide that
@@ -62,14 +65,23 @@ def warn(message: str, *, stacklevel: int = 2) -> None:
 
     Args:
         message: what happened, and what to do.
-        stacklevel: as of `warnings.warn`: 1 is the caller of this function.
     """
     try:
-        warnings.warn(message, ShrinkpointWarning, stacklevel=stacklevel + 1)
+        warnings.warn(message, ShrinkpointWarning, stacklevel=_level_of_caller())
     except ShrinkpointWarning as warning:
         if threading.current_thread() is threading.main_thread():
             raise
         _show(warning)
+
+
+def _level_of_caller() -> int:
+    """As of `warnings.warn` in `warn`: of the innermost call from outside this package; in a thread of its own, of who calls `warn`."""
+    frame, level = sys._getframe(2), 2
+    while frame.f_code.co_filename.startswith(_PACKAGE):
+        if frame.f_back is None:
+            return 2
+        frame, level = frame.f_back, level + 1
+    return level if threading.current_thread() is threading.main_thread() else 2
 
 
 def _show(warning: ShrinkpointWarning) -> None:

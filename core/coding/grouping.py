@@ -5,6 +5,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import TypeVar
 
+from shrinkpoint.runtime.threads import usable_threads
 from shrinkpoint.schemes.base import Context, ReferenceState
 from shrinkpoint.schemes.closed_loop import ClosedLoopCodec, as_reference
 from shrinkpoint.schemes.exact import RESIZABLE
@@ -103,7 +104,7 @@ def mapped(
     function: Callable[[Sequence[TensorSpec]], R], groups: Iterable[Sequence[TensorSpec]], threads: int
 ) -> Iterator[R]:
     """``map(function, groups)``; threads begin with the largest groups, so that none is left alone with one at the end."""
-    work = list(groups)
+    work, threads = list(groups), usable_threads(threads)
     if threads <= 1 or len(work) < 2:
         yield from map(function, work)
         return

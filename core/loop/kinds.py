@@ -64,8 +64,7 @@ def warn_of_copies() -> None:
     warn(
         f"this is process {rank()} of {world_size()}, and the model is not sharded: processes that save to one run"
         " stop each other. Make the Checkpointer in process 0 alone, and broadcast what it resumes; or use a framework's callback;"
-        " or give each process a run of its own",
-        stacklevel=3,
+        " or give each process a run of its own"
     )
 
 

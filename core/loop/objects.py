@@ -209,13 +209,13 @@ class LoopObjects:
         rounded = rounded_weights(state["model"], live)
         for message in (untied, other_class, other_scheduler, disabled, rounded, overridden) if warns else ():
             if message is not None:
-                warn(message, stacklevel=5)
+                warn(message)
         self.model.load_state_dict(state["model"])
         for optimizer, stored in zip(self.optimizers, state["optimizers"], strict=True):
             load_optimizer(optimizer, stored, same_dtypes=rounded is None)
         for name in sorted(state["stateful"].keys() ^ self.stateful.keys()) if warns else ():
             where = "the checkpoint" if name in self.stateful else "this run"
-            warn(f"{name!r} is not in {where}: its state is not restored", stacklevel=4)
+            warn(f"{name!r} is not in {where}: its state is not restored")
         for name, value in self.stateful.items():
             if name in state["stateful"]:
                 load_stateful(value, state["stateful"][name])

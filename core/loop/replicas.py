@@ -107,14 +107,12 @@ def _warn_of_sums(model: Any, world: int) -> None:
         if world > 2:  # a + b = b + a
             warn(
                 "the model that the Checkpointer was given is no DistributedDataParallel: where it is inside of one, give that one, for"
-                " the order in which it sums gradients is needed to continue bit by bit",
-                stacklevel=5,
+                " the order in which it sums gradients is needed to continue bit by bit"
             )
     elif (hook := stateful_hook(model)) is not None:
         warn(
             f"checkpoints leave out the state of the DDP communication hook, a {hook}: a continued run starts with a fresh one, and is"
-            " not bit-identical",
-            stacklevel=5,
+            " not bit-identical"
         )
 
 
@@ -137,7 +135,7 @@ def replicated_saver(
     """
     saver = ReplicatedSaver(url, config, storage_options=storage_options, parity=parity)
     if tried and dist.get_rank() == 0:
-        warn("train_loss= is not used where several processes train: evaluate= alone measures", stacklevel=4)
+        warn("train_loss= is not used where several processes train: evaluate= alone measures")
     return saver
 
 

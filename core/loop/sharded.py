@@ -96,7 +96,7 @@ def sharded_saver(
         evaluated: whether a way to measure losses was given.
     """
     if evaluated and config.scheme != "lossless" and not measurable(config) and dist.get_rank() == 0:
-        warn(unmeasured(config.scheme, obstacle_of(config)), stacklevel=4)
+        warn(unmeasured(config.scheme, obstacle_of(config)))
     return ShardedSaver(
         url,
         config,

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_hooks
 
 from shrinkpoint.errors import ScratchError
+from shrinkpoint.runtime.threads import usable_threads
 from shrinkpoint.state.training import Role, TrainingState
 from shrinkpoint.state.wrappers import unwrapped
 
@@ -305,10 +306,15 @@ def _compare(
     sizes = {
         index: _gradient_size(true["state"][index], _options_of(true, index), roles) for index in weights
     }
-    with ThreadPoolExecutor(min(threads, 2), thread_name_prefix="shrinkpoint-guard") as pool:
-        paths = list(
-            pool.map(lambda node: list(_displacements(kind, node, sizes, weights)), (true, restored))
-        )
+
+    def path(node: Mapping[str, Any]) -> list[list[torch.Tensor]]:
+        return list(_displacements(kind, node, sizes, weights))
+
+    if usable_threads(threads) < 2:
+        paths = [path(true), path(restored)]
+    else:
+        with ThreadPoolExecutor(2, thread_name_prefix="shrinkpoint-guard") as pool:
+            paths = list(pool.map(path, (true, restored)))
     results: list[float] = []
     kept = 1.0
     for one, other in zip(*paths, strict=True):

@@ -86,7 +86,9 @@ class EvaluationDesk:
     """Hands requests from one worker thread to one training thread."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        # taken by itself on the training thread: between a condition's own methods Ctrl-C may come
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._request: _Request | None = None
         self._server: int | None = None
         self._answer: _Answer | BaseException | None = None
@@ -155,7 +157,7 @@ class EvaluationDesk:
     @property
     def waiting(self) -> bool:
         """Whether a request waits to be served."""
-        with self._changed:
+        with self._lock:
             return self._open and self._request is not None and self._answer is None
 
     def _take_answer(self) -> _Answer | BaseException | None:
@@ -169,27 +171,30 @@ class EvaluationDesk:
         Returns:
             The seconds that it took; 0.0 when nothing was asked for.
         """
-        with self._changed:
-            request = self._request
-            if request is None or not self._unserved():
-                return 0.0
-            self._server = threading.get_ident()
+        me, mine = threading.get_ident(), False
         start = time.perf_counter()
         answer: _Answer | BaseException | None = None
         try:
+            with self._lock:
+                request = self._request
+                if request is None or not self._unserved():
+                    return 0.0
+                self._server, mine = me, True
             answer = request.answer(evaluate, resumed)
         # a failed evaluation must not end training: the worker stores exactly instead
         except Exception as error:  # noqa: BLE001
             answer = error
         finally:
-            seconds = time.perf_counter() - start
-            with self._changed:
+            if (
+                mine
+            ):  # before anything is called: Ctrl-C may come with every call, and nobody else takes this back
                 self._server = None
-                if answer is not None:
-                    self.seconds += seconds
-                    if self._request is request:  # else nobody waits for it any more
-                        self._answer = answer
-                    self._changed.notify_all()
+        seconds = time.perf_counter() - start
+        with self._lock:
+            self.seconds += seconds
+            if self._request is request:  # else nobody waits for it any more
+                self._answer = answer
+            self._changed.notify_all()
         return seconds
 
     @property
@@ -207,11 +212,11 @@ class EvaluationDesk:
 
     def close(self) -> None:
         """Refuse requests from now on, the waiting one too."""
-        with self._changed:
+        with self._lock:
             self._open = False
             self._changed.notify_all()
 
     def reopen(self) -> None:
         """Take requests again."""
-        with self._changed:
+        with self._lock:
             self._open = True

@@ -218,6 +218,10 @@ def _contents(folder: Path) -> dict[str, Any]:
     """What `write` noted; nothing where there are no kernels, or the list is damaged."""
     try:
         noted = json.loads((folder / _CONTENTS).read_text())
-        return {"sources": noted["sources"], "coders": list(noted["coders"]), "files": dict(noted["files"])}
-    except (OSError, ValueError, TypeError, KeyError):
+        return {
+            "sources": noted["sources"],
+            "coders": [str(coder) for coder in noted["coders"]],
+            "files": dict(noted["files"]),
+        }
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return {"sources": None, "coders": [], "files": {}}

@@ -8,6 +8,7 @@ import os
 import tempfile
 import threading
 import weakref
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,7 +132,10 @@ class ScratchFile:
             except OSError as error:
                 self._fails = True
                 self._scratch.trouble(error)
-                os.ftruncate(self._file.fileno(), self._end)  # others may need the room
+                with suppress(
+                    OSError
+                ):  # others may need the room; a disk that fails does not give it back either
+                    os.ftruncate(self._file.fileno(), self._end)
                 return None
             place = Place(self, self._end, data.size, checksum.digest())
             self._end += data.size
@@ -196,7 +200,8 @@ def _free(file: Any, process: int) -> None:
     """Close a file, and free its room also where a process that was forked meanwhile still has it open."""
     with file:
         if os.getpid() == process:
-            os.ftruncate(file.fileno(), 0)
+            with suppress(OSError):  # of a disk that fails
+                os.ftruncate(file.fileno(), 0)
 
 
 def _path(folder: str | os.PathLike[str]) -> str:

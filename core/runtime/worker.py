@@ -42,7 +42,9 @@ class Worker:
             self._thread.start()
         except RuntimeError:  # the system allows no further thread
             self._thread = None
-            raise
+            if threading.main_thread().is_alive():
+                raise
+            job()  # from Python 3.12 on, the interpreter allows none either once it ends
 
     def join(self, timeout_s: float | None = None) -> bool:
         """Wait for the job; False if it is still running after `timeout_s` seconds."""

@@ -1,6 +1,8 @@
 """The arguments of saves and restores, checked and made plain."""
 
+import math
 import operator
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,8 +22,8 @@ def plain_step(step: Any) -> int:
         ConfigError: it is no step.
     """
     try:
-        plain = -1 if isinstance(step, bool) else operator.index(step)
-    except TypeError:
+        plain = -1 if _is_truth(step) else operator.index(step)
+    except (TypeError, RuntimeError):  # RuntimeError: of a tensor on the meta device
         plain = -1
     if not 0 <= plain <= MAX_STEP:
         rest = f", and at most {MAX_STEP}" if plain > MAX_STEP else ""
@@ -30,6 +32,10 @@ def plain_step(step: Any) -> int:
             f"step={brief(step)} must be a whole number: of the training steps done so far, 0 or more{rest}{fix}"
         )
     return plain
+
+
+def _is_truth(value: Any) -> bool:
+    return isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
 
 
 def check_metrics(metrics: Any) -> None:
@@ -68,7 +74,7 @@ def _named(metrics: Any) -> Mapping[Any, Any]:
 def _number(name: Any, value: Any) -> float:
     try:
         return float(value)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise ConfigError(
             f"metrics[{name!r}]={brief(value)} must be one number ({str(error)[:200]})"
         ) from None
@@ -83,11 +89,14 @@ def plain_timeout(timeout_s: Any) -> float | None:
     if timeout_s is None:
         return None
     try:
-        return float(operator.pos(timeout_s))  # of a text there is no such thing
+        seconds = float(operator.pos(timeout_s))  # of a text there is no such thing
+    except OverflowError:
+        seconds = math.inf
     except (TypeError, ValueError, RuntimeError):
-        raise ConfigError(
-            f"timeout_s={brief(timeout_s)} must be a number of seconds, or None for no limit"
-        ) from None
+        seconds = math.nan
+    if math.isnan(seconds):
+        raise ConfigError(f"timeout_s={brief(timeout_s)} must be a number of seconds, or None for no limit")
+    return min(seconds, threading.TIMEOUT_MAX)
 
 
 def check_parts(

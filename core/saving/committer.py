@@ -156,18 +156,13 @@ class Committer:
             # movement from here: it has less noise than it might have, never more.
             self._note(state, job.step, lasting=True)
             give_back()
+        stored: SaveReport | None
         try:
             stored = self._store_with(job, state, self._take_link(), movement, started, spent)
-        except ChainError as error:  # a base needs no parent
-            if not self._warned_of_loss:
-                self._warned_of_loss = True
-                warn(
-                    f"{error}. Step {job.step} is stored as a base; checkpoints that need what is gone cannot be restored. This warning comes"
-                    " once"
-                )
-            stored = self._store_with(job, state, None, movement, started, spent)
-        except PlanesLostError as error:  # a base needs no planes either
-            warn(f"{error}. Step {job.step} is stored as a base; nothing that was stored before is harmed")
+        except (ChainError, PlanesLostError) as error:  # a base needs neither a parent nor planes
+            stored = None
+            self._warn_lost(error, job.step)
+        if stored is None:  # not above, where the error keeps what the first attempt has coded
             stored = self._store_with(job, state, None, movement, started, spent)
         if not job.snapshot.lasting:
             self._note(state, job.step)
@@ -175,6 +170,18 @@ class Committer:
         self._collect()
         self._slim()
         return stored
+
+    def _warn_lost(self, error: ChainError | PlanesLostError, step: int) -> None:
+        """Say why a base is stored where a delta was to be; of a chain that is gone, once."""
+        if isinstance(error, ChainError):
+            if not self._warned_of_loss:
+                self._warned_of_loss = True
+                warn(
+                    f"{error}. Step {step} is stored as a base; checkpoints that need what is gone cannot be restored. This warning comes"
+                    " once"
+                )
+        else:
+            warn(f"{error}. Step {step} is stored as a base; nothing that was stored before is harmed")
 
     def _warn_diverged(self, report: SaveReport) -> None:
         """Once, until a checkpoint is finite again."""

@@ -82,6 +82,5 @@ class CheckpointReader:
             " with the same address, or `shrinkpoint export` and whatever loads that"
         )
         warn(
-            f"the checkpoint of step {manifest.step} in {self._store.display} is not finite: {found}. {way_out}",
-            stacklevel=3,
+            f"the checkpoint of step {manifest.step} in {self._store.display} is not finite: {found}. {way_out}"
         )

@@ -42,8 +42,7 @@ class SaveUnderWay:
         count = "a save is" if self.skipped == 1 else f"{self.skipped} saves so far have been"
         warn(
             f"{count} skipped: that of step {self._step} has been under way for {time.monotonic() - self._since:.0f} s{why}. Training"
-            " does not wait for it; busy='wait' would",
-            stacklevel=4,
+            " does not wait for it; busy='wait' would"
         )
 
     def waiting(self, where: str, whose: str = "") -> AbstractContextManager[object]:

@@ -32,6 +32,10 @@ _KNOWN: frozenset[Any] = frozenset(
     )
 )
 """What is known of a tensor without its values."""
+_CHANGES: frozenset[Any] = frozenset(
+    (torch.Tensor.data.__set__, torch.Tensor.requires_grad.__set__, torch.Tensor.requires_grad_)  # type: ignore[attr-defined]
+)
+"""What would change a tensor, and leaves its version as it is."""
 
 
 class PlanesLostError(ScratchError):
@@ -62,7 +66,7 @@ class DiskTensor(torch.Tensor):
         Raises:
             ScratchError: it cannot be read, or is not what was written.
         """
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(mode=False):
             made = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         self._place.read(tensor_to_bytes(made))
         return made
@@ -72,6 +76,8 @@ class DiskTensor(torch.Tensor):
         cls, function: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Answer what is known, and read for all else."""
+        if function in _CHANGES:
+            raise TypeError(f"{function} would change a tensor that is on the disk, which is not written to")
         if function in _KNOWN:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **(kwargs or {}))

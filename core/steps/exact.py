@@ -167,7 +167,7 @@ class ExactLog(Supervised):
         try:
             survey = reader.survey()
         except StoreError as error:
-            warn(f"the step log is not used: {error}", stacklevel=6)
+            warn(f"the step log is not used: {error}")
             return step
         started, reached, problems = time.perf_counter(), step, survey.problems
         if survey.references:
@@ -181,8 +181,7 @@ class ExactLog(Supervised):
             more = f" (and {len(problems) - _WARNED} more)" if len(problems) > _WARNED else ""
             warn(
                 f"the step log brings step {step} to {reached}, and the training computes what follows again. Not used:"
-                f" {'; '.join(problems[:_WARNED])}{more}",
-                stacklevel=6,
+                f" {'; '.join(problems[:_WARNED])}{more}"
             )
         return reached
 
@@ -415,8 +414,7 @@ class ExactLog(Supervised):
         if self.gaps == 1:
             warn(
                 f"the step log has a gap after step {self._last}: {reason}. It continues at the next checkpoint; with busy='wait'"
-                " training waits for the log. This warning is shown once",
-                stacklevel=6,
+                " training waits for the log. This warning is shown once"
             )
 
     def _forget_records(self) -> None:

@@ -139,7 +139,7 @@ class SmallLog(Supervised):
         try:
             found = LoggedWeights(self._folder.reader()).newest(step, live)
         except ShrinkpointError as error:
-            warn(f"the step log is not used: {error}", stacklevel=5)
+            warn(f"the step log is not used: {error}")
             return step
         if found is None:
             return step
@@ -151,13 +151,12 @@ class SmallLog(Supervised):
                     live[name].copy_(tensor)
             self._remainder.load(found.remainder)
         except Exception as error:  # noqa: BLE001 - an object's load_state_dict may raise anything
-            warn(f"the logged state of step {found.step} does not fit: {error}", stacklevel=5)
+            warn(f"the logged state of step {found.step} does not fit: {error}")
             reload()
             return step
         warn(
             f"the training continues from the logged weights of step {found.step}, with the optimizer's state of step {step}"
-            " (StepLog(resume_weights=True))",
-            stacklevel=5,
+            " (StepLog(resume_weights=True))"
         )
         return found.step
 
@@ -281,8 +280,7 @@ class SmallLog(Supervised):
             share = self._cadence.share or 0.0
             warn(
                 f"the step log takes {share:.1%} of the training's time, more than overhead={self._options.overhead}: it now"
-                f" contains every {raised} steps instead of every {before}",
-                stacklevel=4,
+                f" contains every {raised} steps instead of every {before}"
             )
 
     def boundary(self, step: int) -> None:
@@ -315,7 +313,7 @@ class SmallLog(Supervised):
     def _failed(self) -> bool:
         if self._writer is not None:
             for problem in self._writer.take_problems():
-                warn(problem, stacklevel=6)
+                warn(problem)
             if self._writer.failure is not None:
                 self._turn_off(self._writer.failure)
         return self.off is not None

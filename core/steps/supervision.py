@@ -35,10 +35,7 @@ class Supervised:
             return
         self.off = reason
         self._stop()
-        warn(
-            f"the step log is off: {reason}. Training continues, and its checkpoints are saved as before",
-            stacklevel=6,
-        )
+        warn(f"the step log is off: {reason}. Training continues, and its checkpoints are saved as before")
 
     @contextmanager
     def counted(self) -> Iterator[None]:

@@ -193,7 +193,7 @@ class NearCopies:
         topic = message.partition(":")[0]
         if topic not in self._warned:
             self._warned.add(topic)
-            warn(message, stacklevel=4)
+            warn(message)
 
 
 def is_near(objects: ObjectStore) -> bool:

@@ -469,7 +469,7 @@ class RunStore:
     def _warn(self, key: str, message: str) -> None:
         if key not in self._warned:
             self._warned.add(key)
-            warn(message, stacklevel=4)
+            warn(message)
 
     def _refuse_member(self) -> None:
         """One store of a set holds its records, but only shards of its containers, and is not to be written to alone."""

@@ -26,8 +26,21 @@ def reduced(callback: Any, kind: type) -> tuple[Callable[..., Any], tuple[Any, .
         kind: the class that has this constructor; subclasses may have another one, which is not called again.
     """
     args, kwargs = getattr(callback, _GIVEN)
-    more = {name: value for name, value in vars(callback).items() if name not in _OF_PROCESS}
+    more = {name: value for name, value in _state_of(callback).items() if name not in _OF_PROCESS}
     return _made, (type(callback), kind, args, kwargs, _session_of(callback).run.best), more
+
+
+def _state_of(callback: Any) -> Mapping[str, Any]:
+    """Its attributes, or what a subclass gives in their place."""
+    given = getattr(type(callback), "__getstate__", None)
+    if given is None or given is getattr(object, "__getstate__", None):
+        return vars(callback)
+    state = callback.__getstate__()
+    if not isinstance(state, Mapping):
+        raise TypeError(
+            f"{type(callback).__name__}.__getstate__ must return a dict, not {type(state).__name__}"
+        )
+    return state
 
 
 def _made(cls: Any, kind: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], best: Any) -> Any:

@@ -106,8 +106,7 @@ class KeptBatches:
             self._most = 0
             warn(
                 f"the quality of checkpoints cannot be measured on batches of {type(batch).__name__}, which cannot be copied"
-                f" ({type(error).__name__}: {error})",
-                stacklevel=3,
+                f" ({type(error).__name__}: {error})"
             )
 
 

@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,25 @@ def test_a_pickled_callback_has_the_same_options(tmp_path: Path, name: str) -> N
         assert other.settings.run == session.settings.run
         assert again.best_model_path == f"{tmp_path}#step=3"
         pickle.loads(pickle.dumps(again))  # once more
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_subclass_chooses_what_goes_with_it(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = type(made(name, tmp_path))
+
+    class Counting(kind):  # type: ignore[misc, valid-type]
+        def __getstate__(self) -> dict[str, Any]:
+            return {name: value for name, value in vars(self).items() if name != "lock"}
+
+    monkeypatch.setattr(sys.modules[__name__], "Counting", Counting, raising=False)
+    Counting.__qualname__ = "Counting"
+    callback = Counting(str(tmp_path), scheme="lossless")
+    callback.lock, callback.note = threading.Lock(), "the user's"
+    again = pickle.loads(pickle.dumps(callback))
+    assert again.note == "the user's"
+    assert not hasattr(again, "lock")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -54,7 +54,11 @@ def _wheels(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("wheel")
     wheel, out = built(folder), folder / "out"
     command = [sys.executable, ROOT / ".ci" / "platform_wheel.py", wheel, "--out", out]
-    subprocess.run(command, check=True, cwd=folder)
+    out.mkdir()
+    (out / "shrinkpoint-0.0.0-cp311-cp311-linux_x86_64.whl").write_bytes(b"of another version")
+    for _ in range(2):  # the second one takes the place of the first
+        subprocess.run(command, check=True, cwd=folder)
+    (out / "shrinkpoint-0.0.0-cp311-cp311-linux_x86_64.whl").unlink()
     [made] = out.glob("*.whl")
     return wheel, made
 

@@ -221,6 +221,16 @@ def test_every_counts_from_the_start_after_a_resume_in_between(tmp_path):
     assert [r.step for r in again.checkpointer.reports()] == [6, 9]
 
 
+def test_metrics_are_those_of_the_step_though_the_loop_goes_on_with_its_tensor(tmp_path):
+    run, loss = Run(tmp_path, every=10), torch.tensor(0.5)
+    run.step(0)
+    run.checkpointer.step(1, metrics={"loss": loss})
+    loss.fill_(99)
+    run.checkpointer.close()
+    (report,) = run.checkpointer.reports()
+    assert report.metrics == {"loss": 0.5}
+
+
 def test_every_with_strides(tmp_path):
     """Some loops count by accumulated batches: a save is due when a multiple was passed."""
     run = Run(tmp_path, every=10)

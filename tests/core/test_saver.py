@@ -377,6 +377,29 @@ def test_a_closed_saver_can_be_used_again(objects):
     assert restored().manifest.epoch == 2
 
 
+@pytest.mark.parametrize("timeout_s", [None, 5.0])
+def test_a_close_that_is_refused_changes_nothing(objects, timeout_s):
+    """One that a signal's handler calls within a save, say: later saves are measured as before."""
+    loop, said = Loop(scheme="auto"), []
+    real = describe_training(
+        loop.model, [loop.optimizer], model_path=("model",), optimizers_path=("optimizers",)
+    )
+
+    def describe(*arguments):
+        if not said:
+            with pytest.raises(ConfigError, match="close was called within save") as error:
+                loop.saver.close(timeout_s)
+            said.append(error)
+        return real(*arguments)
+
+    for _ in range(2):
+        loop.train()
+        loop.save(evaluate=loop.evaluate, describe=describe, wait=True)
+    loop.saver.close()
+    assert said
+    assert [report.measured for report in loop.saver.reports()] == ["measured", "measured"]
+
+
 def test_close_with_a_time_limit(loop, objects):
     gate = Gate(objects)
     loop.train()

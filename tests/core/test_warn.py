@@ -7,6 +7,7 @@ from support.training import TinyMLP
 
 from shrinkpoint.errors import ShrinkpointWarning
 from shrinkpoint.saver import Saver, SaverConfig
+from shrinkpoint.saving.under_way import SaveUnderWay
 from shrinkpoint.store.objects import TransientStoreError
 from shrinkpoint.warn import warn
 
@@ -51,10 +52,22 @@ def save(saver, step):
     saver.save({"model": TinyMLP().state_dict()}, step=step, wait=True)
 
 
-def test_it_warns_of_the_callers_line():
-    with pytest.warns(ShrinkpointWarning, match="the disk is slow") as told:
-        warn("the disk is slow", stacklevel=1)
-    assert [warning.filename for warning in told] == [__file__]
+def test_it_warns_of_the_line_outside_the_package():
+    def train():
+        SaveUnderWay().skip()
+
+    with pytest.warns(ShrinkpointWarning, match="a save is skipped") as told:
+        train()
+    (warning,) = told
+    assert (warning.filename, warning.lineno) == (__file__, train.__code__.co_firstlineno + 1)
+
+
+def test_in_a_thread_of_the_package_it_warns_of_the_line_that_does():
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert in_background(SaveUnderWay().skip) == []
+    (warning,) = told
+    assert warning.filename.endswith("under_way.py")
 
 
 def test_a_filter_that_makes_it_an_error_is_obeyed_in_the_main_thread(strict):

@@ -37,6 +37,7 @@ from shrinkpoint.entropy.tables import (
 )
 from shrinkpoint.entropy.wire import ByteReader, Payload, write_uvarint
 from shrinkpoint.errors import CorruptionError, FormatError
+from shrinkpoint.runtime.threads import usable_threads
 from shrinkpoint.runtime.unlocked import to_bytes
 
 __all__ = ["decode_symbols", "encode_symbols", "map_in_threads", "predict_bytes"]
@@ -59,7 +60,7 @@ def map_in_threads(
     function: Callable[[_Item], _Result], items: Iterable[_Item], threads: int
 ) -> list[_Result]:
     """``[function(item) for item in items]``, shared among ``threads`` threads if there is more than one item."""
-    work = list(items)
+    work, threads = list(items), usable_threads(threads)
     if threads < 2 or len(work) < 2:
         return [function(item) for item in work]
     with ThreadPoolExecutor(min(threads, len(work)), thread_name_prefix="shrinkpoint-entropy") as pool:

@@ -138,3 +138,33 @@ def test_losses_of_batches_reach_the_worker(asked):
     desk.serve(lambda weights: torch.tensor([1.0, 2.0]))
     worker.join()
     assert got == [(1.0, 2.0)]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("where", ["before", "evaluating", "after"])
+def test_an_interrupt_at_any_place_leaves_the_request_to_the_next_call(asked, monkeypatch, where):
+    """As of Ctrl-C in training: what comes after may still evaluate, flush and close."""
+    desk, got, worker = asked
+    calls = 0
+
+    def perf_counter():  # called by `serve` before it takes a request and after it has answered
+        nonlocal calls
+        calls += 1
+        if calls == {"before": 1, "after": 2}.get(where):
+            raise KeyboardInterrupt
+        return 1.0
+
+    def evaluate(weights):
+        if where == "evaluating":
+            raise KeyboardInterrupt
+        return 1.0
+
+    with monkeypatch.context() as patched:
+        patched.setattr("shrinkpoint.quality.evaluation.time.perf_counter", perf_counter)
+        with pytest.raises(KeyboardInterrupt):
+            desk.serve(evaluate)
+    assert not desk.serves
+    assert desk.waiting
+    desk.serve(lambda weights: 2.5)
+    worker.join(30)
+    assert got == [(2.5,)]

@@ -143,7 +143,18 @@ def test_coders_are_compiled_if_all_that_is_asked_for_is_there(
     assert not precompiled.includes(["auto default", "auto max"])
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", "null", '{"sources": 1, "coders": 2, "files": 3}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        "null",
+        '{"sources": 1, "coders": 2, "files": 3}',
+        '{"sources": "", "coders": [["x"]], "files": {}}',
+        "[" * 10**5,
+    ],
+)
 def test_a_damaged_list_of_coders_counts_as_none(kernel: Any, package: Path, text: str) -> None:
     [contents] = package.rglob("contents.json")
     assert json.loads(contents.read_text())["coders"]

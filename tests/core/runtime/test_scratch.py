@@ -153,6 +153,23 @@ def test_a_disk_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.Monke
         place.read(np.empty(1000, np.uint8))
 
 
+def test_a_disk_that_fails_at_everything_is_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = Scratch(tmp_path).file()
+    assert file.put(bytes_of(0, 1000)) is not None
+
+    def failing(*_: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", failing)
+        patched.setattr(os, "ftruncate", failing)
+        with pytest.warns(match=r"nothing more could be written .*Input/output error"):
+            assert file.put(bytes_of(1, 1000)) is None
+        del file  # an error while it is let go of would be a warning of Python's
+
+
 @pytest.mark.parametrize("value", [3, "", b"/tmp", "no/such/folder", __file__])
 def test_what_is_no_folder_is_refused_at_construction(value: object) -> None:
     with pytest.raises(ConfigError, match=r"scratch_folder.*local disk"):

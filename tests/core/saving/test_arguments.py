@@ -21,6 +21,9 @@ def test_steps_of_numpy_and_torch_become_plain(step):
         (np.float64(4), "must be a whole number"),
         (torch.tensor(4.0), "step=a Tensor must be a whole number"),
         (True, "step=True must be a whole number"),
+        (np.True_, "step=an? bool_? must be a whole number"),
+        (torch.tensor(True), "step=a Tensor must be a whole number"),
+        (torch.tensor(3, device="meta"), "step=a Tensor must be a whole number"),
         (None, "step=None must be"),
         (-1, "step=-1 must be a whole number: of the training steps done so far, 0 or more"),
         (2**70, "at most 999999999999"),
@@ -41,6 +44,7 @@ def test_what_is_no_step_is_named_with_its_fix(step, message):
         (np.ones(2), "metrics=an? ndarray must be a dict"),
         ({"loss": "low"}, r"metrics\['loss'\]='low' must be one number"),
         ({"loss": None}, r"metrics\['loss'\]=None must be one number"),
+        ({"loss": 10**400}, r"metrics\['loss'\]=.* must be one number"),
         ({"loss": torch.ones(2)}, r"metrics\['loss'\]=a Tensor must be one number"),
     ],
 )
@@ -81,5 +85,10 @@ def test_other_numbers_of_a_saver(tmp_path):
     for call in (saver.flush, saver.close):
         with pytest.raises(ConfigError, match="timeout_s='1' must be a number of seconds"):
             call("1")
+        with pytest.raises(ConfigError, match="timeout_s=nan must be a number of seconds"):
+            call(float("nan"))
+        assert call(float("inf"))
+        assert call(10**400)
+        assert call(-1)
     assert plain_timeout(None) is None
     assert plain_timeout(np.float32(1)) == 1.0

@@ -2,8 +2,6 @@
 
 import warnings
 
-import pytest
-
 from shrinkpoint.errors import ShrinkpointWarning
 from shrinkpoint.saving.under_way import SaveUnderWay
 
@@ -44,22 +42,3 @@ def test_a_rank_that_is_not_to_warn_counts():
     under_way = SaveUnderWay()
     assert told(under_way, 3, warns=False) == []
     assert under_way.skipped == 3
-
-
-def test_the_warning_shows_the_line_that_asked_for_the_save():
-    class Saver:
-        def __init__(self) -> None:
-            self.under_way = SaveUnderWay()
-
-        def skip(self) -> None:
-            self.under_way.skip()
-
-    def save() -> None:
-        Saver().skip()
-
-    def train() -> None:
-        save()
-
-    with pytest.warns(ShrinkpointWarning) as caught:
-        train()
-    assert (caught[0].filename, caught[0].lineno) == (__file__, train.__code__.co_firstlineno + 1)
