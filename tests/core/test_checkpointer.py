@@ -222,7 +222,7 @@ def test_every_counts_from_the_start_after_a_resume_in_between(tmp_path):
 
 
 def test_metrics_are_those_of_the_step_though_the_loop_goes_on_with_its_tensor(tmp_path):
-    run, loss = Run(tmp_path, every=10), torch.tensor(0.5)
+    run, loss = Run(tmp_path, every=10, save_last=True), torch.tensor(0.5)
     run.step(0)
     run.checkpointer.step(1, metrics={"loss": loss})
     loss.fill_(99)
