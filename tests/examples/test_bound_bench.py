@@ -16,7 +16,9 @@ NAMES = (
     "recommender-sparse", "matrix-factorization", "flow", "forecasting", "graph", "autoencoder",
     "autoencoder-short",
 )  # fmt: skip
-MORE = ("clip", "dqn", "dqn-difference", "gan", "pinn", "pinn-lbfgs", "gpt-bf16")
+MORE = (
+    "clip", "dqn", "dqn-difference", "gan", "pinn", "pinn-lbfgs", "gpt-bf16", "sines", "poisson", "borehole",
+)  # fmt: skip
 """Those that run only if they are asked for."""
 FEW = ("lora", "moe-muon", "diffusion-average")
 """Frozen tensors and abilities; two optimizers and schedulers; an object with a state, and a loss beside the final one."""

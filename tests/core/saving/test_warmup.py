@@ -115,7 +115,9 @@ def test_the_first_save_waits_for_it_in_the_background(
     saver = checkpointer.saver
     assert saver._warmup._child is not None
     said: list[str] = []
-    monkeypatch.setattr("shrinkpoint.saver.waiting_for", lambda text: said.append(text) or nullcontext())
+    monkeypatch.setattr(
+        "shrinkpoint.saving.under_way.waiting_for", lambda text: said.append(text) or nullcontext()
+    )
     assert checkpointer.save(1) is not None
     assert not saver.flush(0.2)
     assert said[0].endswith("whose coders are being compiled")
