@@ -186,7 +186,9 @@ def test_a_tight_bound_takes_finer_steps(tmp_path: Path) -> None:
         )
         assert reports[0].measured in ("measured", "exact")
         bounds[bound] = reports[0].configuration
-    wide, tight = (0.0 if told == "exact" else float(told.split("=")[1].split()[0]) for told in bounds.values())
+    wide, tight = (
+        0.0 if told == "exact" else float(told.split("=")[1].split()[0]) for told in bounds.values()
+    )
     assert tight < wide
 
 
