@@ -1,4 +1,4 @@
-"""Checkpoints of PyTorch training runs, 20-100 times smaller, saved without stopping training."""
+"""Checkpoints of PyTorch training runs, 10-60 times smaller, saved without stopping training."""
 
 from typing import TYPE_CHECKING, Any
 
