@@ -10,6 +10,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
 
 from shrinkpoint.errors import StateMismatchError
+from shrinkpoint.state.wrappers import scheduler_in
 
 __all__ = [
     "Identities",
@@ -112,12 +113,12 @@ def scheduler_classes(named: Mapping[str, Any]) -> dict[str, str]:
     Args:
         named: the objects; accelerate's wrappers are looked into.
     """
-    found = {}
-    for name, given in named.items():
-        inner = given if isinstance(given, LRScheduler) else getattr(given, "scheduler", None)
-        if isinstance(inner, LRScheduler):
-            found[name] = " ".join([_class_name(inner), *_functions(inner)])
-    return found
+    inner = {name: scheduler_in(given) for name, given in named.items()}
+    return {
+        name: " ".join([_class_name(each), *_functions(each)])
+        for name, each in inner.items()
+        if each is not None
+    }
 
 
 def other_schedulers(stored: Mapping[str, str], here: Mapping[str, str]) -> str | None:

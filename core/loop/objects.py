@@ -8,7 +8,6 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.optim.lr_scheduler import LRScheduler
 
 from shrinkpoint.errors import CannotRepresentError, ConfigError, StateMismatchError
 from shrinkpoint.loop.identity import (
@@ -32,7 +31,7 @@ from shrinkpoint.state.rng import capture_rng, restore_rng
 from shrinkpoint.state.roles import describe_training
 from shrinkpoint.state.stateful import load_optimizer, load_stateful, state_of
 from shrinkpoint.state.training import Describe, TrainingState, plain
-from shrinkpoint.state.wrappers import unwrapped
+from shrinkpoint.state.wrappers import scheduler_in, unwrapped
 from shrinkpoint.warn import brief, warn
 
 __all__ = ["LoopObjects", "Stateful"]
@@ -202,8 +201,8 @@ class LoopObjects:
         other_class = require_same_optimizers(
             stored, self._identities()[: len(stored)], url, ordered=self.ordered
         )
-        scheduled = any(isinstance(value, LRScheduler) for value in self.stateful.values())
-        overridden = overridden_options(state["optimizers"], self.optimizers, scheduled=scheduled)
+        schedulers = [value for value in self.stateful.values() if scheduler_in(value)]
+        overridden = overridden_options(state["optimizers"], self.optimizers, schedulers=schedulers)
         other_scheduler = other_schedulers(state.get("schedulers", {}), scheduler_classes(self.stateful))
         disabled = disabled_scalers(state["stateful"], self.stateful, url)
         rounded = rounded_weights(state["model"], live)

@@ -2,14 +2,14 @@
 
 import copy
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import nn
 
 from shrinkpoint.errors import ConfigError, NoCheckpointError, StateMismatchError
-from shrinkpoint.state.wrappers import unwrapped
+from shrinkpoint.state.wrappers import scheduler_in, unwrapped
 
 __all__ = [
     "ResumePolicy",
@@ -245,7 +245,7 @@ def require_same_groups(stored: Mapping[str, Any], live: torch.optim.Optimizer, 
 
 
 def overridden_options(
-    stored: Sequence[Mapping[str, Any]], live: Sequence[torch.optim.Optimizer], *, scheduled: bool
+    stored: Sequence[Mapping[str, Any]], live: Sequence[torch.optim.Optimizer], *, schedulers: Iterable[Any]
 ) -> str | None:
     """Say that resuming undoes a change of an optimizer's options; of learning rates, those that schedulers began with are compared
     where there are any. What an optimizer keeps in its groups without being given it, such as schedule-free ones' counts of steps, is no
@@ -254,30 +254,60 @@ def overridden_options(
     Args:
         stored: as of `require_optimizers`, which has accepted them.
         live: the same.
-        scheduled: whether there is a scheduler: some, as ReduceLROnPlateau, do not note what they began with, and some change
+        schedulers: of the learning rate: some, as ReduceLROnPlateau, do not note what they began with, and some change
             momentum as well.
 
     Returns:
         One line; None where the options are the same.
     """
+    inner = [scheduler_in(given) or given for given in schedulers]
     for state, optimizer in zip(stored, live, strict=True):
         for there, here in zip(state["param_groups"], optimizer.param_groups, strict=True):
-            differ = [
-                *_rates(there, here, scheduled=scheduled),
-                *_others(optimizer, there, here, scheduled=scheduled),
-            ]
-            if not differ:
+            rates = _rates(there, here, scheduled=bool(inner))
+            others = list(_others(optimizer, there, here, scheduled=bool(inner)))
+            if not (rates or others):
                 continue
-            given = ", ".join(f"{name}={_shown(new)}" for name, _, new in differ)
-            kept = ", ".join(_shown(old) for _, old, _ in differ)
+            given = ", ".join(f"{name}={_shown(new)}" for name, _, new in (*rates, *others))
+            kept = ", ".join(_shown(old) for _, old, _ in (*rates, *others))
+            ways = [_way_to_rate(there, old, new, _of(optimizer, inner)) for _, old, new in rates]
+            if others:
+                names = ", ".join(name for name, _, _ in others)
+                ways.append(f"to change {names}, set it in optimizer.param_groups after resuming")
             return (
                 f"resume: {given}, which this process gave to {type(optimizer).__name__}, is replaced by the"
-                f" checkpoint's {kept}; to change it, set it in optimizer.param_groups after resuming"
+                f" checkpoint's {kept}; {'; '.join(ways)}"
             )
     return None
 
 
 _Difference = tuple[str, Any, Any]
+
+
+def _of(optimizer: Any, schedulers: Iterable[Any]) -> Iterator[Any]:
+    """The schedulers of an optimizer, those inside of others among them."""
+    for scheduler in schedulers:
+        if unwrapped(getattr(scheduler, "optimizer", optimizer)) is unwrapped(optimizer):
+            yield scheduler
+            yield from _of(optimizer, getattr(scheduler, "_schedulers", ()))
+
+
+def _way_to_rate(there: Mapping[str, Any], old: float, new: float, schedulers: Iterable[Any]) -> str:
+    """How to have another rate after all, by what the schedulers compute rates from; and the rate that there is otherwise."""
+    places = [", ".join(["lr", *(["initial_lr", "max_lr", "min_lr"] if "max_lr" in there else [])])]
+    places[0] += " in optimizer.param_groups"
+    scheduled = False
+    for scheduler in schedulers:
+        scheduled, bases = True, [name for name in ("base_lrs", "max_lrs") if hasattr(scheduler, name)]
+        places += [f"{' and '.join(bases)} of the {type(scheduler).__name__}"] if bases else []
+    if not scheduled and "initial_lr" not in there:
+        return "to change it, set lr in optimizer.param_groups after resuming"
+    places += [] if scheduled else ["base_lrs of its scheduler"]
+    by = f"multiply by {new / old:.6g}" if old else f"set for {_shown(new)}"
+    last = f"{', '.join(places[:-1])} and {places[-1]}" if len(places) > 1 else places[0]
+    return (
+        f"the rate is {_shown(float(there['lr']))} now, by its schedule. To change it, {by} after resuming: {last}"
+        " (a scheduler computes the next rates from these)"
+    )
 
 
 def _rates(there: Mapping[str, Any], here: Mapping[str, Any], *, scheduled: bool) -> list[_Difference]:

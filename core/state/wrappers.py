@@ -7,8 +7,9 @@ determines what a step does.
 from typing import Any
 
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
-__all__ = ["unwrapped"]
+__all__ = ["scheduler_in", "unwrapped"]
 
 _DEEPEST = 8
 
@@ -33,3 +34,9 @@ def unwrapped(optimizer: Any) -> Any:
             break
         found = inner
     return found
+
+
+def scheduler_in(given: Any) -> LRScheduler | None:
+    """An object itself, or what accelerate's wrapper has inside, if that is one of torch's learning rate schedulers; else None."""
+    inner = given if isinstance(given, LRScheduler) else getattr(given, "scheduler", None)
+    return inner if isinstance(inner, LRScheduler) else None

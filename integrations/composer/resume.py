@@ -123,7 +123,7 @@ def continue_run(
 
 def _warn_overridden(stored: Mapping[str, Any], state: State) -> None:
     there = [stored[type(optimizer).__qualname__] for optimizer in state.optimizers]
-    overridden = overridden_options(there, state.optimizers, scheduled=bool(state.schedulers))
+    overridden = overridden_options(there, state.optimizers, schedulers=state.schedulers)
     if overridden is not None and is_first():
         warn(overridden)
 

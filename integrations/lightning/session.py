@@ -153,8 +153,8 @@ class Session:
         require_optimizers(stored, trainer.optimizers, url)
         there, here = self._stored_identities, identities(trainer.lightning_module, trainer.optimizers)
         other_class = require_same_optimizers(there, here[: len(there)], url)
-        scheduled = bool(trainer.lr_scheduler_configs)
-        overridden = overridden_options(stored, trainer.optimizers, scheduled=scheduled)
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        overridden = overridden_options(stored, trainer.optimizers, schedulers=schedulers)
         other_scheduler = other_schedulers(self._stored_schedulers, _scheduler_classes(trainer))
         for message in (other_class, other_scheduler, overridden) if trainer.is_global_zero else ():
             if message is not None:

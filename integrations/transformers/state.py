@@ -214,9 +214,10 @@ def load_optimizer(stored: Mapping[str, Any], trainer: Any, url: str) -> None:
     identified = stored.get("identities", [])
     here = identities(trainer.model, live)[: len(identified)]
     other_class = require_same_optimizers(identified, here, url)
-    overridden = overridden_options(there, live, scheduled=trainer.lr_scheduler is not None)
-    schedulers = scheduler_classes({"lr_scheduler": trainer.lr_scheduler})
-    other_scheduler = other_schedulers(stored.get("schedulers", {}), schedulers)
+    schedulers = [] if trainer.lr_scheduler is None else [trainer.lr_scheduler]
+    overridden = overridden_options(there, live, schedulers=schedulers)
+    classes = scheduler_classes({"lr_scheduler": trainer.lr_scheduler})
+    other_scheduler = other_schedulers(stored.get("schedulers", {}), classes)
     for message in (other_class, other_scheduler, overridden):
         if message is not None:
             warn(message)
