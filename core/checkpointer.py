@@ -202,6 +202,8 @@ class Checkpointer:
             tried=train_loss is not None,
         )
         """The saver, which has the reports of the saves."""
+        if not isinstance(self.saver, ShardedSaver):
+            self.saver.refer_to(self._objects.model, logged=request.options is not None)
         self.saver.check()
         if isinstance(self.saver, Saver):
             # One that is dropped before `close`: its save would wait for evaluations, and hold the model, until the process ends.

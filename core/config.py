@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -25,7 +26,12 @@ _POSITIVE_OR_NONE = (
     "longest_chain",
 )
 _LONGER = 4
-_CHOICES = {"scheme": SCHEMES, "busy": ("skip", "wait"), "mode": ("min", "max")}
+_CHOICES: Mapping[str, tuple[str | None, ...]] = {
+    "scheme": SCHEMES,
+    "busy": ("skip", "wait"),
+    "mode": ("min", "max"),
+    "frozen": (None, "reference", "store"),
+}
 
 
 @refuses_unknown_options
@@ -89,6 +95,10 @@ class SaverConfig:
     it."""
     weights_only: bool = False
     """Never store the optimizer's state: a resume starts with a fresh one, and warns of that."""
+    frozen: Literal["reference", "store"] | None = None
+    """What checkpoints hold of tensors that are not trained (``requires_grad=False``): a name and a digest, which a resume compares with
+    the model that the script has built (``reference``), or the values (``store``). None: ``reference`` for the base of a model that
+    PEFT has wrapped, ``store`` for others (docs/resuming.md)."""
     keep_best: int | None = None
     """Number of best checkpoints, by the metric named `monitor`, to keep."""
     monitor: str | None = None

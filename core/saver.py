@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import nn
 
 from shrinkpoint.coding.decode import decode_checkpoint
 from shrinkpoint.coding.encode import Decoded
@@ -41,6 +42,7 @@ from shrinkpoint.saving.slimming import without_optimizer
 from shrinkpoint.saving.takeover import Adoption, Takeover, WaitingShare, unsuitable
 from shrinkpoint.saving.under_way import SaveUnderWay
 from shrinkpoint.saving.warmup import Warmup
+from shrinkpoint.state.frozen import FrozenTensors
 from shrinkpoint.state.snapshot import Snapshotter
 from shrinkpoint.state.training import Describe, TrainingState, plain
 from shrinkpoint.state.tree import JSON
@@ -125,6 +127,7 @@ class Saver:
         self._turns = Turns()
         self._worker = Worker("shrinkpoint-save", before_exit=self._desk.close)
         self._warmup = Warmup(self.config.scheme, self.config.scheme_options)
+        self._frozen: FrozenTensors | None = None
         self._evaluate: Evaluate | None = None
         self._resumed: ResumedSteps | None = None
         self._newest: tuple[Manifest, Decoded] | None = None
@@ -176,6 +179,30 @@ class Saver:
         if self.config.compile_ahead:
             self._warmup.start()
 
+    def refer_to(self, model: nn.Module, *, logged: bool = False) -> None:
+        """Let checkpoints refer to the frozen tensors of a model, as the option `frozen` says; to be called before training starts.
+
+        Args:
+            model: the module whose state dict the states contain; a restore checks its frozen tensors, and takes them.
+            logged: whether there is a step log, which needs all weights in the checkpoints.
+
+        Raises:
+            ConfigError: ``frozen="reference"`` with a step log.
+        """
+        if logged and self.config.frozen == "reference":
+            raise ConfigError(
+                "frozen='reference' with step_log=: steps are replayed from whole weights; leave one of them out"
+            )
+        self._frozen = FrozenTensors(model, "store" if logged else self.config.frozen)
+
+    def _captured(self, state: object, describe: Describe) -> TrainingState:
+        if self._frozen is None:
+            return TrainingState.capture(state, describe)
+        return self._frozen.referred(TrainingState.capture(self._frozen.with_adapters(state), describe))
+
+    def _filled(self, state: TrainingState) -> TrainingState:
+        return state if self._frozen is None else self._frozen.filled(state, self.store.display)
+
     # ---- saving
 
     def begin(self, state: object, *, step: int = 0, describe: Describe = plain) -> None:
@@ -196,7 +223,7 @@ class Saver:
     def _begin(self, state: object, step: int, describe: Describe) -> None:
         if self._continuation.is_known:
             return
-        live = TrainingState.capture(state, describe)
+        live = self._captured(state, describe)
         specs = {name: spec for name, spec in live.specs.items() if is_followed(spec)}
         tensors = {name: live.tensors[name].detach().to("cpu", copy=True) for name in specs}
         self._continuation.begin(TrainingState(None, tensors, specs), step)
@@ -294,7 +321,7 @@ class Saver:
         waited_s = time.perf_counter() - started
         self._newest = None  # a later `restore` finds this checkpoint, or a newer one
         self._settle_if_idle()
-        captured = TrainingState.capture(state, describe)
+        captured = self._captured(state, describe)
         if self.config.weights_only:  # after a restore, a fresh optimizer makes the steps
             captured, resumed, optimizers = without_optimizer(captured), None, ()
         self._evaluate, self._resumed = evaluate, resumed
@@ -511,6 +538,7 @@ class Saver:
         Raises:
             ConfigError: `which` is neither.
             NoCheckpointError: there is no checkpoint of that step.
+            StateMismatchError: it refers to frozen tensors of a model, and those of this one are others.
             FormatError, ChainError: it is damaged.
             StoreError: the store cannot be read.
         """
@@ -529,6 +557,7 @@ class Saver:
             assert which is not None
             manifest, decoded = self._reader.chosen(which)
         self._newest = None
+        state = self._filled(decoded.state)
         self._continuation.restore(manifest, decoded)
         if adopted_of(manifest) is not None and not self.config.adopt:
             warn(
@@ -542,7 +571,7 @@ class Saver:
                 f"resumed weights of step {manifest.step} from {self.store.display}; optimizer state was not stored: it"
                 " starts anew"
             )
-        return Restored(manifest, decoded.state)
+        return Restored(manifest, state)
 
     def _read(self, which: Manifest | int | None) -> Restored | None:
         found = self._reader.newest() if which is None else self._reader.chosen(which)
@@ -550,7 +579,7 @@ class Saver:
             return None
         manifest, decoded = found
         self._reader.warn_if_diverged(manifest)
-        return Restored(manifest, decoded.state)
+        return Restored(manifest, self._filled(decoded.state))
 
     def forget(self, *, follows: Manifest | None = None) -> None:
         """Hold nothing of what was read: the next save makes a base.

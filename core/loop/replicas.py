@@ -165,6 +165,7 @@ class ReplicatedSaver:
         self._mailbox: Mailbox | None = None
         self.url = self._saver.url
         self.config = config
+        self.refer_to = self._saver.refer_to
         self.failed = False
         """Whether the last save that was accepted could not be stored, as of the last `flush`."""
 

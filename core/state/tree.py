@@ -22,7 +22,16 @@ from shrinkpoint.errors import CannotRepresentError, FormatError
 from shrinkpoint.state.dtypes import dtype_from_name, dtype_name
 from shrinkpoint.state.memory_order import in_memory_order, memory_order
 
-__all__ = ["JSON", "Path", "decode_tree", "dense_only", "encode_tree", "join_path", "tensor_names"]
+__all__ = [
+    "JSON",
+    "Path",
+    "decode_tree",
+    "dense_only",
+    "encode_tree",
+    "frozen_replaced",
+    "join_path",
+    "tensor_names",
+]
 
 JSON: TypeAlias = Any
 """None, bool, int, float, str, or a list or str-keyed dict of these."""
@@ -235,8 +244,11 @@ def _decode(node: JSON, get: _Source, depth: int) -> Any:
     if not isinstance(node, dict):
         return node
     if _TAG not in node:
-        return {key: _decode(item, get, depth + 1) for key, item in node.items()}
+        members = ((key, _decode(item, get, depth + 1)) for key, item in node.items())
+        return {key: item for key, item in members if item is not _ABSENT}
     kind = node[_TAG]
+    if kind == "frozen":
+        return _ABSENT
     if kind in _COLLECTIONS:
         if not isinstance(node["items"], list):
             raise FormatError(f"the items of a {kind} in the tree of plain data are not a list")
@@ -250,6 +262,31 @@ def _decode(node: JSON, get: _Source, depth: int) -> Any:
         return _LEAVES[kind](node)
     raise FormatError(f"the tree of plain data contains the unknown type {kind!r}")
 
+
+def frozen_replaced(node: JSON, put: Callable[[JSON], JSON], depth: int = 0) -> JSON:
+    """A tree with other nodes in the place of its references to dense tensors, and to frozen ones that it does not hold.
+
+    Args:
+        node: JSON as `encode_tree` made it.
+        put: gives what stands for such a node.
+        depth: of the node in the whole.
+
+    Raises:
+        FormatError: it is nested too deeply.
+    """
+    if depth > 3 * (_MAX_DEPTH + 1):
+        raise FormatError("the tree of plain data is nested too deeply")
+    if isinstance(node, list):
+        return [frozen_replaced(item, put, depth + 1) for item in node]
+    if not isinstance(node, dict):
+        return node
+    if node.get(_TAG) in ("tensor", "frozen"):
+        return put(node)
+    return {key: frozen_replaced(item, put, depth + 1) for key, item in node.items()}
+
+
+_ABSENT = object()
+"""Stands for a frozen tensor that the state does not hold; a dict leaves such members out."""
 
 _PARTS: Mapping[str, tuple[str, ...]] = {
     "ndarray": ("name",),
@@ -310,7 +347,7 @@ def tensor_names(node: JSON) -> set[str]:
 def _pairs(items: list[Any]) -> list[tuple[Any, Any]]:
     if any(not isinstance(item, list) or len(item) != 2 for item in items):
         raise FormatError("the items of a dict in the tree of plain data are not pairs")
-    return [(key, value) for key, value in items]
+    return [(key, value) for key, value in items if value is not _ABSENT]
 
 
 def _counter(items: dict[Any, Any]) -> Counter[Any]:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import xxhash
 
+from shrinkpoint.state import device_digest
 from shrinkpoint.state.dtypes import dtype_name, tensor_to_bytes
-from shrinkpoint.steps import device_digest
 
 __all__ = ["begin_digests", "combined", "differing", "digests_of", "fingerprint", "fingerprints", "parts_of"]
 

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from shrinkpoint.errors import ConfigError, StateMismatchError
+from shrinkpoint.state.device_digest import device_sums
 from shrinkpoint.state.digest import tensor_digest
 from shrinkpoint.state.rng import capture_rng, restore_rng
 from shrinkpoint.state.stateful import load_stateful, state_of
 from shrinkpoint.state.training import TrainingState
-from shrinkpoint.steps.device_digest import device_sums
 from shrinkpoint.steps.hyperparameters import frozen_groups, parameters_of, set_groups
 from shrinkpoint.steps.recorder import KEPT, ZERO, Recorder
 from shrinkpoint.steps.segment import Kind

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
+from torch.nn import Module
 from torch.optim import Optimizer
 
 from shrinkpoint.coding.selective import header_of
@@ -26,6 +27,7 @@ from shrinkpoint.saving.meta import is_finite, lineage_of
 from shrinkpoint.saving.resume import resume_from
 from shrinkpoint.saving.takeover import Adoption
 from shrinkpoint.state.blocks import whole_specs
+from shrinkpoint.state.frozen import meta_filled
 from shrinkpoint.state.training import Describe, TrainingState
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.warn import warn
@@ -102,6 +104,17 @@ class RunSession:
             RunMismatchError: the prefix contains something that is not a shrinkpoint run.
         """
         on_first(self.saver.check)
+
+    def refer_to(self, model: Module) -> None:
+        """Let checkpoints refer to the frozen tensors of a model, before its training is continued or starts.
+
+        Args:
+            model: as of `Saver.refer_to`.
+
+        Raises:
+            ConfigError: ``frozen="reference"`` with a step log.
+        """
+        self.saver.refer_to(model, logged=self.settings.step_log.step_log is not None)
 
     def require_own_url(self, callbacks: Iterable[object]) -> None:
         """Refuse two callbacks of one trainer that save to one run.
@@ -425,5 +438,6 @@ def _outline(saver: Saver, manifest: Manifest, keys: Collection[str]) -> dict[st
     specs = whole_specs(record.spec for record in header.tensors.values())
     shapes = {name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in specs.items()}
     tree = {key: header.tree[key] for key in keys if key in header.tree}
-    outline: dict[str, Any] = TrainingState(tree, shapes, specs).to_object(own_tensors=True)
+    state = meta_filled(TrainingState(tree, shapes, specs))
+    outline: dict[str, Any] = state.to_object(own_tensors=True)
     return outline

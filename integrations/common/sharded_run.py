@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch.nn import Module
 from torch.optim import Optimizer
 
 from shrinkpoint.errors import ConfigError
@@ -71,6 +72,9 @@ class ShardedRun(RunSession):
         return super().probe_steps if self.measures else 0
 
     fills_in_place = True
+
+    def refer_to(self, model: Module) -> None:
+        """See `RunSession.refer_to`; shards are stored, frozen ones too."""
 
     def decide(self, action: Callable[[], T]) -> T:
         """See `RunSession.decide`; here every rank takes part."""

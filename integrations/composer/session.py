@@ -130,6 +130,10 @@ class Session:
         Raises:
             ShrinkpointError: as `continue_run`.
         """
+        if state.fsdp_config is None:
+            self.run.refer_to(trained_module(state))
+        elif self.settings.run.saver.frozen == "reference":
+            raise ConfigError("frozen='reference' is not supported with FSDP yet: give frozen='store'")
         self._buckets, self._hooks = continue_run(
             self.run, self._data, state, logger, lineage=self._loaded_lineage, take=self._take
         )

@@ -27,7 +27,7 @@ _SHARDED = {"DeepSpeedStrategy", "FSDPStrategy"}
 
 
 class _Run(NamedTuple):
-    saver: Saver
+    saver: Callable[[], Saver]
     check: Check
     adopts: Callable[[], bool]
 
@@ -74,12 +74,15 @@ class RunCheckpointIO(CheckpointIO):
             strategy.checkpoint_io = current
         return current
 
-    def add_run(self, url: str, saver: Saver, check: Check, *, adopts: Callable[[], bool]) -> None:
+    def add_run(
+        self, url: str, saver: Callable[[], Saver], check: Check, *, adopts: Callable[[], bool]
+    ) -> None:
         """Read the run at `url` through `saver`, with its storage options, and verify its checkpoints with `check`.
 
         Args:
             url: the run's.
-            saver: continues its saves from the checkpoint read, if `adopts` returns True.
+            saver: gives what reads, and continues its saves from the checkpoint read, if `adopts` returns True; called when the model is
+                built.
             check: raises an error for an unsuitable checkpoint.
             adopts: whether training continues from the checkpoint, instead of only an evaluation.
         """
@@ -123,7 +126,7 @@ class RunCheckpointIO(CheckpointIO):
         if run is None:
             checkpoint = load_checkpoint(address, Saver(address.url))
         else:
-            checkpoint = load_checkpoint(address, run.saver, adopt=run.adopts())
+            checkpoint = load_checkpoint(address, run.saver(), adopt=run.adopts())
             run.check(checkpoint)
         return (
             checkpoint

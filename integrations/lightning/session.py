@@ -113,9 +113,14 @@ class Session:
 
     def _read_runs(self, trainer: Trainer) -> None:
         """Let Lightning read this run's checkpoints."""
+
+        def saver() -> Saver:
+            self.run.refer_to(trainer.lightning_module)
+            return self._saver
+
         RunCheckpointIO.install(trainer.strategy).add_run(
             self.settings.run.url,
-            self._saver,
+            saver,
             lambda checkpoint: self._require_model(trainer, checkpoint),
             adopts=lambda: self._active,
         )
@@ -141,6 +146,8 @@ class Session:
         if self._stored_optimizers:
             self._require_optimizers(trainer, self._stored_optimizers, str(trainer.ckpt_path))
             self._stored_optimizers, self._stored_identities, self._stored_schedulers = [], [], {}
+        if self._active:
+            self.run.refer_to(module)
         if self._active and self.run.log.is_wanted:
             self._start_log(trainer, module)
         loaded = trainer._checkpoint_connector._loaded_checkpoint

@@ -136,6 +136,7 @@ class Session:
         self._trainer = trainer
         try:
             self.run.open()
+            self.run.refer_to(trainer.model)
             with ExitStack() as stack:
                 self._stored = choose(self.run, trainer, given)
                 if self._stored is not None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from support.training import OPTIMIZERS, TinyMLP, train
 
 from shrinkpoint.state.dtypes import DTYPES
-from shrinkpoint.steps.device_digest import begin, device_sums
+from shrinkpoint.state.device_digest import begin, device_sums
 from shrinkpoint.steps.fingerprint import differing, fingerprint, fingerprints
 
 
