@@ -90,6 +90,8 @@ class CompressedCheckpoint(TrainerCallback):
         keep_optimizer: how many of the newest checkpoints keep the optimizer's state; older ones become weights alone. None:
             all keep it.
         weights_only: never store the optimizer's state. A resume begins with a fresh one, and says so.
+        frozen: ``"reference"``: of tensors that are not trained, checkpoints have names and digests, which a resume compares with the
+            model; ``"store"``: the values. None: ``"reference"`` for what PEFT has wrapped.
         busy: what to do with a save that is due while one is being written: ``"skip"`` it, or ``"wait"``.
         adopt: at every planned save, training goes on from exactly what a reader of it restores, so that a resumed run is the
             undisturbed one bit for bit (docs/adopt.md); one process or DDP. The loss is measured on the last `probe_batches`
@@ -140,6 +142,7 @@ class CompressedCheckpoint(TrainerCallback):
         keep_every: int | None = None,
         keep_optimizer: int | None = None,
         weights_only: bool = False,
+        frozen: Literal["reference", "store"] | None = None,
         busy: Literal["skip", "wait"] = "skip",
         adopt: bool = False,
         adoptions: int | None = None,
@@ -181,6 +184,7 @@ class CompressedCheckpoint(TrainerCallback):
                 "keep_every": keep_every,
                 "keep_optimizer": keep_optimizer,
                 "weights_only": weights_only,
+                "frozen": frozen,
                 "busy": busy,
                 "adopt": adopt,
                 "adoptions": adoptions,

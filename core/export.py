@@ -91,7 +91,7 @@ def export(state: TrainingState, path: str | os.PathLike[str], *, force: bool = 
     else:
         value, notes = to_loadable(state.to_object())
         write, count = _torch_writer(value), len(state.tensors)
-    size = _write_whole(target, write, force=force)
+    size = write_whole(target, write, force=force)
     return Exported(path=target, bytes=size, tensors=count, notes=notes)
 
 
@@ -338,7 +338,7 @@ def _safetensors_writer(
 # ---- the file
 
 
-def _write_whole(target: Path, write: Callable[[Path], None], *, force: bool) -> int:
+def write_whole(target: Path, write: Callable[[Path], object], *, force: bool) -> int:
     """Write to a temporary file next to the target, sync, rename; returns the size in bytes."""
     temporary = target.parent / f".{target.name}.tmp-{secrets.token_hex(8)}"
     try:

@@ -10,24 +10,30 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from shrinkpoint.coding.selective import AnySource, decode_batches
+from safetensors.torch import save_file
+
+from shrinkpoint.coding.selective import AnySource, decode_batches, decode_selected
 from shrinkpoint.config import SaverConfig
-from shrinkpoint.errors import ConfigError, StoreError
-from shrinkpoint.export import Exported, check_target, put_in_place
+from shrinkpoint.errors import CannotRepresentError, ConfigError, FormatError, StoreError
+from shrinkpoint.export import Exported, check_target, put_in_place, write_whole
 from shrinkpoint.loading import model_names, read_chain
 from shrinkpoint.safetensors_file import SafetensorsWriter, check_file
 from shrinkpoint.state.blocks import whole_specs
+from shrinkpoint.state.frozen import ADAPTERS
 from shrinkpoint.state.training import TensorSpec
 
 if TYPE_CHECKING:
+    import torch
+
     from shrinkpoint.container.reader import Header
     from shrinkpoint.store.connect import StorageOptions
     from shrinkpoint.store.urls import RunUrl
 
-__all__ = ["ExportedWeights", "bytes_of", "export_weights"]
+__all__ = ["ExportedWeights", "bytes_of", "export_adapters", "export_weights"]
 
 _BATCH = 2**26
 """Bytes of tensors that are decoded together, about."""
@@ -137,6 +143,81 @@ def export_weights(
 
     _, exported, manifest = read_chain(url, storage_options, read)
     return ExportedWeights(**(vars(exported) | {"seq": None if manifest is None else manifest.seq}))
+
+
+def export_adapters(
+    url: "RunUrl",
+    folder: str | os.PathLike[str],
+    *,
+    force: bool = False,
+    storage_options: "StorageOptions" = None,
+) -> ExportedWeights:
+    """Write a checkpoint's adapters as PEFT does, for ``PeftModel.from_pretrained(base, folder)``.
+
+    Args:
+        url: as of `shrinkpoint.load_weights`.
+        folder: gets ``adapter_config.json`` and ``adapter_model.safetensors``; adapters of another name than "default" have
+            folders of that name in it.
+        force: replace existing files.
+        storage_options: as of `shrinkpoint.load_weights`.
+
+    Raises:
+        ConfigError: the checkpoint has no adapters, or files exist and `force` is not given.
+        CannotRepresentError: PEFT computes what it writes of such adapters.
+        NoCheckpointError, FormatError, ChainError, StoreError: as `shrinkpoint.load_weights`; or a file cannot be written.
+    """
+    root = Path(folder).expanduser()
+    adapters: dict[Path, tuple[Any, dict[str, str]]] = {}
+
+    def read(chain: Sequence[Callable[[], AnySource]]) -> "tuple[Header, dict[str, torch.Tensor]]":
+        def choose(header: "Header") -> set[str]:
+            adapters.clear()
+            adapters.update(_adapters_of(header, root))
+            return {place for _, tensors in adapters.values() for place in tensors.values()}
+
+        return decode_selected(chain, choose, threads=SaverConfig().encoder_threads)
+
+    header, found, manifest = read_chain(url, storage_options, read)
+    files = []
+    for inner, (config, tensors) in adapters.items():
+        inner.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(config, indent=2, sort_keys=True)
+        values = {name: found[place].clone() for name, place in tensors.items()}  # of tied ones each its own
+        files += [
+            check_target(inner / "adapter_model.safetensors", force=force),
+            inner / "adapter_config.json",
+        ]
+        write_whole(files[-2], partial(save_file, values, metadata={"format": "pt"}), force=force)
+        write_whole(files[-1], partial(Path.write_text, data=text), force=force)
+    size, seq = sum(file.stat().st_size for file in files), None if manifest is None else manifest.seq
+    return ExportedWeights(
+        path=root, bytes=size, tensors=len(found), notes=(), step=header.step, seq=seq, files=tuple(files)
+    )
+
+
+def _adapters_of(header: "Header", root: Path) -> dict[Path, tuple[Any, dict[str, str]]]:
+    """By its folder, each adapter's configuration and the stored tensors by their names in its file."""
+    described = header.tree.get(ADAPTERS, {}).get("adapters", {}) if isinstance(header.tree, dict) else {}
+    if not described:
+        raise ConfigError(
+            f"the checkpoint has no adapters of PEFT: name a file, as {root}.safetensors, for its weights"
+        )
+    names, found = model_names(header), {}
+    for prefix, adapters in described.items():
+        for adapter, entry in adapters.items():
+            if entry["tensors"] is None:
+                raise CannotRepresentError(
+                    f"what PEFT writes of the adapter {adapter!r} is computed: load the checkpoint's weights into the model"
+                    " (shrinkpoint.load_weights, strict=False), and call its save_pretrained"
+                )
+            parts = [prefix.strip(".") if len(described) > 1 else "", "" if adapter == "default" else adapter]
+            if any(part != Path(part).name for part in parts):
+                raise FormatError(f"the adapter {adapter!r} of {prefix!r} has a name that no folder may have")
+            found[root.joinpath(*parts)] = (
+                entry["config"],
+                {name: names[here] for name, here in entry["tensors"].items()},
+            )
+    return found
 
 
 def bytes_of(text: str) -> int:

@@ -32,7 +32,10 @@ def export(
     url: Target,
     out: Annotated[
         str,
-        typer.Argument(metavar="OUT", help="OUT.ckpt or OUT.pt: everything; OUT.safetensors: the weights."),
+        typer.Argument(
+            metavar="OUT",
+            help="OUT.ckpt or OUT.pt: everything; OUT.safetensors: the weights; a folder OUT: PEFT's adapters.",
+        ),
     ],
     step: Step = None,
     seq: Seq = None,
@@ -59,11 +62,12 @@ def export(
     """Write a checkpoint as a file that torch.load(weights_only=True), Lightning or safetensors reads."""
     from shrinkpoint.export import check_target
 
-    target = check_target(out, force=force)
+    folder = not Path(out).suffix
+    target = Path(out) if folder else check_target(out, force=force)
     options = parse_storage_options(url, storage_options, option)
     limit = None if max_shard_size is None else _shard_size(target, max_shard_size)
     exported, found = None, None
-    if target.suffix == ".safetensors":
+    if folder or target.suffix == ".safetensors":
         exported, found = _weights(url, options, step, seq, out, limit=limit, force=force)
     if exported is None:
         state, found = _state(url, options, step, seq, step_log_url)
@@ -100,19 +104,23 @@ def _shard_size(target: Path, text: str) -> int:
 def _weights(
     url: str, options: Any, step: int | None, seq: int | None, out: str, *, limit: int | None, force: bool
 ) -> "tuple[Exported | None, dict[str, Any] | None]":
-    """The weights of a checkpoint, written some tensors at a time; None where a step was not saved: it may have been logged."""
-    from shrinkpoint.exporting import export_weights
+    """The weights of a checkpoint, written some tensors at a time, or its adapters; None where a step was not saved: it may have been
+    logged."""
+    from shrinkpoint.exporting import export_adapters, export_weights
     from shrinkpoint.saving.address import Address
     from shrinkpoint.store.single import looks_like_file
 
     run, step, seq = split_address(url, step, seq)
     address = run if looks_like_file(run) else str(Address(url=run, step=step, seq=seq))
+    folder, options = not Path(out).suffix, options or None
     try:
-        exported = export_weights(
-            address, out, max_shard_size=limit, force=force, storage_options=options or None
+        exported = (
+            export_adapters(address, out, force=force, storage_options=options)
+            if folder
+            else export_weights(address, out, max_shard_size=limit, force=force, storage_options=options)
         )
     except NoCheckpointError:
-        if step is None:
+        if step is None or folder:
             raise
         return None, None
     found: dict[str, Any] = {"step": exported.step, "seq": exported.seq, "logged": False}

@@ -3,10 +3,9 @@
 import json
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from dataclasses import replace
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -18,10 +17,7 @@ from shrinkpoint.state.specs import TensorSpec
 from shrinkpoint.state.training import TrainingState
 from shrinkpoint.state.tree import JSON, frozen_replaced
 
-__all__ = ["ADAPTERS", "Frozen", "FrozenTensors", "meta_filled"]
-
-Frozen = Literal["reference", "store"] | None
-"""Whether checkpoints refer to frozen tensors or hold them; None: refer where PEFT wraps the model."""
+__all__ = ["ADAPTERS", "FrozenTensors", "meta_filled"]
 
 ADAPTERS = "peft"
 """The entry of a state that describes a model's adapters."""
@@ -32,17 +28,9 @@ _HARMLESS = (True, False, None, "gaussian", "eva", "orthogonal")
 """Ways to initialize adapters that leave the base as it was; others compute another base, which a restart may not get again."""
 _NAMED = 5
 
-
-@dataclass
-class _Noted:
-    """The digests of a model's frozen tensors as the training found them."""
-
-    digests: dict[str, str] = field(default_factory=dict)
-    is_fixed: bool = False
-
-
-_known: WeakKeyDictionary[nn.Module, _Noted] = WeakKeyDictionary()
-"""By model: a second training of the same object in this process is none that a new process could begin."""
+# By model: a second training of an object in one process goes on from what the first one has left, as no new process can.
+_noted: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()
+_begun: WeakSet[nn.Module] = WeakSet()
 
 
 class FrozenTensors:
@@ -50,67 +38,48 @@ class FrozenTensors:
 
     Args:
         model: the module whose state dict is saved; its frozen tensors are read now.
-        option: which of them checkpoints refer to.
+        option: whether checkpoints refer to them or hold them; None: refer to those of what PEFT has wrapped.
     """
 
-    def __init__(self, model: nn.Module, option: Frozen) -> None:
+    def __init__(self, model: nn.Module, option: Literal["reference", "store"] | None) -> None:
         self._model, self._option = model, option
         self._read: dict[str, tuple[object, str]] = {}
-        self._noted = _known.setdefault(model, _Noted())
-        self.note()
+        self._note()
 
-    def note(self) -> None:
-        """Take the present values for those that a new process would begin with, unless the training has begun."""
+    def _note(self) -> None:
         digests = self._digests(self._candidates())
-        if not self._noted.is_fixed:
-            self._noted.digests = digests
+        if self._model not in _begun:
+            _noted[self._model] = digests
 
     def with_adapters(self, state: Any) -> Any:
-        """A state with what PEFT's own files need beside the tensors; the same state where there are no adapters."""
-        adapters = {
-            prefix: {
-                name: {"config": _plain_config(config), "tensors": _adapter_names(module, name, prefix)}
-                for name, config in module.peft_config.items()
-            }
-            for prefix, module in _wrapped(self._model)
-        }
+        """A state with what PEFT's files need beside tensors; the same state where there are no adapters."""
+        adapters = {prefix: _described(module, prefix) for prefix, module in _wrapped(self._model)}
         if not adapters or not isinstance(state, Mapping):
             return state
-        # Of a model whose state dict has its adapters alone, as Composer's, nothing else tells which base they belong to.
-        absent = self._noted.digests.keys() - self._model.state_dict().keys()
-        return {
-            **state,
-            ADAPTERS: {
-                "adapters": adapters,
-                "base": {name: self._noted.digests[name] for name in sorted(absent)},
-            },
-        }
+        # Of a state dict that has the adapters alone, as Composer's, nothing else tells which base they belong to.
+        noted, held = _noted[self._model], self._model.state_dict().keys()
+        base = {name: digest for name, digest in noted.items() if name not in held}
+        return {**state, ADAPTERS: {"adapters": adapters, "base": base}}
 
     def referred(self, state: TrainingState) -> TrainingState:
         """A captured state, with references in the place of frozen tensors that are as they were at the start."""
-        self._noted.is_fixed = True
-        live: dict[object, str] = {}  # of tied ones, the first
-        for name, tensor in self._candidates().items():
-            live.setdefault(_place(tensor), name)
-        names = {name: live.get(_place(tensor)) for name, tensor in state.tensors.items()}
-        found = {name: here for name, here in names.items() if here in self._noted.digests}
-        digests = self._digests(
-            {here: state.tensors[name] for name, here in found.items() if here is not None}
+        _begun.add(self._model)
+        candidates = self._candidates()
+        places = {
+            _place(tensor): name for name, tensor in reversed(candidates.items())
+        }  # the first of tied ones
+        noted, now = _noted[self._model], self._digests(candidates)
+        nodes: dict[str, JSON] = {}
+        for name, tensor in state.tensors.items():
+            here = places.get(_place(tensor))
+            if here is not None and noted.get(here) == now[here]:
+                spec = replace(state.specs[name], name=here)
+                nodes[name] = {"$": "frozen", "digest": now[here], **spec.to_json()}
+        specs = {name: spec for name, spec in state.specs.items() if name not in nodes}
+        tree = (
+            frozen_replaced(state.tree, lambda node: nodes.get(node["name"], node)) if nodes else state.tree
         )
-        unchanged = {
-            name: here for name, here in found.items() if self._noted.digests.get(here) == digests[here]
-        }
-        if not unchanged:
-            return state
-        nodes = {
-            name: {"$": "frozen", "digest": digests[here], **replace(state.specs[name], name=here).to_json()}
-            for name, here in unchanged.items()
-        }
-        tensors = {name: tensor for name, tensor in state.tensors.items() if name not in nodes}
-        specs = {name: state.specs[name] for name in tensors}
-        return TrainingState(
-            frozen_replaced(state.tree, lambda node: nodes.get(node["name"], node)), tensors, specs
-        )
+        return TrainingState(tree, {name: state.tensors[name] for name in specs}, specs)
 
     def filled(self, state: TrainingState, url: str) -> TrainingState:
         """A restored state with the model's own tensors in the place of references.
@@ -122,73 +91,54 @@ class FrozenTensors:
         Raises:
             StateMismatchError: a tensor of the model is not the one that the checkpoint refers to; the message names it.
         """
-        self.note()
-        self._noted.is_fixed = True
-        nodes = _references(state.tree)
-        wanted = {name: node["digest"] for name, node in nodes.items()}
+        self._note()
+        _begun.add(self._model)
+        wanted = {name: node["digest"] for name, node in _references(state.tree).items()}
         if isinstance(state.tree, dict):
             wanted |= state.tree.get(ADAPTERS, {}).get("base", {})
-        if not wanted:
-            return state
-        live = {
-            name: tensor for name, tensor in self._tensors().items() if name in wanted and _is_plain(tensor)
-        }
-        digests = self._digests(live)
-        differ = [name for name, digest in wanted.items() if digests.get(name) != digest]
+        live = {name: tensor for name, tensor in self._tensors().items() if name in wanted and _place(tensor)}
+        here = self._digests(live)
+        differ = [name for name, digest in wanted.items() if here.get(name) != digest]
         if differ:
-            absent = [name for name in differ if name not in live]
-            named = ", ".join(differ[:_NAMED]) + (
-                f" and {len(differ) - _NAMED} more" if len(differ) > _NAMED else ""
-            )
+            more = f" and {len(differ) - _NAMED} more" if len(differ) > _NAMED else ""
+            what = "have other values, shapes or types here" if here.keys() & differ else "are not here"
             raise StateMismatchError(
-                f"{url} was trained on another base: its checkpoints hold what was trained, and refer to {len(wanted)} frozen tensors, of"
-                f" which {len(differ)} {'are not here' if len(absent) == len(differ) else 'have other values, shapes or types here'}:"
-                f" {named}. Load the same base in the same way (file, seed, dtype, quantization) before training is resumed, or take"
-                " the trained tensors alone with shrinkpoint.load_weights. A run with frozen='store' holds its base too"
+                f"{url} was trained on another base: its checkpoints refer to {len(wanted)} frozen tensors, of which {len(differ)} {what}:"
+                f" {', '.join(differ[:_NAMED])}{more}. Before training is resumed, build the same base in the same way (file, seed, dtype,"
+                " quantization). shrinkpoint.load_weights gives what was trained. A run with frozen='store' holds its base"
             )
-        return _filled(state, live) if nodes else state
+        return _filled(state, live)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         return {**dict(self._model.named_parameters()), **self._model.state_dict()}
 
     def _candidates(self) -> dict[str, torch.Tensor]:
-        """The tensors that may be referred to, by their names in the model's state dict."""
-        below = (
-            [""]
-            if self._option == "reference"
-            else [
-                prefix
-                for prefix, module in _wrapped(self._model)
-                if all(
-                    getattr(config, "init_lora_weights", None) in _HARMLESS
-                    for config in module.peft_config.values()
-                )
-            ]
-        )
-        if self._option == "store" or not below:
+        """The tensors that may be referred to, by their names in the model."""
+        wrapped = dict(_wrapped(self._model))
+        below = [prefix for prefix, module in wrapped.items() if _keeps_base(module)]
+        if self._option == "store" or not (below or self._option == "reference"):
             return {}
         trained = {_place(parameter) for parameter in self._model.parameters() if parameter.requires_grad}
         small = {_place(buffer) for buffer in self._model.buffers() if buffer.nbytes < _SMALL_BUFFER}
-        # The original of a module of which a trained copy is stored may be a new head, of random values.
-        originals = tuple(
+        own = {
+            name
+            for prefix, module in wrapped.items()
+            for adapter in _described(module, prefix).values()
+            for name in (adapter["tensors"] or {}).values()
+        }
+        # A module whose trained copy is stored may be a new head, of random values.
+        heads = [
             f"{name}.original_module."
             for name, part in self._model.named_modules()
             if "original_module" in part._modules
-        )
-        own = {
-            name
-            for prefix, module in _wrapped(self._model)
-            for adapter in module.peft_config
-            for name in (_adapter_names(module, adapter, prefix) or {}).values()
-        }
+        ]
         return {
             name: tensor
             for name, tensor in self._tensors().items()
-            if name.startswith(tuple(below))
-            and not name.startswith(originals)
+            if (self._option == "reference" or name.startswith(tuple(below)))
+            and not name.startswith(tuple(heads))
             and name not in own
-            and _is_plain(tensor)
-            and _place(tensor) not in trained | small
+            and _place(tensor) not in {None, *trained, *small}
         }
 
     def _digests(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
@@ -196,11 +146,8 @@ class FrozenTensors:
         plain = {name: tensor.detach().as_subclass(torch.Tensor) for name, tensor in tensors.items()}
         there = {name: tensor for name, tensor in plain.items() if tensor.device.type != "cpu"}
         sums = device_digest.begin(there, tensor_digest)() if there else {}
-        found = {}
-        for name, tensor in plain.items():
-            if name not in sums:
-                found[name] = tensor_digest(tensor)
-                continue
+        found = {name: tensor_digest(tensor) for name, tensor in plain.items() if name not in there}
+        for name, tensor in there.items():
             key = (tensor.device, sums[name])
             if self._read.get(name, (None,))[0] != key:
                 self._read[name] = key, tensor_digest(tensor.cpu())
@@ -210,45 +157,29 @@ class FrozenTensors:
 
 def meta_filled(state: TrainingState) -> TrainingState:
     """A state with tensors without elements in the place of references."""
-    nodes = _references(state.tree)
-    specs = {name: TensorSpec.from_json(node) for name, node in nodes.items()}
-    return _filled(
-        state,
-        {name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in specs.items()},
-    )
+    specs = {name: TensorSpec.from_json(node) for name, node in _references(state.tree).items()}
+    empty = {name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in specs.items()}
+    return _filled(state, empty)
 
 
 def _references(tree: JSON) -> dict[str, JSON]:
-    nodes: dict[str, JSON] = {}
-
-    def note(node: JSON) -> JSON:
-        if node["$"] == "frozen":
-            nodes[node["name"]] = node
-        return node
-
-    frozen_replaced(tree, note)
-    return nodes
+    found: dict[str, JSON] = {}
+    frozen_replaced(tree, lambda node: found.setdefault(node["name"] if node["$"] == "frozen" else "", node))
+    return {name: node for name, node in found.items() if name}
 
 
 def _filled(state: TrainingState, live: Mapping[str, torch.Tensor]) -> TrainingState:
-    prefix = "frozen:"
-
     def put(node: JSON) -> JSON:
-        return {"$": "tensor", "name": prefix + node["name"]} if node["$"] == "frozen" else node
+        return {"$": "tensor", "name": f"frozen:{node['name']}"} if node["$"] == "frozen" else node
 
-    more = {prefix + name: tensor for name, tensor in live.items()}
+    more = {f"frozen:{name}": tensor for name, tensor in live.items()}
     return replace(state, tree=frozen_replaced(state.tree, put), tensors={**state.tensors, **more})
 
 
-def _is_plain(tensor: object) -> bool:
-    """Whether a tensor is elements in memory that has an address."""
-    if not isinstance(tensor, torch.Tensor) or hasattr(tensor, "__tensor_flatten__") or tensor.is_meta:
-        return False
-    return tensor.layout == torch.strided and tensor.numel() > 0 and not tensor.is_quantized
-
-
 def _place(tensor: torch.Tensor) -> tuple[object, ...] | None:
-    if not _is_plain(tensor) or type(tensor).__name__ == "DTensor":
+    """Where an ordinary tensor's elements are, and how they are read; None of others."""
+    others = not isinstance(tensor, torch.Tensor) or hasattr(tensor, "__tensor_flatten__") or tensor.is_meta
+    if others or tensor.layout != torch.strided or tensor.is_quantized or not tensor.numel():
         return None
     return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
 
@@ -257,38 +188,39 @@ def _place(tensor: torch.Tensor) -> tuple[object, ...] | None:
 
 
 def _wrapped(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The modules that PEFT has put adapters into, outermost ones, and what their tensors' names begin with."""
-    inside: tuple[str, ...] = ()
+    """The outermost modules that PEFT has put adapters into, and what their tensors' names begin with."""
+    found: list[str] = []
     for name, module in model.named_modules():
-        configs = vars(module).get("peft_config")
-        prefix = f"{name}." if name else ""
-        if isinstance(configs, dict) and configs and not (inside and prefix.startswith(inside)):
-            inside = (*inside, prefix)
+        configs, prefix = getattr(module, "peft_config", None), f"{name}." if name else ""
+        if isinstance(configs, dict) and configs and not any(prefix.startswith(outer) for outer in found):
+            found.append(prefix)
             yield prefix, module
 
 
-def _adapter_names(module: Any, adapter: str, prefix: str) -> dict[str, str] | None:
-    """The name of each of an adapter's tensors in the model's state dict, by its name in PEFT's file; None where PEFT computes some."""
-    library = sys.modules[type(module.peft_config[adapter]).__module__.partition(".")[0]]
+def _keeps_base(module: Any) -> bool:
+    configs = module.peft_config.values()
+    return all(getattr(config, "init_lora_weights", None) in _HARMLESS for config in configs)
+
+
+def _described(module: Any, prefix: str) -> dict[str, JSON]:
+    """Of each adapter the configuration as PEFT writes it, and the names of its tensors in the model by those in PEFT's file; None for
+    these where PEFT computes some."""
     state = dict(module.state_dict())
     names = {id(tensor): prefix + name for name, tensor in state.items()}
-    found = library.get_peft_model_state_dict(
-        module, state_dict=state, adapter_name=adapter, save_embedding_layers=False
-    )
-    return (
-        {name: names[id(tensor)] for name, tensor in found.items()}
-        if all(id(t) in names for t in found.values())
-        else None
-    )
-
-
-def _plain_config(config: Any) -> JSON:
-    """An adapter's configuration as PEFT writes it."""
-
-    def plain(value: object) -> object:
-        if isinstance(value, Enum):
-            return value.value
-        return sorted(value) if isinstance(value, (set, frozenset)) else str(value)
-
-    found = {name: value for name, value in config.to_dict().items() if name != "runtime_config"}
-    return json.loads(json.dumps({**found, "inference_mode": True}, default=plain))
+    found: dict[str, JSON] = {}
+    for adapter, config in module.peft_config.items():
+        library = sys.modules[type(config).__module__.partition(".")[0]]
+        tensors = library.get_peft_model_state_dict(
+            module, state_dict=state, adapter_name=adapter, save_embedding_layers=False
+        )
+        known = {name: names[id(tensor)] for name, tensor in tensors.items() if id(tensor) in names}
+        plain = {**config.to_dict(), "inference_mode": True}
+        plain.pop("runtime_config", None)
+        text = json.dumps(
+            plain, default=lambda value: sorted(value) if isinstance(value, set) else str(value)
+        )
+        found[adapter] = {
+            "config": json.loads(text),
+            "tensors": known if len(known) == len(tensors) else None,
+        }
+    return found

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.training import OPTIMIZERS, TinyMLP, train
 
-from shrinkpoint.state.dtypes import DTYPES
 from shrinkpoint.state.device_digest import begin, device_sums
+from shrinkpoint.state.dtypes import DTYPES
 from shrinkpoint.steps.fingerprint import differing, fingerprint, fingerprints
 
 
