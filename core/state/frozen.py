@@ -52,13 +52,13 @@ class FrozenTensors:
             _noted[self._model] = digests
 
     def with_adapters(self, state: Any) -> Any:
-        """A state with what PEFT's files need beside tensors; the same state where there are no adapters."""
+        """A state with what PEFT's files need in addition to tensors; the same state where there are no adapters."""
         adapters = {prefix: _described(module, prefix) for prefix, module in _wrapped(self._model)}
         if not adapters or not isinstance(state, Mapping):
             return state
-        # Of a state dict that has the adapters alone, as Composer's, nothing else tells which base they belong to.
-        noted, held = _noted[self._model], self._model.state_dict().keys()
-        base = {name: digest for name, digest in noted.items() if name not in held}
+        # Of a state dict that has the adapters alone, as Composer's, nothing else says which base they belong to.
+        noted, stored = _noted[self._model], self._model.state_dict().keys()
+        base = {name: digest for name, digest in noted.items() if name not in stored}
         return {**state, ADAPTERS: {"adapters": adapters, "base": base}}
 
     def referred(self, state: TrainingState) -> TrainingState:
