@@ -207,7 +207,7 @@ class Checkpointer:
         self.saver.check()
         if isinstance(self.saver, Saver):
             # One that is dropped before `close`: its save would wait for evaluations, and hold the model, until the process ends.
-            weakref.finalize(self, self.saver.end_evaluations).atexit = False
+            weakref.finalize(self, self.saver.end_evaluations, "its Checkpointer was dropped").atexit = False
             if several:
                 warn_of_copies()
         self._ending: Ending | None = None

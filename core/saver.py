@@ -460,14 +460,14 @@ class Saver:
     def finish(self) -> None:
         """Finish the save that is under way, without further evaluations; from any thread, for another saver of the same run."""
         if self.busy:
-            self.end_evaluations()
+            self.end_evaluations("a later saver of this process goes on with the run")
             with self._waiting(" by an earlier saver of this process"):
                 self._worker.join()
             self._desk.reopen()
 
-    def end_evaluations(self) -> None:
-        """Let the save that is under way go on without the training thread, which polls no more."""
-        self._desk.close()
+    def end_evaluations(self, why: str = "training has ended") -> None:
+        """Let the save that is under way go on without the training thread, which polls no more; `why` is for its report."""
+        self._desk.close(why)
 
     def reports(self) -> list[SaveReport]:
         """Every save that this process committed, oldest first."""

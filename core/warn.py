@@ -4,19 +4,29 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Collection
-from dataclasses import fields
+from collections.abc import Callable, Collection
+from contextvars import ContextVar
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import wraps
+from sysconfig import get_path
+from types import FrameType
 from typing import Any, TypeVar
 
 from shrinkpoint.errors import ConfigError, ShrinkpointWarning
 
-__all__ = ["brief", "meant", "refuses_unknown_options", "warn"]
+__all__ = ["brief", "meant", "naming_this_line", "refuses_unknown_options", "warn"]
 
 T = TypeVar("T")
 
-_PACKAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
+_LIBRARIES = tuple(
+    os.path.join(folder, "")
+    for folder in (
+        os.path.dirname(os.path.abspath(__file__)),
+        *(get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    )
+)
+"""Where code lies that is not the user's: this package, Python's own modules and what is installed."""
 _PLAIN = (str, int, float, bool, type(None))
 _FEW = 8
 
@@ -57,7 +67,7 @@ def refuses_unknown_options(kind: type[T]) -> type[T]:
 
 
 def warn(message: str) -> None:
-    """Warn with a `ShrinkpointWarning`, of the line outside this package that led here; outside the main thread, never raise it.
+    """Warn with a `ShrinkpointWarning` of the user's line that led here; outside the main thread, never raise it.
 
     Where warnings are turned into errors (``python -W error``, a test suite), they are raised only where they can be
     caught. In the background that is not possible: the error would end the save that it reports on, or hide that
@@ -66,22 +76,53 @@ def warn(message: str) -> None:
     Args:
         message: what happened, and what to do.
     """
+    place = _place_of(sys._getframe(1))
+    if place.is_library and (asked := _asked_for.get()) is not None:
+        place = asked
     try:
-        warnings.warn(message, ShrinkpointWarning, stacklevel=_level_of_caller())
+        warnings.warn_explicit(
+            message, ShrinkpointWarning, place.file, place.line, place.module, place.registry
+        )
     except ShrinkpointWarning as warning:
         if threading.current_thread() is threading.main_thread():
             raise
         _show(warning)
 
 
-def _level_of_caller() -> int:
-    """As of `warnings.warn` in `warn`: of the innermost call from outside this package; in a thread of its own, of who calls `warn`."""
-    frame, level = sys._getframe(2), 2
-    while frame.f_code.co_filename.startswith(_PACKAGE):
-        if frame.f_back is None:
-            return 2
-        frame, level = frame.f_back, level + 1
-    return level if threading.current_thread() is threading.main_thread() else 2
+@dataclass(frozen=True)
+class _Place:
+    """A line of source, as ``warnings.warn_explicit`` takes it."""
+
+    file: str
+    line: int
+    module: str
+    registry: dict[str | tuple[str, type[Warning], int], int]
+    is_library: bool
+
+
+_asked_for: ContextVar[_Place | None] = ContextVar("_asked_for", default=None)
+
+
+def naming_this_line(job: Callable[[], None]) -> Callable[[], None]:
+    """The job, whose warnings in a thread of the package name the user's line that leads here."""
+    place = _place_of(sys._getframe(1))
+
+    def run() -> None:
+        _asked_for.set(place)
+        job()
+
+    return run
+
+
+def _place_of(frame: FrameType) -> _Place:
+    """The innermost line that is the user's: neither the package's nor a library's; where there is none, the given one."""
+    found: FrameType | None = frame
+    while found is not None and found.f_code.co_filename.startswith((*_LIBRARIES, "<frozen")):
+        found = found.f_back
+    line = found or frame
+    module = line.f_globals.get("__name__", "<string>")
+    registry = line.f_globals.setdefault("__warningregistry__", {})
+    return _Place(line.f_code.co_filename, line.f_lineno, module, registry, found is None)
 
 
 def _show(warning: ShrinkpointWarning) -> None:

@@ -153,12 +153,14 @@ def _print(report: Mapping[str, Any], *, everything: bool) -> None:
         ("", *(fact for fact, _ in facts)),
         [(name.upper(), *rest) for name, *rest in sides],
         left=("", "kind", "url"),
+        crop="url",
     )
     out.print()
     rows = [_row(row) for row in report["tensors"] if everything or row["state"] != _IDENTICAL]
     if rows:
         columns = ("tensor", "role", "dtype", "shape", "difference", "bytes in A", "bytes in B")
-        print_table(columns, rows, left=("tensor", "role", "dtype", "shape", "difference"))
+        left = ("tensor", "role", "dtype", "shape", "difference")
+        print_table(columns, rows, left=left, optional=("dtype", "role", "shape"), crop="tensor")
     for data in report["data"][:_NAMED]:
         out.print(f"{data['name']}: {_brief(data['a'])} in A, {_brief(data['b'])} in B")
     if len(report["data"]) > _NAMED:

@@ -11,16 +11,19 @@ from shrinkpoint.cli.output import (
     age,
     bytes_text,
     console,
+    counted,
     degradation_text,
     exact_texts,
+    in_all_text,
     number,
     print_json,
     print_table,
     ratio_text,
 )
-from shrinkpoint.cli.runs import OpenRun, describe_manifest, find_damage, open_run
+from shrinkpoint.cli.runs import OpenRun, describe_manifest, find_damage, open_run, runs_below
 from shrinkpoint.errors import FormatError, ShrinkpointWarning
 from shrinkpoint.store.below import ObjectsBelow
+from shrinkpoint.store.connect import StorageOptions as Options
 from shrinkpoint.store.keys import STEPS_PREFIX
 from shrinkpoint.warn import warn
 
@@ -30,13 +33,19 @@ if TYPE_CHECKING:
 __all__ = ["ls"]
 
 _SHOWN_METRICS = 3
+_NAMED = 4
 
 
 def ls(
     url: Url, storage_options: StorageOptions = None, option: Pairs = None, as_json: AsJson = False
 ) -> None:
-    """List the checkpoints of a run, newest first; damaged ones and those with NaN or infinity are marked with the reason."""
-    run = open_run(url, parse_storage_options(url, storage_options, option))
+    """List the checkpoints of a run, newest first, or the runs of a folder; damaged ones and those with NaN or infinity are marked."""
+    options = parse_storage_options(url, storage_options, option)
+    below = runs_below(url, options)
+    if below:
+        _list_runs(url, below, options, as_json=as_json)
+        return
+    run = open_run(url, options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ShrinkpointWarning)  # the table shows what it would warn of
         manifests = run.store.manifests()
@@ -74,10 +83,14 @@ def ls(
         return
     _print(checkpoints, unreadable)
     out = console()
-    out.print(f"{len(checkpoints)} checkpoints, {bytes_text(sum(live))} stored in {run.store.display}")
+    raw = _raw_bytes(checkpoints)
+    out.print(f"{counted(len(checkpoints), 'checkpoint')} in {run.store.display}: {_taken(sum(live), raw)}")
+    cost = in_all_text(checkpoints)
+    if cost is not None:
+        out.print(f"a restore may raise the loss by at most {cost}, with what no measurement at a save sees")
     if others:
         out.print(
-            f"and {len(others)} containers, {bytes_text(sum(others))}, that none of these needs: of removed"
+            f"and {counted(len(others), 'container')}, {bytes_text(sum(others))}, that none of these needs: of removed"
             " checkpoints, which wait for the end of their grace (`shrinkpoint undelete` brings them back), or of a save"
             f" in progress{', or of those that are unreadable' if unreadable else ''}"
         )
@@ -95,7 +108,7 @@ def _step_log(run: OpenRun) -> "LogOverview | None":
 
 
 def _logged(log: "LogOverview", url: str) -> str:
-    size = f"{log.segments} segments, {bytes_text(log.bytes)}"
+    size = f"{counted(log.segments, 'segment')}, {bytes_text(log.bytes)}"
     if log.kind is None:
         return f"and a step log of {size}, whose newest segments are damaged"
     reached = "" if log.last_step is None else f" up to step {log.last_step}"
@@ -115,40 +128,97 @@ def _pins(run: OpenRun) -> Mapping[str, int]:
         return {}
 
 
+def _taken(stored: int, raw: int | None) -> str:
+    ratio = f" instead of {bytes_text(raw)}, {ratio_text(raw / stored)}" if raw and stored else ""
+    return f"{bytes_text(stored)} on disk{ratio}"
+
+
+def _raw_bytes(checkpoints: Sequence[Mapping[str, Any]]) -> int | None:
+    """What checkpoints would take uncompressed; None where that is not known of all."""
+    sizes = [checkpoint["raw_bytes"] for checkpoint in checkpoints]
+    return None if None in sizes else sum(sizes)
+
+
+def _list_runs(url: str, names: Sequence[str], options: Options, *, as_json: bool) -> None:
+    """The runs of a folder, the one that was written last first."""
+    runs: list[dict[str, Any]] = []
+    for name in names:
+        run = open_run(f"{url.rstrip('/')}/{name}", options)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ShrinkpointWarning)
+            manifests = run.store.manifests()
+        sizes = run.sizes()
+        runs.append(
+            {
+                "run": name,
+                "checkpoints": len(manifests),
+                "newest_step": manifests[0].step if manifests else None,
+                "stored_bytes": sum(sizes.get(key, 0) for key in run.keys(manifests)),
+                "raw_bytes": _raw_bytes([describe_manifest(manifest) for manifest in manifests]),
+                "wall_time": manifests[0].wall_time if manifests else None,
+            }
+        )
+    runs.sort(key=lambda run: -(run["wall_time"] or 0.0))
+    if as_json:
+        print_json({"url": url, "runs": runs})
+        return
+    rows = [
+        (
+            run["run"],
+            str(run["checkpoints"]),
+            number(run["newest_step"]),
+            bytes_text(run["stored_bytes"]),
+            bytes_text(run["raw_bytes"]) if run["raw_bytes"] else "-",
+            ratio_text(
+                run["raw_bytes"] / run["stored_bytes"] if run["raw_bytes"] and run["stored_bytes"] else None
+            ),
+            "-" if run["wall_time"] is None else age(run["wall_time"]),
+        )
+        for run in runs
+    ]
+    columns = ("run", "checkpoints", "newest step", "on disk", "instead of", "ratio", "age")
+    print_table(columns, rows, left=("run",), optional=("instead of", "checkpoints"), crop="run")
+
+
 def _print(checkpoints: Sequence[Mapping[str, Any]], unreadable: Sequence[Mapping[str, Any]]) -> None:
-    columns = ("seq", "step", "kind", "chain", "bytes", "ratio", "degradation", "age", "metrics", "remarks")
+    metrics = list(dict.fromkeys(name for checkpoint in checkpoints for name in checkpoint["metrics"]))
+    metrics.sort(key=lambda name: ("loss" in name) + ("val" in name))  # what is likeliest missed comes last
+    metrics = metrics[-_SHOWN_METRICS:]
+    columns = ("seq", "step", "kind", "bytes", "ratio", "chain", "degradation", "age", *metrics)
     rows = [
         (
             str(checkpoint["seq"]),
             str(checkpoint["step"]),
             checkpoint["kind"],
-            str(checkpoint["chain_length"]),
             bytes_text(checkpoint["bytes"]),
             ratio_text(checkpoint["ratio"]),
+            f"{bytes_text(checkpoint['chain_bytes'])} in {checkpoint['chain_length']}",
             degradation_text(checkpoint),
             age(checkpoint["wall_time"]),
-            _metrics(checkpoint["metrics"]),
-            _remarks(checkpoint),
+            *(number(checkpoint["metrics"].get(name)) for name in metrics),
         )
         for checkpoint in checkpoints
     ]
     if rows:
-        print_table(columns, rows, left=("kind", "metrics", "remarks"))
+        steps = {checkpoint["step"] for checkpoint in checkpoints}
+        optional = (*(("seq",) if len(steps) == len(rows) else ()), *metrics)
+        print_table(columns, rows, left=("kind",), optional=optional)
+    remarked: dict[str, list[str]] = {}
+    for checkpoint in checkpoints:
+        for remark in _remarks(checkpoint):
+            remarked.setdefault(remark, []).append(str(checkpoint["step"]))
+    for remark, of in remarked.items():
+        more = f" and {len(of) - _NAMED} more" if len(of) > _NAMED else ""
+        console().print(f"step{'s' if len(of) > 1 else ''} {', '.join(of[:_NAMED])}{more}: {remark}")
     for damaged in unreadable:
         word = "NEEDS A NEWER SHRINKPOINT" if damaged["needs_newer_version"] else "UNREADABLE"
         console().print(f"{word} {damaged['key']}: {damaged['reason']}")
 
 
-def _metrics(metrics: Mapping[str, Any]) -> str:
-    shown = [f"{name}={number(value)}" for name, value in list(metrics.items())[:_SHOWN_METRICS]]
-    return " ".join(shown + (["..."] if len(metrics) > _SHOWN_METRICS else []))
-
-
-def _remarks(checkpoint: Mapping[str, Any]) -> str:
-    pins = ", ".join(checkpoint["pins"])
+def _remarks(checkpoint: Mapping[str, Any]) -> list[str]:
     parts = [f"DAMAGED: {checkpoint['damage']}"] if checkpoint["damage"] else []
     if checkpoint["parts"]:
-        parts.append(f"{checkpoint['parts']} parts")
+        parts.append(counted(checkpoint["parts"], "part"))
     parts += exact_texts(checkpoint["exact"])
     if checkpoint["not_finite"]:
         parts.append(f"NOT FINITE: {checkpoint['not_finite']}")
@@ -156,4 +226,4 @@ def _remarks(checkpoint: Mapping[str, Any]) -> str:
         parts.append(adopted)
     if checkpoint["weights_only"]:
         parts.append("weights only")
-    return "; ".join([*parts, *([f"pinned: {pins}"] if pins else [])])
+    return [*parts, *(f"pinned: {name}" for name in checkpoint["pins"])]

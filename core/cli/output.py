@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 
@@ -14,8 +15,10 @@ __all__ = [
     "age",
     "bytes_text",
     "console",
+    "counted",
     "degradation_text",
     "exact_texts",
+    "in_all_text",
     "interval_text",
     "number",
     "print_json",
@@ -29,6 +32,9 @@ _PIPE_WIDTH = 240
 
 _WORTH_SAYING = 0.2
 """Share of a checkpoint's bytes."""
+
+_LEAST = 12
+"""Characters of a name that are always shown."""
 
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
@@ -45,19 +51,53 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, allow_nan=False))
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: Sequence[str] = ()) -> None:
-    """A table; columns that are not in `left` contain numbers and are right-aligned."""
+def print_table(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    left: Sequence[str] = (),
+    optional: Sequence[str] = (),
+    crop: str | None = None,
+) -> None:
+    """A table; where `optional` or `crop` is given, each row is one line.
+
+    Args:
+        columns: their titles.
+        rows: a text for each column.
+        left: columns that are left-aligned; the others contain numbers.
+        optional: columns that are left out, the first of them first, where the terminal is too narrow.
+        crop: the column whose texts lose their middle where that is not enough.
+    """
+    out, shown = console(), list(columns)
+    widths = {
+        column: max(map(cell_len, (column, *(row[index] for row in rows))))
+        for index, column in enumerate(columns)
+    }
+
+    def excess() -> int:
+        return sum(widths[column] + 2 for column in shown) - 2 - out.width
+
+    for column in optional:
+        if excess() > 0:
+            shown.remove(column)
+    room = widths[crop] - max(excess(), 0) if crop else 0
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
+    for column in shown:
+        fixed = column not in left or crop is not None or bool(optional)
         table.add_column(
-            column,
-            justify="left" if column in left else "right",
-            no_wrap=column not in left,
-            overflow="fold",
+            column, justify="left" if column in left else "right", no_wrap=fixed, overflow="fold"
         )
     for row in rows:
-        table.add_row(*row)
-    console().print(table)
+        texts = dict(zip(columns, row, strict=True))
+        table.add_row(*(_cropped(texts[name], room) if name == crop else texts[name] for name in shown))
+    out.print(table)
+
+
+def _cropped(text: str, room: int) -> str:
+    if len(text) <= max(room, _LEAST):
+        return text
+    begins = (max(room, _LEAST) - 1) // 2
+    return f"{text[:begins]}…{text[len(text) - max(room, _LEAST) + begins + 1 :]}"
 
 
 def print_pairs(pairs: Iterable[tuple[str, str]]) -> None:
@@ -92,9 +132,20 @@ def interval_text(mean: object, high: object) -> str:
 
 
 def _cost_text(noted: Mapping[str, Any]) -> str:
-    """The measured degradation, and the upper end of what a restore costs, of older reports that of the degradation."""
-    high = noted.get("cost_high")
-    return interval_text(noted["degradation"], noted["degradation_high"] if high is None else high)
+    """The measured degradation, and its upper end with what lost steps cost."""
+    high, delay = noted["degradation_high"], noted.get("cost_delay")
+    return interval_text(noted["degradation"], high if high is None or delay is None else high + delay)
+
+
+def in_all_text(noted: Iterable[Mapping[str, Any]]) -> str | None:
+    """What a restore of any of these checkpoints costs at most, with what no measurement sees; None where that is not known."""
+    highs = [one["cost_high"] for one in noted if isinstance(one.get("cost_high"), int | float)]
+    return f"{max(highs):.2%}" if highs and max(highs) > 0 else None
+
+
+def counted(number: int, what: str) -> str:
+    """A number of things, in the singular where it is one."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def degradation_text(noted: Mapping[str, Any]) -> str:

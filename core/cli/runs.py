@@ -16,8 +16,9 @@ from shrinkpoint.store.objects import ObjectStore
 from shrinkpoint.store.retry import RetryingObjects, RetryPolicy
 from shrinkpoint.store.run import RunStore
 from shrinkpoint.store.single import looks_like_file
+from shrinkpoint.store.urls import split_urls
 
-__all__ = ["READ_ANYWAY", "OpenRun", "describe_manifest", "find_damage", "open_run", "pick"]
+__all__ = ["READ_ANYWAY", "OpenRun", "describe_manifest", "find_damage", "open_run", "pick", "runs_below"]
 
 _PATIENCE = RetryPolicy(attempts=4, max_delay_s=5.0, deadline_s=60.0)
 """Shorter than in training, since a user waits at the terminal."""
@@ -71,6 +72,21 @@ def open_run(url: str, options: StorageOptions) -> OpenRun:
     if not (store.exists() or objects.list("commits/", limit=1)):
         raise NoCheckpointError(f"there is no run at {store.display}: {store.what_is_there()}")
     return OpenRun(url, store, objects)
+
+
+def runs_below(url: str, options: StorageOptions) -> list[str]:
+    """The names of the runs in a folder that is none itself, in alphabetical order.
+
+    Raises:
+        ConfigError, MissingDependencyError, StoreError: as `open_run`.
+    """
+    if Address.parse(url) is not None or looks_like_file(url) or len(split_urls(url)) > 1:
+        return []  # `open_run` says why
+    objects = RetryingObjects(open_objects(url, options, read_anyway=READ_ANYWAY.get()), _PATIENCE)
+    if objects.list("format.json", limit=1) or objects.list("commits/", limit=1):
+        return []
+    end = "/format.json"
+    return sorted(info.key[: -len(end)] for info in objects.list("") if info.key.endswith(end))
 
 
 def pick(run: OpenRun, *, step: int | None = None, seq: int | None = None) -> Manifest:

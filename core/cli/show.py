@@ -1,8 +1,11 @@
 """``shrinkpoint show``: the contents of one checkpoint, from its header alone."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from enum import Enum
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from shrinkpoint.cli.files import ContainerFile
 from shrinkpoint.cli.options import (
@@ -19,8 +22,10 @@ from shrinkpoint.cli.output import (
     adopted_text,
     bytes_text,
     console,
+    counted,
     degradation_text,
     exact_texts,
+    in_all_text,
     interval_text,
     print_json,
     print_pairs,
@@ -28,6 +33,7 @@ from shrinkpoint.cli.output import (
     ratio_text,
 )
 from shrinkpoint.cli.runs import describe_manifest, open_run, pick
+from shrinkpoint.errors import ConfigError
 from shrinkpoint.schemes.exactness import exact_parts, explained, unpack_reasons
 from shrinkpoint.store.single import looks_like_file, naming
 
@@ -37,12 +43,27 @@ if TYPE_CHECKING:
 __all__ = ["show"]
 
 
+class Order(str, Enum):
+    """What the tensors may be sorted by."""
+
+    bytes = "bytes"
+    bits = "bits"
+    ratio = "ratio"
+
+
+_SORTED = {Order.bytes: "bytes", Order.bits: "bits_per_element", Order.ratio: "ratio"}
+
+
 def show(
     url: Target,
     step: Step = None,
     seq: Seq = None,
     storage_options: StorageOptions = None,
     option: Pairs = None,
+    role: Annotated[str | None, typer.Option("--role", help="Only tensors of this role.")] = None,
+    sort: Annotated[Order | None, typer.Option("--sort", help="The greatest of it first.")] = None,
+    layers: Annotated[bool, typer.Option("--layers", help="One row for each layer.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Show scalars, too.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show the tensors of one checkpoint: codec, bytes, bits per element; reads its header, not its tensors."""
@@ -65,10 +86,18 @@ def show(
         size, shown = manifest.chain[-1].total, run.store.display
         noted = describe_manifest(manifest)
     report = _report(header, size) | {"url": shown, "checkpoint": noted}
+    if role is not None:
+        if role not in report["totals"]:
+            raise ConfigError(f"--role {role}: there is none; there are {', '.join(report['totals'])}")
+        report["tensors"] = [tensor for tensor in report["tensors"] if tensor["role"] == role]
+    if sort is not None:
+        report["tensors"].sort(key=lambda tensor: -(tensor[_SORTED[sort]] or 0.0))
     if as_json:
         print_json(report)
+    elif layers:
+        _print_layers(report["tensors"], sort)
     else:
-        _print(report)
+        _print(report, everything=everything)
 
 
 def _report(header: "Header", size: int) -> dict[str, Any]:
@@ -118,9 +147,14 @@ def _tensor(record: "Record", why: str | None) -> dict[str, Any]:
 
 def _total(records: Iterable["Record"]) -> dict[str, Any]:
     records = list(records)
-    coded = sum(record.nbytes for record in records)
-    raw = sum(record.spec.nbytes for record in records)
-    elements = sum(record.spec.numel for record in records)
+    return _sums(
+        sum(record.spec.numel for record in records),
+        sum(record.nbytes for record in records),
+        sum(record.spec.nbytes for record in records),
+    )
+
+
+def _sums(elements: int, coded: int, raw: int) -> dict[str, Any]:
     return {
         "elements": elements,
         "bytes": coded,
@@ -130,7 +164,24 @@ def _total(records: Iterable["Record"]) -> dict[str, Any]:
     }
 
 
-def _print(report: Mapping[str, Any]) -> None:
+def _print_layers(tensors: Sequence[Mapping[str, Any]], sort: Order | None) -> None:
+    parts: dict[str, list[Mapping[str, Any]]] = {}
+    for tensor in tensors:
+        layer = (tensor["parameter"] or "").rpartition(".")[0] or "(no layer)"
+        parts.setdefault(layer, []).append(tensor)
+    sums = {
+        layer: _sums(*(sum(tensor[name] for tensor in of) for name in ("elements", "bytes", "raw_bytes")))
+        for layer, of in parts.items()
+    }
+    if sort is not None:
+        sums = dict(sorted(sums.items(), key=lambda item: -(item[1][_SORTED[sort]] or 0.0)))
+    rows = [(layer, str(total["elements"]), *_sizes(total)) for layer, total in sums.items()]
+    columns = ("layer", "elements", "bytes", "bits/element", "ratio")
+    print_table(columns, rows, left=("layer",), optional=("elements",), crop="layer")
+
+
+def _print(report: Mapping[str, Any], *, everything: bool) -> None:
+    shown = [tensor for tensor in report["tensors"] if everything or tensor["elements"] > 1]
     print_table(
         ("tensor", "role", "dtype", "shape", "codec", "bytes", "bits/element", "ratio", "exact, because"),
         [
@@ -143,10 +194,15 @@ def _print(report: Mapping[str, Any]) -> None:
                 *_sizes(tensor),
                 tensor["why_exact"] or "",
             )
-            for tensor in report["tensors"]
+            for tensor in shown
         ],
         left=("tensor", "role", "dtype", "shape", "codec", "exact, because"),
+        optional=("exact, because", "dtype", "role", "bits/element"),
+        crop="tensor",
     )
+    left_out = len(report["tensors"]) - len(shown)
+    if left_out:
+        console().print(f"and {counted(left_out, 'scalar')} (--all shows them)")
     console().print()
     totals = [(role, str(total["elements"]), *_sizes(total)) for role, total in report["totals"].items()]
     header = ("header and index", "", bytes_text(report["overhead_bytes"]), "", "")
@@ -167,10 +223,11 @@ def _facts(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     facts = [("url", report["url"]), ("step", str(report["step"])), ("kind", report["kind"])]
     if noted is not None:
         facts += [
-            ("commit", f"{noted['seq']} ({noted['chain_length']} containers to read)"),
+            ("commit", f"{noted['seq']} ({counted(noted['chain_length'], 'container')} to read)"),
             ("configuration", noted["configuration"] or "-"),
             ("reason", noted["reason"] or "-"),
             ("degradation", degradation_text(noted)),
+            *([("in all", f"at most {text}")] if (text := in_all_text([noted])) is not None else []),
             *([("adoption", text)] if (text := adopted_text(noted)) is not None else []),
             *([("not finite", noted["not_finite"])] if noted["not_finite"] else []),
             *(

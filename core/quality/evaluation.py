@@ -93,6 +93,7 @@ class EvaluationDesk:
         self._server: int | None = None
         self._answer: _Answer | BaseException | None = None
         self._open = True
+        self._closed = "training has ended"
         self.seconds = 0.0
         """Time that serving has taken from training so far."""
 
@@ -138,7 +139,7 @@ class EvaluationDesk:
     def _ask(self, request: _Request) -> _Answer:
         with self._changed:
             if not self._open:
-                raise EvaluationUnavailableError("no more evaluations: training has ended")
+                raise EvaluationUnavailableError(f"no more evaluations: {self._closed}")
             self._request, self._answer = request, None
             self._changed.notify_all()
             # a main thread that ended without `close` serves no request, and the interpreter waits for this thread
@@ -151,7 +152,7 @@ class EvaluationDesk:
         if isinstance(answer, BaseException):
             raise EvaluationUnavailableError(f"evaluating the model failed: {answer!r}") from answer
         if answer is None:
-            raise EvaluationUnavailableError("no more evaluations: training has ended")
+            raise EvaluationUnavailableError(f"no more evaluations: {self._closed}")
         return answer
 
     @property
@@ -210,10 +211,14 @@ class EvaluationDesk:
     def _unserved(self) -> bool:
         return self._request is not None and self._answer is None and self._server is None
 
-    def close(self) -> None:
-        """Refuse requests from now on, the waiting one too."""
+    def close(self, why: str = "training has ended") -> None:
+        """Refuse requests from now on, the waiting one too.
+
+        Args:
+            why: for the save's report.
+        """
         with self._lock:
-            self._open = False
+            self._open, self._closed = False, why
             self._changed.notify_all()
 
     def reopen(self) -> None:

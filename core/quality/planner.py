@@ -43,6 +43,7 @@ class Planner:
         guard: asked about every lossy plan; None accepts all.
         clock: seconds since any fixed moment.
         warns: whether to warn; False where another rank does.
+        advice: what a user does who wants losses measured.
     """
 
     def __init__(
@@ -53,8 +54,10 @@ class Planner:
         guard: Guard | None = None,
         clock: Callable[[], float] = time.perf_counter,
         warns: bool = True,
+        advice: str = "Give evaluate=, or validation data, or scheme='lossless'",
     ) -> None:
         self._config = config
+        self._advice = advice
         self._warns = warns
         self._spent_s = spent_s
         self.guard = guard
@@ -143,8 +146,7 @@ class Planner:
             self._warn_once(
                 "unmeasured",
                 "there is no way to evaluate the model, so max_degradation cannot be checked: weights are stored with"
-                f" {self._config.scheme}'s mildest settings, or those given, unmeasured. Give evaluate=, or validation data,"
-                " or scheme='lossless'",
+                f" {self._config.scheme}'s mildest settings, or those given, unmeasured. {self._advice}",
             )
             return self._guarded(self._strategy, save_context, self._strategy.unmeasured(save_context))
         try:

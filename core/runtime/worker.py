@@ -6,6 +6,8 @@ import time
 import weakref
 from collections.abc import Callable
 
+from shrinkpoint.warn import naming_this_line
+
 __all__ = ["Worker"]
 
 _HEAD_START_S = 0.001
@@ -37,7 +39,9 @@ class Worker:
         """Start a job, which must handle its own errors; only while not `busy`."""
         if self.busy:
             raise RuntimeError(f"{self._name} was given a job while it has one")
-        self._thread = threading.Thread(target=_run, args=(job,), name=self._name, daemon=False)
+        self._thread = threading.Thread(
+            target=_run, args=(naming_this_line(job),), name=self._name, daemon=False
+        )
         try:
             self._thread.start()
         except RuntimeError:  # the system allows no further thread

@@ -40,9 +40,10 @@ class SaveUnderWay:
             else ""
         )
         count = "a save is" if self.skipped == 1 else f"{self.skipped} saves so far have been"
+        seconds = round(time.monotonic() - self._since)
+        how_long = f"has been under way for {seconds} s" if seconds else "is still under way"
         warn(
-            f"{count} skipped: that of step {self._step} has been under way for {time.monotonic() - self._since:.0f} s{why}. Training"
-            " does not wait for it; busy='wait' would"
+            f"{count} skipped: that of step {self._step} {how_long}{why}. Training does not wait for it; busy='wait' would"
         )
 
     def waiting(self, where: str, whose: str = "") -> AbstractContextManager[object]:

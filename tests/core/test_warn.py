@@ -1,3 +1,7 @@
+import contextlib
+import os
+import sys
+import sysconfig
 import threading
 import warnings
 
@@ -65,9 +69,39 @@ def test_it_warns_of_the_line_outside_the_package():
 def test_in_a_thread_of_the_package_it_warns_of_the_line_that_does():
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        assert in_background(SaveUnderWay().skip) == []
+        thread = threading.Thread(target=SaveUnderWay().skip)
+        thread.start()
+        thread.join()
     (warning,) = told
     assert warning.filename.endswith("under_way.py")
+
+
+def test_a_save_in_the_background_warns_of_the_users_line(tmp_path):
+    saver = Saver(tmp_path / "first", SaverConfig(scheme="lossless"))
+    save(saver, 1)
+    saver.close()
+    other = Saver(tmp_path / "first", SaverConfig(scheme="lossless"))
+    with pytest.warns(ShrinkpointWarning, match="that this training does not continue") as told:
+        other.save({"model": TinyMLP().state_dict()}, step=2, wait=True)
+    line = sys._getframe().f_lineno - 1
+    assert [(one.filename, one.lineno) for one in told] == [(__file__, line)]
+    other.close()
+
+
+def test_what_the_standard_library_calls_warns_of_the_users_line():
+    def skips():
+        SaveUnderWay().skip()
+        yield
+
+    with pytest.warns(ShrinkpointWarning) as told, contextlib.contextmanager(skips)():
+        pass
+    assert told[0].filename == __file__
+    namespace = {"__name__": "outside"}
+    library = os.path.join(sysconfig.get_path("purelib"), "framework.py")
+    exec(compile("def call(f):\n    f()\n", library, "exec"), namespace)
+    with pytest.warns(ShrinkpointWarning) as told:
+        namespace["call"](SaveUnderWay().skip)
+    assert (told[0].filename, told[0].lineno) == (__file__, sys._getframe().f_lineno - 1)
 
 
 def test_a_filter_that_makes_it_an_error_is_obeyed_in_the_main_thread(strict):

@@ -33,7 +33,7 @@ def test_why_there_is_none(measured: str | None, text: str) -> None:
     noted = {"measured": measured, "degradation": 0.0007, "degradation_high": 0.0012}
     assert degradation_text(noted) == text
     if measured != "unmeasured" and measured != "blind":
-        assert degradation_text({**noted, "cost_high": 0.0021}) == "+0.07% (<0.21%)"
+        assert degradation_text({**noted, "cost_delay": 0.0009}) == "+0.07% (<0.21%)"
 
 
 def noted(**more: object) -> dict[str, object]:

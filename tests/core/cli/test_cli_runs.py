@@ -1,10 +1,15 @@
 """The command line on real runs: `ls`, `show`, `verify`, `export`, on a folder, in memory and on S3."""
 
+import contextlib
+import fcntl
 import json
 import os
+import pty
 import shutil
+import struct
 import subprocess
 import sys
+import termios
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +25,7 @@ from typer.testing import CliRunner
 
 import shrinkpoint
 from shrinkpoint.cli.app import app
+from shrinkpoint.cli.output import bytes_text
 from shrinkpoint.errors import CannotRepresentError, ShrinkpointWarning
 from shrinkpoint.saver import Saver
 from shrinkpoint.store.run import RunStore
@@ -91,8 +97,70 @@ def test_ls_tells_what_the_saver_noted(folder: Path) -> None:
     assert newest["damage"] is None
     assert report["stored_bytes"] == sum(file.stat().st_size for file in (folder / "data").iterdir())
     text = run("ls", str(folder)).stdout
-    for word in ("seq", "delta", "val_loss=1", "5 checkpoints"):
+    for word in ("seq", "delta", "val_loss", "5 checkpoints"):
         assert word in text
+
+
+def at_a_terminal(*arguments: str, columns: int = 80) -> list[str]:
+    """The lines that the program prints on a terminal."""
+    reading, writing = pty.openpty()
+    fcntl.ioctl(writing, termios.TIOCSWINSZ, struct.pack("HHHH", 60, columns, 0, 0))
+    command = [sys.executable, "-m", "shrinkpoint", *arguments]
+    process = subprocess.Popen(command, stdout=writing, env={**os.environ, "TERM": "dumb"})
+    os.close(writing)
+    printed = b""
+    with contextlib.suppress(OSError):  # how a terminal ends
+        while part := os.read(reading, 65536):
+            printed += part
+    os.close(reading)
+    assert process.wait() == 0
+    return printed.decode().splitlines()
+
+
+@pytest.mark.parametrize("command", ["ls", "show"])
+def test_every_row_is_one_line_of_80_columns(folder: Path, command: str) -> None:
+    report = run_json(command, str(folder))
+    head, *lines = at_a_terminal(command, str(folder))
+    count = (
+        len(report["checkpoints"]) if command == "ls" else sum(t["elements"] > 1 for t in report["tensors"])
+    )
+    assert max(map(len, [head, *lines])) <= 80
+    first = head.split().index("bytes")
+    assert all(line.split()[first] for line in lines[:count])
+    assert any(("checkpoints in" if command == "ls" else "scalars") in line for line in lines[count:])
+
+
+def test_ls_says_what_the_run_takes_beside_what_it_would(folder: Path) -> None:
+    report = run_json("ls", str(folder))
+    raw = sum(checkpoint["raw_bytes"] for checkpoint in report["checkpoints"])
+    (total,) = [line for line in run("ls", str(folder)).stdout.splitlines() if "on disk" in line]
+    assert f"{bytes_text(report['stored_bytes'])} on disk instead of {bytes_text(raw)}" in total
+    for checkpoint in report["checkpoints"]:
+        row = f"{bytes_text(checkpoint['chain_bytes'])} in {checkpoint['chain_length']}"
+        assert row in run("ls", str(folder)).stdout
+
+
+def test_ls_of_one_checkpoint_is_in_the_singular(tmp_path: Path) -> None:
+    saver = Saver(tmp_path / "run")
+    saver.save({"w": torch.zeros(3)}, step=1, wait=True)
+    saver.close()
+    text = run("ls", str(tmp_path / "run")).stdout
+    assert "1 checkpoint in" in text
+    assert "1 checkpoints" not in text
+
+
+def test_show_sorts_filters_and_sums_up(folder: Path) -> None:
+    weights = run_json("show", str(folder), "--role", "weight", "--sort", "bytes")["tensors"]
+    assert {tensor["role"] for tensor in weights} == {"weight"}
+    assert [t["bytes"] for t in weights] == sorted((t["bytes"] for t in weights), reverse=True)
+    assert "there are" in run("show", str(folder), "--role", "wieght", code=2).stderr
+    layers = run("show", str(folder), "--layers").stdout.splitlines()
+    assert [line.split()[0] for line in layers[1:3]] == ["embedding", "norm"]
+    everything = run_json("show", str(folder))["tensors"]
+    scalars = [tensor["name"] for tensor in everything if tensor["elements"] == 1]
+    assert scalars
+    assert not any(name in run("show", str(folder)).stdout for name in scalars)
+    assert all(name in run("show", str(folder), "--all").stdout for name in scalars)
 
 
 def test_ls_marks_what_is_damaged_and_why(folder: Path) -> None:
@@ -108,7 +176,8 @@ def test_ls_marks_what_is_damaged_and_why(folder: Path) -> None:
     assert all("bytes instead of" in damage[step] for step in (20, 30))
     assert [entry["key"] for entry in report["unreadable"]] == ["commits/0000000007.json"]
     text = run("ls", str(folder)).stdout
-    assert text.count("DAMAGED") == 4
+    assert "steps 50, 40: DAMAGED" in text
+    assert "steps 30, 20: DAMAGED" in text
     assert "UNREADABLE commits/0000000007.json" in text
 
 
@@ -257,7 +326,19 @@ def test_a_prefix_without_a_run_says_what_is_there(tmp_path: Path, command: str)
 
 
 def test_the_folder_above_runs_names_them(folder: Path) -> None:
-    assert "the runs run. Add one" in run("ls", str(folder.parent), code=1).stderr
+    assert "the runs run. Add one" in run("show", str(folder.parent), code=1).stderr
+
+
+def test_ls_of_a_folder_of_runs_is_a_table_of_them(folder: Path) -> None:
+    shutil.copytree(folder, folder.parent / "more" / "other")
+    listed = run_json("ls", str(folder.parent))["runs"]
+    assert {one["run"] for one in listed} == {"run", "more/other"}
+    assert all((one["checkpoints"], one["newest_step"]) == (5, 50) for one in listed)
+    stored = run_json("ls", str(folder))["stored_bytes"]
+    assert all(one["stored_bytes"] == stored for one in listed)
+    head, *rows = run("ls", str(folder.parent)).stdout.splitlines()
+    assert head.split()[:2] == ["run", "checkpoints"]
+    assert len(rows) == 2
 
 
 def test_a_file_in_a_runs_place_is_named(tmp_path: Path) -> None:
