@@ -47,7 +47,7 @@ _LEFT_ALONE = (
 _OF_C = frozenset({"builtins", "itertools", "collections", "_collections", "_csv"})
 _MISSING = object()
 
-Undo = Callable[[], None]
+Undo = Callable[[], object]
 
 
 class TraceError(ShrinkpointError):
@@ -101,8 +101,12 @@ def preserved_state(
 
 @dataclass(slots=True)
 class _Kind:
-    """What is to be done with the objects of a class: slots are put back, and what has a position is watched."""
+    """What is to be done with the objects of a class: slots are put back, and what has a position is watched.
 
+    Its `base` is the container that it is or is made of, if any.
+    """
+
+    base: Any
     left_alone: bool
     has_dict: bool
     members: list[Any]
@@ -114,7 +118,8 @@ _kinds: weakref.WeakKeyDictionary[type, _Kind] = weakref.WeakKeyDictionary()
 
 class _Memory:
     def __init__(self, restored: Iterable[torch.Tensor]) -> None:
-        self._undo: list[Undo] = []
+        self._empty: list[Any] = []
+        self._undo: list[Undo] = [lambda: [value.clear() for value in self._empty if value]]
         self._seen: dict[int, object] = {}  # keeps the objects alive, so that no other gets their id
         self._kinds: dict[type, _Kind] = {}
         self._watched: list[tuple[object, Callable[[Any], object], object]] = []
@@ -176,8 +181,10 @@ class _Memory:
             The objects it refers to, to be remembered next.
         """
         found: list[object] = []
-        base = next((base for base in _CONTAINERS if issubclass(kind, base)), None)
-        if issubclass(kind, torch.Tensor):
+        base = plan.base
+        if base is not None and kind is base and not value:  # most are: modules have many for hooks
+            self._empty.append(value)
+        elif issubclass(kind, torch.Tensor):
             self._remember_tensor(value)
         elif issubclass(kind, np.ndarray):
             found = self._remember_array(value, value.view(np.ndarray))
@@ -311,9 +318,10 @@ def _kind_of(kind: type) -> _Kind:
             vars(base) for base in kind.__mro__ if "__slots__" in vars(base)
         ]  # others are of C, and made anew when read
         members = [item for part in own for item in part.values() if type(item) is MemberDescriptorType]
-        _kinds[kind] = _Kind(
-            left_alone, bool(kind.__dictoffset__), members, None if ours else _position_of(kind, left_alone)
-        )
+        base = next((base for base in _CONTAINERS if issubclass(kind, base)), None)
+        has_dict = bool(kind.__dictoffset__) and kind is not base
+        position = None if ours else _position_of(kind, left_alone)
+        _kinds[kind] = _Kind(base, left_alone, has_dict, members, position)
     return _kinds[kind]
 
 
