@@ -328,9 +328,10 @@ def _kind_of(kind: type) -> _Kind:
 def _position_of(kind: type, left_alone: bool) -> Callable[[Any], object] | None:
     if issubclass(kind, (io.BytesIO, io.StringIO)):
         return None
-    for name in ("tell", "qsize"):
-        if hasattr(kind, name):
-            return operator.methodcaller(name)
+    if issubclass(kind, io.IOBase):
+        return lambda file: file.tell()
+    if hasattr(kind, "qsize"):
+        return operator.methodcaller("qsize")
     if hasattr(kind, "__next__") and (left_alone or kind.__module__ in _OF_C):
         return _progress
     return None

@@ -320,8 +320,8 @@ class Probe:
         return [tuple(map(float, losses)) for losses in together["losses"]]
 
     def _warn_failed(self, error: str, own: Mapping[str, Any]) -> None:
-        is_told = "error" in own and not own.get("trace")
-        if self._ranks.rank == 0 and not is_told and not self._warned:
+        is_reported = "error" in own and not own.get("trace")
+        if self._ranks.rank == 0 and not is_reported and not self._warned:
             self._warned = True
             warn(f"the quality of checkpoints cannot be measured, so they are stored exactly: {error}")
 
