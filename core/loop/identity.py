@@ -10,7 +10,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
 
 from shrinkpoint.errors import StateMismatchError
-from shrinkpoint.state.wrappers import scheduler_in
+from shrinkpoint.state.wrappers import plain_names, scheduler_in
 
 __all__ = [
     "Identities",
@@ -28,15 +28,16 @@ _ALIKE = {"torch.optim.Adam", "torch.optim.AdamW"}
 def identities(model: nn.Module, optimizers: Sequence[Any]) -> list[dict[str, str]]:
     """The class of each optimizer, and a digest of its parameters' names in their order.
 
-    Names are those of ``state_dict()``, from which wrappers such as activation checkpointing's take their own parts.
+    Names are those of ``state_dict()``, with `plain_names`.
 
     Args:
         model: which has the parameters; shards as they are between steps.
         optimizers: without wrappers.
     """
     names: dict[int, str] = {}
-    for name, parameter in model.state_dict(keep_vars=True).items():
-        names.setdefault(id(parameter), name)
+    with plain_names(model) as inner:
+        for name, parameter in inner.state_dict(keep_vars=True).items():
+            names.setdefault(id(parameter), name)
     return [
         {"class": _class_name(optimizer), "parameters": _digest(optimizer, names)} for optimizer in optimizers
     ]

@@ -13,10 +13,10 @@ from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.loop.objects import LoopObjects
 from shrinkpoint.quality.evaluation import Evaluate, Loss, ResumedSteps, losses_of
-from shrinkpoint.quality.preserve import TraceError
 from shrinkpoint.quality.resumed_steps import ResumedRun, UntilFailure
 from shrinkpoint.quality.swap import swapped_tensors, swapped_weights
 from shrinkpoint.state.averages import averages_in, live_tensors, without_averages
+from shrinkpoint.state.stateful import state_of
 from shrinkpoint.state.training import Role
 from shrinkpoint.state.tree import join_path
 from shrinkpoint.warn import warn
@@ -62,7 +62,7 @@ class LoopMeasurements:
             ):
                 return losses_of(self._loss())
         except Exception as error:
-            if not self._warned and not isinstance(error, TraceError):
+            if not self._warned:
                 self._warned = True
                 warn(
                     "the quality of checkpoints cannot be measured, so they are stored exactly: evaluate() raised"
@@ -90,7 +90,6 @@ class LoopMeasurements:
             clip=self._clip,
             scale=self._scale(),
             settle=objects.settle,
-            around=[[*objects.stateful.values()]],
         )
         describe = objects.describe()
 
@@ -123,7 +122,7 @@ class LoopMeasurements:
         }
 
         def state() -> dict[str, Any]:
-            return {"stateful": {name: value.state_dict() for name, value in owners.items()}}
+            return {"stateful": {name: state_of(value) for name, value in owners.items()}}
 
         with ExitStack() as stack:
             for value in owners.values():

@@ -20,12 +20,11 @@ from shrinkpoint.loop.identity import (
 )
 from shrinkpoint.quality.resumed_steps import obstacle
 from shrinkpoint.quality.swap import swapped_weights
+from shrinkpoint.saving.fitting import fitted
 from shrinkpoint.saving.resume import (
     overridden_options,
     require_optimizers,
-    require_same_model,
     require_same_ties,
-    resized_buffers,
 )
 from shrinkpoint.state.rng import capture_rng, restore_rng
 from shrinkpoint.state.roles import describe_training
@@ -149,7 +148,7 @@ class LoopObjects:
         return {
             "format": _FORMAT,
             "step": step,
-            "model": self.model.state_dict(),
+            "model": state_of(self.model),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "identities": self._identities(),
             "schedulers": scheduler_classes(self.stateful),
@@ -161,7 +160,7 @@ class LoopObjects:
         """The part of `state` that holds the weights and may hold averages of them."""
         others = {name: value for name, value in self.stateful.items() if not _may_load(value)}
         return {
-            "model": self.model.state_dict(),
+            "model": state_of(self.model),
             "stateful": {name: state_of(value) for name, value in others.items()},
         }
 
@@ -192,9 +191,8 @@ class LoopObjects:
                 f"{url} was written by another framework's callback, not by a Checkpointer: resume it"
                 " there, or take its weights with `shrinkpoint export`"
             )
-        live = self.model.state_dict()
-        here = _shapes(live) | resized_buffers(self.model, state["model"])
-        require_same_model(_shapes(state["model"]), here, url)
+        live = state_of(self.model)
+        given = fitted(state["model"], self.model, url, warns=warns)
         untied = require_same_ties(state["model"], self.model, url)
         require_optimizers(state["optimizers"], self.optimizers, url)
         stored = state.get("identities", ())
@@ -209,7 +207,7 @@ class LoopObjects:
         for message in (untied, other_class, other_scheduler, disabled, rounded, overridden) if warns else ():
             if message is not None:
                 warn(message)
-        self.model.load_state_dict(state["model"])
+        load_stateful(self.model, given)
         for optimizer, stored in zip(self.optimizers, state["optimizers"], strict=True):
             load_optimizer(optimizer, stored, same_dtypes=rounded is None)
         for name in sorted(state["stateful"].keys() ^ self.stateful.keys()) if warns else ():
@@ -242,7 +240,7 @@ class LoopObjects:
 
     def swapped(self, weights: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
         """Inside the block the model has other weights; arguments as of `swapped_weights`."""
-        return swapped_weights(self.model, weights, [*self.stateful.values()])
+        return swapped_weights(self.model, weights)
 
     def captured(self, state: object, describe: Describe = plain) -> TrainingState:
         """A part of `state` as tensors by name."""
@@ -289,7 +287,3 @@ def _places(parameters: Sequence[torch.Tensor]) -> list[int]:
 
 def _kinds(parameters: Sequence[torch.Tensor]) -> list[tuple[torch.dtype, torch.device]]:
     return [(parameter.dtype, parameter.device) for parameter in parameters]
-
-
-def _shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(value.shape) for name, value in state.items() if torch.is_tensor(value)}

@@ -24,6 +24,7 @@ from shrinkpoint.quality.evaluation import Loss, ResumedSteps, losses_of
 from shrinkpoint.quality.preserve import is_plain_tensor, own_part, preserved_state
 from shrinkpoint.runtime.processes import world_size
 from shrinkpoint.state.rng import capture_rng, restore_rng
+from shrinkpoint.state.wrappers import named_buffers, named_parameters
 
 __all__ = ["ResumedRun", "UntilFailure", "obstacle"]
 
@@ -48,7 +49,6 @@ class ResumedRun:
         scale: by which losses are multiplied and gradients divided, as a gradient scaler of half-precision training does.
         settle: called before anything is written to the module's parameters, and before they are put back, where they are not
             always in memory of their own: those that FSDP2 shards.
-        around: what else a step or an evaluation may change, as of `preserved_state`.
     """
 
     module: nn.Module
@@ -58,7 +58,6 @@ class ResumedRun:
     clip: Callable[[], None] | None = None
     scale: float = 1.0
     settle: Callable[[], None] = lambda: None
-    around: Sequence[object] = ()
 
     def steps(
         self,
@@ -82,13 +81,12 @@ class ResumedRun:
         Raises:
             StateMismatchError: the state is another model's or optimizer's.
             ConfigError: there is no loss to differentiate.
-            TraceError: a step has changed something that cannot be put back.
         """
         self.settle()
         with (
             torch.inference_mode(False),
             torch.enable_grad(),
-            _left_alone(self.module, self.optimizers, self.around),
+            _left_alone(self.module, self.optimizers),
             _at_the_end(self.settle),
         ):
             _load_weights(self.module, weights)
@@ -269,12 +267,10 @@ def _trained(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[torch.T
 
 
 @contextmanager
-def _left_alone(
-    module: nn.Module, optimizers: Sequence[Optimizer], around: Sequence[object]
-) -> Iterator[None]:
+def _left_alone(module: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[None]:
     rng = capture_rng()
     try:
-        with preserved_state(module, *optimizers, around=around):
+        with preserved_state(module, *optimizers):
             for optimizer in optimizers:
                 for name in _STEP_HOOKS:
                     setattr(optimizer, name, OrderedDict())
@@ -301,8 +297,8 @@ def _seed() -> None:
 
 
 def _load_weights(module: nn.Module, weights: Mapping[str, Any]) -> None:
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    live = parameters | dict(module.named_buffers(remove_duplicate=False))
+    parameters = dict(named_parameters(module, remove_duplicate=False))
+    live = parameters | dict(named_buffers(module, remove_duplicate=False))
     for name, value in weights.items():
         if name in live and isinstance(value, torch.Tensor):
             if value.shape != live[name].shape:

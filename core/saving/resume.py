@@ -1,6 +1,5 @@
 """The rules by which a run continues itself: the same for every framework."""
 
-import copy
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar, get_args
@@ -9,7 +8,7 @@ import torch
 from torch import nn
 
 from shrinkpoint.errors import ConfigError, NoCheckpointError, StateMismatchError
-from shrinkpoint.state.wrappers import scheduler_in, unwrapped
+from shrinkpoint.state.wrappers import plain_names, scheduler_in, unwrapped
 
 __all__ = [
     "ResumePolicy",
@@ -19,7 +18,6 @@ __all__ = [
     "require_same_groups",
     "require_same_model",
     "require_same_ties",
-    "resized_buffers",
     "resume_from",
 ]
 
@@ -115,7 +113,8 @@ def require_same_ties(stored: Mapping[str, Any], model: nn.Module, url: str) -> 
     Raises:
         StateMismatchError: separate ones are tied here, and their values differ.
     """
-    live = model.state_dict(keep_vars=True)
+    with plain_names(model) as inner:
+        live = inner.state_dict(keep_vars=True)
     there, here = _places(stored), _places(live)
     for names in _tied(here):
         first, *others = [name for name in names if name in there] or [""]
@@ -160,37 +159,6 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.shape != other.shape:
         return False
     return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
-
-
-def resized_buffers(model: nn.Module, state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The shapes of a checkpoint's buffers that the model has in another shape, and takes all the same.
-
-    Observers of quantization-aware training have theirs as empty tensors or single numbers until the first batch, and resize them
-    when a state is loaded. Whether a module of its own way of loading does so is tried with a copy of it.
-
-    Args:
-        model: that is to load.
-        state: the checkpoint's ``model.state_dict()``.
-    """
-    modules = dict(model.named_modules())
-    differ: dict[str, list[str]] = {}
-    for name, value in state.items():
-        prefix, _, key = name.rpartition(".")
-        buffer = modules[prefix]._buffers.get(key) if prefix in modules else None
-        if buffer is not None and torch.is_tensor(value) and buffer.shape != value.shape:
-            differ.setdefault(prefix, []).append(name)
-    taken: dict[str, tuple[int, ...]] = {}
-    for prefix, names in differ.items():
-        module, begins = modules[prefix], f"{prefix}." if prefix else ""
-        if type(module)._load_from_state_dict is nn.Module._load_from_state_dict:
-            continue
-        own = {name.removeprefix(begins): value for name, value in state.items() if name.startswith(begins)}
-        try:
-            copy.deepcopy(module).load_state_dict(own)
-        except Exception:  # noqa: BLE001 - it does not take them: the shapes are reported as another model's
-            continue
-        taken |= {name: tuple(state[name].shape) for name in names}
-    return taken
 
 
 def require_optimizers(

@@ -11,7 +11,9 @@ from shrinkpoint.saving.resume import require_same_model
 from shrinkpoint.sharded.boxes import is_sharded
 from shrinkpoint.sharded.capture import captured
 from shrinkpoint.state.roles import describe_training, optimizer_parameter_names
+from shrinkpoint.state.stateful import state_of
 from shrinkpoint.state.training import TensorSpec
+from shrinkpoint.state.wrappers import named_buffers, named_parameters
 
 __all__ = ["Targets", "require_model", "reshard", "target_for", "unreduced"]
 
@@ -86,13 +88,13 @@ class Targets:
             model_path=(self._model_key,),
             optimizers_path=(self._optimizers_key,),
         )
-        live = dict(captured({self._model_key: self._model.state_dict()}, describe).tensors)
+        live = dict(captured({self._model_key: state_of(self._model)}, describe).tensors)
         self._note_order(specs)
         require_model(specs, live, self._model, below=f"{self._model_key}/", writer=self._writer)
         if others:
             more = captured(dict(others), describe).tensors
             live |= {name: tensor for name, tensor in more.items() if is_sharded(tensor)}
-        parameters = dict(self._model.named_parameters(remove_duplicate=False))
+        parameters = dict(named_parameters(self._model, remove_duplicate=False))
         return {name: target_for(spec, live.get(name), parameters) for name, spec in specs.items()}
 
     def reordered(self, optimizers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -157,8 +159,8 @@ def require_model(
     tensors = [
         (named(name), tensor)
         for name, tensor in (
-            *model.named_parameters(remove_duplicate=False),
-            *model.named_buffers(remove_duplicate=False),
+            *named_parameters(model, remove_duplicate=False),
+            *named_buffers(model, remove_duplicate=False),
         )
     ]
     owners = {id(tensor) for name, tensor in tensors if name in stored}

@@ -14,6 +14,7 @@ from torch import nn
 from shrinkpoint.state.candidate import Candidate
 from shrinkpoint.state.training import Role, Tag, TrainingState
 from shrinkpoint.state.tree import Path
+from shrinkpoint.state.wrappers import named_parameters
 
 __all__ = [
     "AverageFinder",
@@ -41,7 +42,7 @@ class AverageFinder:
     """
 
     def __init__(self, module: nn.Module, tags: Mapping[str, Tag]) -> None:
-        parameters = [(name, value) for name, value in module.named_parameters() if name in tags]
+        parameters = [(name, value) for name, value in named_parameters(module) if name in tags]
         self._tags = tags
         self._order = [(name, tuple(value.shape)) for name, value in parameters]
         self._trained = {name for name, value in parameters if value.requires_grad}

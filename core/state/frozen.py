@@ -14,8 +14,10 @@ from shrinkpoint.errors import StateMismatchError
 from shrinkpoint.state import device_digest
 from shrinkpoint.state.digest import tensor_digest
 from shrinkpoint.state.specs import TensorSpec
+from shrinkpoint.state.stateful import state_of
 from shrinkpoint.state.training import TrainingState
 from shrinkpoint.state.tree import JSON, frozen_replaced
+from shrinkpoint.state.wrappers import named_parameters, plain_names
 
 __all__ = ["ADAPTERS", "FrozenTensors", "meta_filled"]
 
@@ -42,7 +44,8 @@ class FrozenTensors:
     """
 
     def __init__(self, model: nn.Module, option: Literal["reference", "store"] | None) -> None:
-        self._model, self._option = model, option
+        with plain_names(model) as inner:
+            self._model, self._option = inner, option
         self._read: dict[str, tuple[object, str]] = {}
         self._note()
 
@@ -53,11 +56,12 @@ class FrozenTensors:
 
     def with_adapters(self, state: Any) -> Any:
         """A state with what PEFT's files need in addition to tensors; the same state where there are no adapters."""
-        adapters = {prefix: _described(module, prefix) for prefix, module in _wrapped(self._model)}
+        with plain_names(self._model):
+            adapters = {prefix: _described(module, prefix) for prefix, module in _wrapped(self._model)}
         if not adapters or not isinstance(state, Mapping):
             return state
         # Of a state dict that has the adapters alone, as Composer's, nothing else says which base they belong to.
-        noted, stored = _noted[self._model], self._model.state_dict().keys()
+        noted, stored = _noted[self._model], state_of(self._model).keys()
         base = {name: digest for name, digest in noted.items() if name not in stored}
         return {**state, ADAPTERS: {"adapters": adapters, "base": base}}
 
@@ -110,10 +114,14 @@ class FrozenTensors:
         return _filled(state, live)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        return {**dict(self._model.named_parameters()), **self._model.state_dict()}
+        return {**dict(named_parameters(self._model)), **state_of(self._model)}
 
     def _candidates(self) -> dict[str, torch.Tensor]:
         """The tensors that may be referred to, by their names in the model."""
+        with plain_names(self._model):
+            return self._unchanged()
+
+    def _unchanged(self) -> dict[str, torch.Tensor]:
         wrapped = dict(_wrapped(self._model))
         below = [prefix for prefix, module in wrapped.items() if _keeps_base(module)]
         if self._option == "store" or not (below or self._option == "reference"):

@@ -9,7 +9,7 @@ from torch import nn
 from shrinkpoint.state.averages import AverageFinder
 from shrinkpoint.state.training import Describe, LayerType, Role, Tag
 from shrinkpoint.state.tree import Path
-from shrinkpoint.state.wrappers import unwrapped
+from shrinkpoint.state.wrappers import named_parameters, plain_names, unwrapped
 
 __all__ = [
     "describe_training",
@@ -83,7 +83,7 @@ def _layer_type(module: nn.Module, name: str) -> LayerType:
 
 
 def model_tags(module: nn.Module) -> dict[str, Tag]:
-    """The tag of every parameter and buffer, by its name in ``module.state_dict()``.
+    """The tag of every parameter and buffer, by its name in ``module.state_dict()`` with `plain_names`.
 
     A projection inside a module whose name or class contains "attention" counts as attention, as in the layer types of
     Inshrinkerator (arXiv 2306.11800, section 4.2). A parameter shared by an embedding and a linear head counts as
@@ -91,7 +91,9 @@ def model_tags(module: nn.Module) -> dict[str, Tag]:
     """
     tags: dict[str, Tag] = {}
     shared: dict[int, str] = {}
-    for prefix, layer in module.named_modules(remove_duplicate=False):
+    with plain_names(module) as inner:
+        layers = list(inner.named_modules(remove_duplicate=False))
+    for prefix, layer in layers:
         layer_type = _layer_type(layer, prefix)
         for key, parameter in layer.named_parameters(recurse=False):
             name = f"{prefix}.{key}" if prefix else key
@@ -113,7 +115,7 @@ def optimizer_parameter_names(optimizer: torch.optim.Optimizer, module: nn.Modul
 
     Groups change the order, so names are found by the parameter's identity, never by counting.
     """
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    names = {id(parameter): name for name, parameter in named_parameters(module)}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return {index: names.get(id(parameter)) for index, parameter in enumerate(parameters)}
 
@@ -212,7 +214,7 @@ def describe_training(
         for index, optimizer in enumerate(inner)
         for parameter, name in optimizer_parameter_names(optimizer, module).items()
     }
-    parameters = dict(module.named_parameters())
+    parameters = dict(named_parameters(module))
     depth = len(optimizers_path)
     averages = AverageFinder(module, tags)
 

@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from shrinkpoint.state.wrappers import unwrapped
+from shrinkpoint.state.wrappers import plain_names, unwrapped
 
 __all__ = ["load_optimizer", "load_stateful", "put_back_dtypes", "state_of", "without_functions"]
 
@@ -14,11 +15,14 @@ _FUNCTIONS = ("anneal_func", "_anneal_func")
 
 
 def state_of(value: Any) -> Any:
-    """An object's state; a scheduler's without the functions of `without_functions`.
+    """An object's state; a scheduler's without the functions of `without_functions`, a module's with `plain_names`.
 
     Args:
         value: has ``state_dict``.
     """
+    if isinstance(value, nn.Module):
+        with plain_names(value) as inner:
+            return inner.state_dict()
     state = value.state_dict()
     return without_functions(state) if isinstance(value, LRScheduler) else state
 
@@ -42,6 +46,10 @@ def load_stateful(value: Any, state: Any) -> None:
         value: has ``state_dict`` and ``load_state_dict``.
         state: what ``state_dict`` gave.
     """
+    if isinstance(value, nn.Module):
+        with plain_names(value) as inner:
+            inner.load_state_dict(state)
+        return
     value.load_state_dict(state)
     if hasattr(value, "__iter__"):
         value.state_dict()

@@ -1,17 +1,82 @@
-"""Finds the optimizer inside wrappers that have no state of their own, such as accelerate's ``AcceleratedOptimizer``.
+"""Looks through wrappers that have no state of their own: of optimizers, as accelerate's ``AcceleratedOptimizer``, and of modules, as
+``torch.compile``'s.
 
-A wrapper decides when an optimizer makes a step (gradient accumulation, a gradient scaler); only the wrapped optimizer
-determines what a step does.
+A wrapper decides when an optimizer makes a step (gradient accumulation, a gradient scaler), or how a module is called; only what is inside
+determines the state.
 """
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-__all__ = ["scheduler_in", "unwrapped"]
+__all__ = ["named_buffers", "named_parameters", "own_names", "plain_names", "scheduler_in", "unwrapped"]
 
 _DEEPEST = 8
+_INSIDE = {  # the child that a wrapper's class puts into the names of parameters
+    "OptimizedModule": "_orig_mod",
+    "DistributedDataParallel": "module",
+    "DataParallel": "module",
+    "CheckpointWrapper": "_checkpoint_wrapped_module",
+    "_FabricModule": "_original_module",
+}
+
+
+@contextmanager
+def plain_names(module: nn.Module) -> Iterator[nn.Module]:
+    """Inside the block, parts of a module have the names that they have without wrappers such as ``torch.compile``'s or DDP's.
+
+    A training may be compiled at one start and not at the next: names in checkpoints are these. What is no such wrapper and has a child
+    that is called ``module`` keeps its name.
+
+    Args:
+        module: that is not called inside the block; its wrappers are taken out of it, and put back afterwards.
+
+    Returns:
+        The module, or what is inside if it is a wrapper itself.
+    """
+    with ExitStack() as stack:
+        for parent in module.modules():
+            for name, child in parent._modules.items():
+                inner = child if child is None else _inside(child)
+                if inner is not child:
+                    stack.callback(parent._modules.__setitem__, name, child)
+                    parent._modules[name] = inner
+        yield _inside(module)
+
+
+def named_parameters(module: nn.Module, *, remove_duplicate: bool = True) -> list[tuple[str, nn.Parameter]]:
+    """As the module's own method, with `plain_names`."""
+    with plain_names(module) as inner:
+        return list(inner.named_parameters(remove_duplicate=remove_duplicate))
+
+
+def named_buffers(module: nn.Module, *, remove_duplicate: bool = True) -> list[tuple[str, torch.Tensor]]:
+    """As the module's own method, with `plain_names`."""
+    with plain_names(module) as inner:
+        return list(inner.named_buffers(remove_duplicate=remove_duplicate))
+
+
+def own_names(module: nn.Module) -> dict[str, str]:
+    """The module's own names of entries of its ``state_dict()``, by those that they have with `plain_names`, where these are others."""
+    if all(_inside(part) is part for part in module.modules()):
+        return {}
+    with plain_names(module) as inner:
+        plain = list(inner.state_dict())
+    names = zip(plain, module.state_dict(), strict=True)
+    return {name: own for name, own in names if own != name}
+
+
+def _inside(module: nn.Module) -> nn.Module:
+    for kind in type(module).__mro__:
+        inner = module._modules.get(_INSIDE.get(kind.__name__, ""))
+        if inner is not None and not module._parameters and not module._buffers:
+            return _inside(inner)
+    return module
 
 
 def unwrapped(optimizer: Any) -> Any:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from shrinkpoint.state.wrappers import plain_names
+
 __all__ = ["LiveTensors"]
 
 _DICTS = dict, OrderedDict
@@ -38,7 +40,8 @@ class LiveTensors:
             if self._is_unchanged():
                 return self._found
             self.forget()
-        state = self._model.state_dict(keep_vars=True)
+        with plain_names(self._model) as inner:
+            state = inner.state_dict(keep_vars=True)
         found = {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
         self._is_plain = self._is_plain and all(map(_is_plain, self._model.modules()))
         if self._is_plain:

@@ -18,6 +18,7 @@ from shrinkpoint.state.digest import tensor_digest
 from shrinkpoint.state.rng import capture_rng, restore_rng
 from shrinkpoint.state.stateful import load_stateful, state_of
 from shrinkpoint.state.training import TrainingState
+from shrinkpoint.state.wrappers import named_buffers, named_parameters, plain_names
 from shrinkpoint.steps.hyperparameters import frozen_groups, parameters_of, set_groups
 from shrinkpoint.steps.recorder import KEPT, ZERO, Recorder
 from shrinkpoint.steps.segment import Kind
@@ -88,8 +89,8 @@ class Remainder:
     def _others(self) -> dict[str, torch.Tensor]:
         """Buffers, and parameters without an optimizer."""
         trained = {id(p) for one in self._optimizers for p in parameters_of(one)}
-        parameters = {name: p.detach() for name, p in self._model.named_parameters() if id(p) not in trained}
-        return parameters | {name: b for name, b in self._model.named_buffers() if b is not None}
+        parameters = {name: p.detach() for name, p in named_parameters(self._model) if id(p) not in trained}
+        return parameters | dict(named_buffers(self._model))
 
     def made(self) -> dict[str, torch.Tensor]:
         """Large tensors that ``after_step`` updates, by name: a replay must reproduce them too."""
@@ -160,7 +161,7 @@ class Remainder:
         return TrainingState.capture(
             {
                 "model": {name: t for name, t in self._others().items() if t.nbytes <= limit},
-                "extra": {k: v for k, v in self._model.state_dict().items() if k.endswith(_EXTRA)},
+                "extra": {k: v for k, v in state_of(self._model).items() if k.endswith(_EXTRA)},
                 "stateful": states,
                 "rng": capture_rng(),
                 "groups": [frozen_groups(one) for one in self._optimizers],
@@ -194,7 +195,8 @@ class Remainder:
         """
         self.load_buffers(remainder)
         if remainder["extra"]:
-            self._model.load_state_dict(remainder["extra"], strict=False)
+            with plain_names(self._model) as inner:
+                inner.load_state_dict(remainder["extra"], strict=False)
         for optimizer, groups in zip(self._optimizers, remainder["groups"], strict=True):
             set_groups(optimizer, groups)
         for optimizer, fates in zip(self._optimizers, remainder["gradients"], strict=True):

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from shrinkpoint.schemes.inshrinkerator.sensitivity import GradientEMA
+from shrinkpoint.state.wrappers import named_parameters
 
 __all__ = ["GradientCollector"]
 
@@ -40,7 +41,7 @@ class GradientCollector:
             optimizers
         ):
             return
-        found = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+        found = {name: p.grad for name, p in named_parameters(module) if p.grad is not None}
         # The mark of a DTensor, whose class is missing where torch was built without distributed.
         if not any(hasattr(gradient, "device_mesh") for gradient in found.values()):
             self._average.update(

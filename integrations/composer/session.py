@@ -326,7 +326,7 @@ class Session:
     def _adoption(self, state: State) -> Adoption:
         def live() -> dict[str, Any]:
             followed = followed_state(state)["state"]
-            return {"state": {**followed, "optimizers": state.state_dict()["optimizers"]}}
+            return {"state": {**followed, "optimizers": stored_state(state, [], [])["state"]["optimizers"]}}
 
         return Adoption(live=live, settings={"save_interval": str(self.settings.interval)})
 

@@ -27,6 +27,7 @@ from shrinkpoint.saving.takeover import Adoption
 from shrinkpoint.sharded.capture import captured
 from shrinkpoint.sharded.targets import require_model, reshard, target_for
 from shrinkpoint.state.training import TensorSpec, plain
+from shrinkpoint.state.wrappers import named_parameters
 
 __all__ = ["ShardedSession", "session_for"]
 
@@ -100,7 +101,7 @@ class ShardedSession(Session):
         )
         parameters = {
             names.get(name, name): parameter
-            for name, parameter in module.named_parameters(remove_duplicate=False)
+            for name, parameter in named_parameters(module, remove_duplicate=False)
         }
         return {name: target_for(spec, live.get(name), parameters) for name, spec in specs.items()}
 

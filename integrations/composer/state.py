@@ -3,6 +3,7 @@
 import inspect
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,11 +16,13 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from shrinkpoint.errors import StateMismatchError
 from shrinkpoint.integrations.common.ranks import on_first, rank, world_size
 from shrinkpoint.loop.gradient_buckets import Buckets
+from shrinkpoint.saving.fitting import fitted
 from shrinkpoint.saving.resume import require_same_groups, require_same_model
 from shrinkpoint.state.averages import AverageFinder
 from shrinkpoint.state.roles import model_tags, state_tag
 from shrinkpoint.state.training import Describe, Tag
 from shrinkpoint.state.tree import Path
+from shrinkpoint.state.wrappers import named_buffers, named_parameters, plain_names
 
 __all__ = [
     "OUTLINE",
@@ -47,7 +50,7 @@ OUTLINE = ("format", "version", "state", _LIGHTNING)
 """The entries of a stored state that `require_own_run` needs."""
 
 # Parts of parameters' names that wrappers add, and that torch's own state dicts leave out.
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "_orig_mod.")
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 
 def trained_module(state: State) -> nn.Module:
@@ -57,8 +60,8 @@ def trained_module(state: State) -> nn.Module:
 
 
 def parameter_names(module: nn.Module) -> dict[str, str]:
-    """The name in a checkpoint of each of the module's own names for parameters and buffers."""
-    own = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
+    """The name in a checkpoint of each of the module's own names, with `plain_names`, for parameters and buffers."""
+    own = [name for name, _ in (*named_parameters(module), *named_buffers(module))]
     return {name: _without_wrappers(name) for name in own}
 
 
@@ -81,7 +84,8 @@ def model_state(state: State) -> dict[str, Any]:
     """
     if shards_model(state):  # Composer would copy them to the host
         return dict(get_model_state_dict(state.model))
-    return dict(state.get_model_state_dict())
+    with _plainly_named(state):
+        return dict(state.get_model_state_dict())
 
 
 # ---- saving
@@ -100,7 +104,8 @@ def stored_state(
         buckets: in which gradients are summed.
         hooks: the states of all processes' communication hooks.
     """
-    stored = state.state_dict()
+    with _plainly_named(state):
+        stored = state.state_dict()
     _begin_next_epoch(stored, state)
     more = {"hooks": list(hooks)} if hooks else {}
     return {
@@ -149,7 +154,12 @@ def followed_state(state: State) -> dict[str, Any]:
         (type(each).__qualname__, each.state_dict() if isinstance(each, EMA) else {})
         for each in state.algorithms
     ]
-    return {"state": {"model": state.get_model_state_dict(), "algorithms": algorithms}}
+    return {"state": {"model": model_state(state), "algorithms": algorithms}}
+
+
+def _plainly_named(state: State) -> AbstractContextManager[object]:
+    """Inside the block names are those without wrappers; with FSDP, Composer itself sees to that."""
+    return nullcontext() if state.fsdp_enabled else plain_names(state.model)
 
 
 def _begin_next_epoch(stored: dict[str, Any], state: State) -> None:
@@ -167,7 +177,7 @@ def describe_state(state: State) -> Describe:
     own = {name: _renamed(tag) for name, tag in model_tags(module).items()}
     averages = AverageFinder(module, own)
     tags = {_without_wrappers(name): tag for name, tag in own.items()}
-    parameters = {_without_wrappers(name): value for name, value in module.named_parameters()}
+    parameters = {_without_wrappers(name): value for name, value in named_parameters(module)}
     optimizers = {type(optimizer).__qualname__: optimizer for optimizer in state.optimizers}
 
     def describe(path: Path, tensor: torch.Tensor) -> Tag:
@@ -234,7 +244,10 @@ def require_own_run(stored: Any, live: Mapping[str, Any], state: State, url: str
         )
     there = stored["state"]
     if not _missing_algorithms(there, state):
-        require_same_model(_shapes(there["model"]), _shapes(live), url)
+        if state.fsdp_enabled:
+            require_same_model(_shapes(there["model"]), _shapes(live), url)
+        else:
+            fitted(there["model"], trained_module(state), url)
 
 
 def require_same_optimizers(stored: Mapping[str, Any], state: State, url: str) -> None:
@@ -293,10 +306,11 @@ def load_state(
     values = stored["state"]
     if not optimizers:  # torch refuses to load the groups alone: they start as built
         values = {name: value for name, value in values.items() if name != "optimizers"}
-    state.load_state_dict(values, logger)
+    with _plainly_named(state):
+        state.load_state_dict(values, logger)
     state.run_name = run_name  # as in Composer: a continued run may have another name
     if missing:
-        live = state.get_model_state_dict()  # with FSDP the first rank alone gets it
+        live = model_state(state)  # with FSDP the first rank alone gets it
         on_first(lambda: require_same_model(_shapes(stored["state"]["model"]), _shapes(live), url))
 
 

@@ -9,7 +9,7 @@ from composer.loggers import Logger
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.integrations.common.run_session import RunSession
 from shrinkpoint.integrations.common.step_log import SessionLog
-from shrinkpoint.integrations.composer.state import load_state, trained_module
+from shrinkpoint.integrations.composer.state import load_state, stored_state, trained_module
 
 __all__ = ["replayed", "rest_of", "start_log"]
 
@@ -56,7 +56,7 @@ def replayed(
     base, model = int(state.timestamp.batch), trained_module(state)
     rest = log.recover(base, model, state.optimizers, lambda: load_state(stored, state, logger, url))
     if rest is not None:
-        now = state.state_dict()
+        now = stored_state(state, [], [])["state"]
         kept = {key: now[key] for key in _NOT_IN_THE_REST}
         stored = {**rest, "state": {**rest["state"], **kept}}
         load_state(stored, state, logger, url)

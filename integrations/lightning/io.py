@@ -12,16 +12,21 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from shrinkpoint.errors import CannotRepresentError, ConfigError, NoCheckpointError
+from shrinkpoint.integrations.lightning.state import with_own_names
 from shrinkpoint.loading import load_state
 from shrinkpoint.saver import Saver
 from shrinkpoint.saving.address import Address
 from shrinkpoint.state.stateful import without_functions
 from shrinkpoint.state.tree import encode_tree
+from shrinkpoint.state.wrappers import own_names
 from shrinkpoint.store.connect import StorageOptions
 
-__all__ = ["RunCheckpointIO", "load_checkpoint", "open_as_ckpt", "require_supported", "storable"]
+__all__ = ["NAMES_KEY", "RunCheckpointIO", "load_checkpoint", "open_as_ckpt", "require_supported", "storable"]
 
 Check = Callable[[dict[str, Any]], None]
+
+NAMES_KEY = "shrinkpoint_names"
+"""The entry of a checkpoint with the names that the trained module had for its weights, where they were others."""
 
 _SHARDED = {"DeepSpeedStrategy", "FSDPStrategy"}
 
@@ -60,8 +65,8 @@ class Captured:
 class RunCheckpointIO(CheckpointIO):
     """Handles the paths of shrinkpoint runs and delegates all others to the previous plugin."""
 
-    def __init__(self, base: CheckpointIO) -> None:
-        self.base = base
+    def __init__(self, base: CheckpointIO, strategy: Strategy) -> None:
+        self.base, self._strategy = base, strategy
         self._runs: dict[str, _Run] = {}
         self._captured: Captured | None = None
 
@@ -70,7 +75,7 @@ class RunCheckpointIO(CheckpointIO):
         """Put one in front of the strategy's plugin, or return the one that is there already."""
         current = strategy.checkpoint_io
         if not isinstance(current, cls):
-            current = cls(current)
+            current = cls(current, strategy)
             strategy.checkpoint_io = current
         return current
 
@@ -128,6 +133,8 @@ class RunCheckpointIO(CheckpointIO):
         else:
             checkpoint = load_checkpoint(address, run.saver(), adopt=run.adopts())
             run.check(checkpoint)
+        if self._strategy.lightning_module is not None:
+            checkpoint = with_own_names(checkpoint, own_names(self._strategy.lightning_module))
         return (
             checkpoint
             if map_location is None
@@ -179,7 +186,8 @@ def open_as_ckpt(
         StoreError: it could not be read.
     """
     parsed = Address.parse(address) or Address(url=address)
-    return _to_ckpt(load_state(str(parsed), without=without, storage_options=storage_options))
+    checkpoint = load_state(str(parsed), without=without, storage_options=storage_options)
+    return _to_ckpt(with_own_names(checkpoint, checkpoint.get(NAMES_KEY, {})))
 
 
 def _to_ckpt(checkpoint: dict[str, Any]) -> BytesIO:

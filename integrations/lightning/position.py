@@ -21,6 +21,7 @@ from shrinkpoint.integrations.lightning.loaders import DataPlace, missing_intern
 from shrinkpoint.loop.gradient_buckets import bucket_order, restore_buckets
 from shrinkpoint.sharded.boxes import is_sharded
 from shrinkpoint.state.rng import capture_rng, restore_rng
+from shrinkpoint.state.wrappers import named_parameters
 
 __all__ = ["OWN_KEYS", "OWN_MARK", "POSITION_KEY", "Position"]
 
@@ -165,8 +166,9 @@ class Position:
             _step_plateau_schedulers(trainer, module)
         restore_buckets(trainer.strategy.model, loaded["buckets"])
         restore_hook_states(trainer.strategy.model, loaded.get("hooks", []))
+        parameters = dict(named_parameters(module))
         for name, gradient in loaded["gradients"].items():
-            parameter = module.get_parameter(name)
+            parameter = parameters[name]
             parameter.grad = gradient.to(parameter.device)
         restore_rng(mine["rng"])
 
@@ -200,7 +202,7 @@ def _gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
         own = gradient.detach()
         return own if is_sharded(own) else trainer.strategy.reduce(own.clone(), reduce_op="mean")
 
-    named = trainer.lightning_module.named_parameters()
+    named = named_parameters(trainer.lightning_module)
     return {name: of_all(parameter.grad) for name, parameter in named if parameter.grad is not None}
 
 

@@ -19,6 +19,7 @@ from shrinkpoint.errors import ConfigError
 from shrinkpoint.integrations.common.probe import (
     MORE_BATCHES,
     KeptBatches,
+    metrics_preserved,
     number_of,
     to_host,
 )
@@ -75,7 +76,7 @@ class LossProbe:
         measure = self.measurement(trainer, module)
 
         def evaluate(weights: Mapping[str, torch.Tensor]) -> tuple[float, ...]:
-            with swapped_weights(module, without_averages(weights), trainer):
+            with metrics_preserved(module), swapped_weights(module, without_averages(weights)):
                 return measure()
 
         return evaluate
@@ -90,7 +91,7 @@ class LossProbe:
         measure = self.measurement(trainer, module, self.kept.agreed())
 
         def evaluate(weights: Mapping[str, torch.Tensor]) -> tuple[float, ...]:
-            with swapped_shards(module, without_averages(weights), trainer):
+            with metrics_preserved(module), swapped_shards(module, without_averages(weights)):
                 return measure()
 
         return evaluate

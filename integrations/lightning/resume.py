@@ -11,7 +11,8 @@ from shrinkpoint.errors import ConfigError, StateMismatchError
 from shrinkpoint.integrations.common.ranks import on_first
 from shrinkpoint.integrations.common.run_session import RunSession
 from shrinkpoint.saving.address import Address
-from shrinkpoint.saving.resume import require_same_model, require_same_ties, resized_buffers
+from shrinkpoint.saving.fitting import fitted
+from shrinkpoint.saving.resume import require_same_ties
 from shrinkpoint.store.manifest import Manifest
 
 __all__ = ["continue_run", "is_tuning", "require_module"]
@@ -97,8 +98,10 @@ def _require_own_runs(runs: Iterable[RunSession], module: LightningModule) -> No
             require_module(stored, module, run.settings.url)
 
 
-def require_module(checkpoint: dict[str, Any], module: LightningModule, url: str) -> str | None:
-    """Refuse a checkpoint of another model, unless the module translates what it loads.
+def require_module(
+    checkpoint: dict[str, Any], module: LightningModule, url: str, *, warns: bool = False
+) -> str | None:
+    """Refuse a checkpoint of another model, unless the module translates what it loads; of others the weights become what `fitted` gives.
 
     Returns:
         A warning, where tied parameters are given to separate ones; else None.
@@ -113,13 +116,6 @@ def require_module(checkpoint: dict[str, Any], module: LightningModule, url: str
         )
     if is_overridden("on_load_checkpoint", module) or not module.strict_loading:
         return None
-    stored = {
-        name: tuple(value.shape)
-        for name, value in checkpoint["state_dict"].items()
-        if hasattr(value, "shape")
-    }
-    live = {
-        name: tuple(value.shape) for name, value in module.state_dict().items() if hasattr(value, "shape")
-    }
-    require_same_model(stored, live | resized_buffers(module, checkpoint["state_dict"]), url)
-    return require_same_ties(checkpoint["state_dict"], module, url)
+    stored = checkpoint["state_dict"]
+    checkpoint["state_dict"] = fitted(stored, module, url, warns=warns)
+    return require_same_ties(stored, module, url)

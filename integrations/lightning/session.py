@@ -12,7 +12,7 @@ from shrinkpoint.integrations.common.gradients import GradientCollector
 from shrinkpoint.integrations.common.ranks import Outcome, broadcast, is_first, world_size
 from shrinkpoint.integrations.common.run_session import RunSession
 from shrinkpoint.integrations.common.triggers import Trigger
-from shrinkpoint.integrations.lightning.io import RunCheckpointIO, require_supported, storable
+from shrinkpoint.integrations.lightning.io import NAMES_KEY, RunCheckpointIO, require_supported, storable
 from shrinkpoint.integrations.lightning.moments import ends_epoch, ends_training, validation_follows
 from shrinkpoint.integrations.lightning.position import POSITION_KEY, Position
 from shrinkpoint.integrations.lightning.probe import LossProbe
@@ -20,7 +20,7 @@ from shrinkpoint.integrations.lightning.probe_steps import StepProbe
 from shrinkpoint.integrations.lightning.reports import finite_metrics, log_reports
 from shrinkpoint.integrations.lightning.resume import continue_run, is_tuning, require_module
 from shrinkpoint.integrations.lightning.settings import Settings
-from shrinkpoint.integrations.lightning.state import describe_checkpoint, followed_state
+from shrinkpoint.integrations.lightning.state import describe_checkpoint, followed_state, plainly_named
 from shrinkpoint.integrations.lightning.step_log import capture_rest, replay, rest_of
 from shrinkpoint.loop.identity import (
     Identities,
@@ -36,6 +36,7 @@ from shrinkpoint.saving.address import Address
 from shrinkpoint.saving.resume import overridden_options, require_optimizers
 from shrinkpoint.saving.takeover import Adoption
 from shrinkpoint.state.stateful import put_back_dtypes
+from shrinkpoint.state.wrappers import own_names
 from shrinkpoint.warn import warn
 
 __all__ = ["Session"]
@@ -207,8 +208,9 @@ class Session:
 
     def _require_model(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
-            untied = require_module(checkpoint, trainer.lightning_module, self.settings.run.url)
-            if untied is not None and trainer.is_global_zero:
+            first, url = trainer.is_global_zero, self.settings.run.url
+            untied = require_module(checkpoint, trainer.lightning_module, url, warns=first)
+            if untied is not None and first:
                 warn(untied)
 
     def _require_torch_distributed(self, trainer: Trainer) -> None:
@@ -378,8 +380,11 @@ class Session:
         self._planned = planned
         if not self.run.wants(last=last):
             return
-        with RunCheckpointIO.install(trainer.strategy).capturing() as captured:
+        io = RunCheckpointIO.install(trainer.strategy)
+        with io.capturing() as captured, plainly_named(trainer, module):
             trainer.save_checkpoint(captured.path, weights_only=False)
+        if is_first() and (names := own_names(module)):
+            captured.checkpoint()[NAMES_KEY] = names
 
         step = trainer.global_step
         rest = rest_of(storable(captured.checkpoint())) if is_first() and self.run.log.is_wanted else {}

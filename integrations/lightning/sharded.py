@@ -20,7 +20,7 @@ from shrinkpoint.integrations.lightning.reports import finite_metrics, log_repor
 from shrinkpoint.integrations.lightning.session import Session
 from shrinkpoint.integrations.lightning.settings import Settings
 from shrinkpoint.integrations.lightning.sharded_io import RunReader, capturing_shards, shards_model
-from shrinkpoint.integrations.lightning.state import describe_checkpoint
+from shrinkpoint.integrations.lightning.state import describe_checkpoint, plainly_named
 from shrinkpoint.runtime.termination import TerminationRequest
 from shrinkpoint.saving.address import Address
 from shrinkpoint.sharded.restoring import RANKS_KEY
@@ -28,6 +28,7 @@ from shrinkpoint.sharded.saver import ShardedSaver
 from shrinkpoint.sharded.targets import Targets
 from shrinkpoint.state.stateful import load_optimizer
 from shrinkpoint.state.training import TensorSpec
+from shrinkpoint.state.wrappers import named_parameters, plain_names
 
 __all__ = ["ShardedSession", "session_for"]
 
@@ -121,14 +122,15 @@ class ShardedSession(Session):
             for optimizer, stored in zip(trainer.optimizers, optimizers, strict=True):
                 load_optimizer(optimizer, stored, same_dtypes=True)
         # its tensors are filled already; this is for what else modules store
-        trainer.lightning_module.load_state_dict(weights, strict=trainer.lightning_module.strict_loading)
+        with plain_names(trainer.lightning_module) as module:
+            module.load_state_dict(weights, strict=trainer.lightning_module.strict_loading)
 
     def _targets(self, specs: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
         assert self._found is not None
         start = f"{POSITION_KEY}/{_GRADIENTS}/"
         gradients = {
             name: torch.zeros_like(parameter.detach())
-            for name, parameter in self._module.named_parameters()
+            for name, parameter in named_parameters(self._module)
             if f"{start}{name}" in specs
         }
         return self._found.find(specs, {POSITION_KEY: {_GRADIENTS: gradients}})
@@ -158,7 +160,7 @@ class ShardedSession(Session):
     ) -> None:
         self._trigger.saved()
         self._planned = planned
-        with capturing_shards(trainer) as captured:
+        with capturing_shards(trainer) as captured, plainly_named(trainer, module):
             trainer.save_checkpoint(captured.path, weights_only=False)
         checkpoint = storable(captured.checkpoint())
         self._own = {POSITION_KEY: {key: checkpoint[POSITION_KEY][key] for key in OWN_KEYS}}

@@ -18,16 +18,15 @@ from shrinkpoint.loop.identity import (
     rounded_weights,
     scheduler_classes,
 )
+from shrinkpoint.saving.fitting import fitted
 from shrinkpoint.saving.resume import (
     overridden_options,
     require_optimizers,
-    require_same_model,
     require_same_ties,
-    resized_buffers,
 )
 from shrinkpoint.state.roles import describe_training
 from shrinkpoint.state.stateful import load_optimizer as put_optimizer_back
-from shrinkpoint.state.stateful import state_of
+from shrinkpoint.state.stateful import load_stateful, state_of
 from shrinkpoint.state.training import Describe
 from shrinkpoint.warn import warn
 
@@ -88,7 +87,7 @@ def stored_state(
     return {
         "format": FORMAT,
         "version": _VERSION,
-        "model": trainer.model.state_dict(),
+        "model": state_of(trainer.model),
         "optimizers": [optimizer.state_dict() for optimizer in optimizers_of(trainer)],
         "identities": known.of(trainer.model, optimizers_of(trainer)),
         "scheduler": None if scheduler is None else state_of(scheduler),
@@ -111,7 +110,7 @@ def arguments(args: Any) -> dict[str, Any]:
 
 def followed_state(trainer: Any) -> dict[str, Any]:
     """The part of a `stored_state` with weights."""
-    return {"model": trainer.model.state_dict()}
+    return {"model": state_of(trainer.model)}
 
 
 def describe_state(trainer: Any) -> Describe:
@@ -187,8 +186,7 @@ def require_own_run(stored: Any, model: nn.Module, url: str) -> None:
             f"{url} was written by a newer shrinkpoint (its state is of version {stored['version']}, and this one reads"
             f" {_VERSION}): upgrade shrinkpoint"
         )
-    here = _shapes(model.state_dict()) | resized_buffers(model, stored["model"])
-    require_same_model(_shapes(stored["model"]), here, url)
+    fitted(stored["model"], model, url)
 
 
 def load_model(stored: Mapping[str, Any], model: nn.Module) -> None:
@@ -200,7 +198,7 @@ def load_model(stored: Mapping[str, Any], model: nn.Module) -> None:
     untied = require_same_ties(stored["model"], model, "the run")
     if untied is not None:
         warn(untied)
-    model.load_state_dict(stored["model"])
+    load_stateful(model, fitted(stored["model"], model, "the run", warns=True))
 
 
 def load_optimizer(stored: Mapping[str, Any], trainer: Any, url: str) -> None:
@@ -221,7 +219,7 @@ def load_optimizer(stored: Mapping[str, Any], trainer: Any, url: str) -> None:
     for message in (other_class, other_scheduler, overridden):
         if message is not None:
             warn(message)
-    same_dtypes = rounded_weights(stored["model"], trainer.model.state_dict()) is None
+    same_dtypes = rounded_weights(stored["model"], state_of(trainer.model)) is None
     for optimizer, state in zip(live, there, strict=True):
         put_optimizer_back(optimizer, state, same_dtypes=same_dtypes)
     if trainer.lr_scheduler is not None and stored["scheduler"] is not None:
@@ -255,7 +253,3 @@ def trainer_state(stored: Mapping[str, Any]) -> dict[str, Any]:
     """The trainer's state, as it reads it from a file of JSON."""
     state: dict[str, Any] = dict(stored["trainer"])
     return state
-
-
-def _shapes(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(value.shape) for name, value in tensors.items() if torch.is_tensor(value)}

@@ -18,8 +18,8 @@ def build(**given: Any) -> RunSettings:
 @pytest.mark.parametrize(
     ("given", "saver"),
     [
-        ({}, SaverConfig(keep_last=3)),
-        ({"save_top_k": -1}, SaverConfig()),
+        ({}, SaverConfig()),
+        ({"save_top_k": -1}, SaverConfig(save_top_k=-1)),
         ({"keep_last": 5, "scheme": "lossless"}, SaverConfig(keep_last=5, scheme="lossless")),
         (
             {"monitor": "loss", "mode": "max", "save_top_k": 2},
