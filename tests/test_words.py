@@ -34,7 +34,7 @@ OLD = {
 }
 """Each with what to write instead."""
 
-_WORD = re.compile(r"(?<![A-Za-z])(" + "|".join(OLD) + r")(?![A-Za-z]|[-_ ]out\b)")
+_WORD = re.compile(r"(?<![A-Za-z.])(" + "|".join(OLD) + r")(?![A-Za-z]|[-_ ]out\b)")
 _HELD_OUT = re.compile(r"[Hh]eld[-_ ]out|HELD[-_ ]OUT")
 _NAMES = frozenset(name for name in OLD if "_" in name or name[0].isupper())
 

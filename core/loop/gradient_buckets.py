@@ -8,7 +8,7 @@ zero gradient for each parameter, in the stored order. No model is called, and n
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -67,9 +67,7 @@ def restore_buckets(model: Any, buckets: Buckets) -> None:
         return
     reason = _obstacle(model, buckets)
     if reason is None:
-        with ExitStack() as stack:
-            for _, state in model._comm_hooks:
-                stack.enter_context(_preserved_state(state))
+        with preserved_state(*[state for _, state in model._comm_hooks]):
             _backward_of_zeros(model, [number for bucket in buckets for number in bucket])
         # The order of the buckets does not affect the sums, and depends on a hash table where there are several dtypes.
         if sorted(_rebuilt(model)) != sorted(buckets):
@@ -137,24 +135,6 @@ def _backward_of_zeros(model: Any, order: Sequence[int]) -> None:
 def _zeros(parameter: torch.Tensor, *, sparse: bool) -> torch.Tensor:
     zeros = torch.zeros_like(parameter, memory_format=torch.preserve_format)
     return zeros.to_sparse(1) if sparse else zeros
-
-
-@contextmanager
-def _preserved_state(state: object) -> Iterator[None]:
-    """Put a communication hook's state back afterwards; torch's own have slots."""
-    slots = [
-        name
-        for kind in type(state).__mro__
-        for name in getattr(kind, "__slots__", ())
-        if hasattr(state, name)
-    ]
-    values = {name: getattr(state, name) for name in slots}
-    try:
-        with preserved_state(getattr(state, "__dict__", {}), values):
-            yield
-    finally:
-        for name, value in values.items():
-            setattr(state, name, value)
 
 
 @contextmanager

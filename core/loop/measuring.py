@@ -13,6 +13,7 @@ from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.loop.objects import LoopObjects
 from shrinkpoint.quality.evaluation import Evaluate, Loss, ResumedSteps, losses_of
+from shrinkpoint.quality.preserve import TraceError
 from shrinkpoint.quality.resumed_steps import ResumedRun, UntilFailure
 from shrinkpoint.quality.swap import swapped_tensors, swapped_weights
 from shrinkpoint.state.averages import averages_in, live_tensors, without_averages
@@ -62,7 +63,7 @@ class LoopMeasurements:
             ):
                 return losses_of(self._loss())
         except Exception as error:
-            if not self._warned:
+            if not self._warned and not isinstance(error, TraceError):
                 self._warned = True
                 warn(
                     "the quality of checkpoints cannot be measured, so they are stored exactly: evaluate() raised"
@@ -90,6 +91,7 @@ class LoopMeasurements:
             clip=self._clip,
             scale=self._scale(),
             settle=objects.settle,
+            around=[[*objects.stateful.values()]],
         )
         describe = objects.describe()
 

@@ -240,7 +240,7 @@ class LoopObjects:
 
     def swapped(self, weights: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
         """Inside the block the model has other weights; arguments as of `swapped_weights`."""
-        return swapped_weights(self.model, weights)
+        return swapped_weights(self.model, weights, [*self.stateful.values()])
 
     def captured(self, state: object, describe: Describe = plain) -> TrainingState:
         """A part of `state` as tensors by name."""

@@ -125,7 +125,7 @@ class ShardedObjects(LoopObjects):
 
     def swapped(self, weights: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
         """See `LoopObjects.swapped`; the weights are this rank's shards, and what is inside the block is a collective."""
-        return swapped_shards(self.model, weights)
+        return swapped_shards(self.model, weights, [*self.stateful.values()])
 
     def captured(self, state: object, describe: Describe = plain) -> TrainingState:
         """See `LoopObjects.captured`."""

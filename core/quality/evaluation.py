@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from shrinkpoint.errors import ConfigError, ShrinkpointError
+from shrinkpoint.quality.preserve import TraceError
 
 __all__ = [
     "Evaluate",
@@ -94,6 +95,7 @@ class EvaluationDesk:
         self._answer: _Answer | BaseException | None = None
         self._open = True
         self._closed = "training has ended"
+        self._trace: TraceError | None = None  # of an evaluation, which is not made again
         self.seconds = 0.0
         """Time that serving has taken from training so far."""
 
@@ -110,8 +112,14 @@ class EvaluationDesk:
         def answer(evaluate: Evaluate | None, resumed: ResumedSteps | None) -> _Answer:
             if evaluate is None:
                 raise EvaluationUnavailableError("no evaluation")
-            return [losses_of(evaluate(weights))]
+            try:
+                return [losses_of(evaluate(weights))]
+            except TraceError as error:
+                self._trace = error
+                raise
 
+        if self._trace is not None:
+            raise EvaluationUnavailableError(str(self._trace)) from self._trace
         return self._ask(_Request(answer))[0]
 
     def resume(self, state: object, marks: Sequence[int]) -> _Answer:

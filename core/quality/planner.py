@@ -10,6 +10,7 @@ from shrinkpoint.errors import ConfigError
 from shrinkpoint.quality.comparison import BlindEvaluationError, Comparison
 from shrinkpoint.quality.evaluation import EvaluationUnavailableError, ResumedSteps
 from shrinkpoint.quality.measurement import CONFIDENCE, EXACT, Rise
+from shrinkpoint.quality.preserve import TraceError
 from shrinkpoint.quality.probe import Probe, stricter
 from shrinkpoint.quality.recovery import RecoveryEstimate
 from shrinkpoint.quality.restore_budget import (
@@ -154,6 +155,13 @@ class Planner:
             comparison = Comparison(candidates, share=share, floor=floor)
             plan = self._measured(self._strategy, save_context, snapshot, comparison, resume)
         except EvaluationUnavailableError as error:
+            if isinstance(error.__cause__, TraceError):
+                self._warn_once(
+                    "trace",
+                    "the quality of checkpoints is not measured any more, and weights are stored with"
+                    f" {self._config.scheme}'s mildest settings, or those given: {error.__cause__}",
+                )
+                return self._guarded(self._strategy, save_context, self._strategy.unmeasured(save_context))
             return exactly(f"the degradation could not be measured ({error})", is_explained=True)
         return replace(plan, baseline=comparison.loss, evaluations=comparison.evaluations)
 

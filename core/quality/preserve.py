@@ -1,30 +1,57 @@
 """Saves and restores everything reachable from models and optimizers, not only their parameters.
 
-A training step may append to a list of the model, count in an attribute, keep a hidden state, draw from a generator of
-its own. So everything that can be reached through built-in containers, modules and optimizers is remembered.
+A validation step may append to a list of the model, count in an attribute, keep a hidden state, draw from a generator of
+its own. So everything that can be reached through attributes and containers is remembered, and put back in place: who
+else refers to a list sees it as before. What cannot be put back, such as a file's position, is watched.
 """
 
+import array
+import gc
+import io
+import itertools
+import operator
 import random
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from types import FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-__all__ = ["is_plain_tensor", "own_part", "preserved_state"]
+from shrinkpoint.errors import ShrinkpointError
 
-# A longer container (such as a data set kept by a model) is assumed to change in its order only, not in its elements.
+__all__ = ["TraceError", "is_plain_tensor", "own_part", "preserved_state"]
+
 _LOOKED_INTO = 100_000
+"""So many elements of containers are looked into, the nearest first; of others, such as a data set's, only their order is put back."""
+_SMALL_BYTES, _MOST_BYTES = 2**20, 2**26
+"""A tensor or an array up to the first size is always copied, larger ones as long as their sum is within the second."""
 _ATTEMPTS = 3
 
 _TENSORS = (torch.Tensor, nn.Parameter)
-_MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
-_COLLECTIONS = (list, set, deque)
+_CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, set, deque, tuple, frozenset)
+_ATOMS = frozenset(
+    {type(None), bool, int, float, complex, str, bytes, range, slice, FunctionType, ModuleType}
+)
+_LEFT_ALONE = (
+    "shrinkpoint torch torchdata lightning pytorch_lightning lightning_fabric composer streaming transformers accelerate datasets"
+    " logging threading _thread weakref multiprocessing concurrent asyncio subprocess queue wandb mlflow tensorboard tqdm rich"
+)
+"""Packages whose objects belong to the training, or to other threads; modules, tensors and generators of any package do not."""
+_OF_C = frozenset({"builtins", "itertools", "collections", "_collections", "_csv"})
+_MISSING = object()
 
-Undo = Callable[[], None]
+Undo = Callable[[], object]
+
+
+class TraceError(ShrinkpointError):
+    """A block has changed what cannot be put back; everything else was."""
 
 
 def is_plain_tensor(tensor: torch.Tensor) -> bool:
@@ -39,43 +66,98 @@ def own_part(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 @contextmanager
-def preserved_state(*roots: object) -> Iterator[None]:
+def preserved_state(
+    *roots: object, around: Sequence[object] = (), restored: Iterable[torch.Tensor] = ()
+) -> Iterator[None]:
     """Run a block, and then put back everything reachable from the roots bit by bit, after an error too.
 
-    Tensors are copied to the host meanwhile, each piece of memory once, and get their values back in place, so that
-    references to them stay valid; of DTensors this process's shards. Gradients are kept by reference, so the block must take its own. An object of any
-    other class is not looked into.
+    Tensors are copied meanwhile, each piece of memory once, and get their values back in place, so that
+    references to them stay valid; of DTensors this process's shards. Gradients are kept by reference, so the block must take its own. Numbers,
+    containers, arrays, generators and other objects' attributes are kept; not what classes, functions and modules of Python refer to.
 
     Args:
-        roots: modules, optimizers and containers.
+        roots: modules, optimizers and containers, whose tensors are copied to the host, however large.
+        around: other objects that the block may change. Of their tensors and arrays, large ones are copied up to a limit, and others watched.
+        restored: tensors whose values the block itself puts back.
+
+    Raises:
+        TraceError: the block has changed something that cannot be put back.
     """
-    memory = _Memory()
-    memory.keep(roots)
+    memory = _Memory(restored)
+    memory.keep(roots, whole=True)
+    memory.keep(around, whole=False)
     try:
         yield
     finally:
         with torch.inference_mode(False), torch.no_grad():
             memory.put_back()
+    if memory.changed:
+        names = " and ".join(dict.fromkeys(map(memory.name, memory.changed)))
+        raise TraceError(
+            f"measuring changes {names}, which cannot be put back. Use it outside of what is measured: in a hook such as"
+            " on_validation_batch_end, or where the model is training and gradients are enabled"
+        )
+
+
+@dataclass(slots=True)
+class _Kind:
+    """What is to be done with the objects of a class: slots are put back, and what has a position is watched.
+
+    Its `base` is the container that it is or is made of, if any.
+    """
+
+    base: Any
+    left_alone: bool
+    has_dict: bool
+    members: list[Any]
+    position: Callable[[Any], object] | None
+
+
+_kinds: weakref.WeakKeyDictionary[type, _Kind] = weakref.WeakKeyDictionary()
 
 
 class _Memory:
-    def __init__(self) -> None:
-        self._undo: list[Undo] = []
+    def __init__(self, restored: Iterable[torch.Tensor]) -> None:
+        self._empty: list[Any] = []
+        self._undo: list[Undo] = [lambda: [value.clear() for value in self._empty if value]]
         self._seen: dict[int, object] = {}  # keeps the objects alive, so that no other gets their id
-        self._storages: set[tuple[torch.device, int]] = set()
+        self._kinds: dict[type, _Kind] = {}
+        self._watched: list[tuple[object, Callable[[Any], object], object]] = []
+        self.changed: list[object] = []
+        self._large: list[tuple[int, Undo, Undo]] = []
+        self._room = _LOOKED_INTO
+        self._restored = {id(tensor) for tensor in restored}
+        parts = [own_part(tensor) for tensor in restored]
+        self._storages = {_place(part) for part in parts if part is not None}
 
-    def keep(self, roots: Iterable[object]) -> None:
-        """Remember all that can be reached."""
-        waiting: list[object] = list(roots)
+    def keep(self, roots: Sequence[object], *, whole: bool) -> None:
+        """Remember all that can be reached; the nearest first, since a data set may be reached, too."""
+        self._whole = whole
+        waiting = deque(roots)
+        for root in roots:
+            waiting.extend(root.modules() if isinstance(root, nn.Module) else ())
+        named = {id(value) for value in waiting}
         while waiting:
-            value = waiting.pop()
-            if id(value) not in self._seen:
+            value = waiting.popleft()
+            kind = type(value)
+            if kind in _ATOMS or id(value) in self._seen:
+                continue
+            plan = self._kinds.get(kind)
+            if plan is None:
+                plan = self._kinds[kind] = _kind_of(kind)
+            is_ours = not plan.left_alone or id(value) in named
+            if is_ours or plan.position is not None:  # others may still be named
                 self._seen[id(value)] = value
-                waiting.extend(self._remember(value))
+            if plan.position is not None:
+                self._watch(value, plan.position)
+            if is_ours:
+                waiting.extend(self._remember(value, kind, plan))
+        self._remember_large()
 
     def put_back(self) -> None:
         """Undo everything, even if one undo fails or is interrupted; the first exception is raised at the end."""
         raised: BaseException | None = None
+        self.changed = [value for value, look, before in self._watched if _looked(look, value) != before]
         for undo in self._undo:
             for _ in range(_ATTEMPTS):  # each can be repeated
                 try:
@@ -89,31 +171,55 @@ class _Memory:
         if raised is not None:
             raise raised
 
-    def _remember(self, value: Any) -> Iterable[object]:
+    def _watch(self, value: object, look: Callable[[Any], object]) -> None:
+        self._watched.append((value, look, _looked(look, value)))
+
+    def _remember(self, value: Any, kind: type, plan: _Kind) -> list[object]:
         """Remember one object.
 
         Returns:
             The objects it refers to, to be remembered next.
         """
-        if isinstance(value, torch.Tensor):
+        found: list[object] = []
+        base = plan.base
+        if base is not None and kind is base and not value:  # most are: modules have many for hooks
+            self._empty.append(value)
+        elif issubclass(kind, torch.Tensor):
             self._remember_tensor(value)
-        elif isinstance(value, (nn.Module, torch.optim.Optimizer)):
-            return (vars(value),)
-        elif type(value) in _MAPPINGS:
-            return self._remember_mapping(value)
-        elif type(value) in _COLLECTIONS:
-            return self._remember_collection(value)
-        elif isinstance(value, tuple):
-            return value
-        elif isinstance(value, np.ndarray):
-            self._undo.append(_array_undo(value))
-        elif (undo := _generator_undo(value)) is not None:
+        elif issubclass(kind, np.ndarray):
+            found = self._remember_array(value, value.view(np.ndarray))
+        elif base in (OrderedDict, dict):
+            found = self._remember_mapping(value, base)
+            found = self._nearest([*found, *base.keys(value)])
+        elif base is not None:
+            items = [*base.__iter__(value)]
+            if base not in (tuple, frozenset):
+                self._undo.append(_collection_undo(value, base, items))
+            found = self._nearest(items)
+        elif (undo := _state_undo(value)) is not None:
             self._undo.append(undo)
-        return ()
+        elif not (plan.has_dict or plan.members) or kind is partial:  # of C, such as an iterator
+            found = [part for part in gc.get_referents(value) if not isinstance(part, type)]
+        if plan.has_dict:
+            own = object.__getattribute__(value, "__dict__")
+            if type(own) is dict and id(own) not in self._seen:
+                self._seen[id(own)] = own
+                found += self._remember_mapping(own, dict)
+        if plan.members:
+            found += self._remember_slots(value, plan.members)
+        return found
+
+    def _nearest(self, items: Iterable[object]) -> list[object]:
+        """Those of a container's elements that are looked into: all, as long as there is room."""
+        found = [item for item in items if type(item) not in _ATOMS]
+        self._room -= len(found)
+        return found if self._room >= 0 else []
 
     def _remember_tensor(self, tensor: torch.Tensor) -> None:
         own = own_part(tensor)
         if own is None:
+            if id(tensor) not in self._restored:
+                self._watch(tensor, lambda value: value._version)
             return
         alias = own.detach()
         gradient = tensor.grad if tensor.is_leaf else None
@@ -126,37 +232,141 @@ class _Memory:
 
         self._undo.append(undo)
         storage = own.untyped_storage()
-        place = (own.device, storage.data_ptr())
-        if storage.nbytes() and place not in self._storages:
-            self._storages.add(place)
-            with torch.inference_mode(False):  # a tensor of that mode could not be written afterwards
-                memory = torch.empty(0, dtype=torch.uint8, device=own.device).set_(storage)
-            copy = memory.to("cpu", copy=True)
-            self._undo.append(lambda: _write(memory, copy))
+        if not storage.nbytes() or _place(own) in self._storages:
+            return
+        self._storages.add(_place(own))
+        with torch.inference_mode(False):  # a tensor of that mode could not be written afterwards
+            memory = torch.empty(0, dtype=torch.uint8, device=own.device).set_(storage)
+        whole = self._whole
 
-    def _remember_mapping(self, value: dict[Any, Any]) -> Iterable[object]:
-        items = list(value.items())
+        def copy() -> None:
+            values = memory.to("cpu", copy=True) if whole else memory.clone()
+            self._undo.append(lambda: _write(memory, values))
+
+        def watch() -> None:
+            self._watch(own, lambda value: (value._version, _digest(memory)))
+
+        self._large.append((0 if whole else storage.nbytes(), copy, watch))
+
+    def _remember_array(self, array: Any, plain: np.ndarray[Any, Any]) -> list[object]:
+        def copy() -> None:
+            values = plain.copy()
+            if plain.flags.writeable:
+                self._undo.append(lambda: np.copyto(plain, values))
+
+        def watch() -> None:
+            if plain.flags.writeable and plain.flags.c_contiguous:
+                self._watch(array, lambda _: _digest(torch.from_numpy(plain.reshape(-1).view(np.uint8))))
+
+        self._large.append((0 if self._whole else plain.nbytes, copy, watch))
+        return self._nearest(plain.ravel().tolist()) if plain.dtype.hasobject else []
+
+    def _remember_large(self) -> None:
+        total = 0
+        for nbytes, copy, watch in sorted(self._large, key=operator.itemgetter(0)):
+            total += nbytes
+            (copy if nbytes <= _SMALL_BYTES or total <= _MOST_BYTES else watch)()
+        self._large.clear()
+
+    def _remember_mapping(self, value: Any, base: Any) -> list[object]:
+        keys, values = [*base.keys(value)], [*base.values(value)]
 
         def undo() -> None:
-            if not _same(
-                (part for item in value.items() for part in item), [part for item in items for part in item]
-            ):
-                value.clear()
-                value.update(items)
+            if _same(base.keys(value), keys) and _same(base.values(value), values):
+                return
+            if not _same(base.keys(value), keys):
+                base.clear(value)
+            for key, item in zip(keys, values, strict=True):
+                base.__setitem__(value, key, item)
 
         self._undo.append(undo)
-        return [item for _, item in items] if len(items) <= _LOOKED_INTO else ()
+        return [item for item in values if type(item) not in _ATOMS]
 
-    def _remember_collection(self, value: Any) -> Iterable[object]:
-        items = list(value)
+    def _remember_slots(self, value: object, members: list[Any]) -> list[object]:
+        before = [_slot(value, member) for member in members]
 
         def undo() -> None:
-            if not _same(value, items):
-                value.clear()
-                (value.update if isinstance(value, set) else value.extend)(items)
+            for member, item in zip(members, before, strict=True):
+                if _slot(value, member) is not item:
+                    member.__delete__(value) if item is _MISSING else member.__set__(value, item)
 
         self._undo.append(undo)
-        return items if len(items) <= _LOOKED_INTO else ()
+        return [item for item in before if type(item) not in _ATOMS]
+
+    def name(self, value: object, depth: int = 3) -> str:
+        """An object by its class, and the attribute that refers to it."""
+        name = f"a {type(value).__name__}"
+        for owner in list(self._seen.values()) if depth else ():
+            if not _kind_of(type(owner)).has_dict:
+                inside = any(part is value for part in gc.get_referents(owner))
+                outer = self.name(owner, depth - 1).partition(", ")[2] if inside else ""
+                name = f"{name}, {outer}" if outer else name
+                continue
+            for key, item in object.__getattribute__(owner, "__dict__").items():
+                if item is value:
+                    return f"{name}, {key!r} of {type(owner).__name__}"
+        return name
+
+
+def _kind_of(kind: type) -> _Kind:
+    if kind not in _kinds:
+        package = str(kind.__module__).partition(".")[0]
+        ours = issubclass(kind, (nn.Module, torch.Tensor, torch.Generator))
+        foreign = issubclass(kind, (type, torch.optim.Optimizer, torch.utils.data.Dataset))
+        left_alone = not ours and (foreign or package in _LEFT_ALONE.split())
+        own = [
+            vars(base) for base in kind.__mro__ if "__slots__" in vars(base)
+        ]  # others are of C, and made anew when read
+        members = [item for part in own for item in part.values() if type(item) is MemberDescriptorType]
+        base = next((base for base in _CONTAINERS if issubclass(kind, base)), None)
+        has_dict = bool(kind.__dictoffset__) and kind is not base
+        position = None if ours else _position_of(kind, left_alone)
+        _kinds[kind] = _Kind(base, left_alone, has_dict, members, position)
+    return _kinds[kind]
+
+
+def _position_of(kind: type, left_alone: bool) -> Callable[[Any], object] | None:
+    if issubclass(kind, (io.BytesIO, io.StringIO)):
+        return None
+    if issubclass(kind, io.IOBase):
+        return lambda file: file.tell()
+    if hasattr(kind, "qsize"):
+        return operator.methodcaller("qsize")
+    if hasattr(kind, "__next__") and (left_alone or kind.__module__ in _OF_C):
+        return _progress
+    return None
+
+
+def _progress(iterator: Any) -> object:
+    """What changes as an iterator goes on: numbers that it keeps, what it refers to, and what is left."""
+    attributes = getattr(iterator, "__dict__", None)
+    parts = gc.get_referents(iterator) if attributes is None else attributes.values()
+    frame = getattr(iterator, "gi_frame", None)
+    return (
+        [repr(part) if type(part) in _ATOMS else id(part) for part in parts],
+        operator.length_hint(iterator, -1),
+        frame.f_lasti if frame is not None else None,
+        repr(iterator),  # a count of itertools shows its number
+        operator.length_hint(iterator.__reduce__()[1][0]) if type(iterator) is itertools.cycle else None,
+    )
+
+
+def _looked(look: Callable[[Any], object], value: object) -> object:
+    try:
+        return look(value)
+    except Exception as error:  # noqa: BLE001 - of a file that is closed
+        return type(error)
+
+
+def _slot(value: object, member: Any) -> object:
+    try:
+        return member.__get__(value)
+    except AttributeError:
+        return _MISSING
+
+
+def _place(tensor: torch.Tensor) -> tuple[torch.device, int]:
+    return tensor.device, tensor.untyped_storage().data_ptr()
 
 
 def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
@@ -167,38 +377,48 @@ def _write(memory: torch.Tensor, copy: torch.Tensor) -> None:
     memory.copy_(copy)
 
 
+def _digest(memory: torch.Tensor) -> int:
+    """The sum of the bytes as 64-bit integers: of gigabytes on a device quickly."""
+    whole = memory[: memory.numel() // 8 * 8].view(torch.int64) if memory.data_ptr() % 8 == 0 else memory
+    return int(whole.sum())
+
+
 def _same(now: Iterable[object], before: list[object]) -> bool:
     """Whether both are the same objects (by identity, not equality) in the same order."""
-    present = list(now)
-    return len(present) == len(before) and all(
-        one is other for one, other in zip(present, before, strict=True)
-    )
+    present = [*now]
+    return len(present) == len(before) and all(map(operator.is_, present, before))
 
 
-def _array_undo(array: np.ndarray[Any, Any]) -> Undo:
-    copy = array.copy()
-
+def _collection_undo(value: Any, base: Any, items: list[object]) -> Undo:
     def undo() -> None:
-        if array.flags.writeable:
-            array[...] = copy
+        if not _same(base.__iter__(value), items):
+            base.clear(value)
+            (base.update if base is set else base.extend)(value, items)
 
     return undo
 
 
-def _generator_undo(value: Any) -> Undo | None:
+def _state_undo(value: Any) -> Undo | None:
+    """How to put back an object that gives its state and takes it; None of others."""
     if isinstance(value, torch.Generator):
         state = value.get_state()
         return lambda: _discard(value.set_state(state))
-    if isinstance(value, random.Random):
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
         words = value.getstate()
         return lambda: value.setstate(words)
     if isinstance(value, np.random.RandomState):
         legacy = value.get_state()
         return lambda: value.set_state(legacy)
-    if isinstance(value, np.random.Generator):
-        bits: Any = value.bit_generator
+    if isinstance(value, (np.random.Generator, np.random.BitGenerator)):
+        bits: Any = getattr(value, "bit_generator", value)
         position = bits.state
         return lambda: setattr(bits, "state", position)
+    if isinstance(value, (io.BytesIO, io.StringIO)) and not value.closed:
+        written: Any = value.__getstate__()
+        return lambda: value.__setstate__(written)  # type: ignore[union-attr]
+    if isinstance(value, (bytearray, array.array)):
+        elements = value[:]
+        return lambda: operator.setitem(value, slice(None), elements)
     return None
 
 

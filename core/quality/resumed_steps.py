@@ -49,6 +49,7 @@ class ResumedRun:
         scale: by which losses are multiplied and gradients divided, as a gradient scaler of half-precision training does.
         settle: called before anything is written to the module's parameters, and before they are put back, where they are not
             always in memory of their own: those that FSDP2 shards.
+        around: what else a step or an evaluation may change, as of `preserved_state`.
     """
 
     module: nn.Module
@@ -58,6 +59,7 @@ class ResumedRun:
     clip: Callable[[], None] | None = None
     scale: float = 1.0
     settle: Callable[[], None] = lambda: None
+    around: Sequence[object] = ()
 
     def steps(
         self,
@@ -81,12 +83,13 @@ class ResumedRun:
         Raises:
             StateMismatchError: the state is another model's or optimizer's.
             ConfigError: there is no loss to differentiate.
+            TraceError: a step has changed something that cannot be put back.
         """
         self.settle()
         with (
             torch.inference_mode(False),
             torch.enable_grad(),
-            _left_alone(self.module, self.optimizers),
+            _left_alone(self.module, self.optimizers, self.around),
             _at_the_end(self.settle),
         ):
             _load_weights(self.module, weights)
@@ -267,10 +270,12 @@ def _trained(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[torch.T
 
 
 @contextmanager
-def _left_alone(module: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[None]:
+def _left_alone(
+    module: nn.Module, optimizers: Sequence[Optimizer], around: Sequence[object]
+) -> Iterator[None]:
     rng = capture_rng()
     try:
-        with preserved_state(module, *optimizers):
+        with preserved_state(module, *optimizers, around=around):
             for optimizer in optimizers:
                 for name in _STEP_HOOKS:
                     setattr(optimizer, name, OrderedDict())

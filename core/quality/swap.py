@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
 from torch import nn
 
 from shrinkpoint.arrays import overwrite
-from shrinkpoint.quality.preserve import is_plain_tensor
+from shrinkpoint.quality.preserve import is_plain_tensor, preserved_state
 from shrinkpoint.state.candidate import Candidate
 from shrinkpoint.state.rng import capture_rng, restore_rng
 from shrinkpoint.state.wrappers import named_buffers, named_parameters
@@ -19,19 +20,37 @@ _CHUNK = 1 << 18
 
 
 @contextmanager
-def swapped_weights(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
+def swapped_weights(
+    module: nn.Module, weights: Mapping[str, torch.Tensor], *around: object
+) -> Iterator[None]:
     """Run a block with other weights, in eval mode and without gradients, and then put everything back.
 
     Weights are exchanged in place, so that optimizers' and wrappers' references stay valid. Afterwards all parameters
-    and buffers (BatchNorm's statistics too), every module's train flag and all generators are as before. That holds, too, where the block
-    gives parameters other memory (``p.data = ...``, ``module.to(...)``), or a module another tensor for a buffer of its state dict
-    (``self.count = self.count + 1``).
+    and buffers (BatchNorm's statistics too), every module's train flag, all generators, and whatever else `preserved_state` reaches from
+    the module are as before. That holds, too, where the block
+    gives parameters other memory (``p.data = ...``, ``module.to(...)``), or a module another tensor for a buffer
+    (``self.count = self.count + 1``). Metrics of torchmetrics do not wait for other processes meanwhile.
 
     Args:
         module: the live model.
         weights: parameters and buffers by name, on any device; those that are not named keep their values. Of a `Candidate`, the
             tensors that it lends hold the model's own parameters meanwhile, where these are on the host.
+        around: what else the block may change, as of `preserved_state`.
+
+    Raises:
+        TraceError: the block has changed something that cannot be put back.
     """
+    tensors = chain(module.parameters(), module.buffers())
+    with preserved_state(around=(module, *around), restored=list(tensors)):
+        for part in module.modules():
+            if "distributed_available_fn" in vars(part):
+                vars(part)["distributed_available_fn"] = _not_distributed
+        with _swapped(module, weights):
+            yield
+
+
+@contextmanager
+def _swapped(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
     buffers = dict(named_buffers(module))  # evaluations may change these
     live: dict[str, torch.Tensor] = {**dict(named_parameters(module)), **buffers}
     lent = {
@@ -41,8 +60,6 @@ def swapped_weights(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> I
     }
     before = {name: tensor.detach().clone() for name, tensor in live.items() if name not in lent}
     memory = [(tensor, tensor.detach()) for tensor in live.values() if is_plain_tensor(tensor)]
-    kept = [(child, key, buffer) for child in module.modules() for key, buffer in _persistent(child)]
-    modes = {name: child.training for name, child in module.named_modules()}
     rng = capture_rng()
     exchanges: list[_Exchange] = []
     try:
@@ -60,28 +77,15 @@ def swapped_weights(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> I
             for tensor, alias in memory:
                 if _layout(tensor) != _layout(alias):
                     tensor.data = alias
-            for child, key, buffer in kept:
-                if _replaced(child._buffers.get(key), buffer):
-                    child._buffers[key] = buffer
             for exchange in reversed(exchanges):
                 exchange.back()
             for name, value in before.items():
                 overwrite(live[name].data, value)
-        for name, child in module.named_modules():
-            child.training = modes[name]
         restore_rng(rng)
 
 
-def _persistent(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    left_out = module._non_persistent_buffers_set
-    return [
-        (key, buffer) for key, buffer in module._buffers.items() if buffer is not None and key not in left_out
-    ]
-
-
-def _replaced(now: torch.Tensor | None, before: torch.Tensor) -> bool:
-    """Whether a buffer is another tensor of the same kind; one of another size is a cache, on which a module's attributes may depend."""
-    return now is not None and now is not before and (now.shape, now.dtype) == (before.shape, before.dtype)
+def _not_distributed() -> bool:
+    return False
 
 
 def _layout(tensor: torch.Tensor) -> tuple[object, ...]:

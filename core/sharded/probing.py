@@ -22,6 +22,7 @@ from shrinkpoint.quality.evaluation import (
     losses_of,
 )
 from shrinkpoint.quality.measurement import Losses
+from shrinkpoint.quality.preserve import TraceError
 from shrinkpoint.quality.trial import evaluated
 from shrinkpoint.sharded.boxes import Piece, pieces_of
 from shrinkpoint.sharded.layout import block_box
@@ -133,6 +134,8 @@ class Probe:
         self._made: dict[int, int] = {}
         self.takes_steps = True
         """Whether there was always memory for the state that trial steps begin from; the same on every rank."""
+        self.leaves_trace = False
+        """Whether an evaluation has changed what cannot be put back; the same on every rank."""
 
     @property
     def seconds(self) -> float:
@@ -261,7 +264,7 @@ class Probe:
         try:
             own = {"losses": [losses_of(save.evaluate(values))]}
         except Exception as error:  # noqa: BLE001 - all ranks learn of it
-            own = {"error": f"{type(error).__name__}: {error}"}
+            own = {"error": f"{type(error).__name__}: {error}", "trace": isinstance(error, TraceError)}
         del values, tensors
         return self._of_all(save, own)[0]
 
@@ -311,12 +314,14 @@ class Probe:
             self._fatal = error
             raise
         if "error" in together:
+            self.leaves_trace |= bool(together.get("trace"))
             self._warn_failed(together["error"], own)
             raise EvaluationUnavailableError(together["error"])
         return [tuple(map(float, losses)) for losses in together["losses"]]
 
     def _warn_failed(self, error: str, own: Mapping[str, Any]) -> None:
-        if self._ranks.rank == 0 and "error" not in own and not self._warned:
+        is_reported = "error" in own and not own.get("trace")
+        if self._ranks.rank == 0 and not is_reported and not self._warned:
             self._warned = True
             warn(f"the quality of checkpoints cannot be measured, so they are stored exactly: {error}")
 
@@ -363,7 +368,7 @@ class Probe:
     def _combined(self, save: ProbedSave, found: list[dict[str, Any]]) -> dict[str, Any]:
         for rank, one in enumerate(found):
             if "error" in one:
-                return {"error": f"on rank {rank}: {one['error']}"}
+                return {**one, "error": f"on rank {rank}: {one['error']}"}
         losses = [[tuple(at_mark) for at_mark in one["losses"]] for one in found]
         if not save.speakers:
             first = {tuple(own): rank for rank, own in reversed(list(enumerate(losses)))}

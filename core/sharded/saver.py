@@ -252,7 +252,9 @@ class ShardedSaver:
             error,
             new_layout=found is not None and found[1] != self._rank_tensors,
             exact=exact or (self.config.adopt and adoption is None),
-            measures=evaluate is not None and measurable(self.config),
+            measures=evaluate is not None
+            and measurable(self.config)
+            and not (self._probe is not None and self._probe.leaves_trace),
             steps=resumed is not None and self._probe is not None and self._probe.takes_steps,
         )
         assert found is not None

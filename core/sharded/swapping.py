@@ -13,16 +13,17 @@ __all__ = ["swapped_shards"]
 
 
 @contextmanager
-def swapped_shards(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
+def swapped_shards(module: nn.Module, weights: Mapping[str, torch.Tensor], *around: object) -> Iterator[None]:
     """As `swapped_weights`, for a model of which this rank has shards; no collective itself, but its block mostly is.
 
     Args:
         module: the live model.
         weights: DTensors with the layout of the model's own, and plain tensors, by name.
+        around: as of `swapped_weights`.
     """
     reshard(module)  # after a forward pass without a backward one the model would not see other shards
-    try:
-        with swapped_weights(module, weights):
+    with swapped_weights(module, weights, *around):
+        try:
             yield
-    finally:
-        reshard(module)  # nor, after this one, its own
+        finally:
+            reshard(module)  # nor, after this one, its own

@@ -1,14 +1,12 @@
-"""Framework-independent parts of measuring the loss during training: kept batches, and preserved metrics."""
+"""Framework-independent parts of measuring the loss during training: kept batches, and losses."""
 
 import copy
 from collections import deque
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.integrations.common.ranks import gather
@@ -21,7 +19,6 @@ __all__ = [
     "RecentBatches",
     "as_many",
     "loss_of",
-    "metrics_preserved",
     "number_of",
     "to_host",
 ]
@@ -249,38 +246,3 @@ def loss_of(value: Any) -> float:
     raise ConfigError(
         f"there is no loss to measure quality by: a {type(value).__name__} is not a number or a tensor"
     )
-
-
-@contextmanager
-def metrics_preserved(module: nn.Module) -> Iterator[None]:
-    """Put the states of torchmetrics back afterwards, since they are neither parameters nor buffers."""
-    with ExitStack() as stack:
-        for part in module.modules():
-            if hasattr(part, "_defaults") and hasattr(part, "_update_count"):  # a torchmetrics.Metric
-                stack.enter_context(_metric_preserved(part))
-        yield
-
-
-@contextmanager
-def _metric_preserved(metric: Any) -> Iterator[None]:
-    names = [*metric._defaults, "_update_count", "_computed", "_forward_cache", "_update_called"]
-    before = {name: _copied(getattr(metric, name)) for name in names if hasattr(type(metric), name) is False}
-    if "distributed_available_fn" in vars(metric):
-        # The other processes do not evaluate: it must not wait for them.
-        before["distributed_available_fn"] = metric.distributed_available_fn
-        metric.distributed_available_fn = _not_distributed
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(metric, name, value)
-
-
-def _not_distributed() -> bool:
-    return False
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    return list(value) if isinstance(value, list) else value

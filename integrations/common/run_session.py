@@ -20,6 +20,7 @@ from shrinkpoint.integrations.common.reports import BestCheckpoints, metrics_of
 from shrinkpoint.integrations.common.settings import RunSettings
 from shrinkpoint.integrations.common.step_log import SessionLog
 from shrinkpoint.quality.evaluation import Evaluate, Loss, ResumedSteps
+from shrinkpoint.quality.preserve import TraceError
 from shrinkpoint.quality.resumed_steps import UntilFailure
 from shrinkpoint.reports import SaveReport
 from shrinkpoint.saver import Saver
@@ -368,9 +369,10 @@ class RunSession:
             try:
                 return evaluate(weights)
             except Exception as error:
-                self.warn_once(
-                    f"the quality of checkpoints cannot be measured, so they are stored exactly: {error}"
-                )
+                if not isinstance(error, TraceError):
+                    self.warn_once(
+                        f"the quality of checkpoints cannot be measured, so they are stored exactly: {error}"
+                    )
                 raise
 
         return evaluated

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from composer.core import State, get_precision_context
+from composer.loggers import Logger
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -18,12 +19,12 @@ from shrinkpoint.integrations.common.probe import (
     MORE_BATCHES,
     KeptBatches,
     loss_of,
-    metrics_preserved,
     to_host,
 )
 from shrinkpoint.integrations.common.ranks import broadcast, gather
 from shrinkpoint.integrations.composer.state import parameter_names, trained_module
 from shrinkpoint.loop.alone import alone
+from shrinkpoint.quality.preserve import TraceError
 from shrinkpoint.quality.swap import swapped_weights
 from shrinkpoint.sharded.swapping import swapped_shards
 from shrinkpoint.state.wrappers import named_buffers, named_parameters
@@ -93,7 +94,7 @@ class LossProbe:
             module = trained_module(state)
             names = {stored: own for own, stored in parameter_names(module).items()}
             values = {names[name]: value for name, value in weights.items() if name in names}
-            with metrics_preserved(module), swapped_shards(module, values):
+            with swapped_shards(module, values, state):
                 return _losses(state, module, batches)
 
         return evaluate
@@ -118,7 +119,7 @@ class LossProbe:
             _reshard(module)  # or the next training step would run with these weights
         for loss in losses:
             if isinstance(loss, str):
-                raise ConfigError(loss)
+                raise (TraceError if loss.startswith("measuring") else ConfigError)(loss)
         return tuple(float(loss) for of_rank in losses for loss in of_rank)
 
     def _loss_or_error(
@@ -126,6 +127,8 @@ class LossProbe:
     ) -> tuple[float, ...] | str:
         try:
             return _losses_with(state, module, weights, batches)
+        except TraceError as error:
+            return str(error)
         except Exception as error:  # noqa: BLE001 - raised on every rank, so that none waits for this one
             return f"{type(error).__name__}: {error}"
 
@@ -133,7 +136,7 @@ class LossProbe:
 def _losses_with(
     state: State, module: nn.Module, weights: Mapping[str, torch.Tensor], batches: Sequence[Any]
 ) -> tuple[float, ...]:
-    with metrics_preserved(module), swapped_weights(module, weights):
+    with swapped_weights(module, weights, state):
         return _losses(state, module, batches)
 
 
@@ -141,6 +144,7 @@ def _losses(state: State, module: nn.Module, batches: Sequence[Any]) -> tuple[fl
     if not batches:
         raise ConfigError("there is nothing to measure the loss with: no batch has been seen")
     model: Any = module
+    model.logger = Logger(state)  # which writes nowhere, until all is put back
     losses = []
     for kept in batches:
         batch = state.device.batch_to_device(to_host(kept))  # a copy: some models change their batch

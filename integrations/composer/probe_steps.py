@@ -12,6 +12,7 @@ import torch
 from composer.algorithms import GradientClipping
 from composer.algorithms.gradient_clipping import apply_gradient_clipping
 from composer.core import Event, Precision, State, get_precision_context
+from composer.loggers import Logger
 from composer.utils import ensure_tuple
 from torch import nn
 
@@ -89,6 +90,7 @@ class StepProbe:
             clip=lambda: _clip(state, module),
             scale=_scale(state),
             settle=lambda: reshard(module) if self._shards else None,
+            around=[state],
         )
 
         def resumed(stored: Any, marks: Sequence[int]) -> Sequence[Loss]:
@@ -136,6 +138,7 @@ def _scale(state: State) -> float:
 
 def _losses(state: State, module: nn.Module, parts: Sequence[Any]) -> Iterator[torch.Tensor]:
     model: Any = module
+    model.logger = Logger(state)  # which writes nowhere, until all is put back
     for part in parts:
         batch = state.device.batch_to_device(to_host(part))  # a copy: some models change their batch
         with get_precision_context(state.precision, state.precision_config):

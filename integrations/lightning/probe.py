@@ -19,7 +19,6 @@ from shrinkpoint.errors import ConfigError
 from shrinkpoint.integrations.common.probe import (
     MORE_BATCHES,
     KeptBatches,
-    metrics_preserved,
     number_of,
     to_host,
 )
@@ -76,7 +75,7 @@ class LossProbe:
         measure = self.measurement(trainer, module)
 
         def evaluate(weights: Mapping[str, torch.Tensor]) -> tuple[float, ...]:
-            with metrics_preserved(module), swapped_weights(module, without_averages(weights)):
+            with swapped_weights(module, without_averages(weights), trainer):
                 return measure()
 
         return evaluate
@@ -91,7 +90,7 @@ class LossProbe:
         measure = self.measurement(trainer, module, self.kept.agreed())
 
         def evaluate(weights: Mapping[str, torch.Tensor]) -> tuple[float, ...]:
-            with metrics_preserved(module), swapped_shards(module, without_averages(weights)):
+            with swapped_shards(module, without_averages(weights), trainer):
                 return measure()
 
         return evaluate

@@ -74,6 +74,7 @@ class StepProbe:
             clip=lambda: _clip(trainer, module, optimizer),
             scale=_scale(trainer),
             settle=lambda: reshard(module) if self._shards else None,
+            around=[trainer],
         )
 
         def resumed(checkpoint: Any, marks: Sequence[int]) -> Sequence[Loss]:

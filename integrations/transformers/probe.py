@@ -1,12 +1,10 @@
 """Evaluates other weights between two steps of a Hugging Face run, without side effects on it.
 
 ``Trainer.evaluate`` fires events, logs, and reads the loaders. So a few recent batches are kept, and the trainer's own
-``compute_loss`` is called on them, on a copy of the trainer, since subclasses record metrics there.
+``compute_loss`` is called on them.
 """
 
-import copy
 import inspect
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +18,6 @@ from shrinkpoint.integrations.common.probe import (
     KeptBatches,
     RecentBatches,
     loss_of,
-    metrics_preserved,
     to_host,
 )
 from shrinkpoint.integrations.common.ranks import world_size
@@ -68,7 +65,7 @@ class LossProbe:
         module: nn.Module = trainer.model
 
         def evaluate(weights: Mapping[str, torch.Tensor]) -> tuple[float, ...]:
-            with metrics_preserved(module), swapped_weights(module, without_averages(weights)), alone():
+            with swapped_weights(module, without_averages(weights), *_around(trainer)), alone():
                 return measure()
 
         return evaluate
@@ -85,8 +82,8 @@ class LossProbe:
         def measure() -> tuple[float, ...]:
             if not batches:
                 raise ConfigError("there is nothing to measure the loss with: no batch has been seen")
-            silent = _silent(trainer)
-            return tuple(loss_of(_loss(silent, kept)) for kept in batches)
+            trainer.log = _nowhere  # until all is put back
+            return tuple(loss_of(_loss(trainer, kept)) for kept in batches)
 
         return measure
 
@@ -130,6 +127,7 @@ class StepProbe:
             evaluate=self._losses.measurement(trainer),
             clip=lambda: _clip(trainer),
             scale=_scale(trainer),
+            around=_around(trainer),
         )
 
         def resumed(stored: Any, marks: Sequence[int]) -> Sequence[Loss]:
@@ -158,12 +156,12 @@ def _scale(trainer: Any) -> float:
 
 
 def _losses(trainer: Any, parts: Sequence[Any]) -> Iterator[torch.Tensor]:
-    silent = _silent(trainer)
-    items = _items(silent, parts)
+    trainer.log = _nowhere  # until all is put back
+    items = _items(trainer, parts)
     for part in parts:
-        loss = _loss(silent, part, items)
-        scaled = items is not None and getattr(silent, "model_accepts_loss_kwargs", False)
-        if not scaled and getattr(silent, "compute_loss_func", None) is None:
+        loss = _loss(trainer, part, items)
+        scaled = items is not None and getattr(trainer, "model_accepts_loss_kwargs", False)
+        if not scaled and getattr(trainer, "compute_loss_func", None) is None:
             loss = loss / len(parts)
         yield loss
 
@@ -195,22 +193,9 @@ def _clip(trainer: Any) -> None:
         nn.utils.clip_grad_norm_(trainer.model.parameters(), trainer.args.max_grad_norm)
 
 
-def _silent(trainer: Any) -> Any:
-    """A copy of the trainer with its own containers and without logging."""
-    silent = object.__new__(type(trainer))
-    for name, value in vars(trainer).items():
-        silent.__dict__[name] = value if name.endswith("dataset") else _copied(value)
-    silent.state = copy.deepcopy(trainer.state)
-    silent.control = copy.copy(trainer.control)
-    silent.log = lambda *args, **kwargs: None
-    return silent
+def _nowhere(*args: Any, **kwargs: Any) -> None:
+    pass
 
 
-def _copied(value: Any) -> Any:
-    """Copy containers, but not their elements."""
-    if isinstance(value, dict):
-        copied = copy.copy(value)  # of its own kind
-        for key, item in value.items():
-            copied[key] = _copied(item)
-        return copied
-    return copy.copy(value) if isinstance(value, (list, set, deque)) else value
+def _around(trainer: Any) -> tuple[object, ...]:
+    return trainer, trainer.state, trainer.control, trainer.callback_handler.callbacks

@@ -35,6 +35,7 @@ def test_the_first_process_tries_steps_and_leaves_no_trace(tmp_path: Path) -> No
         for rank in (0, 1):
             plain, saved = result("plain", rank), result(name, rank)
             assert plain["trace"] == saved["trace"]
+            assert plain["written"] == saved["written"]
             assert_same(plain["final"], saved["final"])
     assert ["2", "4"] in result("probed", 0)["resumed"]
     assert not any("cannot be taken" in told for told in result("probed", 0)["told"])

@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from support.lightning_ddp import Distributed
 from support.lightning_models import Outcome, Setup, fit
+from support.traces import Traces
 
 from shrinkpoint.callbacks.lightning import CompressedCheckpoint
 
@@ -34,7 +35,29 @@ PROBED: dict[str, Any] = {
 }
 
 
-class Talking(Distributed):
+class Writing(Distributed):
+    """Writes down what its steps give, by Lightning's documented idiom and otherwise."""
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self.traces, self.outputs = Traces(), [0.0]
+        self.lengths: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.traces.touch(round(loss.item(), 3))
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.outputs.append(float(batch_idx))
+
+    def on_validation_epoch_end(self) -> None:
+        self.lengths.append(len(self.outputs))
+        self.outputs.clear()
+
+
+class Talking(Writing):
     """Asks the other process in every step."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -58,7 +81,14 @@ class Leave(Callback):
         reports = self._saving._session.run.saver.reports() if self._saving and first else []
         told = [str(each.message) for each in self._caught]
         resumed = [sorted(report.resumed) for report in reports]
-        seen = {"trace": pl_module.trace, "final": final, "resumed": resumed, "told": told}
+        written = f"{pl_module.lengths} {pl_module.traces.seen()}"
+        seen = {
+            "written": written,
+            "trace": pl_module.trace,
+            "final": final,
+            "resumed": resumed,
+            "told": told,
+        }
         torch.save(seen, f"{self._start}-{trainer.global_rank}.pt")
 
 
@@ -80,10 +110,10 @@ def train(folder: str, name: str, module: type[Distributed], *, saved: bool, unu
 
 def main(folder: str) -> None:
     torch.set_num_threads(1)
-    train(folder, "plain", Distributed, saved=False)
-    train(folder, "probed", Distributed, saved=True)
+    train(folder, "plain", Writing, saved=False)
+    train(folder, "probed", Writing, saved=True)
     train(folder, "talking", Talking, saved=True)
-    train(folder, "unused", Distributed, saved=True, unused=True)
+    train(folder, "unused", Writing, saved=True, unused=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
+import operator
 import sys
 
 import pytest
 import torch
+import torchmetrics
 from support.containers import identical
 from support.training import OPTIMIZERS, TinyConvNet, TinyGPT, train
 from torch import nn
@@ -206,15 +208,14 @@ class Counting(nn.Module):
         return self.linear(x)
 
 
-def test_buffers_that_an_evaluation_replaces_are_put_back_but_for_caches():
+def test_buffers_that_an_evaluation_replaces_are_put_back():
     model = Counting()
-    calls = model.calls
+    before = [model.calls, model.table, model.longer]
     with swapped_weights(model, {}):
         model(torch.zeros(5, 3))
-    assert model.calls is calls
+    assert all(map(operator.is_, (model.calls, model.table, model.longer), before))
     assert model.calls == 0
-    assert model.table.tolist() == [1, 1]
-    assert len(model.longer) == 5
+    assert model.table.tolist() == model.longer.tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("lends", [False, True])
@@ -233,3 +234,19 @@ def test_memory_that_an_evaluation_gives_to_parameters_is_taken_away_again(evalu
     with swapped_weights(model, Candidate(others, frozenset(others)) if lends else others):
         evaluate(model)
     assert identical(everything(model), before)
+
+
+def test_metrics_do_not_wait_for_processes_that_do_not_evaluate():
+    def available() -> bool:
+        return True
+
+    metric = torchmetrics.MeanMetric(distributed_available_fn=available)
+    metric.update(1.0)
+    with swapped_weights(nn.ModuleList([metric]), {}):
+        assert not metric.distributed_available_fn()
+        metric.update(5.0)
+        assert metric.compute() == 3.0
+    assert metric.distributed_available_fn is available
+    metric.distributed_available_fn = None
+    assert metric.compute() == 1.0
+    assert metric.update_count == 1

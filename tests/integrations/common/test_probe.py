@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torchmetrics
 from support.reports import REPORT
 from torch.nn.utils.rnn import pack_sequence
 
@@ -19,7 +18,6 @@ from shrinkpoint.integrations.common.probe import (
     KeptBatches,
     RecentBatches,
     loss_of,
-    metrics_preserved,
     number_of,
     to_host,
 )
@@ -200,30 +198,6 @@ def test_number_of_takes_one_element_only() -> None:
     assert number_of(torch.tensor([3])) == 3.0
     assert number_of(torch.zeros(2)) is None
     assert number_of("3") is None
-
-
-def test_metrics_are_left_as_they_were() -> None:
-    module = torch.nn.Module()
-    module.mean, module.all = torchmetrics.MeanMetric(), torchmetrics.CatMetric()
-    for metric in (module.mean, module.all):
-        metric.update(1.0)
-    with metrics_preserved(module):
-        for metric in (module.mean, module.all):
-            metric.update(5.0)
-        assert module.mean.compute() == 3.0
-    assert module.mean.compute() == 1.0
-    assert module.all.compute().tolist() == 1.0
-    assert module.mean.update_count == 1
-
-
-def test_metrics_do_not_wait_for_processes_that_do_not_evaluate() -> None:
-    def available() -> bool:
-        return True
-
-    metric = torchmetrics.MeanMetric(distributed_available_fn=available)
-    with metrics_preserved(torch.nn.ModuleList([metric])):
-        assert not metric.distributed_available_fn()
-    assert metric.distributed_available_fn is available
 
 
 def test_recent_batches_are_copies_of_the_first_ones_after_each_time_they_were_asked_for() -> None:

@@ -1,0 +1,127 @@
+"""Measuring by the user's own steps leaves no trace in what these steps write down."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import CSVLogger
+from support.lightning_models import Setup, Tiny, assert_same, fit
+from support.traces import CALLS, Lasting, Traces
+
+from shrinkpoint.callbacks.lightning import CompressedCheckpoint
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
+)
+
+
+class Noting(Callback):
+    def __init__(self) -> None:
+        self.traces, self.noted = Traces(), [0.0]
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        pl_module.shown.append(str(sorted(trainer.callback_metrics.items())))
+
+
+class Recording(Tiny):
+    """Lightning's documented idiom, and everything else that a step may do."""
+
+    def __init__(self) -> None:
+        super().__init__(Setup(width=128))
+        self.validation_step_outputs: list[torch.Tensor] = []
+        self.lengths: list[int] = []
+        self.shown: list[str] = []
+        self.traces = Traces()
+
+    def _leave(self, loss: torch.Tensor) -> None:
+        value = round(loss.item(), 3)
+        self.traces.touch(value)
+        noting = next(callback for callback in self.trainer.callbacks if isinstance(callback, Noting))
+        noting.traces.touch(value)
+        noting.noted = [*noting.noted, value]
+        self.trainer.noted = [*getattr(self.trainer, "noted", []), value]  # type: ignore[attr-defined]
+        if self.logger is not None:
+            self.logger.experiment.log_metrics({"by_hand": value})
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self._leave(loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        _, x, y = batch
+        loss = (self.net(x) - y).pow(2).mean()
+        self.validation_step_outputs.append(loss)
+        self._leave(loss)
+
+    def on_validation_epoch_end(self) -> None:
+        self.lengths.append(len(self.validation_step_outputs))
+        self.log("val_loss", torch.stack(self.validation_step_outputs).mean())
+        self.validation_step_outputs.clear()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"limit_val_batches": 0, "monitor": None}], ids=["validation", "training"]
+)
+def test_what_steps_write_down_is_as_without_the_callback(tmp_path: Path, options: dict[str, Any]) -> None:
+    def trained(name: str, *callbacks: Callback) -> tuple[Any, ...]:
+        CALLS.clear()
+        noting = Noting()
+        logger = CSVLogger(tmp_path, name, version="")
+        module = Recording()
+        outcome = fit(
+            noting, *callbacks, module=module, max_epochs=3, logger=logger, log_every_n_steps=1, **options
+        )
+        seen = [
+            *(module.traces.seen(), noting.traces.seen(), str(noting.noted), str(outcome.trainer.noted)),  # type: ignore[attr-defined]
+            *(str(module.lengths), str(module.shown), str(module.trace), str(module.validations)),
+        ]
+        rows = [
+            {key: value for key, value in row.items() if not key.startswith("checkpoint/")}
+            for row in logger.experiment.metrics
+        ]
+        return seen, str([row for row in rows if len(row) > 1]), outcome.final(), len(CALLS)
+
+    torch.manual_seed(1)
+    plain = trained("plain")
+    torch.manual_seed(1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "the quality of checkpoints")
+        saved = trained(
+            "saved", CompressedCheckpoint(str(tmp_path / "run"), every_n_train_steps=5, busy="wait")
+        )
+    assert saved[3] > plain[3]  # it was measured
+    assert plain[0] == saved[0]
+    assert plain[1] == saved[1]
+    assert_same(plain[2], saved[2])
+
+
+class Keeping(Tiny):
+    """Holds something that cannot be put back."""
+
+    def __init__(self, lasting: Lasting) -> None:
+        super().__init__(Setup(width=128))
+        self.lasting = lasting
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.lasting.touch()
+
+
+@pytest.mark.parametrize("kind", ["file that is read", "loader"])
+def test_what_cannot_be_put_back_is_named_once_and_ends_measuring(tmp_path: Path, kind: str) -> None:
+    CALLS.clear()
+    module = Keeping(Lasting(kind, tmp_path))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        saving = CompressedCheckpoint(str(tmp_path / "run"), every_n_train_steps=5, busy="wait")
+        fit(saving, module=module, max_epochs=3)
+    told = [str(each.message) for each in caught if "cannot be put back" in str(each.message)]
+    assert len(told) == 1, told
+    assert "of Lasting" in told[0]
+    undisturbed = 3 * 2 + 2  # three validations, and the one before training
+    assert undisturbed < len(CALLS) <= undisturbed + 2  # once, on two batches
