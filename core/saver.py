@@ -223,6 +223,8 @@ class Saver:
     def _begin(self, state: object, step: int, describe: Describe) -> None:
         if self._continuation.is_known:
             return
+        if self._frozen is not None:
+            self._frozen.note()
         live = self._captured(state, describe)
         specs = {name: spec for name, spec in live.specs.items() if is_followed(spec)}
         tensors = {name: live.tensors[name].detach().to("cpu", copy=True) for name in specs}

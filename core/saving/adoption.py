@@ -351,7 +351,7 @@ class AdoptingCommitter(Committer):
         report = report_for(encoded, len(container))
         encoded_at = time.perf_counter()
         noted = {"search": dict(last.search), KEY: last.to_json()}
-        manifest = self._commit(job, parent, encoded, container, report, **noted)
+        manifest = self._commit(job, parent, encoded, container, report, noted)
         return manifest, self._stored(report, manifest, container, encoded_at)
 
     def _warn_size(self, report: SaveReport) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from shrinkpoint.coding.encode import EncodedState, encode_state
+from shrinkpoint.coding.selective import header_of
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.container.writer import write_container
 from shrinkpoint.errors import ChainError, FencedError, ScratchError, ShrinkpointError
@@ -24,7 +25,9 @@ from shrinkpoint.saving.retention import RetentionPolicy, record_of
 from shrinkpoint.saving.scratch import SaveScratch
 from shrinkpoint.saving.slimming import Slimmer
 from shrinkpoint.schemes.base import ReferenceState, SaveContext
+from shrinkpoint.schemes.exact import ExactCodec
 from shrinkpoint.schemes.exactness import large_share
+from shrinkpoint.schemes.lossless.bit_planes import BitPlanesCodec
 from shrinkpoint.state.averages import confirmed
 from shrinkpoint.state.scratch import PlanesLostError
 from shrinkpoint.state.training import TrainingState
@@ -36,6 +39,11 @@ from shrinkpoint.warn import warn
 
 __all__ = ["Committer"]
 
+_OF_VALUES = (
+    ExactCodec.id,
+    BitPlanesCodec.id,
+)  # which leave the values alone as the reference of the next delta
+_UNCHANGED = 0.25  # least share of a base's bytes that has not changed, for a later base to do without it
 _PAID_OFF = 2.0  # times its bytes, that a base's deltas take together before another base is made
 
 
@@ -227,8 +235,8 @@ class Committer:
         noted: dict[str, JSON] = {"search": self.planner.state_dict()}
         if self._config.weights_only:
             noted[WEIGHTS_ONLY] = True
-        parent = link.parent if link else None
-        manifest = self._commit(job, parent, encoded, container, report, **noted)
+        parent, on_base = link.parent if link else None, link is not None and link.base is not None
+        manifest = self._commit(job, parent, encoded, container, report, noted, on_base=on_base)
         self._link = Link(manifest, dict(encoded.reference), exact=plan.is_exact)
         if not plan.is_explained:
             self._warn_exact(report)
@@ -252,12 +260,13 @@ class Committer:
         self, job: Job, state: TrainingState, link: Link | None, movement: Movement | None
     ) -> tuple[Plan, Guard]:
         """What to store the snapshot with; and the guard, which has seen the next updates of what was chosen."""
+        before = link if link is not None and link.base is None else None
         save_context = SaveContext(
             restore_budget=self._config.restore_budget,
             state=state,
             step=job.step,
-            reference=link.reference if link else None,
-            restored=link is not None and (link.restored or link.exact),
+            reference=before.reference if before else None,
+            restored=before is not None and (before.restored or before.exact),
             movement=movement,
             directions=moments_of_direction(state, job.optimizers),
             gradients=job.gradients,
@@ -272,7 +281,7 @@ class Committer:
             plan.scheme,
             step=job.step,
             reference=link.reference if link else None,
-            parent=link.parent.state_digest if link else None,
+            parent=(link.base or link.parent.state_digest) if link else None,
             release=link.reference.pop if link else None,
             keep=self._keeper(),
             provenance=provenance(),
@@ -288,13 +297,16 @@ class Committer:
         encoded: EncodedState,
         container: bytes,
         report: SaveReport,
-        **meta: JSON,
+        meta: Mapping[str, JSON],
+        *,
+        on_base: bool = False,
     ) -> Manifest:
         return self.open().commit(
             container,
             step=job.step,
             kind=encoded.checkpoint.kind,
             parent=parent,
+            on_base=on_base,
             state_digest=encoded.checkpoint.state_digest,
             meta={"save": report.to_json(), "lineage": self._lineage_of_this(), **meta},
         )
@@ -302,7 +314,27 @@ class Committer:
     def _take_link(self) -> Link | None:
         """The chain to extend, if any. It is forgotten here: coding uses up the reference, so that only one is in memory."""
         link, self._link = self._link, None
-        return None if link is None or self._is_complete(link.parent.chain) else link
+        return self._on_base(link) if link is not None and self._is_complete(link.parent.chain) else link
+
+    def _on_base(self, link: Link) -> Link | None:
+        """A link to the chain's base alone, where much of that has not changed since, as frozen weights: a later base does without it."""
+        if self._config.chain_limit < 2:
+            return None
+        try:
+            base, last = (header_of(self._store, link.parent.chain[at]) for at in (0, -1))
+        except ShrinkpointError:
+            return None
+        same = {
+            name
+            for name, record in base.tensors.items()
+            if record.codec in _OF_VALUES
+            and name in link.reference
+            and (other := last.tensors.get(name)) is not None
+            and (other.digest, other.codec) == (record.digest, record.codec)
+        }
+        if sum(base.tensors[name].nbytes for name in same) < _UNCHANGED * link.parent.chain[0].size:
+            return None
+        return Link(link.parent, {name: link.reference[name] for name in same}, base=base.state_digest)
 
     def _is_complete(self, chain: Sequence[BlobRef]) -> bool:
         """Whether a base is due: every `key_every` checkpoints, but an expensive one is used for longer before another is made."""

@@ -45,3 +45,5 @@ class Link:
     """Whether the training went on from a restore of it."""
     exact: bool = False
     """Whether nothing of it was quantized, so that its weights stand for themselves, as after a restore."""
+    base: str | None = None
+    """Of a link to the base of the parent's chain alone, with what has not changed since: the base's digest."""

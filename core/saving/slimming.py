@@ -246,6 +246,8 @@ class Slimmer:
 
     def _turn(self, writer: RunWriter, manifest: Manifest, weights: Sequence[Manifest]) -> Manifest | None:
         parent = next((w for w in weights if _source_digest(w) == manifest.parent_digest), None)
+        if parent is not None and len(parent.chain) >= len(manifest.chain):
+            parent = None  # what it needs of its predecessors is in their base
         slimmed = make_weights(self._store, manifest, parent, threads=self._threads)
         if slimmed is None:
             return None

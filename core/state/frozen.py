@@ -47,9 +47,10 @@ class FrozenTensors:
         with plain_names(model) as inner:
             self._model, self._option = inner, option
         self._read: dict[str, tuple[object, str]] = {}
-        self._note()
+        self.note()
 
-    def _note(self) -> None:
+    def note(self) -> None:
+        """Take the present values for those that a new process begins with, unless this one has saved or restored already."""
         digests = self._digests(self._candidates())
         if self._model not in _begun:
             _noted[self._model] = digests
@@ -95,7 +96,7 @@ class FrozenTensors:
         Raises:
             StateMismatchError: a tensor of the model is not the one that the checkpoint refers to; the message names it.
         """
-        self._note()
+        self.note()
         _begun.add(self._model)
         wanted = {name: node["digest"] for name, node in _references(state.tree).items()}
         if isinstance(state.tree, dict):

@@ -101,6 +101,7 @@ class RunWriter:
         state_digest: str,
         meta: Mapping[str, Any],
         replaces: Manifest | None = None,
+        on_base: bool = False,
     ) -> Manifest:
         """Store a checkpoint. When this returns, it survives a crash; when it raises, it may or may not be there.
 
@@ -113,6 +114,7 @@ class RunWriter:
             meta: Finite JSON to keep with it.
             replaces: The checkpoint of the same state, or of the same weights, whose place in the order this one takes; None: it is
                 the newest.
+            on_base: The delta needs the base of ``parent``'s chain alone.
 
         Raises:
             ConfigError: An argument has a value that cannot be stored.
@@ -122,7 +124,16 @@ class RunWriter:
         """
         with self._lock:
             return self._commit(
-                bytes(container), None, step, kind, parent, state_digest, meta, replaces, self._clock()
+                bytes(container),
+                None,
+                step,
+                kind,
+                parent,
+                state_digest,
+                meta,
+                replaces,
+                self._clock(),
+                on_base,
             )
 
     def commit_parts(
@@ -169,6 +180,7 @@ class RunWriter:
         meta: Mapping[str, Any],
         replaces: Manifest | None,
         began: float,
+        on_base: bool = False,
     ) -> Manifest:
         """Put one container, or the head of several, and publish it."""
         self._check_usable()
@@ -183,7 +195,8 @@ class RunWriter:
             parts=len(head.parts) if head else 0,
             parts_bytes=head.parts_bytes if head else 0,
         )
-        chain = (*(parent.chain if parent else ()), ref)
+        before = parent.chain if parent else ()
+        chain = (*(before[:1] if on_base else before), ref)
         place = replaces.position if replaces else None
         draft = self._draft(step, kind, chain, parent, state_digest, meta, place)
         first = draft(self._point.next_seq).to_bytes()  # refuse what cannot be written before anything is

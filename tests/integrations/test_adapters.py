@@ -1,5 +1,6 @@
 """Runs of adapters hold what is trained, and refer to the base that the script builds."""
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,112 @@ def test_a_frozen_part_without_adapters_is_referred_to_on_request(tmp_path: Path
     assert_same(whole, rest)
     with pytest.raises(StateMismatchError, match=r"second\.weight, second\.bias"):
         train(tmp_path / "run", build(1), 8, frozen="reference")
+
+
+def test_a_base_that_is_loaded_late_is_the_one_that_counts(tmp_path: Path) -> None:
+    def resumed(seed: int) -> Any:
+        model = adapted(seed=7)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        checkpointer = shrinkpoint.Checkpointer(str(tmp_path / "run"), model, optimizer, scheme="lossless")
+        model.load_state_dict(adapted(seed).state_dict())
+        checkpointer.resume()
+        return checkpointer
+
+    with closing(resumed(0)) as checkpointer:
+        checkpointer.save(1, wait=True)
+    assert "base_model.model.first.weight" not in shrinkpoint.load_weights(str(tmp_path / "run"))
+    resumed(0).close()
+    with pytest.raises(StateMismatchError, match=r"first\.weight"):
+        resumed(1)
+
+
+@pytest.mark.parametrize("scheme", ["lossless", "auto"])
+def test_a_stored_base_is_stored_once(scheme: str, tmp_path: Path) -> None:
+    from support.adapters import Net
+
+    def build() -> Net:
+        net = Net(width=256)
+        net.second.requires_grad_(False)
+        return net
+
+    options = {"scheme": scheme, "key_every": 2, "longest_chain": 3, "keep_last": 3, "grace_s": 0.0}
+    train, run = TRAININGS["own loop"], tmp_path / "run"
+    train(run, build(), 12, **options)
+    model = build()
+    torch.nn.init.zeros_(model.second.weight)  # a resume brings it back
+    train(run, model, 24, **options)
+    assert torch.equal(model.second.weight, build().second.weight)
+    sizes = [save["bytes"] for save in saves(run)]
+    assert len(sizes) == 3
+    assert max(sizes) < 2**16
+    data = [file.stat().st_size for file in (run / "data").iterdir()]
+    assert sum(size > 2**17 for size in data) == 1
+    for step in (20, 22, 24):
+        stored = shrinkpoint.load_weights(f"{run}#step={step}")["second.weight"]
+        assert torch.equal(stored, build().second.weight)
+    if scheme == "lossless":
+        whole = build()
+        train(tmp_path / "whole", whole, 24)
+        assert_same(whole, model)
+
+
+def test_what_changes_in_a_base_that_is_stored_once_is_stored_again(tmp_path: Path) -> None:
+    from support.adapters import Net
+
+    def begun() -> tuple[Any, Any, Any]:
+        net = Net(width=128)
+        net.second.requires_grad_(False)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        options = {"scheme": "lossless", "key_every": 2, "longest_chain": 2}
+        return net, optimizer, shrinkpoint.Checkpointer(str(tmp_path / "run"), net, optimizer, **options)
+
+    net, optimizer, checkpointer = begun()
+    states = {}
+    for step in range(1, 9):
+        net.second.requires_grad_(step > 4)
+        net(torch.ones(4, 8)).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        checkpointer.save(step, wait=True)
+        states[step] = {name: value.clone() for name, value in net.state_dict().items()}
+    checkpointer.close()
+    assert not torch.equal(states[4]["second.weight"], states[5]["second.weight"])
+    for step, state in states.items():
+        again, _, checkpointer = begun()
+        checkpointer.resume(step)
+        checkpointer.close()
+        assert all(torch.equal(value, state[name]) for name, value in again.state_dict().items())
+
+
+def test_a_lora_run_is_as_small_as_its_adapters(tmp_path: Path) -> None:
+    import peft
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+    from shrinkpoint.callbacks.transformers import CompressedCheckpoint
+
+    adapted()  # as it sees to what PEFT refuses
+    torch.manual_seed(0)
+    base = GPT2LMHeadModel(GPT2Config(vocab_size=1024, n_positions=128, n_embd=256, n_layer=3, n_head=4))
+    lora = peft.LoraConfig(r=12, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(base, lora)
+    texts: Any = [{"input_ids": (ids := [(i * j) % 97 for j in range(16)]), "labels": ids} for i in range(40)]
+    quiet = {
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "eval_strategy": "steps",
+        "eval_steps": 4,
+    }
+    arguments = TrainingArguments(
+        str(tmp_path / "out"), max_steps=12, save_steps=4, learning_rate=1e-3, **quiet
+    )
+    callback = CompressedCheckpoint(str(tmp_path / "run"), busy="wait")
+    Trainer(model, arguments, train_dataset=texts, eval_dataset=texts[:8], callbacks=[callback]).train()
+    sizes = [save["bytes"] for save in reversed(saves(tmp_path / "run"))]
+    assert len(sizes) == 3
+    assert sizes[0] <= 500_000
+    assert max(sizes[1:]) <= 100_000
+    assert all(save["ratio"] < 20 for save in saves(tmp_path / "run"))  # of what the Trainer would write
 
 
 def test_what_needs_whole_weights_stores_them_or_says_so(tmp_path: Path) -> None:
