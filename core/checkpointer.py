@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from shrinkpoint.config import SaverConfig
-from shrinkpoint.errors import StoreError
+from shrinkpoint.errors import ConfigError, StoreError
 from shrinkpoint.loading import weights_of_step
 from shrinkpoint.loop.kinds import saver_for, warn_of_copies, way_back
 from shrinkpoint.loop.measuring import LoopMeasurements
@@ -227,6 +227,7 @@ class Checkpointer:
             The step to continue from: 0 for a fresh start, otherwise the step that was given to `step` or `save`.
 
         Raises:
+            ConfigError: a loader is being iterated over already.
             NoCheckpointError: the policy is ``must`` and there is none; or there is none of `step`.
             StateMismatchError: the run is another model's; the message names the tensors.
             ChainError: there are checkpoints, and none is sound.
@@ -237,6 +238,11 @@ class Checkpointer:
         return begins
 
     def _restore(self, step: int | None) -> int:
+        in_use = self._objects.in_use()
+        if in_use is not None and not self._began:
+            raise ConfigError(in_use)
+        if in_use is not None:  # a loop that goes back to an earlier step may be left at once
+            warn(in_use)
         with self._pace.visit(first=True):
             return self._restored(step)
 

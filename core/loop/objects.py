@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from shrinkpoint.errors import CannotRepresentError, ConfigError, StateMismatchError
+from shrinkpoint.loop.data import in_use, other_data, require_same_workers, sizes_of
 from shrinkpoint.loop.identity import (
     Identities,
     disabled_scalers,
@@ -153,6 +154,7 @@ class LoopObjects:
             "identities": self._identities(),
             "schedulers": scheduler_classes(self.stateful),
             "stateful": {name: state_of(value) for name, value in self.stateful.items()},
+            "data": self._data(),
             "rng": capture_rng(),
         }
 
@@ -204,6 +206,8 @@ class LoopObjects:
         other_scheduler = other_schedulers(state.get("schedulers", {}), scheduler_classes(self.stateful))
         disabled = disabled_scalers(state["stateful"], self.stateful, url)
         rounded = rounded_weights(state["model"], live)
+        for name, value in self.stateful.items():
+            require_same_workers(value, state["stateful"].get(name), name)
         for message in (untied, other_class, other_scheduler, disabled, rounded, overridden) if warns else ():
             if message is not None:
                 warn(message)
@@ -216,7 +220,24 @@ class LoopObjects:
         for name, value in self.stateful.items():
             if name in state["stateful"]:
                 load_stateful(value, state["stateful"][name])
+        data = other_data(state.get("data", {}), self._data())  # now that buffers of samples have their length back
+        if data is not None and warns:
+            warn(data)
         restore_rng(state["rng"])
+
+    def in_use(self) -> str | None:
+        """What is wrong with a resume inside a loop over one of the loaders, for a message; else None."""
+        names = [name for name, value in self.stateful.items() if _may_load(value) and in_use(value)]
+        return (
+            f"{names[0]} is being iterated over already, and that loop would not notice the position that a resume restores: call"
+            f" resume() first, and begin the loop, or iter({names[0]}), after it"
+            if names
+            else None
+        )
+
+    def _data(self) -> dict[str, int]:
+        loaders = {name: value for name, value in self.stateful.items() if _may_load(value)}
+        return {key: size for name, one in loaders.items() for key, size in sizes_of(one, f"{name}: ").items()}
 
     @property
     def changes(self) -> int:

@@ -52,7 +52,10 @@ def load_stateful(value: Any, state: Any) -> None:
         return
     value.load_state_dict(state)
     if hasattr(value, "__iter__"):
-        value.state_dict()
+        try:
+            value.state_dict()
+        except StopIteration:  # torchdata's sampler, of data that ends before the position: nothing is left of the epoch
+            value.next_iter_state = None
 
 
 def load_optimizer(optimizer: Any, state: Mapping[str, Any], *, same_dtypes: bool) -> None:

@@ -1,0 +1,97 @@
+"""What is known of a training's data: a resume says how it differs from the run's."""
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from shrinkpoint.errors import StateMismatchError
+
+__all__ = ["in_use", "other_data", "require_same_workers", "sizes_of"]
+
+_WORKERS = "num_workers"
+_OWN_REFERENCES = 3  # of a loader to its iterator, and those of the count itself
+
+
+def sizes_of(loader: Any, name: str = "") -> dict[str, int]:
+    """The lengths and sizes that a loader or a sampler tells of itself; empty for anything else.
+
+    Args:
+        loader: its own length is not asked of a torch loader of a stream, which would count the batches from then on.
+        name: put before the names of its sizes, where there are several.
+    """
+    dataset = getattr(loader, "dataset", None)
+    batches = getattr(loader, "batch_sampler", None)
+    found = {
+        "len(dataset)": _length(dataset),
+        "len(loader)": None if isinstance(dataset, IterableDataset) else _length(loader),
+        "batch_size": getattr(loader, "batch_size", None) or getattr(batches, "batch_size", None),
+        _WORKERS: getattr(loader, _WORKERS, None),
+    }
+    return {f"{name}{key}": value for key, value in found.items() if type(value) is int}
+
+
+def _length(value: Any) -> int | None:
+    try:
+        return len(value)
+    except Exception:  # noqa: BLE001 - a stream, or a length that is known later only
+        return None
+
+
+def other_data(there: Mapping[str, int], here: Mapping[str, int]) -> str | None:
+    """Say that a resume goes on with other data, or with the same in other batches.
+
+    Args:
+        there: the checkpoint's `sizes_of`.
+        here: this training's.
+
+    Returns:
+        One line; None where nothing differs.
+    """
+    names = dict.fromkeys([*there, *here])
+    differ = [
+        f"{name} is {here.get(name, 'unknown')} here and was {there.get(name, 'unknown')}"
+        for name in names
+        if there.get(name) != here.get(name)
+    ]
+    if not there or not differ:
+        return None
+    return (
+        f"resume: the training data is not the run's: {', '.join(differ)}. The batches that follow are not those of an uninterrupted"
+        " run"
+    )
+
+
+def require_same_workers(loader: Any, state: Any, name: str) -> None:
+    """Refuse to give the position of torchdata's loader to one with another number of workers, which cannot take it.
+
+    Args:
+        loader: that is to take it; other loaders are let pass.
+        state: what its ``state_dict`` gave.
+        name: of the loader, for the message.
+
+    Raises:
+        StateMismatchError: with both numbers.
+    """
+    kinds = {kind.__name__ for kind in type(loader).__mro__ if kind.__module__.startswith("torchdata.")}
+    if "StatefulDataLoader" not in kinds or not isinstance(state, Mapping) or not state:
+        return
+    there = state.get("_snapshot", {}).get("_main_snapshot", {}).get("_num_workers", 0)
+    if there != loader.num_workers:
+        raise StateMismatchError(
+            f"{name} has num_workers={loader.num_workers} here and had {there} in the checkpoint: the position of a StatefulDataLoader"
+            f" is divided among its workers. Give it num_workers={there} again"
+        )
+
+
+def in_use(loader: Any) -> bool:
+    """Whether a loop is already in the batches of torchdata's loader: a position that is restored takes effect in the next one only.
+
+    Args:
+        loader: one whose iterator nothing but the loader itself holds is in no loop, as after ``next(iter(loader))``.
+    """
+    inner = getattr(loader, "base_dataloader", loader)
+    iterator = getattr(inner, "_iterator", None)
+    finished = getattr(iterator, "_finished", True)
+    return not finished and sys.getrefcount(iterator) > _OWN_REFERENCES
