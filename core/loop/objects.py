@@ -220,7 +220,9 @@ class LoopObjects:
         for name, value in self.stateful.items():
             if name in state["stateful"]:
                 load_stateful(value, state["stateful"][name])
-        data = other_data(state.get("data", {}), self._data())  # now that buffers of samples have their length back
+        data = other_data(
+            state.get("data", {}), self._data()
+        )  # now that buffers of samples have their length back
         if data is not None and warns:
             warn(data)
         restore_rng(state["rng"])
@@ -237,7 +239,9 @@ class LoopObjects:
 
     def _data(self) -> dict[str, int]:
         loaders = {name: value for name, value in self.stateful.items() if _may_load(value)}
-        return {key: size for name, one in loaders.items() for key, size in sizes_of(one, f"{name}: ").items()}
+        return {
+            key: size for name, one in loaders.items() for key, size in sizes_of(one, f"{name}: ").items()
+        }
 
     @property
     def changes(self) -> int:

@@ -9,7 +9,14 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shrinkpoint.state.wrappers import plain_names, unwrapped
 
-__all__ = ["load_optimizer", "load_stateful", "put_back_dtypes", "state_of", "without_functions"]
+__all__ = [
+    "forget_position",
+    "load_optimizer",
+    "load_stateful",
+    "put_back_dtypes",
+    "state_of",
+    "without_functions",
+]
 
 _FUNCTIONS = ("anneal_func", "_anneal_func")
 
@@ -54,8 +61,16 @@ def load_stateful(value: Any, state: Any) -> None:
     if hasattr(value, "__iter__"):
         try:
             value.state_dict()
-        except StopIteration:  # torchdata's sampler, of data that ends before the position: nothing is left of the epoch
-            value.next_iter_state = None
+        except (
+            StopIteration
+        ):  # torchdata's sampler, of data that ends before the position: nothing is left of the epoch
+            forget_position(value)
+
+
+def forget_position(loader: Any) -> None:
+    """Let torchdata's loader begin at the next epoch's start, if it has not yet taken the position that it has been given."""
+    if getattr(loader, "next_iter_state", None) is not None:
+        loader.next_iter_state = None
 
 
 def load_optimizer(optimizer: Any, state: Mapping[str, Any], *, same_dtypes: bool) -> None:

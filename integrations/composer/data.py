@@ -14,7 +14,9 @@ from typing import Any
 from composer.core import State
 
 from shrinkpoint.integrations.common.loaders import generators, set_generators
+from shrinkpoint.integrations.common.ranks import is_first
 from shrinkpoint.integrations.composer.skipping import SkippingSampler, can_skip
+from shrinkpoint.loop.data import other_data, sizes_of
 from shrinkpoint.state.rng import capture_rng, restore_rng
 from shrinkpoint.warn import warn
 
@@ -30,6 +32,7 @@ class DataPlace:
     def __init__(self) -> None:
         self._epoch: Mapping[str, Any] | None = None
         self._pending: Mapping[str, Any] | None = None
+        self._sizes: Mapping[str, int] = {}
         self._watch: _Watch | None = None
         self._fetches = 0
         self._skipped = False
@@ -40,15 +43,19 @@ class DataPlace:
         Args:
             state: at one of Composer's checkpoint events.
         """
-        return {"now": _generators(state), "epoch": self._epoch if _inside_epoch(state) else None}
+        inside = _inside_epoch(state)
+        return {"now": _generators(state), "epoch": self._epoch if inside else None, "sizes": _sizes(state)}
 
     def load(self, place: Mapping[str, Any]) -> None:
         """Set the position from a checkpoint; it is restored when training starts."""
-        self._pending, self._epoch = place["now"], place["epoch"]
+        self._pending, self._epoch, self._sizes = place["now"], place["epoch"], place["sizes"]
 
     def fit_starts(self, state: State) -> None:
         """Composer is about to draw one batch of each past epoch, and then to build the epoch's iterator."""
         self._fetches = 0
+        other, self._sizes = other_data(self._sizes, _sizes(state)), {}
+        if other is not None and is_first():
+            warn(other)
         if not _inside_epoch(state):
             return
         if self._pending is None or self._epoch is None:
@@ -203,6 +210,11 @@ def _starts_persistent_workers(state: State) -> bool:
 
 def _inside_epoch(state: State) -> bool:
     return int(state.timestamp.batch_in_epoch) > 0
+
+
+def _sizes(state: State) -> dict[str, int]:
+    batches = state.dataloader_len
+    return sizes_of(state.dataloader) | ({} if batches is None else {"batches of an epoch": int(batches)})
 
 
 def _generators(state: State) -> dict[str, Any]:

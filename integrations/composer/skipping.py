@@ -79,6 +79,8 @@ def can_skip(loader: Any, *, count: int, length: int | None) -> bool:
     """
     if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset) or length is None:
         return False
+    if count > length:  # the data has become shorter: Composer finds the epoch's end
+        return False
     if type(loader.batch_sampler) is not BatchSampler:
         return False
     sampler = (

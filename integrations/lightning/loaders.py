@@ -4,17 +4,21 @@ A stateful loader (torchdata's, or the user's own) reports its own position. For
 state of the generators when the epoch's iterator was built, and the number of batches drawn since.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
 
 from shrinkpoint.integrations.common.loaders import generators, samplers, set_generators
+from shrinkpoint.loop.data import require_same_workers, sizes_of
 from shrinkpoint.state.rng import capture_rng, restore_rng
+from shrinkpoint.state.stateful import forget_position
 
 __all__ = ["DataPlace", "missing_internals"]
 
+_BUILD = "setup_data"
 _PRIVATE = ("_data_fetcher", "_combined_loader", "_restarting", "_resuming_from_checkpoint")
 
 
@@ -30,6 +34,50 @@ class DataPlace:
         self._epoch: dict[str, Any] = {}
         self._now: list[Any] | None = None
         self._behind: list[Any] | None = None
+        self._builds: dict[str, Any] = {}
+
+    def follow_builds(self, trainer: Trainer, stored: Mapping[str, Any]) -> None:
+        """With ``reload_dataloaders_every_n_epochs``, build the first loaders as the epoch did that built those in use at the save.
+
+        Args:
+            trainer: about to build them.
+            stored: of a checkpoint that is continued, its `state`; else empty.
+        """
+        self._builds = {}
+        if trainer.reload_dataloaders_every_n_epochs:
+            for name, loop in (("train", trainer.fit_loop), ("val", trainer.fit_loop.epoch_loop.val_loop)):
+                vars(loop).pop(_BUILD, None)
+                setattr(loop, _BUILD, self._building(trainer, loop, name, stored.get("builds", {}).get(name)))
+
+    def _building(self, trainer: Trainer, loop: Any, name: str, stored: Any) -> Callable[[], None]:
+        original = getattr(loop, _BUILD)
+
+        def setup_data() -> None:
+            known = None if name in self._builds else stored
+            epochs = trainer.fit_loop.epoch_progress.current
+            before, rng, epoch = loop._combined_loader, capture_rng(), epochs.completed
+            if known is not None:
+                restore_rng(known["rng"])
+                epochs.completed = known["epoch"]  # is trainer.current_epoch
+            try:
+                original()
+            finally:
+                if known is not None:
+                    restore_rng(rng)
+                    epochs.completed = epoch
+            built_in = getattr(loop, f"_last_{name}_dl_reload_epoch")
+            if loop._combined_loader is not before and built_in >= 0:  # else for a sanity check alone
+                self._builds[name] = known or {"epoch": built_in, "rng": rng}
+
+        return setup_data
+
+    def sizes(self, trainer: Trainer) -> dict[str, int]:
+        """Of the loaders, and of an epoch, which the trainer may limit."""
+        loaders, batches = _loaders(trainer), trainer.num_training_batches
+        several = len(loaders) > 1
+        found = {f"loader {n}: " if several else "": loader for n, loader in enumerate(loaders, 1)}
+        sizes = {key: size for name, one in found.items() for key, size in sizes_of(one, name).items()}
+        return sizes | ({"batches of an epoch": batches} if isinstance(batches, int) else {})
 
     def note_epoch(self, trainer: Trainer | None) -> None:
         """An iterator is about to be built; its order depends on the generators' present states.
@@ -69,35 +117,51 @@ class DataPlace:
             "epoch": self._epoch,
             "generators": [g.get_state() for g in generators(_loaders(trainer))],
             "loaders": loader_states if behind is None else behind,
+            "sizes": self.sizes(trainer),
+            "builds": dict(self._builds),
         }
 
-    def continue_epoch(self, trainer: Trainer, state: Mapping[str, Any]) -> None:
-        """Restore a position inside an epoch; an iterator exists, and no batch has been fetched from it."""
+    def continue_epoch(self, trainer: Trainer, state: Mapping[str, Any]) -> bool:
+        """Restore a position inside an epoch; an iterator exists, and no batch has been fetched from it.
+
+        Returns:
+            Whether there is such a position; it is past the end where the data has become shorter.
+        """
         loop = trainer.fit_loop
         self._epoch = dict(state["epoch"])
         _set_epoch(trainer)  # Lightning does so only after it has built the iterator
         batches, stateful = loop.epoch_loop.batch_progress, _stateful(trainer)
+        inside = batches.is_last_batch or batches.current.processed < trainer.num_training_batches
         if self._epoch and (stateful or not batches.is_last_batch):
             set_generators(_loaders(trainer), self._epoch["generators"])
             restore_rng(self._epoch["rng"])
-            for loader, loader_state in zip(stateful, state["loaders"], strict=False):
-                loader.load_state_dict(loader_state)
-            iter(loop._data_fetcher)
-            if len(stateful) < len(_loaders(trainer)) and not batches.is_last_batch:
-                _draw(loop._data_fetcher, batches.current.processed)
+            try:
+                _begin(trainer, state["loaders"])
+                if inside and len(stateful) < len(_loaders(trainer)) and not batches.is_last_batch:
+                    _draw(loop._data_fetcher, batches.current.processed)
+            except StopIteration:
+                inside = False
         set_generators(_loaders(trainer), state["generators"])
         loop._restarting = False  # or plateau schedulers would be skipped at the end of this epoch
+        return inside
 
     def start_next_epoch(self, trainer: Trainer, state: Mapping[str, Any]) -> None:
         """Let the next iterator, which Lightning is about to build, be that of the epoch after the finished one."""
-        stateful = _stateful(trainer)
-        for loader, loader_state in zip(stateful, state["loaders"], strict=False):
-            loader.load_state_dict(loader_state)
-        if stateful and state["loaders"]:  # run the finished epoch out
-            fetcher = trainer.fit_loop._data_fetcher
-            iter(fetcher)
-            next(fetcher, None)
+        if _stateful(trainer) and state["loaders"]:  # run the finished epoch out
+            with suppress(StopIteration):
+                _begin(trainer, state["loaders"])
+                next(trainer.fit_loop._data_fetcher)
+        for loader in _stateful(trainer):
+            forget_position(loader)
         set_generators(_loaders(trainer), state["generators"])
+
+
+def _begin(trainer: Trainer, states: Sequence[Any]) -> None:
+    """Build the iterator, from the stateful loaders' positions on; `StopIteration` where the data ends before them."""
+    for loader, loader_state in zip(_stateful(trainer), states, strict=False):
+        require_same_workers(loader, loader_state, "the training's loader")
+        loader.load_state_dict(loader_state)
+    iter(trainer.fit_loop._data_fetcher)
 
 
 def _draw(fetcher: Any, count: int) -> None:

@@ -18,10 +18,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from shrinkpoint.integrations.common.hook_states import restore_hook_states
 from shrinkpoint.integrations.common.ranks import gather
 from shrinkpoint.integrations.lightning.loaders import DataPlace, missing_internals
+from shrinkpoint.loop.data import other_data
 from shrinkpoint.loop.gradient_buckets import bucket_order, restore_buckets
 from shrinkpoint.sharded.boxes import is_sharded
 from shrinkpoint.state.rng import capture_rng, restore_rng
 from shrinkpoint.state.wrappers import named_parameters
+from shrinkpoint.warn import warn
 
 __all__ = ["OWN_KEYS", "OWN_MARK", "POSITION_KEY", "Position"]
 
@@ -54,8 +56,9 @@ class Position:
         self._loaded: Mapping[str, Any] | None = None
         self._before_validation: dict[str, Any] = {}
 
-    def fit_starts(self) -> None:
-        """Training is about to build the first epoch's iterator."""
+    def fit_starts(self, trainer: Trainer) -> None:
+        """Training is about to build the first epoch's loaders and iterator."""
+        self._data.follow_builds(trainer, {} if self._loaded is None else self._mine(trainer)["data"])
         if self._loaded is None:
             self._data.note_epoch(None)
 
@@ -146,6 +149,9 @@ class Position:
         trainer.callback_metrics.update(
             loaded["callback_metrics"]
         )  # early stopping and plateau schedulers read these
+        other = other_data(mine["data"]["sizes"], self._data.sizes(trainer))
+        if other is not None and trainer.is_global_zero:
+            warn(other)
         if missing := missing_internals(trainer):
             rank_zero_warn(
                 f"this version of Lightning has no fit_loop.{', '.join(missing)}: the order of samples may differ"
@@ -154,8 +160,10 @@ class Position:
         elif loaded["between_epochs"]:
             _leave_epoch(trainer)
             self._data.start_next_epoch(trainer, mine["data"])
+        elif not self._data.continue_epoch(trainer, mine["data"]):
+            _skip_rest(trainer)
+            self._data.start_next_epoch(trainer, {**mine["data"], "loaders": []})
         else:
-            self._data.continue_epoch(trainer, mine["data"])
             # Lightning warns that a stateless loader restarts, which `apply` has just prevented.
             warnings.filterwarnings(
                 "ignore", message="You're resuming from a checkpoint that ended before the epoch"
@@ -216,6 +224,19 @@ def _leave_epoch(trainer: Trainer) -> None:
     loop._resuming_from_checkpoint = False  # lets Lightning build the epoch's iterator at its usual place
     loop.reset_restart_stage()
     loop.epoch_loop.restarting = False
+
+
+def _skip_rest(trainer: Trainer) -> None:
+    """Leave an epoch whose data ends before the position."""
+    loop = trainer.fit_loop
+    if trainer.is_global_zero:
+        warn(
+            f"resume: the run was saved after {loop.epoch_loop.batch_progress.current.processed} batches of an epoch, which has no more"
+            " of them here: training goes on with the next epoch, without the validation at the end of this one"
+        )
+    loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+    loop.epoch_progress.increment_processed()
+    _leave_epoch(trainer)
 
 
 def _expect_validation(loops: dict[str, Any]) -> None:

@@ -155,7 +155,7 @@ class Session:
         own = POSITION_KEY in loaded and rounded_weights(loaded["state_dict"], module.state_dict()) is None
         self._loaded_optimizers = loaded.get("optimizer_states", []) if own else []
         self._identities = Identities()  # another fit may be of another module
-        Position.of(trainer).fit_starts()
+        Position.of(trainer).fit_starts(trainer)
 
     def _require_optimizers(self, trainer: Trainer, stored: list[dict[str, Any]], url: str) -> None:
         require_optimizers(stored, trainer.optimizers, url)

@@ -13,8 +13,10 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from shrinkpoint.integrations.common.ranks import is_first
 from shrinkpoint.integrations.transformers.generators import Generators, seeds, set_seeds
 from shrinkpoint.integrations.transformers.skipping import can_skip
+from shrinkpoint.loop.data import other_data, sizes_of
 from shrinkpoint.warn import warn
 
 __all__ = ["DataPlace", "FollowedLoader"]
@@ -43,6 +45,9 @@ class DataPlace:
         self._generators = Generators(loader)
         if self._pending is not None:
             set_seeds(loader, self._pending["seeds"])
+            other = other_data(self._pending["sizes"], sizes_of(loader))
+            if other is not None and is_first():
+                warn(other)
         return FollowedLoader(loader, self._iterate)
 
     def state(self, *, inside_epoch: bool) -> dict[str, Any]:
@@ -58,6 +63,7 @@ class DataPlace:
             "batches": epoch.consumed if inside_epoch else 0,
             "epoch": epoch.state() if inside_epoch else None,
             "seeds": seeds(self._loader),
+            "sizes": sizes_of(self._loader),
         }
 
     def load(self, place: Mapping[str, Any]) -> None:

@@ -141,3 +141,34 @@ def test_a_language_model_of_transformers(saving: Make, warned_in_background: li
     manifest = Saver(url_of(measured)).store.manifests()[0]
     weights = 4 * sum(value.numel() for name, value in whole.items() if name != "model.lm_head.weight")
     assert manifest.meta["save"]["raw_sections"]["weight"] == weights  # tied ones once
+
+
+@pytest.mark.parametrize("length", [16, 80])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_other_data_is_told_and_an_epoch_that_is_too_short_left(
+    saving: Make, length: int, shuffle: bool
+) -> None:
+    def fit(points: int, *callbacks: Any) -> Trainer:
+        generator = torch.Generator().manual_seed(0)
+        data = TensorDataset(
+            torch.randn(points, 4, generator=generator), torch.randint(2, (points,), generator=generator)
+        )
+        trainer = Trainer(
+            model=Classifier(),
+            train_dataloader=DataLoader(data, batch_size=8, shuffle=shuffle),
+            max_duration="3ep",
+            device="cpu",
+            progress_bar=False,
+            callbacks=list(callbacks),
+        )
+        trainer.fit()
+        return trainer
+
+    with pytest.raises(Preempted):
+        fit(48, saving(save_interval="1ba", busy="wait"), Crash(9))
+    said = rf"len\(dataset\) is {length} here and was 48.*batches of an epoch is {length // 8} here and was 6"
+    with pytest.warns(ShrinkpointWarning, match=said):
+        trainer = fit(length, saving(save_interval="1ba"))
+    assert trainer.state.timestamp.epoch == 3
+    left = max(length // 8 - 2, 0)  # of the epoch in which it was preempted
+    assert int(trainer.state.timestamp.batch) in (8 + left + length // 8, 9 + left - 1 + length // 8)

@@ -55,7 +55,11 @@ def _train(url: Path, loader: Any, until: int) -> None:
 
 
 CHANGES = {
-    "shorter": (0, {"length": 12}, r"len\(dataset\) is 12 here and was 40.*len\(loader\) is 3 here and was 10"),
+    "shorter": (
+        0,
+        {"length": 12},
+        r"len\(dataset\) is 12 here and was 40.*len\(loader\) is 3 here and was 10",
+    ),
     "longer": (13, {"length": 80}, r"len\(dataset\) is 80 here and was 40"),
     "batch size": (2, {"batch_size": 8}, r"batch_size is 8 here and was 4"),
 }
@@ -115,7 +119,7 @@ def test_refuses_to_resume_inside_a_loop_over_the_loader(tmp_path, workers, begi
     checkpointer, _ = _checkpointer(tmp_path, loader)
     batches = begin(loader)
     next(batches)
-    with pytest.raises(ConfigError, match="loader is being iterated over already.*resume"):
+    with pytest.raises(ConfigError, match=r"loader is being iterated over already.*resume"):
         checkpointer.resume()
     del batches
     assert checkpointer.resume() == 0
