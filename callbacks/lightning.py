@@ -1,7 +1,7 @@
 """`CompressedCheckpoint` for PyTorch Lightning: one callback that saves small, never blocks and resumes by itself."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
@@ -30,6 +30,7 @@ from shrinkpoint.integrations.lightning.words import answer_words
 from shrinkpoint.saving.resume import ResumePolicy
 from shrinkpoint.schemes.catalogue import SchemeName
 from shrinkpoint.steps.options import StepLog
+from shrinkpoint.store.connect import StorageOptions
 from shrinkpoint.store.urls import url_text
 
 __all__ = ["CompressedCheckpoint", "load_from_checkpoint"]
@@ -79,7 +80,8 @@ class CompressedCheckpoint(Checkpoint):
         probe_batches: how many validation batches to measure the quality on; training waits for each of them three times
             a save, or oftener while a search has budget. Up to four times as many are kept, in host memory, and used where
             these say too little and ``search_overhead`` pays for more.
-        storage_options: passed to fsspec; of several URLs for all but folders, or a list of as many.
+        storage_options: passed to fsspec, or a function that returns them and is asked again when they are refused; of several URLs for all
+            but folders, or a list of as many.
         parity: how many of several URLs may be lost: 0, 1 or 2. None takes what the run began with, or 1.
         step_log: ``"exact"`` logs the inputs of every optimizer step between two checkpoints, and a resume replays them bit for
             bit; needs ``scheme="lossless"``. ``"small"`` logs the weights of every step in under one bit per element, for
@@ -115,6 +117,8 @@ class CompressedCheckpoint(Checkpoint):
         adoptions: with `adopt`, the number of planned saves of the whole run; None takes it from the trainer's limits.
         grace_s: seconds that removed checkpoints' data is kept, for readers and writers that are under way.
         max_failures: so many failed saves in a row end training with an error.
+        signals: names of further signals that mean the same as a SIGTERM, such as ``["SIGUSR2"]``; earlier handlers are called after
+            the save.
         threads: threads that encode and decode; None takes half of the processors.
         near: a folder on this node, such as ``/local/nvme/run-7``, that holds copies of the newest checkpoints for fast restarts;
             all are stored at `url` first. Trouble with it is a warning, and no save fails of it.
@@ -144,7 +148,7 @@ class CompressedCheckpoint(Checkpoint):
         keep_last: int = 3,
         resume: ResumePolicy = "auto",
         probe_batches: int = 2,
-        storage_options: Mapping[str, Any] | list[Mapping[str, Any] | None] | None = None,
+        storage_options: StorageOptions = None,
         parity: int | None = None,
         step_log: Literal["exact", "small"] | StepLog | None = None,
         step_log_url: str | None = None,
@@ -167,6 +171,7 @@ class CompressedCheckpoint(Checkpoint):
         adoptions: int | None = None,
         grace_s: float = 86400.0,
         max_failures: int = 3,
+        signals: Sequence[str] = (),
         threads: int | None = None,
         near: str | None = None,
         near_keep: int = 2,
@@ -212,6 +217,7 @@ class CompressedCheckpoint(Checkpoint):
                 "adoptions": adoptions,
                 "grace_s": grace_s,
                 "max_failures": max_failures,
+                "signals": signals,
                 "threads": threads,
                 "near": near,
                 "near_keep": near_keep,
@@ -359,7 +365,7 @@ def load_from_checkpoint(
     url: str | list[str],
     *,
     map_location: Any = None,
-    storage_options: Mapping[str, Any] | list[Mapping[str, Any] | None] | None = None,
+    storage_options: StorageOptions = None,
     **kwargs: Any,
 ) -> M:
     """As ``LightningModule.load_from_checkpoint``, of a run's checkpoint: the model with its hyper-parameters and weights.
@@ -372,7 +378,8 @@ def load_from_checkpoint(
         url: ``<run>#step=1000``, ``<run>#newest``, or the run alone; of a run in several stores all of them, as a list or with
             commas between. An ordinary ``.ckpt`` is left to the class.
         map_location: where the tensors go; None leaves them on the host.
-        storage_options: passed to fsspec; of several URLs for all but folders, or a list of as many.
+        storage_options: passed to fsspec, or a function that returns them and is asked again when they are refused; of several URLs for all
+            but folders, or a list of as many.
         kwargs: passed on: ``strict``, ``hparams_file``, and arguments of the class that are not among its saved
             hyper-parameters, or differ from them.
 

@@ -1,6 +1,6 @@
 """`CompressedCheckpoint` for Hugging Face's Trainer: one callback that saves small, never blocks and resumes by itself."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -9,6 +9,7 @@ from shrinkpoint.integrations.common.pickling import reduced
 from shrinkpoint.integrations.common.settings import refusing_unknown
 from shrinkpoint.saving.resume import ResumePolicy
 from shrinkpoint.schemes.catalogue import SchemeName
+from shrinkpoint.store.connect import StorageOptions
 
 try:
     import accelerate as _accelerate  # noqa: F401 - the Trainer asks for it only when it is used
@@ -68,7 +69,8 @@ class CompressedCheckpoint(TrainerCallback):
         probe_batches: how many evaluation batches to measure the quality on; training waits for each of them three times
             a save, or oftener while a search has budget. Up to four times as many are kept, in host memory, and used where
             these say too little and ``search_overhead`` pays for more.
-        storage_options: passed to fsspec; of several URLs for all but folders, or a list of as many.
+        storage_options: passed to fsspec, or a function that returns them and is asked again when they are refused; of several URLs for all
+            but folders, or a list of as many.
         parity: how many of several URLs may be lost: 0, 1 or 2. None takes what the run began with, or 1.
         scheme: how states are coded: ``"auto"``, our own; a published scheme by its name (`shrinkpoint.schemes.catalogue`); or
             ``"lossless"``, bit by bit.
@@ -99,6 +101,8 @@ class CompressedCheckpoint(TrainerCallback):
         adoptions: with `adopt`, the number of planned saves of the whole run; None takes it from the Trainer's arguments.
         grace_s: seconds that removed checkpoints' data is kept, for readers and writers that are under way.
         max_failures: so many failed saves in a row end training with an error.
+        signals: names of further signals that mean the same as a SIGTERM, such as ``["SIGUSR2"]``; earlier handlers are called after
+            the save.
         threads: threads that encode and decode; None takes half of the processors.
         near: a folder on this node, such as ``/local/nvme/run-7``, that holds copies of the newest checkpoints for fast restarts;
             all are stored at `url` first. Trouble with it is a warning, and no save fails of it.
@@ -127,7 +131,7 @@ class CompressedCheckpoint(TrainerCallback):
         keep_last: int = 3,
         resume: ResumePolicy = "auto",
         probe_batches: int = 2,
-        storage_options: Mapping[str, Any] | list[Mapping[str, Any] | None] | None = None,
+        storage_options: StorageOptions = None,
         parity: int | None = None,
         scheme: SchemeName = "auto",
         options: Any = None,
@@ -148,6 +152,7 @@ class CompressedCheckpoint(TrainerCallback):
         adoptions: int | None = None,
         grace_s: float = 86400.0,
         max_failures: int = 3,
+        signals: Sequence[str] = (),
         threads: int | None = None,
         near: str | None = None,
         near_keep: int = 2,
@@ -190,6 +195,7 @@ class CompressedCheckpoint(TrainerCallback):
                 "adoptions": adoptions,
                 "grace_s": grace_s,
                 "max_failures": max_failures,
+                "signals": signals,
                 "threads": threads,
                 "near": near,
                 "near_keep": near_keep,

@@ -26,7 +26,7 @@ from shrinkpoint.loop.sharded import ShardedObjects, has_shards, refuse_deepspee
 from shrinkpoint.quality.evaluation import Loss
 from shrinkpoint.reports import Accepted, SaveReport
 from shrinkpoint.runtime.processes import world_size
-from shrinkpoint.runtime.termination import Pace, TerminationRequest
+from shrinkpoint.runtime.termination import Pace, TerminationRequest, signals_of
 from shrinkpoint.runtime.turns import Turns
 from shrinkpoint.saver import Saver
 from shrinkpoint.saving.arguments import check_metrics, plain_step
@@ -93,7 +93,7 @@ class Checkpointer:
         resume: continue from the newest sound checkpoint if there is one (``auto``), never (a new training starts in
             the same run, whose checkpoints are kept), or refuse to start without one (``must``).
         config: how to save; or give its fields as keyword arguments.
-        storage_options: passed to fsspec; of several URLs for all but folders, or a list of as many.
+        storage_options: passed to fsspec, or a function that returns them and is asked again when they are refused; of several URLs for all but folders, or a list of as many.
         parity: how many of several URLs may be lost: 0, 1 or 2. None takes the run's own value, or 1.
         step_log: ``"exact"`` logs the inputs of every `optimizer.step()` between two checkpoints, and `resume` replays these
             steps bit for bit; needs ``scheme="lossless"``. ``"small"`` logs the weights of every step in under one bit per
@@ -164,7 +164,7 @@ class Checkpointer:
         self._versions = 0
         self._turns = Turns()
         self._pace = Pace()
-        self._termination = TerminationRequest(answered=self._pace.expected)
+        self._termination = TerminationRequest(more=signals_of(config.signals), answered=self._pace.expected)
         weakref.finalize(self, self._termination.unwatch)
         self._began = False
         request = LogRequest(step_log=step_log, url=step_log_url, after_step=after_step)

@@ -2,13 +2,14 @@
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.runtime.processors import processors
 from shrinkpoint.runtime.scratch import check_scratch
+from shrinkpoint.runtime.termination import signals_of
 from shrinkpoint.schemes.catalogue import SCHEMES, SchemeName, check_options, made_options, options_of
 from shrinkpoint.store.manifest import MAX_CHAIN
 from shrinkpoint.warn import refuses_unknown_options
@@ -110,6 +111,9 @@ class SaverConfig:
     max_failures: int = 3
     """Number of consecutive failed saves that ends training with an error; with `adopt`, of which a failed save takes nothing, only if
     the store has also been away for three hours."""
+    signals: Sequence[str] = ()
+    """Names of further signals that mean the same as a SIGTERM, such as ``["SIGUSR2"]`` of submitit or of SLURM's ``--signal``. The handlers
+    of before are called after the save, and forked workers ignore them."""
     commit_timeout_s: int = 300
     """Of a sharded training: seconds for which the first rank waits for the parts of the others, before a save has failed."""
     threads: int | None = None
@@ -158,6 +162,7 @@ class SaverConfig:
         if not (self.near is None or (isinstance(self.near, str | os.PathLike) and str(self.near))):
             raise ConfigError(f"near must be a folder on this node, or None, not {self.near!r}")
         check_scratch(self.scratch_folder)
+        signals_of(self.signals)
         if not (self.monitor is None or isinstance(self.monitor, str)):
             raise ConfigError(f"monitor must be the name of a metric, not {self.monitor!r}")
         if type(self.probe_steps) is not int or self.probe_steps < 0:

@@ -27,7 +27,7 @@ from shrinkpoint.state.tree import JSON, dense_only, tensor_names
 from shrinkpoint.steps.folder import near_segments, run_segments
 from shrinkpoint.steps.logged import LoggedWeights
 from shrinkpoint.steps.reader import LogReader
-from shrinkpoint.store.connect import StorageOptions
+from shrinkpoint.store.connect import OneStoreOptions, StorageOptions
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.run import RunStore
 from shrinkpoint.store.single import looks_like_file, naming, read_file
@@ -57,7 +57,7 @@ def load(
             warning. A run in several stores is a list of their URLs, or one string with commas between; ``#step=1000``
             follows the last.
         device: where its tensors go, as ``map_location`` of ``torch.load``; None leaves them on the host.
-        storage_options: passed to fsspec; of several URLs for all but folders, or a list of as many.
+        storage_options: passed to fsspec, or a function that returns them and is asked again when they are refused; of several URLs for all but folders, or a list of as many.
 
     Returns:
         The state that was given to `save`; of a run, the state that its framework would have given to ``torch.save``.
@@ -132,7 +132,7 @@ def load_weights(
         prefix: take only tensors below this prefix, and remove it from their names: ``prefix="model."`` for the module that
             is ``self.model`` of a LightningModule.
         device: where they go; None leaves them on the host.
-        storage_options: passed to fsspec; of several URLs for all but folders, or a list of as many.
+        storage_options: passed to fsspec, or a function that returns them and is asked again when they are refused; of several URLs for all but folders, or a list of as many.
         step_log_url: the folder of the run's small step log, if it is not in the run itself. ``<run>#step=1234`` is also a
             step that was logged and not saved (docs/steps.md).
 
@@ -279,7 +279,7 @@ def read_chain(
         return _read_run(address, RunStore(address.url, storage_options=storage_options), read)
 
 
-def _of_one(options: StorageOptions) -> Mapping[str, Any] | None:
+def _of_one(options: StorageOptions) -> OneStoreOptions | None:
     [one] = options if isinstance(options, list | tuple) and len(options) == 1 else [options]
     return one  # type: ignore[return-value]  # what is none is refused where it is opened
 

@@ -81,7 +81,7 @@ class Saver:
         url: the run's prefix: a folder, ``s3://bucket/prefix``, or any URL that fsspec knows; or a list of several, which hold
             it together (docs/stores.md).
         config: how to save.
-        storage_options: passed to fsspec; of several URLs for all but folders, or a list of as many.
+        storage_options: passed to fsspec, or a function that returns them and is asked again when they are refused; of several URLs for all but folders, or a list of as many.
         parity: how many of several URLs may be lost: 0, 1 or 2. None takes what the run began with, or 1.
 
     The constructor does no I/O; `check` does, before training starts. All methods are for the training's thread: calls of several

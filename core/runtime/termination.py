@@ -1,5 +1,6 @@
 """Defers SIGTERM and Ctrl-C until training reaches a point at which it can be saved."""
 
+import inspect
 import math
 import os
 import signal
@@ -9,10 +10,13 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
-__all__ = ["Pace", "TerminationRequest"]
+from shrinkpoint.errors import ConfigError
+from shrinkpoint.warn import brief
+
+__all__ = ["Pace", "TerminationRequest", "signals_of"]
 
 _ONE_WISH_S = 1.0
 """Seconds in which further signals count as the same: a launcher that gets a Ctrl-C sends a SIGTERM after it."""
@@ -32,6 +36,7 @@ class Pace:
         self._clock = clock
         self._left_at = -math.inf
         self._longest_s = 0.0
+        self._program: CodeType | None = None
 
     @contextmanager
     def visit(self, *, first: bool = False) -> Iterator[None]:
@@ -43,15 +48,41 @@ class Pace:
         if not first and self._left_at > -math.inf:
             self._longest_s = max(self._longest_s, self._clock() - self._left_at)
         self._left_at = math.inf
+        self._program = next((code for code in _running() if not code.co_flags & inspect.CO_OPTIMIZED), None)
         try:
             yield
         finally:
             self._left_at = self._clock()
 
     def expected(self) -> bool:
-        """Whether the last visit was less than a minute, or ten times the longest interval so far, ago."""
+        """Whether the last visit was less than a minute, or ten times the longest interval so far, ago, and by what still runs: the
+        program, or the same cell of a notebook."""
         patience_s = max(_PATIENCE_S, _PATIENCE_STEPS * self._longest_s)
-        return self._clock() - self._left_at < patience_s
+        runs = self._program is None or any(code is self._program for code in _running())
+        return runs and self._clock() - self._left_at < patience_s
+
+
+def _running() -> Iterator[CodeType]:
+    """The code of all that this thread is in, innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame.f_code
+        frame = frame.f_back
+
+
+def signals_of(names: Sequence[str]) -> list[signal.Signals]:
+    """The signals of these names.
+
+    Raises:
+        ConfigError: there is no such signal, or it cannot be handled.
+    """
+    known = {one.name: one for one in signal.Signals if one not in (signal.SIGKILL, signal.SIGSTOP)}
+    given = [] if isinstance(names, str) else [getattr(one, "name", one) for one in names]
+    if isinstance(names, str) or any(name not in known for name in given):
+        raise ConfigError(
+            f"signals={brief(names)} must be a list of the names of signals that a process can handle, such as ['SIGUSR2']"
+        )
+    return [known[name] for name in given]
 
 
 class TerminationRequest:
@@ -64,8 +95,11 @@ class TerminationRequest:
 
     Args:
         signals: which ones.
+        more: further ones, by which a scheduler announces that it will end the processes: those that were forked ignore them, and a
+            SIGTERM that follows is part of the same request.
         answered: whether `received` will be checked soon; where not, the first signal ends the process at once.
         replaces: do not call the handlers that were there before, since they would wait for other processes.
+        then: called by `end` instead of ending the process.
         clock: seconds; never goes back.
     """
 
@@ -73,15 +107,20 @@ class TerminationRequest:
         self,
         signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT),
         *,
+        more: Sequence[signal.Signals] = (),
         answered: Callable[[], bool] = lambda: True,
         replaces: bool = False,
+        then: Callable[[], object] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._replaces = replaces
-        self._signals = signals
+        self._more = set(more) - set(signals)
+        self._signals = [*signals, *self._more]
         self._answered = answered
+        self._then = then
         self._clock = clock
         self._received: tuple[int, float] | None = None
+        self._confirmed = False
         self._previous: dict[int, Any] = {}
         self._covered: dict[int, Any] = {}
         self._pid = os.getpid()
@@ -104,7 +143,15 @@ class TerminationRequest:
     def watch(self) -> None:
         """Install the handlers, except for ignored signals; does nothing outside the main thread, where Python forbids
         it."""
-        if self._previous or threading.current_thread() is not threading.main_thread():
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if self._previous:
+            # IPython's kernel puts Python's own handler back when a cell ends
+            if (
+                signal.SIGINT in self._previous
+                and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            ):
+                signal.signal(signal.SIGINT, self._note)
             return
         self._received, self._pid = None, os.getpid()
         for number in self._signals:
@@ -117,10 +164,11 @@ class TerminationRequest:
         if not self._previous or threading.current_thread() is not threading.main_thread():
             return
         for number, previous in self._previous.items():
+            self._covered.setdefault(
+                number, previous
+            )  # another handler, as of a second request, may put this one back
             if signal.getsignal(number) == self._note:
                 signal.signal(number, previous if previous is not None else signal.SIG_DFL)
-            else:  # another handler was installed meanwhile, as by a second request, which may put this one back
-                self._covered.setdefault(number, previous)
         self._previous = {}
         _FORKS.leave(self)
 
@@ -134,6 +182,10 @@ class TerminationRequest:
             KeyboardInterrupt: after a Ctrl-C, as Python's own handler does.
             SystemExit: unless the previous handler does something else.
         """
+        if self._then is not None:
+            self._received = None
+            self._then()
+            return
         if self._received is not None:
             number = self._received[0]
         previous = self._previous.get(number)
@@ -151,17 +203,19 @@ class TerminationRequest:
         now = self._clock()
         first = self._received is None
         if self._received is None:
-            self._received = (number, now)
+            self._received, self._confirmed = (number, now), False
+        elif self._received[0] in self._more and number not in self._more and not self._confirmed:
+            self._received, self._confirmed = (self._received[0], now), True
         again = now - self._received[1] >= _ONE_WISH_S
         if os.getpid() != self._pid:
-            if number != signal.SIGINT or again:
+            if number not in self._more and (number != signal.SIGINT or again):
                 self._pass_on(number)
-        elif again or (first and not self._answered()):
+        elif (again and self._then is None) or (first and not self._answered()):
             self.end()
         elif first:
+            ends = "ends; once more ends it now" if self._then is None else "is requeued"
             _say(
-                f"{signal.Signals(number).name}: the run is saved after this step, if there is one, then ends; once more ends it"
-                " now"
+                f"{signal.Signals(number).name}: the run is saved after this step, if there is one, then {ends}"
             )
 
     def _leave_to_previous(self, number: int, frame: FrameType | None) -> None:

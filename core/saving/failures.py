@@ -4,6 +4,7 @@ from time import monotonic
 
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import SaveFailedError, StoreError
+from shrinkpoint.store.objects import CredentialsError
 from shrinkpoint.warn import warn
 
 __all__ = ["PATIENCE_S", "Failures"]
@@ -43,6 +44,12 @@ class Failures:
         Returns:
             What is to end the training; None where the next save tries again.
         """
+        if isinstance(error, CredentialsError):
+            warn(
+                f"saving step {step} to {self._url} failed: {error}. Training goes on, and the next save tries again: refused credentials"
+                " do not count towards max_failures. Nothing is stored until then"
+            )
+            return None
         now = monotonic()
         if self._count == 0:
             self._since, self._patient = now, self._config.adopt

@@ -2,23 +2,34 @@
 
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
-from shrinkpoint.errors import ConfigError
+from shrinkpoint.errors import ConfigError, StoreError
 from shrinkpoint.store.generic import GenericObjects
 from shrinkpoint.store.local import LocalObjects
-from shrinkpoint.store.objects import ObjectStore
+from shrinkpoint.store.objects import CredentialsError, MissingKeyError, ObjectStore, TransientStoreError
 from shrinkpoint.store.retry import RetryingObjects, RetryPolicy
 from shrinkpoint.store.s3 import S3Objects
 from shrinkpoint.store.striped import StripedObjects
 from shrinkpoint.store.urls import Location, RunUrl, parse_url, split_urls
 
-__all__ = ["StorageOptions", "check_outside", "open_location", "open_objects", "shared_fate"]
+__all__ = [
+    "OneStoreOptions",
+    "StorageOptions",
+    "check_outside",
+    "open_location",
+    "open_objects",
+    "shared_fate",
+]
 
-StorageOptions: TypeAlias = Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None
-"""Options of fsspec's file system; for several URLs one for all but folders, or a list of as many."""
+OneStoreOptions: TypeAlias = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
+"""Options of fsspec's file system, or what returns them, and is called again when credentials are refused."""
+
+StorageOptions: TypeAlias = OneStoreOptions | Sequence[OneStoreOptions | None] | None
+"""Of one store; for several URLs one for all but folders, or a list of as many."""
 
 # One of several stores: where another one can serve, it is not worth minutes.
 _PATIENCE = RetryPolicy(attempts=3, max_delay_s=5.0, deadline_s=20.0)
@@ -62,21 +73,19 @@ def open_objects(
     return StripedObjects(stores, parity=parity, read_anyway=read_anyway)
 
 
-def _options_of_each(
-    locations: Sequence[Location], options: StorageOptions
-) -> list[Mapping[str, Any] | None]:
+def _options_of_each(locations: Sequence[Location], options: StorageOptions) -> list[OneStoreOptions | None]:
     if isinstance(options, list | tuple):
         if len(options) != len(locations):
             raise ConfigError(
                 f"storage_options has {len(options)} entries for {len(locations)} URLs: give one for each, or one dict for all"
             )
         return list(options)
-    given = cast("Mapping[str, Any] | None", options)
+    given = cast("OneStoreOptions | None", options)
     remote = any(location.kind != "local" for location in locations)
     return [given if location.kind != "local" or not remote else None for location in locations]
 
 
-def _check_apart(locations: Sequence[Location], options: Sequence[Mapping[str, Any] | None]) -> None:
+def _check_apart(locations: Sequence[Location], options: Sequence[OneStoreOptions | None]) -> None:
     places = [_place(*each) for each in zip(locations, options, strict=True)]
     for (i, first), (j, second) in itertools.permutations(enumerate(places), 2):
         if first == second:
@@ -107,11 +116,12 @@ def check_outside(url: RunUrl, near: Location) -> None:
                 )
 
 
-def _place(location: Location, options: Mapping[str, Any] | None) -> tuple[str, str, str]:
+def _place(location: Location, options: OneStoreOptions | None) -> tuple[str, str, str]:
     """Kind, server and path: two servers may have a bucket of one name."""
     if location.kind == "local":
         return "local", "", os.path.realpath(location.path)
     kind = location.kind if location.kind == "s3" else location.protocol
+    options = options() if callable(options) else options
     given = options if isinstance(options, Mapping) else {}
     inner = given.get("client_kwargs")
     server = given.get("endpoint_url") or (inner.get("endpoint_url") if isinstance(inner, Mapping) else None)
@@ -138,15 +148,56 @@ def _device(path: str) -> int:
     return os.stat(folder).st_dev
 
 
-def open_location(location: Location, storage_options: Mapping[str, Any] | None = None) -> ObjectStore:
+class RenewingObjects:
+    """An :class:`ObjectStore` that is opened again, with what a function gives then, where credentials are refused.
+
+    Args:
+        location: The parsed URL.
+        ask: Gives the options.
+    """
+
+    def __init__(self, location: Location, ask: Callable[[], Mapping[str, Any]]) -> None:
+        self._location, self._ask = location, ask
+        self._inner = self._opened()
+
+    def _opened(self) -> ObjectStore:
+        try:
+            options = self._ask()
+        except Exception as error:
+            raise CredentialsError(
+                f"storage_options, called for {self._location.display}, failed: {type(error).__name__}: {error}"
+            ) from error
+        return open_location(self._location, options)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # while a copy is made
+            raise AttributeError(name)
+        value = getattr(self._inner, name)
+        return partial(self._call, name) if callable(value) else value
+
+    def _call(self, name: str, *args: Any, **options: Any) -> Any:
+        inner = self._inner
+        try:
+            return getattr(inner, name)(*args, **options)
+        except (MissingKeyError, TransientStoreError):
+            raise
+        except StoreError:  # not every server says so where a token has expired
+            if self._inner is inner:  # else another thread has renewed it
+                self._inner = self._opened()
+        return getattr(self._inner, name)(*args, **options)
+
+
+def open_location(location: Location, storage_options: OneStoreOptions | None = None) -> ObjectStore:
     """The object store below a parsed URL.
 
     Raises:
         ConfigError: The options are no mapping, or are for a folder, which has none.
     """
+    if callable(storage_options):
+        return cast("ObjectStore", RenewingObjects(location, storage_options))
     if storage_options is not None and not isinstance(storage_options, Mapping):
         raise ConfigError(
-            f"storage_options must be a dict, not a {type(storage_options).__name__}, such as {{'anon': True}}, or None"
+            f"storage_options must be a dict, not a {type(storage_options).__name__}, such as {{'anon': True}}, a function that returns one, or None"
         )
     options = dict(storage_options or {})
     if location.kind == "local":

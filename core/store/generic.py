@@ -15,11 +15,13 @@ import fsspec
 from shrinkpoint.errors import ConfigError, CorruptionError, MissingDependencyError, StoreError
 from shrinkpoint.store.forking import forget_loop_in_children
 from shrinkpoint.store.keys import probe_key
-from shrinkpoint.store.objects import MissingKeyError, ObjectInfo, TransientStoreError
+from shrinkpoint.store.objects import CredentialsError, MissingKeyError, ObjectInfo, TransientStoreError
 from shrinkpoint.store.urls import Location
 
 __all__ = ["GenericObjects"]
 
+# In the names of the errors of clouds' own libraries, as google.auth's RefreshError and azure's ClientAuthenticationError.
+_OF_CREDENTIALS = ("Auth", "Credential", "Expired", "Refresh", "Token")
 _TIME_FIELDS = ("mtime", "modified", "last_modified", "LastModified", "updated", "created")
 _PERMANENT = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENOTDIR, errno.EISDIR}
 # memory:// checks and creates in two steps; all of its users are threads of this process.
@@ -187,7 +189,12 @@ class GenericObjects:
                 raise StoreError(f"{what}: {error}: free space, or choose another place") from error
             raise TransientStoreError(f"{what}: {type(error).__name__}: {error}") from error
         except Exception as error:
-            raise StoreError(f"{what}: {type(error).__name__}: {error}") from error
+            names = {
+                name for kind in type(error).__mro__ for name in _OF_CREDENTIALS if name in kind.__name__
+            }
+            refused = names or getattr(error, "code", getattr(error, "status", None)) == 401
+            kind = CredentialsError if refused else StoreError
+            raise kind(f"{what}: {type(error).__name__}: {error}") from error
 
 
 def _time_of(entry: Mapping[str, Any]) -> float | None:

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from shrinkpoint.errors import StoreError
 
-__all__ = ["MissingKeyError", "ObjectInfo", "ObjectStore", "TransientStoreError"]
+__all__ = ["CredentialsError", "MissingKeyError", "ObjectInfo", "ObjectStore", "TransientStoreError"]
 
 
 class MissingKeyError(StoreError):
@@ -32,6 +32,18 @@ class TransientStoreError(StoreError):
         ...         return my_service.read(key)
         ...     except TimeoutError as error:
         ...         raise TransientStoreError(f"{key} timed out") from error
+    """
+
+
+class CredentialsError(StoreError):
+    """The credentials have expired, or are not (yet) valid: other ones may do.
+
+    Examples:
+        >>> from shrinkpoint.store.objects import CredentialsError
+        >>> try:
+        ...     state = shrinkpoint.load("runs/7#newest")
+        ... except CredentialsError as error:
+        ...     print(f"log in again: {error}")
     """
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from shrinkpoint.errors import CorruptionError, StoreError
-from shrinkpoint.store.objects import MissingKeyError, TransientStoreError
+from shrinkpoint.store.objects import CredentialsError, MissingKeyError, TransientStoreError
 
 __all__ = ["http_status", "translate"]
 
@@ -13,8 +13,12 @@ _TRANSIENT_STATUS = {408, 409, 425, 429}
 # Sent with status 400 although the next attempt may succeed: the upload was cut short or damaged on its way.
 _TRANSIENT_CODES = {"BadDigest", "IncompleteBody", "RequestTimeout", "XAmzContentSHA256Mismatch", "SlowDown"}
 _NO_SPACE_CODES = {"QuotaExceeded", "InsufficientStorage", "XMinioStorageFull", "EntityTooLarge"}
+_RENEW = "the session token has expired: renew it, or give storage_options as a function, which is then asked again"
 _CREDENTIAL_CODES = {
-    "ExpiredToken": "the session token has expired: renew the credentials",
+    "ExpiredToken": _RENEW,
+    "ExpiredTokenException": _RENEW,
+    "RequestExpired": _RENEW,
+    "TokenRefreshRequired": _RENEW,
     "InvalidAccessKeyId": "the access key is unknown to the server: check AWS_ACCESS_KEY_ID or storage_options['key']",
     "InvalidToken": "the session token is not valid: renew the credentials",
     "SignatureDoesNotMatch": "the secret key does not match: check AWS_SECRET_ACCESS_KEY or storage_options['secret']",
@@ -71,11 +75,12 @@ def translate(error: Exception, what: str) -> StoreError | CorruptionError:
     if status == 416:
         return CorruptionError(f"{reason}: the object is shorter than its manifest says")
     if code in _CREDENTIAL_CODES:
-        return StoreError(f"{reason}: {_CREDENTIAL_CODES[code]}")
+        return CredentialsError(f"{reason}: {_CREDENTIAL_CODES[code]}")
     if code in _NO_SPACE_CODES or status == 507:
         return StoreError(f"{reason}: the store is full: free space or keep fewer checkpoints")
     if status in (401, 403):
-        return StoreError(
+        kind = CredentialsError if status == 401 else StoreError
+        return kind(
             f"{reason}: these credentials may not do this; a run needs s3:ListBucket, s3:GetObject, s3:PutObject,"
             " and s3:DeleteObject to collect garbage"
         )
@@ -92,7 +97,7 @@ def _without_response(error: Exception, what: str) -> StoreError:
     names = {cls.__name__ for link in _links(error) for cls in type(link).__mro__}
     reason = f"{what}: {type(error).__name__}: {error}"
     if names & _CREDENTIAL_ERRORS:
-        return StoreError(f"{reason}: {_NO_CREDENTIALS}")
+        return CredentialsError(f"{reason}: {_NO_CREDENTIALS}")
     if names & _TRANSIENT_ERRORS or isinstance(error, OSError | EOFError | asyncio.TimeoutError):
         return TransientStoreError(f"{reason}: check the network and endpoint_url")
     if isinstance(error, TypeError | ValueError):

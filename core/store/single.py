@@ -1,13 +1,12 @@
 """One file without a run: written whole or not at all, read whole, at a path or URL."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 from shrinkpoint.errors import ChainError, ConfigError, FormatError
-from shrinkpoint.store.connect import open_location
+from shrinkpoint.store.connect import OneStoreOptions, open_location
 from shrinkpoint.store.objects import ObjectStore
 from shrinkpoint.store.retry import RetryingObjects, RetryPolicy
 from shrinkpoint.store.urls import parse_url, split_urls
@@ -36,7 +35,7 @@ def naming(file: str) -> Iterator[None]:
 
 
 def write_file(
-    url: str | os.PathLike[str], data: bytes, storage_options: Mapping[str, Any] | None = None
+    url: str | os.PathLike[str], data: bytes, storage_options: OneStoreOptions | None = None
 ) -> None:
     """Write ``data`` durably; an existing file is replaced in one step, and stays whole when this fails.
 
@@ -49,7 +48,7 @@ def write_file(
     objects.put(name, data)
 
 
-def read_file(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> bytes:
+def read_file(url: str | os.PathLike[str], storage_options: OneStoreOptions | None = None) -> bytes:
     """The whole file; its checksums are the caller's business.
 
     Raises:
@@ -61,7 +60,7 @@ def read_file(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | 
     return objects.get(name, max_size=_MAX_FILE_BYTES)
 
 
-def _open(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> tuple[ObjectStore, str]:
+def _open(url: str | os.PathLike[str], storage_options: OneStoreOptions | None) -> tuple[ObjectStore, str]:
     location = parse_url(url)
     folder, _, name = location.path.rpartition("/")
     if not name or (location.kind == "s3" and not folder):

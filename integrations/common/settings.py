@@ -154,9 +154,10 @@ class RunSettings:
             raise ConfigError(f"save_last={self.save_last!r} must be True or False")
         several = len(split_urls(self.url)) > 1
         options = self.storage_options
-        if not (options is None or isinstance(options, Mapping) or (several and isinstance(options, list))):
+        one = options is None or isinstance(options, Mapping) or callable(options)
+        if not (one or (several and isinstance(options, list))):
             raise ConfigError(
-                f"storage_options={brief(options)} must be a dict, or None{', or a list with one for each URL' if several else ''}"
+                f"storage_options={brief(options)} must be a dict, a function that returns one, or None{', or a list with one for each URL' if several else ''}"
             )
         parity = self.parity
         if not (parity is None or (type(parity) is int and 0 <= parity <= 2)):

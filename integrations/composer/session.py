@@ -46,7 +46,7 @@ from shrinkpoint.loop.gradient_buckets import (
     bucket_order,
     restore_buckets,
 )
-from shrinkpoint.runtime.termination import TerminationRequest
+from shrinkpoint.runtime.termination import TerminationRequest, signals_of
 from shrinkpoint.saving.takeover import Adoption
 from shrinkpoint.warn import warn
 
@@ -75,7 +75,7 @@ class Session:
         self._buckets: Buckets = []
         self._hooks: Sequence[Any] = []
         self._gradients = GradientCollector()
-        self._termination = TerminationRequest()
+        self._termination = TerminationRequest(more=signals_of(self.settings.run.saver.signals))
         self._loaded_lineage: str | None = None
 
     def _adopt(self) -> PathBatches:

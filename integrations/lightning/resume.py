@@ -10,10 +10,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from shrinkpoint.errors import ConfigError, StateMismatchError
 from shrinkpoint.integrations.common.ranks import on_first
 from shrinkpoint.integrations.common.run_session import RunSession
+from shrinkpoint.integrations.lightning.slurm import step_written
 from shrinkpoint.saving.address import Address
 from shrinkpoint.saving.fitting import fitted
 from shrinkpoint.saving.resume import require_same_ties
 from shrinkpoint.store.manifest import Manifest
+from shrinkpoint.warn import warn
 
 __all__ = ["continue_run", "is_tuning", "require_module"]
 
@@ -63,8 +65,12 @@ def _wrapped(trainer: Trainer, connector: Any, runs: Mapping[str, RunSession]) -
 
     def resume_start(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
         vars(connector).pop(_HOOK, None)
-        if not checkpoint_path:
-            checkpoint_path = next(iter(runs.values())).decide(lambda: _choose(runs))
+        written = getattr(connector, "_hpc_resume_path", None)
+        if (
+            not checkpoint_path or checkpoint_path == written
+        ):  # before a requeue, which the user has not given
+            before = checkpoint_path or None
+            checkpoint_path = next(iter(runs.values())).decide(lambda: _choose(runs, before))
         loaded = Address.parse(str(checkpoint_path))
         others = [run for url, run in runs.items() if loaded is None or loaded.url != url]
         on_first(lambda: _require_own_runs(others, trainer.lightning_module))
@@ -74,20 +80,34 @@ def _wrapped(trainer: Trainer, connector: Any, runs: Mapping[str, RunSession]) -
     return resume_start
 
 
-def _choose(runs: Mapping[str, RunSession]) -> str | None:
-    """The address of the newest sound checkpoint; with several callbacks, of the run with the highest step."""
+def _choose(runs: Mapping[str, RunSession], written: str | None) -> str | None:
+    """The address of the newest sound checkpoint; with several callbacks, of the run with the highest step.
+
+    Args:
+        runs: by URL.
+        written: the checkpoint that Lightning wrote before a requeue; it is chosen where it is newer.
+    """
     chosen: dict[str, Manifest] = {}
     for url, run in runs.items():
         newest = run.newest_wanted()
         if newest is not None:
             chosen[url] = newest
     if not chosen:
-        return None
+        return written
     url = max(chosen, key=lambda url: chosen[url].step)
-    for other in chosen.keys() - {url}:
+    own = str(Address(url=url, seq=chosen[url].seq))
+    taken = own if written is None or chosen[url].step >= step_written(written) else written
+    for other in chosen.keys() - ({url} if taken == own else set()):
         runs[other].saver.forget(follows=chosen[other])  # frees a whole state that is not needed
-    rank_zero_info(f"continuing {url} from step {chosen[url].step}")
-    return str(Address(url=url, seq=chosen[url].seq))
+    if written is not None:
+        warn(
+            f"Lightning wrote {written} before a requeue; it is {'older' if taken == own else 'newer'} than step {chosen[url].step} of {url}:"
+            f" continuing from {taken}. Remove {written} where it is not needed any more"
+        )
+    rank_zero_info(
+        f"continuing {url} from step {chosen[url].step}" if taken == own else f"continuing {taken}"
+    )
+    return taken
 
 
 def _require_own_runs(runs: Iterable[RunSession], module: LightningModule) -> None:

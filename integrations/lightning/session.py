@@ -9,7 +9,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.integrations.common.adopting import PathBatches, saves_of, share_adopted, with_adoptions
 from shrinkpoint.integrations.common.gradients import GradientCollector
-from shrinkpoint.integrations.common.ranks import Outcome, broadcast, is_first, world_size
+from shrinkpoint.integrations.common.ranks import Outcome, broadcast, is_first, on_first, world_size
 from shrinkpoint.integrations.common.run_session import RunSession
 from shrinkpoint.integrations.common.triggers import Trigger
 from shrinkpoint.integrations.lightning.io import NAMES_KEY, RunCheckpointIO, require_supported, storable
@@ -20,6 +20,7 @@ from shrinkpoint.integrations.lightning.probe_steps import StepProbe
 from shrinkpoint.integrations.lightning.reports import finite_metrics, log_reports
 from shrinkpoint.integrations.lightning.resume import continue_run, is_tuning, require_module
 from shrinkpoint.integrations.lightning.settings import Settings
+from shrinkpoint.integrations.lightning.slurm import requeueing
 from shrinkpoint.integrations.lightning.state import describe_checkpoint, followed_state, plainly_named
 from shrinkpoint.integrations.lightning.step_log import capture_rest, replay, rest_of
 from shrinkpoint.loop.identity import (
@@ -30,7 +31,7 @@ from shrinkpoint.loop.identity import (
     rounded_weights,
     scheduler_classes,
 )
-from shrinkpoint.runtime.termination import TerminationRequest
+from shrinkpoint.runtime.termination import TerminationRequest, signals_of
 from shrinkpoint.saver import Saver
 from shrinkpoint.saving.address import Address
 from shrinkpoint.saving.resume import overridden_options, require_optimizers
@@ -67,9 +68,11 @@ class Session:
         self._steps = StepProbe(self.probe, steps=self.run.probe_steps)
         self._trigger = Trigger(settings.schedule)
         self._gradients = GradientCollector()
+        more = signals_of(settings.run.saver.signals)
         self._interruption = TerminationRequest(  # Lightning handles SIGTERM itself
-            [signal.SIGINT], answered=lambda: self._training
+            [signal.SIGINT], more=more, answered=lambda: self._training
         )
+        self._requeue: TerminationRequest | None = None
         self._training = False
         self._active = False
         self._seen_step = 0
@@ -111,6 +114,7 @@ class Session:
                 continue_run(trainer, self.run)
             self._training = False
             self._interruption.watch()  # before any worker of a loader is forked, which a Ctrl-C would end
+            self._requeue = requeueing(trainer, answered=lambda: self._training)
 
     def _read_runs(self, trainer: Trainer) -> None:
         """Let Lightning read this run's checkpoints."""
@@ -277,12 +281,18 @@ class Session:
 
         One rank may learn of a signal earlier than the others: all must save at the same batch, or none.
         """
-        asked = trainer.received_sigterm or self._interruption.received
+        asked = trainer.received_sigterm or self._is_asked()
         terminated = trainer.strategy.reduce_boolean_decision(asked, all=False)
         return terminated, terminated and self._is_interrupted(trainer)
 
     def _is_interrupted(self, trainer: Trainer) -> bool:
-        return trainer.strategy.reduce_boolean_decision(self._interruption.received, all=False)
+        return trainer.strategy.reduce_boolean_decision(self._is_asked(), all=False)
+
+    def _is_asked(self) -> bool:
+        return self._interruption.received or self._is_to_requeue()
+
+    def _is_to_requeue(self) -> bool:
+        return self._requeue is not None and self._requeue.received
 
     def validation_ends(self, trainer: Trainer, module: LightningModule) -> None:
         """Save what was due at the batch before this validation."""
@@ -312,8 +322,16 @@ class Session:
             self._end(trainer)
 
     def _end(self, trainer: Trainer) -> None:
-        """End training as it was asked to, on every rank."""
-        self._interruption.end()
+        """When all is stored, do as was asked on every rank: end training, or let SLURM requeue the job, which then ends it."""
+        requeued = trainer.strategy.reduce_boolean_decision(self._is_to_requeue(), all=False)
+        ended = trainer.strategy.reduce_boolean_decision(self._interruption.received, all=False)
+        try:
+            on_first(self._saver.flush)
+        finally:
+            if requeued and self._requeue is not None:
+                self._requeue.end()
+            if ended:
+                self._interruption.end()
 
     def add_position(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         """A checkpoint of any kind is being made; shrinkpoint's get the position in the data, from every rank."""
@@ -460,6 +478,8 @@ class Session:
     def _unwatch(self) -> None:
         self._training = False
         self._interruption.unwatch()
+        if self._requeue is not None:
+            self._requeue.unwatch()
 
     def close(self) -> None:
         """Release the store."""

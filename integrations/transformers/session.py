@@ -56,7 +56,7 @@ from shrinkpoint.loop.gradient_buckets import (
     restore_buckets,
 )
 from shrinkpoint.loop.identity import Identities
-from shrinkpoint.runtime.termination import TerminationRequest
+from shrinkpoint.runtime.termination import TerminationRequest, signals_of
 from shrinkpoint.saving.address import Address
 from shrinkpoint.saving.takeover import Adoption
 from shrinkpoint.warn import warn
@@ -87,7 +87,7 @@ class Session:
         self._data = DataPlace(self._sees)
         self._trigger = Trigger(Schedule())
         self._gradients = GradientCollector()
-        self._termination = TerminationRequest()
+        self._termination = TerminationRequest(more=signals_of(self.settings.run.saver.signals))
         self._progress = Progress()
         self._identities = Identities()
         self._trainer: Any = None

@@ -10,7 +10,7 @@ from support.s3 import S3Server, moto_server, new_bucket, storage_options
 
 from shrinkpoint.errors import CorruptionError, StoreError
 from shrinkpoint.store.connect import open_objects
-from shrinkpoint.store.objects import MissingKeyError, TransientStoreError
+from shrinkpoint.store.objects import CredentialsError, MissingKeyError, TransientStoreError
 from shrinkpoint.store.retry import RetryPolicy
 from shrinkpoint.store.run import RunStore
 from shrinkpoint.store.s3 import PART_BYTES, S3Objects
@@ -56,10 +56,10 @@ def wrapped(error: Exception) -> OSError:
         (404, "404", MissingKeyError, "HTTP 404"),
         (404, "NoSuchBucket", StoreError, "create the bucket"),
         (403, "AccessDenied", StoreError, "s3:PutObject"),
-        (403, "InvalidAccessKeyId", StoreError, "AWS_ACCESS_KEY_ID"),
-        (403, "SignatureDoesNotMatch", StoreError, "AWS_SECRET_ACCESS_KEY"),
-        (400, "ExpiredToken", StoreError, "renew"),
-        (403, "RequestTimeTooSkewed", StoreError, "clock"),
+        (403, "InvalidAccessKeyId", CredentialsError, "AWS_ACCESS_KEY_ID"),
+        (403, "SignatureDoesNotMatch", CredentialsError, "AWS_SECRET_ACCESS_KEY"),
+        (400, "ExpiredToken", CredentialsError, "renew"),
+        (403, "RequestTimeTooSkewed", CredentialsError, "clock"),
         (403, "QuotaExceeded", StoreError, "full"),
         (507, "", StoreError, "full"),
         (301, "PermanentRedirect", StoreError, "region"),
@@ -85,7 +85,7 @@ def test_status_decides(status: int, code: str, kind: type[Exception], text: str
 @pytest.mark.parametrize(
     ("error", "kind", "text"),
     [
-        (NoCredentialsError(), StoreError, "storage_options"),
+        (NoCredentialsError(), CredentialsError, "storage_options"),
         (EndpointConnectionError(endpoint_url="http://x"), TransientStoreError, "endpoint_url"),
         (ReadTimeoutError(endpoint_url="http://x"), TransientStoreError, "network"),
         (ConnectionResetError(), TransientStoreError, "network"),
