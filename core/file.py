@@ -13,7 +13,7 @@ from shrinkpoint.quality.strategy import Plan
 from shrinkpoint.schemes.base import SaveContext
 from shrinkpoint.schemes.exactness import exact_parts, large_share
 from shrinkpoint.state.training import Describe, TrainingState, plain
-from shrinkpoint.store.connect import OneStoreOptions
+from shrinkpoint.store.connect import Options
 from shrinkpoint.store.single import write_file
 from shrinkpoint.warn import brief, warn
 
@@ -26,7 +26,7 @@ def save(
     *,
     scheme: str = "lossless",
     describe: Describe = plain,
-    storage_options: OneStoreOptions | None = None,
+    storage_options: Options | None = None,
 ) -> int:
     """Write one state to one file, which appears whole or not at all.
 

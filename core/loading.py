@@ -27,7 +27,7 @@ from shrinkpoint.state.tree import JSON, dense_only, tensor_names
 from shrinkpoint.steps.folder import near_segments, run_segments
 from shrinkpoint.steps.logged import LoggedWeights
 from shrinkpoint.steps.reader import LogReader
-from shrinkpoint.store.connect import OneStoreOptions, StorageOptions
+from shrinkpoint.store.connect import Options, StorageOptions
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.run import RunStore
 from shrinkpoint.store.single import looks_like_file, naming, read_file
@@ -279,7 +279,7 @@ def read_chain(
         return _read_run(address, RunStore(address.url, storage_options=storage_options), read)
 
 
-def _of_one(options: StorageOptions) -> OneStoreOptions | None:
+def _of_one(options: StorageOptions) -> Options | None:
     [one] = options if isinstance(options, list | tuple) and len(options) == 1 else [options]
     return one  # type: ignore[return-value]  # what is none is refused where it is opened
 

@@ -40,27 +40,13 @@ def _length(value: Any) -> int | None:
 
 
 def other_data(there: Mapping[str, int], here: Mapping[str, int]) -> str | None:
-    """Say that a resume goes on with other data, or with the same in other batches.
-
-    Args:
-        there: the checkpoint's `sizes_of`.
-        here: this training's.
-
-    Returns:
-        One line; None where nothing differs.
-    """
-    names = dict.fromkeys([*there, *here])
+    """One line where the `sizes_of` this training's data, ``here``, are not the checkpoint's; else None."""
+    names = [name for name in {**there, **here} if there.get(name) != here.get(name)]
     differ = [
-        f"{name} is {here.get(name, 'unknown')} here and was {there.get(name, 'unknown')}"
-        for name in names
-        if there.get(name) != here.get(name)
+        f"{name} is {here.get(name, 'unknown')} here and was {there.get(name, 'unknown')}" for name in names
     ]
-    if not there or not differ:
-        return None
-    return (
-        f"resume: the training data is not the run's: {', '.join(differ)}. The batches that follow are not those of an uninterrupted"
-        " run"
-    )
+    said = f"resume: the training data is not the run's: {', '.join(differ)}. The batches that follow are others, too"
+    return said if there and differ else None
 
 
 def require_same_workers(loader: Any, state: Any, name: str) -> None:

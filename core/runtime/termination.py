@@ -146,11 +146,10 @@ class TerminationRequest:
         if threading.current_thread() is not threading.main_thread():
             return
         if self._previous:
-            # IPython's kernel puts Python's own handler back when a cell ends
-            if (
-                signal.SIGINT in self._previous
-                and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-            ):
+            own = (
+                signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            )  # IPython's kernel puts it back after a cell
+            if own and signal.SIGINT in self._previous:
                 signal.signal(signal.SIGINT, self._note)
             return
         self._received, self._pid = None, os.getpid()
@@ -164,9 +163,7 @@ class TerminationRequest:
         if not self._previous or threading.current_thread() is not threading.main_thread():
             return
         for number, previous in self._previous.items():
-            self._covered.setdefault(
-                number, previous
-            )  # another handler, as of a second request, may put this one back
+            self._covered.setdefault(number, previous)  # another handler may put this one back
             if signal.getsignal(number) == self._note:
                 signal.signal(number, previous if previous is not None else signal.SIG_DFL)
         self._previous = {}

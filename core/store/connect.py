@@ -16,19 +16,12 @@ from shrinkpoint.store.s3 import S3Objects
 from shrinkpoint.store.striped import StripedObjects
 from shrinkpoint.store.urls import Location, RunUrl, parse_url, split_urls
 
-__all__ = [
-    "OneStoreOptions",
-    "StorageOptions",
-    "check_outside",
-    "open_location",
-    "open_objects",
-    "shared_fate",
-]
+__all__ = ["Options", "StorageOptions", "check_outside", "open_location", "open_objects", "shared_fate"]
 
-OneStoreOptions: TypeAlias = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
+Options: TypeAlias = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 """Options of fsspec's file system, or what returns them, and is called again when credentials are refused."""
 
-StorageOptions: TypeAlias = OneStoreOptions | Sequence[OneStoreOptions | None] | None
+StorageOptions: TypeAlias = Options | Sequence[Options | None] | None
 """Of one store; for several URLs one for all but folders, or a list of as many."""
 
 # One of several stores: where another one can serve, it is not worth minutes.
@@ -73,19 +66,19 @@ def open_objects(
     return StripedObjects(stores, parity=parity, read_anyway=read_anyway)
 
 
-def _options_of_each(locations: Sequence[Location], options: StorageOptions) -> list[OneStoreOptions | None]:
+def _options_of_each(locations: Sequence[Location], options: StorageOptions) -> list[Options | None]:
     if isinstance(options, list | tuple):
         if len(options) != len(locations):
             raise ConfigError(
                 f"storage_options has {len(options)} entries for {len(locations)} URLs: give one for each, or one dict for all"
             )
         return list(options)
-    given = cast("OneStoreOptions | None", options)
+    given = cast("Options | None", options)
     remote = any(location.kind != "local" for location in locations)
     return [given if location.kind != "local" or not remote else None for location in locations]
 
 
-def _check_apart(locations: Sequence[Location], options: Sequence[OneStoreOptions | None]) -> None:
+def _check_apart(locations: Sequence[Location], options: Sequence[Options | None]) -> None:
     places = [_place(*each) for each in zip(locations, options, strict=True)]
     for (i, first), (j, second) in itertools.permutations(enumerate(places), 2):
         if first == second:
@@ -116,7 +109,7 @@ def check_outside(url: RunUrl, near: Location) -> None:
                 )
 
 
-def _place(location: Location, options: OneStoreOptions | None) -> tuple[str, str, str]:
+def _place(location: Location, options: Options | None) -> tuple[str, str, str]:
     """Kind, server and path: two servers may have a bucket of one name."""
     if location.kind == "local":
         return "local", "", os.path.realpath(location.path)
@@ -187,7 +180,7 @@ class RenewingObjects:
         return getattr(self._inner, name)(*args, **options)
 
 
-def open_location(location: Location, storage_options: OneStoreOptions | None = None) -> ObjectStore:
+def open_location(location: Location, storage_options: Options | None = None) -> ObjectStore:
     """The object store below a parsed URL.
 
     Raises:

@@ -189,11 +189,8 @@ class GenericObjects:
                 raise StoreError(f"{what}: {error}: free space, or choose another place") from error
             raise TransientStoreError(f"{what}: {type(error).__name__}: {error}") from error
         except Exception as error:
-            names = {
-                name for kind in type(error).__mro__ for name in _OF_CREDENTIALS if name in kind.__name__
-            }
-            refused = names or getattr(error, "code", getattr(error, "status", None)) == 401
-            kind = CredentialsError if refused else StoreError
+            named = any(part in each.__name__ for each in type(error).__mro__ for part in _OF_CREDENTIALS)
+            kind = CredentialsError if named or getattr(error, "code", None) == 401 else StoreError
             raise kind(f"{what}: {type(error).__name__}: {error}") from error
 
 

@@ -17,7 +17,6 @@ _RENEW = "the session token has expired: renew it, or give storage_options as a 
 _CREDENTIAL_CODES = {
     "ExpiredToken": _RENEW,
     "ExpiredTokenException": _RENEW,
-    "RequestExpired": _RENEW,
     "TokenRefreshRequired": _RENEW,
     "InvalidAccessKeyId": "the access key is unknown to the server: check AWS_ACCESS_KEY_ID or storage_options['key']",
     "InvalidToken": "the session token is not valid: renew the credentials",

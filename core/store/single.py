@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from shrinkpoint.errors import ChainError, ConfigError, FormatError
-from shrinkpoint.store.connect import OneStoreOptions, open_location
+from shrinkpoint.store.connect import Options, open_location
 from shrinkpoint.store.objects import ObjectStore
 from shrinkpoint.store.retry import RetryingObjects, RetryPolicy
 from shrinkpoint.store.urls import parse_url, split_urls
@@ -34,9 +34,7 @@ def naming(file: str) -> Iterator[None]:
         raise type(error)(f"{file}: {error}") from error
 
 
-def write_file(
-    url: str | os.PathLike[str], data: bytes, storage_options: OneStoreOptions | None = None
-) -> None:
+def write_file(url: str | os.PathLike[str], data: bytes, storage_options: Options | None = None) -> None:
     """Write ``data`` durably; an existing file is replaced in one step, and stays whole when this fails.
 
     Raises:
@@ -48,7 +46,7 @@ def write_file(
     objects.put(name, data)
 
 
-def read_file(url: str | os.PathLike[str], storage_options: OneStoreOptions | None = None) -> bytes:
+def read_file(url: str | os.PathLike[str], storage_options: Options | None = None) -> bytes:
     """The whole file; its checksums are the caller's business.
 
     Raises:
@@ -60,7 +58,7 @@ def read_file(url: str | os.PathLike[str], storage_options: OneStoreOptions | No
     return objects.get(name, max_size=_MAX_FILE_BYTES)
 
 
-def _open(url: str | os.PathLike[str], storage_options: OneStoreOptions | None) -> tuple[ObjectStore, str]:
+def _open(url: str | os.PathLike[str], storage_options: Options | None) -> tuple[ObjectStore, str]:
     location = parse_url(url)
     folder, _, name = location.path.rpartition("/")
     if not name or (location.kind == "s3" and not folder):

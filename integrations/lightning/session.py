@@ -72,7 +72,7 @@ class Session:
         self._interruption = TerminationRequest(  # Lightning handles SIGTERM itself
             [signal.SIGINT], more=more, answered=lambda: self._training
         )
-        self._requeue: TerminationRequest | None = None
+        self._requeue = TerminationRequest(())
         self._training = False
         self._active = False
         self._seen_step = 0
@@ -281,18 +281,13 @@ class Session:
 
         One rank may learn of a signal earlier than the others: all must save at the same batch, or none.
         """
-        asked = trainer.received_sigterm or self._is_asked()
+        asked = trainer.received_sigterm or self._interruption.received or self._requeue.received
         terminated = trainer.strategy.reduce_boolean_decision(asked, all=False)
         return terminated, terminated and self._is_interrupted(trainer)
 
     def _is_interrupted(self, trainer: Trainer) -> bool:
-        return trainer.strategy.reduce_boolean_decision(self._is_asked(), all=False)
-
-    def _is_asked(self) -> bool:
-        return self._interruption.received or self._is_to_requeue()
-
-    def _is_to_requeue(self) -> bool:
-        return self._requeue is not None and self._requeue.received
+        asked = self._interruption.received or self._requeue.received
+        return trainer.strategy.reduce_boolean_decision(asked, all=False)
 
     def validation_ends(self, trainer: Trainer, module: LightningModule) -> None:
         """Save what was due at the batch before this validation."""
@@ -323,12 +318,12 @@ class Session:
 
     def _end(self, trainer: Trainer) -> None:
         """When all is stored, do as was asked on every rank: end training, or let SLURM requeue the job, which then ends it."""
-        requeued = trainer.strategy.reduce_boolean_decision(self._is_to_requeue(), all=False)
+        requeued = trainer.strategy.reduce_boolean_decision(self._requeue.received, all=False)
         ended = trainer.strategy.reduce_boolean_decision(self._interruption.received, all=False)
         try:
             on_first(self._saver.flush)
         finally:
-            if requeued and self._requeue is not None:
+            if requeued:
                 self._requeue.end()
             if ended:
                 self._interruption.end()
@@ -478,8 +473,7 @@ class Session:
     def _unwatch(self) -> None:
         self._training = False
         self._interruption.unwatch()
-        if self._requeue is not None:
-            self._requeue.unwatch()
+        self._requeue.unwatch()
 
     def close(self) -> None:
         """Release the store."""

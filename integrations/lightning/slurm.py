@@ -13,7 +13,7 @@ from shrinkpoint.warn import warn
 __all__ = ["requeueing", "step_written"]
 
 
-def requeueing(trainer: Trainer, *, answered: Callable[[], bool]) -> TerminationRequest | None:
+def requeueing(trainer: Trainer, *, answered: Callable[[], bool]) -> TerminationRequest:
     """Take the signal at which Lightning would write a whole checkpoint of its own and requeue the job.
 
     Args:
@@ -21,14 +21,12 @@ def requeueing(trainer: Trainer, *, answered: Callable[[], bool]) -> Termination
         answered: as of `TerminationRequest`.
 
     Returns:
-        The request, whose ``end`` requeues; None where Lightning would do nothing.
+        The request, whose ``end`` requeues; of no signal where Lightning would do nothing.
     """
     environment = trainer._accelerator_connector.cluster_environment
-    if not (isinstance(environment, SLURMEnvironment) and environment.auto_requeue):
-        return None
-    number = environment.requeue_signal or signal.SIGUSR1
-    if signal.getsignal(number) not in (None, signal.SIG_DFL):
-        return None
+    requeues = isinstance(environment, SLURMEnvironment) and environment.auto_requeue
+    number = (environment.requeue_signal if requeues else None) or signal.SIGUSR1
+    taken = [number] if requeues and signal.getsignal(number) in (None, signal.SIG_DFL) else []
 
     def requeue() -> None:
         trainer.save_checkpoint = lambda *args, **kwargs: None  # type: ignore[method-assign]  # the run has been saved
@@ -37,7 +35,7 @@ def requeueing(trainer: Trainer, *, answered: Callable[[], bool]) -> Termination
         finally:
             del trainer.save_checkpoint
 
-    request = TerminationRequest((), more=[number], answered=answered, then=requeue)
+    request = TerminationRequest((), more=taken, answered=answered, then=requeue)
     request.watch()
     return request
 

@@ -9,6 +9,7 @@ from torch import nn
 from transformers.trainer_callback import EarlyStoppingCallback, ExportableState, TrainerControl
 
 from shrinkpoint.errors import StateMismatchError
+from shrinkpoint.integrations.transformers.generated import reference_of
 from shrinkpoint.loop.gradient_buckets import Buckets
 from shrinkpoint.loop.identity import (
     Identities,
@@ -87,7 +88,7 @@ def stored_state(
     return {
         "format": FORMAT,
         "version": _VERSION,
-        "model": state_of(trainer.model),
+        **followed_state(trainer),
         "optimizers": [optimizer.state_dict() for optimizer in optimizers_of(trainer)],
         "identities": known.of(trainer.model, optimizers_of(trainer)),
         "scheduler": None if scheduler is None else state_of(scheduler),
@@ -110,7 +111,7 @@ def arguments(args: Any) -> dict[str, Any]:
 
 def followed_state(trainer: Any) -> dict[str, Any]:
     """The part of a `stored_state` with weights."""
-    return {"model": state_of(trainer.model)}
+    return {"model": state_of(trainer.model), **reference_of(trainer)}
 
 
 def describe_state(trainer: Any) -> Describe:
