@@ -220,9 +220,8 @@ class LoopObjects:
         for name, value in self.stateful.items():
             if name in state["stateful"]:
                 load_stateful(value, state["stateful"][name])
-        data = other_data(
-            state.get("data", {}), self._data()
-        )  # now that buffers of samples have their length back
+        # now that buffers of samples have their length back
+        data = other_data(state.get("data", {}), self._data())
         if data is not None and warns:
             warn(data)
         restore_rng(state["rng"])
@@ -230,18 +229,15 @@ class LoopObjects:
     def in_use(self) -> str | None:
         """What is wrong with a resume inside a loop over one of the loaders, for a message; else None."""
         names = [name for name, value in self.stateful.items() if _may_load(value) and in_use(value)]
-        return (
-            f"{names[0]} is being iterated over already, and that loop would not notice the position that a resume restores: call"
-            f" resume() first, and begin the loop, or iter({names[0]}), after it"
-            if names
-            else None
+        said = (
+            "{0} is being iterated over already, and that loop would not notice the position that a resume restores: call resume() first,"
+            " and begin the loop, or iter({0}), after it"
         )
+        return said.format(names[0]) if names else None
 
     def _data(self) -> dict[str, int]:
         loaders = {name: value for name, value in self.stateful.items() if _may_load(value)}
-        return {
-            key: size for name, one in loaders.items() for key, size in sizes_of(one, f"{name}: ").items()
-        }
+        return {key: size for name in loaders for key, size in sizes_of(loaders[name], f"{name}: ").items()}
 
     @property
     def changes(self) -> int:

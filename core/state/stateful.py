@@ -61,9 +61,7 @@ def load_stateful(value: Any, state: Any) -> None:
     if hasattr(value, "__iter__"):
         try:
             value.state_dict()
-        except (
-            StopIteration
-        ):  # torchdata's sampler, of data that ends before the position: nothing is left of the epoch
+        except StopIteration:  # of torchdata's sampler, where the data ends before the position
             forget_position(value)
 
 

@@ -65,12 +65,12 @@ def _wrapped(trainer: Trainer, connector: Any, runs: Mapping[str, RunSession]) -
 
     def resume_start(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
         vars(connector).pop(_HOOK, None)
-        written = getattr(connector, "_hpc_resume_path", None)
-        if (
-            not checkpoint_path or checkpoint_path == written
-        ):  # before a requeue, which the user has not given
-            before = checkpoint_path or None
-            checkpoint_path = next(iter(runs.values())).decide(lambda: _choose(runs, before))
+        before_requeue = bool(checkpoint_path) and checkpoint_path == getattr(
+            connector, "_hpc_resume_path", None
+        )
+        if not checkpoint_path or before_requeue:  # the user has given none
+            written = checkpoint_path or None
+            checkpoint_path = next(iter(runs.values())).decide(lambda: _choose(runs, written))
         loaded = Address.parse(str(checkpoint_path))
         others = [run for url, run in runs.items() if loaded is None or loaded.url != url]
         on_first(lambda: _require_own_runs(others, trainer.lightning_module))
@@ -104,9 +104,8 @@ def _choose(runs: Mapping[str, RunSession], written: str | None) -> str | None:
             f"Lightning wrote {written} before a requeue; it is {'older' if taken == own else 'newer'} than step {chosen[url].step} of {url}:"
             f" continuing from {taken}. Remove {written} where it is not needed any more"
         )
-    rank_zero_info(
-        f"continuing {url} from step {chosen[url].step}" if taken == own else f"continuing {taken}"
-    )
+    else:
+        rank_zero_info(f"continuing {url} from step {chosen[url].step}")
     return taken
 
 

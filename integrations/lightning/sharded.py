@@ -183,7 +183,7 @@ class ShardedSession(Session):
     # ---- ending
 
     def _is_asked_to_end(self, trainer: Trainer) -> tuple[bool, bool]:
-        asked = self._preempted(trainer) or self._interruption.received
+        asked = self._preempted(trainer) or self._interruption.received or self._requeue.received
         agreed = trainer.strategy.reduce_boolean_decision(asked, all=False)
         return agreed, agreed
 
@@ -195,11 +195,12 @@ class ShardedSession(Session):
 
     def _end(self, trainer: Trainer) -> None:
         preempted = trainer.strategy.reduce_boolean_decision(self._preempted(trainer), all=False)
+        requeued = trainer.strategy.reduce_boolean_decision(self._requeue.received, all=False)
         self._attend(trainer)
         self._shards.warn_unsaved(trainer.global_step)
         if preempted:
             raise SIGTERMException
-        self._interruption.end()
+        (self._requeue if requeued else self._interruption).end()
 
     def _unwatch(self) -> None:
         super()._unwatch()

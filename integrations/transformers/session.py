@@ -28,7 +28,7 @@ from shrinkpoint.integrations.common.ranks import (
 from shrinkpoint.integrations.common.run_session import RunSession
 from shrinkpoint.integrations.common.triggers import Schedule, Trigger
 from shrinkpoint.integrations.transformers.data import DataPlace
-from shrinkpoint.integrations.transformers.generated import Generated, load_reference
+from shrinkpoint.integrations.transformers.generated import generated_state, load_generated, load_reference
 from shrinkpoint.integrations.transformers.hooks import Override, overridden
 from shrinkpoint.integrations.transformers.probe import LossProbe, StepProbe
 from shrinkpoint.integrations.transformers.progress import Progress, inside_epoch
@@ -90,7 +90,7 @@ class Session:
         self._gradients = GradientCollector()
         self._termination = TerminationRequest(more=signals_of(self.settings.run.saver.signals))
         self._progress = Progress()
-        self._generated = Generated()
+        self._warned: set[str] = set()
         self._identities = Identities()
         self._trainer: Any = None
         self._stored: Mapping[str, Any] | None = None
@@ -220,7 +220,7 @@ class Session:
         if self._stored is not None:
             if len(self._stored["ranks"]) == world_size():
                 buckets, hooks = self._stored["buckets"], self._stored.get("hooks", [])
-                self._generated.restore(trainer, self._stored["ranks"][rank()]["generated"])
+                load_generated(self._stored["ranks"][rank()]["generated"], trainer)
             self._progress.restore(trainer, self._stored)
             if trainer.args.load_best_model_at_end and self._takes_over:
                 state.best_model_checkpoint = broadcast(self.run.best.best_path) or None
@@ -416,7 +416,7 @@ class Session:
         trainer = self._trainer
         trainer.store_flos()
         place = on_every(lambda: self._data.state(inside_epoch=inside_epoch(trainer.state)))
-        generated = on_every(lambda: self._generated.state(trainer))
+        generated = on_every(lambda: generated_state(trainer, self._warned))
         ranks = gather({"place": place, "generated": generated, **self._progress.state(trainer, tr_loss)})
         buckets = bucket_order(trainer.model_wrapped)
         hooks = self.run.hooks.capture(trainer.model_wrapped)
