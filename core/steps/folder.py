@@ -15,7 +15,7 @@ from shrinkpoint.steps.supervision import CannotLogError
 from shrinkpoint.steps.tiers import NearAndRun
 from shrinkpoint.steps.writer import SegmentWriter
 from shrinkpoint.store.below import ObjectsBelow
-from shrinkpoint.store.connect import StorageOptions, open_location, open_objects
+from shrinkpoint.store.connect import Options, StorageOptions, open_location, open_objects
 from shrinkpoint.store.keys import STEPS_PREFIX, new_nonce
 from shrinkpoint.store.objects import ObjectStore
 from shrinkpoint.store.retry import RetryingObjects, RetryPolicy
@@ -28,7 +28,7 @@ _MAX_TURN = 10**8 - 1
 _PATIENCE = RetryPolicy(attempts=4, max_delay_s=2.0, deadline_s=20.0)
 
 
-def near_segments(location: Location, options: Mapping[str, Any] | None, run: str) -> ObjectStore:
+def near_segments(location: Location, options: Options | None, run: str) -> ObjectStore:
     """The segments of a run in a folder that several runs may share.
 
     Args:

@@ -29,9 +29,9 @@ def requeueing(trainer: Trainer, *, answered: Callable[[], bool]) -> Termination
     taken = [number] if requeues and signal.getsignal(number) in (None, signal.SIG_DFL) else []
 
     def requeue() -> None:
-        trainer.save_checkpoint = lambda *args, **kwargs: None  # type: ignore[method-assign]  # the run has been saved
+        trainer.save_checkpoint = lambda *args, **kwargs: None  # the run has been saved
         try:
-            trainer._signal_connector._slurm_sigusr_handler_fn(number, None)  # type: ignore[arg-type]
+            trainer._signal_connector._slurm_sigusr_handler_fn(number, None)
         finally:
             del trainer.save_checkpoint
 
