@@ -1,9 +1,8 @@
 """Where a log's segments are: a folder near the training, the run's own store, or both."""
 
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
