@@ -163,6 +163,7 @@ def test_an_exact_save_without_its_predecessor_restores_what_was_given(tmp_path)
         "optimizers",
         "identities",
         "schedulers",
+        "data",
         "stateful",
         "rng",
     }
