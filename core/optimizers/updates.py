@@ -10,7 +10,7 @@ import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -57,6 +57,8 @@ class Updates:
     later_length: float
     lost_steps: float
     """Updates lost: ten times the missing share of that displacement, measured along its direction."""
+    each: Mapping[int, "Updates"] = field(default_factory=dict)
+    """Those of each optimizer alone, by its position among the optimizers."""
 
 
 @dataclass(frozen=True)
@@ -124,8 +126,8 @@ def compare_updates(
     if not kinds or len(nodes[0]) != len(kinds):
         return "the optimizers' states are not found in what is saved"
     names = {id(tensor): name for name, tensor in true.tensors.items()}
-    found = []
-    for kind, one, other in zip(kinds, *nodes, strict=True):
+    found: dict[int, tuple[float, float, float, float, float]] = {}
+    for position, (kind, one, other) in enumerate(zip(kinds, *nodes, strict=True)):
         chosen = _chosen(one, names, true, parameters)
         if not chosen:
             continue
@@ -138,10 +140,12 @@ def compare_updates(
         except Exception as error:  # noqa: BLE001 - a third-party optimizer may raise anything
             return f"{kind.kind.__name__} cannot be stepped on copies ({type(error).__name__}: {error})"
         if compared is not None:
-            found.append(compared)
+            found[position] = compared
     if not found:
         return "no optimizer holds moments that move its parameters"
-    return Updates(*(max(values, key=_nan_last) for values in zip(*found, strict=True)))
+    each = {position: Updates(*values) for position, values in found.items()}
+    worst = [max(values, key=_nan_last) for values in zip(*found.values(), strict=True)]
+    return Updates(worst[0], worst[1], worst[2], worst[3], worst[4], each)
 
 
 def _nan_last(value: float) -> float:

@@ -67,6 +67,16 @@ class Guard:
         return self._refuses_moments
 
     @property
+    def at_fault(self) -> frozenset[int]:
+        """Positions of the optimizers whose moments make the next updates differ more than they may under the last scheme checked; where
+        none does, of that which loses most; all where the updates are not known."""
+        if self.updates is None:
+            return frozenset(range(len(self._kinds)))
+        each = self.updates.each
+        found = frozenset(position for position, one in each.items() if not _is_near(one))
+        return found or frozenset(sorted(each, key=lambda position: each[position].lost_steps)[-1:])
+
+    @property
     def lost_steps(self) -> float:
         """Training steps that a restore under the last scheme checked would lose, of the optimizers' memory and of the weights'
         progress; 0 where that is not known."""
@@ -168,7 +178,7 @@ class Guard:
             self.untried = found
             return None
         self.updates = found
-        if not (found.error <= _MOST_ERROR and found.length <= _LONGEST):  # NaN is neither
+        if not _is_near(found):
             return (
                 f"the first update after a restore would be {found.length:.2f} times as long as it should be, with an error of"
                 f" {found.error:.0%}"
@@ -186,6 +196,10 @@ class Guard:
             f"the {lost} of a restore would set training back by {self.lost_steps:.2f} of the {save_context.interval} steps between"
             " two checkpoints"
         )
+
+
+def _is_near(updates: Updates) -> bool:
+    return updates.error <= _MOST_ERROR and updates.length <= _LONGEST  # NaN is neither
 
 
 def _most_lost(save_context: SaveContext) -> float:

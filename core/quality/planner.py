@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.errors import ConfigError
@@ -32,7 +33,16 @@ __all__ = ["Planner"]
 
 _NAMED = 5
 _AVERAGES_ONLY = "averaged weights alone are measured, so that the network's own have mild steps"
-_MILDER = 3  # how many milder settings are tried where a guard refuses
+_MILDER = 4  # how many milder settings are tried where a guard refuses
+
+
+class _Refusal(NamedTuple):
+    """Why a plan must not be used as it is."""
+
+    reason: str
+    moments: bool  # whether the optimizer's state is to be milder, and not the weights
+    times: float | None = None  # less that it is to lose
+    is_firm: bool = True  # whether the plan must not be used even where nothing is milder
 
 
 class Planner:
@@ -67,8 +77,9 @@ class Planner:
         self._budget = budget_of(config)
         self._recovery = RecoveryEstimate(config.probe_steps, config.search_overhead, spent_s, clock)
         self._strategy = strategy_of(config, spent_s)
-        self._cost = EXACT
+        self._cost, self._costs_delay = EXACT, 0.0
         self._baseline: tuple[int, float] | None = None  # step and loss of the last save that measured it
+        self._fall = 0.0  # of the loss in a step, as far as it is known at this save
         self._sighted = False  # whether an evaluation was seen to change with the weights
         self._sees_network: bool | None = (
             None  # whether it sees the weights and not only their averages; None: not tried
@@ -105,27 +116,29 @@ class Planner:
             snapshot: where other processes have parts of it: how all of it is measured, instead of by `measure`.
         """
         self._recovery.saw(save_context.step)
-        share = self._budget.share
+        share, self._fall = self._budget.share, 0.0
         whole = snapshot or PlannedSnapshot(save_context.state, measure)
         plan = self._choose(save_context, whole, resume, exact)
         self._cost = plan.cost or plan.rise or EXACT
-        cost = self._whole_cost(plan, save_context.step)
+        cost = self._whole_cost(plan)
+        self._costs_delay = cost.delay if cost is not None else 0.0
         if plan.baseline is not None and math.isfinite(plan.baseline):
             self._baseline = save_context.step, plan.baseline
         return replace(plan, allowed=share, whole=cost, overhead=self.overhead)
 
-    def _whole_cost(self, plan: Plan, step: int) -> RestoreCost | None:
+    def _whole_cost(self, plan: Plan) -> RestoreCost | None:
         """What a restore may cost in all: as measured at the restore or as it lasts, whichever may be more, and what is not measured."""
         if plan.rise is None:
             return None
         if plan.is_exact:
             return NO_COST
         measured = max(plan.rise, plan.lasting, key=lambda rise: rise.high)
-        fall = plan.fall
-        if self._baseline is not None and plan.baseline is not None and math.isfinite(plan.baseline):
-            fall = fall_of(self._baseline, (step, plan.baseline), self._config.loss_floor)
-        lost = self.guard.lost_steps if self.guard is not None else 0.0
-        return restore_cost(measured.mean, measured.high, delay=lost * fall, reserve=reserve_of(self._config))
+        return restore_cost(measured.mean, measured.high, delay=self._delay, reserve=reserve_of(self._config))
+
+    @property
+    def _delay(self) -> float:
+        """What the progress costs that a restore under the last plan checked would lose."""
+        return self.guard.lost_steps * self._fall if self.guard is not None else 0.0
 
     def _choose(
         self,
@@ -153,6 +166,8 @@ class Planner:
         try:
             share, floor = self._budget.share, self._config.loss_floor
             comparison = Comparison(candidates, share=share, floor=floor)
+            if self._baseline is not None:
+                self._fall = fall_of(self._baseline, (save_context.step, comparison.loss), floor)
             plan = self._measured(self._strategy, save_context, snapshot, comparison, resume)
         except EvaluationUnavailableError as error:
             if isinstance(error.__cause__, TraceError):
@@ -240,6 +255,14 @@ class Planner:
             return plan
         probe = Probe(self._config, self._recovery, share, self.guard)
         plan = probe.of(plan, save_context, snapshot, resume)
+        if self._baseline is None and plan.fall > 0:  # nothing else tells yet how fast the loss falls
+            self._fall, probed = plan.fall, plan
+            plan = self._guarded(strategy, save_context, plan, comparison, allowed)
+            if plan.is_exact:
+                return plan
+            plan = replace(
+                plan, resumed=probed.resumed, fall=probed.fall, cost=probed.cost, baseline=probed.baseline
+            )
         if plan.lasting.within(share):
             return plan
         outcome = f"after {max(plan.resumed)} resumed steps the loss was {plan.resumed[max(plan.resumed)].mean:+.3g}"
@@ -284,19 +307,34 @@ class Planner:
         if self.guard is None or plan.is_exact:
             return plan
         milder = getattr(strategy, "milder", None)
-        first = reason = self.guard(save_context, plan.scheme)
+        first = refusal = self._refusal(self.guard, save_context, plan)
         for _ in range(_MILDER if milder is not None else 0):
-            if reason is None:
+            if refusal is None:
                 break
-            moments = self.guard.refuses_moments
-            found = milder(save_context, comparison, allowed, moments=moments)  # type: ignore[misc]
+            how = {"moments": refusal.moments, "at_fault": self.guard.at_fault, "times": refusal.times}
+            found = milder(save_context, comparison, allowed, **how)  # type: ignore[misc]
             if found is None:
                 break
             plan = found
-            reason = self.guard(save_context, plan.scheme)
+            refusal = self._refusal(self.guard, save_context, plan)
+        if refusal is not None and refusal.is_firm:
+            return exactly(f"{refusal.reason}: stored exactly")
+        return (
+            plan if first is None else replace(plan, reason=f"{plan.reason}; with wider steps {first.reason}")
+        )
+
+    def _refusal(self, guard: Guard, save_context: SaveContext, plan: Plan) -> "_Refusal | None":
+        """Why a plan must not be used as it is: the guard refuses it, or the progress that it loses costs too much."""
+        reason = guard(save_context, plan.scheme)
         if reason is not None:
-            return exactly(f"{reason}: stored exactly")
-        return plan if first is None else replace(plan, reason=f"{plan.reason}; with wider steps {first}")
+            return _Refusal(reason, guard.refuses_moments)
+        delay, share = self._delay, self._budget.delay_share
+        if delay <= share or plan.rise is None:
+            return None
+        high = max(plan.rise.high, plan.lasting.high)
+        reason = f"a restore would lose progress that costs {delay:+.3g}, and {share:.3g} may be lost"
+        times = delay / max(share, 1e-9 * delay)
+        return _Refusal(reason, moments=True, times=times, is_firm=high + delay > self._budget.delay_left)
 
     def _warn_not_finite(self, names: Sequence[str]) -> None:
         if names:
@@ -322,7 +360,12 @@ class Planner:
         return {
             "scheme": self._config.scheme,
             "strategy": self._strategy.state_dict() if self._strategy is not None else {},
-            "restores": {**self._budget.state_dict(), "cost": cost, "cost_high": high},
+            "restores": {
+                **self._budget.state_dict(),
+                "cost": cost,
+                "cost_high": high,
+                "cost_delay": self._costs_delay,
+            },
             "baseline": list(self._baseline) if self._baseline is not None else None,
             "recovery": self._recovery.state_dict(),
         }
@@ -368,14 +411,14 @@ class Planner:
         known: dict[str, object] = (
             stored if isinstance(stored, dict) else {"spent": 0.0, "spent_high": 0.0, "restores": 0}
         )
-        cost, high = (
+        cost, high, delay = (
             float(value) if isinstance(value := known.get(name), int | float) else 0.0
-            for name in ("cost", "cost_high")
+            for name in ("cost", "cost_high", "cost_delay")
         )
         try:
             self._budget.load_state_dict(known)
         finally:
-            self._budget.restored(cost, high)
+            self._budget.restored(cost, high, delay)
 
 
 def _baseline_of(stored: object) -> tuple[int, float] | None:

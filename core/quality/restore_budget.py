@@ -28,6 +28,7 @@ _MEASURED = 0.5
 """Share of `max_degradation` that the measured costs of all restores may use. Over 23 trainings that used it up, the
 mean harm was as measured; the rest of a run's path, which no measurement at a save covers, carried one run in thirty
 beyond the bound."""
+_DELAYS = 3  # restores that what is left of the reserve is divided among
 _MEASURED_OF_ADOPTIONS = 0.25
 """The same where all of them are certain, since training adopts every checkpoint: what no measurement covers then adds up with
 each of them (docs/adopt.md): rows that are rarely trained, as a recommender's, hardly recover from it."""
@@ -102,14 +103,20 @@ class RestoreBudget:
     - mean) ** 2))``. As this is never more than the sum of the upper ends, restores that each keep their share together
     keep the bound.
 
+    Lost progress, which costs most at the beginning, may take a third of what is left of a reserve of its own.
+
     Args:
         max_degradation: how much all of them together may raise the held-out loss, relative.
         restores: how many there may be.
+        reserve: how much more lost progress may.
     """
 
-    def __init__(self, max_degradation: float, restores: int) -> None:
+    def __init__(self, max_degradation: float, restores: int, reserve: float = 0.0) -> None:
         self._bound = max_degradation
         self._restores = restores
+        self._reserve = reserve
+        self.delays = 0.0
+        """Upper end of what lost progress has cost in the restores so far."""
         self.spent = 0.0
         """Sum of the mean costs of the restores so far, as measured when their checkpoints were stored."""
         self.made = 0
@@ -133,14 +140,28 @@ class RestoreBudget:
         planned = self._restores - self.made
         return self.left / (planned if planned > 0 else self._restores)
 
-    def restored(self, cost: float, high: float | None = None) -> None:
+    @property
+    def delay_share(self) -> float:
+        """Allowed cost of the next restore's lost progress."""
+        planned = self._restores - self.made
+        among = min(_DELAYS, planned if planned > 0 else self._restores)
+        return max(0.0, self._reserve - self.delays) / among
+
+    @property
+    def delay_left(self) -> float:
+        """What lost progress may cost at the very most: all that `left` does not need."""
+        return max(0.0, self._bound + self._reserve - self.spent_high - self.delays)
+
+    def restored(self, cost: float, high: float | None = None, delay: float = 0.0) -> None:
         """Count a restore; one that improved the loss pays for no other.
 
         Args:
             cost: the mean of what it costs.
             high: the upper end; None where it is the mean.
+            delay: of what lost progress costs.
         """
         self.made += 1
+        self.delays += delay
         mean = max(0.0, cost) if math.isfinite(cost) else 0.0
         self.spent += mean
         if high is not None and math.isfinite(high):
@@ -148,7 +169,8 @@ class RestoreBudget:
 
     def state_dict(self) -> dict[str, object]:
         """The budget's state in JSON primitives, for a resumed training."""
-        return {"spent": self.spent, "spent_high": self.spent_high, "restores": self.made}
+        spent = self.spent, self.spent_high, self.delays, self.made
+        return dict(zip(("spent", "spent_high", "delays", "restores"), spent, strict=True))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned.
@@ -157,14 +179,15 @@ class RestoreBudget:
             ConfigError: it is no such state.
         """
         spent, high, made = state.get("spent"), state.get("spent_high"), state.get("restores")
+        delays = state.get("delays", 0.0)
         numbers = all(
-            isinstance(value, int | float) and not isinstance(value, bool) for value in (spent, high)
+            isinstance(value, int | float) and not isinstance(value, bool) for value in (spent, high, delays)
         )
         right = type(made) is int and made >= 0 and numbers
-        if not right or not 0 <= float(spent) <= float(high) < math.inf:  # type: ignore[arg-type]
+        if not right or not (0 <= float(spent) <= float(high) < math.inf and 0 <= float(delays) < math.inf):  # type: ignore[arg-type]
             raise ConfigError(f"the restore budget {dict(state)!r} is malformed: it starts over")
         self.spent, self.made = float(spent), made  # type: ignore[assignment, arg-type]
-        self._doubt = float(high) - self.spent  # type: ignore[arg-type]
+        self._doubt, self.delays = float(high) - self.spent, float(delays)  # type: ignore[arg-type]
 
 
 def measured_share(config: SaverConfig) -> float:
@@ -179,4 +202,5 @@ def reserve_of(config: SaverConfig) -> float:
 
 def budget_of(config: SaverConfig) -> RestoreBudget:
     """A run's budget, of which no restore has used anything yet."""
-    return RestoreBudget(measured_share(config) * config.max_degradation, config.restore_budget)
+    bound, reserve = measured_share(config) * config.max_degradation, reserve_of(config)
+    return RestoreBudget(bound, config.restore_budget, reserve)

@@ -1,5 +1,6 @@
 """Strategy of ``auto``: searches the widest step sizes that keep the bound (`shrinkpoint.quality.scale_search`)."""
 
+import math
 import weakref
 from collections.abc import Mapping
 
@@ -19,6 +20,7 @@ __all__ = ["ScaleStrategy"]
 # bytes. Chosen on the equation of heat, and below the scales of all trainings of docs/bound.md at evenly spread checkpoints but the
 # ResNet's (docs/search.md, "What is guaranteed, and what is not").
 _SENSITIVE = 1 / 32
+_FINEST = 3.0  # grade of moments; finer levels would be too many for a byte
 
 
 class ScaleStrategy:
@@ -36,9 +38,8 @@ class ScaleStrategy:
         self._search = ScaleSearch(whole=whole)
         self._scale = MILD_SCALE  # without a measurement
         self._sensitive = False  # whether a scale of this training has been below that
-        self._finer = (
-            False  # whether this save's moments are to lose less than usual, since the usual loss was refused
-        )
+        self._grade = 0.0  # of this save's moments, since coarser ones were refused
+        self._exact: frozenset[int] = frozenset()  # optimizers whose moments of this save are exact
         self._comparison: weakref.ref[Comparison] | None = None  # which holds the whole snapshot
 
     def takes(self, spec: TensorSpec) -> bool:
@@ -47,7 +48,7 @@ class ScaleStrategy:
 
     def unmeasured(self, save_context: SaveContext) -> Plan:
         """See `Strategy.unmeasured`."""
-        self._finer = False
+        self._grade, self._exact = 0.0, frozenset()
         self._scale = self._options.weight_scale or MILD_SCALE
         return self._plan(save_context, self._scale, "mild steps: nothing to measure the degradation with")
 
@@ -55,7 +56,8 @@ class ScaleStrategy:
         """See `Strategy.measured`."""
         again = self._comparison is not None and self._comparison() is comparison
         self._comparison = weakref.ref(comparison)
-        self._finer = self._finer and again
+        if not again:
+            self._grade, self._exact = 0.0, frozenset()
         choice = self._search.choose(
             lambda scale: self._rise(save_context, comparison, scale),
             allowed,
@@ -68,18 +70,24 @@ class ScaleStrategy:
         return self._plan(save_context, choice.scale, choice.reason, choice.rise)
 
     def milder(
-        self, save_context: SaveContext, comparison: Comparison | None, allowed: float, *, moments: bool
+        self,
+        save_context: SaveContext,
+        comparison: Comparison | None,
+        allowed: float,
+        *,
+        moments: bool,
+        at_fault: frozenset[int] = frozenset(),
+        times: float | None = None,
     ) -> Plan | None:
         """See `Strategy`."""
         if moments:
-            if self._has_finer_moments or self._options.first_moment_step is not None:
+            if self._options.first_moment_step is not None or not self._refined(at_fault, times):
                 return None
-            self._finer = True
         else:
             scale = self._search.narrower() if self._options.weight_scale is None else None
             if scale is None:
                 return None
-            self._scale = scale
+            self._scale = scale if comparison is not None else min(scale, self._scale / 2)
         if comparison is None:
             return self._plan(save_context, self._scale, f"scale {self._scale:.3g}, not measured")
         plan = self.measured(save_context, comparison, allowed)
@@ -97,12 +105,23 @@ class ScaleStrategy:
             options=self._options,
             save_context=save_context,
             scale=scale,
-            finer_moments=self._has_finer_moments,
+            finer_moments=self._finer_moments,
+            exact_optimizers=self._exact,
         )
 
     @property
-    def _has_finer_moments(self) -> bool:
-        return self._finer or (self._sensitive and self._options.first_moment_step is None)
+    def _finer_moments(self) -> float:
+        fixed = self._options.first_moment_step is not None
+        return max(self._grade, 1.0 if self._sensitive and not fixed else 0.0)
+
+    def _refined(self, at_fault: frozenset[int], times: float | None) -> bool:
+        """Make this save's moments finer, or exact those of the optimizers at fault; False where that is done already."""
+        more = 1.0 if times is None else max(1, math.ceil(math.log2(times))) / 2
+        if self._finer_moments < (1.0 if times is None else _FINEST):
+            self._grade = min(self._finer_moments + more, _FINEST)
+            return True
+        exact, self._exact = self._exact, self._exact | at_fault
+        return self._exact != exact
 
     def _plan(self, save_context: SaveContext, scale: float, reason: str, rise: Rise | None = None) -> Plan:
         self._sensitive = self._sensitive or scale < _SENSITIVE

@@ -98,6 +98,11 @@ class Guard(Protocol):
         ...
 
     @property
+    def at_fault(self) -> frozenset[int]:
+        """Positions of the optimizers whose moments differ most under the last plan checked; empty where unknown."""
+        ...
+
+    @property
     def lost_steps(self) -> float:
         """Training steps that a restore under the last plan checked would set training back by; 0 where unknown."""
         ...
@@ -117,7 +122,8 @@ class Strategy(Protocol):
 
     One that has milder settings than those of its last plan may also have a method ``milder`` with the arguments of
     `measured` (`comparison` is None where nothing can be measured) and ``moments``: whether the optimizer's state is to be
-    milder, and not the weights. It gives a plan, or None where there are none.
+    milder, and not the weights; ``at_fault``, as of `Guard`; and ``times``, by how many times less moments are to lose, or None. It gives a
+    plan, or None where there are none.
     """
 
     def takes(self, spec: TensorSpec) -> bool:

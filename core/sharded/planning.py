@@ -54,7 +54,8 @@ def sound(message: dict[str, Any]) -> dict[str, Any]:
 def _settings_of(scheme: Scheme) -> dict[str, Any]:
     """What distinguishes a scheme from the others of a save."""
     if isinstance(scheme, Auto):
-        return {"scale": scheme.scale, "finer": scheme.finer_moments}
+        exact = sorted(scheme.exact_optimizers)
+        return {"scale": scheme.scale, "finer": scheme.finer_moments, "exact_optimizers": exact}
     return {"chosen": scheme.configuration.to_json()} if isinstance(scheme, Inshrinkerator) else {}
 
 
@@ -72,7 +73,8 @@ def _scheme(config: SaverConfig, save_context: SaveContext, command: Mapping[str
             options=config.scheme_options,
             save_context=save_context,
             scale=command["scale"],
-            finer_moments=command.get("finer", False),
+            finer_moments=command.get("finer", 0),
+            exact_optimizers=command.get("exact_optimizers", ()),
         )
     if ENTRIES[config.scheme].choice == "configurations":
         weights = weights_of(save_context, config.scheme_options)
@@ -258,6 +260,7 @@ class _SharedGuard:
     def __init__(self, leader: Leader, own: PlannersGuard) -> None:
         self._leader, self._own = leader, own
         self._moments = False
+        self._at_fault: frozenset[int] = frozenset()
         self._lost_steps = 0.0
         self._update_error: float | None = None
 
@@ -265,6 +268,11 @@ class _SharedGuard:
     def refuses_moments(self) -> bool:
         """Whether the rank that has refused has done so for the optimizer's state."""
         return self._moments
+
+    @property
+    def at_fault(self) -> frozenset[int]:
+        """Those of all ranks."""
+        return self._at_fault
 
     @property
     def lost_steps(self) -> float:
@@ -281,6 +289,7 @@ class _SharedGuard:
         reasons = [(self._own(save_context, scheme), self._own.refuses_moments)]
         answers = self._leader.answers(asked)
         reasons += [(answer["reason"], answer["moments"]) for answer in answers]
+        self._at_fault = self._own.at_fault.union(*(answer["at_fault"] for answer in answers))
         self._lost_steps = max([self._own.lost_steps, *(answer["lost_steps"] for answer in answers)])
         errors = [self._own.update_error, *(answer["update_error"] for answer in answers)]
         self._update_error = max((error for error in errors if error is not None), default=None)
@@ -359,6 +368,7 @@ class _Follower:
             return {
                 "reason": reason,
                 "moments": self.guard.refuses_moments,
+                "at_fault": sorted(self.guard.at_fault),
                 "lost_steps": self.guard.lost_steps,
                 "update_error": self.guard.update_error,
             }

@@ -13,7 +13,7 @@ from bound_trainings import KINDS, source_digest
 from shrinkpoint.config import SaverConfig
 from shrinkpoint.quality.restore_budget import NO_COST, RestoreCost, fall_of, reserve_of, restore_cost
 
-__all__ = ["ABILITY_LIMIT", "LIMIT", "SAME", "Reported", "Row", "reported_of", "rows_of"]
+__all__ = ["ABILITY_LIMIT", "LIMIT", "SAME", "Mean", "Reported", "Row", "reported_of", "rows_of"]
 
 Cell = Mapping[str, Any]
 
@@ -93,6 +93,28 @@ def _cost_of(save: Cell, fall: float, config: SaverConfig) -> RestoreCost:
     return restore_cost(save["degradation"], high, delay=delay, reserve=reserve)
 
 
+@dataclass(frozen=True)
+class Mean:
+    """The mean of paired changes over the seeds."""
+
+    value: float
+    error: float
+    """Its standard error; 0 where there is one seed."""
+    seeds: int
+
+    @property
+    def low(self) -> float:
+        """What the mean is at least, but for two standard errors."""
+        return self.value - 2 * self.error
+
+    @classmethod
+    def of(cls, changes: Iterable[float]) -> Mean:
+        """Of any number of changes, of which one at least."""
+        found = list(changes)
+        error = statistics.stdev(found) / len(found) ** 0.5 if len(found) > 1 else 0.0
+        return cls(statistics.mean(found), error, len(found))
+
+
 @dataclass
 class Row:
     """One training, restored under one setting, by seed."""
@@ -161,43 +183,37 @@ class Row:
         return {seed: reported_of(cell["saves"][:-1], options) for seed, cell in self.cells.items()}
 
     @property
-    def covered(self) -> dict[int, bool | None]:
-        """Whether the reported upper end is no less than the truth; None where something was not measured."""
-        return self._covered(0.0)
+    def mean(self) -> Mean:
+        """Of the changes of the final loss."""
+        return Mean.of(self.truths.values())
 
     @property
-    def covered_with_spreads(self) -> dict[int, bool | None]:
-        """The same with two spreads of the undisturbed runs added to the upper end."""
-        return self._covered(2 * (self.spread or 0.0))
+    def is_chaotic(self) -> bool:
+        """Whether errors of a millionth change the final loss by more than restores do, and by more than the limit."""
+        luck, truths = ([abs(change) for change in one.values()] for one in (self.luck, self.truths))
+        return bool(luck) and statistics.mean(luck) > max(LIMIT, statistics.mean(truths or [0.0]))
 
-    def _covered(self, slack: float) -> dict[int, bool | None]:
-        reports = self.reports
-        return {
-            seed: None if reports[seed].unmeasured else reports[seed].high + slack >= truth
-            for seed, truth in self.truths.items()
-        }
+    @property
+    def covered(self) -> bool | None:
+        """Whether the mean of the reported upper ends is no less than the mean change, but for two errors; None where something was
+        not measured."""
+        reports = [self.reports[seed] for seed in self.truths]
+        if not reports or any(one.unmeasured for one in reports):
+            return None
+        return statistics.mean(one.high for one in reports) >= self.mean.low
 
     @property
     def within(self) -> dict[int, bool]:
-        """Whether the change of the final loss is at most the limit, no spread added."""
+        """Whether the change of the final loss is at most the limit, by seed."""
         return {seed: truth <= LIMIT for seed, truth in self.truths.items()}
 
-    def kept(self, seed: int) -> bool:
-        """Whether the promise was kept in one run."""
-        cell, plain = self.cells[seed], self.plain[seed]
-        beside = [_relative(cell["also"][name], plain["also"][name]) for name in plain["also"]]
-        abilities = [
-            _relative(cell["abilities"][name], plain["abilities"][name]) for name in plain["abilities"]
-        ]
-        spreads = [self.spread or 0.0, *(self._spread_of(name) for name in plain["also"])]
-        finals = zip([self.truths[seed], *beside], spreads, strict=True)
-        near = all(change <= max(LIMIT, 2 * spread) for change, spread in finals)
-        return near and all(change <= ABILITY_LIMIT for change in abilities) and not cell["frozen_changes"]
-
     @property
-    def kept_on_average(self) -> bool:
-        """Whether the mean change of the final loss over the seeds is within the limit, or within two spreads."""
-        return statistics.mean(self.truths.values()) <= max(LIMIT, 2 * (self.spread or 0.0))
+    def kept(self) -> bool:
+        """Whether the promise was kept: the mean changes over the seeds are within their limits, but for two standard errors."""
+        losses = [self.mean, *(Mean.of(changes) for changes in self.also.values())]
+        abilities = [Mean.of(changes) for changes in self.abilities.values()]
+        near = all(mean.low <= LIMIT for mean in losses)
+        return near and all(mean.low <= ABILITY_LIMIT for mean in abilities) and not any(self.frozen.values())
 
     def reported(self, name: str) -> dict[str, list[float]]:
         """A number of all reports that have it; where it is several by name, by that, else under the empty name."""
@@ -221,11 +237,6 @@ class Row:
             for name, loss in self.plain[seed][kind].items():
                 changes.setdefault(name, []).append(_relative(self.cells[seed][kind][name], loss))
         return changes
-
-    def _spread_of(self, name: str) -> float:
-        """As `spread`, of a loss beside the final one."""
-        losses = [cell["also"][name] for cell in self.plain.values()]
-        return statistics.stdev(losses) / abs(statistics.mean(losses)) if len(losses) > 1 else 0.0
 
 
 def _relative(loss: float, undisturbed: float) -> float:

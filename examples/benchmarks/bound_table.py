@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
-from bound_summary import SAME, Row, rows_of
+from bound_summary import SAME, Mean, Row, rows_of
 from bound_trainings import KINDS, TUNED
 from demo_report import markdown_table
 
@@ -17,8 +17,6 @@ __all__ = ["document"]
 _NONE = "-"
 _VARIED = re.compile(r"'[^']*'|[-+]?\d[\d.e+-]*%?")
 
-_SEEDS = (1, 2, 3)
-"""Of every training; some are tried with more."""
 _HEAD = """# The bound, measured on {count} trainings
 
 Written by `python examples/benchmarks/bound.py` ({versions}). Each training is run undisturbed, and once more so that
@@ -30,17 +28,16 @@ data apart from the probe's, changes are relative to the undisturbed run of the 
 - **reported**: the sum of the costs in the library's reports of the ten checkpoints (`cost`), in brackets the upper end of all of them
   (`cost_high`), which includes what lost steps of the moments cost and, once, the reserve for what no measurement at a save sees
   ([search.md](search.md#what-the-report-adds)); `?` where some were not measured at all, `exact` counts those that were stored exactly.
-- **truth**: change of the final loss, for each seed.
+- **truth**: change of the final loss, for each seed, and **mean**: of all seeds, with its standard error.
 - **spread**: standard deviation of the undisturbed runs' final losses over the seeds, of their mean; in brackets how many.
 - **a millionth**: change of the final loss of an undisturbed run whose weights were all changed by a millionth of themselves at the
-  same ten steps, for each seed that was tried: the effect of errors that no scheme could avoid.
-- **kept**: the truth is at most +1 % or within two spreads of the undisturbed run, so are other losses, earlier abilities
-  are within +0.2 %, and no frozen element has changed.
-- **reported bound holds**: the reported upper end is no less than the truth, nothing added. **with spreads**: with two spreads added.
+  same ten steps, mean and standard error of the seeds that were tried: the effect of errors that no scheme could avoid.
+- **kept**: the mean is at most +1 %, but for two standard errors, so are those of other losses, those of earlier abilities are at most
+  +0.2 %, and no frozen element has changed. **chaotic**: a millionth changes the final loss by more than a per cent, and by more than
+  the restores do, in the mean of its sizes. Such runs end anywhere, and only `lossless` reproduces their losses.
+- **reported bound holds**: the mean of the reported upper ends is no less than that of the truth, but for two standard errors.
 
-The final losses of two undisturbed runs of different seeds differ with a standard deviation of sqrt(2) spreads, so that one in twelve
-ends more than two spreads above the other. A restored run that ends as far from its own undisturbed run as another seed does exceeds
-two spreads as often, without any harm.
+Judged is the mean over the seeds of what restores do to each, as the spread of the seeds hides harm wherever it is large.
 
 Ratios below 8 have two causes. *Late* checkpoints are a few steps apart, and weights hardly move in between: noise stays below that
 movement, and of moments a restore may lose 1 % of those steps. Muon, Lion and SGD keep no second moment, which takes the fewest
@@ -60,14 +57,22 @@ def _percent(value: float | None, digits: int = 2) -> str:
     return _NONE if value is None else f"{100 * value:+.{digits}f}"
 
 
+def _mean(changes: Iterable[float]) -> str:
+    """The mean with its standard error."""
+    found = list(changes)
+    if not found:
+        return _NONE
+    mean = Mean.of(found)
+    error = f" ± {100 * mean.error:.2f}" if mean.seeds > 1 else ""
+    return f"{_percent(mean.value)}{error} ({mean.seeds})"
+
+
 def _each(values: Iterable[float | None]) -> str:
     return ", ".join(map(_percent, values))
 
 
-def _share(flags: Sequence[bool]) -> str:
-    if not flags:
-        return _NONE
-    return "yes" if all(flags) else "no" if not any(flags) else f"{sum(flags)} of {len(flags)}"
+def _yes(flag: bool | None) -> str:
+    return _NONE if flag is None else "yes" if flag else "no"
 
 
 def _reported(row: Row) -> str:
@@ -81,9 +86,9 @@ def _reported(row: Row) -> str:
 
 
 def _kept(row: Row) -> str:
-    said = {"yes": "kept", "no": "**not kept**", _NONE: _NONE}
-    share = _share([row.kept(seed) for seed in row.truths])
-    return said.get(share, f"**{share}**")
+    if not row.truths:
+        return _NONE
+    return f"{'kept' if row.kept else '**not kept**'}{', chaotic' if row.is_chaotic else ''}"
 
 
 def _other(row: Row) -> str:
@@ -103,12 +108,12 @@ def _main_table(rows: Sequence[Row]) -> list[str]:
                 f"{row.ratio:.3g}x",
                 _reported(row),
                 _each(row.truths.values()),
+                _mean(row.truths.values()),
                 _NONE if row.spread is None else f"{100 * row.spread:.2f} ({len(row.plain)})",
-                _each(row.luck.values()) or _NONE,
+                _mean(row.luck.values()),
                 _other(row),
                 _kept(row),
-                _share(_known(row.covered)),
-                _share(_known(row.covered_with_spreads)),
+                _yes(row.covered),
             ]
         )
     headings = [
@@ -116,12 +121,12 @@ def _main_table(rows: Sequence[Row]) -> list[str]:
         "ratio",
         "reported, %",
         "truth, %",
+        "mean, %",
         "spread, %",
         "a millionth, %",
         "other losses, %",
         "",
         "reported bound holds",
-        "with spreads",
     ]
     return markdown_table(headings, lines)
 
@@ -210,47 +215,17 @@ def _costs(rows: Sequence[Row]) -> list[str]:
 
 def _verdict(name: str, rows: Sequence[Row]) -> list[str]:
     judged = [row for row in rows if row.truths]
-    kept = sum(all(row.kept(seed) for seed in row.truths) for row in judged)
-    runs = [row.kept(seed) for row in judged for seed in row.truths]
-    average = sum(row.kept_on_average for row in judged)
+    kept, chaotic = sum(row.kept for row in judged), [row.training for row in judged if row.is_chaotic]
     within = [one for row in judged for one in row.within.values()]
-    strict, loose = (
-        [one for row in judged for one in _known(found(row))]
-        for found in (lambda row: row.covered, lambda row: row.covered_with_spreads)
-    )
-    missed = ", ".join(
-        f"{row.training} ({', '.join(str(seed) for seed, one in row.covered.items() if one is False)})"
-        for row in judged
-        if False in row.covered.values()
-    )
-    by_chance = sum(one and not near for one, near in zip(runs, within, strict=True))
+    known = [row for row in judged if row.covered is not None]
+    missed = [row.training for row in known if not row.covered]
+    also = f"; chaotic: {', '.join(chaotic)}" if chaotic else ""
     lines = [
-        f"- {name}: **{kept} of {len(judged)} kept** in every run ({sum(runs)} of {len(runs)} runs), {average} of {len(judged)} in"
-        f" the mean of their final losses. {sum(within)} of {len(within)} runs end at +1 % or below, {by_chance} more only within"
-        " two spreads.",
-        f"- {name}: **the reported bound holds in {_percentage(strict)} of {len(strict)} runs** that reported one, and in"
-        f" {_percentage(loose)} with two spreads added.",
+        f"- {name}: **{kept} of {len(judged)} kept** in the mean of their seeds{also}. {sum(within)} of {len(within)} runs end at +1 %"
+        " or below.",
+        f"- {name}: **the reported bound holds for {len(known) - len(missed)} of {len(known)}** that reported one.",
     ]
-    return [*lines, f"- {name}: it does not hold, nothing added, for {missed} (seeds)."] if missed else lines
-
-
-def _of_three_seeds(rows: Sequence[Row]) -> str:
-    """Every training counts alike, whatever number of further seeds it was tried with."""
-    runs = [(row, seed) for row in rows for seed in row.truths if seed in _SEEDS]
-    kept = sum(row.kept(seed) for row, seed in runs)
-    covered = [flag for row, seed in runs if (flag := row.covered[seed]) is not None]
-    return (
-        f"- all trainings, seeds {_SEEDS[0]} to {_SEEDS[-1]} of each: **{kept} of {len(runs)} runs kept**, and **the reported bound"
-        f" holds in {_percentage(covered)} of {len(covered)}**, nothing added."
-    )
-
-
-def _known(flags: Mapping[int, bool | None]) -> list[bool]:
-    return [flag for flag in flags.values() if flag is not None]
-
-
-def _percentage(flags: Sequence[bool]) -> str:
-    return f"{100 * sum(flags) / len(flags):.0f} %" if flags else _NONE
+    return [*lines, f"- {name}: it does not hold for {', '.join(missed)}."] if missed else lines
 
 
 def _section(rows: Sequence[Row]) -> list[str]:
@@ -259,7 +234,6 @@ def _section(rows: Sequence[Row]) -> list[str]:
         "only reported": [row for row in rows if row.training not in TUNED],
     }
     lines = [line for name, half in halves.items() if half for line in _verdict(name, half)]
-    lines.append(_of_three_seeds(rows))
     for name, half in halves.items():
         if half:
             lines += ["", f"### Trainings: {name}", "", *_main_table(half)]

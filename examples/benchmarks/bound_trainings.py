@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from bound_training import Kind
+from bound_trainings_fast import FAST
 from bound_trainings_fields import FIELDS
 from bound_trainings_images import IMAGES
 from bound_trainings_more import MORE
@@ -17,10 +18,12 @@ from bound_trainings_text import TEXT
 
 __all__ = ["KINDS", "LISTED", "TUNED", "source_digest"]
 
-KINDS: dict[str, Kind] = {kind.name: kind for kind in (*TEXT, *IMAGES, *TABLES, *SHORT, *MORE, *FIELDS)}
+KINDS: dict[str, Kind] = {
+    kind.name: kind for kind in (*TEXT, *IMAGES, *TABLES, *SHORT, *MORE, *FIELDS, *FAST)
+}
 """By name, in the order of the tables."""
 
-LISTED = tuple(name for name in KINDS if name not in {kind.name for kind in (*MORE, *FIELDS)})
+LISTED = tuple(name for name in KINDS if name not in {kind.name for kind in (*MORE, *FIELDS, *FAST)})
 """Those that run unless others are asked for."""
 
 TUNED = frozenset(
@@ -38,6 +41,10 @@ TUNED = frozenset(
         "forecasting",
         "autoencoder",
         "autoencoder-short",
+        "sines-fit",
+        "gru-ctc",
+        "gpt-nadam",
+        "binary",
     }
 )
 """Constants of the library are chosen on these; on the others, they are only reported."""

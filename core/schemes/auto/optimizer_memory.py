@@ -7,14 +7,23 @@ the parameter's number. Where they are found in the tree of a state does not mat
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 
 from shrinkpoint.state.training import Role, TrainingState
 from shrinkpoint.state.tree import JSON
 
-__all__ = ["EPSILON", "FADING", "UNKNOWN", "epsilons", "errors_at_once", "memories", "second_memories"]
+__all__ = [
+    "EPSILON",
+    "FADING",
+    "UNKNOWN",
+    "epsilons",
+    "errors_at_once",
+    "memories",
+    "second_memories",
+    "states_of",
+]
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -105,6 +114,12 @@ def epsilons(state: TrainingState) -> dict[str, float]:
         names = (name for name in moments.values() if name in state.specs)
         found |= {name: added for name in names if state.specs[name].tag.role is Role.EXP_AVG_SQ}
     return found
+
+
+def states_of(state: TrainingState, optimizers: Collection[int]) -> frozenset[str]:
+    """Names of the tensors that some optimizers, given by their positions in the state, keep for their parameters."""
+    kept = (entries for at, (_, entries) in enumerate(_optimizers(state.tree)) if at in optimizers)
+    return frozenset(name for entries in kept for entry in entries.values() for name in entry.values())
 
 
 def _moments(state: TrainingState) -> Iterator[tuple[Mapping[str, JSON], dict[str, str]]]:

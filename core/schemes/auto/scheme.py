@@ -19,7 +19,7 @@ lost. It may be a small share of the steps between two checkpoints, however high
 
 import math
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar
@@ -40,6 +40,7 @@ from shrinkpoint.schemes.auto.optimizer_memory import (
     errors_at_once,
     memories,
     second_memories,
+    states_of,
 )
 from shrinkpoint.schemes.auto.options import MILD_SCALE, AutoOptions
 from shrinkpoint.schemes.auto.rounded import RoundedCodec
@@ -67,7 +68,8 @@ _MOST_LOST = 0.45  # of a first moment; from a half on, it would be farther from
 _LEAST_LOST = 0.005  # by each of ten restores, however close the checkpoints are
 # Where direction is all, weak directions weigh as much as strong ones, and an orthogonalised update (Muon's) is mostly made of them.
 _LEAST_LOST_OF_DIRECTION = 0.002
-_FINER = 4  # times less of a first moment is lost where the guards have refused the usual loss
+_NEEDED = "needed:what is restored of it would change the next updates too much"
+_FINER = 4  # times less of a first moment is lost by each grade of finer moments
 # Octaves, root mean square, that a second moment may be from a row times a column where it remembers a gradient from one checkpoint
 # to the next; inversely as the root of the share of those steps that it remembers. Training then goes on with other rates by element
 # for as long: it cost a forecasting GRU (0.8 octaves, ten restores) 1.4 % of its loss, and fine-tuning (0.7 to 1.1) 0.45 %.
@@ -107,6 +109,7 @@ class Auto:
         save_context: the save: a base, and the first save after a restore, take dithers of their own.
         scale: the steps' scale, where the search has chosen it; None takes the options', or else a mild one.
         finer_moments: see there.
+        exact_optimizers: see there.
     """
 
     name: ClassVar[str] = "auto"
@@ -114,8 +117,11 @@ class Auto:
     options: AutoOptions = field(default_factory=AutoOptions)
     save_context: SaveContext
     scale: float | None = None
-    finer_moments: bool = False
-    """Whether moments are to lose less than usual, at more bytes: a quarter of it, and second moments element by element."""
+    finer_moments: float = 0
+    """By how many grades moments are to lose less than usual, at more bytes: with each a quarter of it. From 1 on, second moments are
+    stored element by element, and from 2 on, their levels are half as wide with each."""
+    exact_optimizers: Collection[int] = ()
+    """Positions of optimizers whose state is stored exactly."""
 
     def codecs(self, state: TrainingState) -> Mapping[str, Maker]:
         """See `Scheme.codecs`."""
@@ -123,6 +129,8 @@ class Auto:
         names = _Names.of(state)
         makers = self._weights(state, names, left)
         moments, remembered = self._first_moments(state, names), second_memories(state)
+        kept = states_of(state, self.exact_optimizers)
+        left |= dict.fromkeys(kept - makers.keys(), _NEEDED)
         for name, spec in state.specs.items():
             if name in makers or name in left or spec.numel < self.options.min_elements:
                 continue
@@ -143,7 +151,9 @@ class Auto:
 
     def describe(self) -> JSON:
         """See `Scheme.describe`."""
-        finer: dict[str, JSON] = {"finer_moments": True} if self.finer_moments else {}
+        finer: dict[str, JSON] = {"finer_moments": float(self.finer_moments)} if self.finer_moments else {}
+        if self.exact_optimizers:
+            finer["exact_optimizers"] = sorted(self.exact_optimizers)
         return {**described(self.name, self.options), "scale": self._scale, **finer}
 
     @property
@@ -151,7 +161,9 @@ class Auto:
         """In short, for logs."""
         fixed = self.options.first_moment_step
         step = f" first_moment_step={fixed:g}" if fixed is not None else ""
-        return f"scale={self._scale:.3g}{step}{' finer moments' if self.finer_moments else ''}"
+        grade = f" x{self.finer_moments:g}" if self.finer_moments not in (0, 1) else ""
+        finer = f" finer moments{grade}" if self.finer_moments else ""
+        return f"scale={self._scale:.3g}{step}{finer}{' exact moments' if self.exact_optimizers else ''}"
 
     @property
     def _scale(self) -> float:
@@ -245,7 +257,7 @@ class Auto:
                 make = partial(make, second_moment=state.tensors[second], epsilon=added.get(second, EPSILON))
             least = (_LEAST_LOST_OF_DIRECTION if directed else _LEAST_LOST) / self.save_context.budget_ratio
             loss = min(max(lost, least), _MOST_LOST)
-            loss /= _FINER if self.finer_moments else 1
+            loss /= _FINER**self.finer_moments
             makers[name] = partial(make, step=self.options.first_moment_step, loss=loss)
         return makers
 
@@ -268,7 +280,7 @@ class Auto:
     def _by_element(self, spec: TensorSpec, names: _Names) -> bool:
         """Whether a row times a column is not good enough for a second moment."""
         is_second = spec.tag.role is Role.EXP_AVG_SQ
-        return is_second and (self.finer_moments or _has_maximum(spec, names))
+        return is_second and (self.finer_moments >= 1 or _has_maximum(spec, names))
 
     def _log_levels(self, spec: TensorSpec, memory: float) -> Maker:
         """The dither continues as long as no restore has put a tensor on its levels.
@@ -288,6 +300,7 @@ class Auto:
         if adopts:
             at_once = errors_at_once(memory, self.save_context.interval, self.save_context.restore_budget)
             step = max(1, round(step * math.sqrt(min(1.0, usual / at_once))))
+        step = max(1, step >> max(0, int(self.finer_moments) - 1))
         return partial(
             LogLevelsCodec,
             step=step,

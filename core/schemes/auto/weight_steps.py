@@ -24,7 +24,7 @@ from shrinkpoint.arrays import Bools, Float64s, Int8s
 from shrinkpoint.schemes.auto.curvature import Curvature, curvature_of, size_of, square, sums_of
 from shrinkpoint.schemes.auto.factors import matrix_shape
 from shrinkpoint.schemes.auto.lattice_steps import curvature_exponents
-from shrinkpoint.schemes.auto.options import MILD_SCALE, AutoOptions
+from shrinkpoint.schemes.auto.options import AutoOptions
 from shrinkpoint.schemes.auto.row_steps import narrowed
 from shrinkpoint.schemes.auto.trellis_weights import TrellisWeightCodec
 from shrinkpoint.schemes.base import SaveContext
@@ -38,6 +38,7 @@ _FARTHEST = 64.0  # no tensor's curvature changes its steps by more
 _FINER = 8  # biases and norms: few elements, each of which counts for many
 _FEW = 2000  # so do those of small tensors
 _NOISE = math.sqrt(1 / 12)  # of a uniform quantizer, in its step sizes
+_UNSEEN_SCALE = 0.25  # at most, of weights of which averages alone are measured
 _WIDEST_STEP = 2.0  # of a weight, in root mean squares of all of them; the movement is nearly always less
 _UNMOVED = 2.0**-6  # of the tensor's own movement: rows that have moved less have not moved
 _FINEST = 2.0**-13  # of a tensor's largest weight: no step size is less
@@ -163,7 +164,7 @@ class WeightSteps:
     def _scale_of(self, spec: TensorSpec) -> float:
         """The network's own weights have mild steps where nothing but their averages is measured."""
         if self._save_context.averages_only and spec.tag.role is not Role.AVERAGE:
-            return min(self._scale, self._options.weight_scale or MILD_SCALE)
+            return min(self._scale, self._options.weight_scale or _UNSEEN_SCALE)
         return self._scale
 
     def _moved(self, spec: TensorSpec, weight: torch.Tensor) -> Float64s:

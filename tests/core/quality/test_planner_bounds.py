@@ -317,8 +317,10 @@ def test_a_checkpoint_that_tells_nothing_of_restores_counts_as_one(states):
             "spent": 0.0,
             "spent_high": 0.0,
             "restores": 1,
+            "delays": 0.0,
             "cost": 0.0,
             "cost_high": 0.0,
+            "cost_delay": 0.0,
         }
 
 
@@ -371,7 +373,7 @@ def test_a_blind_evaluation_is_found_at_the_first_save(states, scheme):
     assert plan.baseline == pytest.approx(0.8)
     assert plan.resumed == {}
     assert run.resumes == []
-    assert "scale=0.25" in plan.configuration or scheme != "auto"
+    assert "scale=0.0625" in plan.configuration or scheme != "auto"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert run.save().measured == "blind"
@@ -559,6 +561,7 @@ def test_the_last_loss_outlives_a_restart_and_exact_checkpoints_cost_nothing(sta
 class Refusing:
     """A guard that refuses schemes by a function of them, and blames weights or moments."""
 
+    at_fault: frozenset[int] = frozenset()
     lost_steps = 0.0
     update_error = 0.0
 
@@ -662,7 +665,7 @@ def test_a_guard_sees_unmeasured_plans_too_and_no_exact_ones(states):
     assert run.planner.guard.asked == []
     with pytest.warns(ShrinkpointWarning, match="Give evaluate="):
         run.save(measure=False)
-    assert [scheme.scale for scheme in run.planner.guard.asked] == [0.25]
+    assert [scheme.scale for scheme in run.planner.guard.asked] == [0.0625]
 
 
 # ---- what measuring costs

@@ -68,6 +68,7 @@ class Refusing:
     """A guard that gives one answer."""
 
     refuses_moments = False
+    at_fault: frozenset[int] = frozenset()
     lost_steps = 0.0
     update_error = 0.0
 
