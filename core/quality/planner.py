@@ -255,7 +255,7 @@ class Planner:
             return plan
         probe = Probe(self._config, self._recovery, share, self.guard)
         plan = probe.of(plan, save_context, snapshot, resume)
-        if self._baseline is None and plan.fall > 0:  # nothing else tells yet how fast the loss falls
+        if self._baseline is None and plan.fall > 0:  # nothing else says yet how fast the loss falls
             self._fall, probed = plan.fall, plan
             plan = self._guarded(strategy, save_context, plan, comparison, allowed)
             if plan.is_exact:
