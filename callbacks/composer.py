@@ -69,9 +69,11 @@ class CompressedCheckpoint(Callback):
         monitor: the metric by which `save_top_k` ranks, under the name that Composer logs (``metrics/eval/LanguagePerplexity``,
             ``loss/train/total``) or an eval metric's bare name.
         mode: whether the best metric is the least or the greatest.
-        save_top_k: how many of the best to keep, in addition to the newest `keep_last`; -1 keeps every checkpoint.
+        save_top_k: how many of the best to keep, in addition to the newest; of equals, the older. 0 ranks none, -1 keeps every
+            checkpoint.
         save_last: save once more when training ends, if a batch has been trained since the last checkpoint.
-        keep_last: how many of the newest to keep, so that a damaged one costs little.
+        keep_last: how many of the newest to keep. None: all, or 3 where `monitor` or `keep_every` says what else is kept.
+        save_total_limit: how many to keep in all, the best and the newest, in the place of `keep_last` and `save_top_k`.
         resume: ``"auto"`` continues if the run holds a checkpoint, ``"must"`` refuses to start without one,
             ``"never"`` starts afresh.
         probe_batches: how many evaluation batches to measure the quality on; training waits for each of them three times
@@ -139,7 +141,8 @@ class CompressedCheckpoint(Callback):
         mode: Mode = "min",
         save_top_k: int = 1,
         save_last: bool = True,
-        keep_last: int = 3,
+        keep_last: int | None = None,
+        save_total_limit: int | None = None,
         resume: ResumePolicy = "auto",
         probe_batches: int = 2,
         storage_options: StorageOptions = None,
@@ -180,11 +183,7 @@ class CompressedCheckpoint(Callback):
         settings = Settings.build(
             url=url,
             save_interval=save_interval,
-            monitor=monitor,
-            mode=mode,
-            save_top_k=save_top_k,
             save_last=save_last,
-            keep_last=keep_last,
             resume=resume,
             probe_batches=probe_batches,
             storage_options=storage_options,
@@ -192,6 +191,11 @@ class CompressedCheckpoint(Callback):
             step_log=step_log,
             step_log_url=step_log_url,
             options={
+                "monitor": monitor,
+                "mode": mode,
+                "save_top_k": save_top_k,
+                "keep_last": keep_last,
+                "save_total_limit": save_total_limit,
                 "scheme": scheme,
                 "options": options,
                 "max_degradation": max_degradation,
@@ -279,6 +283,10 @@ class CompressedCheckpoint(Callback):
     def eval_before_forward(self, state: State, logger: Logger) -> None:
         """A held-out batch goes into the model."""
         self._session.evaluates(state)
+
+    def eval_end(self, state: State, logger: Logger) -> None:
+        """An evaluation is over."""
+        self._session.evaluation_ends(state)
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """A step has been made."""

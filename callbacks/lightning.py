@@ -66,15 +66,17 @@ class CompressedCheckpoint(Checkpoint):
         every_n_train_steps: save whenever the number of optimizer steps crosses a multiple of this.
         every_n_epochs: save at the end of every so many epochs; 1 when no other schedule is given.
         train_time_interval: save when so much time has passed.
-        save_on_train_epoch_end: save at an epoch's very end even where its validation would come first, so that
-            metrics logged in ``on_train_epoch_end`` can be monitored.
+        save_on_train_epoch_end: True saves at an epoch's very end alone, after the hooks ``on_train_epoch_end``; False right
+            after its validation. None, as ``ModelCheckpoint``, at its very end and after validations within it.
         monitor: the logged metric by which `save_top_k` ranks. It is also preferred for measuring the quality of what
             is saved, where it is a loss (``mode="min"``) that the validation step logs.
         mode: whether the best metric is the least or the greatest.
-        save_top_k: how many of the best to keep, in addition to the newest `keep_last`; -1 keeps every checkpoint.
+        save_top_k: how many of the best to keep, in addition to the newest; of equals, the older. 0 ranks none, -1 keeps every
+            checkpoint.
         save_last: save once more when training ends, if anything has changed since the last checkpoint. The newest
             checkpoint is always at hand as `last_model_path`; it is never stored twice.
-        keep_last: how many of the newest to keep, so that a damaged one costs little.
+        keep_last: how many of the newest to keep. None: all, or 3 where `monitor` or `keep_every` says what else is kept.
+        save_total_limit: how many to keep in all, the best and the newest, in the place of `keep_last` and `save_top_k`.
         resume: ``"auto"`` continues if the run holds a checkpoint, ``"must"`` refuses to start without one,
             ``"never"`` starts afresh.
         probe_batches: how many validation batches to measure the quality on; training waits for each of them three times
@@ -145,7 +147,8 @@ class CompressedCheckpoint(Checkpoint):
         mode: Mode = "min",
         save_top_k: int = 1,
         save_last: bool = True,
-        keep_last: int = 3,
+        keep_last: int | None = None,
+        save_total_limit: int | None = None,
         resume: ResumePolicy = "auto",
         probe_batches: int = 2,
         storage_options: StorageOptions = None,
@@ -185,12 +188,8 @@ class CompressedCheckpoint(Checkpoint):
             every_n_train_steps=every_n_train_steps,
             every_n_epochs=every_n_epochs,
             train_time_interval=train_time_interval,
-            on_epoch_end=bool(save_on_train_epoch_end),
-            monitor=monitor,
-            mode=mode,
-            save_top_k=save_top_k,
+            on_epoch_end=save_on_train_epoch_end,
             save_last=save_last,
-            keep_last=keep_last,
             resume=resume,
             probe_batches=probe_batches,
             storage_options=storage_options,
@@ -198,6 +197,11 @@ class CompressedCheckpoint(Checkpoint):
             step_log=step_log,
             step_log_url=step_log_url,
             options={
+                "monitor": monitor,
+                "mode": mode,
+                "save_top_k": save_top_k,
+                "keep_last": keep_last,
+                "save_total_limit": save_total_limit,
                 "scheme": scheme,
                 "options": options,
                 "max_degradation": max_degradation,
@@ -338,6 +342,10 @@ class CompressedCheckpoint(Checkpoint):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Saves the last steps, and waits for the save that is under way."""
         self._session.train_ends(trainer, pl_module)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Says so where there was nothing left to train."""
+        self._session.fit_ends(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Saves when the process was asked to end; finishes the save that is under way in any case."""

@@ -61,9 +61,12 @@ class CompressedCheckpoint(TrainerCallback):
         monitor: the evaluation's metric by which `save_top_k` ranks; ``eval_`` may be left out. With
             ``load_best_model_at_end`` it is the Trainer's ``metric_for_best_model``.
         mode: whether the best metric is the least or the greatest.
-        save_top_k: how many of the best to keep, in addition to the newest `keep_last`; -1 keeps every checkpoint.
+        save_top_k: how many of the best to keep, in addition to the newest; of equals, the older. 0 ranks none, -1 keeps every
+            checkpoint.
         save_last: save once more when training ends, if anything has changed since the last checkpoint.
-        keep_last: how many of the newest to keep, so that a damaged one costs little.
+        keep_last: how many of the newest to keep. None: all, or 3 where `monitor` or `keep_every` says what else is kept.
+        save_total_limit: how many to keep in all, the best and the newest, in the place of `keep_last` and `save_top_k`. None takes the Trainer's, where these two are not
+            given either; without any, all are kept.
         resume: ``"auto"`` continues if the run holds a checkpoint, ``"must"`` refuses to start without one,
             ``"never"`` starts afresh.
         probe_batches: how many evaluation batches to measure the quality on; training waits for each of them three times
@@ -128,7 +131,8 @@ class CompressedCheckpoint(TrainerCallback):
         mode: Mode = "min",
         save_top_k: int = 1,
         save_last: bool = True,
-        keep_last: int = 3,
+        keep_last: int | None = None,
+        save_total_limit: int | None = None,
         resume: ResumePolicy = "auto",
         probe_batches: int = 2,
         storage_options: StorageOptions = None,
@@ -167,15 +171,16 @@ class CompressedCheckpoint(TrainerCallback):
             train_time_interval=train_time_interval,
             keep_trainer_saves=keep_trainer_saves,
             monitor=monitor,
-            mode=mode,
-            save_top_k=save_top_k,
             save_last=save_last,
-            keep_last=keep_last,
             resume=resume,
             probe_batches=probe_batches,
             storage_options=storage_options,
             parity=parity,
             options={
+                "mode": mode,
+                "save_top_k": save_top_k,
+                "keep_last": keep_last,
+                "save_total_limit": save_total_limit,
                 "scheme": scheme,
                 "options": options,
                 "max_degradation": max_degradation,

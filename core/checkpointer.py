@@ -191,7 +191,7 @@ class Checkpointer:
         )
         """The step log; None without one."""
         self._committed = 0
-        self._overdue = self._warned_of_monitor = False
+        self._overdue = self._warned_of_monitor = self._lacked = False
         self.saver = saver_for(
             self._objects,
             url,
@@ -317,6 +317,10 @@ class Checkpointer:
             self._last_step = step
             self._last_metrics = _kept(metrics)
             due = self._every is not None and (self._overdue or step // self._every > before // self._every)
+            # The last save lacked the metric to rank by, which is here now. Of several ranks not all may be given it.
+            config = self.saver.config
+            owed = self._lacked and config.monitor in (metrics or {}) and not config.adopt
+            due |= owed and self._every is not None and self._ending is None
             if self.step_log is not None:
                 self.step_log.end_step(step, since=before, boundary=due)
                 self._warn_log()
@@ -402,12 +406,13 @@ class Checkpointer:
 
     def _require_monitor(self, step: int, metrics: Mapping[str, float]) -> None:
         config = self.saver.config
-        if config.keep_best is None or config.monitor in metrics or self._warned_of_monitor:
+        self._lacked = config.monitor not in (None, "step", *metrics)
+        if not self._lacked or self._warned_of_monitor:
             return
         self._warned_of_monitor = True
         warn(
             f"monitor={config.monitor!r} is not among the metrics of the save of step {step}"
-            f" ({', '.join(sorted(metrics)) or 'none was given'}): give it as metrics= of step or save, or keep_best cannot rank this"
+            f" ({', '.join(sorted(metrics)) or 'none was given'}): give it as metrics= of step or save, or save_top_k cannot rank this"
             " checkpoint. This warning comes once"
         )
 

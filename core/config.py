@@ -21,7 +21,7 @@ _POSITIVE_OR_NONE = (
     "adoptions",
     "keep_last",
     "keep_every",
-    "keep_best",
+    "save_total_limit",
     "keep_optimizer",
     "threads",
     "longest_chain",
@@ -87,8 +87,9 @@ class SaverConfig:
     """With `adopt`, the number of planned saves of the whole run, which together stay within `max_degradation`; restores cost
     nothing more then, and `restore_budget` is not used. Callbacks take it from the trainer's limits where it follows from them."""
     keep_last: int | None = None
-    """Number of newest checkpoints to keep. Without any ``keep_*``, all are kept. A training never removes checkpoints
-    that it does not continue, such as those of an earlier training in the same run."""
+    """Number of newest checkpoints to keep. None: all of them, or 3 where `keep_every`, or `save_top_k` with a `monitor`, says
+    what else is kept. A training never removes checkpoints that it does not continue, such as those of an earlier
+    training in the same run."""
     keep_every: int | None = None
     """Keep the first checkpoint of every interval of this many training steps."""
     keep_optimizer: int | None = None
@@ -100,12 +101,17 @@ class SaverConfig:
     """What checkpoints hold of tensors that are not trained (``requires_grad=False``): a name and a digest, which a resume compares with
     the model that the script has built (``reference``), or the values (``store``). None: ``reference`` for the base of a model that
     PEFT has wrapped, ``store`` for others (docs/resuming.md)."""
-    keep_best: int | None = None
-    """Number of best checkpoints, by the metric named `monitor`, to keep."""
+    save_top_k: int = 1
+    """Number of best checkpoints, by the metric named `monitor`, to keep in addition; of equals, the older. 0 ranks none, -1
+    keeps every checkpoint."""
     monitor: str | None = None
-    """The metric for `keep_best`."""
+    """The metric for `save_top_k` and for the address ``<run>#best``; ``"step"`` is always known. It belongs to the weights
+    that it was measured on: a checkpoint is ranked only if it was given to this very save."""
     mode: Literal["min", "max"] = "min"
     """Whether the best metric is the least or the greatest."""
+    save_total_limit: int | None = None
+    """Number of checkpoints to keep in all, as of Hugging Face's Trainer: the best by `monitor`, and the newest. In the place of
+    `keep_last` and `save_top_k`."""
     grace_s: float = 24 * 3600.0
     """Seconds for which data that no manifest names is kept, for active readers and writers."""
     max_failures: int = 3
@@ -174,8 +180,12 @@ class SaverConfig:
             object.__setattr__(self, "options", made_options(self.scheme, self.options))
             check_options(self.scheme, self.options)
         self._check_adoption()
-        if self.keep_best is not None and self.monitor is None:
-            raise ConfigError("keep_best needs a metric: give monitor too, for example monitor='val_loss'")
+        if type(self.save_top_k) is not int or self.save_top_k < -1:
+            raise ConfigError(f"save_top_k={self.save_top_k!r} must be an integer: how many, or -1 for all")
+        if self.save_top_k > 1 and self.monitor is None:
+            raise ConfigError(
+                f"save_top_k={self.save_top_k} ranks by a metric: name it with monitor=, or use keep_last="
+            )
         if self.weights_only and self.keep_optimizer is not None:
             raise ConfigError(
                 "weights_only=True stores no optimizer state at all, which keep_optimizer would keep: give one of them"

@@ -53,8 +53,8 @@ def load(
 
     Args:
         url: a file of `save`; or one checkpoint of a run, ``<run>#step=1000``, ``<run>#seq=12`` (the commit) or
-            ``<run>#newest``, as the run alone. The newest is the newest sound one: damaged ones are skipped, with a
-            warning. A run in several stores is a list of their URLs, or one string with commas between; ``#step=1000``
+            ``<run>#newest``, as the run alone, or ``<run>#best`` by the training's `monitor`. The newest is the newest sound
+            one: damaged ones are skipped, with a warning. A run in several stores is a list of their URLs, or one string with commas between; ``#step=1000``
             follows the last.
         device: where its tensors go, as ``map_location`` of ``torch.load``; None leaves them on the host.
         storage_options: passed to fsspec, or a function that returns them and is asked again when they are refused; of several URLs for all but folders, or a list of as many.
@@ -297,7 +297,7 @@ def _read_run(
 
     if not store.manifests() and not store.exists():
         raise NoCheckpointError(f"there is no run at {store.display}: {store.what_is_there()}")
-    if address.step is None and address.seq is None:
+    if address.is_newest:
         newest = store.newest_readable(of)
         if newest is None:
             raise NoCheckpointError(f"{store.display} is a run without a checkpoint yet: nothing to load")

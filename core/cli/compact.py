@@ -12,8 +12,8 @@ from shrinkpoint.cli.options import (
     StorageOptions,
     Url,
     Yes,
+    addressed,
     parse_storage_options,
-    split_address,
 )
 from shrinkpoint.cli.output import bytes_text, console, print_json
 from shrinkpoint.cli.runs import open_run, pick
@@ -44,9 +44,10 @@ def compact(
     from shrinkpoint.compaction import rebase
     from shrinkpoint.config import SaverConfig
 
-    url, step, seq = split_address(url, step, seq)
+    address = addressed(url, step, seq)
+    url = address.url
     run = open_run(url, parse_storage_options(url, storage_options, option))
-    manifest = pick(run, step=step, seq=seq)
+    manifest = pick(run, address)
     if manifest.kind == "base":
         _warn({"step": manifest.step, "seq": manifest.seq, "done": False, "already_base": True}, as_json)
         return

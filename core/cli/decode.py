@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shrinkpoint.cli.files import ContainerFile
-from shrinkpoint.cli.options import split_address
+from shrinkpoint.cli.options import addressed
 from shrinkpoint.cli.runs import open_run, pick
 from shrinkpoint.errors import NoCheckpointError
 from shrinkpoint.runtime.progress import waiting_for
@@ -40,7 +40,8 @@ def load(url: str, options: StorageOptions, step: int | None = None, seq: int | 
         FormatError, ChainError: it is damaged.
         StoreError: it cannot be read.
     """
-    url, step, seq = split_address(url, step, seq)
+    address = addressed(url, step, seq)
+    url = address.url
     with waiting_for(f"reading {url}") as waiting:
         from shrinkpoint.coding.decode import decode_chain, decode_checkpoint
         from shrinkpoint.config import SaverConfig
@@ -53,7 +54,7 @@ def load(url: str, options: StorageOptions, step: int | None = None, seq: int | 
                 decoded = decode_chain([read_container(file.read(0, file.size))], threads=threads)
             return Loaded(file.url, decoded, file.size, None)
         run = open_run(url, options)
-        if step is None and seq is None:
+        if address.is_newest:
             found = run.store.newest_sound(lambda m, data: decode_checkpoint(m, data, threads=threads))
             if found is None:
                 raise NoCheckpointError(
@@ -61,7 +62,7 @@ def load(url: str, options: StorageOptions, step: int | None = None, seq: int | 
                 )
             manifest, decoded = found
         else:
-            manifest = pick(run, step=step, seq=seq)
+            manifest = pick(run, address)
             waiting.say(f"reading step {manifest.step} of {run.store.display}")
             decoded = decode_checkpoint(manifest, run.store.fetch(manifest), threads=threads)
         return Loaded(run.store.display, decoded, manifest.chain[-1].total, manifest)

@@ -22,7 +22,9 @@ _IDENTICAL, _DIFFERS, _OTHER = "bit-identical", "differs", "other dtype or shape
 _CHUNK = 1 << 22  # elements compared at a time, in double precision
 _NAMED = 10
 
-Side = Annotated[str, typer.Argument(help="A run, one checkpoint of it (URL#step=N), or a container file.")]
+Side = Annotated[
+    str, typer.Argument(help="A run, one checkpoint of it (URL#step=N, URL#best), or a container file.")
+]
 
 
 def diff(

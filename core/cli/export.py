@@ -13,8 +13,8 @@ from shrinkpoint.cli.options import (
     Step,
     StorageOptions,
     Target,
+    addressed,
     parse_storage_options,
-    split_address,
 )
 from shrinkpoint.cli.output import bytes_text, console, print_json
 from shrinkpoint.errors import ConfigError, NoCheckpointError
@@ -107,11 +107,10 @@ def _weights(
     """The weights of a checkpoint, written some tensors at a time, or its adapters; None where a step was not saved: it may have been
     logged."""
     from shrinkpoint.exporting import export_adapters, export_weights
-    from shrinkpoint.saving.address import Address
     from shrinkpoint.store.single import looks_like_file
 
-    run, step, seq = split_address(url, step, seq)
-    address = run if looks_like_file(run) else str(Address(url=run, step=step, seq=seq))
+    named = addressed(url, step, seq)
+    address = named.url if looks_like_file(named.url) else str(named)
     folder, options = not Path(out).suffix, options or None
     try:
         exported = (
@@ -120,7 +119,7 @@ def _weights(
             else export_weights(address, out, max_shard_size=limit, force=force, storage_options=options)
         )
     except NoCheckpointError:
-        if step is None or folder:
+        if named.step is None or folder:
             raise
         return None, None
     found: dict[str, Any] = {"step": exported.step, "seq": exported.seq, "logged": False}
@@ -134,17 +133,15 @@ def _state(
 ) -> tuple[Any, dict[str, Any]]:
     """The state of a checkpoint, or the weights of a step that was logged and not saved; and what it is."""
     from shrinkpoint.loading import load_weights
-    from shrinkpoint.saving.address import Address
     from shrinkpoint.state.training import TrainingState
 
     try:
         loaded = load(url, options, step, seq)
     except NoCheckpointError:
-        run, step, seq = split_address(url, step, seq)
-        if step is None:
+        address = addressed(url, step, seq)
+        if address.step is None:
             raise
-        address = str(Address(url=run, step=step))
-        weights = load_weights(address, storage_options=options, step_log_url=step_log_url)
-        return TrainingState.capture({"model": weights}), {"step": step, "seq": None, "logged": True}
+        weights = load_weights(str(address), storage_options=options, step_log_url=step_log_url)
+        return TrainingState.capture({"model": weights}), {"step": address.step, "seq": None, "logged": True}
     number = loaded.manifest.seq if loaded.manifest is not None else None
     return loaded.decoded.state, {"step": loaded.decoded.checkpoint.step, "seq": number, "logged": False}

@@ -20,8 +20,8 @@ __all__ = [
     "Target",
     "Url",
     "Yes",
+    "addressed",
     "parse_storage_options",
-    "split_address",
 ]
 
 _VARIABLE = "SHRINKPOINT_STORAGE_OPTIONS"
@@ -30,7 +30,10 @@ Url = Annotated[
     str, typer.Argument(metavar="URL", help="The run: a folder, s3://bucket/prefix, any fsspec URL.")
 ]
 Target = Annotated[
-    str, typer.Argument(metavar="URL", help="A run, one checkpoint of it (URL#step=N), or a container file.")
+    str,
+    typer.Argument(
+        metavar="URL", help="A run, one checkpoint of it (URL#step=N, URL#best), or a container file."
+    ),
 ]
 StorageOptions = Annotated[
     str | None,
@@ -59,18 +62,18 @@ Seq = Annotated[int | None, typer.Option("--seq", min=0, help="The checkpoint wi
 Yes = Annotated[bool, typer.Option("--yes", help="Do it; without this, only print what would be done.")]
 
 
-def split_address(url: str, step: int | None, seq: int | None) -> tuple[str, int | None, int | None]:
-    """The run, and the step or commit that ``URL#step=N`` or the options name.
+def addressed(url: str, step: int | None, seq: int | None) -> Address:
+    """The run, and which of its checkpoints ``URL#step=N`` or the options name.
 
     Raises:
-        ConfigError: both name one.
+        ConfigError: several of these name one.
     """
     address = Address.parse(url)
-    if address is None:
-        return url, step, seq
-    if step is not None or seq is not None:
+    if address is not None and (step is not None or seq is not None):
         raise ConfigError(f"{url} names a checkpoint already: leave --step and --seq out")
-    return address.url, address.step, address.seq
+    if step is not None and seq is not None:
+        raise ConfigError(f"--step {step} and --seq {seq} exclude each other: give one of them")
+    return address or Address(url=url, step=step, seq=seq)
 
 
 def parse_storage_options(

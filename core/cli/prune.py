@@ -15,8 +15,8 @@ from shrinkpoint.cli.options import (
     StorageOptions,
     Url,
     Yes,
+    addressed,
     parse_storage_options,
-    split_address,
 )
 from shrinkpoint.cli.output import bytes_text, console, print_json
 from shrinkpoint.cli.runs import OpenRun, describe_manifest, open_run, pick
@@ -215,9 +215,10 @@ def pin(
     as_json: AsJson = False,
 ) -> None:
     """Keep a checkpoint through every collection until it is unpinned."""
-    url, step, seq = split_address(url, step, seq)
+    address = addressed(url, step, seq)
+    url = address.url
     run = open_run(url, parse_storage_options(url, storage_options, option))
-    manifest = pick(run, step=step, seq=seq)
+    manifest = pick(run, address)
     with run.store.writer() as writer:
         writer.pin(name, manifest)
     if as_json:

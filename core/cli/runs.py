@@ -89,20 +89,17 @@ def runs_below(url: str, options: StorageOptions) -> list[str]:
     return sorted(info.key[: -len(end)] for info in objects.list("") if info.key.endswith(end))
 
 
-def pick(run: OpenRun, *, step: int | None = None, seq: int | None = None) -> Manifest:
-    """The checkpoint that the options name; the newest by default.
+def pick(run: OpenRun, address: Address) -> Manifest:
+    """The checkpoint that was addressed; the newest by default.
 
     Raises:
-        ConfigError: both are given.
         NoCheckpointError: there is none; the message lists the nearest.
     """
-    if step is not None and seq is not None:
-        raise ConfigError(f"--step {step} and --seq {seq} exclude each other: give one of them")
-    manifests = run.store.manifests()
+    manifests, step, seq = run.store.manifests(), address.step, address.seq
     if not manifests:
         raise NoCheckpointError(f"{run.store.display} is a run without a readable checkpoint")
     if step is None and seq is None:
-        return manifests[0]
+        return address.find(manifests)
     name, wanted = ("step", step) if step is not None else ("commit number", seq)
     known = {m: m.step if step is not None else m.seq for m in manifests}
     for manifest in manifests:  # newest first: of a step that was saved twice, the later

@@ -15,8 +15,8 @@ from shrinkpoint.cli.options import (
     Step,
     StorageOptions,
     Target,
+    addressed,
     parse_storage_options,
-    split_address,
 )
 from shrinkpoint.cli.output import (
     adopted_text,
@@ -70,7 +70,8 @@ def show(
     from shrinkpoint.coding.selective import header_of
     from shrinkpoint.container.reader import ContainerReader
 
-    url, step, seq = split_address(url, step, seq)
+    address = addressed(url, step, seq)
+    url = address.url
     options = parse_storage_options(url, storage_options, option)
     if looks_like_file(url):
         file = ContainerFile(url, options)
@@ -80,7 +81,7 @@ def show(
         noted: dict[str, Any] | None = None
     else:
         run = open_run(url, options)
-        manifest = pick(run, step=step, seq=seq)
+        manifest = pick(run, address)
         with naming(f"{run.store.display}/{manifest.chain[-1].key}"):
             header = header_of(run.store, manifest.chain[-1])
         size, shown = manifest.chain[-1].total, run.store.display

@@ -8,12 +8,12 @@ from shrinkpoint.cli.options import (
     StorageOptions,
     Url,
     Yes,
+    addressed,
     parse_storage_options,
-    split_address,
 )
 from shrinkpoint.cli.output import console, print_json
 from shrinkpoint.cli.runs import open_run
-from shrinkpoint.errors import ConfigError, NoCheckpointError
+from shrinkpoint.errors import NoCheckpointError
 from shrinkpoint.store.manifest import Manifest
 
 __all__ = ["undelete"]
@@ -29,9 +29,8 @@ def undelete(
     as_json: AsJson = False,
 ) -> None:
     """Bring back removed checkpoints, all or one, for as long as their data waits for the end of its grace."""
-    url, step, seq = split_address(url, step, seq)
-    if step is not None and seq is not None:
-        raise ConfigError(f"--step {step} and --seq {seq} exclude each other: give one of them")
+    address = addressed(url, step, seq)
+    url, step, seq = address.url, address.step, address.seq
     run = open_run(url, parse_storage_options(url, storage_options, option))
     there = run.store.removed()
     wanted = [m for m in there if (step is None or m.step == step) and (seq is None or m.seq == seq)]

@@ -14,13 +14,14 @@ from shrinkpoint.cli.options import (
     Step,
     StorageOptions,
     Target,
+    addressed,
     parse_storage_options,
-    split_address,
 )
 from shrinkpoint.cli.output import console, print_json
 from shrinkpoint.cli.runs import OpenRun, open_run, pick
 from shrinkpoint.errors import ChainError, ConfigError, FormatError, NoCheckpointError, ShrinkpointWarning
 from shrinkpoint.runtime.progress import waiting_for
+from shrinkpoint.saving.address import Address
 from shrinkpoint.store.single import looks_like_file
 
 if TYPE_CHECKING:
@@ -39,9 +40,10 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Fetch and decode checkpoints and compare every digest; exits with 1 when something is damaged."""
-    url, step, seq = split_address(url, step, seq)
+    address = addressed(url, step, seq)
+    url = address.url
     options = parse_storage_options(url, storage_options, option)
-    named = step is not None or seq is not None
+    named = not address.is_newest
     if everything and named:
         raise ConfigError("--all and --step or --seq exclude each other: give one of them")
     if looks_like_file(url):
@@ -54,7 +56,7 @@ def verify(
             warnings.simplefilter(
                 "ignore", ShrinkpointWarning
             )  # unreadable checkpoints are among the results
-            results = _verify_run(run, step, seq, everything=everything, with_unreadable=not named)
+            results = _verify_run(run, address, everything=everything, with_unreadable=not named)
         shown = run.store.display
     damaged = sum(not result["sound"] for result in results)
     if as_json:
@@ -66,13 +68,13 @@ def verify(
 
 
 def _verify_run(
-    run: OpenRun, step: int | None, seq: int | None, *, everything: bool, with_unreadable: bool
+    run: OpenRun, address: Address, *, everything: bool, with_unreadable: bool
 ) -> list[dict[str, Any]]:
     manifests = run.store.manifests()
     unreadable = [_result(key=d.key, error=d.reason) for d in run.store.damaged]
     if not manifests and not unreadable:
         raise NoCheckpointError(f"{run.store.display} is a run without a checkpoint yet: nothing to verify")
-    chosen = manifests if everything else [pick(run, step=step, seq=seq)] if manifests else []
+    chosen = manifests if everything else [pick(run, address)] if manifests else []
     results = []
     with waiting_for("verifying", total=len(chosen) if len(chosen) > 1 else None) as waiting:
         for count, manifest in enumerate(chosen):

@@ -100,7 +100,8 @@ class StorageReader(TorchStorageReader):
         self._found = None
         self._step = None if checkpoint_id is None else step_of(checkpoint_id)
         named = self._address.step
-        if self._step is not None and (self._address.seq is not None or named not in (None, self._step)):
+        other = self._address.seq is not None or self._address.best
+        if self._step is not None and (other or named not in (None, self._step)):
             raise ConfigError(
                 f"checkpoint_id={checkpoint_id!r} and {self._address} name different checkpoints"
             )

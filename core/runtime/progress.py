@@ -1,7 +1,7 @@
 """Shows what the caller waits for, once that takes longer than two seconds.
 
 On a terminal it is a line on stderr that is gone afterwards, elsewhere one line in Python's log, of level INFO, or on stderr if
-the program has set up no log. There is no output if the environment has ``SHRINKPOINT_QUIET``, or the logger ``shrinkpoint`` a level above INFO.
+the program has set up no log of that level. There is no output if the environment has ``SHRINKPOINT_QUIET``, or the logger ``shrinkpoint`` a level above INFO.
 """
 
 import logging
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-__all__ = ["Waiting", "quieted", "waiting_for"]
+__all__ = ["Waiting", "quieted", "say", "waiting_for"]
 
 _AFTER_S = 2.0
 _QUIET = "SHRINKPOINT_QUIET"
@@ -48,15 +48,9 @@ class Waiting:
             if self._over or is_quiet():
                 return
             if not sys.stderr.isatty():
-                self._note()
+                say(f"{self._text} ...")  # else a batch job's output would stand still without a reason
                 return
             self._shown = _line(self._text, self._total, self._done, self._since)
-
-    def _note(self) -> None:
-        if _log.hasHandlers():
-            _log.info("%s ...", self._text)
-        else:  # Python would drop it, and a batch job's output stand still without a reason
-            print(f"shrinkpoint: {self._text} ...", file=sys.stderr, flush=True)
 
     def end(self) -> None:
         """Remove the line."""
@@ -74,6 +68,16 @@ def is_quiet() -> bool:
         or bool(os.environ.get(_QUIET))
         or logging.getLogger("shrinkpoint").level > logging.INFO
     )
+
+
+def say(text: str) -> None:
+    """Write one line, unless progress output is turned off: to Python's log, or to stderr where that would drop it."""
+    if is_quiet():
+        return
+    if _log.hasHandlers() and _log.isEnabledFor(logging.INFO):
+        _log.info("%s", text)
+    else:
+        print(f"shrinkpoint: {text}", file=sys.stderr, flush=True)
 
 
 @contextmanager

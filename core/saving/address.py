@@ -4,24 +4,22 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from shrinkpoint.errors import ConfigError, NoCheckpointError
+from shrinkpoint.saving.retention import best_of
+from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.urls import url_text
-
-if TYPE_CHECKING:
-    from shrinkpoint.store.manifest import Manifest
 
 __all__ = ["Address"]
 
 _NEAREST = 10
-_FRAGMENT = re.compile(r"(?P<url>.+)#(?P<which>newest|(?:step|seq)=\d{1,18})")
+_FRAGMENT = re.compile(r"(?P<url>.+)#(?P<which>newest|best|(?:step|seq)=\d{1,18})")
 _ATTEMPT = re.compile(r".+#(|newest.*|latest|last|best|[a-z]+=[^/#]*)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Address:
-    """A run and which of its checkpoints: ``<run>#step=1000``, ``<run>#seq=12`` (the commit) or ``<run>#newest``."""
+    """A run and which of its checkpoints: ``<run>#step=1000``, ``<run>#seq=12`` (the commit), ``<run>#newest`` or ``<run>#best``."""
 
     url: str
     """The run's folder or URL, without a slash at its end; of several stores, with commas between."""
@@ -29,6 +27,8 @@ class Address:
     """Training step; when it was saved more than once, the checkpoint committed last is meant."""
     seq: int | None = None
     """Number of the commit, which is unique."""
+    best: bool = False
+    """The best by the monitor that the run's saves have noted."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "url", url_text(self.url).rstrip("/"))
@@ -46,15 +46,21 @@ class Address:
         if match is None:
             if _ATTEMPT.fullmatch(text) and not os.path.exists(text):
                 raise ConfigError(
-                    f"{text!r}: behind the # of a run's URL stands which checkpoint, as #step=1000, #seq=12 or #newest"
+                    f"{text!r}: behind the # of a run's URL stands which checkpoint, as #step=1000, #seq=12 or #newest, or #best by its monitor"
                 )
             return None
         kind, _, number = match["which"].partition("=")
-        if kind == "newest":
-            return cls(url=match["url"])
-        return cls(url=match["url"], **{kind: int(number)})
+        if not number:
+            return cls(url=match["url"], best=kind == "best")
+        step, seq = (int(number) if kind == name else None for name in ("step", "seq"))
+        return cls(url=match["url"], step=step, seq=seq)
 
-    def find(self, manifests: Sequence["Manifest"]) -> "Manifest":
+    @property
+    def is_newest(self) -> bool:
+        """Whether the newest checkpoint is meant; readers take the newest sound one then."""
+        return self.step is None and self.seq is None and not self.best
+
+    def find(self, manifests: Sequence[Manifest]) -> Manifest:
         """The checkpoint that this address names.
 
         Args:
@@ -63,6 +69,11 @@ class Address:
         Raises:
             NoCheckpointError: there is none; the message says which there are.
         """
+        if self.best and manifests:
+            try:
+                return best_of(manifests)
+            except NoCheckpointError as error:
+                raise NoCheckpointError(f"{self}: {error}") from None
         for manifest in manifests:  # of a step that was saved twice, the later
             if self.step in (None, manifest.step) and self.seq in (None, manifest.seq):
                 return manifest
@@ -79,4 +90,5 @@ class Address:
     def __str__(self) -> str:
         if self.step is not None:
             return f"{self.url}#step={self.step}"
-        return f"{self.url}#newest" if self.seq is None else f"{self.url}#seq={self.seq}"
+        which = "best" if self.best else "newest"
+        return f"{self.url}#{which}" if self.seq is None else f"{self.url}#seq={self.seq}"

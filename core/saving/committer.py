@@ -21,7 +21,7 @@ from shrinkpoint.saving.finite import LOSS_ALONE, not_finite
 from shrinkpoint.saving.job import Job, Link
 from shrinkpoint.saving.meta import WEIGHTS_ONLY, lineage_of
 from shrinkpoint.saving.reporting import provenance, report_of, with_updates
-from shrinkpoint.saving.retention import RetentionPolicy, record_of
+from shrinkpoint.saving.retention import policy_of, record_of
 from shrinkpoint.saving.scratch import SaveScratch
 from shrinkpoint.saving.slimming import Slimmer
 from shrinkpoint.schemes.base import ReferenceState, SaveContext
@@ -235,6 +235,8 @@ class Committer:
         noted: dict[str, JSON] = {"search": self.planner.state_dict()}
         if self._config.weights_only:
             noted[WEIGHTS_ONLY] = True
+        if self._config.monitor is not None:
+            noted["monitor"] = [self._config.monitor, self._config.mode]
         parent, on_base = link.parent if link else None, link is not None and link.base is not None
         manifest = self._commit(job, parent, encoded, container, report, noted, on_base=on_base)
         self._link = Link(manifest, dict(encoded.reference), exact=plan.is_exact)
@@ -358,20 +360,14 @@ class Committer:
         return self.lineage
 
     def _collect(self) -> None:
-        config = self._config
-        if config.keep_last is None and config.keep_every is None and config.keep_best is None:
+        policy = policy_of(self._config)
+        if policy is None:
             return
-        policy = RetentionPolicy(
-            keep_last=config.keep_last,
-            keep_every=config.keep_every,
-            keep_best=config.keep_best,
-            mode=config.mode,
-        )
         try:
             # A training that this one does not continue is not its to judge, whatever was forgotten.
             seen = [m for m in self._store.manifests() if lineage_of(m.meta) == self.lineage]
-            records = [record_of(manifest, config.monitor) for manifest in seen]
-            self.open().collect(policy.select(records), seen=seen, grace_s=config.grace_s)
+            records = [record_of(manifest, self._config.monitor) for manifest in seen]
+            self.open().collect(policy.select(records), seen=seen, grace_s=self._config.grace_s)
         except FencedError:
             raise
         # as where nothing may be deleted; the checkpoint is committed all the same

@@ -1,10 +1,11 @@
 """What the meta of a manifest says of its checkpoint, read without torch: `ls` starts without it."""
 
 from collections.abc import Mapping
+from typing import Literal
 
 from shrinkpoint.store.manifest import Manifest
 
-__all__ = ["WEIGHTS_ONLY", "is_finite", "is_weights_only", "lineage_of", "not_finite_text"]
+__all__ = ["WEIGHTS_ONLY", "is_finite", "is_weights_only", "lineage_of", "monitor_of", "not_finite_text"]
 
 WEIGHTS_ONLY = "weights_only"
 """Under which name a manifest's meta says that the optimizer's state is not in the checkpoint."""
@@ -17,6 +18,15 @@ def lineage_of(meta: Mapping[str, object]) -> str | None:
     """
     noted = meta.get("lineage")
     return noted if isinstance(noted, str) else None
+
+
+def monitor_of(meta: Mapping[str, object]) -> tuple[str, Literal["min", "max"]] | None:
+    """The metric by which a checkpoint's training ranks, and whether the least or the greatest is the best; None without one."""
+    noted = meta.get("monitor")
+    match noted if isinstance(noted, list) else None:
+        case [str(name), ("min" | "max") as mode]:
+            return name, mode
+    return None
 
 
 def is_weights_only(meta: Mapping[str, object]) -> bool:

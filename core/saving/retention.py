@@ -5,23 +5,31 @@ the manifests of the checkpoints in between.
 """
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
-from shrinkpoint.errors import ConfigError
-from shrinkpoint.saving.meta import is_finite
+from shrinkpoint.errors import ConfigError, NoCheckpointError
+from shrinkpoint.saving.meta import is_finite, lineage_of, monitor_of
 from shrinkpoint.store.manifest import Manifest
+
+if TYPE_CHECKING:
+    from shrinkpoint.config import SaverConfig
 
 __all__ = [
     "KeepBest",
     "KeepEvery",
     "KeepLast",
+    "KeepTotal",
     "Policy",
     "Record",
     "RetentionPolicy",
+    "best_of",
+    "policy_of",
     "record_of",
 ]
+
+_NEWEST = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +99,7 @@ class KeepEvery:
 
 @dataclass(frozen=True, kw_only=True)
 class KeepBest:
-    """The ``count`` with the lowest (``"min"``) or highest (``"max"``) metric; of equals, the newest.
+    """The ``count`` with the lowest (``"min"``) or highest (``"max"``) metric; of equals, that of the earliest step.
 
     What is not finite comes after all that is: its metric may be one of before. As long as none has the metric, all are kept: the
     best one may be any of them.
@@ -109,14 +117,33 @@ class KeepBest:
         """See :class:`Policy`."""
         sign, records = 1.0 if self.mode == "min" else -1.0, _newest_first(records)
         measured = [
-            ((not record.finite, sign * record.metric), record.seq)
+            ((not record.finite, sign * record.metric, record.step), record.seq)
             for record in records
             if record.metric is not None and math.isfinite(record.metric)
         ]
         if all(record.metric is None for record in records):
             return {record.seq for record in records}
-        # A stable sort: equals stay newest first.
+        # A stable sort: of a step that was saved twice, the newest stays first.
         return {seq for _, seq in sorted(measured, key=lambda pair: pair[0])[: self.count]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeepTotal:
+    """So many in all, as Hugging Face's Trainer: the newest, among which the best takes the place of the oldest."""
+
+    count: int
+    mode: Literal["min", "max"]
+
+    def __post_init__(self) -> None:
+        _check_positive("KeepTotal.count", self.count)
+
+    def select(self, records: Iterable[Record]) -> set[int]:
+        """See :class:`Policy`."""
+        ordered = _newest_first(records)
+        measured = [record for record in ordered if record.metric is not None]
+        best = KeepBest(count=1, mode=self.mode).select(measured)
+        newest = KeepLast(count=self.count).select(ordered)
+        return newest if best <= newest else best | KeepLast(count=max(self.count - 1, 1)).select(ordered)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +157,7 @@ class RetentionPolicy:
         keep_last: Keep the newest so many.
         keep_every: Keep the first of every so many steps.
         keep_best: Keep so many with the best metric.
+        keep_total: Keep so many in all.
         mode: Whether a good metric is low (``"min"``) or high (``"max"``).
 
     Raises:
@@ -144,10 +172,11 @@ class RetentionPolicy:
     keep_last: int | None = None
     keep_every: int | None = None
     keep_best: int | None = None
+    keep_total: int | None = None
     mode: Literal["min", "max"] = "min"
 
     def __post_init__(self) -> None:
-        for name in ("keep_last", "keep_every", "keep_best"):
+        for name in ("keep_last", "keep_every", "keep_best", "keep_total"):
             if getattr(self, name) is not None:
                 _check_positive(f"RetentionPolicy.{name}", getattr(self, name))
         if self.mode not in ("min", "max"):
@@ -163,6 +192,8 @@ class RetentionPolicy:
             rules.append(KeepEvery(steps=self.keep_every))
         if self.keep_best is not None:
             rules.append(KeepBest(count=self.keep_best, mode=self.mode))
+        if self.keep_total is not None:
+            rules.append(KeepTotal(count=self.keep_total, mode=self.mode))
         return tuple(rules)
 
     def select(self, records: Iterable[Record], pinned: Collection[int] = ()) -> set[int]:
@@ -198,7 +229,8 @@ def record_of(manifest: Manifest, monitor: str | None) -> Record:
     """What retention needs to know of a checkpoint."""
     save = manifest.meta.get("save")
     metrics = save.get("metrics") if isinstance(save, dict) else None
-    metric = metrics.get(monitor) if isinstance(metrics, dict) and monitor is not None else None
+    known = {"step": manifest.step, **(metrics if isinstance(metrics, dict) else {})}
+    metric = known.get(monitor) if monitor is not None else None
     measured = float(metric) if isinstance(metric, int | float) else None
     return Record(
         seq=manifest.seq,
@@ -208,3 +240,43 @@ def record_of(manifest: Manifest, monitor: str | None) -> Record:
         metric=measured,
         finite=is_finite(manifest),
     )
+
+
+def policy_of(config: "SaverConfig") -> RetentionPolicy | None:
+    """What a training's options keep; None where that is everything."""
+    ranks = config.monitor is not None and config.save_top_k > 0
+    if config.save_total_limit is not None:
+        return RetentionPolicy(
+            keep_total=config.save_total_limit, keep_every=config.keep_every, mode=config.mode
+        )
+    if config.save_top_k == -1 or not (ranks or config.keep_last or config.keep_every):
+        return None
+    return RetentionPolicy(
+        keep_last=config.keep_last or _NEWEST,
+        keep_every=config.keep_every,
+        keep_best=config.save_top_k if ranks else None,
+        mode=config.mode,
+    )
+
+
+def best_of(manifests: Sequence[Manifest]) -> Manifest:
+    """The best checkpoint of the training that a run's newest one belongs to, by the monitor that its saves have noted.
+
+    Args:
+        manifests: the run's, newest first.
+
+    Raises:
+        NoCheckpointError: there is none, or which one it is is not known.
+    """
+    own = [each for each in manifests if lineage_of(each.meta) == lineage_of(manifests[0].meta)]
+    monitor, mode = next((noted for each in own if (noted := monitor_of(each.meta))), (None, None))
+    if monitor is None or mode is None:
+        raise NoCheckpointError(
+            f"which of its {len(own)} checkpoints is the best is not known: none was saved with a monitor="
+        )
+    measured = [each for each in own if record_of(each, monitor).metric is not None]
+    best = KeepBest(count=1, mode=mode).select(record_of(each, monitor) for each in measured)
+    for manifest in measured:
+        if manifest.seq in best:
+            return manifest
+    raise NoCheckpointError(f"none of its {len(own)} checkpoints was saved with the metric {monitor!r}")

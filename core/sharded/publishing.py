@@ -10,7 +10,7 @@ from shrinkpoint.reports import Measured, SaveReport
 from shrinkpoint.saving.adopted import KEY as ADOPTION
 from shrinkpoint.saving.adopted import Adopted
 from shrinkpoint.saving.meta import lineage_of
-from shrinkpoint.saving.retention import RetentionPolicy, record_of
+from shrinkpoint.saving.retention import policy_of, record_of
 from shrinkpoint.schemes.exactness import ExactPart
 from shrinkpoint.state.tree import JSON
 from shrinkpoint.store.keys import new_nonce
@@ -132,6 +132,8 @@ class Publisher:
         meta = {"lineage": self._lineage(), "ranks": len(posts)}
         if search is not None:
             meta["search"] = search
+        if self._config.monitor is not None:
+            meta["monitor"] = [self._config.monitor, self._config.mode]
         if adoption is not None:
             meta[ADOPTION] = adoption.last_with(posts).to_json()
             report = replace(report, adopt_s=adoption.adopt_s, waited_s=adoption.waited_s)
@@ -175,19 +177,13 @@ class Publisher:
         return self.lineage
 
     def _collect(self) -> None:
-        config = self._config
-        if config.keep_last is None and config.keep_every is None and config.keep_best is None:
+        policy = policy_of(self._config)
+        if policy is None:
             return
-        policy = RetentionPolicy(
-            keep_last=config.keep_last,
-            keep_every=config.keep_every,
-            keep_best=config.keep_best,
-            mode=config.mode,
-        )
         try:
             seen = [m for m in self._store.manifests() if lineage_of(m.meta) == self.lineage]
-            records = [record_of(manifest, config.monitor) for manifest in seen]
-            self.open().collect(policy.select(records), seen=seen, grace_s=config.grace_s)
+            records = [record_of(manifest, self._config.monitor) for manifest in seen]
+            self.open().collect(policy.select(records), seen=seen, grace_s=self._config.grace_s)
         except FencedError:
             raise
         except ShrinkpointError as error:

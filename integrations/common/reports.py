@@ -39,11 +39,13 @@ class BestCheckpoints:
         """Take a finished save into account.
 
         One that is not finite is the best only if there is no other: its metric may be an old one.
-        The best is what `shrinkpoint.saving.retention.KeepBest` keeps, of equals the newest: it must still exist.
+        The best is what `shrinkpoint.saving.retention.KeepBest` keeps, of equals the older: it must still exist.
         Without a monitor, or where none of the best is kept, the last one is the best one.
         """
         self.last_path = str(Address(url=self.url, step=step))
-        self.current = metrics.get(self.monitor) if self.monitor is not None else None
+        self.current = (
+            {"step": float(step), **metrics}.get(self.monitor) if self.monitor is not None else None
+        )
         if self.monitor is None or self.top_k == 0:
             self.best_path = self.last_path
             return
@@ -57,7 +59,11 @@ class BestCheckpoints:
 
     def _best(self, count: int) -> list[str]:
         """The paths that retention would keep of these, oldest first."""
-        records = [Record(seq=at, step=at, metric=score) for at, score in enumerate(self.scores.values())]
+        steps = (int(path.rpartition("=")[2]) for path in self.scores)
+        records = [
+            Record(seq=at, step=step, metric=self.scores[path])
+            for at, (path, step) in enumerate(zip(self.scores, steps, strict=True))
+        ]
         kept = KeepBest(count=count, mode=self.mode).select(records)
         return [path for at, path in enumerate(self.scores) if at in kept]
 

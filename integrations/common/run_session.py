@@ -23,6 +23,7 @@ from shrinkpoint.quality.evaluation import Evaluate, Loss, ResumedSteps
 from shrinkpoint.quality.preserve import TraceError
 from shrinkpoint.quality.resumed_steps import UntilFailure
 from shrinkpoint.reports import SaveReport
+from shrinkpoint.runtime.progress import say
 from shrinkpoint.saver import Saver
 from shrinkpoint.saving.meta import is_finite, lineage_of
 from shrinkpoint.saving.resume import resume_from
@@ -54,7 +55,10 @@ class RunSession:
     def __init__(self, settings: RunSettings) -> None:
         self.settings = settings
         self.best = BestCheckpoints(
-            url=settings.url, monitor=settings.monitor, mode=settings.mode, top_k=settings.save_top_k
+            url=settings.url,
+            monitor=settings.saver.monitor,
+            mode=settings.saver.mode,
+            top_k=settings.saver.save_top_k,
         )
         """The last and the best checkpoint: on the first rank at any time, on the others after `finish`."""
         self.saved_step = 0
@@ -68,7 +72,7 @@ class RunSession:
         self._saver: Saver | None = None
         self._taken = 0
         self._unreported: list[SaveReport] = []
-        self._monitored = False
+        self._monitored = self._lacked = False
         self._warned: set[str] = set()
         self._until_failure = UntilFailure(self.warn_once)
 
@@ -160,6 +164,11 @@ class RunSession:
         chosen = resume_from(policy, newest, self.settings.url)
         self.continued = None if chosen is None else chosen.step
         return chosen
+
+    def announce(self, step: int) -> None:
+        """Say, on the first rank, from where the run is continued."""
+        if is_first():
+            say(f"continuing {self.settings.url} from step {step}")
 
     def restore(self, manifest: Manifest) -> Any:
         """The state of a checkpoint, which saves go on from.
@@ -354,9 +363,21 @@ class RunSession:
             self.saver.skip()
         return room
 
+    def owes(self, metrics: Mapping[str, float]) -> bool:
+        """Whether to save because the monitor is known now, as it was not at the last save; for the first rank.
+
+        Without this nothing would ever be ranked where saves and validations fall on different steps.
+
+        Args:
+            metrics: of the present weights.
+        """
+        saver = self.settings.saver
+        return self._lacked and saver.monitor in metrics and not saver.adopt
+
     def _require_monitor(self, step: int, metrics: Mapping[str, float]) -> None:
-        monitor = self.settings.monitor
-        self._monitored = self._monitored or monitor in metrics
+        monitor = self.settings.saver.monitor
+        self._lacked = monitor not in (None, "step", *metrics)
+        self._monitored = self._monitored or not self._lacked
         if monitor is not None and not self._monitored and not self.best.scores:
             self.warn_once(
                 f"monitor={monitor!r} had not been logged when step {step} was saved; until it is, checkpoints take no part"

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any, Literal, ParamSpec, cast
+from typing import Any, ParamSpec, cast
 
 from shrinkpoint.errors import ConfigError
 from shrinkpoint.integrations.common.pickling import note_arguments
@@ -22,11 +22,7 @@ __all__ = ["RunSettings", "refusing_unknown"]
 P = ParamSpec("P")
 
 _OWN = (
-    "monitor",
-    "mode",
-    "save_top_k",
     "save_last",
-    "keep_last",
     "resume",
     "probe_batches",
     "storage_options",
@@ -38,7 +34,7 @@ _NEVER_OVERWRITTEN = (
 )
 _URL = "give url, the run's folder or URL"
 _NO_NAMES = "not needed, because a checkpoint is addressed by its step: '<url>#step=1000', '<url>#newest'"
-_KEEP_LAST = "give keep_last, how many of the newest to keep, or save_top_k=-1 to keep all"
+_KEEP_LAST = "give keep_last, how many of the newest to keep"
 _WEIGHTS = (
     "give weights_only=True where no run is to be continued exactly; `shrinkpoint export` takes the weights out of any"
     " checkpoint"
@@ -84,7 +80,6 @@ _HABITS = {
     "save_interval": "give every_n_train_steps, every_n_epochs or train_time_interval",
     "save_strategy": "give it to TrainingArguments, or every_n_train_steps or every_n_epochs here",
     "save_steps": "give it to TrainingArguments, or every_n_train_steps here",
-    "save_total_limit": _KEEP_LAST,
     "metric_for_best_model": "give it to TrainingArguments, or monitor here",
     "greater_is_better": "give it to TrainingArguments, or mode here",
     "step_log": _NO_STEPS,
@@ -122,9 +117,6 @@ class RunSettings:
 
     url: str
     saver: SaverConfig
-    monitor: str | None = None
-    mode: Literal["min", "max"] = "min"
-    save_top_k: int = 1
     save_last: bool = True
     resume: ResumePolicy = "auto"
     probe_batches: int = 2
@@ -141,12 +133,6 @@ class RunSettings:
         if "#" in self.url:
             raise ConfigError(
                 f"url={self.url!r} must name a run without '#', which separates a checkpoint's step"
-            )
-        if type(self.save_top_k) is not int or self.save_top_k < -1:
-            raise ConfigError(f"save_top_k={self.save_top_k!r} must be an integer: how many, or -1 for all")
-        if self.save_top_k > 1 and self.monitor is None:
-            raise ConfigError(
-                f"save_top_k={self.save_top_k} ranks by a metric: name it with monitor=, or use keep_last="
             )
         if type(self.probe_batches) is not int or self.probe_batches < 1:
             raise ConfigError(f"probe_batches={self.probe_batches!r} must be an integer of at least 1")
@@ -177,10 +163,6 @@ class RunSettings:
         *,
         url: RunUrl,
         options: Mapping[str, Any],
-        save_top_k: int = 1,
-        keep_last: int = 3,
-        monitor: str | None = None,
-        mode: Literal["min", "max"] = "min",
         save_last: bool = True,
         resume: ResumePolicy = "auto",
         probe_batches: int = 2,
@@ -189,16 +171,13 @@ class RunSettings:
         step_log: Any = None,
         step_log_url: str | None = None,
         known: Iterable[str] = (),
+        **more: Any,
     ) -> "RunSettings":
         """Check and divide a callback's arguments.
 
         Args:
             url: the run's folder or URL, or a list of several stores.
             options: arguments that are not the callback's own: fields of `SaverConfig`.
-            save_top_k: how many of the best by `monitor` are kept; -1 keeps every checkpoint.
-            keep_last: how many of the newest are kept.
-            monitor: the metric.
-            mode: whether its best value is the least or the greatest.
             save_last: save once more when training ends.
             resume: whether to continue by itself.
             probe_batches: batches to measure the quality on.
@@ -207,6 +186,7 @@ class RunSettings:
             step_log: the log of steps between two checkpoints.
             step_log_url: its folder.
             known: the callback's own parameters, for suggestions on mistyped ones in addition to those above.
+            more: further fields of `SaverConfig`.
 
         Raises:
             ConfigError: one of them has a value that cannot work, or there is no such option.
@@ -215,17 +195,9 @@ class RunSettings:
         if unknown:
             names = {*known, *_OWN, *SaverConfig.names()}
             raise ConfigError("; ".join(_refusal(name, names) for name in unknown))
-        keep: dict[str, Any] = {} if save_top_k == -1 else {"keep_last": keep_last}
-        if monitor is not None and type(save_top_k) is int and save_top_k > 0:
-            keep["keep_best"] = save_top_k
-        elif monitor is not None and save_top_k == -1 and options.get("keep_every") is not None:
-            keep["keep_best"] = 1  # some are removed, but the reported best one is kept
         return cls(
             url=_text(url),
-            saver=SaverConfig(**{"monitor": monitor, "mode": mode, **keep, **options}),
-            monitor=monitor,
-            mode=mode,
-            save_top_k=save_top_k,
+            saver=SaverConfig(**options, **more),
             save_last=save_last,
             resume=resume,
             probe_batches=probe_batches,

@@ -87,6 +87,15 @@ class Trigger:
         self._plan(_crossed(self._epochs, epochs, self._schedule.every_n_epochs))
         self._epochs = epochs
 
+    def after_validation(self, epochs: int) -> None:
+        """A validation within an epoch is over.
+
+        Args:
+            epochs: epochs done when this one will be.
+        """
+        every = self._schedule.every_n_epochs
+        self.due |= every is not None and epochs % every == 0
+
     def _plan(self, due: bool) -> None:
         self.due |= due
         self.planned |= due

@@ -1,6 +1,6 @@
 """Logs finished saves to Composer's loggers, and collects the metrics that are stored with them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from composer.core import State
@@ -13,17 +13,23 @@ from shrinkpoint.reports import SaveReport
 __all__ = ["current_metrics", "log_reports"]
 
 
-def current_metrics(state: State) -> dict[str, float]:
-    """The present metrics of training and evaluation, under the names that Composer logs; finite numbers only.
+def current_metrics(state: State, evaluated: Mapping[str, int]) -> dict[str, float]:
+    """The metrics of the present weights, in training and evaluation, under the names that Composer logs; finite numbers only.
 
     A metric of the first evaluator is also found under its bare name.
+
+    Args:
+        state: after a batch.
+        evaluated: at which batch each evaluator was run last, by its label; Composer goes on showing its metrics.
     """
-    values: dict[str, Any] = {
+    values: dict[str, Any] = {"epoch": float(state.timestamp.epoch.value)} | {
         f"loss/train/{name.removeprefix('loss/train/')}": value
         for name, value in (state.total_loss_dict or {}).items()
     }
     values |= {f"metrics/train/{name}": value for name, value in state.train_metric_values.items()}
     for label, metrics in reversed(list(state.eval_metrics.items())):
+        if evaluated.get(label) != int(state.timestamp.batch):
+            continue
         known = {name: _computed(state, name, metric) for name, metric in metrics.items()}
         values |= {f"metrics/{label}/{name}": value for name, value in known.items()}
         values |= known

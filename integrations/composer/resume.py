@@ -1,6 +1,5 @@
 """The start of a Composer run: checks that it can be saved to its url, and continues it from the newest checkpoint."""
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -28,8 +27,6 @@ from shrinkpoint.sharded.restoring import RANKS_KEY
 from shrinkpoint.warn import warn
 
 __all__ = ["continue_run", "require_supported"]
-
-_log = logging.getLogger(__name__)
 
 
 def require_supported(state: State) -> None:
@@ -159,9 +156,9 @@ def _take_place(stored: Mapping[str, Any], data: DataPlace) -> bool:
 
 
 def _warn_resumed(run: RunSession, state: State) -> None:
+    run.announce(int(state.timestamp.batch))
     if not is_first():
         return
-    _log.info("continuing %s from batch %d", run.settings.url, int(state.timestamp.batch))
     done = state.get_elapsed_duration() if state.max_duration is not None else None
     if done is not None and done >= 1.0:
         warn(

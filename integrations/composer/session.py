@@ -77,6 +77,8 @@ class Session:
         self._gradients = GradientCollector()
         self._termination = TerminationRequest(more=signals_of(self.settings.run.saver.signals))
         self._loaded_lineage: str | None = None
+        self._evaluated: dict[str, int] = {}
+        self._postponed = False
 
     def _adopt(self) -> PathBatches:
         """Measure on batches that a resumed run sees again."""
@@ -195,6 +197,17 @@ class Session:
         if state.dataloader_label == first and (is_first() or state.fsdp_enabled):
             self._probe.kept.see_validation(state.batch, int(state.eval_timestamp.batch))
 
+    def evaluation_ends(self, state: State) -> None:
+        """One evaluator has been run."""
+        self._evaluated[str(state.dataloader_label)] = int(state.timestamp.batch)
+
+    def _metrics(self, state: State) -> dict[str, float]:
+        return current_metrics(state, self._evaluated)
+
+    def _owes(self, state: State) -> bool:
+        measured = int(state.timestamp.batch) in self._evaluated.values()
+        return measured and is_first() and self.run.owes(self._metrics(state))
+
     def batch_ends(self, state: State) -> None:
         """A step has been made; its gradients are still available; called once even if the optimizer needed several
         passes."""
@@ -219,22 +232,30 @@ class Session:
         asked.run(
             lambda: bool(self.settings.due(state, event))
         )  # on every rank: the user's function may communicate
-        failed, due, terminated, wanted = _agree(
+        failed, due, terminated, wanted, owed = _agree(
             state,
             asked.error is not None,
             is_first() and asked.error is None and asked.get(),
             self._termination.received,
             self._evaluation_wanted,
+            self._owes(state),
         )
         if failed:
             on_every(asked.get)
         self._attend(state, logger, wanted=wanted)
         if event is Event.BATCH_CHECKPOINT:
             self.run.log.end_step(int(state.timestamp.batch), lambda: rest_of(self._stored(state)))
-        if due or terminated:
+        monitored = self.settings.run.saver.monitor is not None and self._path is None
+        if monitored and event is Event.BATCH_CHECKPOINT and not terminated:
+            ends_epoch = state.dataloader_len == state.timestamp.batch_in_epoch  # its evaluation may follow
+            self._postponed, due = (due, False) if ends_epoch else (False, due)
+        elif event is Event.EPOCH_CHECKPOINT:
+            self._postponed, due = False, due or self._postponed
+        if due or terminated or owed:
             ended = (state.get_elapsed_duration() or 0.0) >= 1.0
             planned = self._path is not None and due and bool(self.settings.planned(state, event))
-            self._save(state, last=terminated or ended, exact=terminated and not planned, planned=planned)
+            exact = terminated and not planned
+            self._save(state, last=terminated or ended, exact=exact, again=owed, planned=planned)
         if terminated:
             self._finish(state, exact=True)
             self._end(state)
@@ -305,7 +326,7 @@ class Session:
                 stored,
                 step=batch,
                 describe=describe_state(state),
-                metrics=current_metrics(state),
+                metrics=self._metrics(state),
                 evaluate=self._evaluation(state),
                 resumed=None if planned else self._steps.resumed(state),
                 gradients=None if planned else self._gradients.take(state.optimizers),
@@ -352,9 +373,9 @@ class Session:
             SaveFailedError: the last checkpoint could not be stored.
         """
         self._data.epoch_ends(state)
-        [terminated] = _agree(state, self._termination.received)
-        if self.settings.run.save_last or terminated:
-            self._save(state, last=True, exact=terminated)
+        terminated, owed = _agree(state, self._termination.received, self._owes(state))
+        if self.settings.run.save_last or terminated or owed:
+            self._save(state, last=True, exact=terminated, again=owed)
         self._finish(state, exact=terminated)
         self._attend(state, logger, wanted=False)
         if terminated:

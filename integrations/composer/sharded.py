@@ -12,7 +12,7 @@ from shrinkpoint.integrations.common.probe import KeptBatches
 from shrinkpoint.integrations.common.ranks import on_every
 from shrinkpoint.integrations.common.sharded_run import ShardedRun
 from shrinkpoint.integrations.composer.probe_steps import StepProbe
-from shrinkpoint.integrations.composer.reports import current_metrics, log_reports
+from shrinkpoint.integrations.composer.reports import log_reports
 from shrinkpoint.integrations.composer.session import Session
 from shrinkpoint.integrations.composer.settings import Settings
 from shrinkpoint.integrations.composer.state import (
@@ -152,7 +152,7 @@ class ShardedSession(Session):
             stored,
             step=batch,
             describe=describe_state(state),
-            metrics=current_metrics(state),
+            metrics=self._metrics(state),
             evaluate=self._probe.evaluation_together(state) if measures else None,
             resumed=self._steps.resumed(state) if measures else None,
             optimizers=state.optimizers,

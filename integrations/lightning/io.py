@@ -162,7 +162,7 @@ def load_checkpoint(address: Address, saver: Saver, *, adopt: bool = True) -> di
         NoCheckpointError: the run has no such checkpoint.
     """
     which = None
-    if address.step is not None or address.seq is not None:
+    if not address.is_newest:
         which = address.find(saver.store.manifests())
     restored = saver.restore(which, adopt=adopt)
     if restored is None:

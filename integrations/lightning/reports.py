@@ -3,21 +3,44 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger
 
 from shrinkpoint.integrations.common.reports import configuration, finite, log_line, numbers
 from shrinkpoint.reports import SaveReport
 
-__all__ = ["finite_metrics", "log_reports"]
+__all__ = ["Measured", "log_reports"]
 
 _TAKE_TEXT = {"CSVLogger", "WandbLogger"}  # loggers whose log_metrics stores strings too
 
 
-def finite_metrics(trainer: Trainer) -> dict[str, float]:
-    """The metrics logged so far that a manifest can store."""
-    logged = trainer.callback_metrics.items()
-    return finite({name: float(value) for name, value in logged if value.numel() == 1})
+class Measured:
+    """At which step each logged metric was measured: Lightning goes on showing a metric until it is logged again."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, tuple[torch.Tensor, int, int]] = {}
+
+    def note(self, trainer: Trainer, *, at: int | None = None) -> None:
+        """Look for new values; called, on every rank, wherever metrics may have been logged.
+
+        Args:
+            trainer: its metrics may be summed over all ranks here.
+            at: the step that new ones belong to; None is the present one.
+        """
+        step = trainer.global_step if at is None else at
+        for name, value in trainer.callback_metrics.items():
+            known = self._found.get(name)  # that its tensor is kept, no other one can be at the same place
+            if known is None or (known[0].data_ptr(), known[1]) != (value.data_ptr(), value._version):
+                self._found[name] = (value, value._version, step)
+
+    def of_these_weights(self, trainer: Trainer) -> dict[str, float]:
+        """The metrics of the present step that a manifest can store."""
+        self.note(trainer)
+        step = trainer.global_step
+        found = {name: value for name, (value, _, at) in self._found.items() if at == step}
+        values = {name: float(value) for name, value in found.items() if value.numel() == 1}
+        return finite({"epoch": float(trainer.current_epoch), **values})
 
 
 def log_reports(trainer: Trainer, reports: Sequence[SaveReport]) -> None:

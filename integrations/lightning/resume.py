@@ -5,7 +5,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from shrinkpoint.errors import ConfigError, StateMismatchError
 from shrinkpoint.integrations.common.ranks import on_first
@@ -105,7 +105,7 @@ def _choose(runs: Mapping[str, RunSession], written: str | None) -> str | None:
             f" continuing from {taken}. Remove {written} where it is not needed any more"
         )
     else:
-        rank_zero_info(f"continuing {url} from step {chosen[url].step}")
+        runs[url].announce(chosen[url].step)
     return taken
 
 

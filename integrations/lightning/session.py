@@ -17,7 +17,7 @@ from shrinkpoint.integrations.lightning.moments import ends_epoch, ends_training
 from shrinkpoint.integrations.lightning.position import POSITION_KEY, Position
 from shrinkpoint.integrations.lightning.probe import LossProbe
 from shrinkpoint.integrations.lightning.probe_steps import StepProbe
-from shrinkpoint.integrations.lightning.reports import finite_metrics, log_reports
+from shrinkpoint.integrations.lightning.reports import Measured, log_reports
 from shrinkpoint.integrations.lightning.resume import continue_run, is_tuning, require_module
 from shrinkpoint.integrations.lightning.settings import Settings
 from shrinkpoint.integrations.lightning.slurm import requeueing
@@ -44,6 +44,7 @@ __all__ = ["Session"]
 
 _IDENTITIES = "identities"  # of the optimizers, in its position
 _SCHEDULERS = "schedulers"  # their classes, in the same place
+_STOPPED = "stopped"  # whether early stopping has ended training here
 
 
 class Session:
@@ -59,7 +60,8 @@ class Session:
         self.settings = settings
         self.run = RunSession(settings.run)
         self.run.log.every = settings.schedule.every_n_train_steps
-        metric = settings.run.monitor if settings.run.mode == "min" else None
+        saver = settings.run.saver
+        metric = saver.monitor if saver.mode == "min" else None
         self.probe = LossProbe(metric=metric, batches=settings.run.probe_batches)
         self._path: PathBatches | None = None
         if settings.run.saver.adopt:
@@ -85,6 +87,8 @@ class Session:
         self._stored_schedulers: dict[str, str] = {}
         self._identities = Identities()
         self._validation_pending = False
+        self._measured = Measured()
+        self._continues = self._began = self._stopped = False
 
     @property
     def _saver(self) -> Saver:
@@ -134,6 +138,7 @@ class Session:
         """A checkpoint of any kind is being loaded."""
         if trainer.state.fn == TrainerFn.FITTING:
             own = checkpoint.get(POSITION_KEY, {})
+            self._stopped = own.get(_STOPPED, False)
             self._stored_optimizers = checkpoint.get("optimizer_states", [])
             self._stored_identities = own.get(_IDENTITIES, [])
             self._stored_schedulers = own.get(_SCHEDULERS, {})
@@ -159,6 +164,11 @@ class Session:
         own = POSITION_KEY in loaded and rounded_weights(loaded["state_dict"], module.state_dict()) is None
         self._loaded_optimizers = loaded.get("optimizer_states", []) if own else []
         self._identities = Identities()  # another fit may be of another module
+        address = Address.parse(str(trainer.ckpt_path))
+        self._continues = self._active and address is not None and address.url == self.settings.run.url
+        self._began = False
+        if self._continues:
+            self.run.remember()
         Position.of(trainer).fit_starts(trainer)
 
     def _require_optimizers(self, trainer: Trainer, stored: list[dict[str, Any]], url: str) -> None:
@@ -192,13 +202,28 @@ class Session:
         self._trigger.start(step=trainer.global_step, epochs=trainer.current_epoch)
         self._seen_step = trainer.global_step
         self._steps.starts(trainer, module)
-        self._training = self._active
-        loaded = Address.parse(str(trainer.ckpt_path))
-        if self._active and loaded is not None and loaded.url == self.settings.run.url:
+        self._training, self._began = self._active, True
+        self._measured.note(trainer, at=-1)  # what was measured before
+        if self._continues:
             self.run.saved_step = trainer.global_step
-            self.run.remember()
         if self._active:
             self._begin_saving(trainer, module)
+            self._stay_stopped(trainer)
+
+    def _stay_stopped(self, trainer: Trainer) -> None:
+        """End a run again that early stopping had ended, if it was continued by itself."""
+        if self._stopped and trainer.early_stopping_callbacks and broadcast(self.run.continued is not None):
+            trainer.should_stop = True
+            self._say_complete(
+                trainer, f"EarlyStopping has ended it: fit(ckpt_path={str(trainer.ckpt_path)!r}) goes on"
+            )
+
+    def _say_complete(self, trainer: Trainer, way_on: str) -> None:
+        if trainer.is_global_zero:
+            warn(
+                f"the run in {self.settings.run.url} is complete: it ended at step {trainer.global_step}. {way_on}; there is"
+                " nothing to do now"
+            )
 
     def _begin_saving(self, trainer: Trainer, module: LightningModule) -> None:
         self.run.check_hooks(trainer.strategy.model)
@@ -252,6 +277,7 @@ class Session:
         self._attend(trainer)
         step = trainer.global_step
         self._stepped, self._seen_step = step != self._seen_step, step
+        self._measured.note(trainer)
         self._last_batch = ends_epoch(trainer, batch_idx)
         self._validation_pending = validation_follows(trainer, batch_idx)
         position = Position.of(trainer)
@@ -296,16 +322,23 @@ class Session:
         self._attend(trainer)
         self._validation_pending = False
         self._request_last(trainer)
-        if not (self._last_batch and self.settings.on_epoch_end):
-            self._save_or_end(trainer, module)
+        self._measured.note(trainer)
+        if self._last_batch and self.settings.on_epoch_end is not False:
+            return  # after the hooks at the epoch's end, which may log and change more
+        if not self._last_batch and self.settings.on_epoch_end is not True and self._path is None:
+            self._trigger.after_validation(trainer.current_epoch + 1)
+        self._request_owed(trainer)
+        self._save_or_end(trainer, module)
 
     def epoch_ends(self, trainer: Trainer, module: LightningModule) -> None:
         """Save what was due at the epoch's last batch."""
         if self._active:
+            self._measured.note(trainer)
             if (
                 self._last_batch
             ):  # otherwise training has ended within the epoch, and cannot be continued from here
                 self._request_last(trainer)
+                self._request_owed(trainer)
             self._save_or_end(trainer, module)
 
     def _save_or_end(self, trainer: Trainer, module: LightningModule) -> None:
@@ -344,6 +377,9 @@ class Session:
                 found = self._identities.of(trainer.lightning_module, trainer.optimizers)
                 checkpoint[POSITION_KEY][_IDENTITIES] = found
                 checkpoint[POSITION_KEY][_SCHEDULERS] = _scheduler_classes(trainer)
+            stopping = trainer.early_stopping_callbacks
+            if trainer.should_stop and any(c.stopped_epoch == trainer.current_epoch for c in stopping):
+                checkpoint[POSITION_KEY][_STOPPED] = True
             if self._path is not None and not self._planned:
                 self._path.add_to(checkpoint[POSITION_KEY])
 
@@ -358,6 +394,11 @@ class Session:
         """Save at the next moment that allows it if training ends here."""
         self._ending = self.settings.run.save_last and ends_training(trainer, last_batch=self._last_batch)
         if self._ending and trainer.global_step != self.run.saved_step:
+            self._trigger.request()
+
+    def _request_owed(self, trainer: Trainer) -> None:
+        owed = self.run.owes(self._measured.of_these_weights(trainer))
+        if self.settings.run.saver.monitor is not None and broadcast(owed):
             self._trigger.request()
 
     def _save_if_due(self, trainer: Trainer, module: LightningModule, *, terminated: bool = False) -> None:
@@ -410,7 +451,7 @@ class Session:
                     storable(checkpoint),
                     step=step,
                     describe=describe_checkpoint(trainer, module, checkpoint),
-                    metrics=finite_metrics(trainer),
+                    metrics=self._measured.of_these_weights(trainer),
                     evaluate=self.probe.evaluation(trainer, module),
                     resumed=None if planned else self._steps.resumed(trainer, module),
                     gradients=None if planned else self._gradients.take(trainer.optimizers),
@@ -454,6 +495,12 @@ class Session:
         if self._is_interrupted(trainer):
             self._end(trainer)
         self._unwatch()
+
+    def fit_ends(self, trainer: Trainer) -> None:
+        """Say so where the run that was to be continued had ended before."""
+        if self._continues and not self._began:
+            self.run.best = broadcast(self.run.best)
+            self._say_complete(trainer, "Raise max_epochs or max_steps to continue")
 
     def fails(self, trainer: Trainer, module: LightningModule, *, terminated: bool) -> None:
         """Finish a running save; if the process is asked to end between two batches, save there first."""

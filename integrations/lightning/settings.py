@@ -16,7 +16,8 @@ class Settings:
 
     run: RunSettings
     schedule: Schedule
-    on_epoch_end: bool
+    on_epoch_end: bool | None
+    """Whether to save at epochs' ends alone, or right after validations alone; None does both."""
 
     @classmethod
     def build(
@@ -25,7 +26,7 @@ class Settings:
         every_n_train_steps: int | None,
         every_n_epochs: int | None,
         train_time_interval: timedelta | None,
-        on_epoch_end: bool,
+        on_epoch_end: bool | None,
         **more: Any,
     ) -> "Settings":
         """Check and divide the callback's arguments; `more` are those of `RunSettings.build`.

@@ -16,7 +16,7 @@ from shrinkpoint.integrations.common.sharded_run import ShardedRun
 from shrinkpoint.integrations.lightning.io import storable
 from shrinkpoint.integrations.lightning.position import OWN_KEYS, OWN_MARK, POSITION_KEY
 from shrinkpoint.integrations.lightning.probe_steps import StepProbe
-from shrinkpoint.integrations.lightning.reports import finite_metrics, log_reports
+from shrinkpoint.integrations.lightning.reports import log_reports
 from shrinkpoint.integrations.lightning.session import Session
 from shrinkpoint.integrations.lightning.settings import Settings
 from shrinkpoint.integrations.lightning.sharded_io import RunReader, capturing_shards, shards_model
@@ -93,7 +93,7 @@ class ShardedSession(Session):
         ours = address.url == self.settings.run.url
         saver = self._shards.saver if ours else ShardedSaver(address.url, targets=self._targets, own=dict)
         which = None
-        if address.step is not None or address.seq is not None:
+        if not address.is_newest:
             which = on_first(lambda: address.find(saver.store.manifests()))
         self._found = Targets(
             trainer.lightning_module,
@@ -169,7 +169,7 @@ class ShardedSession(Session):
             checkpoint,
             step=trainer.global_step,
             describe=describe_checkpoint(trainer, module, checkpoint),
-            metrics=finite_metrics(trainer),
+            metrics=self._measured.of_these_weights(trainer),
             evaluate=self.probe.evaluation_together(trainer, module) if measures else None,
             resumed=self._steps.resumed(trainer, module) if measures else None,
             optimizers=trainer.optimizers,

@@ -59,13 +59,13 @@ def _last_to_train(runs: list[RunSession]) -> str | None:
 
 
 def _best(run: RunSession) -> str:
-    settings = run.settings
-    if settings.monitor is None:
+    url, saver = run.settings.url, run.settings.saver
+    if saver.monitor is None:
         raise ConfigError(
-            f'ckpt_path="best": which checkpoint of {settings.url} is the best is not known: give CompressedCheckpoint a'
+            f'ckpt_path="best": which checkpoint of {url} is the best is not known: give CompressedCheckpoint a'
             ' monitor=, or take ckpt_path="last" for the newest'
         )
-    if settings.save_top_k == 0:
+    if saver.save_top_k == 0:
         raise ConfigError(
             'ckpt_path="best" with save_top_k=0, which ranks none: give save_top_k=1, or ckpt_path="last"'
         )
@@ -75,8 +75,8 @@ def _best(run: RunSession) -> str:
         return run.best.best_path
     logged = sorted({name for manifest in manifests for name in metrics_of(manifest)})
     raise NoCheckpointError(
-        f"none of the {len(manifests)} checkpoints of {settings.url} was saved with the metric {settings.monitor!r};"
+        f"none of the {len(manifests)} checkpoints of {url} was saved with the metric {saver.monitor!r};"
         f" they have {', '.join(logged[:_NAMED]) or 'no metrics'}"
         if manifests
-        else f"{settings.url} contains no checkpoint"
+        else f"{url} contains no checkpoint"
     )

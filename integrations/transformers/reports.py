@@ -18,7 +18,7 @@ def current_metrics(state: Any) -> dict[str, float]:
     Args:
         state: the trainer's ``TrainerState``. An evaluation of an earlier step does not apply to the present weights.
     """
-    values: dict[str, Any] = {}
+    values: dict[str, Any] = {"epoch": state.epoch}
     for entry in reversed(state.log_history):
         if entry.get("step") != state.global_step:
             break

@@ -1,7 +1,6 @@
 """The start of a Hugging Face run: checks that it can be saved, and continues it from the newest checkpoint."""
 
 import json
-import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,8 +29,6 @@ __all__ = [
     "require_supported_args",
     "write_thin",
 ]
-
-_log = logging.getLogger(__name__)
 
 AFTER_THE_END = 2**52
 """A step that lies behind the end of every training, and in floating point on an epoch's edge."""
@@ -139,16 +136,8 @@ def choose(run: RunSession, trainer: Any, given: Any) -> Mapping[str, Any] | Non
 
 
 def _at(run: RunSession, address: Address) -> Manifest:
-    manifests = run.saver.store.manifests()
-    for manifest in manifests:
-        if address.step is None and address.seq is None:
-            break
-        if address.step == manifest.step or (address.seq is not None and address.seq == manifest.seq):
-            return manifest
-    else:
-        raise NoCheckpointError(
-            f"{run.settings.url} contains no such checkpoint: {address}; see `shrinkpoint ls {run.settings.url}`"
-        )
+    if not address.is_newest:
+        return address.find(run.saver.store.manifests())
     newest = run.saver.newest()
     if newest is None:
         raise NoCheckpointError(f"{run.settings.url} contains no checkpoint")
@@ -206,10 +195,10 @@ def write_thin(stored: Mapping[str, Any], folder: Path, *, complete: bool) -> st
 
 
 def _warn_resumed(run: RunSession, stored: Mapping[str, Any], args: Any) -> None:
+    step = stored["trainer"]["global_step"]
+    run.announce(step)
     if not is_first():
         return
-    step = stored["trainer"]["global_step"]
-    _log.info("continuing %s from step %d", run.settings.url, step)
     if is_complete(stored, args):
         warn(
             f"the run in {run.settings.url} is complete: it ended at step {step}. Raise max_steps or num_train_epochs to"

@@ -95,8 +95,9 @@ class Session:
         self._trainer: Any = None
         self._stored: Mapping[str, Any] | None = None
         self._seen_step = 0
-        self._requested = self._epoch_over = self._best_loaded = self._new_best = False
+        self._requested = self._epoch_over = self._best_loaded = self._evaluated = False
         self._best_metric: float | None = None
+        self._best_step: int | None = None
 
     def renewed(self) -> "Session":
         """A fresh one with the same options, for another training."""
@@ -222,7 +223,7 @@ class Session:
                 buckets, hooks = self._stored["buckets"], self._stored.get("hooks", [])
                 load_generated(self._stored["ranks"][rank()]["generated"], trainer)
             self._progress.restore(trainer, self._stored)
-            if trainer.args.load_best_model_at_end and self._takes_over:
+            if self._ranks:
                 state.best_model_checkpoint = broadcast(self.run.best.best_path) or None
         self._best_metric = state.best_metric
         self._seen_step = state.global_step
@@ -246,6 +247,17 @@ class Session:
     def _takes_over(self) -> bool:
         return not self.settings.keep_trainer_saves
 
+    @property
+    def _ranks(self) -> bool:
+        """Whether the run's best checkpoint is the one that the trainer asks for."""
+        saver, wanted = self.settings.run.saver, Settings.ranking(self._trainer.args)
+        return self._takes_over and wanted == (saver.monitor, saver.mode)
+
+    @property
+    def _new_best(self) -> bool:
+        """Whether the last evaluation was the best so far, and of the present weights."""
+        return self._ranks and self._best_step == self._trainer.state.global_step
+
     def _sees(self, batch: Any, number: int) -> None:
         """A batch is about to be trained on."""
         if is_first() and self._trainer is not None:
@@ -264,6 +276,7 @@ class Session:
     def evaluation_ends(self) -> None:
         """An evaluation is over."""
         self._probe.evaluation_ends()
+        self._evaluated = True
 
     def before_step(self, state: Any) -> None:
         """The gradients of an optimizer step are complete."""
@@ -317,21 +330,24 @@ class Session:
             self._seen_step = state.global_step
         if epoch_over and not inside_epoch(state):
             self._trigger.after_epoch(round(state.epoch))
-        if self._trainer.args.load_best_model_at_end and self._takes_over:
-            self._new_best |= state.best_metric != self._best_metric
-            self._best_metric = state.best_metric
+        if state.best_metric != self._best_metric:
+            self._best_metric, self._best_step = state.best_metric, state.global_step
+        best = self._new_best and self._trainer.args.load_best_model_at_end
+        if self._evaluated:
+            self._requested |= broadcast(is_first() and self.run.owes(current_metrics(state)))
+            self._evaluated = False
         self._attend()
         terminated = any_of(self._termination.received, self._trainer.args.device)
         ending = terminated or bool(control.should_training_stop)
         if not epoch_over and not inside_epoch(state):
             return
         last = ending and (self.settings.run.save_last or terminated)
-        if self._trigger.due or self._requested or self._new_best or last:
+        if self._trigger.due or self._requested or best or last:
             # what the trainer itself asks for follows from its arguments and from what it has measured
-            planned = self._path is not None and (self._trigger.planned or self._requested or self._new_best)
+            planned = self._path is not None and (self._trigger.planned or self._requested or best)
             self._save(
                 tr_loss,
-                last=last or self._new_best,
+                last=last or best,
                 exact=terminated and not planned,
                 planned=planned,
             )
@@ -364,7 +380,6 @@ class Session:
             planned: with ``adopt=True``: training goes on from what is stored.
         """
         trainer, step = self._trainer, self._trainer.state.global_step
-        best, self._new_best = self._new_best, False
         self._trigger.saved()
         self._requested = False
         if step != self.run.saved_step or again:
@@ -394,7 +409,7 @@ class Session:
             if not accepted:
                 return
             self.run.saved_step = step
-        if best:
+        if self._new_best:
             trainer.state.best_model_checkpoint = str(Address(url=self.run.settings.url, step=step))
 
     def _adoption(self) -> Adoption:
@@ -464,7 +479,7 @@ class Session:
             self._save(None, last=True)
         self._finish(None, exact=False)
         self._attend()
-        if self._trainer.args.load_best_model_at_end and self._takes_over:
+        if self._ranks:
             state.best_model_checkpoint = self.run.best.best_path or None
         if any_of(self._termination.received, self._trainer.args.device):
             self._termination.end()

@@ -55,7 +55,7 @@ class Settings:
         )
 
     def for_trainer(self, args: Any) -> "Settings":
-        """The same, with the trainer's ``metric_for_best_model`` if it is needed and no monitor was given.
+        """The same, completed by what the trainer's arguments say of checkpoints; the callback's own options take precedence.
 
         Args:
             args: the trainer's ``TrainingArguments``.
@@ -63,28 +63,40 @@ class Settings:
         Raises:
             ConfigError: ``load_best_model_at_end`` could not work with these options.
         """
-        if not args.load_best_model_at_end or self.keep_trainer_saves:
+        if self.keep_trainer_saves:
             return self
-        metric = evaluation_metric(args.metric_for_best_model)
-        mode: Literal["min", "max"] = "max" if args.greater_is_better else "min"
-        if self.run.monitor is None:
-            run = self.run
-            saver = replace(run.saver, monitor=metric, mode=mode, keep_best=max(run.save_top_k, 1))
-            if run.save_top_k == -1 and saver.keep_every is None:
-                saver = replace(saver, keep_best=None)  # every checkpoint is kept
-            top_k = run.save_top_k or 1
-            return replace(self, run=replace(run, saver=saver, monitor=metric, mode=mode, save_top_k=top_k))
-        if (self.run.monitor, self.run.mode) != (metric, mode):
+        saver, limit = self.run.saver, args.save_total_limit
+        changes: dict[str, Any] = {"weights_only": saver.weights_only or args.save_only_model}
+        decides = saver.keep_last is None and saver.keep_every is None and saver.save_top_k == 1
+        if decides and limit is not None and limit > 0:
+            changes["save_total_limit"] = limit
+        ranked = self.ranking(args)
+        if ranked is not None and saver.monitor is None:
+            changes |= {"monitor": ranked[0], "mode": ranked[1]}
+            if decides and "save_total_limit" not in changes:
+                changes["save_top_k"] = -1  # as the trainer, which keeps all
+        elif args.load_best_model_at_end and ranked != (saver.monitor, saver.mode):
             raise ConfigError(
-                f"load_best_model_at_end=True ranks by {metric!r} ({mode}), and CompressedCheckpoint was given"
-                f" monitor={self.run.monitor!r} ({self.run.mode}): leave monitor and mode out, or set metric_for_best_model"
+                f"load_best_model_at_end=True ranks by {ranked}, and CompressedCheckpoint was given"
+                f" monitor={saver.monitor!r} ({saver.mode}): leave monitor and mode out, or set metric_for_best_model"
                 " and greater_is_better to the same"
             )
-        if self.run.save_top_k == 0:
+        if args.load_best_model_at_end and saver.save_top_k == 0:
             raise ConfigError(
                 "load_best_model_at_end=True needs the best checkpoint: save_top_k=0 keeps none"
             )
-        return self
+        return replace(self, run=replace(self.run, saver=replace(saver, **changes)))
+
+    @staticmethod
+    def ranking(args: Any) -> tuple[str, Literal["min", "max"]] | None:
+        """The metric by which the trainer ranks, and whether the least or the greatest is the best; None where it does not.
+
+        Args:
+            args: the trainer's ``TrainingArguments``.
+        """
+        if args.metric_for_best_model is None:
+            return None
+        return evaluation_metric(args.metric_for_best_model), "max" if args.greater_is_better else "min"
 
     def schedule_for(self, args: Any, save_steps: int) -> Schedule:
         """The save schedule.
@@ -120,4 +132,4 @@ class Settings:
 
 def evaluation_metric(name: str) -> str:
     """A metric's name as evaluations log it; as in ``metric_for_best_model``, ``eval_`` may be left out."""
-    return name if name.startswith(_PREFIX) else f"{_PREFIX}{name}"
+    return name if name.startswith(_PREFIX) or name in ("step", "epoch") else f"{_PREFIX}{name}"

@@ -70,7 +70,7 @@ def test_keeps_the_newest_and_the_best(saving: Make) -> None:
     callback = saving(every_n_train_steps=None, every_n_epochs=1, monitor="val_loss", keep_last=1)
     outcome = fit(callback, max_epochs=6)
     losses = {step: loss for _, step, loss in outcome.module.validations}
-    best = min(reversed(losses), key=losses.__getitem__)  # of equals, the newest
+    best = min(losses, key=losses.__getitem__)  # of equals, the older
     assert callback.best_model_path == f"{callback.dirpath}#step={best}"
     assert callback.best_model_score is not None
     assert callback.best_model_score.item() == losses[best]

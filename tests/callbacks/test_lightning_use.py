@@ -187,8 +187,8 @@ def test_every_option_is_an_ordinary_documented_argument(kind: type) -> None:
     parameters = inspect.signature(kind).parameters
     assert not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     config = SaverConfig()
-    # save_top_k and keep_last say what a run under a callback keeps; commit_timeout_s is for ranks that save shards
-    lacks = {"keep_best", "keep_last"} | (set() if kind is CompressedCheckpoint else {"commit_timeout_s"})
+    # commit_timeout_s is for ranks that save shards
+    lacks = set() if kind is CompressedCheckpoint else {"commit_timeout_s"}
     for name in SaverConfig.names() - lacks:
         assert parameters[name].default == getattr(config, name), name
     documented = inspect.getdoc(kind) or ""

@@ -834,7 +834,7 @@ def test_a_second_signal_in_close_ends_it_at_once(tmp_path, monkeypatch):
 
 
 def test_a_best_metric_that_is_never_given_is_missed_and_nothing_removed(tmp_path):
-    run = Run(tmp_path, monitor="val_los", keep_best=1, keep_last=1, grace_s=0, every=1)
+    run = Run(tmp_path, monitor="val_los", save_top_k=1, keep_last=1, grace_s=0, every=1)
     with pytest.warns(ShrinkpointWarning, match=r"monitor='val_los' is not among .*step 1 \(val_loss\)"):
         run.checkpointer.step(1, metrics={"val_loss": 1.0})
     for step in range(2, 5):
@@ -1248,7 +1248,7 @@ def test_a_wrong_step_or_metric_is_refused_at_once_and_the_last_step_is_saved(
     tmp_path, step, metrics, message, due, monitored
 ):
     """Where none is due as well: at the end the last step could not be saved with it."""
-    more = {"monitor": "loss", "keep_best": 2} if monitored else {}
+    more = {"monitor": "loss", "save_top_k": 2} if monitored else {}
     run = Run(tmp_path, every=2 if due else 100, save_last=True, **more)
     run.checkpointer.resume()
     run.checkpointer.step(3, metrics={"loss": 1.0})

@@ -36,7 +36,8 @@ NAN = float("nan")
         ("max_failures", -1, "positive"),
         ("keep_last", 0, "positive"),
         ("keep_every", "10", "positive"),
-        ("keep_best", 0, "positive"),
+        ("save_top_k", -2, "or -1 for all"),
+        ("save_total_limit", 0, "positive"),
         ("threads", 0, "positive"),
         ("monitor", 5, "name of a metric"),
         ("max_degradation", -0.1, "0 or more"),
@@ -93,10 +94,10 @@ def test_a_bad_option_of_the_scheme_is_named_with_its_fix(field, value, fix):
     assert fix in message
 
 
-def test_keep_best_needs_its_metric():
-    with pytest.raises(ConfigError, match=r"monitor='val_loss'"):
-        SaverConfig(keep_best=2)
-    assert SaverConfig(keep_best=2, monitor="val_loss").keep_best == 2
+def test_several_best_need_their_metric():
+    with pytest.raises(ConfigError, match=r"save_top_k=2 ranks by a metric"):
+        SaverConfig(save_top_k=2)
+    assert SaverConfig(save_top_k=2, monitor="val_loss").save_top_k == 2
 
 
 def test_the_limits_of_each_field_are_allowed():

@@ -621,7 +621,7 @@ def test_old_checkpoints_are_removed_but_not_what_a_kept_delta_needs(objects):
 
 
 def test_the_best_by_a_metric_are_kept(objects):
-    loop = Loop(keep_best=1, keep_last=1, monitor="acc", mode="max", grace_s=0)
+    loop = Loop(save_top_k=1, keep_last=1, monitor="acc", mode="max", grace_s=0)
     for acc in (0.1, 0.9, math.nan, 0.3):
         loop.train()
         loop.save(metrics={"acc": acc}, wait=True)

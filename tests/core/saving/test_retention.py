@@ -28,7 +28,18 @@ def saves(*steps: int, metrics: tuple[float | None, ...] = ()) -> list[Record]:
         (RetentionPolicy(keep_every=20), saves(0, 10, 20, 30, 20, 30, 40), {0, 4, 6}),
         (RetentionPolicy(keep_best=1), saves(1, 2, 3, metrics=(1.0, 0.5, 2.0)), {1, 2}),
         (RetentionPolicy(keep_best=1, mode="max"), saves(1, 2, 3, metrics=(3.0, 0.5, 2.0)), {0, 2}),
-        (RetentionPolicy(keep_best=1), saves(1, 2, 3, metrics=(0.5, 0.5, 1.0)), {1, 2}),
+        (
+            RetentionPolicy(keep_best=1),
+            saves(1, 2, 3, metrics=(0.5, 0.5, 1.0)),
+            {0, 2},
+        ),  # of equals, the older
+        # step 10 was saved again after a resume, with the same metric
+        (RetentionPolicy(keep_best=1), saves(10, 20, 10, 30, metrics=(0.5, 0.5, 0.5, 1.0)), {2, 3}),
+        (RetentionPolicy(keep_total=2), saves(1, 2, 3, metrics=(0.5, 1.0, 2.0)), {0, 2}),
+        (RetentionPolicy(keep_total=2), saves(1, 2, 3, metrics=(2.0, 0.5, 1.0)), {1, 2}),
+        (RetentionPolicy(keep_total=1), saves(1, 2, 3, metrics=(2.0, 0.5, 1.0)), {1, 2}),
+        (RetentionPolicy(keep_total=1), saves(1, 2, 3, metrics=(2.0, 1.0, 0.5)), {2}),
+        (RetentionPolicy(keep_total=2), saves(1, 2, 3), {1, 2}),
         (RetentionPolicy(keep_best=1), saves(1, 2, 3, metrics=(math.nan, None, math.inf)), {2}),
         (RetentionPolicy(keep_best=1), saves(1, 2, 3, metrics=(None, None, None)), {0, 1, 2}),
         (RetentionPolicy(keep_last=1, keep_best=1), saves(1, 2, 3, metrics=(None, 5.0, None)), {1, 2}),

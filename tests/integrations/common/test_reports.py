@@ -62,7 +62,7 @@ def test_a_step_that_was_saved_again_counts_by_its_newest() -> None:
     best.add(1, {"loss": 3.0})
     assert (best.best_path, best.best_score) == ("memory://run#step=1", 3.0)  # of step 2, nothing was kept
     best.add(2, {"loss": 3.0})
-    assert best.best_path == "memory://run#step=2"
+    assert best.best_path == "memory://run#step=1"  # of equals, the older
 
 
 def test_where_none_of_the_best_is_kept_the_last_is_the_best() -> None:

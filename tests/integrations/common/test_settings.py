@@ -23,13 +23,7 @@ def build(**given: Any) -> RunSettings:
         ({"keep_last": 5, "scheme": "lossless"}, SaverConfig(keep_last=5, scheme="lossless")),
         (
             {"monitor": "loss", "mode": "max", "save_top_k": 2},
-            SaverConfig(monitor="loss", mode="max", keep_last=3, keep_best=2),
-        ),
-        ({"monitor": "loss", "save_top_k": 0}, SaverConfig(monitor="loss", keep_last=3)),
-        ({"monitor": "loss", "save_top_k": -1}, SaverConfig(monitor="loss")),
-        (
-            {"monitor": "loss", "save_top_k": -1, "keep_every": 10},
-            SaverConfig(monitor="loss", keep_every=10, keep_best=1),
+            SaverConfig(monitor="loss", mode="max", save_top_k=2),
         ),
     ],
     ids=str,
